@@ -6,29 +6,37 @@ from ckptkit.version import __version__
 
 TYPE_CHECKING = False  # typing.TYPE_CHECKING would import typing
 if TYPE_CHECKING:
-    from ckptkit.adapter_api import (
-        AdapterOptions,
-        DiffOptions,
-        MergeOptions,
-        adapter_from_diff,
-        extract_adapter,
-        merge_adapter,
-    )
     from ckptkit.api import (
+        AdapterOptions,
+        ApplicationOptions,
         AverageOptions,
+        CreationOptions,
+        DiffOptions,
+        DoctorOptions,
+        MergeOptions,
         Options,
+        ServeOptions,
         StatsOptions,
         Tolerances,
+        adapter_from_diff,
+        apply_delta,
         average,
         consolidate,
         convert,
+        create_delta,
         diff,
+        doctor,
+        extract_adapter,
         inspect,
+        inspect_delta,
         list_run,
+        merge_adapter,
         open,  # noqa: A004
         prune,
+        serve,
         stats,
         verify,
+        write_report,
     )
     from ckptkit.core.errors import (
         AccessError,
@@ -70,16 +78,6 @@ if TYPE_CHECKING:
         VerificationError,
         WriterError,
     )
-    from ckptkit.delta_api import (
-        ApplicationOptions,
-        CreationOptions,
-        apply_delta,
-        create_delta,
-        inspect_delta,
-    )
-    from ckptkit.doctor_api import DoctorOptions, doctor
-    from ckptkit.report_api import write_report
-    from ckptkit.serve_api import ServeOptions, serve
 
 __all__ = [
     "AccessError",
@@ -155,19 +153,6 @@ __all__ = [
 
 # A name's module is imported when the name is first used: the writer's process and the command
 # line import `ckptkit` at their start and use none of them.
-_MODULES = {
-    "adapter_api": (
-        *("AdapterOptions", "DiffOptions", "MergeOptions"),
-        *("adapter_from_diff", "extract_adapter", "merge_adapter"),
-    ),
-    "delta_api": (
-        *("ApplicationOptions", "CreationOptions"),
-        *("apply_delta", "create_delta", "inspect_delta"),
-    ),
-    "doctor_api": ("DoctorOptions", "doctor"),
-    "report_api": ("write_report",),
-    "serve_api": ("ServeOptions", "serve"),
-}
 _PACKAGES = ("hub", "integrations", "readers", "training")
 
 
@@ -178,9 +163,8 @@ def __getattr__(name: str) -> object:
 
     if name in _PACKAGES:
         return import_module(f"ckptkit.{name}")
-    module = next((module for module, names in _MODULES.items() if name in names), "api")
-    module = "core.errors" if name.endswith("Error") else module
-    value = getattr(import_module(f"ckptkit.{module}"), name)
+    module = "ckptkit.core.errors" if name.endswith("Error") else "ckptkit.api"
+    value = getattr(import_module(module), name)
     globals()[name] = value
     return value
 

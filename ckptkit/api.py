@@ -1,16 +1,22 @@
-"""The functions that users call for checkpoints, models and runs."""
+"""The functions that users call, and their options; a function imports what it needs."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from ckptkit.core.arguments import check_arguments
-from ckptkit.core.errors import UsageError
+from ckptkit.core.errors import ArgumentError, UsageError
+from ckptkit.core.text import a_kind
 from ckptkit.options import (
+    BestMode,
+    ChecksumFormat,
     CountLike,
+    DTypeChoice,
     DTypeLike,
+    Encoding,
     Engine,
     GenerationChoice,
     IfExists,
@@ -19,23 +25,27 @@ from ckptkit.options import (
     NotFinite,
     OutputDType,
     ProgressOptions,
+    Resources,
     TokenizerOrigin,
     positive_number,
 )
-from ckptkit.runs.save_order import BestMode, Retention
-from ckptkit.storage.locations import Sources, place_of, resolve_places
+from ckptkit.storage.locations import Sources, local_path, place_of, resolve_places
 
 if TYPE_CHECKING:
     from ckptkit.conversion.diff import Difference
     from ckptkit.conversion.inspect import Inspection
     from ckptkit.conversion.source.read import Checkpoint
-    from ckptkit.conversion.values.stats import Statistics
+    from ckptkit.conversion.stats import Statistics
     from ckptkit.conversion.verify import Verification
     from ckptkit.core.manifest import Manifest
+    from ckptkit.deltas.checks import DeltaInspection
+    from ckptkit.diagnosis.findings import Diagnosis
     from ckptkit.engine.outcome import Listener
+    from ckptkit.lora.changes import MergeDType, MergeNames, QloraBase
     from ckptkit.runs.listing import RunListing
     from ckptkit.runs.pruning import Pruned
-    from ckptkit.storage.places import PathLike
+    from ckptkit.serving.serving import ServeListener, Serving
+    from ckptkit.storage.locations import PathLike
 
 
 class SourceOptions(TypedDict, total=False):
@@ -344,10 +354,9 @@ def average(
         UsageError: If there are too few sources, or an option has no valid value.
         ArgumentError: If an option is none of an average.
     """
+    from ckptkit.conversion.average import AverageJob, Weighting
     from ckptkit.conversion.job import run_job
     from ckptkit.conversion.prepare import ConversionJob
-    from ckptkit.conversion.values.average import AverageJob
-    from ckptkit.conversion.values.averaged_tensors import Weighting
     from ckptkit.engine.progress import report_to
 
     listed = [sources] if isinstance(sources, (str, os.PathLike)) else list(sources)
@@ -379,8 +388,7 @@ def verify(
 ) -> Verification:
     """Reads a checkpoint, a delta, or an output of ours, and checks every stored checksum.
 
-    With `repair`, damaged files are replaced if all of them can be mended from replicas in the
-    checkpoint, or from `copies` of it, and the whole is then proven.
+    With `repair`, damaged files are replaced by those of `copies` if the whole is proven with them.
 
     Returns:
         What was checked, and what is wrong; with `repair`, what is wrong still, and in `mended` the
@@ -392,8 +400,7 @@ def verify(
         OutputError: If mended files cannot be written; no damaged one is lost.
         UsageError: If options do not fit together.
     """
-    from ckptkit.conversion.repair import run_repair
-    from ckptkit.conversion.verify import run_verification
+    from ckptkit.conversion.verify import run_repair, run_verification
     from ckptkit.deltas.checks import verify_delta
     from ckptkit.deltas.form import is_delta
     from ckptkit.engine.progress import report_to
@@ -527,7 +534,7 @@ def stats(path: PathLike, **options: Unpack[StatsOptions]) -> Statistics:
     Raises:
         InputError: If the checkpoint is damaged or incomplete.
     """
-    from ckptkit.conversion.values.stats import run_stats
+    from ckptkit.conversion.stats import run_stats
     from ckptkit.engine.progress import report_to
     from ckptkit.options import ConsolidateRequest
 
@@ -610,6 +617,7 @@ def prune(
     from ckptkit.engine.progress import report_to
     from ckptkit.options import parse_total
     from ckptkit.runs.pruning import PruneLimits, prune_run
+    from ckptkit.runs.save_order import Retention
 
     size = max_total_size
     total = None if size is None else parse_total(size, option="--max-total-size")
@@ -617,3 +625,609 @@ def prune(
     limits = PruneLimits(incomplete, total)
     with report_to("prune", {"listener": listener, "progress": progress}) as listen:
         return prune_run(run, retention, dry_run=dry_run, limits=limits, listener=listen)
+
+
+class AdapterOptions(ProgressOptions, total=False):
+    """The options of `extract_adapter`; they are those of `ckptkit adapter extract`.
+
+    Attributes:
+        adapter: Its name, where there are several.
+        adapter_config: The run's `adapter_config.json`, where the checkpoint has none.
+        base: The model that was trained on, whose configuration converts the names of another
+            framework, such as Megatron-Core or torchtune.
+        lora_alpha: The run's alpha, where no configuration is at hand.
+        use_rslora: Whether the scaling was alpha / sqrt(rank), where none is at hand.
+        fan_in_fan_out: Whether weights are stored as [in, out], where none is at hand.
+        token_indices: The tokens whose rows were trained, where none is at hand.
+        allow_untrained: Whether an adapter that changes nothing is taken all the same.
+        select: Which model to take where there are several.
+        also: Further directories that hold files of the same checkpoint, see `Options`.
+        overwrite: Whether an `out` that holds something is replaced.
+        src_options: Options of the storage that is read, see `Options`.
+        dst_options: Options of the storage that is written.
+    """
+
+    adapter: str | None
+    adapter_config: PathLike | None
+    base: PathLike | None
+    lora_alpha: float | None
+    use_rslora: bool | None
+    fan_in_fan_out: bool | None
+    token_indices: Sequence[int] | None
+    allow_untrained: bool
+    select: str | None
+    also: Sequence[PathLike]
+    overwrite: bool
+    src_options: Mapping[str, Any] | None
+    dst_options: Mapping[str, Any] | None
+
+
+@check_arguments
+def extract_adapter(src: PathLike, out: PathLike, **options: Unpack[AdapterOptions]) -> Manifest:
+    """Takes a LoRA adapter out of a checkpoint, into a folder that PEFT loads.
+
+    Args:
+        src: Any path in or above a checkpoint.
+        out: A directory that does not exist, or is empty.
+        **options: See `AdapterOptions`.
+
+    Returns:
+        The manifest that was written.
+
+    Raises:
+        InputError: If the source is damaged or incomplete, or does not fit its configuration;
+            nothing is left behind.
+        RefusedError: If there is no adapter, or several and none was named, or if it is
+            untrained.
+        OutputExistsError: If `out` is not empty.
+    """
+    from ckptkit.adapters.extract import run_extraction
+    from ckptkit.adapters.sources import AdapterRequest
+    from ckptkit.engine.progress import report_to
+
+    values = resolve_places(src, out, options)
+    with report_to("extract_adapter", options) as listener:
+        return run_extraction(
+            values["src"],
+            values["out"],
+            AdapterRequest.from_options(values, adapter=options.get("adapter")),
+            overwrite=options.get("overwrite", False),
+            listener=listener,
+        ).manifest
+
+
+class DiffOptions(ProgressOptions, total=False):
+    """The options of `adapter_from_diff`; they are those of `ckptkit adapter from-diff`.
+
+    Attributes:
+        include: Patterns of the matrices to make factors for; all but heads when empty.
+        exclude: Patterns of matrices to leave out.
+        full: Patterns of changed tensors to save as they are, with their modules.
+        dtype: Element type of the factors: "float32" (default), "bfloat16" or "float16".
+        select: Which model of `tuned` to take where there are several.
+        overwrite: Whether an `out` that holds something is replaced.
+        src_options: Options of the storage that is read, see `Options`.
+        dst_options: Options of the storage that is written.
+    """
+
+    include: Sequence[str]
+    exclude: Sequence[str]
+    full: Sequence[str]
+    dtype: str | DTypeLike
+    select: str | None
+    overwrite: bool
+    src_options: Mapping[str, Any] | None
+    dst_options: Mapping[str, Any] | None
+
+
+@check_arguments
+def adapter_from_diff(
+    tuned: PathLike,
+    out: PathLike,
+    *,
+    base: PathLike,
+    rank: int | str,
+    **options: Unpack[DiffOptions],
+) -> Manifest:
+    """Makes a LoRA adapter of what full training changed in a model.
+
+    The weight of each linear layer is approximated by the nearest product of two factors; one
+    float32 matrix and its factors are in memory at a time, and all factors that were made.
+
+    Args:
+        tuned: The model after training: any path in or above a checkpoint.
+        out: A directory that does not exist, or is empty.
+        base: The model before training.
+        rank: Of the factors; a matrix with a smaller side gets the length of that.
+        **options: See `DiffOptions`.
+
+    Returns:
+        The manifest that was written. Its `source["difference"]` has, for each layer, the norm
+        of the change, and what the factors miss as a part of it (`error`); `lost` names what
+        changed and is not in the adapter.
+
+    Raises:
+        InputError: If a side is damaged or incomplete; nothing is left behind.
+        RefusedError: If the two are not one model, or if nothing changed.
+        OutputExistsError: If `out` is not empty.
+    """
+    from ckptkit.adapters.from_diff import make_diff_request, run_adapter_from_diff
+    from ckptkit.engine.progress import report_to
+
+    request = make_diff_request(
+        rank,
+        options.get("dtype", "float32"),
+        include=options.get("include", ()),
+        exclude=options.get("exclude", ()),
+        full=options.get("full", ()),
+        select=options.get("select"),
+    )
+    sources = Sources(tuned, options.get("src_options"))
+    with report_to("adapter_from_diff", options) as listener:
+        return run_adapter_from_diff(
+            sources.first,
+            place_of(out, options.get("dst_options")),
+            request,
+            base=sources.place(base),
+            overwrite=options.get("overwrite", False),
+            listener=listener,
+        )
+
+
+class MergeOptions(ProgressOptions, total=False):
+    """The options of `merge_adapter`; they are those of `ckptkit adapter merge`.
+
+    Attributes:
+        base: The model that was trained on; left out where `src` holds its weights itself.
+        adapters: Which adapters of `src` to merge, in this order: names, or pairs of a name and
+            what its update is multiplied by.
+        further: Adapters to merge after those: paths, or pairs of a path and a number.
+        adapter_config: The run's `adapter_config.json`, where the checkpoint has none.
+        overrides: Settings that no tensor shows, by the keys of `adapter_config.json`.
+        match_peft: Whether to round where PEFT's `merge_and_unload` does, instead of once.
+        qlora_base: "dequantized" or "original": what adapters of packed weights are merged onto.
+        double_quant: Whether the scales of 4-bit weights were quantized too, where no file of
+            the checkpoint says so; assumed when left out.
+        dtype: Element type of floating tensors, "keep" by default.
+        cast_all: Whether `dtype` also casts what the class of the model, or the base, keeps in
+            float32.
+        generation_config: "align" or "keep"; see `ckptkit.api.Options`.
+        tokenizer_from: "auto", "step" or "base"; see `ckptkit.api.Options`.
+        allow_untrained: Whether an adapter that changes nothing is merged all the same.
+        allow_other_base: Whether a base that is proven to be another is taken all the same.
+        names: "auto", the default, refuses what would not load as the model of the configuration;
+            "live" compares nothing.
+        map: The name map that converts the names of the base, see `Options`.
+        model_config: A model folder with configuration and tokenizer, where neither the adapter
+            nor the base has them; a base with the names of Megatron-Core needs one.
+        select: Which model to take where there are several.
+        also: Further directories that hold files of the same checkpoint, see `Options`.
+        max_shard_size: Size at which a new weight file is begun, in bytes or such as "5GB".
+        allow_code: Whether python files and `auto_map` are copied.
+        check: A list with "nan", "inf" or both, see `Options`.
+        src_options: Options of the storage that is read, see `Options`.
+        dst_options: Options of the storage that is written.
+        overwrite: Whether an `out` that holds something is replaced.
+        workers: Threads; chosen by the number of cores when left out.
+        memory_budget: What buffers may take together, in bytes or such as "64MB".
+        memory_limit: What the whole process may take.
+    """
+
+    base: PathLike | None
+    adapters: Sequence[str | tuple[str, float]]
+    further: Sequence[PathLike | tuple[PathLike, float]]
+    adapter_config: PathLike | None
+    overrides: Mapping[str, Any]
+    match_peft: bool
+    qlora_base: QloraBase | None
+    double_quant: bool | None
+    dtype: MergeDType | DTypeLike
+    cast_all: bool
+    generation_config: GenerationChoice
+    tokenizer_from: TokenizerOrigin
+    allow_untrained: bool
+    allow_other_base: bool
+    names: MergeNames
+    map: PathLike
+    model_config: PathLike | None
+    select: str | None
+    also: Sequence[PathLike]
+    max_shard_size: int | str
+    allow_code: bool
+    check: Sequence[NotFinite]
+    src_options: Mapping[str, Any] | None
+    dst_options: Mapping[str, Any] | None
+    overwrite: bool
+    workers: int | None
+    memory_budget: int | str | None
+    memory_limit: int | str | None
+
+
+@check_arguments
+def merge_adapter(src: PathLike, out: PathLike, **options: Unpack[MergeOptions]) -> Manifest:
+    """Merges LoRA adapters into their base, into a folder that Transformers loads without PEFT.
+
+    Args:
+        src: A PEFT folder, or any path in or above a checkpoint with an adapter in it.
+        out: A directory that does not exist, or is empty.
+        **options: See `MergeOptions`.
+
+    Returns:
+        The manifest that was written.
+
+    Raises:
+        InputError: If a source is damaged or incomplete, or does not fit its configuration;
+            nothing is left behind.
+        RefusedError: If the adapter does not fit the base, or if the request cannot be met.
+        OutputExistsError: If `out` is not empty.
+    """
+    from ckptkit.adapters.merge.merge_adapters import list_choices, run_merge
+    from ckptkit.adapters.sources import AdapterRequest
+    from ckptkit.engine.progress import report_to
+    from ckptkit.lora.changes import MergeRequest
+
+    values = resolve_places(src, out, options)
+    resources = Resources.from_options(options)
+    sources = Sources(src, options.get("src_options"))
+    first = AdapterRequest.from_options(values, limit_bytes=resources.memory_limit_bytes)
+    further = [
+        (sources.place(one[0]), one[1]) if isinstance(one, tuple) else sources.place(one)
+        for one in options.get("further", ())
+    ]
+    with report_to("merge_adapter", options) as listener:
+        merged = run_merge(
+            list_choices(sources.first, first, options.get("adapters", ()), further),
+            values["out"],
+            MergeRequest.from_options(values),
+            base=values["base"],
+            overwrite=options.get("overwrite", False),
+            resources=resources,
+            listener=listener,
+        )
+    return merged.manifest
+
+
+class SideOptions(SourceOptions, ProgressOptions, total=False):
+    """What the two functions for deltas have in common.
+
+    `names` is "auto" by default, which takes the names of `save_pretrained`, as engines have them.
+
+    Attributes:
+        dtype: Element type of floating tensors, "keep" by default.
+        dst_options: Options of the storage that is written.
+        overwrite: Whether an `out` that holds something is replaced.
+    """
+
+    dtype: DTypeChoice | DTypeLike
+    dst_options: Mapping[str, Any] | None
+    overwrite: bool
+
+
+class CreationOptions(SideOptions, total=False):
+    """The options of `create_delta`; they are those of `ckptkit delta create`.
+
+    Attributes:
+        version: The number of the version that the delta leads to. By default it is in the name of
+            an output such as `weight_v000002`, and 1 for other names.
+        encoding: "xor", the default, or "overwrite", which is larger, and can be applied again.
+        checksum: "xxh3-128", the default, "blake3" or "adler32": what proves a changed tensor.
+    """
+
+    version: int | None
+    encoding: Encoding
+    checksum: ChecksumFormat
+
+
+class ApplicationOptions(SideOptions, total=False):
+    """The options of `apply_delta`; they are those of `ckptkit delta apply`.
+
+    Attributes:
+        max_shard_size: Size at which a new weight file is begun, in bytes or such as "5GB".
+        allow_code: Whether python files and `auto_map` are copied.
+    """
+
+    max_shard_size: int | str
+    allow_code: bool
+
+
+@check_arguments
+def create_delta(
+    before: PathLike, after: PathLike, out: PathLike, **options: Unpack[CreationOptions]
+) -> Manifest:
+    """Writes what changed between two models, in the form that slime writes and SGLang pulls.
+
+    Each model is read from whatever it is stored in, as `consolidate` would write it: two sharded
+    steps make a delta without a model between.
+
+    Args:
+        before: The model before: any path in or above a checkpoint.
+        after: The model after, likewise.
+        out: A directory that does not exist, or is empty.
+        **options: See `SideOptions` and `CreationOptions`; they hold for both models.
+
+    Returns:
+        The manifest of the delta.
+
+    Raises:
+        InputError: If a model is damaged or incomplete; nothing is left behind.
+        RefusedError: If the two have other names, types or shapes.
+        OutputExistsError: If `out` is not empty.
+    """
+    from ckptkit.deltas.create import DeltaRequest, make_job
+    from ckptkit.deltas.create import create_delta as create
+    from ckptkit.engine.progress import report_to
+
+    sources = Sources(before, options.get("src_options"))
+    place = place_of(out, options.get("dst_options"))
+    request = DeltaRequest.from_options(options)
+    jobs = [make_job(side, place, options) for side in (sources.first, sources.place(after))]
+    with report_to("create_delta", options) as listener:
+        return create(jobs[0], jobs[1], request, listener)
+
+
+@check_arguments
+def apply_delta(
+    before: PathLike,
+    deltas: PathLike | Sequence[PathLike],
+    out: PathLike,
+    **options: Unpack[ApplicationOptions],
+) -> Manifest:
+    """Writes the model that deltas lead to, in one pass over the model that they begin with.
+
+    Every changed tensor is compared with the checksum in the deltas, and every tensor with the
+    digest in the manifest of the last one, if it has one, before the output is visible.
+
+    Args:
+        before: The model that the first delta was made from: any path in or above a checkpoint.
+        deltas: The deltas, in their order, or one of them.
+        out: A directory that does not exist, or is empty.
+        **options: See `SideOptions` and `ApplicationOptions`.
+
+    Returns:
+        The manifest of the model.
+
+    Raises:
+        InputError: If a delta or the model is damaged, or if the two do not belong together;
+            nothing is left behind.
+        RefusedError: If a delta is missing in between, or is for another model.
+        OutputExistsError: If `out` is not empty.
+    """
+    from ckptkit.deltas.create import make_job
+    from ckptkit.deltas.patching import apply_deltas
+    from ckptkit.engine.progress import report_to
+
+    sources = Sources(before, options.get("src_options"))
+    listed = [deltas] if isinstance(deltas, str) or hasattr(deltas, "__fspath__") else list(deltas)
+    job = make_job(sources.first, place_of(out, options.get("dst_options")), options)
+    with report_to("apply_delta", options) as listener:
+        return apply_deltas(job, sources.further(listed), listener)
+
+
+@check_arguments
+def inspect_delta(
+    path: PathLike, *, src_options: Mapping[str, Any] | None = None
+) -> DeltaInspection:
+    """Describes a delta, reading headers only.
+
+    Args:
+        path: The folder of the delta.
+        src_options: Options of the storage, see `Options`.
+
+    Returns:
+        Its versions and encoding, and what changed.
+
+    Raises:
+        InputError: If it is no delta, or if it cannot be parsed.
+    """
+    from ckptkit.deltas.checks import inspect_delta as inspect
+
+    return inspect(Sources(path, src_options).first)
+
+
+@check_arguments
+def write_report(
+    result: Inspection | Difference,
+    out: PathLike,
+    *,
+    statistics: Statistics | None = None,
+    run: RunListing | None = None,
+    overwrite: bool = False,
+) -> Path:
+    """Writes one HTML file that shows a checkpoint, or how two models differ.
+
+    The page needs no network, and contains its style and its script. It appears by a rename, whole.
+
+    Args:
+        result: What `inspect` or `diff` returned. `inspect(path, shards=True)` adds the map of
+            ranks and files, `diff(a, b, numeric=True)` adds how far each tensor has changed.
+        out: The file; its directory exists.
+        statistics: With an inspection: what `stats` returned for the same checkpoint.
+        run: With an inspection: what `list_run` returned for the run that it is a step of.
+        overwrite: Whether an earlier page is replaced. Other files never are.
+
+    Returns:
+        The path of the file.
+
+    Raises:
+        ArgumentError: If `result` is neither, or something does not belong to a difference.
+        OutputExistsError: If the file exists.
+        OutputError: If it cannot be written there.
+        NoSpaceError: If the disk is full; nothing is left behind.
+    """
+    from ckptkit.conversion.diff import Difference
+    from ckptkit.conversion.inspect import Inspection
+    from ckptkit.conversion.stats import Statistics
+    from ckptkit.report.documents import plan_difference_report, plan_inspection_report
+    from ckptkit.report.page import write_page
+    from ckptkit.runs.listing import RunListing
+
+    if isinstance(result, Difference):
+        if statistics is not None or run is not None:
+            where = "write_report: statistics, run"
+            raise ArgumentError("belongs to an inspection", where=where)
+        return write_page(plan_difference_report(result), out, overwrite=overwrite)
+    _check_result(result, Inspection, "result", "inspect or diff")
+    if statistics is not None:
+        _check_result(statistics, Statistics, "statistics", "stats")
+    if run is not None:
+        _check_result(run, RunListing, "run", "list_run")
+    document = plan_inspection_report(result, statistics=statistics, run=run)
+    return write_page(document, out, overwrite=overwrite)
+
+
+def _check_result(value: object, kind: type, name: str, source: str) -> None:
+    if not isinstance(value, kind):
+        raise ArgumentError(
+            f"is {a_kind(value)}, where the result of {source} was expected",
+            where=f"write_report: {name}",
+            hint=f"pass ckptkit.{source.partition(' ')[0]}(...)",
+        )
+
+
+class DoctorOptions(TypedDict, total=False):
+    """The options of `doctor`; they are those of the command.
+
+    Attributes:
+        local: A node's own disk, as `Checkpointer(..., local=...)` takes it.
+        model_size: Parameters of the model, such as `"8B"`, if the run has no step to go by.
+        ranks: Of the job; by default those of the configuration.
+        nodes: Of the job; by default those of the configuration, or 1.
+        keep_last: How many steps stay.
+        steps: How many more steps will be saved.
+        push: A repository on the Hub: asks whether the token may push to it.
+        probe: Whether the probe is written; it is by default.
+        src_options: Options of the storage, as fsspec names them.
+    """
+
+    local: PathLike | None
+    model_size: CountLike | None
+    ranks: CountLike | None
+    nodes: CountLike | None
+    keep_last: CountLike | None
+    steps: CountLike | None
+    push: str | None
+    probe: bool
+    src_options: Mapping[str, Any] | None
+
+
+_COUNTS = ("ranks", "nodes", "keep_last", "steps")
+
+
+@check_arguments
+def doctor(
+    places: PathLike | Sequence[PathLike] = (), **options: Unpack[DoctorOptions]
+) -> Diagnosis:
+    """Looks for what will hurt a run, before it starts.
+
+    Disk, memory, limits of this process, installed versions, configurations, the Hub and the store
+    are looked at. Nothing is written but a probe, which is removed again: a file without a name of
+    at most 256 MB, or three small objects of a store.
+
+    Args:
+        places: The run, or where it will be: a directory or a URL; and configuration files of
+            accelerate, DeepSpeed or the Trainer (YAML or JSON). By default the current directory.
+        **options: See `DoctorOptions`.
+
+    Returns:
+        The findings, errors first.
+
+    Raises:
+        InputError: If a configuration, or the run, cannot be read.
+        UsageError: If an option has no valid value, or several runs are named.
+    """
+    from ckptkit.diagnosis.examine import Examination, examine, parse_parameters
+
+    named = [places] if isinstance(places, (str, os.PathLike)) else list(places)
+    local, size = options.get("local"), options.get("model_size")
+    given: Mapping[str, Any] = options
+    counts = {
+        name: positive_number(given.get(name), option=f"--{name.replace('_', '-')}", example=4)
+        for name in _COUNTS
+    }
+    examination = Examination.of(
+        named,
+        options.get("src_options"),
+        local=None if local is None else local_path(place_of(local)),
+        parameters=None if size is None else parse_parameters(size),
+        push=options.get("push") or "",
+        writes=bool(options.get("probe", True)),
+        **counts,
+    )
+    return examine(examination)
+
+
+class ServeOptions(SourceOptions, total=False):
+    """The options of `serve` that decide what is served; see `Options` and `MergeOptions`.
+
+    Attributes:
+        memory_budget: What the buffers of all clients may take together; 96 MB by default.
+    """
+
+    config: PathLike | None
+    tokenizer: PathLike | None
+    generation_config: GenerationChoice
+    tokenizer_from: TokenizerOrigin
+    dtype: OutputDType | DTypeLike
+    also: Sequence[PathLike]
+    like: PathLike | None
+    max_shard_size: int | str
+    allow_code: bool
+    adapters: Sequence[str | tuple[str, float]]
+    further: Sequence[PathLike | tuple[PathLike, float]]
+    adapter_config: PathLike | None
+    overrides: Mapping[str, Any]
+    allow_untrained: bool
+    allow_other_base: bool
+    match_peft: bool
+    qlora_base: str | None
+    double_quant: bool | None
+
+
+@check_arguments
+def serve(
+    src: PathLike,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    name: str | None = None,
+    auth: bool | tuple[str, str] = True,
+    follow: bool = False,
+    listener: ServeListener | None = None,
+    **options: Unpack[ServeOptions],
+) -> Serving:
+    """Serves the model of a checkpoint as objects of S3, without writing it.
+
+    The objects are the files that `consolidate` writes, or `merge_adapter` where `src` is an
+    adapter or holds one. They are made when they are read, and only proven bytes are sent.
+
+    Args:
+        src: Any path in or above a checkpoint, or an adapter.
+        host: The address to listen on.
+        port: The port; 0 takes a free one.
+        name: The prefix of all keys; by default the name of `src`.
+        auth: The access key and the secret key that requests are signed with; True makes random
+            ones. False takes requests without a signature, at an address of this machine only.
+        follow: Whether `src` is a run whose newest step is served, and each newer one later.
+        listener: Receives events, from several threads.
+        **options: See `ServeOptions`.
+
+    Returns:
+        The server, which runs until it is closed; use it as a context manager. Its `environment`
+        has the variables by which clients of S3 find it.
+
+    Raises:
+        InputError: If the source is damaged or incomplete.
+        RefusedError: If the request cannot be met, or the extra `serve` is not installed.
+        OutputError: If the port is taken.
+    """
+    from ckptkit.serving.plans import ServePlan, refuse_missing_libraries
+
+    refuse_missing_libraries()
+    from ckptkit.serving.server import ServeRequest, choose_keys
+    from ckptkit.serving.serving import Serving
+
+    given = auth if isinstance(auth, tuple) else (None, None)
+    keys = choose_keys(host, port, *given, auth=auth is not False)
+    plan = ServePlan.from_options(resolve_places(src, None, options))
+    request = ServeRequest(plan, host, port, keys, name=name, follow=follow)
+    return Serving(request, listener)

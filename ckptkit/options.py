@@ -7,11 +7,13 @@ import os
 import re
 import shlex
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, TypedDict, get_args
+
+from msgspec import Struct
+from msgspec.structs import force_setattr
 
 from ckptkit.core.errors import ArgumentError, UsageError
 from ckptkit.core.text import a_kind
@@ -39,6 +41,14 @@ DEFAULT_BUDGET_BYTES = 64_000_000
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _BINARY_UNITS = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 GGUF = "gguf"
+BestMode = Literal["min", "max"]
+PushKind = Literal["auto", "model", "adapter", "merged"]
+"""What is built from a step: `auto` is the adapter if PEFT trained one, else the model; `merged` is
+the base with the adapter of the step in it."""
+Encoding = Literal["xor", "overwrite"]
+ChecksumFormat = Literal["xxh3-128", "blake3", "adler32"]
+SOME_MODEL = "ORG/NAME"
+"""What stands in proposed commands for a model that is not known."""
 _LEAST_WITHOUT_UNIT = 1_000_000
 _MOST_DIGITS = 12
 _ALIKE = 0.5  # similarity that makes a proposal; that of 'fp16' and 'float16' is 0.55
@@ -214,13 +224,23 @@ def _parse_patterns(patterns: Iterable[str] | None) -> tuple[str, ...]:
     return tuple(patterns or ())
 
 
-def _parsed(parse: Callable[[Any], Any], default: Any) -> Any:
-    """Declares a field whose value `from_options` reads with `parse`."""
-    return field(default=default, metadata={"parse": parse})
+def _keep(value: Any) -> Any:
+    return value
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConsolidateRequest:
+_PARSERS: Mapping[str, Callable[[Any], Any]] = {
+    "keep_dtype": _parse_patterns,
+    "include": _parse_patterns,
+    "exclude": _parse_patterns,
+    "map": os.fspath,
+    "vocab_size": partial(positive_number, option="--vocab-size", example=151_643),
+    "strip_prefix": parse_prefixes,
+    "check": tuple,
+}
+"""How `ConsolidateRequest.from_options` reads what a user passed; the others stay as they are."""
+
+
+class ConsolidateRequest(Struct, frozen=True, kw_only=True):
     """What the output of a consolidation holds.
 
     A field has the name, the meaning and the default of an option in `ckptkit.api.Options`; below
@@ -234,23 +254,21 @@ class ConsolidateRequest:
     """
 
     dtype: OutputDType = "keep"
-    keep_dtype: tuple[str, ...] = _parsed(_parse_patterns, ())
-    include: tuple[str, ...] = _parsed(_parse_patterns, ())
-    exclude: tuple[str, ...] = _parsed(_parse_patterns, ())
+    keep_dtype: tuple[str, ...] = ()
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
     select: str | None = None
     max_file_bytes: int = DEFAULT_MAX_FILE_BYTES
     layout: Layout = "hf"
     names: NameChoice = "auto"
-    map: str = _parsed(os.fspath, "auto")
+    map: str = "auto"
     allow_code: bool = False
     like: str | None = None
-    vocab_size: int | None = _parsed(
-        partial(positive_number, option="--vocab-size", example=151_643), None
-    )
+    vocab_size: int | None = None
     optimizer: bool = False
     model_config: str | None = None
-    strip_prefix: tuple[str, ...] = _parsed(parse_prefixes, ())
-    check: tuple[NotFinite, ...] = _parsed(tuple, ())
+    strip_prefix: tuple[str, ...] = ()
+    check: tuple[NotFinite, ...] = ()
     cast_all: bool = False
     generation_config: GenerationChoice = "align"
     fill_from: str | None = None
@@ -268,24 +286,21 @@ class ConsolidateRequest:
         Raises:
             UsageError: If an option has no valid value, or two cannot be combined.
         """
-        values = {}
-        for entry in fields(cls):
-            if entry.name in options:
-                value, parse = options[entry.name], entry.metadata.get("parse")
-                values[entry.name] = value if parse is None else parse(value)
+        given = {name: options[name] for name in cls.__struct_fields__ if name in options}
+        values = {name: _PARSERS.get(name, _keep)(value) for name, value in given.items()}
         limit = parse_file_limit(options.get("max_shard_size"), like=options.get("like"))
         return cls(**values, layout=layout, max_file_bytes=limit)
 
     def __post_init__(self) -> None:
         if self.check:
-            object.__setattr__(self, "check", parse_not_finite(self.check, option="--check"))
+            force_setattr(self, "check", parse_not_finite(self.check, option="--check"))
         if self.strip_prefix and self.optimizer:
             raise UsageError(
                 "cannot be combined with --optimizer, whose states have the names of training",
                 where=f"--strip-prefix {self.strip_prefix[0]}",
                 hint="leave one of the two out",
             )
-        object.__setattr__(self, "dtype", choose_dtype(self.dtype, get_args(OutputDType)))
+        force_setattr(self, "dtype", choose_dtype(self.dtype, get_args(OutputDType)))
         check_choice("--names", self.names, get_args(NameChoice))
         check_choice("--generation-config", self.generation_config, get_args(GenerationChoice))
         if self.fill_from is not None and (self.fill_from_base or self.into_base):
@@ -346,9 +361,9 @@ def changed_options(request: ConsolidateRequest) -> Mapping[str, Any]:
     """Returns the options that differ from their defaults, as JSON values."""
     default = ConsolidateRequest()
     return {
-        field.name: list(value) if isinstance(value, tuple) else value
-        for field in fields(request)
-        if (value := getattr(request, field.name)) != getattr(default, field.name)
+        name: list(value) if isinstance(value, tuple) else value
+        for name in request.__struct_fields__
+        if (value := getattr(request, name)) != getattr(default, name)
     }
 
 
@@ -459,8 +474,7 @@ def check_if_exists(value: str, *, overwrite: bool) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Resources:
+class Resources(Struct, frozen=True, kw_only=True):
     """Limits of an execution on each machine that takes part in it.
 
     Attributes:

@@ -12,11 +12,12 @@ import os
 import runpy
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TextIO
+
+from msgspec import Struct
 
 from ckptkit.core.errors import UnsupportedError, UsageError
 from ckptkit.core.text import a_kind
@@ -53,8 +54,7 @@ _OWN_FRAMES = frozenset({__file__, runpy.__file__, "<frozen runpy>"})
 _OPEN_RUNS = "ckptkit.integrations.checkpointers"
 
 
-@dataclass(frozen=True, slots=True)
-class Script:
+class Script(Struct, frozen=True):
     """The script or module to run.
 
     Attributes:

@@ -36,6 +36,7 @@ _IMPORTED = ("numpy", "s3fs", "ckptkit.api")
 _PACKAGES = (
     *("ckptkit_cli", "ckptkit.conversion", "ckptkit.engine", "ckptkit.formats"),
     *("ckptkit.adapters", "ckptkit.deltas", "ckptkit.serving", "ckptkit.storage"),
+    *("ckptkit.runs", "ckptkit.hub.watch"),
 )
 LIMIT_SECONDS = 240  # below pytest's limit of a test
 ENTRIES = ("main", "parameters")  # of the program that is asked for names

@@ -20,6 +20,7 @@ from ckptkit.conversion import naming_program
 from ckptkit.conversion.naming_program import NamingProgram
 from ckptkit.storage.local.disk import OpenFile
 from tests.command_line import ENTRIES, answer_question, close_host
+from tests.hub_server import TOKEN, HubServer
 from tests.object_store import ObjectStore, running_object_store
 from tests.ranks import RankHost, RunRanks, make_runner
 from tests.s3_client import keep_parsed
@@ -225,3 +226,31 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
     gc.set_threshold(50_000, 20, 100)
+
+
+@pytest.fixture(scope="module")
+def hub_server(request: pytest.FixtureRequest) -> Iterator[HubServer]:
+    """A Hub for the tests of a module; with `XET`, or as a parameter, it has the Xet store."""
+    from tests.hub_models import running_hub
+
+    with running_hub(xet=getattr(request, "param", getattr(request.module, "XET", False))) as hub:
+        yield hub
+
+
+@pytest.fixture
+def hub(hub_server: HubServer) -> HubServer:
+    """That Hub, empty."""
+    hub_server.clear()
+    return hub_server
+
+
+@pytest.fixture
+def own_hub(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> HubServer:
+    """That Hub, as it is for a process whose environment names it and its token."""
+    from huggingface_hub import constants
+
+    template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, hub.url)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    return hub

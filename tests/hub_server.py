@@ -3,6 +3,8 @@
 It keeps repositories in memory and large files in a folder, knows who may write where, and
 misbehaves on request. Large files go the Xet way (the client writes into a local store whose
 address it is given) or, with `xet=False`, the older way of one PUT each.
+
+Source: what `huggingface_hub` 2.4 sends and expects, seen on the wire.
 """
 
 from __future__ import annotations
@@ -11,10 +13,11 @@ import base64
 import hashlib
 import json
 import re
+import struct
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -22,23 +25,139 @@ from types import TracebackType
 from typing import Any, Literal, Self
 from urllib.parse import parse_qs, unquote, urlsplit
 
-from tests.hub_repos import (
-    Blob,
-    Commit,
-    Repo,
-    XetFile,
-    git_blob_id,
-    goes_to_large_files,
-    initial_repo,
-    xet_files,
-    xorb_bytes,
-)
+LFS_BYTES = 10_000_000
+_LFS_SUFFIX = re.compile(r"\.(safetensors|bin|pt|pth|distcp|h5|msgpack|onnx|model)$")
+_HAS_VERIFICATION = 0x80000000
+_HAS_METADATA = 0x40000000
+_ENTRY_BYTES = 48
+
+
+def git_blob_id(data: bytes) -> str:
+    """What git calls a file of that content."""
+    return hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
+
+
+@dataclass(frozen=True)
+class Blob:
+    """A file of a commit: a regular one, or one that lies in the store of large files."""
+
+    oid: str
+    """git's id of a regular file, SHA-256 of a large one."""
+    size: int
+    is_large: bool
+
+
+@dataclass(frozen=True)
+class Commit:
+    oid: str
+    parent: str | None
+    message: str
+    description: str
+    files: dict[str, Blob]
+    changed: tuple[str, ...] = ()
+    """Paths that were added or replaced by it."""
+    deleted: tuple[str, ...] = ()
+
+
+@dataclass
+class Repo:
+    id: str
+    private: bool
+    commits_by_oid: dict[str, Commit] = field(default_factory=dict)
+    branches: dict[str, str] = field(default_factory=dict)
+    tags: dict[str, str] = field(default_factory=dict)
+    pull_requests: dict[str, str] = field(default_factory=dict)
+    lock: threading.RLock = field(default_factory=threading.RLock)
+
+    def resolve(self, revision: str) -> str | None:
+        """The commit that a branch, tag, pull request or (short) id names."""
+        for refs in (self.branches, self.tags, self.pull_requests):
+            if revision in refs:
+                return refs[revision]
+        if re.fullmatch(r"[0-9a-f]{7,40}", revision):
+            return next((oid for oid in self.commits_by_oid if oid.startswith(revision)), None)
+        return None
+
+    def head(self, revision: str = "main") -> Commit:
+        oid = self.resolve(revision)
+        assert oid is not None, f"there is no {revision!r} in {self.id}"
+        return self.commits_by_oid[oid]
+
+    def history(self, revision: str = "main") -> Iterator[Commit]:
+        """The commits of a revision, newest first."""
+        oid = self.resolve(revision)
+        while oid is not None:
+            yield self.commits_by_oid[oid]
+            oid = self.commits_by_oid[oid].parent
+
+    @property
+    def commits(self) -> list[Commit]:
+        """Those of `main` that somebody pushed, oldest first: without the one that made it."""
+        return list(self.history())[-2::-1]
+
+    def files(self, revision: str = "main") -> dict[str, Blob]:
+        return self.head(revision).files
+
+    def add(self, ref: str, commit: Commit) -> None:
+        self.commits_by_oid[commit.oid] = commit
+        refs = self.pull_requests if ref.startswith("refs/pr/") else self.branches
+        refs[ref] = commit.oid
+
+
+def initial_repo(repo_id: str, *, private: bool) -> Repo:
+    repo = Repo(repo_id, private)
+    oid = hashlib.sha1(repo_id.encode(), usedforsecurity=False).hexdigest()
+    repo.add("main", Commit(oid, None, "initial commit", "", {}))
+    return repo
+
+
+def goes_to_large_files(path: str, size: int) -> bool:
+    return size > LFS_BYTES or (size > 0 and _LFS_SUFFIX.search(path) is not None)
+
+
+def _hash_text(raw: bytes) -> str:
+    """How Xet writes a hash: as four little-endian numbers."""
+    return b"".join(raw[at : at + 8][::-1] for at in range(0, 32, 8)).hex()
+
+
+@dataclass(frozen=True)
+class XetFile:
+    hash: str
+    size: int
+
+
+def xet_files(folder: Path) -> dict[str, XetFile]:
+    """What the shards in a local Xet store tell of the files in it, by SHA-256.
+
+    Source: the Xet protocol's shard format (file info section, 48-byte entries).
+    """
+    found: dict[str, XetFile] = {}
+    for shard in sorted(folder.glob("xet/xorbs/shards/*.mdb")):
+        data = shard.read_bytes()
+        at = _ENTRY_BYTES  # behind the header
+        while data[at : at + 32] != b"\xff" * 32:
+            name = _hash_text(data[at : at + 32])
+            flags, count = struct.unpack_from("<II", data, at + 32)
+            at += _ENTRY_BYTES
+            size = sum(
+                struct.unpack_from("<I", data, at + _ENTRY_BYTES * n + 36)[0] for n in range(count)
+            )
+            at += _ENTRY_BYTES * count * (2 if flags & _HAS_VERIFICATION else 1)
+            if flags & _HAS_METADATA:
+                found[_hash_text(data[at : at + 32])] = XetFile(name, size)
+                at += _ENTRY_BYTES
+    return found
+
+
+def xorb_bytes(folder: Path) -> int:
+    """How many bytes of content were sent to a local Xet store."""
+    return sum(path.stat().st_size for path in folder.glob("xet/xorbs/xorbs/default.*"))
+
 
 Fault = int | Literal["drop", "lost"]
 """A status to answer with; or to hang up at once; or to do what was asked and then hang up."""
 TOKEN = "hf_" + "Aa1" * 12
 """Of the user `me`, who is also in the organisation `org`."""
-_MODEL = r"/api/models/(?P<repo>[^/]+/[^/]+)"
 
 
 @dataclass(frozen=True)
@@ -353,8 +472,6 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(answer)
 
     def _routed(self, request: Request) -> Answer:
-        from tests.hub_routes import ROUTES
-
         token = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
         if token and request.user is None:
             message = "Invalid credentials in Authorization header"
@@ -397,11 +514,278 @@ class _Handler(BaseHTTPRequestHandler):
     do_GET = do_POST = do_PUT = do_HEAD = do_DELETE = _answer_request  # noqa: N815  the base's names
 
 
-def expires_in(seconds: int) -> int:
-    """A time to come, in seconds since the epoch."""
-    return int(time.time()) + seconds
+_MODEL = r"/api/models/(?P<repo>[^/]+/[^/]+)"
+_DATE = "2026-01-01T00:00:00.000Z"
+_LOCAL = re.compile(
+    r"^\s*(?:base_model:|-)\s*[\"']?(?:base_model:\w+:)?(?:/|\./|\.\./|~)", re.MULTILINE
+)
 
 
-def model_route(rest: str) -> str:
-    """The pattern of a path below a model's."""
-    return _MODEL + rest
+def who_am_i(hub: HubServer, request: Request) -> Answer:
+    if request.user is None:
+        raise HubRefusalError(401, "Invalid username or password.")
+    orgs = next(orgs for name, orgs in hub.users.values() if name == request.user)
+    token = {"role": hub.roles.get(request.user, "write"), "displayName": "t"}
+    named = [{"name": org} for org in orgs]
+    document = {"type": "user", "name": request.user, "orgs": named}
+    return Answer(200, document | {"auth": {"accessToken": token}})
+
+
+def create_repo(hub: HubServer, request: Request) -> Answer:
+    asked = request.document
+    if request.user is None:
+        raise HubRefusalError(401, "Invalid username or password.")
+    owner = asked.get("organization") or request.user
+    repo_id = f"{owner}/{asked['name']}"
+    if hub.has(repo_id):
+        return Answer(409, {"error": "You already created it", "url": f"{hub.url}/{repo_id}"})
+    if not hub.may_write(request, owner):
+        message = f'You don\'t have the rights to create a model under the namespace "{owner}"'
+        raise HubRefusalError(403, message)
+    private = bool(asked.get("private")) or asked.get("visibility") == "private"
+    hub.make_repo(repo_id, private=private)
+    return Answer(200, {"url": f"{hub.url}/{repo_id}", "name": repo_id, "id": "x"})
+
+
+def validate_yaml(_hub: HubServer, request: Request) -> Answer:
+    content = request.document["content"]
+    front = content.split("---", 2)[1] if content.startswith("---") else ""
+    if _LOCAL.search(front):
+        message = '"base_model" with value is not valid. Use a model id from https://hf.co/models.'
+        return Answer(400, {"errors": [{"message": message}], "warnings": []})
+    return Answer(200, {"errors": [], "warnings": []})
+
+
+def preupload(hub: HubServer, request: Request) -> Answer:
+    repo = hub.find(request, write=not request.query.get("create_pr"))
+    head = _commit_of(repo, request.groups["rev"])
+    files = []
+    for file in request.document["files"]:
+        known = head.files.get(file["path"])
+        mode = "lfs" if goes_to_large_files(file["path"], file["size"]) else "regular"
+        entry = {"path": file["path"], "uploadMode": mode, "shouldIgnore": False}
+        files.append(entry | ({"oid": known.oid} if known else {}))
+    return Answer(200, {"files": files})
+
+
+def commit(hub: HubServer, request: Request) -> Answer:
+    repo = hub.find(request, write=not request.query.get("create_pr"))
+    _commit_of(repo, request.groups["rev"])
+    made, ref = hub.commit(repo, request.groups["rev"], request)
+    document = {"commitOid": made.oid, "commitUrl": f"{hub.url}/{repo.id}/commit/{made.oid}"}
+    if request.query.get("create_pr"):
+        number = ref.rsplit("/", 1)[-1]
+        document["pullRequestUrl"] = f"{hub.url}/{repo.id}/discussions/{number}"
+    return Answer(200, {"success": True, "hookOutput": ""} | document)
+
+
+def lfs_batch(hub: HubServer, request: Request) -> Answer:
+    repo = hub.find(request)
+    objects = []
+    for wanted in request.document["objects"]:
+        oid, size = wanted["oid"], wanted["size"]
+        entry: dict[str, Any] = {"oid": oid, "size": size}
+        if size > hub.max_file_bytes:
+            entry["error"] = {"code": 422, "message": "You need to configure your repository"}
+        elif not hub.has_large(oid):
+            upload = {"href": f"{hub.url}/lfs/{repo.id}/{oid}", "header": {}}
+            entry["actions"] = {"upload": upload, "verify": {"href": f"{hub.url}/verify/{oid}"}}
+        objects.append(entry)
+    return Answer(200, {"transfer": "basic", "objects": objects})
+
+
+def lfs_put(hub: HubServer, request: Request) -> Answer:
+    oid = request.groups["oid"]
+    if hashlib.sha256(request.body).hexdigest() != oid:
+        raise HubRefusalError(400, "The content has another SHA-256")
+    (hub.store / "lfs" / oid).write_bytes(request.body)
+    return Answer(200, {})
+
+
+def lfs_verify(hub: HubServer, request: Request) -> Answer:
+    there = (hub.store / "lfs" / request.groups["oid"]).exists()
+    return Answer(200 if there else 404, {})
+
+
+def xet_token(hub: HubServer, request: Request) -> Answer:
+    write = request.groups["kind"] == "write"
+    hub.find(request, write=write and request.groups["rev"] != "None")
+    if not hub.xet:
+        raise HubRefusalError(404, "This repository has no Xet storage")
+    until = int(time.time()) + 3600
+    document = {"accessToken": "xet", "exp": until, "casUrl": hub.cas_url}
+    headers = {"X-Xet-Cas-Url": hub.cas_url, "X-Xet-Access-Token": "xet"}
+    return Answer(200, document, headers | {"X-Xet-Token-Expiration": str(until)})
+
+
+def info(hub: HubServer, request: Request) -> Answer:
+    repo = hub.find(request)
+    head = _commit_of(repo, request.groups.get("rev") or "main")
+    siblings = [
+        {"rfilename": path, "size": blob.size, "blobId": _blob_id(blob)} | _lfs(blob)
+        for path, blob in head.files.items()
+    ]
+    document = {"_id": "1", "id": repo.id, "modelId": repo.id, "sha": head.oid, "tags": []}
+    document |= {"private": repo.private, "disabled": False, "gated": repo.id in hub.gated}
+    document |= {"downloads": 0, "likes": 0, "lastModified": _DATE, "createdAt": _DATE}
+    return Answer(200, document | {"siblings": siblings})
+
+
+def tree(hub: HubServer, request: Request) -> Answer:
+    head = _commit_of(hub.find(request), request.groups["rev"])
+    below = f"{request.groups['path']}/" if request.groups.get("path") else ""
+    entries = [
+        {"type": "file", "path": path, "size": blob.size, "oid": _blob_id(blob)} | _lfs(blob)
+        for path, blob in sorted(head.files.items())
+        if path.startswith(below)
+    ]
+    if below and not entries:
+        raise HubRefusalError(404, "The path does not exist", "EntryNotFound")
+    return Answer(200, entries)
+
+
+def paths_info(hub: HubServer, request: Request) -> Answer:
+    head = _commit_of(hub.find(request), request.groups["rev"])
+    entries = [
+        {"type": "file", "path": path, "size": blob.size, "oid": _blob_id(blob)} | _lfs(blob)
+        for path, blob in head.files.items()
+        if path in request.document["paths"]
+    ]
+    return Answer(200, entries)
+
+
+def commits(hub: HubServer, request: Request) -> Answer:
+    repo = hub.find(request)
+    _commit_of(repo, request.groups["rev"])
+    return Answer(
+        200,
+        [
+            {"id": made.oid, "title": made.message, "message": made.description}
+            | {"authors": [{"user": "me"}], "date": _DATE}
+            for made in repo.history(request.groups["rev"])
+        ],
+    )
+
+
+def refs(hub: HubServer, request: Request) -> Answer:
+    repo = hub.find(request)
+
+    def told(names: dict[str, str], prefix: str) -> list[dict[str, str]]:
+        return [
+            {"name": name, "ref": prefix + name, "targetCommit": oid} for name, oid in names.items()
+        ]
+
+    document = {"branches": told(repo.branches, "refs/heads/"), "converts": []}
+    document["tags"] = told(repo.tags, "refs/tags/")
+    if request.query.get("include_prs"):
+        document["pullRequests"] = told(repo.pull_requests, "")
+    return Answer(200, document)
+
+
+def create_tag(hub: HubServer, request: Request) -> Answer:
+    repo = hub.find(request, write=True)
+    made = _commit_of(repo, request.groups["rev"])
+    with repo.lock:
+        if request.document["tag"] in repo.tags:
+            raise HubRefusalError(409, "Tag reference exists already")
+        repo.tags[request.document["tag"]] = made.oid
+    return Answer(200, {})
+
+
+def delete_tag(hub: HubServer, request: Request) -> Answer:
+    repo = hub.find(request, write=True)
+    if repo.tags.pop(request.groups["rev"], None) is None:
+        raise HubRefusalError(404, "Tag not found", "RevisionNotFound")
+    return Answer(200, {})
+
+
+def create_branch(hub: HubServer, request: Request) -> Answer:
+    repo = hub.find(request, write=True)
+    name = request.groups["rev"]
+    if name in repo.branches:
+        raise HubRefusalError(409, "Reference already exists")
+    start = (request.document if request.body else {}).get("startingPoint") or "main"
+    repo.branches[name] = _commit_of(repo, start).oid
+    return Answer(200, {})
+
+
+def resolve(hub: HubServer, request: Request) -> Answer:
+    head = _commit_of(hub.find(request), request.groups["rev"])
+    blob = head.files.get(request.groups["path"])
+    if blob is None:
+        refused = HubRefusalError(404, "Entry not found", "EntryNotFound")
+        refused.answer.headers["X-Repo-Commit"] = head.oid
+        raise refused
+    headers = {"ETag": f'"{blob.oid}"', "X-Repo-Commit": head.oid, "Accept-Ranges": "bytes"}
+    if blob.is_large:
+        headers |= {"X-Linked-Etag": f'"{blob.oid}"', "X-Linked-Size": str(blob.size)}
+    if blob.is_large and hub.xet and hub.is_in_xet(blob.oid):
+        headers["X-Xet-Hash"] = hub.xet_file(blob.oid).hash
+        route = f"{hub.url}/api/models/{request.groups['repo']}/xet-read-token/{head.oid}"
+        headers["X-Xet-Refresh-Route"] = route
+    if request.method == "HEAD":
+        return Answer(200, headers=headers | {"Content-Length": str(blob.size)}, raw=b"")
+    wanted = next((v for name, v in request.headers.items() if name.lower() == "range"), "")
+    return _ranged(hub.content(blob), wanted, headers)
+
+
+def _ranged(data: bytes, wanted: str, headers: dict[str, str]) -> Answer:
+    match = re.fullmatch(r"bytes=(\d+)-(\d*)", wanted)
+    if not match:
+        return Answer(200, headers=headers, raw=data)
+    start, last = int(match[1]), int(match[2]) if match[2] else len(data) - 1
+    if start >= len(data):
+        return Answer(416, headers=headers | {"Content-Range": f"bytes */{len(data)}"}, raw=b"")
+    part = data[start : last + 1]
+    told = f"bytes {start}-{start + len(part) - 1}/{len(data)}"
+    return Answer(206, headers=headers | {"Content-Range": told}, raw=part)
+
+
+def _commit_of(repo: Repo, revision: str) -> Any:
+    oid = repo.resolve(revision)
+    if oid is None:
+        raise HubRefusalError(404, f"Invalid rev id: {revision}", "RevisionNotFound")
+    return repo.commits_by_oid[oid]
+
+
+def _blob_id(blob: Blob) -> str:
+    """git's id; of a large file, that of the pointer that git keeps for it."""
+    if not blob.is_large:
+        return blob.oid
+    return hashlib.sha1(blob.oid.encode(), usedforsecurity=False).hexdigest()
+
+
+def _lfs(blob: Blob) -> dict[str, Any]:
+    if not blob.is_large:
+        return {}
+    names = {"oid": blob.oid, "sha256": blob.oid}
+    return {"lfs": names | {"size": blob.size, "pointerSize": 134}}
+
+
+Route = Callable[[HubServer, Request], Answer]
+_TABLE: list[tuple[str, str, Route]] = [
+    ("GET", "/api/whoami-v2", who_am_i),
+    ("POST", "/api/repos/create", create_repo),
+    ("POST", "/api/validate-yaml", validate_yaml),
+    ("POST", _MODEL + "/preupload/(?P<rev>.+)", preupload),
+    ("POST", _MODEL + "/commit/(?P<rev>.+)", commit),
+    ("GET", _MODEL + "/xet-(?P<kind>write|read)-token/(?P<rev>.+)", xet_token),
+    ("GET", _MODEL + "/revision/(?P<rev>.+)", info),
+    ("GET", _MODEL + r"/tree/(?P<rev>refs/pr/\d+|[^/]+)(?:/(?P<path>.+))?", tree),
+    ("POST", _MODEL + "/paths-info/(?P<rev>.+)", paths_info),
+    ("GET", _MODEL + "/commits/(?P<rev>.+)", commits),
+    ("GET", _MODEL + "/refs", refs),
+    ("POST", _MODEL + "/tag/(?P<rev>.+)", create_tag),
+    ("DELETE", _MODEL + "/tag/(?P<rev>.+)", delete_tag),
+    ("POST", _MODEL + "/branch/(?P<rev>.+)", create_branch),
+    ("GET", _MODEL + "", info),
+    ("POST", r"/(?P<repo>[^/]+/[^/]+)\.git/info/lfs/objects/batch", lfs_batch),
+    ("PUT", r"/lfs/[^/]+/[^/]+/(?P<oid>[0-9a-f]{64})", lfs_put),
+    ("POST", r"/verify/(?P<oid>[0-9a-f]{64})", lfs_verify),
+    (
+        "GET HEAD",
+        r"/(?P<repo>[^/]+/[^/]+)/resolve/(?P<rev>refs/pr/\d+|[^/]+)/(?P<path>.+)",
+        resolve,
+    ),
+]
+ROUTES = [(method, re.compile(pattern), route) for method, pattern, route in _TABLE]

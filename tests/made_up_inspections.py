@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ckptkit.conversion.inspect import Inspection, TensorLine, TreeLine
-from ckptkit.conversion.values.stats import Statistics, TensorStatistics
+from ckptkit.conversion.stats import Statistics, TensorStatistics
 from ckptkit.plan.shard_map import ShardMap
 
 Tensor = tuple[str, str, tuple[int, ...]]

@@ -5,15 +5,18 @@ from __future__ import annotations
 import threading
 
 from ckptkit.core.errors import NoSpaceError, OutputError, OutputExistsError
+from ckptkit.storage.base import Target
 from ckptkit.storage.locations import check_relative
 
 
-class MemoryTarget:
+class MemoryTarget(Target):
     """A directory whose files appear in a mapping when it is committed.
 
     Attributes:
         files: What has been committed, empty before.
     """
+
+    location = "memory"
 
     def __init__(
         self,
@@ -35,10 +38,6 @@ class MemoryTarget:
         self._staged: dict[str, bytearray] = {}
         self._lock = threading.Lock()
         self._refuse_filled()
-
-    @property
-    def location(self) -> str:
-        return "memory"
 
     def free_bytes(self) -> int | None:
         """Returns how much more may be created, None where there is no limit."""

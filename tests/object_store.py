@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from ckptkit.storage.places import Place
 from tests.faulty_proxy import Fault, Proxy, Seen
 
 _ROOT = Path(__file__).resolve().parents[1]
@@ -35,6 +36,14 @@ class Bucket:
     @property
     def url(self) -> str:
         return f"s3://{self.name}"
+
+    def place(self, prefix: str, **further: Any) -> Place:
+        """Returns a URL below it, with the options of the store."""
+        return Place(f"{self.url}/{prefix}", self.store.options | further)
+
+    def files_below(self, prefix: str) -> dict[str, bytes]:
+        keys = self.keys(f"{prefix}/")
+        return {key.removeprefix(f"{prefix}/"): self.get(key) for key in keys}
 
     def put(self, key: str, data: bytes) -> None:
         self.store.client.put_object(Bucket=self.name, Key=key, Body=data)

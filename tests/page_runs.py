@@ -55,7 +55,7 @@ WITHOUT_GPU = "examples/on_cpu.py"
 SCRIPT = re.compile(r"(?:-m \S+ )?examples/.*")
 OF_A_SHELL = {"export", ".", "rm", "cd", "git"}
 CPU_TORCH = "install torch --index-url https://download.pytorch.org/whl/cpu"
-FILES = {"fsdp.yaml", "jobs.jsonl", "rule.json"}
+FILES = {"fsdp.yaml", "jobs.txt", "rule.json"}
 """Files that pages show and that are in no folder of the repository."""
 PROGRAMS = {
     "srun": """#!/bin/bash
@@ -67,6 +67,17 @@ for ((rank = 0; rank < SLURM_NTASKS; rank++)); do
   [[ $SLURM_AT_ONCE ]] || wait "${tasks[-1]}" || exit 1
 done
 for task in "${tasks[@]}"; do wait "$task" || exit 1; done
+""",
+    "sbatch": """#!/bin/bash
+# Runs the tasks of an array one after another.
+[[ $1 =~ ^--array=([0-9]+)-([0-9]+)$ ]] || exit 1
+for ((task = BASH_REMATCH[1]; task <= BASH_REMATCH[2]; task++)); do
+  SLURM_ARRAY_TASK_ID=$task bash "$2" || exit 1
+done
+""",
+    "parallel": """#!/bin/bash
+# Stands in for GNU parallel, which few machines have: runs one line of its input after another.
+while read -r line; do bash -c "$line" || exit 1; done
 """,
     "scontrol": "#!/bin/sh\necho localhost\n",
     "ckptkit": f'#!/bin/sh\nexec "{sys.executable}" -m ckptkit_cli "$@"\n',

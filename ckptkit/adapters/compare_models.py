@@ -13,10 +13,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from ckptkit.adapters.merge.base_model import (
@@ -62,8 +63,7 @@ _SETTLED = 1e-5  # of the energy: a round that adds less is the last
 _BLOCK_ELEMENTS = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class LowRankFactors:
+class LowRankFactors(Struct, frozen=True):
     """A product `up @ down` of low rank.
 
     Attributes:
@@ -149,8 +149,7 @@ _FLOAT32 = BY_NAME["float32"]
 _AT_ONCE = 1 << 20  # elements of one tensor that are read from each side at a time
 
 
-@dataclass(frozen=True, slots=True)
-class ComparedTensor:
+class ComparedTensor(Struct, frozen=True):
     """One tensor on both sides, of the same shape."""
 
     name: Fqn
@@ -158,8 +157,7 @@ class ComparedTensor:
     base: TensorEntry
 
 
-@dataclass(frozen=True, slots=True)
-class Approximation:
+class Approximation(Struct, frozen=True):
     """The change of one weight as a product of two factors.
 
     Attributes:
@@ -285,8 +283,7 @@ def _cast(factor: Matrix, dtype: DType, where: str) -> NDArray[Any]:
 _Tensors = dict[Fqn, TensorEntry]
 
 
-@dataclass(frozen=True, slots=True)
-class ComparedModels:
+class ComparedModels(Struct, frozen=True):
     """Two checkpoints of one model.
 
     Attributes:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
 from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptkit.adapters.base_identity import make_base_record
 from ckptkit.adapters.merge.base_model import find_prefixes
@@ -18,8 +20,7 @@ from ckptkit.conversion.source.adapters import (
     read_config,
 )
 from ckptkit.conversion.source.model_folders import read_names
-from ckptkit.conversion.source.named_models import find_model
-from ckptkit.conversion.source.open import read_config_in
+from ckptkit.conversion.source.open import find_model, read_config_in
 from ckptkit.conversion.source.side_folders import find_component
 from ckptkit.conversion.write import (
     PlannedOutput,
@@ -49,8 +50,7 @@ _SAVED = "modules_to_save"
 _OF_MODELS = {CONFIG, "generation_config.json"}  # with these the folder would look like a model
 
 
-@dataclass(frozen=True, slots=True)
-class ExtractedAdapter:
+class ExtractedAdapter(Struct, frozen=True):
     """An adapter that was written.
 
     Attributes:
@@ -113,7 +113,7 @@ def prepare_extraction(
     with ExitStack() as stack:
         found = open_adapter(stack, src, request)
         if found.converted is not None:
-            from ckptkit.conversion.mapped_adapters import refuse_without_peft_form
+            from ckptkit.conversion.mapped_names import refuse_without_peft_form
 
             refuse_without_peft_form(found.converted)
         component = _find_component(found, request)

@@ -12,9 +12,10 @@ import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct, field
 
 from ckptkit.adapters.base_identity import read_digests, select_evenly
 from ckptkit.adapters.compare_models import (
@@ -80,8 +81,7 @@ def make_diff_request(
     return DiffRequest(rank=number or 0, patterns=patterns, dtype=dtype, select=select)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DiffRequest:
+class DiffRequest(Struct, frozen=True, kw_only=True):
     """Options of `adapter from-diff`.
 
     Attributes:
@@ -123,8 +123,7 @@ def run_adapter_from_diff(
         return write_output(planned, strategy, listener)
 
 
-@dataclass(slots=True)
-class _Changes:
+class _Changes(Struct):
     """The changes of a model.
 
     Attributes:
@@ -373,8 +372,7 @@ _TASKS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class DiffPatterns:
+class DiffPatterns(Struct, frozen=True):
     """Patterns of tensors by their form in the adapter.
 
     Attributes:
@@ -406,8 +404,7 @@ def classify_tensor(name: str, shape: Shape, model_types: frozenset[str]) -> str
     return "transposed" if is_conv1d(module, model_types) else "linear"
 
 
-@dataclass(frozen=True, slots=True)
-class AdapterContent:
+class AdapterContent(Struct, frozen=True):
     """The content of an adapter of a fine-tune.
 
     Attributes:

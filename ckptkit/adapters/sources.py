@@ -7,11 +7,12 @@ import posixpath
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
+from msgspec import Struct, field
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from ckptkit.adapters.array_reader import ArrayReader
@@ -31,8 +32,12 @@ from ckptkit.conversion.source.adapters import (
     read_record,
     sort_trees,
 )
-from ckptkit.conversion.source.named_models import find_local
-from ckptkit.conversion.source.open import OpenedCheckpoint, open_checkpoint, read_config_in
+from ckptkit.conversion.source.open import (
+    OpenedCheckpoint,
+    find_local,
+    open_checkpoint,
+    read_config_in,
+)
 from ckptkit.conversion.source.side_folders import SideFolders
 from ckptkit.core.arrays import numpy_dtype
 from ckptkit.core.errors import AdapterError, CkptkitError, InputError, RefusedError
@@ -69,11 +74,10 @@ from ckptkit.storage.local.source import LocalSource
 from ckptkit.storage.places import PathLike, is_url
 
 if TYPE_CHECKING:
-    from ckptkit.conversion.mapped_adapters import ConvertedAdapter
+    from ckptkit.conversion.mapped_names import ConvertedAdapter
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdapterRequest:
+class AdapterRequest(Struct, frozen=True, kw_only=True):
     """Which adapter is read, and how.
 
     Attributes:
@@ -129,8 +133,7 @@ _OWN_MODULE = re.compile(r"(?<![A-Za-z0-9_])module\\*\.")
 _INSIDE = ("module ", "tensor ")  # errors that do not name the checkpoint
 
 
-@dataclass(frozen=True, slots=True)
-class OpenedAdapter:
+class OpenedAdapter(Struct, frozen=True):
     """An adapter that was read and checked.
 
     Attributes:
@@ -273,7 +276,7 @@ class _Opening:
         if record is not None and is_of_all_layers(record.document):
             extent = "modules"
         config = self._read_model_config(record, foreign)
-        from ckptkit.conversion.mapped_adapters import convert_adapter  # few adapters need it
+        from ckptkit.conversion.mapped_names import convert_adapter  # few adapters need it
 
         converted = convert_adapter(checkpoint, entries, foreign, config, extent)
         self._checkpoint = converted.checkpoint

@@ -11,8 +11,10 @@ import posixpath
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
 from typing import Any
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from ckptkit.consumers.class_facts import caches_by_default, find_text_model, generation_of
 from ckptkit.consumers.table import CONFIG, GENERATION
@@ -34,8 +36,7 @@ _LISTED = 3
 _NESTING = 3  # of the parts of a configuration; real ones nest twice
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FolderTexts:
+class FolderTexts(Struct, frozen=True, kw_only=True):
     """The small files of a model folder, parsed; those that are absent are None or empty.
 
     Attributes:
@@ -107,8 +108,7 @@ def _default_template(value: object) -> str:
     return value if isinstance(value, str) else ""
 
 
-@dataclass(frozen=True, slots=True)
-class Truth:
+class Truth(Struct, frozen=True):
     """What a folder has to say instead.
 
     Attributes:
@@ -120,8 +120,7 @@ class Truth:
     notes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class _Notes:
+class _Notes(Struct, frozen=True):
     """Notes on a folder, in the words of one who writes it, or of one who cannot change it."""
 
     lines: list[str]

@@ -11,8 +11,9 @@ from __future__ import annotations
 import posixpath
 import shlex
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from ckptkit.core.errors import RefusedError
 from ckptkit.core.index import MOST_WRAPPERS
@@ -24,8 +25,7 @@ _OF_TRANSFORMERS = ("Transformer", "CLIPModel")
 _WEIGHTS = (".safetensors", ".bin")
 
 
-@dataclass(frozen=True, slots=True)
-class SentenceModule:
+class SentenceModule(Struct, frozen=True):
     """A module.
 
     Attributes:

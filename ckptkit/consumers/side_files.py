@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
+
+from msgspec import Struct
 
 from ckptkit.consumers.folder_truth import MAX_JSON_BYTES
 from ckptkit.consumers.table import CONFIG, GENERATION, Consumer
@@ -50,8 +51,7 @@ _QUANTIZATION = "quantization_config"
 _PACKING = frozenset({"awq", "fp8", "gptq", "mxfp4"})
 
 
-@dataclass(frozen=True, slots=True)
-class SideFile:
+class SideFile(Struct, frozen=True):
     """A file to write with the weights, and the folder that it comes from."""
 
     name: str

@@ -7,9 +7,10 @@ configuration, which tensors stay in float32, how names are compared, and how th
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal
+
+from msgspec import Struct
 
 from ckptkit.consumers.class_facts import (
     find_kept_by_diffusers,
@@ -33,8 +34,7 @@ def _keeps_nothing(_config: Mapping[str, Any]) -> KeptDtypes:
     return KeptDtypes()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Consumer:
+class Consumer(Struct, frozen=True, kw_only=True):
     """A library that loads an output.
 
     Attributes:

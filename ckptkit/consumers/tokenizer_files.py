@@ -13,8 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from ckptkit.consumers.folder_truth import (
     PROCESSOR_TEMPLATE,
@@ -60,8 +61,7 @@ _GENERIC = {"", "PreTrainedTokenizer", "TokenizersBackend"}
 _LISTED = 3
 
 
-@dataclass(frozen=True, slots=True)
-class TokenizerChange:
+class TokenizerChange(Struct, frozen=True):
     """What training changed in a tokenizer whose tokens are those of the base.
 
     Attributes:
@@ -269,8 +269,7 @@ def _plain(value: object) -> object:
     return token_text(value) if isinstance(value, (str, Mapping)) else value
 
 
-@dataclass(frozen=True, slots=True)
-class _Tokens:
+class _Tokens(Struct, frozen=True):
     """The tokens of a tokenizer: those of its model, with added ones, and how it finds them."""
 
     kind: object

@@ -11,8 +11,10 @@ import re
 from collections.abc import Mapping
 from concurrent.futures import Future, wait
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptkit.consumers.class_facts import find_left_out
 from ckptkit.consumers.table import TRANSFORMERS, Consumer, name_model
@@ -53,8 +55,7 @@ _TIMEOUT_SECONDS = 120  # after all is copied
 _SILENT_SECONDS = 1.0  # before `Waiting` is reported
 
 
-@dataclass(frozen=True, slots=True)
-class Subject:
+class Subject(Struct, frozen=True):
     """What is compared.
 
     Attributes:
@@ -134,11 +135,7 @@ class Comparison:
         return self._answer
 
     def finish(self, listener: Listener) -> None:
-        """Waits for the answer, and refuses an output that would not load.
-
-        Args:
-            listener: Receives `Waiting`, and a note if there is no answer.
-        """
+        """Waits for the answer, and refuses an output that would not load."""
         if not wait([self.begin()], _SILENT_SECONDS).done:
             library = self._subject.library.get("library", "transformers")
             listener(Waiting(f"{library} has compared the names with the model"))
@@ -170,10 +167,6 @@ def plan_comparison(
     subject: Subject, program: NamingProgram
 ) -> tuple[Comparison | None, tuple[str, ...]]:
     """Compares what can be compared without waiting, and prepares the rest.
-
-    Args:
-        subject: What is compared.
-        program: The process that answers later.
 
     Returns:
         The rest, if there is any, and notes for the user.
@@ -243,12 +236,7 @@ def find_lacking(subject: Subject) -> tuple[tuple[str, ...], list[str]]:
 
 
 def compare_now(subject: Subject, doubt: str = "") -> tuple[str, ...]:
-    """Compares, waits for the answer, and returns notes for the user.
-
-    Args:
-        subject: What is compared.
-        doubt: Why transformers cannot answer, where that is known.
-    """
+    """Compares, waits for the answer, and returns notes for the user."""
     if doubt:
         return _judge_without_asking(subject, doubt)
     with NamingProgram() as program:

@@ -12,15 +12,14 @@ from __future__ import annotations
 import json
 import os
 import posixpath
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xxhash
+from msgspec import Struct
 
-from ckptkit.conversion.resume import read_output_manifest, verify_existing_output
 from ckptkit.conversion.source.open import (
     SOURCE_IDENTITY,
     OpenedCheckpoint,
@@ -29,7 +28,7 @@ from ckptkit.conversion.source.open import (
     resolve_path,
 )
 from ckptkit.conversion.verify import run_verification
-from ckptkit.conversion.write import PlannedOutput
+from ckptkit.conversion.write import PlannedOutput, read_output_manifest, verify_existing_output
 from ckptkit.core.errors import (
     CkptkitError,
     FormatError,
@@ -52,7 +51,7 @@ from ckptkit.plan.plan import SOURCE, Compute, Copy, Plan
 from ckptkit.runs.marks import claim
 from ckptkit.runs.run_paths import marker, open_run, read_pushes
 from ckptkit.runs.step_manifests import step_folder
-from ckptkit.storage.base import Folder, is_there
+from ckptkit.storage.base import Source, is_there
 from ckptkit.storage.local.disk import LOCAL_DISK
 from ckptkit.storage.locations import check_relative
 from ckptkit.storage.places import PathLike, Place, is_url, local_path, open_source, place_of
@@ -65,29 +64,24 @@ if TYPE_CHECKING:
 _OPTION = "--delete-source"
 
 
-@dataclass(frozen=True, slots=True)
-class SourceRemoval:
+class SourceRemoval(Struct, frozen=True):
     """The files of a source that are removed once the output is verified.
 
     Attributes:
         root: The folder of the files.
-        out: The output.
         files: The files in the order of their removal: first those by which the rest is recognised
-            as a checkpoint.
+            as a checkpoint, so that a kill leaves nothing that looks like one.
         markers: The files that readers of the checkpoint lock.
         identity: The identity of the source in the manifest of the output.
         values: The number of values in the source that are no tensors; no output has them.
-        request: The options of the output, as JSON values.
         manifest: Digest of the output's manifest, for a removal that has begun; else empty.
     """
 
     root: Place
-    out: PathLike
     files: tuple[FileRef, ...]
     markers: tuple[str, ...]
     identity: str
     values: int
-    request: Mapping[str, Any]
     manifest: str = ""
 
     @property
@@ -95,86 +89,12 @@ class SourceRemoval:
         return sum(file.size_bytes for file in self.files)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the removal as plain values."""
         return {
             "root": self.root.location,
             "files": [file.path for file in self.files],
             "bytes": self.size_bytes,
             "values": self.values,
         }
-
-    def carry_out(self, manifest: Manifest, listener: Listener) -> None:
-        """Verifies all of the output, then removes the files that are left.
-
-        Args:
-            manifest: The manifest of the output.
-            listener: Receives the progress of the verification.
-        """
-        self._verify(manifest, listener)
-        if manifest.source.get(SOURCE_IDENTITY) != self.identity:
-            raise self._changed("it is another one than the output was made of")
-        with open_source(self.root) as source:
-            left = [f for f in self.files if not self.manifest or is_there(source, f.path)]
-            other = source.changed(left)
-        if other is not None:
-            raise self._changed(f"{other.path!r} changed after it was read")
-        refuse_unremovable(self.root, [file.path for file in left])
-        _refuse_step_in_use(self.root, self.files)
-        if is_url(self.root):
-            self._remove(manifest)
-            return
-        mark = claim(local_path(self.root) / path for path in self.markers)
-        if mark is None:
-            raise _in_use(self.root)
-        with mark:
-            self._remove(manifest)
-
-    def _remove(self, manifest: Manifest) -> None:
-        name = _record_name(self.out)
-        if not self.manifest:
-            record = {
-                "out": resolve_path(self.out),
-                "request": self.request,
-                "manifest": _digest(manifest.to_json()),
-                "identity": self.identity,
-                "values": self.values,
-                "markers": self.markers,
-                "files": [[file.path, file.size_bytes, file.identity] for file in self.files],
-            }
-            put_record(self.root, name, json.dumps(record).encode())
-        remove_files(self.root, [file.path for file in self.files], last=name)
-
-    def _verify(self, manifest: Manifest, listener: Listener) -> None:
-        where = os.fspath(self.out)
-        for path in () if is_url(self.out) else manifest.files:
-            # The system reads it from the disk next, where it supports that.
-            with suppress(OSError):  # reading it reports the error
-                file = LOCAL_DISK.open_for_reading(local_path(self.out) / path)
-                try:
-                    file.forget()
-                finally:
-                    file.close()
-        with open_source(self.out) as output:
-            size = output.stat(MANIFEST_NAME).size_bytes
-            is_same = output.read(MANIFEST_NAME, 0, size) == manifest.to_json()
-            is_same = is_same and self.manifest in {"", _digest(manifest.to_json())}
-        verification = run_verification(self.out, listener=listener)
-        if is_same and verification.ok:
-            return
-        problems = verification.problems
-        problem = str(problems[0]) if problems else "its manifest is another one"
-        raise VerificationError(
-            f"the output was read back and is damaged: {problem}; the source was not removed",
-            where=where,
-            hint="see to the disk, remove the output, and write it anew",
-        )
-
-    def _changed(self, what: str) -> SourceChangedError:
-        return SourceChangedError(
-            f"{what}, and was not removed",
-            where=self.root.location,
-            hint="the output is complete; find the process that writes to the source",
-        )
 
 
 def write_and_remove(
@@ -184,40 +104,90 @@ def write_and_remove(
 
     With `overwrite`, an existing output is written anew for as long as its source is whole.
 
-    Args:
-        job: The job.
-        write: Writes its output.
-        listener: Receives progress events.
-
     Returns:
         The manifest, and what was removed; None where an earlier run has removed all of it.
     """
     finished = _find_finished(job, listener)
     if finished is not None:
         return finished, None
-    removal = plan_removal(job)
+    removal, out = plan_removal(job), os.fspath(job.destination)
     if removal.manifest:
         manifest = read_output_manifest(job.destination)
         if manifest is None:
             raise OutputExistsError(
                 "the removal of the source was begun, and its output is not there any more",
-                where=os.fspath(job.destination),
+                where=out,
                 hint="bring the output back, and run again; what is left of the source stays",
             )
-        listener(OutputKept(os.fspath(job.destination)))
+        listener(OutputKept(out))
     else:
         existing = None if job.overwrite else verify_existing_output(job, listener)
         manifest = existing or write()
-    removal.carry_out(manifest, listener)
+    _verify(job.destination, manifest, removal.manifest, listener)
+    root, paths = removal.root, [file.path for file in removal.files]
+    with open_source(root) as source:
+        left = [f for f in removal.files if not removal.manifest or is_there(source, f.path)]
+        other = source.changed(left)
+    reason = "" if other is None else f"{other.path!r} changed after it was read"
+    if manifest.source.get(SOURCE_IDENTITY) != removal.identity:
+        reason = "it is another one than the output was made of"
+    if reason:
+        raise SourceChangedError(
+            f"{reason}, and was not removed",
+            where=root.location,
+            hint="the output is complete; find the process that writes to the source",
+        )
+    refuse_unremovable(root, [file.path for file in left])
+    _refuse_step_in_use(root, removal.files)
+    record = _record_name(job.destination)
+    with ExitStack() as stack:
+        if not is_url(root):
+            mark = claim(local_path(root) / path for path in removal.markers)
+            if mark is None:
+                raise _in_use(root)
+            stack.enter_context(mark)
+        if not removal.manifest:
+            facts = {
+                "out": resolve_path(job.destination),
+                "request": _request_of(job),
+                "manifest": _digest(manifest.to_json()),
+                "identity": removal.identity,
+                "values": removal.values,
+                "markers": removal.markers,
+                "files": [[file.path, file.size_bytes, file.identity] for file in removal.files],
+            }
+            put_record(root, record, json.dumps(facts).encode())
+        remove_files(root, paths, last=record)
     return manifest, removal
 
 
-def plan_removal(job: ConversionJob) -> SourceRemoval:
-    """Finds the files of a job's source that are removed, before anything is written.
+def _verify(out: PathLike, manifest: Manifest, digest: str, listener: Listener) -> None:
+    """Reads all of an output back from its disk."""
+    for path in () if is_url(out) else manifest.files:
+        # The system reads it from the disk next, where it supports that.
+        with suppress(OSError):  # reading it reports the error
+            file = LOCAL_DISK.open_for_reading(local_path(out) / path)
+            try:
+                file.forget()
+            finally:
+                file.close()
+    with open_source(out) as output:
+        data = output.read(MANIFEST_NAME, 0, output.stat(MANIFEST_NAME).size_bytes)
+    is_same = data == manifest.to_json() and digest in {"", _digest(data)}
+    verification = run_verification(out, listener=listener)
+    if is_same and verification.ok:
+        return
+    problems = verification.problems
+    problem = str(problems[0]) if problems else "its manifest is another one"
+    raise VerificationError(
+        f"the output was read back and is damaged: {problem}; the source was not removed",
+        where=os.fspath(out),
+        hint="see to the disk, remove the output, and write it anew",
+    )
 
-    Returns:
-        All of them, or those that an earlier run that was killed has recorded.
-    """
+
+def plan_removal(job: ConversionJob) -> SourceRemoval:
+    """Finds the files of a job's source that are removed, before anything is written."""
     if job.also:
         raise UsageError(
             "cannot be combined with --also: files in several places are not removed",
@@ -241,8 +211,8 @@ def refuse_linked(src: PathLike) -> None:
         return
     path = local_path(src).absolute()
     for folder in (path, *path.parents):
-        target = folder.resolve().name
-        is_of_step = _is_of_step(folder.name) or _is_of_step(target)
+        names = folder.name, folder.resolve().name
+        is_of_step = any(parse_step(n) is not None or is_unit_folder(n) for n in names)
         if folder.is_symlink() and (folder == path or is_of_step):
             raise RefusedError(
                 f"{str(folder)!r} is a link to {str(folder.resolve())!r}, whose files are not"
@@ -250,10 +220,6 @@ def refuse_linked(src: PathLike) -> None:
                 where=f"{_OPTION} {os.fspath(src)}",
                 hint="name the target of the link, or leave --delete-source out",
             )
-
-
-def _is_of_step(name: str) -> bool:
-    return parse_step(name) is not None or is_unit_folder(name)
 
 
 def _request_of(job: ConversionJob) -> dict[str, Any]:
@@ -271,53 +237,42 @@ def _digest(data: bytes) -> str:
     return xxhash.xxh3_128(data).hexdigest()
 
 
-_RECORDED = ("out", "request", "markers", "identity", "values", "manifest")
-
-
-def _check_record(record: Any, where: str) -> dict[str, Any]:
-    """Returns the record of a removal; its files, as `FileRef`, are below the place."""
-    try:
-        files = tuple(FileRef(str(p), int(n), str(i)) for p, n, i in record["files"])
-        checked = {key: record[key] for key in _RECORDED} | {"files": files}
-    except (ValueError, TypeError, LookupError, OverflowError) as error:
-        raise FormatError(
-            f"is no record of a removal: {error!r:.100}",
-            where=where,
-            hint="if no command was interrupted while it removed this source, remove that file",
-        ) from error
-    for file in files:
-        check_relative(file.path, where)
-    return checked
-
-
 def _find_unfinished(job: ConversionJob) -> SourceRemoval | None:
     """Returns the removal that a killed run of the same command has begun, or None."""
     src, name = place_of(job.src), _record_name(job.destination)
     for root in (src, src.beside(posixpath.dirname(src.rstrip("/")))):
+        where = f"{root.location}/{name}"
         try:
             with open_source(root) as source:
-                plain = json.loads(source.read(name, 0, source.stat(name).size_bytes))
+                record = json.loads(source.read(name, 0, source.stat(name).size_bytes))
         except (MissingFileError, NotACheckpointError, ValueError, RecursionError, OSError):
             continue
-        record = _check_record(plain, f"{root.location}/{name}")
-        if record["out"] != resolve_path(job.destination):
-            continue
-        if record["request"] != _request_of(job):
-            raise OutputExistsError(
-                "the source is being removed for an output that was made with other options",
-                where=os.fspath(job.destination),
-                hint="run the same command as before, to finish the removal",
+        try:
+            out, request = record["out"], record["request"]
+            removal = SourceRemoval(
+                root=root,
+                files=tuple(FileRef(str(p), int(n), str(i)) for p, n, i in record["files"]),
+                markers=tuple(map(str, record["markers"])),
+                identity=record["identity"],
+                values=int(record["values"]),
+                manifest=record["manifest"],
             )
-        return SourceRemoval(
-            root=root,
-            out=job.destination,
-            files=record["files"],
-            markers=tuple(record["markers"]),
-            identity=record["identity"],
-            values=record["values"],
-            request=record["request"],
-            manifest=record["manifest"],
-        )
+        except (ValueError, TypeError, LookupError, OverflowError) as error:
+            raise FormatError(
+                f"is no record of a removal: {error!r:.100}",
+                where=where,
+                hint="if no command was interrupted while it removed this source, remove that file",
+            ) from error
+        for file in removal.files:
+            check_relative(file.path, where)
+        if out == resolve_path(job.destination):
+            if request != _request_of(job):
+                raise OutputExistsError(
+                    "the source is being removed for an output that was made with other options",
+                    where=os.fspath(job.destination),
+                    hint="run the same command as before, to finish the removal",
+                )
+            return removal
     return None
 
 
@@ -406,12 +361,10 @@ def _removal_of(planned: PlannedOutput, job: ConversionJob) -> SourceRemoval:
     _refuse_step_in_use(root, files)
     return SourceRemoval(
         root=root,
-        out=job.destination,
         files=files,
         markers=tuple(marker(unit.candidate) for unit in units),
         identity=describe_sources(planned.sources)[SOURCE_IDENTITY],
         values=len(index.values),
-        request=_request_of(job),
     )
 
 
@@ -429,23 +382,23 @@ def _read_keys(plan: Plan, index: TensorIndex) -> set[Key]:
     return read
 
 
-def _best(entry: TensorEntry) -> Key:
-    return entry.key if entry.master is None else entry.master.key
-
-
 def _refuse_lost(
     entries: list[TensorEntry], planned: PlannedOutput, read: set[Key], root: Place
 ) -> None:
     """Refuses tensors whose values, as precise as they are stored, are not in the output."""
     index = planned.checkpoint.index
+
+    def best(entry: TensorEntry) -> Key:
+        return entry.key if entry.master is None else entry.master.key
+
     tied = {str(name) for name in planned.plan.dropped}
     kept = {key for group in index.aliases if group & read for key in group}
     # Another model can have a tensor of the same name that was not compared.
-    trees = {entry.tree for entry in index.tensors.values() if _best(entry) in read}
+    trees = {entry.tree for entry in index.tensors.values() if best(entry) in read}
     lost = []
     for entry in entries:
         is_tied = entry.part == "model" and entry.tree in trees and str(entry.name) in tied
-        if entry.elements and _best(entry) not in read and entry.key not in kept and not is_tied:
+        if entry.elements and best(entry) not in read and entry.key not in kept and not is_tied:
             lost.append(entry)
     if not lost:
         return
@@ -496,7 +449,7 @@ def _refuse_unknown(files: list[FileRef], index: TensorIndex, root: Place) -> No
         )
 
 
-def _first(folder: Folder, units: list[CheckpointUnit]) -> Iterator[str]:
+def _first(folder: Source, units: list[CheckpointUnit]) -> Iterator[str]:
     """Yields the manifest of a step that ckptkit saved, and the marker of each unit."""
     for unit in units:
         manifest = posixpath.join(step_folder(unit.candidate.folder), MANIFEST_NAME)

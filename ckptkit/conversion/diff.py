@@ -8,18 +8,19 @@ import threading
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from ckptkit.conversion.source.adapters import ROLES, Role, read_config, select_with_base
 from ckptkit.conversion.source.open import open_checkpoint, read_config_in
 from ckptkit.conversion.source.read import leaf_span, report_notes, scan
 from ckptkit.conversion.source.side_folders import SideFolders
 from ckptkit.core.arrays import numpy_dtype
-from ckptkit.core.display import Displayed, Facts
+from ckptkit.core.display import Displayed, Facts, plain_fields
 from ckptkit.core.errors import AmbiguousSourceError, CannotPlanError, UsageError
 from ckptkit.core.index import Fqn, TensorEntry
 from ckptkit.core.text import counted
@@ -45,8 +46,7 @@ _ONE_OF_SEVERAL = (
 _SIDES = 2
 
 
-@dataclass(frozen=True, slots=True)
-class TensorDifference:
+class TensorDifference(Struct, frozen=True):
     """A tensor that both have, with other bytes.
 
     Attributes:
@@ -60,8 +60,7 @@ class TensorDifference:
     largest: float | None
 
 
-@dataclass(frozen=True, slots=True)
-class Tolerance:
+class Tolerance(Struct, frozen=True):
     """How far values may be apart, as `numpy.allclose` and `torch.testing` have it.
 
     Attributes:
@@ -96,8 +95,7 @@ def make_tolerance(*, numeric: bool, rtol: float | None, atol: float | None) -> 
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class NumericDifference:
+class NumericDifference(Struct, frozen=True):
     """How the values of a tensor differ that both have with the same shape.
 
     Attributes:
@@ -129,8 +127,7 @@ class NumericDifference:
     change: float | None = None
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class Difference(Displayed):
+class Difference(Displayed, Struct, frozen=True):
     """What `ckptkit diff` found.
 
     Attributes:
@@ -181,7 +178,7 @@ class Difference(Displayed):
         return Facts(f"{self.a} against {self.b}", lines, ("tensor", "difference"), rows)
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {"same": self.same}
+        return {**plain_fields(self), "same": self.same}
 
 
 @contextmanager
@@ -194,13 +191,7 @@ def _hinted() -> Iterator[None]:
 
 
 class _Side:
-    """One of the two checkpoints.
-
-    Attributes:
-        checkpoint: The checkpoint, with the names that are compared.
-        config: Its configuration, or None.
-        name: What its origin is called.
-    """
+    """One of the two checkpoints."""
 
     def __init__(
         self,
@@ -278,21 +269,7 @@ def run_diff(
     measures: bool = False,
     listener: Listener | None = None,
 ) -> Difference:
-    """Compares the models of two checkpoints bit by bit, whatever their formats.
-
-    Args:
-        a: The first one.
-        b: The second one.
-        choice: The map of names, for each side that it is for.
-        base: A folder with the configuration, where neither side has one.
-        select: What to take of several: of the sides that have it, or first of `a`, then of `b`.
-        tolerance: Compares values instead of bits, whatever their types, if it is not None.
-        measures: Whether to measure how far values are apart where bits are compared, too.
-        listener: Receives progress events, from several threads.
-
-    Returns:
-        How they differ.
-    """
+    """Compares the models of two checkpoints bit by bit, whatever their formats."""
     if len(select) > _SIDES:
         raise UsageError(
             f"was given {len(select)} times",
@@ -308,12 +285,15 @@ def run_diff(
         reshaped = {str(n): (_extent(first[n]), _extent(second[n])) for n in unlike}
         alike = {name: second[name] for name in common if name not in reshaped}
         is_measured = measures or tolerance is not None
-        measured = _choose_measured(first, second) if is_measured else {}
+        comparable = (n for n in common if _are_comparable(first[n], second[n], Tolerance()))
+        measured = {name: second[name] for name in comparable} if is_measured else {}
         comparison = _Comparison(first, (alike, measured), sides[1].origin, tolerance)
         changed = comparison.run(sides[0].origin, listener or ignore)
         only_in_a = tuple(name for name in first if name not in second)
         only_in_b = tuple(name for name in second if name not in first)
         changes = {change.name for change in changed}
+        # Names in training differ where transformers has to be asked.
+        is_renamed = any(determine_need(s.config, has_base=True).kind == "ask" for s in sides)
         unequal = changes | {*map(str, (*only_in_a, *only_in_b)), *reshaped}
         return Difference(
             a=sides[0].checkpoint.path,
@@ -323,7 +303,7 @@ def run_diff(
             only_in_b=only_in_b,
             reshaped=reshaped,
             changed=changed,
-            note=note or (_explain_names(sides) if only_in_a and only_in_b else ""),
+            note=note or (_NAMES_DIFFER if only_in_a and only_in_b and is_renamed else ""),
             tolerance=tolerance,
             numeric=comparison.numeric(),
             roles=_count_roles(sides, unequal),
@@ -372,19 +352,10 @@ def _count_roles(
     return found
 
 
-def _explain_names(sides: tuple[_Side, _Side]) -> str:
-    """Returns why names differ: those in training do where transformers has to be asked."""
-    is_renamed = any(determine_need(s.config, has_base=True).kind == "ask" for s in sides)
-    return _NAMES_DIFFER if is_renamed else ""
-
-
 def _convert_names(sides: tuple[_Side, _Side], choice: str, base: PathLike | None) -> str:
     """Gives both sides the names of Transformers, where a map is for theirs.
 
     A side without a configuration takes that of `base`, or of the other side.
-
-    Returns:
-        Why names were kept that a map might convert; empty otherwise.
     """
     names = [[str(entry.name) for entry in s.checkpoint.index.of_part("model")] for s in sides]
     wanted = ["", ""]
@@ -422,17 +393,6 @@ def _are_comparable(first: TensorEntry, second: TensorEntry, tolerance: Toleranc
     return first.shape == second.shape and is_same_type
 
 
-def _choose_measured(
-    first: Mapping[Fqn, TensorEntry], second: Mapping[Fqn, TensorEntry]
-) -> dict[Fqn, TensorEntry]:
-    """Returns the tensors of the second side whose values can be compared with the first."""
-    return {
-        name: second[name]
-        for name, entry in first.items()
-        if name in second and _are_comparable(entry, second[name], Tolerance())
-    }
-
-
 class _Comparison:
     """Reads both sides leaf by leaf, and keeps how each leaf differs."""
 
@@ -443,14 +403,7 @@ class _Comparison:
         origin: Origin,
         tolerance: Tolerance | None,
     ) -> None:
-        """Stores the arguments.
-
-        Args:
-            first: The tensors of the first side.
-            second: The tensors of the second side that are compared, and those that are measured.
-            origin: Where the second side is read.
-            tolerance: How far values may be apart; None where bits are compared.
-        """
+        """Stores the arguments."""
         self._compared, self._measured = second
         self._second = {**self._compared, **self._measured}
         self._first = {n: replace(e, name=n) for n, e in first.items() if n in self._second}
@@ -462,7 +415,7 @@ class _Comparison:
         self._gaps: dict[Fqn, dict[int, Gaps]] = defaultdict(dict)
 
     def run(self, origin: Origin, listener: Listener) -> tuple[TensorDifference, ...]:
-        """Returns the tensors that differ."""
+        """Returns the tensors that differ, in the order of the first checkpoint."""
         errors = scan(
             origin,
             list(self._first.values()),
@@ -473,22 +426,15 @@ class _Comparison:
         for error in errors.values():
             raise error
         self._origin.checksums.finish()
-        return self._changed()
-
-    def _changed(self) -> tuple[TensorDifference, ...]:
-        """Returns the tensors that differ, in the order of the first checkpoint."""
         if self._tolerance is not None:
-            return tuple(
-                TensorDifference(gaps.name, gaps.beyond, gaps.largest)
-                for gaps in self.numeric()
-                if gaps.beyond
-            )
+            numeric = self.numeric()
+            return tuple(TensorDifference(g.name, g.beyond, g.largest) for g in numeric if g.beyond)
         return tuple(self._differences[name] for name in self._first if name in self._differences)
 
     def numeric(self) -> tuple[NumericDifference, ...]:
         """Returns the differences as numbers of all tensors that were measured."""
         return tuple(
-            _describe_gaps(entry, self._second[name], _join_leaves(self._gaps[name]))
+            _describe_gaps(entry, self._second[name], self._gaps[name])
             for name, entry in self._first.items()
             if name in self._measured
         )
@@ -527,11 +473,10 @@ class _Comparison:
             )
 
 
-def _join_leaves(leaves: Mapping[int, Gaps]) -> Gaps:
-    return combine_gaps([gaps for _, gaps in sorted(leaves.items())])
-
-
-def _describe_gaps(first: TensorEntry, second: TensorEntry, gaps: Gaps) -> NumericDifference:
+def _describe_gaps(
+    first: TensorEntry, second: TensorEntry, leaves: Mapping[int, Gaps]
+) -> NumericDifference:
+    gaps = combine_gaps([gaps for _, gaps in sorted(leaves.items())])
     return NumericDifference(
         name=str(first.name),
         dtypes=(first.dtype.name, second.dtype.name),

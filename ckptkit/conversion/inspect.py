@@ -8,10 +8,11 @@ import posixpath
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from ckptkit.consumers.folder_truth import MAX_JSON_BYTES
 from ckptkit.consumers.side_files import is_side_file
@@ -33,7 +34,7 @@ from ckptkit.conversion.source.open import (
 )
 from ckptkit.conversion.source.side_folders import SIDE_FOLDERS, SideFolders
 from ckptkit.core.arguments import ambiguous_truth
-from ckptkit.core.display import Displayed, Facts
+from ckptkit.core.display import Displayed, Facts, plain_fields
 from ckptkit.core.errors import (
     AccessError,
     AmbiguousSourceError,
@@ -44,7 +45,7 @@ from ckptkit.core.errors import (
     NotACheckpointError,
 )
 from ckptkit.core.geometry import distinct
-from ckptkit.core.index import Fqn, Part, Problem, Shape, TensorEntry, TensorIndex
+from ckptkit.core.index import Fqn, Part, Problem, Shape, TensorEntry
 from ckptkit.core.manifest import MANIFEST_NAME, RUN_FACTS
 from ckptkit.core.text import counted, size_text
 from ckptkit.engine.locate import Locator
@@ -63,15 +64,14 @@ from ckptkit.storage.locations import relative_path
 from ckptkit.storage.places import PathLike, place_of
 
 if TYPE_CHECKING:
-    from ckptkit.conversion.map_report import MapReport
+    from ckptkit.conversion.mapped_names import MapReport
     from ckptkit.plan.shard_map import ShardMap
 
 _TIE_CHUNKS = 4096  # looking at more blobs than this would make inspect slow
 _ASSUME_TIED = {"tie_word_embeddings": True}
 
 
-@dataclass(frozen=True, slots=True)
-class TensorLine:
+class TensorLine(Struct, frozen=True):
     """A tensor in a report; sizes are of the full tensor, in its stored dtype."""
 
     name: str
@@ -84,8 +84,7 @@ class TensorLine:
     role: Role = ""
 
 
-@dataclass(frozen=True, slots=True)
-class TreeLine:
+class TreeLine(Struct, frozen=True):
     """A state dict in a report.
 
     Attributes:
@@ -105,8 +104,7 @@ class TreeLine:
     split: Mapping[str, int]
 
 
-@dataclass(frozen=True, slots=True)
-class TieLine:
+class TieLine(Struct, frozen=True):
     """Names that hold the same weights, or are declared to.
 
     Attributes:
@@ -121,16 +119,14 @@ class TieLine:
     declared: bool
 
 
-@dataclass(frozen=True, slots=True)
-class MeshDimension:
+class MeshDimension(Struct, frozen=True):
     """A dimension of the mesh of devices, its name empty where it has none."""
 
     name: str
     size: int
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class Inspection(Displayed):
+class Inspection(Displayed, Struct, frozen=True):
     """Everything that `ckptkit inspect` shows.
 
     The layout, the metrics and the time are those in the manifest of a step that ckptkit saved;
@@ -175,7 +171,7 @@ class Inspection(Displayed):
     framework: str = ""
     map: MapReport | None = None
     map_refusal: Mapping[str, Any] | None = None
-    shards: ShardMap | None = field(default=None, repr=False)
+    shards: ShardMap | None = None
     steps: tuple[str, ...] = ()
     finals: Mapping[str, str] = field(default_factory=dict)
     checkpoints: tuple[FoundCheckpoint, ...] = ()
@@ -198,7 +194,7 @@ class Inspection(Displayed):
     def to_json(self) -> dict[str, Any]:
         """Returns the report as the contract of `inspect --json` has it."""
         peft = None if self.peft is None else replace(self.peft, foreign=None)
-        plain = asdict(replace(self, shards=None, tensors=(), peft=peft))
+        plain = plain_fields(replace(self, shards=None, tensors=(), peft=peft))
         if peft is not None:  # `adapter` has what there is to know of it
             del plain["peft"]["foreign"]
         document = {n: value for n, value in plain.items() if n not in {"shards", "tensors"}}
@@ -229,20 +225,7 @@ def run_inspection(
     shards: bool = False,
     lists: bool = False,
 ) -> Inspection:
-    """Describes the checkpoint at or under a path; reads headers, never tensor data.
-
-    Args:
-        path: Any path in or above a checkpoint.
-        select: Which of several checkpoints or models to take.
-        also: Further directories, which hold files of the same checkpoint.
-        model_config: A folder with the configuration of the model in flat parameters.
-        base: A model folder with the configuration, if the checkpoint has none.
-        choice: The map of names. None is that of a conversion without the option, whose refusal is
-            reported; one that is named is refused as a conversion refuses it.
-        shards: Whether to describe which ranks and files each tensor is in.
-        lists: Whether what there is is listed where no checkpoint can be chosen, instead of an
-            error.
-    """
+    """Describes the checkpoint at or under a path; reads headers, never tensor data."""
     with ExitStack() as stack:
         try:
             checkpoint = stack.enter_context(
@@ -341,7 +324,7 @@ def _add_map(
     report = replace(report, framework=framework)
     if choice == "none" or not (framework or choice not in {None, "auto"}):
         return report
-    from ckptkit.conversion.map_report import report_map  # few checkpoints need it
+    from ckptkit.conversion.mapped_names import report_map  # few checkpoints need it
 
     try:
         found = report_map(choice or "auto", framework, config, checkpoint, tensors)
@@ -396,6 +379,11 @@ def _report(
         and not _describes(path, base)
         and not consumer.has_companion(path.removeprefix(f"{base}/"))
     ]
+    shard_map = None
+    if shards:
+        from ckptkit.plan.shard_map import map_shards  # for reports alone
+
+        shard_map = map_shards(index, entries, frozenset(key for key, _ in problems))
     return Inspection(
         path=checkpoint.path,
         format=index.format,
@@ -422,7 +410,7 @@ def _report(
         saved_at=_text(saved.get("saved_at")),
         version=index.run.version,
         ignored=group_files(ignored, base=base, recognised=read),
-        shards=_map_shards(index, entries, [key for key, _ in problems]) if shards else None,
+        shards=shard_map,
         steps=tuple(checkpoint.steps),
         finals=dict(checkpoint.finals),
     )
@@ -436,14 +424,6 @@ def _add_up_ranks(entries: Sequence[TensorEntry]) -> Counter[int]:
         for rank in distinct(entry.chunks.rank).tolist():
             totals[rank] += int(sizes[entry.chunks.rank == rank].sum())
     return totals
-
-
-def _map_shards(
-    index: TensorIndex, entries: Sequence[TensorEntry], unreadable: Sequence[str]
-) -> ShardMap:
-    from ckptkit.plan.shard_map import map_shards  # for reports alone
-
-    return map_shards(index, entries, frozenset(unreadable))
 
 
 def _line(entry: TensorEntry, role: Role) -> TensorLine:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
+
+import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptkit.conversion.names_on_disk import (
     NamedProducts,
@@ -16,13 +22,14 @@ from ckptkit.conversion.names_on_disk import (
 )
 from ckptkit.conversion.source.open import OpenedCheckpoint
 from ckptkit.core.dtypes import dtype_named
-from ckptkit.core.errors import FormatError, RefusedError, UsageError
-from ckptkit.core.index import ChunkTable, Fqn, Key, TensorEntry
+from ckptkit.core.errors import CkptkitError, FormatError, RefusedError, UsageError
+from ckptkit.core.index import ChunkTable, Fqn, Key, Shape, TensorEntry
 from ckptkit.core.manifest import MAP_VERSION
 from ckptkit.core.text import Aside, quote
 from ckptkit.engine.kernels import AddedOperand, OperandKernel, PartOperand, StoredOperand
 from ckptkit.engine.reader import Origin, TensorReader, same_values
 from ckptkit.engine.rearranged import ComputedOperand, RearrangeKernel
+from ckptkit.formats.parsing import list_first
 from ckptkit.hub_names.disk_tensors import (
     HubNames,
     HubTensor,
@@ -31,19 +38,37 @@ from ckptkit.hub_names.disk_tensors import (
     find_whole,
 )
 from ckptkit.hub_names.known_models import recognise_framework
-from ckptkit.name_maps.apply import MappedNames, apply_map
+from ckptkit.lora.config import PEFT_PREFIX
+from ckptkit.lora.dialects import BASE_LAYER, LORA_A, LORA_B
+from ckptkit.lora.foreign import OF_TINKER, TINKER, Factor, ForeignAdapter, name_plainly
+from ckptkit.name_maps.apply import Extent, MappedNames, apply_map
 from ckptkit.name_maps.find import find_map, load_map, refuse_contradiction
-from ckptkit.name_maps.language import NameMap, invert
+from ckptkit.name_maps.language import NameMap, Rule, invert, parse_template
+from ckptkit.name_maps.rearrangement import (
+    Add,
+    Concat,
+    Flatten,
+    Made,
+    Only,
+    Pad,
+    Reorder,
+    Rows,
+    Split,
+    Step,
+    Transpose,
+    Unflatten,
+)
+from ckptkit.name_maps.sizes import Sizes
 from ckptkit.options import ConsolidateRequest, matches
 from ckptkit.plan.coverage import refuse_problems
 from ckptkit.plan.plan import SOURCE, Compute, Product, StackedPart, TensorSpec
 from ckptkit.plan.selection import select_model
+from ckptkit.plan.weight_kinds import PEFT
 
 _SHOWN = 3
 
 
-@dataclass(frozen=True, slots=True)
-class MappedModel:
+class MappedModel(Struct, frozen=True):
     """A model whose names a map converts.
 
     Attributes:
@@ -75,16 +100,12 @@ class MappedModel:
         for name, reason in self.names.dropped.items():
             by_reason.setdefault(reason, []).append(name)
         for reason, left in by_reason.items():
-            more = f" and {len(left) - _SHOWN:,} more" if len(left) > _SHOWN else ""
-            notes.append(f"left out: {', '.join(map(quote, left[:_SHOWN]))}{more}: {reason}")
+            listed = list_first(map(quote, left), len(left), _SHOWN)
+            notes.append(f"left out: {listed}: {reason}")
         return tuple(notes)
 
     def refuse_different(self, entries: Mapping[Fqn, TensorEntry], origin: Origin) -> None:
-        """Refuses names that stand for one tensor of the source and have other bytes.
-
-        Raises:
-            FormatError: If they differ.
-        """
+        """Refuses names that stand for one tensor of the source and have other bytes."""
         reader = TensorReader(origin)
         for second, first in self.names.same.items():
             one, other = entries[first], entries[second]
@@ -97,11 +118,7 @@ class MappedModel:
                 )
 
     def convert(self, products: Sequence[Product]) -> NamedProducts:
-        """Returns the tensors to be written.
-
-        Args:
-            products: The tensors of the source.
-        """
+        """Returns the tensors to be written."""
         names = HubNames("", {n: s for n, (_, s) in self.live.items()}, self.names.tensors)
         maker = ProductMaker(names, NamingRequest({}, None), {p.spec.name: p for p in products})
         made = [self._add(product) for product in maker.products()]
@@ -115,9 +132,6 @@ class MappedModel:
         """Yields the tensors of the target, made of those of the source; keys are their names.
 
         One that is a tensor of the source element for element keeps its key.
-
-        Args:
-            entries: The tensors of the source, by name.
         """
         live = {name: shape for name, (_, shape) in self.live.items()}
         uses = Counter(
@@ -170,17 +184,6 @@ def convert_checkpoint(
 
     Its index has the tensors of the target, each made of those of the source when it is read, and
     those of the source as tensors that belong to no model.
-
-    Args:
-        checkpoint: The checkpoint; one that no map is for is returned as it is.
-        request: The map and the prefixes of names. Tensors that no rule takes, and further names of
-            one tensor, may be excluded.
-        config: The configuration of the model, or None.
-
-    Raises:
-        InputError: If names of one tensor have other bytes, or cannot be read.
-        CannotPlanError: If the map does not fit the tensors.
-        RefusedError: If there is no map for the model.
     """
     index, where, choice = checkpoint.index, checkpoint.path, request.map
     whole = replace(request, select=checkpoint.select)
@@ -237,20 +240,7 @@ def map_names(
     tensors: Specs,
     exclude: tuple[str, ...] = (),
 ) -> MappedModel:
-    """Converts the names of a model.
-
-    Args:
-        choice: `auto` for the map of the framework and the model, else the name of one or a file.
-        framework: The framework whose names they are, for `auto`.
-        config: The configuration of the model, or None.
-        checkpoint: The checkpoint, for what it says of the model itself.
-        tensors: Element types and shapes by the names of the source.
-        exclude: Patterns of names that may be left out: of tensors that no rule takes, and of all
-            names of one tensor but one.
-
-    Raises:
-        RefusedError: If the configuration, or the map, is for another model than the checkpoint.
-    """
+    """Converts the names of a model."""
     where, name_map = checkpoint.path, choose_map(choice, framework, config, checkpoint)
     wrapper = name_map.find_wrapper(tensors)
     tensors = {Fqn(name.removeprefix(wrapper)): spec for name, spec in tensors.items()}
@@ -307,13 +297,6 @@ def name_for_framework(
 ) -> tuple[NamedProducts, Mapping[Fqn, StackedPart]]:
     """Gives tensors with the names of Transformers those of a framework.
 
-    Args:
-        framework: The framework.
-        choice: `auto` for its map of the model, else the name of one or a file.
-        config: The configuration of the model, or None.
-        products: The tensors to be written, by the names of Transformers.
-        where: The checkpoint, for messages.
-
     Returns:
         The tensors, stacked ones in parts, and where these parts are.
     """
@@ -330,3 +313,440 @@ def name_for_framework(
     names = apply_map(inverse, config or {}, specs, where=where, in_parts=True)
     named = MappedModel(inverse, names, specs).convert(products)
     return named, names.parts
+
+
+_NUMBER = re.compile(r"(?<!\d)(0|[1-9]\d{0,8})(?!\d)")
+_Parts = tuple[str | frozenset[int], ...]
+
+
+class AppliedRule(Struct, frozen=True):
+    """What one rule makes.
+
+    Attributes:
+        rule: The map and the position of the rule in it; empty for tensors that are left out.
+        sources: Shapes of the tensors that it takes, by name; with padding.
+        targets: Shapes of those that it makes, by name; none where the sources are left out.
+        steps: What is done in between, in words.
+        padding: Rows that are left out as padding, by the name of the source: the first of them,
+            and the number of rows with them.
+        left_out: Why the sources are left out; empty if they are not.
+    """
+
+    rule: str
+    sources: Mapping[str, Shape]
+    targets: Mapping[str, Shape]
+    steps: tuple[str, ...] = ()
+    padding: Mapping[str, tuple[int, int]] | None = None
+    left_out: str = ""
+
+
+class MapReport(Struct, frozen=True):
+    """What a map makes of a checkpoint.
+
+    Attributes:
+        name: The map.
+        digest: The start of the SHA-256 of its text, in hexadecimal.
+        source: The framework whose names are converted.
+        target: The framework whose names they get.
+        rules: What each rule makes; rules that take nothing are left out.
+    """
+
+    name: str
+    digest: str
+    source: str
+    target: str
+    rules: tuple[AppliedRule, ...]
+
+
+def report_map(
+    choice: str,
+    framework: str,
+    config: Mapping[str, Any] | None,
+    checkpoint: OpenedCheckpoint,
+    tensors: Specs,
+) -> MapReport:
+    """Applies a map to the tensors of a checkpoint; see `map_names`."""
+    mapped = map_names(choice, framework, config, checkpoint, tensors)
+    name_map = mapped.name_map
+    rules = (*_list_rules(mapped), *_list_left_out(mapped))
+    return MapReport(name_map.name, name_map.digest, name_map.source, name_map.target, rules)
+
+
+def _list_rules(mapped: MappedModel) -> Iterator[AppliedRule]:
+    names = mapped.names
+    targets: dict[str, dict[Fqn, Shape]] = {}
+    for name, rule in names.made_by.items():
+        targets.setdefault(rule.where, {})[name] = names.tensors[name].shape
+    rules = {rule.where: rule for rule in names.made_by.values()}
+    for where, made in targets.items():
+        sources = {source: None for name in made for source in names.tensors[name].sources}
+        yield AppliedRule(
+            rule=where,
+            sources={str(name): mapped.live[name][1] for name in sources},
+            targets={str(name): shape for name, shape in made.items()},
+            steps=tuple(map(describe_step, rules[where].steps)),
+            padding={str(n): rows for n, rows in names.padding.items() if n in sources},
+        )
+
+
+def _list_left_out(mapped: MappedModel) -> Iterator[AppliedRule]:
+    reasons: dict[str, dict[str, Shape]] = {}
+    for name, reason in mapped.names.dropped.items():
+        reasons.setdefault(reason, {})[str(name)] = mapped.live[name][1]
+    for reason, sources in reasons.items():
+        yield AppliedRule("", sources, {}, left_out=reason)
+
+
+def describe_step(step: Step) -> str:
+    """Returns a step in words."""
+    if isinstance(step, Only):
+        return f"{describe_step(step.step)}, of tensors {', '.join(map(str, step.positions))} only"
+    match step:
+        case Split() | Concat():
+            text = _describe_parts(step)
+        case Reorder(before=before, after=after, axis=axis):
+            text = f"reorder axis {axis} from ({' '.join(before)}) to ({' '.join(after)})"
+        case Transpose(order=order):
+            text = f"transpose to {list(order)}"
+        case Rows(count=count, axis=axis):
+            text = f"keep the first {count} indices of axis {axis}"
+        case Pad(axis=axis, multiple=multiple):
+            text = f"pad axis {axis} with zeros to a multiple of {multiple}"
+        case Unflatten(parts=parts, axis=axis):
+            text = f"split axis {axis} into the axes {' x '.join(parts)}"
+        case Flatten(parts=parts, axis=axis):
+            text = f"join {len(parts)} axes from {axis} on"
+        case Add(value=value):
+            text = f"add {value:g}"
+        case _:
+            text = type(step).__name__.lower()
+    return text
+
+
+def _describe_parts(step: Split | Concat) -> str:
+    each = "" if step.groups == "1" else f", repeated {step.groups} times"
+    if isinstance(step, Concat):
+        return f"join along axis {step.axis}{each}"
+    return f"split axis {step.axis} into {' | '.join(step.parts)}{each}"
+
+
+def fold_names(names: Iterable[str]) -> list[str]:
+    """Returns names that differ in numbers as one.
+
+    >>> fold_names(["layers.0.w1", "layers.1.w1", "layers.2.w1", "norm"])
+    ['layers.{0..2}.w1', 'norm']
+    """
+    rows: list[_Parts] = [
+        tuple(frozenset({int(p)}) if i % 2 else p for i, p in enumerate(_NUMBER.split(name)))
+        for name in names
+    ]
+    # From the last number to the first: what is not the same for all stays apart.
+    for at in reversed(range(1, max(map(len, rows), default=0), 2)):
+        found: dict[_Parts, set[int]] = {}
+        for row in rows:
+            part = row[at] if at < len(row) else frozenset()
+            numbers = part if isinstance(part, frozenset) else frozenset()
+            found.setdefault((*row[:at], "", *row[at + 1 :]) if numbers else row, set()).update(
+                numbers
+            )
+        rows = [
+            (*row[:at], frozenset(numbers), *row[at + 1 :]) if numbers else row
+            for row, numbers in found.items()
+        ]
+    return ["".join(p if isinstance(p, str) else _range_text(sorted(p)) for p in r) for r in rows]
+
+
+def _range_text(numbers: Sequence[int]) -> str:
+    """Returns sorted numbers as text: one as it is, several as `{0..3}` or `{0,2..5}`."""
+    if len(numbers) == 1:
+        return str(numbers[0])
+    starts = [numbers[0], *(b for a, b in pairwise(numbers) if b != a + 1)]
+    stops = [*(a for a, b in pairwise(numbers) if b != a + 1), numbers[-1]]
+    runs = [f"{a}" if a == b else f"{a}..{b}" for a, b in zip(starts, stops, strict=True)]
+    return "{" + ",".join(runs) + "}"
+
+
+# The parts of a module that have adapters of their own, in the order of what a map makes of it.
+_BRANCHES = (("q", "k", "v"), ("gate", "up"))
+_EXPERTS = 3
+_MATRICES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+# What is no linear module of Transformers 5: experts and routers; queries and the like of Qwen3.5.
+_WITHOUT_MODULE = re.compile(
+    r"\.experts\.\d+\.|\.(?:mlp|block_sparse_moe)\.(?:gate|router)$|\.linear_attn\.in_proj_[qkv]$"
+)
+_WEIGHT = ".weight"
+_FC1 = ".linear_fc1"
+
+
+class ConvertedAdapter(Struct, frozen=True):
+    """A checkpoint whose adapter has the names of PEFT.
+
+    Attributes:
+        checkpoint: The checkpoint; the tensors that were converted are of no model any more.
+        foreign: What the adapter was.
+        origins: By the path of each module, the framework's name of the module that it is of.
+    """
+
+    checkpoint: OpenedCheckpoint
+    foreign: ForeignAdapter
+    origins: Mapping[str, str]
+
+
+def convert_adapter(
+    checkpoint: OpenedCheckpoint,
+    entries: Sequence[TensorEntry],
+    foreign: ForeignAdapter,
+    config: Mapping[str, Any] | None,
+    extent: Extent,
+) -> ConvertedAdapter:
+    """Gives an adapter the names of PEFT."""
+    where = checkpoint.path
+    _refuse_unknown(foreign, where)
+    own = {name: replace(entry, name=name) for entry in entries if (name := name_plainly(entry))}
+    if len(own) < len(entries):
+        raise FormatError(
+            f"{len(entries):,} tensors have {len(own):,} names without those of wrappers",
+            where=where,
+            hint=foreign.own_tool,
+        )
+    factors = {name: own[name] for name in foreign.factors}
+    notes: tuple[str, ...] = ()
+    maps: Mapping[str, str] = {}
+    if foreign.form == TINKER:
+        made = list(_split_experts(foreign, factors, where))
+        found = [
+            match for f in foreign.factors.values() if (match := OF_TINKER.fullmatch(f.module))
+        ]
+        said = {
+            "layer": "its factors were split by experts",
+            "head": "its 'unembed_tokens' is 'lm_head'",
+        }
+        done = [text for part, text in said.items() if any(match[part] for match in found)]
+        notes = (f"the adapter has Tinker's form: {', and '.join(done)}",)
+    else:
+        mapped = _map_factors(checkpoint, foreign, factors, config, extent)
+        made, notes, maps = list(mapped.derive(factors)), mapped.notes, mapped.versions
+    origins: dict[str, str] = {}
+    for entry in made:
+        source = foreign.factors[entry.stored_names[0]]
+        origins[entry.name.partition(f".{source.part}.")[0]] = source.module
+    if foreign.rest:
+        base = {name: own[name] for name in foreign.rest}
+        specs = {name: (entry.dtype, entry.shape) for name, entry in base.items()}
+        with _hinting(foreign):
+            whole = map_names("auto", foreign.framework, config, checkpoint, specs)
+        whole.refuse_different(base, Origin(SOURCE, checkpoint.source, checkpoint.index))
+        for entry in whole.derive(base):
+            module, _, parameter = entry.name.rpartition(".")
+            inside = f"{module}.{BASE_LAYER}" if module in origins else module
+            made.append(replace(entry, name=Fqn(f"{inside}.{parameter}")))
+    held = {entry.key: replace(entry, part="other") for entry in entries}
+    for entry in made:
+        name = Fqn(PEFT_PREFIX + entry.name)
+        key = entry.key if entry.derivation is None else Key(f"{name} of {entry.tree}")
+        held[key] = replace(entry, key=key, name=name)
+    index = replace(checkpoint.index, tensors={**checkpoint.index.tensors, **held})
+    converted = replace(
+        checkpoint, index=index, notes=(*checkpoint.notes, *notes), maps={**checkpoint.maps, **maps}
+    )
+    return ConvertedAdapter(converted, foreign, origins)
+
+
+def refuse_without_peft_form(converted: ConvertedAdapter) -> None:
+    """Refuses an adapter whose files PEFT would load only in part."""
+    modules = converted.origins
+    lost = next((module for module in modules if _WITHOUT_MODULE.search(module)), "")
+    if lost:
+        raise RefusedError(
+            f"{converted.foreign.title} has factors of {lost!r}, which is no module of Transformers"
+            " 5 that PEFT could adapt",
+            where=converted.checkpoint.path,
+            hint="`ckptkit adapter merge` makes a model of the adapter and its base;"
+            f" {converted.foreign.own_tool}",
+        )
+
+
+@contextmanager
+def _hinting(foreign: ForeignAdapter) -> Iterator[None]:
+    """Replaces hints at options that the commands for adapters do not have."""
+    try:
+        yield
+    except CkptkitError as error:
+        raise error.hinted(
+            "the adapter is incomplete, or --base is another model than it was trained on;"
+            f" {foreign.own_tool}"
+        ) from error
+
+
+def _refuse_unknown(foreign: ForeignAdapter, where: str) -> None:
+    unknown = [name for name, factor in foreign.factors.items() if not factor.part]
+    if foreign.form == TINKER:
+        unknown += foreign.rest
+    elif not foreign.framework:
+        unknown += foreign.factors
+    if unknown:
+        raise RefusedError(
+            f"tensor {quote(unknown[0])} belongs to {foreign.title}, and there is no rule that"
+            " converts it",
+            where=where,
+            hint=foreign.own_tool,
+        )
+
+
+# --- experts of Tinker ---
+
+
+def _split_experts(
+    foreign: ForeignAdapter, entries: Mapping[Fqn, TensorEntry], where: str
+) -> Iterator[TensorEntry]:
+    counts: dict[str, int] = {}  # by module, the number of experts; of A and B one may be shared
+    for name, factor in foreign.factors.items():
+        if len(entries[name].shape) == _EXPERTS:
+            counts[factor.module] = max(counts.get(factor.module, 1), entries[name].shape[0])
+    for name, factor in foreign.factors.items():
+        entry, found = entries[name], OF_TINKER.fullmatch(factor.module)
+        if found is None:
+            yield replace(entry, name=name, stored_names=(name,))
+        elif found["head"] is not None:
+            yield replace(entry, name=Fqn(f"lm_head{factor.ending}"), stored_names=(name,))
+        elif len(entry.shape) != _EXPERTS or entry.shape[0] not in {1, counts[factor.module]}:
+            raise RefusedError(
+                f"tensor {name!r} has shape {list(entry.shape)}, expected"
+                f" {counts.get(factor.module, 0):,} or 1 and two dimensions more",
+                where=where,
+                hint=f"the adapter is damaged, or of another form; {foreign.own_tool}",
+            )
+        elif counts[factor.module] == 1:
+            raise RefusedError(
+                f"tensor {name!r} is shared by all experts as its other factor is, so that nothing"
+                " shows how many there are",
+                where=where,
+                hint=foreign.own_tool,
+            )
+        else:
+            matrix = _MATRICES.get(found["matrix"], found["matrix"])
+            size = entry.elements // entry.shape[0]
+            for expert in range(counts[factor.module]):
+                start = size * expert if entry.shape[0] > 1 else 0
+                yield replace(
+                    entry,
+                    name=Fqn(f"{found['layer']}.{expert}.{matrix}{factor.ending}"),
+                    shape=entry.shape[1:],
+                    chunks=ChunkTable.of((), len(entry.shape) - 1),
+                    derivation=PartOperand(SOURCE, entry.key, entry.dtype, start),
+                    stored_names=(name,),
+                )
+
+
+# --- by a name map ---
+
+
+class _Repeat(Struct, frozen=True):
+    """The same tensor several times: a factor A, of each part of a weight."""
+
+    count: int
+
+    def apply(self, tensors: Sequence[Made], _sizes: Sizes) -> list[Made]:
+        return [made for made in tensors for _ in range(self.count)]
+
+    def inverse(self) -> Step:
+        raise NotImplementedError
+
+
+def _map_factors(
+    checkpoint: OpenedCheckpoint,
+    foreign: ForeignAdapter,
+    entries: Mapping[Fqn, TensorEntry],
+    config: Mapping[str, Any] | None,
+    extent: Extent,
+) -> MappedModel:
+    where = checkpoint.path
+    with _hinting(foreign):
+        name_map = choose_map("auto", foreign.framework, config, checkpoint)
+    ranks = _count_ranks(checkpoint, foreign, entries)
+    rules: dict[str, Rule] = {}
+    for name, factor in foreign.factors.items():
+        weight = Fqn(factor.module + _WEIGHT)
+        taking = [r for r in name_map.rules if any(t.match(weight) is not None for t in r.sources)]
+        made = [_make_rule(rule, factor, ranks) for rule in taking]
+        if len(made) != 1 or made[0] is None:
+            raise RefusedError(
+                f"tensor {name!r} belongs to {foreign.title}, and map {name_map.name!r} does not"
+                " say what becomes of the rows of its weight",
+                where=where,
+                hint=foreign.own_tool,
+            )
+        rules[f"{made[0].where}{'' if made[0].drop else factor.ending}"] = made[0]
+    of_adapter = replace(name_map, rules=tuple(rules.values()))
+    specs = {name: (entry.dtype, entry.shape) for name, entry in entries.items()}
+    with _hinting(foreign):
+        names = apply_map(of_adapter, config or {}, specs, where=where, extent=extent)
+    return MappedModel(of_adapter, names, specs)
+
+
+def _make_rule(rule: Rule, factor: Factor, ranks: int) -> Rule | None:
+    """Returns the rule for a factor of the weight that a rule takes; None if there can be none."""
+    if rule.drop:
+        return replace(rule, zeros=(), beside=None)
+    texts = [template.text for template in (*rule.sources, *rule.targets)]
+    if len(rule.sources) != 1 or not all(text.endswith(_WEIGHT) for text in texts):
+        return None
+    targets, steps = rule.targets, tuple(_of_ranks(s, factor, ranks) for s in rule.steps)
+    if not all(map(_moves_rows, steps)):
+        return None
+    if factor.branch:
+        order = next((o for o in _BRANCHES if factor.branch in o), ())
+        if len(order) != len(targets):
+            return None
+        targets, steps = (targets[order.index(factor.branch)],), ()
+    elif factor.part == LORA_A:
+        steps = (_Repeat(len(targets)),)
+    ending = f".{factor.part}.{factor.adapter}{_WEIGHT}"
+    return replace(
+        rule,
+        sources=(parse_template(texts[0].removesuffix(_WEIGHT) + factor.ending),),
+        targets=tuple(parse_template(t.text.removesuffix(_WEIGHT) + ending) for t in targets),
+        steps=steps,
+    )
+
+
+def _moves_rows(step: Step) -> bool:
+    """Returns whether a step moves whole rows, and so does to B what it does to the weight."""
+    if isinstance(step, Only):
+        return _moves_rows(step.step)
+    return isinstance(step, (Split, Concat, Reorder, Rows)) and step.axis == 0
+
+
+def _of_ranks(step: Step, factor: Factor, ranks: int) -> Step:
+    """Returns the step for rows that each rank of tensor parallelism has apart."""
+    if ranks == 1 or not _is_split(factor) or not isinstance(step, Split):
+        return step
+    return replace(step, parts=tuple(f"({p}) / {ranks}" for p in step.parts), groups=str(ranks))
+
+
+def _is_split(factor: Factor) -> bool:
+    """Returns whether tensor parallelism splits gate and up of a module; of experts it does not."""
+    return factor.module.endswith(_FC1) and ".experts." not in factor.module
+
+
+def _count_ranks(
+    checkpoint: OpenedCheckpoint, foreign: ForeignAdapter, entries: Mapping[Fqn, TensorEntry]
+) -> int:
+    """Returns over how many ranks the rows of gate and up are split one after the other."""
+    if foreign.form != PEFT:
+        return 1
+    for name, factor in foreign.factors.items():
+        if factor.part != LORA_B or not _is_split(factor):
+            continue
+        chunks, rows = entries[name].chunks, len(entries[name].shape) - 2
+        count = len(np.unique(chunks.offsets[chunks.elements() > 0][:, rows]))
+        known = dict(checkpoint.index.run.mesh).get("tensor", 1)
+        if count != known:
+            raise RefusedError(
+                f"tensor {name!r} is stored in {count} parts, and the arguments of the run say"
+                f" {known} ranks of tensor parallelism, so that the order of its rows is not known",
+                where=checkpoint.path,
+                hint=foreign.own_tool,
+            )
+        return known
+    return 1

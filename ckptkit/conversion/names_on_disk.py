@@ -8,21 +8,19 @@ in a process of its own.
 from __future__ import annotations
 
 import json
-import logging
-import subprocess
 import tempfile
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec import Struct, field
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from ckptkit.conversion.naming_program import NamingProgram, ask_transformers, start_program
+from ckptkit.conversion.naming_program import NamingProgram, ask_transformers
 from ckptkit.conversion.source.model_folders import read_names
 from ckptkit.core.arrays import numpy_dtype
 from ckptkit.core.dtypes import DType
@@ -33,27 +31,19 @@ from ckptkit.core.threads import memory_in_use_bytes
 from ckptkit.engine.executor import WORKER_BYTES
 from ckptkit.engine.kernels import ConstantKernel, Operand, StoredOperand
 from ckptkit.engine.rearranged import ComputedOperand, RearrangeKernel, StridedBox
+from ckptkit.formats.parsing import list_first
 from ckptkit.hub_names.disk_tensors import HubNames, HubTensor, NamingRequest, find_whole
 from ckptkit.hub_names.known_models import determine_need, explain_doubt
 from ckptkit.options import NameChoice, Resources
 from ckptkit.plan.plan import Compute, Copy, Preparable, Product, Reading, TensorSpec
 from ckptkit.plan.ties import find_tie_candidates, find_tie_conflicts
 
-logger = logging.getLogger(__name__)
 _BLOCK = 1 << 20  # elements that are gathered at once
 _LIVE = "pass --names live to write the names that training holds"
 
 
-@dataclass(frozen=True, slots=True)
-class Conversion:
-    """The inputs and outputs of one conversion that computes.
-
-    Attributes:
-        model: The model, as transformers is asked about it.
-        inputs: The tensors of training, as they would be saved.
-        operands: The sources of their elements.
-        outputs: The tensors on disk.
-    """
+class Conversion(Struct, frozen=True):
+    """The inputs and outputs of one conversion that computes."""
 
     model: NamingRequest
     inputs: tuple[TensorSpec, ...]
@@ -70,14 +60,8 @@ class Conversion:
         return tuple(dict.fromkeys(read for operand in self.operands for read in operand.reads))
 
 
-@dataclass(frozen=True, slots=True)
-class Converted:
-    """The kernel of one output of a conversion; it is prepared together with the others.
-
-    Attributes:
-        group: The conversion.
-        spec: The tensor.
-    """
+class Converted(Struct, frozen=True):
+    """The kernel of one output of a conversion; it is prepared together with the others."""
 
     group: Conversion
     spec: TensorSpec
@@ -90,12 +74,7 @@ class Converted:
 
 
 def reserve_for_conversions(resources: Resources, size_bytes: int) -> Resources:
-    """Returns the limits of everything else while the largest group is converted.
-
-    Args:
-        resources: The user's limits.
-        size_bytes: The memory that the group takes.
-    """
+    """Returns the limits of everything else while the largest group is converted."""
     limit = resources.memory_limit_bytes
     if limit is None or not size_bytes:
         return resources
@@ -117,34 +96,21 @@ class Converter(Closing):
     """
 
     def __init__(self, model: NamingRequest) -> None:
-        self._model = model
+        self._program = NamingProgram("convert")
+        self._first = model.to_json() + b"\n"  # which the process reads before its first group
         self._lock = threading.Lock()
         self._finished: dict[TensorSpec, Path] = {}
-        self._process: subprocess.Popen[bytes] | None = None
         self._count = 0
         self._home = tempfile.TemporaryDirectory(prefix="ckptkit-")
         self._folder = Path(self._home.name)
 
     def close(self) -> None:
         """Ends the process and removes the files."""
-        process = self._process
-        if process is not None:
-            process.kill()
-            if process.stdin is not None:
-                with suppress(BrokenPipeError):  # it ended before it read what was sent
-                    process.stdin.close()
-            with process:
-                process.wait()
+        self._program.close()
         self._home.cleanup()
 
     def take(self, group: Conversion, spec: TensorSpec, reading: Reading) -> NDArray[Any]:
-        """Returns the elements of one output, in a file that is unlinked.
-
-        Args:
-            group: The conversion that makes it.
-            spec: The tensor.
-            reading: Reads the inputs.
-        """
+        """Returns the elements of one output, in a file that is unlinked."""
         with self._lock:
             if spec not in self._finished:
                 self._finished |= self._convert(group, reading)
@@ -209,49 +175,22 @@ class Converter(Closing):
             ],
             "outputs": [[spec.name, str(path)] for spec, path in outputs.items()],
         }
-        is_new = self._process is None
-        process = self._process or self._start()
+        question, self._first = self._first + json.dumps(request).encode(), b""
+        failing = f"transformers could not convert a group of {group.size_bytes:,} bytes"
+        answer = self._program.ask(question)
         try:
-            if is_new:
-                _send(process, self._model.to_json())
-            _send(process, json.dumps(request).encode())
-            answer: dict[str, Any] = json.loads(
-                process.stdout.readline() if process.stdout else b""
+            return self._program.wait(
+                answer, _LIVE, threading.TIMEOUT_MAX, failing=failing, is_logged=False
             )
-        except (OSError, ValueError) as error:
-            status = process.wait()
-            log = self._log.read_text(errors="replace").strip()
-            logger.debug("the program that converts tensors said: %s", log)
-            last = log.splitlines()[-1] if log else f"it ended with status {status}"
-            raise RefusedError(
-                f"transformers could not convert a group of {group.size_bytes:,} bytes: {last}",
-                where=f"tensor {group.outputs[0].name!r}",
-                hint=_LIVE,
-            ) from error
-        return answer
-
-    def _start(self) -> subprocess.Popen[bytes]:
-        with self._log.open("wb") as log:
-            self._process = start_program("convert", log)
-        return self._process
-
-    @property
-    def _log(self) -> Path:
-        return self._folder / "log"
-
-
-def _send(process: subprocess.Popen[bytes], line: bytes) -> None:
-    if process.stdin is not None:
-        process.stdin.write(line + b"\n")
-        process.stdin.flush()
+        except RefusedError as error:
+            raise error.located(f"tensor {group.outputs[0].name!r}") from error
 
 
 _LISTED = 3
 Specs = Mapping[Fqn, tuple[DType, Shape]]
 
 
-@dataclass(frozen=True, slots=True)
-class NamedProducts:
+class NamedProducts(Struct, frozen=True):
     """The tensors to be written, with the names on disk.
 
     Attributes:
@@ -284,18 +223,7 @@ def name_on_disk(
     base: str | None,
     program: NamingProgram | None = None,
 ) -> NamedProducts:
-    """Gives tensors the names, and the forms, that `save_pretrained` would give them.
-
-    Args:
-        products: The tensors to be written, by live name.
-        dropped: Live names that are tied to others and not written.
-        tensors: Element types and shapes of all tensors of the model, by live name: also of
-            those that the user left out, on which the others may depend.
-        config: The model's parsed `config.json`, or None.
-        choice: `auto` keeps names for which there is no answer, `hub` refuses them.
-        base: A folder of the model that training began from, or None.
-        program: The process that asks transformers, if other questions need it too.
-    """
+    """Gives tensors the names, and the forms, that `save_pretrained` would give them."""
     left_out = find_left_out(products, dropped, tensors)
     disk = _find_names(
         config, tensors, choice=choice, base=base, program=program, left_out=left_out
@@ -326,15 +254,8 @@ def find_left_out(products: Sequence[Product], dropped: Mapping[Fqn, Fqn], tenso
     return {name: spec for name, spec in tensors.items() if name not in written}
 
 
-@dataclass(frozen=True, slots=True)
-class DiskNames:
-    """The names on disk.
-
-    Attributes:
-        names: The names, or None where they are those of training.
-        notes: Notes for the user.
-        request: The question to transformers, if it was asked.
-    """
+class DiskNames(Struct, frozen=True):
+    """The names on disk, None where they are those of training; and what was asked for them."""
 
     names: HubNames | None
     notes: tuple[str, ...] = ()
@@ -348,15 +269,7 @@ def find_disk_names(
     choice: NameChoice = "auto",
     base: str | None = None,
 ) -> DiskNames:
-    """Finds the names of a model's tensors on disk, asking transformers where that is needed.
-
-    Args:
-        config: The model's parsed `config.json`, or None.
-        tensors: Element types and shapes by live name; None for those of the model as its class
-            makes it, without the names that it ties to others.
-        choice: `auto` keeps names for which there is no answer, `hub` refuses them.
-        base: A folder of the model that training began from, or None.
-    """
+    """Finds the names of a model's tensors on disk, asking transformers where that is needed."""
     disk = _find_names(config, tensors, choice=choice, base=base)
     for tensor in () if disk.names is None else disk.names.tensors.values():
         if tensor.computed is not None:
@@ -404,9 +317,8 @@ def _find_names(
     new = names.tensors.keys() - set(names_of_base) if names_of_base else ()
     differing = sorted(name for name in new if not set(names.tensors[name].sources) <= told)
     if differing:
-        listed = ", ".join(map(repr, differing[:_LISTED]))
-        more = f" and {len(differing) - _LISTED:,} more" if len(differing) > _LISTED else ""
-        notes = (f"{base} has no tensor {listed}{more}, which transformers {names.library} writes",)
+        listed = list_first(map(repr, differing), len(differing), _LISTED)
+        notes = (f"{base} has no tensor {listed}, which transformers {names.library} writes",)
     return DiskNames(names, notes, request)
 
 
@@ -419,11 +331,7 @@ def _left_live(reason: str, choice: NameChoice, *, has_config: bool = True) -> D
 
 
 class ProductMaker:
-    """Makes the tensors on disk from those of training.
-
-    Attributes:
-        largest_bytes: Memory of the largest group that is converted as a whole.
-    """
+    """Makes the tensors on disk from those of training."""
 
     def __init__(
         self, names: HubNames, request: NamingRequest, live: Mapping[Fqn, Product]

@@ -206,11 +206,7 @@ class NamingProgram(Closing):
             self._log = None
 
     def ask(self, question: bytes) -> Future[bytes]:
-        """Asks a question; does not wait.
-
-        Returns:
-            The line of the answer; empty where the process ends without one.
-        """
+        """Asks a question; does not wait."""
         if self._process is None:
             with suppress(OSError):  # without a file, what the process prints is lost
                 self._log = tempfile.TemporaryFile()  # noqa: SIM115  `close` closes it
@@ -222,18 +218,18 @@ class NamingProgram(Closing):
         return answer
 
     def wait(
-        self, answer: Future[bytes], hint: str, seconds: float | None = None
+        self,
+        answer: Future[bytes],
+        hint: str,
+        seconds: float | None = None,
+        *,
+        failing: str = "transformers could not answer",
+        is_logged: bool = True,
     ) -> dict[str, Any]:
-        """Waits for an answer.
-
-        Args:
-            answer: The result of `ask`.
-            hint: The hint of the error if there is no answer.
-            seconds: The most time to wait.
-        """
+        """Waits for an answer."""
         seconds = _SECONDS if seconds is None else seconds
         try:
-            if not wait([answer], min(_SILENT_SECONDS, seconds)).done:
+            if is_logged and not wait([answer], min(_SILENT_SECONDS, seconds)).done:
                 logger.info("waiting for a process that imports transformers, to ask it")
             line = answer.result(seconds)
         except FutureTimeoutError as error:
@@ -249,7 +245,7 @@ class NamingProgram(Closing):
             self.close()
             logger.debug("the program that asks transformers said: %s", log)
             last = log.splitlines()[-1] if log else f"it ended with status {status}"
-            raise RefusedError(f"transformers could not answer: {last}", hint=hint)
+            raise RefusedError(f"{failing}: {last}", hint=hint)
         try:
             document = json.loads(line)
         except (ValueError, RecursionError):
@@ -272,12 +268,7 @@ def _exchange(process: subprocess.Popen[bytes], question: bytes, answer: Future[
 
 
 def ask_transformers(request: NamingRequest, program: NamingProgram | None = None) -> HubNames:
-    """Asks the installed transformers for the names of a model's tensors on disk.
-
-    Args:
-        request: The model and its tensors.
-        program: The process to ask; None starts one.
-    """
+    """Asks the installed transformers for the names of a model's tensors on disk."""
     missing = list_missing_libraries()
     if missing:
         raise RefusedError(
@@ -329,15 +320,7 @@ def list_missing_libraries(library: str = "transformers") -> list[str]:
 
 
 def ask_parameters(config: Mapping[str, Any], live: Sequence[str]) -> list[Mapping[str, Any]]:
-    """Asks the installed transformers for the parameters of a model, which it does not load.
-
-    Args:
-        config: The model's parsed `config.json`.
-        live: The names in the checkpoint.
-
-    Returns:
-        For each parameter, in the order of modules, its `names` and its `shape`.
-    """
+    """Asks the installed transformers for the parameters of a model, which it does not load."""
     missing = list_missing_libraries()
     if missing:
         raise RefusedError(
@@ -356,12 +339,7 @@ def ask_parameters(config: Mapping[str, Any], live: Sequence[str]) -> list[Mappi
 
 
 def start_program(entry: str, log: IO[bytes] | int) -> subprocess.Popen[bytes]:
-    """Starts the process.
-
-    Args:
-        entry: The function that it runs.
-        log: Takes what it prints.
-    """
+    """Starts the process."""
     here, own = "", Path(__file__).resolve().parents[2]
     with suppress(OSError):  # it was removed
         here = str(Path.cwd())

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import posixpath
 import shlex
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field, replace
 from typing import Any, Self
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from ckptkit.consumers.class_facts import adapt_kept
 from ckptkit.consumers.folder_truth import FolderTexts, describe_lacking
@@ -75,6 +77,7 @@ from ckptkit.core.text import Aside, counted
 from ckptkit.engine.kernels import CastKernel, Preparations, first_rows, recast
 from ckptkit.engine.reader import Origin
 from ckptkit.engine.segment_reader import Inputs, SegmentReader
+from ckptkit.formats.parsing import list_first
 from ckptkit.hub_names.known_models import determine_need, recognise_framework
 from ckptkit.options import (
     FRAMEWORKS_BY_LAYOUT,
@@ -129,8 +132,7 @@ _MOST_MODULE_BYTES = 1 << 28
 _TORCH_LAYOUTS = ("torch", "dcp")
 
 
-@dataclass(frozen=True, slots=True)
-class ConversionJob:
+class ConversionJob(Struct, frozen=True):
     """A conversion as values, which can be sent to another process.
 
     Attributes:
@@ -149,6 +151,7 @@ class ConversionJob:
         advice: The options that messages propose where the output would not load.
         from_masters: Whether tensors are the master copies that an optimizer works on, where there
             are some; `--dtype keep` otherwise takes what the model has.
+        origins: What the plan calls the source, and the model that fills what it lacks.
     """
 
     src: PathLike
@@ -165,6 +168,7 @@ class ConversionJob:
     share: Share | None = None
     advice: Advice = CONSOLIDATE
     from_masters: bool = False
+    origins: tuple[str, str] = (SOURCE, FILLING)
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any], layout: Layout) -> Self:
@@ -232,11 +236,7 @@ class ConversionJob:
 
     @contextmanager
     def plan_output(self) -> Iterator[PlannedOutput]:
-        """Opens the source, proves that it is whole, and plans the output; writes nothing.
-
-        Yields:
-            The plan, with its sources open.
-        """
+        """Opens the source, proves that it is whole, and plans the output; writes nothing."""
         with ExitStack() as stack:
             planned: PlannedOutput | None = None
             job, notes = self, list[str]()
@@ -423,7 +423,8 @@ class _Planner:
         known = self._find_kept(config)
         while True:
             policy = DTypePolicy(choice, request.keep_dtype, kept=known or KeptDtypes())
-            live = make_products(entries, policy, ties.dropped, CastKernel)
+            of_source = self._job.origins[0]
+            live = make_products(entries, policy, ties.dropped, CastKernel, origin=of_source)
             names = self._name_on_disk(live, config, ties)
             if known is None or names.hub is None or known == adapt_kept(known, names.hub):
                 break
@@ -466,11 +467,13 @@ class _Planner:
         resources = reserve_for_conversions(self._job.resources, names.conversion_bytes)
         settings = choose_settings(resources, plan, sources=sources, out=out)
         settings = replace(settings, check=self._request.check)
-        origins = {SOURCE: Origin(SOURCE, checkpoint.source, checkpoint.index)}
+        of_source, of_filling = self._job.origins
+        origins = {of_source: Origin(of_source, checkpoint.source, checkpoint.index)}
         facts = dict(self._facts)
         facts |= {} if self._dtypes is None else {"base": self._folders.base}
         if filling is not None and filling.taken:
-            origins[FILLING] = Origin(FILLING, filling.opened.source, filling.opened.index)
+            opened = filling.opened
+            origins[of_filling] = Origin(of_filling, opened.source, opened.index)
             names_filled = [str(entry.name) for entry in filling.taken]
             facts["filled"] = {"path": filling.opened.path, "tensors": names_filled}
         return PlannedOutput(
@@ -632,7 +635,13 @@ class _Planner:
         base: list[str] | None = None
         if self._filling is not None and request.into_base:
             base = [str(e.name) for e in self._filling.opened.index.of_part("model")]
-        self._find_wrapper_of_text(config, names, base)
+
+        def is_text_model(prefix: str) -> bool:
+            inner = [name.removeprefix(prefix) for name in names]
+            is_placed = base is None or place_in_whole(inner, base) is not None
+            return is_placed and find_text_config(config, inner) is not None
+
+        self._unwrap(names, is_text_model)
         text = find_text_config(config, names)
         if base is not None:
             placed = place_in_whole(names, base)
@@ -666,23 +675,14 @@ class _Planner:
         request = self._job.request
         return not (request.strip_prefix or request.optimizer or request.layout in _TORCH_LAYOUTS)
 
-    def _find_wrapper_of_text(
-        self, config: Mapping[str, Any], names: Sequence[str], base: Sequence[str] | None
-    ) -> None:
-        """Plans anew if these are a text model's names without what all of them begin with."""
+    def _unwrap(self, names: Sequence[str], fits: Callable[[str], bool]) -> None:
+        """Plans anew without what all names begin with, if the rest fits what it should be."""
         for prefix in _list_wrappers(names) if self._may_be_wrapped else ():
-            inner = [name.removeprefix(prefix) for name in names]
-            is_placed = base is None or place_in_whole(inner, base) is not None
-            if find_text_config(config, inner) is not None and is_placed:
+            if fits(prefix):
                 raise _WrappedNames(prefix)
 
     def _rename(self, names: Mapping[str, str], *, leave: Collection[str] = ()) -> None:
-        """Gives tensors other names than `--strip-prefix` does; patterns fit the old ones, too.
-
-        Args:
-            names: The new names by those without the prefix.
-            leave: What is no part of the model, by names without the prefix.
-        """
+        """Gives tensors other names than `--strip-prefix` does; patterns fit the old ones, too."""
         index, where = self._checkpoint.index, self._checkpoint.path
         request = replace(self._request, select=self._checkpoint.select)
         tensors = dict(index.tensors)
@@ -796,11 +796,9 @@ class _Planner:
                 hint="name the folder of the model that the run was started from",
             )
         if lacking:
-            listed = ", ".join(map(repr, lacking[:_LISTED]))
-            more = f" and {len(lacking) - _LISTED:,} more" if len(lacking) > _LISTED else ""
+            listed = list_first(map(repr, lacking), len(lacking), _LISTED)
             self._option_notes.append(
-                f"{base} has no tensor {listed}{more}: written in the element type that the"
-                " source has"
+                f"{base} has no tensor {listed}: written in the element type that the source has"
             )
         return cast
 
@@ -812,7 +810,11 @@ class _Planner:
             return products
         written = {product.spec.name for product in products}
         written |= {*names.dropped, *names.left_out, *find_absent_tied_names(config, written)}
-        self._find_wrapper_of_filled(sorted(written), self._filling)
+        known = {entry.name for entry in self._filling.opened.index.of_part("model")}
+        if known.isdisjoint(written):
+            self._unwrap(
+                sorted(written), lambda p: any(n.removeprefix(p) in known for n in written)
+            )
         # What fills the source is included as if it was in it.
         prefixes = self._job.request.strip_prefix or ("",)
         entries = [
@@ -829,7 +831,7 @@ class _Planner:
             Aside(self._filling.describe()),
             *describe_kept(self._policy, entries),
         ]
-        added = make_products(entries, self._policy, {}, CastKernel, origin=FILLING)
+        added = make_products(entries, self._policy, {}, CastKernel, origin=self._job.origins[1])
         return [*products, *added]
 
     def _lay_out(
@@ -952,7 +954,7 @@ class _Planner:
         except MisfitError as error:
             if not self._may_be_wrapped:
                 raise
-            self._find_wrapper(subject)
+            self._unwrap(subject.written, lambda prefix: self._is_model(_part_of(subject, prefix)))
             raise self._propose_prefixes(subject, error) from None
         self._notes += notes
         if self._filling is None and subject.base is not None and config is not None:
@@ -964,21 +966,6 @@ class _Planner:
                 text = f"{counted(len(made), 'buffer')} that models make themselves"
                 self._notes.append(Aside(f"{base} has {text}, such as {made[0]!r}: not written"))
         return comparison
-
-    def _find_wrapper(self, subject: Subject) -> None:
-        """Plans anew if the names fit without what all of them begin with."""
-        for prefix in _list_wrappers(subject.written):
-            if self._is_model(_part_of(subject, prefix)):
-                raise _WrappedNames(prefix)
-
-    def _find_wrapper_of_filled(self, names: Sequence[Fqn], filling: Filling) -> None:
-        """Plans anew if only names without what all of them begin with are in another model."""
-        known = {entry.name for entry in filling.opened.index.of_part("model")}
-        if not self._may_be_wrapped or not known.isdisjoint(names):
-            return
-        for prefix in _list_wrappers(names):
-            if any(name.removeprefix(prefix) in known for name in names):
-                raise _WrappedNames(prefix)
 
     def _propose_prefixes(self, subject: Subject, error: MisfitError) -> MisfitError:
         """Returns the error with whole commands for the tensors of one prefix, such as a copy."""

@@ -1,49 +1,67 @@
 """Writing a planned output: the steps that every command shares, and where an output may go.
 
 `write_output` runs them in one order: reserve room and announce the plan, execute, compare names
-with the model, commit. A `WriteStrategy` says how each step is done.
+with the model, commit. A `WriteStrategy` says how each step is done. `Resumable` takes over what an
+interrupted run on a disk has finished; a whole output that is there is compared with the plan.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, Self, TypeVar
 
 import xxhash
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from ckptkit.conversion.compare_names import Comparison
-from ckptkit.conversion.source.open import OpenedCheckpoint, check_path, describe_sources
-from ckptkit.conversion.source.stored_digests import StoredDigest, read_stored_digests
-from ckptkit.core.checksums import DIGEST_SCHEME
+from ckptkit.conversion.source.open import (
+    SOURCE_IDENTITY,
+    OpenedCheckpoint,
+    StoredDigest,
+    check_path,
+    describe_sources,
+    read_stored_digests,
+)
+from ckptkit.core.checksums import DIGEST_SCHEME, leaf_digest, leaf_ranges, tree_digest
+from ckptkit.core.crc import crc32
 from ckptkit.core.errors import (
     ChecksumError,
     CkptkitError,
+    FormatError,
+    MissingFileError,
     NoSpaceError,
+    NotACheckpointError,
+    OutputExistsError,
     RefusedError,
     SourceChangedError,
+    VerificationError,
 )
+from ckptkit.core.index import Key
 from ckptkit.core.manifest import (
     BY_MANIFEST,
     BY_STORE,
     MANIFEST_NAME,
+    MAP_VERSION,
     UNVERIFIED,
     FileRecord,
     Manifest,
     TensorRecord,
 )
 from ckptkit.core.object_parts import choose_part_bytes
-from ckptkit.core.threads import memory_in_use_bytes, usable_cores
+from ckptkit.core.text import size_text
+from ckptkit.core.threads import memory_in_use_bytes, run_crew, usable_cores
 from ckptkit.engine.decompress import decoding_bytes
-from ckptkit.engine.distant import with_store_copies
 from ckptkit.engine.executor import (
-    DISTANT_WORKERS,
+    REMOTE_WORKERS,
     STRAIGHT_TASK_BYTES,
     STRAIGHT_WORKER_BYTES,
     WORKER_BYTES,
@@ -51,49 +69,70 @@ from ckptkit.engine.executor import (
     Executor,
     settle_workers,
 )
-from ckptkit.engine.outcome import Digests, Listener, OutputCommitted, Planned
+from ckptkit.engine.outcome import (
+    BytesWritten,
+    Digests,
+    Listener,
+    Outcome,
+    OutputCommitted,
+    OutputKept,
+    Planned,
+    Started,
+    WorkKept,
+    can_be_proven,
+    is_proven,
+)
 from ckptkit.engine.prefetch import READ_AHEAD_BYTES
+from ckptkit.engine.remote_reads import with_store_copies
 from ckptkit.engine.segment_reader import Inputs
 from ckptkit.formats.dcp.megatron import INTEGRITY, check_integrity
 from ckptkit.formats.dcp.reader import METADATA
 from ckptkit.options import Resources
-from ckptkit.plan.plan import TASK_BYTES, Compute, Copy, Plan, RawCopy, Segment, ServerCopy
+from ckptkit.plan.plan import (
+    TASK_BYTES,
+    Compute,
+    Copy,
+    Literal,
+    OutputFile,
+    Plan,
+    RawCopy,
+    Segment,
+    ServerCopy,
+)
 from ckptkit.runs.run_paths import hold_at_stores
-from ckptkit.storage.base import CopyingTarget, Target, distant
+from ckptkit.storage.base import Target
 from ckptkit.storage.local.disk import LOCAL_DISK
-from ckptkit.storage.local.target import free_bytes, output_exists_error
+from ckptkit.storage.local.target import (
+    LocalTarget,
+    WorkNotes,
+    free_bytes,
+    output_exists_error,
+    translate_errors,
+)
 from ckptkit.storage.local.workdir import is_free
 from ckptkit.storage.locations import S3_PROTOCOLS, current_directory
-from ckptkit.storage.manifests import refuse_unnamed_in
+from ckptkit.storage.manifests import read_manifest, refuse_unnamed_in
 from ckptkit.storage.place_identity import PlaceRelation, find_overlap
-from ckptkit.storage.places import PathLike, Place, is_url, local_path, place_of
+from ckptkit.storage.places import PathLike, Place, is_url, local_path, open_source, place_of
 from ckptkit.version import __version__
 
-if TYPE_CHECKING:  # which needs what speaks to S3
-    from ckptkit.storage.remote.s3_shared import SharedOutput
+if TYPE_CHECKING:
+    from ckptkit.conversion.prepare import ConversionJob
+    from ckptkit.storage.remote.s3_target import SharedOutput  # which needs what speaks to S3
 
 R = TypeVar("R")
 
 
-@dataclass(frozen=True, slots=True)
-class Estimate:
-    """Bytes and memory that an execution needs.
-
-    Attributes:
-        bytes_read: Tensor bytes read from the sources.
-        bytes_written: Size of the output.
-        bytes_free: Room at the destination, or None where that is unknown.
-        peak_bytes: Memory of the whole process at its peak.
-    """
+class Estimate(Struct, frozen=True):
+    """Bytes and memory that an execution needs."""
 
     bytes_read: int
     bytes_written: int
-    bytes_free: int | None
+    bytes_free: int | None  # at the destination, where that is known
     peak_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedOutput:
+class PlannedOutput(Struct, frozen=True):
     """A plan with everything that is needed to execute it.
 
     Attributes:
@@ -163,15 +202,7 @@ def estimate_plan(
     bytes_read: int,
     besides_bytes: int = 0,
 ) -> Estimate:
-    """Estimates the bytes and the memory that executing a plan needs.
-
-    Args:
-        plan: The plan.
-        settings: Workers and memory of the execution.
-        out: The output; None if nothing is written.
-        bytes_read: Tensor bytes that it reads.
-        besides_bytes: Memory in addition to that of the workers.
-    """
+    """Estimates the bytes and the memory that executing a plan needs."""
     bytes_free = None
     if out is not None and not is_url(out):
         with suppress(OSError):
@@ -191,17 +222,10 @@ def choose_settings(
     sources: Iterable[OpenedCheckpoint] = (),
     out: PathLike | None = None,
 ) -> ExecutionSettings:
-    """Chooses how many workers fit into the user's limits.
-
-    Args:
-        resources: The limits.
-        plan: The plan, if there is one yet.
-        sources: The checkpoints that it reads.
-        out: The output; None if nothing is written.
-    """
+    """Chooses how many workers fit into the user's limits."""
     sources = tuple(sources)
-    is_far = any(distant(checkpoint.source) is not None for checkpoint in sources)
-    needed, task_bytes = WORKER_BYTES + (READ_AHEAD_BYTES if is_far else 0), TASK_BYTES
+    is_remote = any(checkpoint.source.is_remote for checkpoint in sources)
+    needed, task_bytes = WORKER_BYTES + (READ_AHEAD_BYTES if is_remote else 0), TASK_BYTES
     if plan is not None and out is not None and is_url(out):
         sent = max((choose_part_bytes(file.size_bytes) for file in plan.files), default=0)
         needed += sent
@@ -212,12 +236,12 @@ def choose_settings(
         computes = any(isinstance(body, Compute) for body in bodies) or any(
             entry.rounded_from is not None or entry.derivation is not None for entry in entries
         )
-        if is_far and is_s3 and not computes:
+        if is_remote and is_s3 and not computes:
             # What was fetched in addition to a block is dropped before anything is sent.
             needed = STRAIGHT_WORKER_BYTES + max(READ_AHEAD_BYTES, sent)
             task_bytes = STRAIGHT_TASK_BYTES
     workers = settle_workers(
-        resources.workers or (DISTANT_WORKERS if is_far else None),
+        resources.workers or (REMOTE_WORKERS if is_remote else None),
         cores=usable_cores(),
         budget_bytes=resources.memory_budget_bytes,
         limit_bytes=resources.memory_limit_bytes,
@@ -236,11 +260,7 @@ class WriteStrategy(ABC, Generic[R]):
 
     @abstractmethod
     def start(self, planned: PlannedOutput) -> R | None:
-        """Makes sure that there is room, and announces the plan.
-
-        Returns:
-            None, or the result where the output exists already.
-        """
+        """Makes sure that there is room, and announces the plan."""
 
     @abstractmethod
     def execute(self) -> None:
@@ -255,11 +275,7 @@ class WriteStrategy(ABC, Generic[R]):
 
     @abstractmethod
     def close(self, error: BaseException | None) -> None:
-        """Releases the place.
-
-        Args:
-            error: What ended the writing early, or None.
-        """
+        """Releases the place."""
 
     def __enter__(self) -> Self:
         return self
@@ -315,11 +331,7 @@ def refuse_other_files(checkpoint: OpenedCheckpoint) -> None:
 
 
 class SingleProcess(WriteStrategy[Manifest]):
-    """Writes an output in this process; an interrupted run leaves nothing.
-
-    Attributes:
-        make_manifest: Makes the manifest of what was written.
-    """
+    """Writes an output in this process; an interrupted run leaves nothing."""
 
     def __init__(self, target: Target, listener: Listener) -> None:
         self.make_manifest = build_manifest
@@ -329,7 +341,7 @@ class SingleProcess(WriteStrategy[Manifest]):
     def start(self, planned: PlannedOutput) -> None:
         refuse_full_disk(planned, self._target)
         # What the store copies does not pass through here, where it could be checked.
-        if isinstance(self._target, CopyingTarget) and not planned.settings.check:
+        if self._target.copies_objects and not planned.settings.check:
             plan = with_store_copies(planned.plan, planned.inputs.origins, self._target)
             planned = replace(planned, plan=plan)
         self._planned = planned
@@ -400,11 +412,7 @@ def refuse_resized_side_files(planned: PlannedOutput) -> None:
 
 
 def build_manifest(planned: PlannedOutput, digests: Digests) -> Manifest:
-    """Returns the manifest of an output whose files are completely written.
-
-    Raises:
-        ChecksumError: If a tensor is other than the manifest of the folder that it is from says.
-    """
+    """Returns the manifest of an output whose files are completely written."""
     unverified = {
         (name, key) for name, origin in planned.inputs.origins.items() for key in origin.unverified
     }
@@ -479,16 +487,7 @@ def check_destination(
     base: PathLike | None = None,
     like: PathLike | None = None,
 ) -> None:
-    """Refuses destinations that could not be written, before any work is done.
-
-    Args:
-        src: The source.
-        out: The output.
-        overwrite: Whether an output that holds something is replaced.
-        also: Further directories of the source.
-        base: The base model that is read too, or None.
-        like: The model whose file names are kept, or None; the output may replace it.
-    """
+    """Refuses destinations that could not be written, before any work is done."""
     check_path(src, "SRC")
     check_path(out, "OUT")
     read = [(path, "source") for path in (src, *also)]
@@ -548,3 +547,356 @@ def _refuse_around(out: Place, what: str) -> NoReturn:
         where=out.location,
         hint="choose another place",
     )
+
+
+_PLAN, _FILES, _OUTCOME = "plan", "files", "outcome"
+_PART_BYTES = 4 << 20  # files that are smaller share a note
+
+
+def refuse_resuming(out: PathLike, resources: Resources) -> None:
+    """Refuses `--resume` where no notes are kept."""
+    where = what = ""
+    if is_url(out):
+        where, what = os.fspath(out), "a URL was found where --resume needs a directory as OUT"
+    elif resources.engine != "local":
+        where, what = "--resume", f"--engine {resources.engine} keeps nothing to resume from"
+    if what:
+        raise RefusedError(
+            what,
+            where=where,
+            hint="leave --resume out; with --slice I/N, on a disk or on S3, slices that are"
+            " written are kept, and the others are run again",
+        )
+
+
+class Resumable(SingleProcess):
+    """Writes an output on a disk part by part, without the parts that an earlier run finished.
+
+    A part is some of the files. As slices do, a finished part leaves a note with its outcome in the
+    hidden folder. Files are not synced before their note: each is read again and proven before it
+    is taken over.
+    """
+
+    _target: LocalTarget
+
+    def __init__(self, out: Path, listener: Listener, *, overwrite: bool, resume: bool) -> None:
+        super().__init__(LocalTarget(out, overwrite=overwrite, resume=resume), listener)
+        self._resume = resume
+        self._finished = frozenset[str]()  # files of an interrupted run that are as it wrote them
+        self._outcome = Outcome()  # their digests, and which records were not verified
+
+    def start(self, planned: PlannedOutput) -> None:
+        refuse_full_disk(planned, self._target)
+        self._planned = planned
+        self._fingerprint = planned.fingerprint()
+        notes: tuple[str, ...] = ()
+        if self._resume:
+            found = _find_finished_files(planned, self._target, self._fingerprint, self._listener)
+            self._finished, self._outcome, notes = found
+        self._listener(Planned((*planned.plan.notes, *notes)))
+
+    def execute(self) -> None:
+        planned, target, outcome = self._planned, self._target, self._outcome
+        target.keep(self._finished)
+        notes = PartNotes(target, is_new=not self._finished)
+        notes.put(_PLAN, {_PLAN: self._fingerprint})
+        for name, origin in planned.inputs.origins.items():
+            origin.unverified.update(map(Key, outcome.unverified.get(name, ())))
+            origin.adopt(outcome.open_records.get(name, {}))
+        files = tuple(f for f in planned.plan.files if f.path not in self._finished)
+        plan = replace(planned.plan, files=files)
+        executor = Executor(plan, planned.inputs, target, planned.settings, self._listener)
+        parts, others = _cut_into_parts(files, planned.inputs)
+        for number, _ in enumerate(executor.run_in_parts([*parts, others])):
+            if number < len(parts):
+                done = [files[at] for at in parts[number]]
+                notes.put_next(_part_note(done, executor.digests, planned.inputs))
+                target.has_finished = True
+        self._digests = executor.digests
+        refuse_changed_sources(planned)
+        self._digests.update(outcome.digests)
+
+    def reject(self, error: CkptkitError) -> None:
+        if isinstance(error, RefusedError):
+            self._target.has_finished = False  # no later run can finish what is refused
+
+    def close(self, error: BaseException | None) -> None:
+        target = self._target
+        if error is not None and self._resume and target.has_finished and not target.is_filled:
+            target.leave()
+            self._listener(WorkKept(str(target.folder)))
+        target.abandon()
+
+
+def _cut_into_parts(
+    files: Sequence[OutputFile], inputs: Inputs
+) -> tuple[list[list[int]], list[int]]:
+    """Returns the numbers of the files of each part, and those that leave no note."""
+    # What is decompressed is verified at the end only.
+    is_compressed = any(decoding_bytes(origin.index) for origin in inputs.origins.values())
+    parts, others, size_bytes = list[list[int]](), list[int](), _PART_BYTES
+    for number, file in enumerate(files):
+        if is_compressed or not can_be_proven(file):
+            others.append(number)
+            continue
+        if size_bytes >= _PART_BYTES:
+            parts.append([])
+            size_bytes = 0
+        parts[-1].append(number)
+        size_bytes += file.size_bytes
+    return parts, others
+
+
+def _part_note(files: Sequence[OutputFile], digests: Digests, inputs: Inputs) -> dict[str, Any]:
+    """Returns the note of files that are completely written."""
+    segments = (segment for file in files for segment in file.segments)
+    names = [str(segment.spec.name) for segment in segments if segment.spec is not None]
+    origins = inputs.origins.items()
+    outcome = Outcome(
+        digests=Digests({name: dict(digests.tensors.get(name, {})) for name in names}),
+        open_records={name: origin.checksums.open_now() for name, origin in origins},
+        unverified={name: {*map(str, origin.unverified)} for name, origin in origins},
+    )
+    return {_FILES: [file.path for file in files], _OUTCOME: outcome.to_json()}
+
+
+class PartNotes:
+    """The notes of finished parts, numbered in the order in which they were written."""
+
+    def __init__(self, target: LocalTarget, *, is_new: bool = False) -> None:
+        """Opens the notes in the hidden folder of an output; `is_new` discards what is there."""
+        named = Path(target.location)
+        with translate_errors(named):
+            if is_new:
+                shutil.rmtree(target.parts, ignore_errors=True)
+            target.parts.mkdir(exist_ok=True)
+        self._folder = target.parts
+        self._notes = WorkNotes(target.parts, named, LOCAL_DISK)
+        self._last = max(self._numbers(), default=0)
+
+    def _numbers(self) -> list[int]:
+        return sorted(int(p.name) for p in self._folder.iterdir() if p.name.isdecimal())
+
+    def put(self, name: str, value: Mapping[str, Any]) -> None:
+        text = json.dumps(value, sort_keys=True).encode()
+        self._notes.put(name, b"%08x %s" % (crc32(text), text))
+
+    def put_next(self, value: Mapping[str, Any]) -> None:
+        self._last += 1
+        self.put(str(self._last), value)
+
+    def get(self, name: str) -> dict[str, Any]:
+        """Returns a note; empty if it is not there, or damaged."""
+        checksum, _, text = (self._notes.get(name) or b"").partition(b" ")
+        if checksum == b"%08x" % crc32(text):
+            with suppress(ValueError, RecursionError):
+                value = json.loads(text)
+                if isinstance(value, dict):
+                    return value
+        return {}
+
+    def parts(self) -> list[dict[str, Any]]:
+        """Returns the notes of parts that are not damaged, in their order."""
+        return [note for number in self._numbers() if _FILES in (note := self.get(str(number)))]
+
+
+def _find_finished_files(
+    planned: PlannedOutput, target: LocalTarget, fingerprint: str, listener: Listener
+) -> tuple[frozenset[str], Outcome, tuple[str, ...]]:
+    """Reads the files of the parts that an interrupted run finished.
+
+    Returns:
+        The paths of those that are as it wrote them, their outcome, and notes for the user.
+    """
+    if not target.parts.exists():
+        return frozenset(), Outcome(), ("--resume found no interrupted run: all is written",)
+    notes = PartNotes(target)
+    if notes.get(_PLAN).get(_PLAN) != fingerprint:
+        return frozenset(), Outcome(), (_OTHER_PLAN,)
+    recorded = [(note[_FILES], Outcome.from_json(note[_OUTCOME])) for note in notes.parts()]
+    outcomes = {path: outcome for paths, outcome in recorded for path in paths}
+    files = [file for file in planned.plan.files if file.path in outcomes and can_be_proven(file)]
+    listener(Started(sum(file.size_bytes for file in files)))
+    intact: set[str] = set()
+
+    def work(shared: Iterator[OutputFile]) -> None:
+        for file in shared:
+            if _is_intact(file, outcomes[file.path].digests, target):
+                intact.add(file.path)
+            listener(BytesWritten(file.size_bytes))
+
+    run_crew(planned.settings.workers, iter(files), work)
+    joined = Outcome()
+    for _, outcome in recorded:
+        joined.digests.update(outcome.digests)
+        for origin, keys in outcome.unverified.items():
+            joined.unverified.setdefault(origin, set()).update(keys)
+        joined.open_records = outcome.open_records  # those of the newest note count
+    for file in planned.plan.files:
+        if file.path not in intact:
+            for segment in file.segments:
+                if segment.spec is not None:
+                    joined.digests.tensors.pop(str(segment.spec.name), None)
+    size = sum(file.size_bytes for file in files if file.path in intact)
+    proven = (
+        f"{len(intact):,} of {len(planned.plan.files):,} files ({size_text(size)}) were finished by"
+        " the interrupted run, and are proven to be as it wrote them"
+    )
+    damaged = (
+        f"{file.path!r} is not as the interrupted run wrote it, and is written again"
+        for file in files
+        if file.path not in intact
+    )
+    return frozenset(intact), joined, (proven, *damaged)
+
+
+def _is_intact(file: OutputFile, digests: Digests, target: LocalTarget) -> bool:
+    try:
+        staged = LOCAL_DISK.open_for_reading(target.staged(file.path))
+    except OSError:
+        return False
+    try:
+        has_size = staged.status().st_size == file.size_bytes
+        return has_size and is_proven(file, digests, staged.read_at)
+    except OSError:  # the disk cannot read it back
+        return False
+    finally:
+        staged.close()
+
+
+_OTHER_PLAN = (
+    "--resume found a run of another plan: the source, an option or the version of ckptkit was"
+    " another one; all is written anew"
+)
+
+
+def verify_existing_output(job: ConversionJob, listener: Listener) -> Manifest | None:
+    """Verifies an output that exists: it has the same source and options, and no damage.
+
+    The source's headers are read, and all of the output, which is compared with its digests.
+    """
+    manifest = read_output_manifest(job.destination)
+    if manifest is None:
+        return None
+    with job.plan_output() as planned:
+        difference = next(_differences(planned, manifest), "")
+        notes = planned.plan.notes
+    where = os.fspath(job.destination)
+    if difference:
+        raise OutputExistsError(
+            f"another output is there: {difference}",
+            where=where,
+            hint="name another directory, or have this one replaced: --overwrite, overwrite=True",
+        )
+    listener(Planned(notes))
+    from ckptkit.conversion.verify import run_verification
+
+    verification = run_verification(job.destination, listener=listener)
+    if not verification.ok:
+        problems = verification.problems
+        more = f", and {len(problems) - 1} more" if len(problems) > 1 else ""
+        raise VerificationError(
+            f"the output that is there is damaged: {problems[0]}{more}",
+            where=where,
+            hint="have it written anew with --overwrite",
+        )
+    listener(OutputKept(where))
+    return manifest
+
+
+def find_written_output(planned: PlannedOutput, out: PathLike) -> Manifest | None:
+    """Returns the manifest of an output that a plan would write, by its manifest and file sizes.
+
+    The content of its files is not read. None where there is another output, or none.
+    """
+    try:
+        manifest = read_output_manifest(out)
+        if manifest is None or next(_differences(planned, manifest), None) is not None:
+            return None
+        with open_source(out) as source:
+            sizes = {path: source.stat(path).size_bytes for path in manifest.files}
+    except (FormatError, MissingFileError):
+        return None
+    whole = all(sizes[path] == record.size_bytes for path, record in manifest.files.items())
+    return manifest if whole else None
+
+
+def read_output_manifest(out: PathLike) -> Manifest | None:
+    """Returns the manifest of an output of ckptkit; None where there is none."""
+    try:
+        with open_source(out) as source:
+            return read_manifest(source)
+    except (MissingFileError, NotACheckpointError):
+        return None
+
+
+def _differences(planned: PlannedOutput, manifest: Manifest) -> Iterator[str]:
+    """Yields in words how an output differs from the planned one."""
+    if manifest.kind != planned.kind:
+        yield f"its kind is {manifest.kind!r} against {planned.kind!r}"
+    was, asked = manifest.options, planned.options
+    for name in sorted(was.keys() | asked.keys()):
+        if was.get(name) != asked.get(name):
+            value = was.get(name, "left at its default")
+            yield f"option {name} was {value} against {asked.get(name, 'its default')}"
+    yield from _other_sources(planned, manifest)
+    expected = {
+        str(spec.name): (spec.dtype.name, spec.shape, file.path)
+        for file, _, spec in planned.plan.specs()
+    }
+    actual = {name: (t.dtype, t.shape, t.file) for name, t in manifest.tensors.items()}
+    for name in sorted(actual.keys() | expected.keys()):
+        if actual.get(name) != expected.get(name):
+            ours, theirs = _shown(expected.get(name)), _shown(actual.get(name))
+            yield f"tensor {name!r} is {theirs} against {ours}"
+    yield from _other_files(planned, manifest)
+
+
+def _other_sources(planned: PlannedOutput, manifest: Manifest) -> Iterator[str]:
+    for name, version in planned.versions.items():
+        # A map file of the same path, names and shapes may take other rows. Libraries do not.
+        if name.startswith(MAP_VERSION) and manifest.versions.get(name) != version:
+            yield f"{name} had another content"
+    # The path of the source may be another one, such as the run's or the step's.
+    read, source = manifest.source, describe_sources(planned.sources)
+    for name in ("format", "step", "world_size"):
+        if read.get(name) != source[name]:
+            yield f"the source's {name} was {read.get(name)} against {source[name]}"
+    if read.get(SOURCE_IDENTITY) != source[SOURCE_IDENTITY]:
+        yield (
+            f"its source {read.get('path')!r} had other files, or was written again since,"
+            f" against {source['path']!r}"
+        )
+
+
+def _shown(tensor: tuple[str, tuple[int, ...], str] | None) -> str:
+    return "absent" if tensor is None else f"{tensor[0]} {list(tensor[1])} in {tensor[2]}"
+
+
+def _other_files(planned: PlannedOutput, manifest: Manifest) -> Iterator[str]:
+    expected = {file.path: file for file in planned.plan.files}
+    for path in sorted(expected.keys() | manifest.files.keys()):
+        if path not in manifest.files or path not in expected:
+            yield f"file {path!r} is {'absent' if path in expected else 'there, not expected'}"
+            continue
+        record, file = manifest.files[path], expected[path]
+        if record.size_bytes != file.size_bytes:
+            yield f"file {path!r} has {record.size_bytes:,} bytes against {file.size_bytes:,}"
+        elif record.digest and record.digest != (_digest(file, planned.inputs) or record.digest):
+            yield f"file {path!r} had another content"
+
+
+def _digest(file: OutputFile, inputs: Inputs) -> str:
+    """Returns the digest of a file that is copied or held by the plan; empty for other files."""
+    if len(file.segments) != 1:
+        return ""
+    body = file.segments[0].body
+    if isinstance(body, Literal):
+        data = body.data
+    elif isinstance(body, RawCopy):
+        source = inputs.folders[body.origin]
+        data = source.read(body.path, body.start, body.start + file.size_bytes)
+    else:
+        return ""
+    view = memoryview(data)
+    return tree_digest([leaf_digest(view[a:b]) for a, b in leaf_ranges(len(view))])

@@ -9,9 +9,10 @@ import functools
 import inspect
 import numbers
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, ParamSpec, TypeVar
+
+from msgspec import Struct
 
 from ckptkit.core.errors import ArgumentError
 from ckptkit.core.text import a_kind
@@ -64,8 +65,7 @@ _KINDS: Mapping[str, tuple[Callable[[object], bool], str]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class _Signature:
+class _Signature(Struct, frozen=True):
     """What a function takes.
 
     Attributes:

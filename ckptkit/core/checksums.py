@@ -23,23 +23,6 @@ from ckptkit.core.manifest import CRC32_SCHEME, LEAF_BYTES
 
 DIGEST_SCHEME = "xxh3-128-8MiB"
 _DIGEST_BYTES = 16  # of a leaf
-__all__ = [
-    "DIGEST_SCHEME",
-    "ChecksumPiece",
-    "RangeChecksum",
-    "crc32_combine",
-    "crc32_moved",
-    "crc32s_moved",
-    "digest_of",
-    "join_crc32s",
-    "join_leaves",
-    "join_pieces",
-    "join_sums",
-    "leaf_digest",
-    "leaf_ranges",
-    "leaf_sums",
-    "tree_digest",
-]
 
 
 def crc32s_moved(crc32s: NDArray[np.uint32], length_bytes: int) -> NDArray[np.uint32]:
@@ -57,13 +40,7 @@ ChecksumPiece = tuple[int, int, int]  # start in what is checked, length in byte
 
 
 def join_pieces(pieces: Sequence[ChecksumPiece]) -> list[ChecksumPiece]:
-    """Joins pieces where one ends as the next begins; what overlaps stays as it is.
-
-    Args:
-        pieces: In any order.
-
-    Returns:
-        The fewest pieces that say the same, by their starts.
+    """Joins pieces, in any order, where one ends as the next begins; what overlaps stays as it is.
 
     Example:
         >>> import zlib
@@ -91,24 +68,19 @@ class RangeChecksum:
     __slots__ = ("_pieces",)
 
     def __init__(self) -> None:
-        self._pieces: list[tuple[int, int, int]] = []
+        self._pieces: list[ChecksumPiece] = []
 
     def add(self, start: int, length_bytes: int, crc32: int) -> None:
-        """Adds a piece: its first byte within the range, its length, and its CRC-32."""
         if length_bytes:
             self._pieces.append((start, length_bytes, crc32))
 
     def value(self, total_bytes: int) -> int:
         """Returns the CRC-32 of bytes `[0, total_bytes)`, which the pieces must fill."""
-        position = combined = 0
-        for start, length, crc in sorted(self._pieces):
-            if start != position:
-                raise ValueError(f"piece starts at byte {start:,}, expected {position:,}")
-            combined = crc32_combine(combined, crc, length)
-            position += length
-        if position != total_bytes:
-            raise ValueError(f"pieces end at byte {position:,}, expected {total_bytes:,}")
-        return combined
+        pieces = join_pieces(self._pieces)
+        ((start, length, crc), *further) = pieces or [(0, 0, 0)]
+        if further or (start, length) != (0, total_bytes):
+            raise ValueError(f"pieces of {total_bytes:,} bytes lack some, or overlap: {pieces[:3]}")
+        return crc
 
 
 def leaf_ranges(size_bytes: int) -> Iterator[tuple[int, int]]:
@@ -140,12 +112,6 @@ def tree_digest(leaves: Sequence[bytes]) -> str:
     XXH3-128 of the leaves' 16-byte digests joined in order, written as 32 hexadecimal digits
     behind the name of the scheme. It depends on the bytes alone, not on files or threads.
 
-    Args:
-        leaves: What `leaf_digest` gave for each, in order.
-
-    Returns:
-        The digest, such as `xxh3-128-8MiB:99aa06d3014798d86001c324468d497f` for no bytes.
-
     Example:
         Anyone can recompute it:
 
@@ -161,11 +127,7 @@ def tree_digest(leaves: Sequence[bytes]) -> str:
 
 
 def join_leaves(leaves: Mapping[int, bytes]) -> str:
-    """Returns the digest of a tensor from its leaves by number, digested in any order.
-
-    Args:
-        leaves: What `leaf_digest` or `leaf_sums` gave for each.
-    """
+    """Returns the digest of a tensor from its leaves by number, digested in any order."""
     return tree_digest([leaves[number][:_DIGEST_BYTES] for number in sorted(leaves)])
 
 
@@ -203,21 +165,13 @@ class ChecksumShare(NamedTuple):
     edges: int = 0
 
     def joined(self, other: ChecksumShare) -> ChecksumShare:
-        """Returns the share of both."""
         return ChecksumShare(self.crc32 ^ other.crc32, (self.edges + other.edges) & _MASK)
 
 
 def compute_share(
     starts: Ints, length_bytes: int, crc32s: NDArray[np.uint32], total_bytes: int
 ) -> ChecksumShare:
-    """Returns the share of some ranges of one length.
-
-    Args:
-        starts: int64; their first bytes, ascending, one at least; they do not overlap.
-        length_bytes: Length of each.
-        crc32s: Of each, its CRC-32.
-        total_bytes: Length of the tensor.
-    """
+    """Returns the share of ranges of one length, which ascend, do not overlap, and are not none."""
     stops = starts + length_bytes
     ends, begins = (_mark_positions(at).sum(dtype=np.uint64) for at in (stops, starts))
     edges = int(ends) - int(begins)
@@ -261,33 +215,21 @@ def _mark_positions(positions: Ints) -> NDArray[np.uint64]:
     return mixed ^ mixed >> np.uint64(31)
 
 
-class _Tree:
+class Digest:
     """The digest of one tensor, from leaves by number that may come from several threads."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_crc32: bool) -> None:
+        self._is_crc32 = is_crc32
         self._leaves: dict[int, bytes] = {}
 
     def add(self, leaf: int, data: memoryview) -> None:
-        self._leaves[leaf] = leaf_digest(data)
-
-    def value(self, _size_bytes: int) -> str:
-        return join_leaves(self._leaves)
-
-
-class _Crc32:
-    """The CRC-32 of one tensor, from its leaves likewise."""
-
-    def __init__(self) -> None:
-        self._sum = RangeChecksum()
-
-    def add(self, leaf: int, data: memoryview) -> None:
-        self._sum.add(leaf * LEAF_BYTES, len(data), crc32(data))
+        digest = join_sums(bytes(_DIGEST_BYTES), crc32(data)) if self._is_crc32 else None
+        self._leaves[leaf] = digest or leaf_digest(data)
 
     def value(self, size_bytes: int) -> str:
-        return f"{CRC32_SCHEME}:{self._sum.value(size_bytes):08x}"
-
-
-Digest = _Tree | _Crc32
+        if self._is_crc32:
+            return f"{CRC32_SCHEME}:{join_crc32s(self._leaves, size_bytes):08x}"
+        return join_leaves(self._leaves)
 
 
 def digest_like(digest: str) -> Digest:
@@ -296,7 +238,7 @@ def digest_like(digest: str) -> Digest:
     What several processes wrote has the CRC-32 of its bytes, `crc32:` and 8 hexadecimal digits,
     because that can be joined over ranges of any kind; everything else a tree of XXH3-128.
     """
-    return _Crc32() if digest.startswith(f"{CRC32_SCHEME}:") else _Tree()
+    return Digest(is_crc32=digest.startswith(f"{CRC32_SCHEME}:"))
 
 
 def digest_as(other: str, data: memoryview) -> str:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
+
+from msgspec import Struct, to_builtins
 
 from ckptkit.core.text import make_printable
 
 _MOST_CHARACTERS = 200
 _MOST_ROWS = 20
+
+
+def plain_fields(record: Struct) -> dict[str, Any]:
+    """Returns the fields of a record as values of JSON, records in it too."""
+    return cast("dict[str, Any]", to_builtins(record, enc_hook=str))  # of subclasses of `str`
 
 
 class Facts(NamedTuple):
@@ -28,14 +34,14 @@ class Facts(NamedTuple):
     rows: Sequence[Sequence[str]] = ()
 
 
-class Displayed(ABC):
+class Displayed:
     """Has a `repr` of one line, and a small table in notebooks."""
 
     __slots__ = ()
 
-    @abstractmethod
     def _facts(self) -> Facts:
         """Returns what is shown."""
+        raise NotImplementedError
 
     def __repr__(self) -> str:
         title, lines, *_ = self._facts()

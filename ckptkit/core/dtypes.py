@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
+
+from msgspec import Struct
 
 from ckptkit.core.errors import UnsupportedError
 
 Kind = Literal["float", "int", "bool", "complex"]
 
 
-@dataclass(frozen=True, slots=True)
-class DType:
+class DType(Struct, frozen=True):
     """One element type.
 
     Attributes:

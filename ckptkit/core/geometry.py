@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from ckptkit.core.errors import LimitError
@@ -150,8 +150,7 @@ def flat_hulls(table: ChunkTable, shape: Shape) -> tuple[Ints, Ints]:
     return first, np.where(table.elements() > 0, last + 1, first)
 
 
-@dataclass(frozen=True, slots=True)
-class Defect:
+class Defect(Struct, frozen=True):
     """A part of a tensor that is not stored exactly once.
 
     Attributes:
@@ -285,8 +284,7 @@ class _Sweep:
             raise LimitError("the chunks are cut more irregularly than any real split")
 
 
-@dataclass(frozen=True, slots=True)
-class Overlap:
+class Overlap(Struct, frozen=True):
     """What a chunk holds of a wanted box.
 
     Attributes:

@@ -6,15 +6,16 @@ and records) is held in numpy columns and handed out as small frozen values on d
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Literal, NewType, Protocol, overload
 
 import numpy as np
+from msgspec import Struct, field
 from numpy.typing import NDArray
 
 from ckptkit.core.dtypes import DType
@@ -30,7 +31,7 @@ CONTAINERS: tuple[Container, ...] = ("raw", "torch_zip", "safetensors", "zstd_to
 UNKNOWN = -1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class FileRef:
     """A source file.
 
@@ -44,11 +45,10 @@ class FileRef:
     path: str
     size_bytes: int
     identity: str
-    modified: float = field(default=0.0, compare=False)
+    modified: float = dataclasses.field(default=0.0, compare=False)
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
+class Record(Struct, frozen=True):
     """A byte range of a file that holds the data of one or more chunks.
 
     Attributes:
@@ -122,24 +122,21 @@ class RecordTable(Sequence[Record]):
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Box:
+class Box(Struct, frozen=True):
     """A block of a tensor: the elements from `offsets`, `sizes` of them in each dimension."""
 
     offsets: Shape
     sizes: Shape
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(Struct, frozen=True):
     """A half-open range of a tensor's elements in row-major order."""
 
     start: int
     stop: int
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(Struct, frozen=True):
     """A stored piece of a tensor.
 
     Attributes:
@@ -286,8 +283,7 @@ def _or_unknown(value: int | None) -> int:
     return UNKNOWN if value is None else value
 
 
-@dataclass(frozen=True, slots=True)
-class Master:
+class Master(Struct, frozen=True):
     """The values that an optimizer works on, where the model's own are rounded from them.
 
     Attributes:
@@ -322,8 +318,7 @@ class Derivation(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
+class TensorEntry(Struct, frozen=True):
     """One tensor of a checkpoint.
 
     Attributes:
@@ -373,8 +368,7 @@ class TensorEntry:
         return self.elements * self.dtype.itemsize
 
 
-@dataclass(frozen=True, slots=True)
-class Problem:
+class Problem(Struct, frozen=True):
     """Something wrong with a checkpoint that does not keep it from being listed.
 
     `hint` says what to do next, if the usual hint of such errors does not.
@@ -390,8 +384,7 @@ class Problem:
         return f"{text}; {self.hint}" if self.hint else text
 
 
-@dataclass(frozen=True, slots=True)
-class RunFacts:
+class RunFacts(Struct, frozen=True):
     """What is known of the run that wrote a checkpoint.
 
     Attributes:
@@ -421,8 +414,7 @@ class RunFacts:
     selected: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class TensorIndex:
+class TensorIndex(Struct, frozen=True):
     """Everything that the headers of a checkpoint say.
 
     Attributes:
@@ -454,8 +446,7 @@ class TensorIndex:
         return self.files[int(self.records.file[record])].path
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class FileRange:
+class FileRange(Struct, frozen=True, order=True):
     """The bytes `[start, stop)` of a file; the path is relative to its source."""
 
     path: str

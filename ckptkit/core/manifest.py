@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct, field
 
 from ckptkit.core.crc import crc32
 from ckptkit.core.display import Displayed, Facts
@@ -42,8 +43,7 @@ CHECKSUM = "checksum"
 _MAX_MANIFEST_BYTES = 256 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class TensorRecord:
+class TensorRecord(Struct, frozen=True):
     """A written tensor.
 
     Attributes:
@@ -68,16 +68,14 @@ class TensorRecord:
     crc32: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class FileRecord:
+class FileRecord(Struct, frozen=True):
     """A written file; `digest` is that of its bytes, empty for weight files."""
 
     size_bytes: int
     digest: str = ""
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class Manifest(Displayed):
+class Manifest(Displayed, Struct, frozen=True):
     """What was written, from what, and how it was asked for.
 
     Attributes:
@@ -105,7 +103,6 @@ class Manifest(Displayed):
 
     @property
     def unverified(self) -> list[str]:
-        """Names of tensors whose source stored no checksum."""
         return [name for name, t in self.tensors.items() if t.proof == UNVERIFIED]
 
     def _facts(self) -> Facts:
@@ -170,7 +167,6 @@ def check_manifest_size(size_bytes: int, *, where: str) -> None:
 
 
 def parse_manifest(data: bytes, *, where: str) -> Manifest:
-    """Parses a manifest."""
     check_manifest_size(len(data), where=where)
     try:
         document = _check_table(json.loads(data), "the file")
@@ -269,7 +265,6 @@ def _check_count(value: object) -> int:
 
 
 def _make_finite(value: Any) -> Any:
-    """Returns JSON values with null for each number that is not finite."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

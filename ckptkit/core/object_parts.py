@@ -7,7 +7,8 @@ Source:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 MIN_PART_BYTES = 5 << 20
 """Of every part but an object's last."""
@@ -19,8 +20,7 @@ PART_BYTES = 6 << 20
 _MOST_COPIES = MOST_PARTS // 2  # the rest is for the bytes between them
 
 
-@dataclass(frozen=True, slots=True)
-class CopiedRange:
+class CopiedRange(Struct, frozen=True):
     """A range of an output that is a range of one source object, byte for byte.
 
     Attributes:
@@ -43,8 +43,7 @@ class CopiedRange:
         return self.stop - self.start
 
 
-@dataclass(frozen=True, slots=True)
-class ObjectPart:
+class ObjectPart(Struct, frozen=True):
     """One part of a multipart upload: bytes `[start, stop)` of the object.
 
     Attributes:

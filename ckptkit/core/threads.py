@@ -92,6 +92,18 @@ def weak_callback(method: Callable[[], None]) -> Callable[[], None]:
     return call
 
 
+def repeat(seconds: float, call: Callable[[], object], name: str) -> threading.Event:
+    """Calls a function again and again, in a daemon thread, until the event is set."""
+    ended = threading.Event()
+
+    def run() -> None:
+        while not ended.wait(seconds):
+            call()
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return ended
+
+
 def run_crew(
     workers: int,
     items: Iterator[Item],
@@ -100,11 +112,7 @@ def run_crew(
 ) -> None:
     """Runs `work` in that many threads, each with an iterator that takes from `items`.
 
-    Args:
-        workers: How many threads.
-        items: What they share.
-        work: What each of them does.
-        stopped: Set at the first error or signal, for work that waits for something.
+    `stopped` is set at the first error or signal, for work that waits for something.
     """
     stop, lock = stopped or threading.Event(), threading.Lock()
     errors: list[BaseException] = []
@@ -156,18 +164,9 @@ def _take(items: Iterator[Item], lock: threading.Lock, stop: threading.Event) ->
 
 
 class Throttle:
-    """Delays threads that move bytes so that all together keep a rate.
-
-    Attributes:
-        stopped: Set to end all waits.
-    """
+    """Delays threads that move bytes so that all together keep a rate; `stopped` ends all waits."""
 
     def __init__(self, bytes_per_second: int | None) -> None:
-        """Begins with nothing moved.
-
-        Args:
-            bytes_per_second: The rate, or None for no limit.
-        """
         self._rate = bytes_per_second
         self._lock = threading.Lock()
         self._free_at = 0.0
@@ -185,7 +184,6 @@ class Throttle:
 
 
 def usable_cores() -> int:
-    """Returns how many cores the process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

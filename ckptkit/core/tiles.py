@@ -10,7 +10,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptkit.core.geometry import flat_offset, row_major_strides
 from ckptkit.core.index import Box, Shape
@@ -20,8 +22,7 @@ Walk = tuple[int, int]
 _OTHER = 1  # position of the other tensor's walk in a loop
 
 
-@dataclass(frozen=True, slots=True)
-class Loop:
+class Loop(Struct, frozen=True):
     """One dimension of a tile.
 
     Attributes:
@@ -33,8 +34,7 @@ class Loop:
     walks: tuple[Walk, Walk]
 
 
-@dataclass(frozen=True, slots=True)
-class Tile:
+class Tile(Struct, frozen=True):
     """Elements that two tensors share.
 
     Attributes:
@@ -63,8 +63,7 @@ class Tile:
         return Tile((corners[0], corners[1]), loops)
 
 
-@dataclass(frozen=True, slots=True)
-class BoxWalk:
+class BoxWalk(Struct, frozen=True):
     """A box of a stored tensor, and where its elements are in a box of another one.
 
     Attributes:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import posixpath
 import threading
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from ckptkit.conversion.verify import Verification
 from ckptkit.core.arguments import ambiguous_truth
-from ckptkit.core.display import Displayed, Facts
+from ckptkit.core.display import Displayed, Facts, plain_fields
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import CkptkitError, FormatError
 from ckptkit.core.index import Fqn, Problem, Shape
@@ -26,8 +27,7 @@ from ckptkit.plan.plan import TensorSpec, name_order
 from ckptkit.storage.places import PathLike
 
 
-@dataclass(frozen=True, slots=True)
-class DeltaLine:
+class DeltaLine(Struct, frozen=True):
     """A tensor that changed. What only a manifest says is None without one.
 
     Attributes:
@@ -47,8 +47,7 @@ class DeltaLine:
     changed_elements: int | None = None
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class DeltaInspection(Displayed):
+class DeltaInspection(Displayed, Struct, frozen=True):
     """What a delta holds.
 
     Attributes:
@@ -101,7 +100,7 @@ class DeltaInspection(Displayed):
         return Facts(self.path, lines, ("tensor", "stored"), rows)
 
     def to_json(self) -> dict[str, Any]:
-        return {"format": "delta", **asdict(self), "changed_share": self.changed_share}
+        return {"format": "delta", **plain_fields(self), "changed_share": self.changed_share}
 
 
 def inspect_delta(place: PathLike) -> DeltaInspection:

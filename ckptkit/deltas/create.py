@@ -11,7 +11,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -19,6 +18,8 @@ from typing import Any, Protocol, Self, get_args
 
 import numpy as np
 import xxhash
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptkit.conversion.prepare import ConversionJob
 from ckptkit.conversion.write import (
@@ -57,7 +58,7 @@ from ckptkit.engine.segment_reader import SegmentReader
 from ckptkit.options import DEFAULT_MAX_FILE_BYTES, check_choice
 from ckptkit.plan.load_report import DELTA_CREATE
 from ckptkit.plan.plan import SegmentRange, name_order
-from ckptkit.storage.base import Target, distant
+from ckptkit.storage.base import Target
 from ckptkit.storage.local.target import LocalTarget, translate_errors
 from ckptkit.storage.locations import resolve_places
 from ckptkit.storage.places import PathLike, open_target
@@ -72,8 +73,7 @@ _STEP_BYTES = 512 << 10
 """What is digested, compared and compressed at a time, so that it stays in a core's cache."""
 
 
-@dataclass(frozen=True, slots=True)
-class DeltaRequest:
+class DeltaRequest(Struct, frozen=True):
     """What a delta is like.
 
     Attributes:
@@ -91,7 +91,7 @@ class DeltaRequest:
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> Self:
-        """Reads the options as a user passes them, by their names in `ckptkit.delta_api`."""
+        """Reads the options as a user passes them, by their names in `ckptkit.api`."""
         encoding = options.get("encoding", "xor")
         checksum = options.get("checksum", "xxh3-128")
         check_choice("--encoding", encoding, get_args(Encoding))
@@ -118,8 +118,7 @@ class DeltaRequest:
         return DeltaHead(version, version - 1, self.encoding, self.checksum)
 
 
-@dataclass(frozen=True, slots=True)
-class EncodedTensor:
+class EncodedTensor(Struct, frozen=True):
     """What was found of a tensor.
 
     Attributes:
@@ -148,7 +147,7 @@ def make_job(src: PathLike, out: PathLike, options: Mapping[str, Any]) -> Conver
     Args:
         src: The model, in any form.
         out: The output of the command, with the options of its storage.
-        options: By their names in `ckptkit.delta_api`.
+        options: By their names in `ckptkit.api`.
     """
     values = {"base": None, **options, "also": (), "resume": False}
     job = ConversionJob.from_options(resolve_places(src, out, values), "hf")
@@ -322,7 +321,7 @@ class _DeltaStrategy(SingleProcess):
 
     def _encode_all(self, spool: Spool) -> None:
         settings, block_bytes = self._after.settings, _READ_BYTES
-        if any(distant(source.source) is not None for source in self._planned.sources):
+        if any(source.source.is_remote for source in self._planned.sources):
             settings, block_bytes = settings.with_more(_FAR_BYTES), LEAF_BYTES
         throttle = Throttle(settings.bytes_per_second)
         self._listener(Started(sum(pair.spec.size_bytes for pair in self._pairs)))

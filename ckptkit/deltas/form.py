@@ -24,10 +24,10 @@ import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol, Self, get_args
+from typing import Any, Protocol, Self, get_args
 
 import xxhash
+from msgspec import Struct
 
 from ckptkit.core.errors import (
     CkptkitError,
@@ -47,13 +47,13 @@ from ckptkit.formats.parsing import (
     read_index_document,
 )
 from ckptkit.formats.safetensors.reader import HeaderTensor, read_header
+from ckptkit.options import ChecksumFormat as ChecksumFormat  # noqa: PLC0414  of the form
+from ckptkit.options import Encoding as Encoding  # noqa: PLC0414
 from ckptkit.runs.run_paths import absent_folder
-from ckptkit.storage.base import Folder
+from ckptkit.storage.base import Source
 from ckptkit.storage.manifests import read_manifest
 from ckptkit.storage.places import PathLike, is_url, local_path, open_source, place_of
 
-Encoding = Literal["xor", "overwrite"]
-ChecksumFormat = Literal["xxh3-128", "blake3", "adler32"]
 DELTA = "delta"
 """The kind of a delta in its manifest, and the name of its facts in the manifest's source."""
 INDEX_PATH = f"model.safetensors{INDEX_ENDING}"
@@ -114,8 +114,7 @@ def new_hasher(checksum: ChecksumFormat) -> Hasher:
     return _HASHERS[checksum]()
 
 
-@dataclass(frozen=True, slots=True)
-class DeltaHead:
+class DeltaHead(Struct, frozen=True):
     """What the index of a delta says about all of it.
 
     Attributes:
@@ -177,8 +176,7 @@ def _parse_choice(metadata: Mapping[str, Any], key: str, known: Sequence[str], w
     return value
 
 
-@dataclass(frozen=True, slots=True)
-class DeltaTensor:
+class DeltaTensor(Struct, frozen=True):
     """The change of one tensor.
 
     Attributes:
@@ -200,8 +198,7 @@ class DeltaTensor:
         return self.stop - self.start
 
 
-@dataclass(frozen=True, slots=True)
-class OpenedDelta:
+class OpenedDelta(Struct, frozen=True):
     """A delta, its files open and their headers parsed.
 
     Attributes:
@@ -214,7 +211,7 @@ class OpenedDelta:
     """
 
     location: str
-    source: Folder
+    source: Source
     head: DeltaHead
     tensors: Mapping[str, DeltaTensor]
     files: tuple[FileRef, ...]
@@ -267,7 +264,7 @@ def open_delta(place: PathLike) -> Iterator[OpenedDelta]:
         yield read_delta(source, str(place))
 
 
-def read_delta(source: Folder, location: str) -> OpenedDelta:
+def read_delta(source: Source, location: str) -> OpenedDelta:
     """Reads the index of a delta and the headers of its files."""
     where = posixpath.join(location, INDEX_PATH)
     try:

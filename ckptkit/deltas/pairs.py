@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from ckptkit.conversion.write import PlannedOutput
 from ckptkit.core.checksums import DIGEST_SCHEME
@@ -17,8 +18,7 @@ _LISTED = 3
 _OTHER_OPTIONS = "publish the new model as a whole, or make it with the options of that version"
 
 
-@dataclass(frozen=True, slots=True)
-class TensorPair:
+class TensorPair(Struct, frozen=True):
     """A tensor before and after.
 
     Attributes:
@@ -72,8 +72,7 @@ def _segments(planned: PlannedOutput) -> dict[str, tuple[int, Segment, TensorSpe
     }
 
 
-@dataclass(frozen=True, slots=True)
-class PublishedBase:
+class PublishedBase(Struct, frozen=True):
     """The version that a delta will be applied to, as it was published.
 
     It was made of the same checkpoint as the base of the delta, maybe with other options.

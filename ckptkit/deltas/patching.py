@@ -11,14 +11,15 @@ import posixpath
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from ckptkit.conversion.prepare import ConversionJob
-from ckptkit.conversion.source.stored_digests import read_model_manifest
+from ckptkit.conversion.source.open import read_model_manifest
 from ckptkit.conversion.write import (
     PlannedOutput,
     SingleProcess,
@@ -72,8 +73,7 @@ _STREAM_BYTES = 2 << 20
 """What a worker's decoder of one delta takes: its window, and what is read for it."""
 
 
-@dataclass(frozen=True, slots=True)
-class CopyKernel(ElementKernel):
+class CopyKernel(ElementKernel, Struct, frozen=True):
     """Copies a stored tensor.
 
     Attributes:
@@ -136,8 +136,7 @@ class ExpectedChecksum:
             )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PatchKernel:
+class PatchKernel(Struct, frozen=True, eq=False):
     """Computes a tensor as another kernel does, and changes it.
 
     Attributes:

@@ -10,10 +10,12 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
 from math import ceil
 from pathlib import Path
 from typing import Any, Literal
+
+from msgspec import Struct
+from msgspec.structs import asdict, replace
 
 from ckptkit.core.errors import InputError, UnsupportedError, UsageError
 from ckptkit.core.text import a_kind, quote, size_text
@@ -84,8 +86,7 @@ _TRAINER_VALUES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class TrainingSetup:
+class TrainingSetup(Struct, frozen=True):
     """What configurations say of a job; None or empty where they say nothing.
 
     Attributes:
@@ -151,9 +152,9 @@ class TrainingSetup:
     def joined(self, other: TrainingSetup) -> TrainingSetup:
         """Returns what both say; the other one wins."""
         said = {
-            field.name: getattr(other, field.name)
-            for field in fields(other)
-            if getattr(other, field.name) != field.default
+            name: value
+            for name, value in asdict(other).items()
+            if value != getattr(TrainingSetup(), name)
         }
         said["where"] = " and ".join(filter(None, (self.where, other.where)))
         said["refused"] = self.refused + other.refused

@@ -10,8 +10,9 @@ import os
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from ckptkit.core.text import size_text
 from ckptkit.diagnosis.findings import Finding, SaveDemand, Severity
@@ -30,8 +31,7 @@ _FILES_OF_A_RANK = 6
 _SPARE_FILES = 1000
 
 
-@dataclass(frozen=True, slots=True)
-class DiskProbe:
+class DiskProbe(Struct, frozen=True):
     """What writing to a file has shown.
 
     Attributes:
@@ -51,8 +51,7 @@ class DiskProbe:
         return self.written_bytes / self.seconds if self.seconds else 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class DiskFacts:
+class DiskFacts(Struct, frozen=True):
     """What is known of the place of a run.
 
     Attributes:

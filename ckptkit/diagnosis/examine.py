@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Generic, TypeVar
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from ckptkit.core.errors import CkptkitError, NotACheckpointError, UsageError
 from ckptkit.diagnosis.config_checks import (
@@ -49,8 +51,7 @@ _ADAPTER_FILE = "adapter_model.safetensors"
 _EMPTY_BYTES = 128  # of a safetensors file without tensors, with room for metadata
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Examination:
+class Examination(Struct, frozen=True, kw_only=True):
     """What is to be looked at.
 
     Attributes:
@@ -135,8 +136,7 @@ def parse_parameters(text: str | int) -> int:
     return count
 
 
-@dataclass(frozen=True, slots=True)
-class _RunFacts:
+class _RunFacts(Struct, frozen=True):
     """What the steps of a run show; the state is that of the Trainer."""
 
     demand: SaveDemand = field(default_factory=SaveDemand)

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from msgspec import Struct
+
 from ckptkit.core.arguments import ambiguous_truth
-from ckptkit.core.display import Displayed, Facts
+from ckptkit.core.display import Displayed, Facts, plain_fields
 from ckptkit.core.text import counted, size_text
 
 Severity = Literal["ok", "warning", "error"]
 _ORDER: tuple[Severity, ...] = ("error", "warning", "ok")
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
+class Finding(Struct, frozen=True):
     """One thing that was looked at.
 
     Attributes:
@@ -38,8 +38,7 @@ class Finding:
     source: str = ""
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class Diagnosis(Displayed):
+class Diagnosis(Displayed, Struct, frozen=True):
     """All findings, errors first.
 
     Attributes:
@@ -84,12 +83,11 @@ class Diagnosis(Displayed):
             "where": self.where,
             "errors": len(self.errors),
             "warnings": len(self.warnings),
-            "findings": [asdict(finding) for finding in self.findings],
+            "findings": [plain_fields(finding) for finding in self.findings],
         }
 
 
-@dataclass(frozen=True, slots=True)
-class SaveDemand:
+class SaveDemand(Struct, frozen=True):
     """What the steps of a run need.
 
     Attributes:

@@ -6,8 +6,9 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from ckptkit.core.text import size_text
 from ckptkit.diagnosis.findings import Finding, SaveDemand, Severity
@@ -21,8 +22,7 @@ _LEAST_TASKS = 4096
 _SPARE_SHARE = 1.1  # of memory, beside the copy of the state
 
 
-@dataclass(frozen=True, slots=True)
-class Limit:
+class Limit(Struct, frozen=True):
     """A limit of this process; None stands for no limit.
 
     Attributes:
@@ -34,8 +34,7 @@ class Limit:
     hard: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class MachineFacts:
+class MachineFacts(Struct, frozen=True):
     """What is known of this machine; None where it is not.
 
     Attributes:

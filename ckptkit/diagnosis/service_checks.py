@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from io import BytesIO
 from itertools import islice
 from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct
 
 from ckptkit.core.crc import crc32
 from ckptkit.core.errors import CkptkitError, HubError, HubUnavailableError
@@ -25,8 +26,7 @@ _COUNTED = 1000
 _NOT_FOUND = 404
 
 
-@dataclass(frozen=True, slots=True)
-class HubFacts:
+class HubFacts(Struct, frozen=True):
     """What is known of the Hub; no token is in it.
 
     Attributes:
@@ -151,8 +151,7 @@ def _hub_access(facts: HubFacts) -> tuple[str, str, str]:
     return f"{found}; the repository {state[facts.is_there]}", "", ""
 
 
-@dataclass(frozen=True, slots=True)
-class StoreFacts:
+class StoreFacts(Struct, frozen=True):
     """What is known of an object store.
 
     Attributes:
@@ -181,7 +180,7 @@ def gather_store(place: Place, *, writes: bool) -> StoreFacts:
     """Lists a place in a store and, if `writes`, writes and removes three small objects there."""
     from ckptkit.storage.remote.errors import error_translator
     from ckptkit.storage.remote.s3 import S3Uploads
-    from ckptkit.storage.remote.s3_shared import S3Notes
+    from ckptkit.storage.remote.s3_target import S3Notes
     from ckptkit.storage.remote.store import get_store
 
     try:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+
+from msgspec import Struct
 
 from ckptkit.diagnosis.config_checks import TrainingSetup
 from ckptkit.diagnosis.findings import Finding, Severity
@@ -14,8 +15,7 @@ _DIGITS = re.compile(r"\d+")
 Applies = Callable[[TrainingSetup, Mapping[str, str]], Severity | None]
 
 
-@dataclass(frozen=True, slots=True)
-class KnownFault:
+class KnownFault(Struct, frozen=True):
     """A fault of a package in a range of its versions.
 
     Attributes:

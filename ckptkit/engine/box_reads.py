@@ -15,10 +15,11 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from ckptkit.core.arrays import numpy_dtype
@@ -68,7 +69,6 @@ from ckptkit.engine.reader import (
 )
 from ckptkit.engine.rearranged import ComputedOperand, RearrangeKernel
 from ckptkit.formats.pickle.torch_zip import WINDOW_BYTES
-from ckptkit.storage.base import distant
 
 _MOST_THREADS = 2
 _DISTANT_THREADS = 8  # which mostly wait for a store to answer
@@ -127,8 +127,7 @@ class CastMemory:
         return CastMemory(memory, self._source, self._target, self._where)
 
 
-@dataclass(frozen=True, slots=True)
-class SpanRead:
+class SpanRead(Struct, frozen=True):
     """A box of a tensor that has to be computed, or decoded, in row-major order.
 
     Attributes:
@@ -302,8 +301,7 @@ def plan_chunk_reads(wanted: Iterable[WantedBox]) -> list[ChunkRead]:
     return reads
 
 
-@dataclass(frozen=True, slots=True)
-class _Chunking:
+class _Chunking(Struct, frozen=True):
     """The chunks of one tensor, each element in exactly one of them."""
 
     chunks: ChunkTable
@@ -350,8 +348,7 @@ Done = Callable[[BoxMemory], object]
 """Is called when a box was read, with its memory; from any thread."""
 
 
-@dataclass(frozen=True, slots=True)
-class ReadReport:
+class ReadReport(Struct, frozen=True):
     """What `read_chunks` read.
 
     Attributes:
@@ -398,7 +395,7 @@ def read_chunks(
 
 
 def _threads_for(origin: Origin) -> int:
-    is_near = distant(origin.source) is None
+    is_near = not origin.source.is_remote
     return min(_MOST_THREADS, usable_cores()) if is_near else _DISTANT_THREADS
 
 
@@ -447,8 +444,7 @@ def _read_span(reader: TensorReader, read: SpanRead, buffer: memoryview) -> None
         read.memory.put(relative(shared, box), elements[slices_of(relative(shared, part))])
 
 
-@dataclass(frozen=True, slots=True)
-class _RecordRead:
+class _RecordRead(Struct, frozen=True):
     """A chunk to read, and the record that holds it."""
 
     read: ChunkRead
@@ -486,7 +482,7 @@ def _read_group(
     is_archive = first.container == "torch_zip"  # whose header has to be read as well
     if len(group) > 1 or (is_archive and group[0].size_bytes <= 2 * WINDOW_BYTES):
         reader.cache.fetch([FileRange(path, first.start, last.stop)])
-    elif reader.cache.is_distant and is_archive:
+    elif reader.cache.is_remote and is_archive:
         start, stop = first.start + WINDOW_BYTES, first.stop - WINDOW_BYTES
         ends = [FileRange(path, first.start, start), FileRange(path, stop, first.stop)]
         reader.cache.fetch(ends)

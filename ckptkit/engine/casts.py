@@ -10,10 +10,11 @@ open is corrected in the result while it is in the processor's cache.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from ckptkit.core.arrays import numpy_dtype
@@ -25,8 +26,7 @@ from ckptkit.core.errors import OverflowRefusedError, UnsupportedError
 BLOCK_ELEMENTS = 1 << 16
 
 
-@dataclass(frozen=True, slots=True)
-class _Target:
+class _Target(Struct, frozen=True):
     """The properties of a type that a cast to it needs.
 
     Attributes:
@@ -56,8 +56,7 @@ _TARGETS = {
 _FLOAT32 = BY_NAME["float32"]
 
 
-@dataclass(frozen=True, slots=True)
-class Overflow:
+class Overflow(Struct, frozen=True):
     """Values that the target of a cast cannot hold.
 
     Attributes:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ckptkit.core.checksums import ChecksumPiece, RangeChecksum, crc32_combine, join_pieces
-from ckptkit.core.crc import crc32
+from msgspec import Struct, field
+from msgspec.structs import replace
+
+from ckptkit.core.checksums import ChecksumPiece, RangeChecksum, join_pieces
+from ckptkit.core.crc import crc32, crc32_combine
 from ckptkit.core.errors import ChecksumError
 from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.plan.plan import OutputFile, SegmentRange, ServerCopy, Trailer
@@ -24,8 +26,7 @@ Slot = tuple[int, int]  # the number of a file in its plan, and of a segment in 
 _CRC_BYTES = 4
 
 
-@dataclass(slots=True)
-class TrackedRecord:
+class TrackedRecord(Struct):
     """The data of a record, and the checksums of the parts that were read.
 
     Attributes:
@@ -51,8 +52,7 @@ class TrackedRecord:
     is_given_up: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class OpenRecord:
+class OpenRecord(Struct, frozen=True):
     """A record that was read in part only, as a value that processes exchange.
 
     Attributes:

@@ -12,9 +12,10 @@ import posixpath
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 
 import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptkit.core.crc import crc32
 from ckptkit.core.errors import (
@@ -166,8 +167,7 @@ class DecodedRecords:
                 self._kept_bytes -= len(oldest)
 
 
-@dataclass(slots=True)
-class _Decoder:
+class _Decoder(Struct):
     """A decoder whose next block of the data is number `block`."""
 
     content: ZstdContent

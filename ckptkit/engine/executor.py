@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Container, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain
 
 import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptkit.core.arrays import aligned_buffer, numpy_dtype
 from ckptkit.core.checksums import leaf_sums
@@ -20,7 +21,6 @@ from ckptkit.core.index import Key
 from ckptkit.core.manifest import LEAF_BYTES
 from ckptkit.core.threads import Throttle, run_crew
 from ckptkit.engine.checksum_tracker import DeferredChecksums
-from ckptkit.engine.distant import copies_of, make_store_copies, read_direct
 from ckptkit.engine.kernels import Preparations
 from ckptkit.engine.outcome import (
     BytesWritten,
@@ -31,7 +31,8 @@ from ckptkit.engine.outcome import (
     Started,
     task_parts,
 )
-from ckptkit.engine.reader import RUN_BYTES, Origin
+from ckptkit.engine.reader import RUN_BYTES
+from ckptkit.engine.remote_reads import copies_of, make_store_copies, read_direct
 from ckptkit.engine.segment_reader import Inputs, SegmentReader
 from ckptkit.options import NotFinite
 from ckptkit.plan.plan import (
@@ -41,8 +42,9 @@ from ckptkit.plan.plan import (
     ServerCopy,
     Task,
     Trailer,
+    cut_into_tasks,
 )
-from ckptkit.storage.base import CopyingTarget, InOrder, Sink
+from ckptkit.storage.base import Sink
 from ckptkit.storage.local.disk import PAGE_BYTES
 
 # Output block, gather scratch, and the memory of kernels: a cast reads up to 4 MB at a time; a
@@ -53,13 +55,12 @@ STRAIGHT_TASK_BYTES = 2 * TASK_BYTES
 """The size of a task where nearly all of it is read directly into its buffer."""
 STRAIGHT_WORKER_BYTES = STRAIGHT_TASK_BYTES + RUN_BYTES
 """Output block and gather scratch, where nothing is computed."""
-DISTANT_WORKERS = 8
+REMOTE_WORKERS = 8
 """At most so many where they wait for a store and not for a core."""
 Put = Callable[[Task, memoryview], bool]
 
 
-@dataclass(frozen=True, slots=True)
-class ExecutionSettings:
+class ExecutionSettings(Struct, frozen=True):
     """How an execution may use the machine.
 
     Attributes:
@@ -156,12 +157,25 @@ class Executor:
         Returns:
             The digests of what was written.
         """
+        for _ in self.run_in_parts([range(len(self._plan.files))]):
+            pass
+        return self.digests
+
+    def run_in_parts(self, parts: Iterable[Sequence[int]]) -> Iterator[None]:
+        """Does the same part by part, each some files of the plan; yields after each part."""
         files = tuple((file.path, file.size_bytes) for file in self._plan.files)
         self._listener(Started(self._plan.bytes_written, files))
         self.create_files()
-        if isinstance(self._target, CopyingTarget):
+        if self._target.copies_objects:
             make_store_copies(self._plan, self._inputs.origins, self._target, self._listener)
-        self._run(self._plan.tasks(self._settings.task_bytes), self._put_whole)
+        most_bytes = self._settings.task_bytes
+        with self._preparations:
+            for part in parts:
+                files_of_part = [(number, self._plan.files[number]) for number in part]
+                cut = (cut_into_tasks(*numbered, most_bytes) for numbered in files_of_part)
+                self._run(chain.from_iterable(cut), self._put_whole)
+                yield
+        self._refuse_unwritten(self.digests)
         for origin in self._inputs.origins.values():
             origin.checksums.finish()
         for number, file in enumerate(self._plan.files):
@@ -170,13 +184,12 @@ class Executor:
                     crc = self._checksums.value((number, position))
                     assert crc is not None  # noqa: S101  no worker has failed
                     self.digests.crc32s[str(segment.spec.name)] = crc
-        return self.digests
 
     def create_files(self) -> None:
         """Makes every file of the plan, its content undefined."""
         for file in self._plan.files:
             copies = copies_of(file)
-            if copies and isinstance(self._target, CopyingTarget):
+            if copies:
                 self._target.create_copied(file.path, file.size_bytes, copies)
             else:
                 self._target.create(file.path, file.size_bytes)
@@ -197,7 +210,8 @@ class Executor:
         if first is not None:
             begin = first.file, first.start
             put = partial(self._put_what_is_known, begin)
-            self._run(chain([first], tasks), put)
+            with self._preparations:
+                self._run(chain([first], tasks), put)
         return Outcome(
             digests=self.digests,
             sealed=self._sealed,
@@ -215,7 +229,8 @@ class Executor:
         """
         for slot, pieces in outcome.pieces.items():
             self._checksums.add(slot, pieces)
-        self._run(tasks, self._put_whole)
+        with self._preparations:
+            self._run(tasks, self._put_whole)
         name = outcome.digests.first_difference(self.digests)
         if name is not None:
             raise ChecksumError(
@@ -234,10 +249,7 @@ class Executor:
         Returns:
             The digests of the whole.
         """
-        for _, _, spec in self._plan.specs():
-            leaves = outcome.digests.tensors.get(str(spec.name), {})
-            if len(leaves) != -(-spec.size_bytes // LEAF_BYTES):
-                raise ValueError(f"no part has written all of tensor {str(spec.name)!r}")
+        self._refuse_unwritten(outcome.digests)
         for name, origin in self._inputs.origins.items():
             origin.unverified.update(map(Key, outcome.unverified.get(name, ())))
             origin.adopt(outcome.open_records.get(name, {}))
@@ -250,18 +262,24 @@ class Executor:
         self.digests = outcome.digests
         return outcome.digests
 
+    def _refuse_unwritten(self, digests: Digests) -> None:
+        for _, segment, spec in self._plan.specs():
+            leaves = digests.tensors.get(str(spec.name), {})
+            is_copied = isinstance(segment.body, ServerCopy)
+            if not is_copied and len(leaves) != -(-spec.size_bytes // LEAF_BYTES):
+                raise ValueError(f"no part has written all of tensor {str(spec.name)!r}")
+
     def _run(self, tasks: Iterator[Task], put: Put) -> None:
         def work(shared: Iterator[Task]) -> None:
             try:
                 self._work(shared, put)
             except BaseException:
                 self._checksums.give_up()
-                if isinstance(self._target, InOrder):
-                    self._target.give_up()
+                self._target.give_up()
                 raise
 
-        with self._preparations:
-            run_crew(self._settings.workers, tasks, work, self._throttle.stopped)
+        self._throttle.stopped.clear()  # which a crew sets at its end
+        run_crew(self._settings.workers, tasks, work, self._throttle.stopped)
 
     def _work(self, tasks: Iterator[Task], put: Put) -> None:
         reader = SegmentReader(self._inputs, self._preparations)
@@ -296,8 +314,8 @@ class Executor:
         if count_not_finite(np.frombuffer(view, dtype), kinds) == (0, 0):
             return
         # With checksums of its own: they show whether the bytes are damaged.
-        origins = {n: Origin(n, o.source, o.index) for n, o in self._inputs.origins.items()}
-        reader = SegmentReader(Inputs(origins, self._inputs.folders), self._preparations)
+        inputs = self._inputs.with_own_checksums()
+        reader = SegmentReader(inputs, self._preparations)
         block = memoryview(bytearray(min(spec.size_bytes, LEAF_BYTES)))
         nan = infinite = 0
         for start in range(0, spec.size_bytes, LEAF_BYTES):
@@ -306,7 +324,7 @@ class Executor:
             reader.fill(leaf, data)
             found = count_not_finite(np.frombuffer(data, dtype), kinds)
             nan, infinite = nan + found[0], infinite + found[1]
-        for origin in origins.values():
+        for origin in inputs.origins.values():
             origin.checksums.finish()
         raise NotFiniteError(
             f"has {describe_not_finite(nan, infinite, kinds)} among {spec.elements:,} elements,"

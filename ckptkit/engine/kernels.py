@@ -16,12 +16,13 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, replace
 from functools import cache, partial
 from types import TracebackType
 from typing import Any, Protocol, Self
 
 import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from ckptkit.core.arrays import numpy_dtype
@@ -51,8 +52,7 @@ class ElementKernel:
         return 1
 
 
-@dataclass(frozen=True, slots=True)
-class CastKernel(ElementKernel):
+class CastKernel(ElementKernel, Struct, frozen=True):
     """Casts a source tensor, block by block.
 
     Attributes:
@@ -78,8 +78,7 @@ class CastKernel(ElementKernel):
         caster.cast_all(inputs[0], target, where=f"tensor {out.name!r}", block_start=block.start)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ConstantKernel(ElementKernel):
+class ConstantKernel(ElementKernel, Struct, frozen=True, eq=False):
     """Returns elements that were computed before; the plan names the tensors they come from.
 
     Attributes:
@@ -131,8 +130,7 @@ class Operand(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class StoredOperand:
+class StoredOperand(Struct, frozen=True):
     """A tensor as it is stored.
 
     Attributes:
@@ -156,8 +154,7 @@ class StoredOperand:
         return inputs[0]
 
 
-@dataclass(frozen=True, slots=True)
-class PartOperand:
+class PartOperand(Struct, frozen=True):
     """Consecutive elements of a stored tensor.
 
     Attributes:
@@ -189,8 +186,7 @@ class PartOperand:
         target[:] = inputs[0]
 
 
-@dataclass(frozen=True, slots=True)
-class WrappingOperand:
+class WrappingOperand(Struct, frozen=True):
     """An operand whose elements are computed from those of another one, each from one.
 
     Attributes:
@@ -207,8 +203,7 @@ class WrappingOperand:
         return self.operand.demands(span)
 
 
-@dataclass(frozen=True, slots=True)
-class CastOperand(WrappingOperand):
+class CastOperand(WrappingOperand, frozen=True):
     """Another tensor in another float type.
 
     Attributes:
@@ -241,8 +236,7 @@ class CastOperand(WrappingOperand):
         return target
 
 
-@dataclass(frozen=True, slots=True)
-class AddedOperand(WrappingOperand):
+class AddedOperand(WrappingOperand, frozen=True):
     """Another tensor with a constant added, computed in float32 or wider, rounded to its type.
 
     Attributes:
@@ -267,8 +261,7 @@ class AddedOperand(WrappingOperand):
         target[:] = self.values(span, inputs)
 
 
-@dataclass(frozen=True, slots=True)
-class OperandKernel(ElementKernel):
+class OperandKernel(ElementKernel, Struct, frozen=True):
     """Writes the elements of an operand; the output tensor says in which type.
 
     Attributes:
@@ -327,8 +320,7 @@ def first_rows(product: Product, shape: Shape) -> Product:
     return Product(cut, Compute(wrap_kernel(body.kernel, spec, around), body.reads))
 
 
-@dataclass(frozen=True, slots=True)
-class RecastKernel:
+class RecastKernel(Struct, frozen=True):
     """Casts what another kernel makes, block by block.
 
     Attributes:
@@ -360,8 +352,7 @@ class RecastKernel:
         return replace(out, dtype=self.source)
 
 
-@dataclass(frozen=True, slots=True)
-class PrefixKernel:
+class PrefixKernel(Struct, frozen=True):
     """Makes the first elements of what another kernel would make.
 
     Attributes:

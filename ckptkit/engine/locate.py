@@ -11,10 +11,10 @@ import math
 import posixpath
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+from msgspec import Struct
 
 from ckptkit.core.checksums import leaf_digest, leaf_ranges, tree_digest
 from ckptkit.core.crc import crc32
@@ -44,8 +44,7 @@ from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.formats.pickle.torch_zip import TensorCache, locate_tensor
 
 
-@dataclass(frozen=True, slots=True)
-class SpanOverlap(Overlap):
+class SpanOverlap(Overlap, frozen=True):
     """What a chunk holds of one block of a span, counted as in `Overlap` from the block.
 
     The shared elements are always consecutive in the chunk, counted row-major.
@@ -113,8 +112,7 @@ class ChunkLookup:
             at += math.prod(slab.sizes)
 
 
-@dataclass(frozen=True, slots=True)
-class Located:
+class Located(Struct, frozen=True):
     """A chunk's data.
 
     Attributes:

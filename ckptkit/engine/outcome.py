@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
+
+from msgspec import Struct, field
 
 from ckptkit.core.checksums import (
     ChecksumPiece,
@@ -43,8 +44,7 @@ def _no_leaves() -> Leaves:
     return defaultdict(dict)
 
 
-@dataclass(slots=True)
-class Digests:
+class Digests(Struct):
     """The sums of leaves, by tensor name and by path of side file; see `leaf_sums`.
 
     `crc32s` are the checksums of tensors that a store copied in part. No task reads those parts.
@@ -86,8 +86,7 @@ class Digests:
                 mine[name].update(leaves)
 
 
-@dataclass(slots=True)
-class Outcome:
+class Outcome(Struct):
     """The result of some of a plan's tasks.
 
     Attributes:
@@ -236,52 +235,45 @@ def is_proven(file: OutputFile, digests: Digests, read_into: ReadInto) -> bool:
     return True
 
 
-@dataclass(frozen=True, slots=True)
-class Planned:
+class Planned(Struct, frozen=True):
     """The plan is complete; `notes` are for the user to read before it runs."""
 
     notes: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Started:
+class Started(Struct, frozen=True):
     """Work on that many output bytes begins; `files` has paths and sizes, where they are known."""
 
     total_bytes: int
     files: tuple[tuple[str, int], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class BytesWritten:
+class BytesWritten(Struct, frozen=True):
     """That many more output bytes are written, or checked; `path` is their file, where known."""
 
     size_bytes: int
     path: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Waiting:
+class Waiting(Struct, frozen=True):
     """All bytes are written; the output becomes visible once `what` is done."""
 
     what: str
 
 
-@dataclass(frozen=True, slots=True)
-class OutputCommitted:
+class OutputCommitted(Struct, frozen=True):
     """The output is durable and visible."""
 
     path: str
 
 
-@dataclass(frozen=True, slots=True)
-class OutputKept:
+class OutputKept(Struct, frozen=True):
     """The requested output existed already and is complete; nothing was written."""
 
     path: str
 
 
-@dataclass(frozen=True, slots=True)
-class WorkKept:
+class WorkKept(Struct, frozen=True):
     """The run fails; the files that it has finished stay in that folder, to be resumed."""
 
     path: str

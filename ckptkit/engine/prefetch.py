@@ -1,6 +1,6 @@
-"""Reads from a distant source, joined into few requests and fetched ahead of their use.
+"""Reads from a remote source, joined into few requests and fetched ahead of their use.
 
-Every request to a distant source costs a round trip. The reads of one piece of work are known
+Every request to a remote source costs a round trip. The reads of one piece of work are known
 before it begins, so they are joined, fetched together into memory, and served from there. A read
 that was not prefetched goes to the source.
 
@@ -14,17 +14,17 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
+
+from msgspec import Struct
 
 from ckptkit.core.index import FileRange, Key, Span, TensorIndex
 from ckptkit.engine.locate import ChunkLookup, Located, LocatedChunks
 from ckptkit.formats.pickle.torch_zip import WINDOW_BYTES
-from ckptkit.storage.base import Source, distant
+from ckptkit.storage.base import Source
 
 
-@dataclass(frozen=True, slots=True)
-class ByteRun:
+class ByteRun(Struct, frozen=True):
     """Bytes of a tensor that are consecutive both where they are stored and where they go.
 
     Attributes:
@@ -119,8 +119,7 @@ class RangeCache:
         self.bytes_read = 0
         self.location = source.location
         self._source = source
-        self._distant = distant(source)
-        self.is_distant = self._distant is not None
+        self.is_remote = source.is_remote
         self._starts: Mapping[str, Sequence[int]] = {}
         self._ranges: dict[tuple[str, int], tuple[int, memoryview]] = {}
 
@@ -146,13 +145,9 @@ class RangeCache:
         self.read_direct(reads)
 
     def read_direct(self, reads: Sequence[tuple[FileRange, memoryview]]) -> None:
-        """Fills buffers from the source, past the cache; many at a time if it is distant."""
+        """Fills buffers from the source, past the cache; many at a time if it is remote."""
         self.bytes_read += sum(wanted.size_bytes for wanted, _ in reads)
-        if self._distant is None:
-            for wanted, view in reads:
-                self._source.read_into(wanted.path, wanted.start, view)
-        elif reads:
-            self._distant.fetch(reads)
+        self._source.fetch(reads)
 
     def clear(self) -> None:
         self._starts = {}

@@ -14,8 +14,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
 from typing import Any, Protocol
+
+from msgspec import Struct, field
 
 from ckptkit.core.errors import CkptkitError, EngineError, error_from_json
 from ckptkit.plan.plan import Share
@@ -46,8 +47,7 @@ class WorkerFactory(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class NodeLimits:
+class NodeLimits(Struct, frozen=True):
     """What a worker takes of its node, as Ray counts it.
 
     Attributes:
@@ -159,8 +159,7 @@ class RayWorker:
             return {_ERROR: error.to_json()}
 
 
-@dataclass(slots=True, eq=False)
-class _Hired:
+class _Hired(Struct, eq=False):
     actor: Any
     node: str
     host: str

@@ -12,11 +12,11 @@ import math
 import posixpath
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from ckptkit.core.arrays import numpy_dtype
@@ -57,7 +57,7 @@ RUN_BYTES = 4 << 20
 # Where a column of a matrix is wanted, runs below a page are read with what is between them.
 _SHORT_RUN_BYTES = 4 << 10
 _DIRECT_READS = 8  # of `RUN_BYTES` each, that a distant source is asked for together
-SHORT_DISTANT_RUN_BYTES = 256 << 10
+SHORT_REMOTE_RUN_BYTES = 256 << 10
 """The same of a distant source, where each run is a request."""
 # Blocks of tensors that are made from others; what they are made from takes up to twice as much.
 _DERIVED_BYTES = 2 << 20
@@ -118,8 +118,7 @@ BoxTarget = tuple[Overlap, BoxMemory]
 """A box of a chunk, and the memory that it goes to."""
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkRead:
+class ChunkRead(Struct, frozen=True):
     """Boxes of one chunk, and the memory that each of them goes to.
 
     Attributes:
@@ -230,7 +229,7 @@ class TensorReader:
         targets = read.targets
         if len(targets) > 1:
             targets = tuple(sorted(targets, key=lambda target: target[0].source.offsets))
-        short = SHORT_DISTANT_RUN_BYTES if self.cache.is_distant else _SHORT_RUN_BYTES
+        short = SHORT_REMOTE_RUN_BYTES if self.cache.is_remote else _SHORT_RUN_BYTES
         for overlap, memory in targets:
             self._read_box(located, read.record, itemsize, overlap, memory, short_bytes=short)
         return located
@@ -282,7 +281,7 @@ class TensorReader:
             wanted: Tensors and spans of them, `READ_AHEAD_BYTES` together at most; a call for a
                 part of a span is served too.
         """
-        if not self.cache.is_distant:
+        if not self.cache.is_remote:
             return
         index, located = self._origin.index, self._origin.located
         wanted = [stored for key, span in wanted for stored in find_stored(index, key, span)]
@@ -333,7 +332,7 @@ class TensorReader:
     def _windows(self, lookup: ChunkLookup, span: Span) -> Iterator[Span]:
         """Yields the span as a whole, or in parts; each part is fetched first."""
         key = lookup.entry.key
-        if not self.cache.is_distant or self._is_prefetched(key, span):
+        if not self.cache.is_remote or self._is_prefetched(key, span):
             yield span
             return
         step = READ_AHEAD_BYTES // lookup.entry.stored_dtype.itemsize
@@ -417,7 +416,7 @@ class TensorReader:
             direct = memory.direct(place) if place is not None and wanted == part else None
             if (
                 direct is not None
-                and self.cache.is_distant
+                and self.cache.is_remote
                 and located.compressed is None
                 and self.cache.cached(located.path, start, stop) is None
             ):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from ckptkit.core.arrays import numpy_dtype
@@ -23,8 +23,7 @@ from ckptkit.plan.plan import Demand, Kernel, TensorSpec
 _MOST_READ = 2
 
 
-@dataclass(frozen=True, slots=True)
-class StridedBox:
+class StridedBox(Struct, frozen=True):
     """A box of the output whose elements have regular steps in one operand.
 
     Attributes:
@@ -40,8 +39,7 @@ class StridedBox:
     steps: Shape
 
 
-@dataclass(frozen=True, slots=True)
-class _Read:
+class _Read(Struct, frozen=True):
     """A range of an operand, and the wanted elements in it.
 
     Attributes:
@@ -59,8 +57,7 @@ class _Read:
     inner: Box
 
 
-@dataclass(frozen=True, slots=True)
-class RearrangeKernel(ElementKernel):
+class RearrangeKernel(ElementKernel, Struct, frozen=True):
     """A tensor whose elements come from boxes of others, maybe with their axes exchanged.
 
     A block reads at most twice its own elements. Where neighbours in the output are far apart in
@@ -129,8 +126,7 @@ class RearrangeKernel(ElementKernel):
             begin += math.prod(slab.sizes)
 
 
-@dataclass(frozen=True, slots=True)
-class ComputedOperand:
+class ComputedOperand(Struct, frozen=True):
     """The output of a kernel, as an operand of another one.
 
     Attributes:

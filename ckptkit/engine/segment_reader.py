@@ -8,21 +8,22 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
 from itertools import islice
 from operator import attrgetter
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from ckptkit.core.arrays import aligned_buffer, numpy_dtype
 from ckptkit.core.index import Span
 from ckptkit.core.manifest import LEAF_BYTES
-from ckptkit.engine.distant import PrefetchWindow
 from ckptkit.engine.kernels import Preparations
 from ckptkit.engine.outcome import part_span
 from ckptkit.engine.reader import Origin, TensorReader
+from ckptkit.engine.remote_reads import PrefetchWindow
 from ckptkit.plan.plan import (
     Compute,
     Copy,
@@ -42,12 +43,16 @@ from ckptkit.storage.base import Source
 COMPUTE_ELEMENTS = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class Inputs:
+class Inputs(Struct, frozen=True):
     """What a plan reads from: opened checkpoints, and the folders of side files."""
 
     origins: Mapping[str, Origin]
     folders: Mapping[str, Source]
+
+    def with_own_checksums(self) -> Inputs:
+        """Returns the same files, with checksums that only one reader of them adds to."""
+        origins = {name: Origin(name, o.source, o.index) for name, o in self.origins.items()}
+        return Inputs(origins, self.folders)
 
 
 class SegmentReader:

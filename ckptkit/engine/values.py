@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from ckptkit.core.dtypes import DType
@@ -54,8 +54,7 @@ def _table(dtype: np.dtype[Any]) -> Array:
         return bits.view(dtype).astype(np.float32)
 
 
-@dataclass(frozen=True, slots=True)
-class Measures:
+class Measures(Struct, frozen=True):
     """What was measured of some elements of a tensor.
 
     Attributes:
@@ -261,8 +260,7 @@ def describe_not_finite(nan: int, infinite: int, kinds: Collection[NotFinite]) -
     return " and ".join(text for kind, text in counts.items() if kind in kinds and found[kind])
 
 
-@dataclass(frozen=True, slots=True)
-class Gaps:
+class Gaps(Struct, frozen=True):
     """What was measured of the differences between elements of two tensors.
 
     Attributes:

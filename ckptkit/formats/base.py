@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
+
+from msgspec import Struct
 
 from ckptkit.core.index import TensorIndex
 from ckptkit.storage.base import Source
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(Struct, frozen=True):
     """A checkpoint that a reader recognised by file names alone.
 
     Attributes:

@@ -18,9 +18,11 @@ import posixpath
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from ckptkit.core.errors import (
     AmbiguousSourceError,
@@ -202,8 +204,7 @@ _FOLDER = re.compile(
 _DATE = re.compile(r"(?:19|20)\d\d(?:0[1-9]|1[0-2])(?:0[1-9]|[12]\d|3[01])(?:\d{4}|\d{6})?")
 
 
-@dataclass(frozen=True, slots=True)
-class StepName:
+class StepName(Struct, frozen=True):
     """The step in a name: a number, and the word for what is counted."""
 
     kind: str
@@ -322,8 +323,7 @@ ITSELF = "."
 """What selects the model in a folder itself, as `.` or `FOLDER/.`; never a step below it."""
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointUnit:
+class CheckpointUnit(Struct, frozen=True):
     """One or several state dicts that were written together.
 
     Attributes:
@@ -337,8 +337,7 @@ class CheckpointUnit:
     is_optimizer: bool
 
 
-@dataclass(frozen=True, slots=True)
-class ResolvedSource:
+class ResolvedSource(Struct, frozen=True):
     """The checkpoint that a path stands for.
 
     Attributes:
@@ -361,8 +360,7 @@ class ResolvedSource:
     finals: Mapping[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class FoundCheckpoint:
+class FoundCheckpoint(Struct, frozen=True):
     """A checkpoint under a path where none is chosen.
 
     Attributes:
@@ -382,8 +380,7 @@ DescribeMissing = Callable[[Candidate], str]
 """Says what a candidate lacks; empty if it is complete."""
 
 
-@dataclass(frozen=True, slots=True)
-class RunRecords:
+class RunRecords(Struct, frozen=True):
     """What the files of runs say of their steps.
 
     Attributes:
@@ -537,8 +534,7 @@ def list_all(
     return tuple(resolver.list_all(drop_lone_optimizers(candidates), ""))
 
 
-@dataclass(slots=True)
-class _Resolver:
+class _Resolver(Struct):
     """Descends from the root and decides folder by folder; its fields are those of `resolve`."""
 
     location: str

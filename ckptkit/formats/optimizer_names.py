@@ -17,8 +17,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from ckptkit.core.errors import CkptkitError, FormatError
 from ckptkit.core.index import Fqn, KeyPath, Shape, TensorEntry, TensorIndex

@@ -15,9 +15,10 @@ import re
 import shlex
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from typing import Any, TypeGuard
+
+from msgspec import Struct
 
 from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import (
@@ -145,8 +146,7 @@ _LISTED_RANKS = 7
 _NUMBERED = re.compile(r"(?P<stem>.+)-(?P<number>\d+)-of-(?P<count>\d+)")
 
 
-@dataclass(frozen=True, slots=True)
-class FileSet:
+class FileSet(Struct, frozen=True):
     """The files of one model, all in one folder; `index` is one of `files`, or None."""
 
     folder: str

@@ -11,12 +11,13 @@ import posixpath
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import cache
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptkit.core.errors import CkptkitError, InputError, MissingFileError, NotACheckpointError
 from ckptkit.core.index import TensorIndex
@@ -145,8 +146,7 @@ class PlugInReader:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class PlugIns:
+class PlugIns(Struct, frozen=True):
     """The installed readers of other distributions.
 
     Attributes:
@@ -288,8 +288,7 @@ _NUMBER = re.compile(r"\d+")
 _MOST_GROUPS = 24
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class FileGroup:
+class FileGroup(Struct, frozen=True, order=True):
     """Files of one folder whose names differ in numbers, or all files below a folder.
 
     Attributes:

@@ -14,8 +14,10 @@ import posixpath
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from ckptkit.core.dtypes import BY_NAME, DType
 from ckptkit.core.errors import (
@@ -111,8 +113,7 @@ class TorchFileReader:
         return replace(index, files=(*index.files, *map(source.stat, indices)))
 
 
-@dataclass(frozen=True, slots=True)
-class _LoadedTensor:
+class _LoadedTensor(Struct, frozen=True):
     """A tensor, its path, its file, and its chunk.
 
     A tensor that cannot be read has no chunk, and the error that says why; the tensors of an object
@@ -132,8 +133,7 @@ class _LoadedTensor:
         return Key(join_path(self.path))
 
 
-@dataclass(slots=True)
-class TorchContents:
+class TorchContents(Struct):
     """Collects the contents of the files of one candidate."""
 
     _table: ArchiveTable = field(default_factory=ArchiveTable)

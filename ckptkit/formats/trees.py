@@ -19,7 +19,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
-from dataclasses import dataclass, replace
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import (
@@ -31,6 +33,7 @@ from ckptkit.core.errors import (
     UnsupportedError,
 )
 from ckptkit.core.index import ChunkTable, Fqn, Key, KeyPath, Part, Problem, Shape, TensorEntry
+from ckptkit.core.wrapper_names import MODULE, without_wrappers
 from ckptkit.formats.parsing import is_count
 from ckptkit.formats.pickle.machine import Global, InertObject
 from ckptkit.formats.pickle.objects import describe_objects, is_object
@@ -54,10 +57,7 @@ _NEITHER = re.compile(
     r"|train_state|sampler|meta(data)?|client_state|args|config|callbacks|loops"
     r"|(datamodule_)?hyper_parameters|averaging_state"
 )
-_WRAPPERS = frozenset(
-    {"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod", "_forward_module"}
-)
-_DDP_PREFIX = "module."
+_DDP_PREFIX = f"{MODULE}."
 _MAX_DDP = 4  # DataParallel in DistributedDataParallel in AveragedModel, and one more
 _EMA_COUNT = "n_averaged"  # a key of torch.optim.swa_utils.AveragedModel, next to `module.`
 _PARAMETER_ENDINGS = (".weight", ".bias", "_proj", ".running_mean")
@@ -67,8 +67,7 @@ _GROUPS, _STATE = "param_groups", "state"  # keys of `Optimizer.state_dict`
 EXTRA_STATE = "_extra_state"
 
 
-@dataclass(frozen=True, slots=True)
-class Membership:
+class Membership(Struct, frozen=True):
     """The state dict of a tensor: its name and kind, and the tensor's name in it."""
 
     tree: str
@@ -210,11 +209,10 @@ def _without_wrappers(memberships: Iterable[Membership]) -> list[Membership]:
     """
     cleaned = []
     for member in memberships:
-        segments = member.name.split(".")
-        if member.part in {"model", "average"}:
-            segments = [segment for segment in segments if segment not in _WRAPPERS]
-        part: Part = "other" if EXTRA_STATE in segments else member.part
-        cleaned.append(Membership(member.tree, part, Fqn(".".join(segments))))
+        is_model = member.part in {"model", "average"}
+        name = without_wrappers(member.name) if is_model else member.name
+        part: Part = "other" if EXTRA_STATE in name.split(".") else member.part
+        cleaned.append(Membership(member.tree, part, Fqn(name)))
     averaged: set[str] = set()
     for _ in range(_MAX_DDP):
         models = [m for m in cleaned if m.part == "model"]
@@ -260,8 +258,7 @@ _TITAN = frozenset({"train_state", "lr_scheduler", "optimizer"})
 _MAX_STEP = 10**15
 
 
-@dataclass(frozen=True, slots=True)
-class Framework:
+class Framework(Struct, frozen=True):
     """The framework that wrote a checkpoint.
 
     Attributes:

@@ -32,8 +32,9 @@ if TYPE_CHECKING:
 HUB_RETRIES = RetryPolicy(attempts=7, first_wait_seconds=0.5, longest_wait_seconds=30.0, jitter=0.0)
 FIRST_ATTEMPTS = 3
 """While the Hub has never been reached: most likely this machine is offline."""
+MAIN = "main"
 UNAUTHORIZED, NOT_FOUND = 401, 404
-_EXISTS, _CONFLICT = 409, 412
+_BAD_REQUEST, _FORBIDDEN, _EXISTS, _CONFLICT, _TOO_LARGE = 400, 403, 409, 412, 413
 _HTTP_LIBRARIES = frozenset({"httpcore", "httpcore2", "httpx", "httpx2", "requests", "urllib3"})
 _LONGEST_ASKED = 900.0  # no retry if the Hub asks for more
 _RESET = re.compile(r"\bt=(\d+)")  # of a `RateLimit` header, in seconds
@@ -42,6 +43,37 @@ _REPO = re.compile(r"[A-Za-z0-9_.-]{1,96}(/[A-Za-z0-9_.-]{1,96})?")
 _NO_TAG = re.compile(r"[\x00-\x20\x7f~^:?*\[\\]|\.\.|@\{|//|^@$|^[/.-]|/\.|[/.]$|\.lock(/|$)")
 _TOKEN = re.compile(r"[!-~]+")  # what a header can have
 ODD_TOKEN = "the token has characters that no token has"  # noqa: S105  a message
+_LOGIN = "log in with `hf auth login`, or set HF_TOKEN to a token that has access"
+_NO_TOKEN = "the Hub answered 401, and no token is set"  # noqa: S105  a message
+_LFS_ERRORS = "LFS batch API returned errors"  # what the client says of files that are refused
+# By the status, or by the name of the client's error, the most specific one first.
+_REFUSALS: Mapping[int | str, tuple[str, str]] = {
+    "GatedRepoError": (
+        "the owners of the repository have not granted access to this token",
+        "request access on its page, or pass another token",
+    ),
+    UNAUTHORIZED: ("the token is wrong or expired", _LOGIN),
+    _FORBIDDEN: (
+        "the token does not have the permission for this repository",
+        "use a repository of your own or of your organisation, or a token with write access",
+    ),
+    "RevisionNotFoundError": (
+        "the repository has no such revision",
+        "see its branches and tags on its page",
+    ),
+    NOT_FOUND: (
+        "the repository does not exist, or it is private and the token has no access to it",
+        f"check the spelling; {_LOGIN}",
+    ),
+    _TOO_LARGE: (
+        "a file, or all of them together, is larger than the Hub takes",
+        "write smaller files with `ckptkit consolidate --max-shard-size 5GB`",
+    ),
+}
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+_SHOWN = 300  # characters of what the Hub says
+_NO_XET = "HF_HUB_DISABLE_XET"
 logger = logging.getLogger("ckptkit.hub")
 
 
@@ -132,33 +164,11 @@ def _asked_pause(error: BaseException) -> float | None:
     return float(reset[1]) if reset else None
 
 
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
-_SHOWN = 300  # characters of what the Hub says
-_LOGIN = "log in with `hf auth login`, or set HF_TOKEN to a token that has access"
-
-
 class Hub:
-    """A repository of models on a Hub, as the holder of a token sees it.
-
-    Attributes:
-        api: The client.
-        repo_id: `owner/name`.
-        token: What is sent; None where the client knows none. Not shown anywhere.
-    """
+    """A repository of models on a Hub, as the holder of a token sees it."""
 
     def __init__(self, repo_id: str, *, token: str | None, endpoint: str | None) -> None:
-        """Prepares the client; nothing is sent.
-
-        Args:
-            repo_id: `owner/name`; the name alone means a repository of the user.
-            token: Left out, the client takes that of HF_TOKEN or of the last login.
-            endpoint: Left out, the client takes that of HF_ENDPOINT.
-
-        Raises:
-            UsageError: If it is no id of a repository.
-            HubError: In offline mode, and if the token cannot be one.
-        """
+        """Prepares the client, with what the environment says where None; sends nothing."""
         if not is_repo_id(repo_id):
             name, _, revision = repo_id.partition("@")
             hint = "write it as OWNER/NAME, with letters, digits, '-', '_' and '.'"
@@ -171,7 +181,7 @@ class Hub:
 
         if constants.HF_HUB_OFFLINE:
             raise _offline(repo_id)
-        self.token = token or get_token()
+        self.token = token or get_token()  # not shown anywhere
         if self.token is not None and not _TOKEN.fullmatch(self.token):
             raise HubError(ODD_TOKEN, where=repo_id, hint=f"{_LOGIN}; copy it as the Hub shows it")
         self._was_reached = False
@@ -181,7 +191,7 @@ class Hub:
             library_name="ckptkit",
             library_version=__version__,
         )
-        self.repo_id = repo_id
+        self.repo_id = repo_id  # without an owner until `resolve_owner`
 
     @property
     def url(self) -> str:
@@ -220,21 +230,21 @@ class Hub:
         url = f"{self.url}/resolve/{quote(revision, safe='')}/{quote(path)}"
 
         def get() -> bytes:
-            response = get_session().get(url, headers=self.headers())
+            response = get_session().get(url, headers=self._headers())
             hf_raise_for_status(response)
             return bytes(response.content)
 
         return self.call(get)
 
     def check_card(self, text: str) -> None:
-        """Lets the Hub validate a card's metadata before the upload."""
+        """Lets the Hub validate a card's metadata, which the client does after an upload only."""
         from huggingface_hub.utils import get_session, hf_raise_for_status
 
         def post() -> list[str]:
             response = get_session().post(
                 f"{self.api.endpoint}/api/validate-yaml",
                 json={"content": text, "repoType": "model"},
-                headers=self.headers(),
+                headers=self._headers(),
             )
             if response.status_code != _BAD_REQUEST:
                 hf_raise_for_status(response)
@@ -250,8 +260,27 @@ class Hub:
                 hint="correct the lines between the two '---' at its top",
             )
 
-    def headers(self) -> dict[str, str]:
-        """Returns the headers of every request, including the token."""
+    def forgo_absent_xet(self, revision: str, *, create_pr: bool) -> None:
+        """Lets the client upload without Xet, which it takes for granted, where a mirror has none.
+
+        It does so until `quiet_client` ends.
+        """
+        from huggingface_hub import constants
+        from huggingface_hub.utils import get_session, hf_raise_for_status
+
+        target = "None?create_pr=1" if create_pr else quote(revision, safe="")
+        url = f"{self.api.endpoint}/api/models/{self.repo_id}/xet-write-token/{target}"
+
+        def ask() -> bool:
+            response = get_session().get(url, headers=self._headers())
+            if response.status_code != NOT_FOUND:
+                hf_raise_for_status(response)
+            return bool(response.status_code == NOT_FOUND)
+
+        if not getattr(constants, _NO_XET, True) and self.call(ask):
+            setattr(constants, _NO_XET, True)
+
+    def _headers(self) -> dict[str, str]:
         from huggingface_hub.utils import build_hf_headers
 
         headers: dict[str, str] = build_hf_headers(
@@ -275,6 +304,13 @@ class Hub:
             if is_out_of_space(error):
                 return NoSpaceError(reason, where=self.repo_id, hint="make room, then run it again")
             return OutputError(f"cannot be written: {reason}", where=self.repo_id)
+        if isinstance(error, OSError | RuntimeError) and type(error).__module__ == "builtins":
+            # Of hf_xet, whose texts may hold signed URLs.
+            return HubError(
+                f"the store of large files failed ({type(error).__name__})",
+                where=self.repo_id,
+                hint="run it again; uploaded files are not sent again",
+            )
         if status in TRANSIENT_STATUSES:
             asked = _asked_pause(error) or 0.0
             detail = f", {HUB_RETRIES.attempts} times"
@@ -304,35 +340,6 @@ class Hub:
         return HubError(f"the Hub {answered}{said}", where=self.repo_id)
 
 
-_BAD_REQUEST, _FORBIDDEN, _TOO_LARGE = 400, 403, 413
-_NO_TOKEN = "the Hub answered 401, and no token is set"  # noqa: S105  a message
-_LFS_ERRORS = "LFS batch API returned errors"  # what the client says of files that are refused
-# By the status, or by the name of the client's error, the most specific one first.
-_REFUSALS: Mapping[int | str, tuple[str, str]] = {
-    "GatedRepoError": (
-        "the owners of the repository have not granted access to this token",
-        "request access on its page, or pass another token",
-    ),
-    UNAUTHORIZED: ("the token is wrong or expired", _LOGIN),
-    _FORBIDDEN: (
-        "the token does not have the permission for this repository",
-        "use a repository of your own or of your organisation, or a token with write access",
-    ),
-    "RevisionNotFoundError": (
-        "the repository has no such revision",
-        "see its branches and tags on its page",
-    ),
-    NOT_FOUND: (
-        "the repository does not exist, or it is private and the token has no access to it",
-        f"check the spelling; {_LOGIN}",
-    ),
-    _TOO_LARGE: (
-        "a file, or all of them together, is larger than the Hub takes",
-        "write smaller files with `ckptkit consolidate --max-shard-size 5GB`",
-    ),
-}
-
-
 def _offline(repo_id: str) -> HubError:
     return HubError(
         "the Hub cannot be used, because offline mode is on",
@@ -349,17 +356,14 @@ def list_files(hub: Hub, revision: str) -> list[Any]:
     )
     files: list[Any] = [entry for entry in entries if hasattr(entry, "blob_id")]
     for file in files:
-        if not (_is_text(file.path) and is_size(file.size) and _is_text(file.blob_id)):
+        is_size = type(file.size) is int and file.size >= 0
+        if not (_is_text(file.path) and is_size and _is_text(file.blob_id)):
             raise HubError(
                 f"the Hub lists a file without a name, a size or a hash: {file.path!r:.200}",
                 where=hub.repo_id,
                 hint="see whether HF_ENDPOINT is the address of a Hub",
             )
     return files
-
-
-def is_size(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _is_text(value: object) -> bool:
@@ -407,29 +411,9 @@ def tag_commit(hub: Hub, tag: str, commit: str) -> None:
             ) from error
 
 
-_NO_XET = "HF_HUB_DISABLE_XET"
-
-
-def uses_xet() -> bool:
-    """Returns whether the client may send large files to a Xet store."""
-    from huggingface_hub import constants
-
-    return not getattr(constants, _NO_XET, False)
-
-
-def forgo_xet() -> None:
-    """Makes the client upload large files without Xet until `quiet_client` ends."""
-    from huggingface_hub import constants
-
-    setattr(constants, _NO_XET, True)
-
-
 @contextmanager
 def quiet_client() -> Iterator[None]:
-    """Hides the client's progress bars, and its warnings, which hold signed URLs.
-
-    Afterwards the client has the same settings as before.
-    """
+    """Hides the client's progress bars, and its warnings, which hold signed URLs."""
     from huggingface_hub import constants
     from huggingface_hub.utils import (
         are_progress_bars_disabled,
@@ -439,7 +423,7 @@ def quiet_client() -> Iterator[None]:
 
     client = logging.getLogger("huggingface_hub")
     level, hidden = client.level, are_progress_bars_disabled()
-    plain = getattr(constants, _NO_XET, False)
+    plain = getattr(constants, _NO_XET, None)
     client.setLevel(logging.ERROR)
     if not hidden:
         disable_progress_bars()
@@ -447,6 +431,7 @@ def quiet_client() -> Iterator[None]:
         yield
     finally:
         client.setLevel(level)
-        setattr(constants, _NO_XET, plain)
+        if plain is not None:  # old clients know no Xet
+            setattr(constants, _NO_XET, plain)
         if not hidden:
             enable_progress_bars()

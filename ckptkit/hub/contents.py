@@ -9,129 +9,53 @@ import json
 import posixpath
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
 from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptkit.consumers.table import ADAPTER_CONFIG, CONFIG
 from ckptkit.core.checksums import digest_as
-from ckptkit.core.errors import FormatError, VerificationError
 from ckptkit.core.manifest import CHECKSUM, MANIFEST_NAME, FileRecord, Manifest, parse_manifest
 from ckptkit.core.model_configs import architecture_of, model_config_to_json, to_json
 from ckptkit.formats.parsing import INDEX_ENDING
 from ckptkit.hub.client import is_local, is_repo_id
-from ckptkit.hub.folder_files import CARD
 from ckptkit.hub.secrets import find_secrets, refuse_secrets, secrets_in
-from ckptkit.storage.base import Source
 from ckptkit.version import __version__
 
-_PARSED = ("config.json", INDEX_ENDING, MANIFEST_NAME)
-_OF_STEPS = ("config.json", MANIFEST_NAME, "run.json", "trainer_state.json")
-_HINT = (
-    "restore the file, or write the folder again; if you changed it on purpose, delete"
-    " ckptkit.json, and the push verifies nothing"
-)
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedFile:
-    """A file of the folder in memory, parsed where it is JSON."""
-
-    path: str
-    data: bytes
-    document: Any
-
-
-def read_small(source: Source, paths: Iterable[str]) -> dict[str, LoadedFile]:
-    files = {}
-    for path in paths:
-        data = source.read(path, 0, source.stat(path).size_bytes)
-        document = None
-        if path.endswith(_PARSED):
-            try:
-                document = json.loads(data)
-            except (ValueError, RecursionError) as error:
-                where = posixpath.join(source.location, path)
-                raise FormatError(f"is not JSON: {error}", where=where) from error
-        files[path] = LoadedFile(path, data, document)
-    return files
-
-
-def check_against_manifest(files: Iterable[LoadedFile], manifest: Manifest, where: str) -> None:
-    """Compares small files with the digests in the manifest."""
-    for file in files:
-        record = manifest.files.get(file.path)
-        if record is None or not record.digest:
-            continue
-        if digest_as(record.digest, memoryview(file.data)) != record.digest:
-            raise VerificationError(
-                "has another digest than the manifest",
-                where=posixpath.join(where, file.path),
-                hint=_HINT,
-            )
+CARD = "README.md"
+_SCRUBBED = ("config.json", INDEX_ENDING, MANIFEST_NAME, "run.json", "trainer_state.json")
 
 
 def clean_contents(
-    files: Mapping[str, LoadedFile], base_model: str | None, large: Iterable[str]
+    files: Mapping[str, bytes], others: Iterable[str], base_model: str | None, folder: str = ""
 ) -> dict[str, bytes]:
-    """Returns files without paths of this machine, with a manifest that matches them."""
-    contents = {
-        path: scrub_content(path, file.data, file.document, base_model)
-        for path, file in files.items()
-    }
-    if MANIFEST_NAME in contents:
-        manifest = parse_manifest(contents[MANIFEST_NAME], where=MANIFEST_NAME)
-        contents[MANIFEST_NAME] = _fit_manifest(manifest, contents, set(large)).to_json()
-    return contents
+    """Returns small files without paths of this machine, with a manifest that matches them.
 
-
-def clean_step_contents(
-    texts: Mapping[str, bytes], others: Iterable[str], folder: str, base_model: str | None
-) -> dict[str, bytes]:
-    """Returns the texts of a step that is pushed with a model, without paths of this machine.
-
-    Its manifest is made to match them, so that a run elsewhere can verify what it resumes from.
+    `base_model` takes the place of a path of the base; the manifest is in `folder`, and lists
+    `others` too.
     """
-    contents = dict(texts)
-    for path in texts:
-        if path.endswith(_OF_STEPS):
-            document = None
-            with suppress(ValueError, RecursionError):  # other texts are published unchanged
-                document = json.loads(texts[path])
-            contents[path] = scrub_content(path, texts[path], document, base_model)
-    own = f"{folder}/{MANIFEST_NAME}"
-    if own in contents:
-        manifest = parse_manifest(contents[own], where=own)
-        inside = {f"{folder}/{path}": path for path in manifest.files}
-        small = {inside[path]: contents[path] for path in inside.keys() & contents.keys()}
-        large = {path.removeprefix(f"{folder}/") for path in others}
-        contents[own] = _fit_manifest(manifest, small, large).to_json()
-    return contents
-
-
-def _fit_manifest(manifest: Manifest, contents: Mapping[str, bytes], large: set[str]) -> Manifest:
-    """Gives the manifest the sizes and digests of the published files, and of no others."""
-    names = large | contents.keys()
+    contents = {path: scrub_content(path, data, base_model) for path, data in files.items()}
+    front = f"{folder}/" if folder else ""
+    own = f"{front}{MANIFEST_NAME}"
+    if own not in contents:
+        return contents
+    manifest = parse_manifest(contents[own], where=own)
+    names = {path.removeprefix(front) for path in [*contents, *others]}
     records = {path: record for path, record in manifest.files.items() if path in names}
+    for path, record in records.items():
+        data = contents.get(f"{front}{path}")
+        if data is not None and record.digest:
+            records[path] = FileRecord(len(data), digest_as(record.digest, memoryview(data)))
     tensors = {name: t for name, t in manifest.tensors.items() if t.file in names}
-    for path, data in contents.items():
-        if path in records and records[path].digest:
-            digest = digest_as(records[path].digest, memoryview(data))
-            records[path] = FileRecord(len(data), digest)
-    return replace(manifest, files=records, tensors=tensors)
+    contents[own] = replace(manifest, files=records, tensors=tensors).to_json()
+    return contents
 
 
 def check_contents(
     contents: Mapping[str, bytes], where: str, known: Sequence[str], others: Iterable[str] = ()
 ) -> None:
-    """Refuses to publish keys and tokens.
-
-    Args:
-        contents: The content of files, by path.
-        where: The folder of the files.
-        known: Secrets that are in use.
-        others: Further files that are published; only their names are searched.
-    """
+    """Refuses to publish keys and tokens; of `others`, names are searched only."""
     paths = "\n".join([*contents, *others])
     secrets = [f"{kind} in the name of a file" for kind in find_secrets(paths.encode(), known)]
     if not secrets:
@@ -223,11 +147,17 @@ def scrub_card(text: str) -> str:
     return f"{front[1]}{''.join(lines)}{front[3]}{text[front.end() :]}"
 
 
-def scrub_content(path: str, data: bytes, document: Any, base_model: str | None) -> bytes:
+def scrub_content(path: str, data: bytes, base_model: str | None) -> bytes:
     """Returns a file's content as it is published; the same bytes where nothing is taken out."""
     if path == CARD:
         changed = scrub_card(data.decode(errors="surrogateescape"))
         return changed.encode(errors="surrogateescape")
+    if not path.endswith(_SCRUBBED):
+        return data
+    try:
+        document = json.loads(data)
+    except (ValueError, RecursionError):  # other texts are published unchanged
+        return data
     new = scrub(path, document, base_model)
     if new == document:
         return data
@@ -239,25 +169,15 @@ _CAUSAL = "ForCausalLM"
 _PLAIN = re.compile(r"[A-Za-z0-9_.+-]{1,64}")
 
 
-@dataclass(frozen=True, slots=True)
-class ModelFacts:
-    """What a card says.
+class ModelFacts(Struct, frozen=True):
+    """What a card says."""
 
-    Attributes:
-        title: The name of the repository, without its owner.
-        base_model: The repository of the base, or None.
-        adapter: `adapter_config.json`, where an adapter is pushed.
-        config: `config.json`; empty where there is none.
-        manifest: Of the folder; None where it has none.
-        library: That loads it, as the Hub calls it; empty where none is known.
-    """
-
-    title: str
-    base_model: str | None
-    adapter: Mapping[str, Any] | None
-    config: Mapping[str, Any]
+    title: str  # the name of the repository, without its owner
+    base_model: str | None  # the repository of the base
+    adapter: Mapping[str, Any] | None  # adapter_config.json, where an adapter is pushed
+    config: Mapping[str, Any]  # config.json; empty where there is none
     manifest: Manifest | None
-    library: str = ""
+    library: str = ""  # that loads it, as the Hub calls it
 
     @property
     def step(self) -> int | None:

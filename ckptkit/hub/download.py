@@ -11,13 +11,15 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
 
 from ckptkit.conversion.verify import run_verification
 from ckptkit.core.arguments import check_arguments
 from ckptkit.core.checksums import DIGEST_SCHEME, digest_of
+from ckptkit.core.display import plain_fields
 from ckptkit.core.errors import (
     CkptkitError,
     NoSpaceError,
@@ -31,10 +33,10 @@ from ckptkit.core.text import size_text
 from ckptkit.engine.outcome import BytesWritten, Listener, OutputCommitted, Started, ignore
 from ckptkit.engine.progress import report_to
 from ckptkit.formats.discovery import ITSELF
-from ckptkit.hub.client import Hub, commit_of, list_files, quiet_client
-from ckptkit.hub.large_files import CheckedReader, LargeFile, large_file
+from ckptkit.hub.client import MAIN, Hub, commit_of, list_files, quiet_client
+from ckptkit.hub.large_files import LargeFile, git_hash, large_file, read_checked
 from ckptkit.runs.step_manifests import file_problems
-from ckptkit.storage.local.disk import LOCAL_DISK, is_refused
+from ckptkit.storage.local.disk import LOCAL_DISK
 from ckptkit.storage.local.durable import sync_file, sync_folders
 from ckptkit.storage.local.ownership import make_private, refuse_planted
 from ckptkit.storage.local.source import LocalSource
@@ -129,7 +131,7 @@ def open_pull_folder(out: Path) -> Iterator[PullFolder]:
         OutputExistsError: If `out` is not empty.
         OutputError: If `out` is a file, or nothing can be written there, or another user made it.
         RefusedError: If another pull is writing there.
-    """  # noqa: DOC501  `_exists` makes the first
+    """
     if out.exists() and not out.is_dir():
         raise OutputError("a file was found where a directory was expected", where=str(out))
     resolved = out.resolve()
@@ -141,14 +143,8 @@ def open_pull_folder(out: Path) -> Iterator[PullFolder]:
     with translate_errors(out):
         make_missing(resolved.parent)
         make_private(path, exist_ok=True)
-        has_locks = LOCAL_DISK.locks
-        try:
-            lock = LOCAL_DISK.open_locked(path / ".lock") if has_locks else None
-        except OSError as error:
-            if not is_refused(error):
-                raise
-            has_locks = False
-        if has_locks and lock is None:
+        is_alone, lock = LOCAL_DISK.try_lock(path / ".lock")
+        if not is_alone:
             raise RefusedError(
                 "another pull is writing there",
                 where=str(out),
@@ -184,8 +180,7 @@ _WEIGHTS = (".safetensors", ".bin")
 _TORCH = "torch"  # outputs whose tensors lie inside archives
 
 
-@dataclass(frozen=True, slots=True)
-class Pulled:
+class Pulled(Struct, frozen=True):
     """The result of a pull.
 
     Attributes:
@@ -208,7 +203,7 @@ class Pulled:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the report as plain values."""
-        return asdict(self)
+        return plain_fields(self)
 
 
 @check_arguments
@@ -260,89 +255,80 @@ def pull(
         report_to("pull", {"listener": listener, "progress": progress}) as listen,
     ):
         hub.resolve_owner()
-        commit = commit_of(hub, revision or "main")
+        commit = commit_of(hub, revision or MAIN)
         remote = {file.path: file for file in list_files(hub, commit)}
         for path in remote:
             check_relative(path, hub.repo_id)
-        return _Pull(hub, commit, remote, partial, listen).run(os.fspath(folder))
+        sizes = {path: int(file.size) for path, file in remote.items()}
+        partial.prepare(sizes)
+        listen(Started(sum(sizes.values()), tuple(sizes.items())))
+        download = _Download(hub, commit, remote, partial.files, listen)
+        manifest = None
+        if MANIFEST_NAME in remote:  # first, since it has the digests of the others
+            download.fetch([MANIFEST_NAME], None)
+            with LocalSource(partial.files) as source:
+                manifest = read_manifest(source)
+        download.fetch([path for path in remote if path != MANIFEST_NAME], manifest)
+        notes = [] if manifest is None else download.check_whole(manifest)
+        partial.commit()
+        listen(OutputCommitted(os.fspath(folder)))
+    return Pulled(
+        repo_id=hub.repo_id,
+        commit=commit,
+        path=os.fspath(folder),
+        files=tuple(remote),
+        size_bytes=sum(sizes.values()),
+        tensors=len(manifest.tensors) if manifest is not None else 0,
+        notes=tuple(notes),
+    )
 
 
-class _Pull:
+class _Download:
+    """Fetches files of a commit into a folder, and compares them with the Hub and the manifest."""
+
     def __init__(
-        self,
-        hub: Hub,
-        commit: str,
-        remote: Mapping[str, Any],
-        partial: PullFolder,
-        listener: Listener,
+        self, hub: Hub, commit: str, remote: Mapping[str, Any], folder: Path, listener: Listener
     ) -> None:
         self._hub = hub
         self._commit = commit
         self._remote = remote
-        self._partial = partial
+        self._folder = folder
         self._listener = listener
 
-    def run(self, folder: str) -> Pulled:
-        """Downloads, checks and commits the files."""
-        sizes = {path: int(file.size) for path, file in self._remote.items()}
-        self._partial.prepare(sizes)
-        self._listener(Started(sum(sizes.values()), tuple(sizes.items())))
-        first = [path for path in (MANIFEST_NAME,) if path in self._remote]
-        self._all(first, None)
-        with LocalSource(self._partial.files) as source:
-            manifest = read_manifest(source) if first else None
-        rest = [path for path in self._remote if path not in first]
-        self._all(rest, manifest)
-        notes = self._check_whole(manifest)
-        self._partial.commit()
-        self._listener(OutputCommitted(folder))
-        return Pulled(
-            repo_id=self._hub.repo_id,
-            commit=self._commit,
-            path=folder,
-            files=tuple(self._remote),
-            size_bytes=sum(sizes.values()),
-            tensors=len(manifest.tensors) if manifest is not None else 0,
-            notes=tuple(notes),
-        )
-
-    def _all(self, paths: Sequence[str], manifest: Manifest | None) -> None:
-        """Downloads files one after another, and checks the earlier ones meanwhile.
-
-        The client is called from this thread, so that a signal stops it.
-        """
+    def fetch(self, paths: Sequence[str], manifest: Manifest | None) -> None:
+        """Downloads files one after another, and checks the earlier ones meanwhile."""
+        # `snapshot_download` would call the client from threads that no signal stops.
         with ThreadPoolExecutor(_CHECKS_AT_ONCE, thread_name_prefix="pull") as pool:
-            checks = []
+            checks = {}
             for path in paths:
-                self._download(path, again=False)
-                checks.append((path, pool.submit(self._check, path, manifest)))
-            for path, check in checks:
+                self._fetch_file(path, again=False)
+                checks[path] = pool.submit(self._check, path, manifest)
+            for path, check in checks.items():
                 try:
                     check.result()
                 except CkptkitError:  # an earlier pull, or the disk, damaged the file
-                    self._download(path, again=True)
+                    self._fetch_file(path, again=True)
                     self._check(path, manifest)
 
-    def _download(self, path: str, *, again: bool) -> None:
+    def _fetch_file(self, path: str, *, again: bool) -> None:
         self._hub.call(
             self._hub.api.hf_hub_download,
             self._hub.repo_id,
             path,
             revision=self._commit,
-            local_dir=str(self._partial.files),
+            local_dir=str(self._folder),
             force_download=again,
         )
 
     def _check(self, path: str, manifest: Manifest | None) -> None:
         lfs, blob_id = self._remote[path].lfs, self._remote[path].blob_id
-        with LocalSource(self._partial.files) as source:
+        with LocalSource(self._folder) as source:
             in_order = manifest is None or manifest.kind != _TORCH
             is_weights = path.endswith(".safetensors") and in_order
             size = source.stat(path).size_bytes
             file = large_file(source, path, manifest) if is_weights else LargeFile(path, size, ())
-            blob = hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
-            whole = hashlib.sha256() if lfs else blob
-            CheckedReader(source, file, ignore).read_into(whole.update)
+            whole = hashlib.sha256() if lfs else git_hash(size)
+            read_checked(source, file, ignore, whole.update)
         self._listener(BytesWritten(size, path))
         if whole.hexdigest() != (lfs.sha256 if lfs else blob_id):
             raise VerificationError(
@@ -351,14 +337,12 @@ class _Pull:
                 hint="run it again; if it happens again, check the network and the disk",
             )
 
-    def _check_whole(self, manifest: Manifest | None) -> list[str]:
+    def check_whole(self, manifest: Manifest) -> list[str]:
         """Checks all files together; returns notes on side files that were edited on the Hub."""
-        if manifest is None:
-            return []
-        with LocalSource(self._partial.files) as source:
+        with LocalSource(self._folder) as source:
             missing = [p for p in file_problems(source, "", manifest) if p.where.endswith(_WEIGHTS)]
         if manifest.kind == _TORCH:
-            report = run_verification(self._partial.files, select=ITSELF)
+            report = run_verification(self._folder, select=ITSELF)
             missing += [problem for problem in report.problems if "tensor" in problem.where]
         for problem in missing:
             raise VerificationError(
@@ -368,7 +352,7 @@ class _Pull:
             )
         notes = []
         for path, record in sorted(manifest.files.items()):
-            file = self._partial.files / path
+            file = self._folder / path
             if record.digest.startswith(DIGEST_SCHEME) and not (
                 file.is_file() and digest_of(memoryview(file.read_bytes())) == record.digest
             ):

@@ -1,58 +1,327 @@
-"""What a push publishes: decided, cleaned of local paths and searched before the Hub is asked."""
+"""What a push publishes: chosen, checked, cleaned of local paths, and searched for secrets."""
 
 from __future__ import annotations
 
+import json
+import os
 import posixpath
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
+from msgspec import Struct
+
 from ckptkit.consumers.folder_truth import TELLING, parse_texts, tell_truth
-from ckptkit.consumers.side_files import has_auto_map
-from ckptkit.consumers.table import ADAPTER_CONFIG, CONFIG, Consumer, find_consumer
+from ckptkit.consumers.side_files import has_auto_map, is_side_file
+from ckptkit.consumers.table import ADAPTER_CONFIG, CONFIG, CONSUMERS, Consumer, find_consumer
 from ckptkit.conversion.compare_names import Subject, compare_now
 from ckptkit.conversion.source.model_folders import read_pretrained_index
 from ckptkit.conversion.verify import run_verification
+from ckptkit.core.checksums import digest_as
 from ckptkit.core.dtypes import DType, dtype_named
-from ckptkit.core.errors import AccessError, VerificationError
+from ckptkit.core.errors import (
+    AccessError,
+    FormatError,
+    IncompleteCheckpointError,
+    MissingFileError,
+    RefusedError,
+    UnsafePathError,
+    VerificationError,
+)
 from ckptkit.core.index import FileRef, Shape
-from ckptkit.core.manifest import MANIFEST_NAME, Manifest
+from ckptkit.core.manifest import MANIFEST_NAME, SIDE_FOLDER, TRAINING, Manifest
 from ckptkit.formats.discovery import ITSELF
-from ckptkit.formats.parsing import INDEX_ENDING
+from ckptkit.formats.parsing import INDEX_ENDING, list_unnamed
+from ckptkit.formats.registry import recognise
 from ckptkit.hub.contents import (
-    LoadedFile,
+    CARD,
     ModelFacts,
     base_model_of,
-    check_against_manifest,
     check_contents,
     clean_contents,
-    clean_step_contents,
-    read_small,
     write_card,
-)
-from ckptkit.hub.folder_files import (
-    CARD,
-    FileSelection,
-    Skipped,
-    check_complete,
-    choose_files,
-    choose_step_files,
-    is_weights,
-    read_model_manifest,
-    refuse_checkpoints,
-    stat_all,
 )
 from ckptkit.hub.large_files import LargeFile, large_file
 from ckptkit.hub.secrets import MAX_SMALL_BYTES, refuse_secrets, secrets_in
 from ckptkit.options import ProgressOptions
 from ckptkit.plan.load_report import PUSH
-from ckptkit.runs.run_paths import ENTER_HINT
-from ckptkit.storage.base import Folder
+from ckptkit.runs.run_paths import ENTER_HINT, absent_folder
+from ckptkit.runs.step_manifests import file_problems
+from ckptkit.storage.base import Source
 from ckptkit.storage.manifests import read_manifest
+from ckptkit.storage.places import PathLike, is_url
 
-_DEPTH = 1
-_WHOLE_DEPTH = 8
+NEVER = "training_args.bin"
+"""Can hold the token that training used, in plain text."""
+_STEMS = "|".join(dict.fromkeys(one.stem for one in CONSUMERS))
+_WEIGHTS = re.compile(
+    rf"({_STEMS}|pytorch_model|consolidated)(-\d+-of-\d+|\.\d+(-of-\d+)?)?"
+    r"\.(safetensors|bin)(\.index\.json)?"
+)
+_DOCUMENTS = re.compile(r"(README|MODEL_CARD|LICEN[CS]E|NOTICE|USE_POLICY)(\.\w+)?", re.IGNORECASE)
+_OPTIMIZER = re.compile(
+    r"(optimizer|scheduler|scaler)(_\d+)?\.(bin|pt)|rng_state(_\d+)?\.pth"
+    r"|random_states_\d+\.pkl|trainer_state\.json"
+)
+_TENSORS = r"(safetensors|bin|pt|pth|pth\.tar|ckpt|pkl)"
+_STATES = (  # how the files of a step begin that hold tensors or states
+    "adapter|bf16|checkpoint|ckpt|common|consolidated|custom_checkpoint|data|dataloader|dl_state|dp"
+    "|ema|embedding|epoch|exp_avg|expert|extra_state|fp16|fp32|last|layer|metadata|meta|model"
+    "|mp_rank|optim|optimizer|pytorch_model|random_states|rank|rng_state|sampler|scaler|scheduler|sdp"
+    "|shard|state|step|train_state|weights|zero_pp_rank|zero"
+)
+_OF_STEP = re.compile(
+    r"\.metadata|\.snapshot_metadata|\w+\.distcp|latest(_universal)?|zero_to_fp32\.py"
+    r"|latest_checkpointed_iteration\.txt|trainer_state\.json|fsdp_config\.json"
+    r"|(run|flat_parameters|metadata|meta|params|integrity)\.json|run_config\.yaml"
+    rf"|({_STATES})([\w.=-]*)\.{_TENSORS}(\.index\.json)?"
+)
+_SNAPSHOT = ".snapshot_metadata"
+_OF_SNAPSHOT = re.compile(r"(\d+|batched|replicated|sharded)/.+")
+_NANOTRON = "checkpoint_metadata.json"
+_OF_NANOTRON = re.compile(
+    r"latest\.txt|config\.yaml|(checkpoint_metadata|model_config|optimizer_config)\.json"
+    r"|tp-\d+-of-\d+_[\w-]+\.pt"
+)
+_DATA = re.compile(rf"[^.].*\.({_TENSORS[1:-1]}|csv|jinja|json|jsonl|model|npy|npz|txt|ya?ml)")
+_CODE = "*.py"
+_ADAPTER = re.compile(r"adapter_model\.(safetensors|bin)|adapter_config\.json")
+_LOADS = frozenset({"safetensors", "torch"})  # formats
+_PUSHED = frozenset({"model", "adapter", "torch"})  # kinds of outputs
 _TEXTS = (".json", ".jinja", ".md", ".txt", ".yaml", ".yml")
+_DEPTH, _RUN_DEPTH, _WHOLE_DEPTH = 1, 2, 8  # of folders that are listed
+MAX_FILE_BYTES = 500_000_000_000
+"""The largest file that the Hub takes."""
+
+
+class Skipped(Struct, frozen=True):
+    """A file that is not pushed, and why."""
+
+    path: str
+    reason: str
+
+
+def choose_files(
+    paths: Iterable[str],
+    consumer: Consumer,
+    *,
+    code: bool,
+    optimizer: bool,
+    include: Sequence[str] = (),
+) -> tuple[list[str], list[Skipped]]:
+    """Decides by name which files of a model folder are pushed.
+
+    With `code`, Python files are, too; with `optimizer`, its states and those of random numbers.
+    """
+    files: list[str] = []
+    skipped: list[Skipped] = []
+    for path in sorted(paths):
+        reason = _reason(path, code=code, optimizer=optimizer)
+        reason = "" if consumer.has_companion(path) else reason
+        wanted = any(fnmatchcase(path, pattern) for pattern in include)
+        if posixpath.basename(path) == NEVER:
+            skipped.append(Skipped(path, "it can hold the token that training used"))
+        elif reason and not wanted:
+            skipped.append(Skipped(path, reason))
+        else:
+            files.append(path)
+    return files, skipped
+
+
+def choose_step_files(
+    paths: Iterable[str], recorded: Collection[str], include: Sequence[str] = ()
+) -> tuple[list[str], list[Skipped]]:
+    """Decides which files of a step are pushed with it."""
+    all_paths = sorted(paths)
+    is_snapshot = _SNAPSHOT in all_paths
+    is_nanotron = any(posixpath.basename(path) == _NANOTRON for path in all_paths)
+    files: list[str] = []
+    skipped: list[Skipped] = []
+    for path in all_paths:
+        name = posixpath.basename(path)
+        wanted = any(fnmatchcase(path, pattern) for pattern in include)
+        belongs = (
+            _is_of_step(path, name)
+            or (is_snapshot and _OF_SNAPSHOT.fullmatch(path))
+            or (is_nanotron and _OF_NANOTRON.fullmatch(name))
+        )
+        if path in recorded or path.startswith(f"{SIDE_FOLDER}/"):
+            belongs = belongs or _DATA.fullmatch(name)
+        if name == NEVER:
+            skipped.append(Skipped(path, "it can hold the token that training used"))
+        elif belongs or wanted:
+            files.append(path)
+        else:
+            skipped.append(Skipped(path, "not a known file of a step"))
+    return files, skipped
+
+
+def _is_of_step(path: str, name: str) -> bool:
+    if fnmatchcase(name, _CODE):
+        return _OF_STEP.fullmatch(name) is not None
+    kinds = (_OF_STEP, _WEIGHTS, _DOCUMENTS)
+    return (
+        name in {MANIFEST_NAME, ADAPTER_CONFIG}
+        or any(kind.fullmatch(name) for kind in kinds)
+        or is_side_file(name)
+        or is_side_file("/".join(path.split("/")[-2:]))  # additional_chat_templates
+    )
+
+
+def is_weights(path: str) -> bool:
+    return _WEIGHTS.fullmatch(posixpath.basename(path)) is not None
+
+
+def find_stale_files(remote: Iterable[str], local: Iterable[str], whole: str = "") -> list[str]:
+    """Returns the files to delete from a repository so that it holds only the pushed model.
+
+    Loaders would pick up weight files of another kind or number of shards; with an adapter's
+    configuration next to a model, they would load the adapter's base instead of the model. Of
+    `whole`, a folder that is pushed as it is, files of an earlier one are deleted.
+    """
+    new = set(local)
+    if not any(is_weights(path) for path in new):
+        return []
+    has_model = any(is_weights(path) and not _ADAPTER.fullmatch(path) for path in new)
+    return sorted(
+        path
+        for path in set(remote) - new
+        if path == MANIFEST_NAME
+        or _ADAPTER.fullmatch(path)
+        or (has_model and is_weights(path) and "/" not in path)
+        or (whole and path.startswith(f"{whole}/"))
+    )
+
+
+def _reason(path: str, *, code: bool, optimizer: bool) -> str:
+    """Returns why a file of a model folder is not pushed; empty if it is."""
+    folder, name = posixpath.split(path)
+    if path == MANIFEST_NAME:
+        return ""
+    if _OPTIMIZER.fullmatch(name):
+        return "" if optimizer and not folder else "state of the optimizer or of random numbers"
+    if fnmatchcase(name, _CODE):
+        return "" if code else "no configuration names this Python file"
+    if folder:  # PEFT keeps every adapter but the default one in a folder of its name
+        belongs = "/" not in folder and _ADAPTER.fullmatch(name) is not None
+    else:
+        belongs = name == ADAPTER_CONFIG or any(p.fullmatch(name) for p in (_WEIGHTS, _DOCUMENTS))
+    if belongs or is_side_file(path):
+        return ""
+    return "not a file of a model, its tokenizer or its documents"
+
+
+def local_folder(place: PathLike) -> Path:
+    """Returns the folder to push."""
+    where = os.fspath(place)
+    if is_url(place):
+        raise RefusedError(
+            "a push reads a folder of this machine",
+            where=where,
+            hint="write it to a local folder first: `ckptkit consolidate URL DIR`",
+        )
+    if not Path(where).is_dir():
+        meant = "pass what `ckptkit consolidate` or `ckptkit adapter extract` wrote"
+        text, hint = absent_folder(place, meant)
+        raise MissingFileError(text, where=where, hint=hint)
+    return Path(where)
+
+
+def read_model_manifest(source: Source, paths: Iterable[str]) -> Manifest | None:
+    """Returns the manifest of a folder that can be pushed, None if it has none."""
+    if MANIFEST_NAME not in set(paths):
+        return None
+    manifest = read_manifest(source)
+    if manifest.kind == TRAINING:
+        raise _to_consolidate(source.location, "is a step of a training run")
+    if manifest.kind not in _PUSHED:
+        raise _to_consolidate(source.location, f"holds a {manifest.kind!r} output")
+    return manifest
+
+
+def refuse_checkpoints(source: Source, paths: Iterable[str]) -> None:
+    """Refuses checkpoints that no library loads from the Hub."""
+    for candidate in recognise(list(paths)):
+        if candidate.format not in _LOADS:
+            raise _to_consolidate(source.location, f"is a sharded checkpoint ({candidate.reason})")
+
+
+def _to_consolidate(location: str, what: str) -> RefusedError:
+    return RefusedError(
+        f"{what}, which no library loads from the Hub",
+        where=location,
+        hint=f"run `ckptkit consolidate {location} OUT` (or `ckptkit adapter extract`, for an"
+        " adapter), then push OUT",
+    )
+
+
+def stat_all(source: Source, paths: Iterable[str]) -> dict[str, FileRef]:
+    """Returns the sizes of the files to push; refuses files that cannot be pushed."""
+    files = {}
+    for path in paths:
+        where = posixpath.join(source.location, path)
+        try:
+            files[path] = source.stat(path)
+        except UnsafePathError as error:
+            raise RefusedError(
+                "is a link that leads out of the folder",
+                where=where,
+                hint="copy the file into the folder, or push the folder that contains it",
+            ) from error
+        size_bytes = files[path].size_bytes
+        if size_bytes > MAX_FILE_BYTES:
+            raise RefusedError(
+                f"has {size_bytes:,} bytes, and the Hub takes at most {MAX_FILE_BYTES:,}",
+                where=where,
+                hint="write smaller files with `ckptkit consolidate --max-shard-size 5GB`",
+            )
+    return files
+
+
+def _first_missing(named: Collection[str], files: Collection[str]) -> str:
+    """Returns the first missing file of an index, or of its numbering; empty if none is missing."""
+    absent = sorted(set(named).difference(files))
+    return absent[0] if absent else next((n for n in list_unnamed(named) if n not in files), "")
+
+
+def check_complete(
+    source: Source, manifest: Manifest | None, files: Iterable[str], documents: Mapping[str, Any]
+) -> None:
+    """Refuses a model with missing or unexpected weight files."""
+    files = list(files)
+    weights = [path for path in files if is_weights(path) and not path.endswith(INDEX_ENDING)]
+    if not weights:
+        refuse_checkpoints(source, source.walk(_RUN_DEPTH))
+        raise RefusedError(
+            "holds no weights",
+            where=source.location,
+            hint="pass a folder with model.safetensors or adapter_model.safetensors, such as"
+            " `ckptkit consolidate` writes",
+        )
+    for path, document in documents.items():
+        if not path.endswith(INDEX_ENDING):
+            continue
+        weight_map = document.get("weight_map") if isinstance(document, Mapping) else None
+        missing = "?"
+        if isinstance(weight_map, Mapping):
+            missing = _first_missing(weight_map.values(), files)
+        if missing:
+            raise IncompleteCheckpointError(
+                f"files of the index are missing, such as {missing!r}",
+                where=posixpath.join(source.location, path),
+                hint="the folder is incomplete; write it again with `ckptkit consolidate`",
+            )
+    if manifest is None:
+        return
+    hint = "see what `ckptkit verify` says; write the folder again with `ckptkit consolidate`"
+    for problem in file_problems(source, "", manifest):
+        raise VerificationError(problem.message, where=problem.where, hint=hint)
+    for path in weights:
+        if path not in manifest.files:
+            where = posixpath.join(source.location, path)
+            raise VerificationError("is not in the manifest", where=where, hint=hint)
 
 
 class PushOptions(ProgressOptions, total=False):
@@ -92,37 +361,25 @@ class PushOptions(ProgressOptions, total=False):
     whole: str
 
 
-@dataclass(frozen=True, slots=True)
-class Package:
-    """What is to be published.
+class Package(Struct, frozen=True):
+    """What is to be published."""
 
-    Attributes:
-        contents: Small files by path, as they are published.
-        large: Files that are streamed.
-        refs: Sizes and times of the files when they were examined.
-        skipped: Files that are not published, and why.
-        card: The model card for a repository without one; None if the folder has one.
-        step: The step of training, where known.
-        notes: Messages for the user.
-        whole: The subfolder that is pushed unchanged; empty for none.
-    """
-
-    contents: Mapping[str, bytes]
+    contents: Mapping[str, bytes]  # of small files, as they are published
     large: tuple[LargeFile, ...]
-    refs: Mapping[str, FileRef]
+    refs: Mapping[str, FileRef]  # all files as they were when they were examined
     skipped: tuple[Skipped, ...]
-    card: str | None
+    card: str | None  # for a repository without one; None if the folder has one
     step: int | None
     notes: tuple[str, ...]
-    whole: str = ""
+    whole: str = ""  # the subfolder that is pushed unchanged
 
 
 def prepare_package(
-    folder: Folder, repo_id: str, options: PushOptions, secrets: Sequence[str]
+    folder: Source, repo_id: str, options: PushOptions, secrets: Sequence[str]
 ) -> Package:
     """Decides what is published, and refuses what must not be, such as `secrets` in use."""
     whole = options.get("whole", "")
-    step = _step_files(folder, whole, options)
+    step_files, skipped_of_step = _choose_of_step(folder, whole, options)
     paths = sorted(p for p in folder.walk(_DEPTH) if not (whole and p.startswith(f"{whole}/")))
     closed = tuple(
         Skipped(f"{path}/", "may not be entered")
@@ -132,44 +389,46 @@ def prepare_package(
     manifest = read_model_manifest(folder, paths)
     refuse_checkpoints(folder, paths)
     configs = [path for path in paths if path.endswith("config.json") and "/" not in path]
-    known = read_small(folder, stat_all(folder, configs))
-    documents = [file.document for file in known.values()]
-    consumer = find_consumer(_document(known, CONFIG), paths)
-    chosen = choose_files(
+    known = _parse(_read(folder, stat_all(folder, configs)), folder.location)
+    consumer = find_consumer(_mapping(known.get(CONFIG)), paths)
+    chosen, skipped = choose_files(
         paths,
         consumer,
-        code=any(isinstance(document, dict) and has_auto_map(document) for document in documents),
+        code=any(
+            isinstance(document, dict) and has_auto_map(document) for document in known.values()
+        ),
         optimizer=options.get("include_optimizer", False),
         include=options.get("include", ()),
     )
-    refs = stat_all(folder, [*chosen.files, *step.files])
-    small = read_small(folder, [path for path in chosen.files if _is_small(refs[path])])
-    large_paths = [path for path in chosen.files if path not in small]
-    check_complete(folder, manifest, chosen.files, {p: file.document for p, file in small.items()})
+    refs = stat_all(folder, [*chosen, *step_files])
+    small = _read(folder, [path for path in chosen if _is_small(refs[path])])
+    documents = _parse(small, folder.location)
+    large_paths = [path for path in chosen if path not in small]
+    check_complete(folder, manifest, chosen, documents)
     if manifest is not None:
-        check_against_manifest(small.values(), manifest, folder.location)
-    config, adapter = _document(small, CONFIG) or {}, _document(small, ADAPTER_CONFIG)
-    base_model = base_model_of(config, adapter, options.get("base_model"))
-    contents = clean_contents(small, base_model, large_paths)
+        _check_digests(small, manifest, folder.location)
+    config, adapter = _mapping(documents.get(CONFIG)), _mapping(documents.get(ADAPTER_CONFIG))
+    base_model = base_model_of(config or {}, adapter, options.get("base_model"))
+    contents = clean_contents(small, large_paths, base_model)
     large = _large(folder, large_paths, manifest)
     words = {file.path: file.words for file in large}
-    texts = _read_texts(folder, [refs[path] for path in step.files])
+    texts = _read_texts(folder, [refs[path] for path in step_files])
     where, names, tensors = folder.location, options.get("names", "auto"), dict[str, Any]()
     if adapter is None:
         tensors |= _list_tensors(folder, manifest)
-    compared = _compare_names(where, small, manifest, tensors, names, consumer)
+    compared = _compare_names(where, config, adapter, manifest, tensors, names, consumer)
     compared += _find_untruths(small, tensors, consumer)
-    streamed = [path for path in step.files if path not in texts]
-    texts = clean_step_contents(texts, streamed, whole, base_model)
+    streamed = [path for path in step_files if path not in texts]
+    texts = clean_contents(texts, streamed, base_model, whole)
     check_contents(contents | words | texts, folder.location, secrets, [*large_paths, *streamed])
     _search_unusual_files(folder, consumer, refs, [*large_paths, *streamed], whole, secrets)
     title = repo_id.rsplit("/", 1)[-1]
-    facts = ModelFacts(title, base_model, adapter, config, manifest, consumer.library)
+    facts = ModelFacts(title, base_model, adapter, config or {}, manifest, consumer.library)
     return Package(
         contents=contents | texts,
         large=large + tuple(LargeFile(path, refs[path].size_bytes, ()) for path in streamed),
         refs=refs,
-        skipped=chosen.skipped + step.skipped + closed,
+        skipped=(*skipped, *skipped_of_step, *closed),
         card=None if CARD in contents else write_card(facts),
         step=facts.step,
         notes=(*_notes(small, contents), *compared),
@@ -177,10 +436,12 @@ def prepare_package(
     )
 
 
-def _step_files(folder: Folder, whole: str, options: PushOptions) -> FileSelection:
+def _choose_of_step(
+    folder: Source, whole: str, options: PushOptions
+) -> tuple[list[str], list[Skipped]]:
     """Selects the files of the step that is pushed unchanged; paths are those in the repository."""
     if not whole:
-        return FileSelection((), ())
+        return [], []
     inside = [path for path in folder.walk(_WHOLE_DEPTH) if path.startswith(f"{whole}/")]
     closed = [path for path in folder.closed_folders if f"{path}/".startswith(f"{whole}/")]
     if closed:
@@ -194,15 +455,13 @@ def _step_files(folder: Folder, whole: str, options: PushOptions) -> FileSelecti
     if MANIFEST_NAME in paths:
         recorded = read_manifest(folder, whole).files
     patterns = [pattern.removeprefix(f"{whole}/") for pattern in options.get("include", ())]
-    chosen = choose_step_files(paths, recorded.keys(), patterns)
-    return FileSelection(
-        tuple(f"{whole}/{path}" for path in chosen.files),
-        tuple(Skipped(f"{whole}/{skip.path}", skip.reason) for skip in chosen.skipped),
-    )
+    files, skipped = choose_step_files(paths, recorded.keys(), patterns)
+    skipped = [Skipped(f"{whole}/{skip.path}", skip.reason) for skip in skipped]
+    return [f"{whole}/{path}" for path in files], skipped
 
 
 def _search_unusual_files(
-    folder: Folder,
+    folder: Source,
     consumer: Consumer,
     refs: Mapping[str, FileRef],
     paths: Sequence[str],
@@ -213,9 +472,9 @@ def _search_unusual_files(
 
     The other files are searched while they are uploaded.
     """
-    usual = choose_files(paths, consumer, code=True, optimizer=True).files
+    usual, _ = choose_files(paths, consumer, code=True, optimizer=True)
     step = [path.removeprefix(f"{whole}/") for path in paths if path not in usual]
-    usual += tuple(f"{whole}/{path}" for path in choose_step_files(step, ()).files)
+    usual += [f"{whole}/{path}" for path in choose_step_files(step, ())[0]]
     found: list[str] = []
     for path in paths:
         if path not in usual:
@@ -228,17 +487,17 @@ def _search_unusual_files(
 
 def _compare_names(
     where: str,
-    small: Mapping[str, LoadedFile],
+    config: Mapping[str, Any] | None,
+    adapter: Mapping[str, Any] | None,
     manifest: Manifest | None,
     tensors: Mapping[str, tuple[DType, Shape]],
     names: str,
     consumer: Consumer,
 ) -> tuple[str, ...]:
     """Refuses weights that would not load as the model of config.json; returns notes."""
-    config = _document(small, CONFIG)
     options = {} if manifest is None else manifest.options
     chosen = [f"--{key}" for key in ("names", "include", "exclude") if key in options]
-    if config is None or ADAPTER_CONFIG in small or (manifest and manifest.kind == "adapter"):
+    if config is None or adapter is not None or (manifest and manifest.kind == "adapter"):
         return ()
     if names == "live" or chosen:
         said = "--names live" if names == "live" else f"the folder was written with {chosen[0]}"
@@ -249,7 +508,7 @@ def _compare_names(
     return compare_now(subject)
 
 
-def _list_tensors(folder: Folder, manifest: Manifest | None) -> Mapping[str, tuple[DType, Shape]]:
+def _list_tensors(folder: Source, manifest: Manifest | None) -> Mapping[str, tuple[DType, Shape]]:
     """Returns the element types and shapes of the model, by name."""
     if manifest is not None:
         return {n: (dtype_named(t.dtype), t.shape) for n, t in manifest.tensors.items()}
@@ -259,16 +518,16 @@ def _list_tensors(folder: Folder, manifest: Manifest | None) -> Mapping[str, tup
 
 
 def _find_untruths(
-    small: Mapping[str, LoadedFile], tensors: Iterable[str], consumer: Consumer
+    small: Mapping[str, bytes], tensors: Iterable[str], consumer: Consumer
 ) -> tuple[str, ...]:
     """Returns notes where the files of a folder say something else than its model is."""
     if not consumer.owns_config:
         return ()
-    texts = parse_texts({path: file.data for path, file in small.items() if path in TELLING})
+    texts = parse_texts({path: data for path, data in small.items() if path in TELLING})
     return tell_truth(texts, None, tensors, writes=False).notes
 
 
-def _read_texts(folder: Folder, files: Iterable[FileRef]) -> dict[str, bytes]:
+def _read_texts(folder: Source, files: Iterable[FileRef]) -> dict[str, bytes]:
     """Reads the texts of a step, which may hold a secret, and empty files.
 
     The Hub's store of large files takes no empty ones.
@@ -287,7 +546,7 @@ def _is_small(file: FileRef) -> bool:
 
 
 def _large(
-    folder: Folder, paths: Sequence[str], manifest: Manifest | None
+    folder: Source, paths: Sequence[str], manifest: Manifest | None
 ) -> tuple[LargeFile, ...]:
     """Returns the large files; outputs whose bytes are not in order are verified as a whole."""
     in_order = manifest is None or manifest.kind != "torch"
@@ -298,16 +557,44 @@ def _large(
     return tuple(large_file(folder, path, manifest, check=in_order) for path in paths)
 
 
-def _document(small: Mapping[str, LoadedFile], path: str) -> Mapping[str, Any] | None:
-    document = small[path].document if path in small else None
+def _read(source: Source, paths: Iterable[str]) -> dict[str, bytes]:
+    return {path: source.read(path, 0, source.stat(path).size_bytes) for path in paths}
+
+
+def _parse(files: Mapping[str, bytes], location: str) -> dict[str, Any]:
+    """Returns the documents of a model among files; refuses those that are not JSON."""
+    documents = {}
+    for path, data in files.items():
+        if path.endswith(("config.json", INDEX_ENDING, MANIFEST_NAME)):
+            try:
+                documents[path] = json.loads(data)
+            except (ValueError, RecursionError) as error:
+                where = posixpath.join(location, path)
+                raise FormatError(f"is not JSON: {error}", where=where) from error
+    return documents
+
+
+def _mapping(document: object) -> Mapping[str, Any] | None:
     return document if isinstance(document, Mapping) else None
 
 
-def _notes(small: Mapping[str, LoadedFile], contents: Mapping[str, bytes]) -> list[str]:
+def _check_digests(files: Mapping[str, bytes], manifest: Manifest, location: str) -> None:
+    for path, data in files.items():
+        record = manifest.files.get(path)
+        if record is None or not record.digest:
+            continue
+        if digest_as(record.digest, memoryview(data)) != record.digest:
+            raise VerificationError(
+                "has another digest than the manifest",
+                where=posixpath.join(location, path),
+                hint="restore the file, or write the folder again; if you changed it on purpose,"
+                " delete ckptkit.json, and the push verifies nothing",
+            )
+
+
+def _notes(small: Mapping[str, bytes], contents: Mapping[str, bytes]) -> list[str]:
     changed = [
-        path
-        for path, file in small.items()
-        if contents[path] != file.data and path != MANIFEST_NAME
+        path for path, data in small.items() if contents[path] != data and path != MANIFEST_NAME
     ]
     notes = [f"{path} is published without the paths of this machine in it" for path in changed]
     if ADAPTER_CONFIG in changed:

@@ -6,20 +6,20 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
+from msgspec import Struct
+
 from ckptkit.core.arguments import check_arguments
-from ckptkit.core.errors import (
-    HubError,
-    RefusedError,
-    SourceChangedError,
-    VerificationError,
-)
+from ckptkit.core.display import plain_fields
+from ckptkit.core.errors import HubError, RefusedError, SourceChangedError, VerificationError
 from ckptkit.core.manifest import MANIFEST_NAME
-from ckptkit.engine.outcome import Listener, Planned, Started
+from ckptkit.core.text import size_text
+from ckptkit.engine.outcome import Listener, Planned, Started, Waiting
 from ckptkit.engine.progress import report_to
 from ckptkit.hub.client import (
+    MAIN,
     Hub,
     check_tag,
     commit_of,
@@ -32,70 +32,34 @@ from ckptkit.hub.client import (
     tag_commit,
     tree_of,
 )
-from ckptkit.hub.contents import is_ours
-from ckptkit.hub.folder_files import (
-    CARD,
+from ckptkit.hub.contents import CARD, is_ours
+from ckptkit.hub.large_files import git_hash, hash_files
+from ckptkit.hub.package import (
+    Package,
+    PushOptions,
     Skipped,
     find_stale_files,
     local_folder,
+    prepare_package,
 )
-from ckptkit.hub.large_files import LargeFileUploader, add_large
-from ckptkit.hub.package import Package, PushOptions, prepare_package
 from ckptkit.hub.secrets import find_secrets, refuse_secrets
 from ckptkit.options import check_choice
 from ckptkit.runs.run_paths import hold_source
-from ckptkit.storage.base import Folder
+from ckptkit.storage.base import Source
 from ckptkit.storage.places import PathLike, open_source
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd
 
-    from ckptkit.hub.large_files import Additions
-
 
 logger = logging.getLogger(__name__)
-_MAIN = "main"
 _PRIVATE, _PUBLIC = "private", "public"
 _RACES = 5  # attempts to commit to a head that other commits keep moving
-
-
+_MOST_COMMITS = 50  # to look through for a commit whose answer was lost
 Tree = Mapping[str, str]
 """Files of a commit: the SHA-256 of large ones and git's id of others, by path."""
 Hashes = Mapping[str, frozenset[str]]
 """The hashes that the Hub may report for each file: it decides which files are large."""
-_MOST_COMMITS = 50  # to look through for a commit whose answer was lost
-
-
-@dataclass(frozen=True, slots=True)
-class _CommitChange:
-    """The changes of one commit.
-
-    Attributes:
-        message: Its title.
-        description: What follows the title; may be empty.
-        operations: Files to add.
-        added: Their hashes.
-        deleted: Files to remove.
-    """
-
-    message: str
-    description: str
-    operations: Sequence[CommitOperationAdd]
-    added: Hashes
-    deleted: Sequence[str]
-
-    def is_in(self, tree: Tree) -> bool:
-        """Returns whether a tree has these changes."""
-        here = not _differing(tree, self.added)
-        return here and not any(path in tree for path in self.deleted)
-
-
-@dataclass(frozen=True, slots=True)
-class _HubCommit:
-    """A commit on the Hub, and the pull request that holds it."""
-
-    commit: str
-    pull_request: str = ""
 
 
 def _differing(tree: Tree, expected: Hashes) -> list[str]:
@@ -103,12 +67,7 @@ def _differing(tree: Tree, expected: Hashes) -> list[str]:
     return [path for path, hashes in expected.items() if tree.get(path) not in hashes]
 
 
-class _HeadMovedError(Exception):
-    """Another commit was made to the revision meanwhile."""
-
-
-@dataclass(frozen=True, slots=True)
-class Pushed:
+class Pushed(Struct, frozen=True):
     """What a push did, or would do.
 
     Attributes:
@@ -144,15 +103,15 @@ class Pushed:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the report as plain values."""
-        return asdict(self)
+        return plain_fields(self)
 
 
 @check_arguments
 def push(folder: PathLike, repo_id: str, **options: Unpack[PushOptions]) -> Pushed:
     """Publishes a model folder, or an adapter's, as one commit.
 
-    Every byte is checked against the folder's manifest while it is read for the upload, and the
-    Hub's hashes are compared with what was read. Files that belong to no model are left out.
+    Every byte is checked against the folder's manifest before the upload, and the Hub's hashes are
+    compared with what was read. Files that belong to no model are left out.
     Doing it again continues where it stopped, and makes no second commit.
 
     Args:
@@ -195,18 +154,19 @@ class _Push:
     """One push to a repository."""
 
     def __init__(
-        self, hub: Hub, folder: Folder, package: Package, options: PushOptions, listener: Listener
+        self, hub: Hub, folder: Source, package: Package, options: PushOptions, listener: Listener
     ) -> None:
         self._hub = hub
         self._folder = folder
         self._package = package
         self._options = options
-        self._revision = options.get("revision") or _MAIN
+        self._revision = options.get("revision") or MAIN
+        self._create_pr = options.get("create_pr", False)
         self._tag = options.get("tag")
         self._listener = listener
         self._new_repository = ""
         self._contents = dict(package.contents)
-        self._small = {path: _hashes(data) for path, data in self._contents.items()}
+        self._expected = {path: _hashes_of(data) for path, data in self._contents.items()}
 
     def dry_run(self) -> Pushed:
         """Returns what a push would do."""
@@ -217,49 +177,54 @@ class _Push:
                 raise
             tree = {}  # the branch does not exist
         self._choose_card(tree)
-        changed = _differing(tree, self._small)
+        changed = _differing(tree, self._expected)
         large = [file.path for file in self._package.large]
-        deleted = find_stale_files(tree, [*self._small, *large], self._package.whole)
-        return self._report(_HubCommit(""), [*changed, *large], deleted)
+        deleted = find_stale_files(tree, [*self._expected, *large], self._package.whole)
+        return self._report("", "", [*changed, *large], deleted)
 
     def run(self) -> Pushed:
-        hub, revision = self._hub, self._revision
+        # All files are read, checked and searched before the first byte is sent. Then the client
+        # uploads the large ones, and what it has sent is compared with what was read; one commit
+        # follows, whose files are compared once more.
+        hub, revision, package = self._hub, self._revision, self._package
         if not self._exists():
             private = self._new_repository == _PRIVATE
             hub.call(hub.api.create_repo, hub.repo_id, private=private, exist_ok=True)
             self._check_visibility(hub.call(hub.api.repo_info, hub.repo_id))
-        if revision != _MAIN and not revision.startswith("refs/"):
+        if revision != MAIN and not revision.startswith("refs/"):
             hub.call(hub.api.create_branch, hub.repo_id, branch=revision, exist_ok=True)
         head = commit_of(hub, revision)
-        tree = tree_of(hub, head)
         # Where the tag exists, nothing is committed, only compared; a manifest that differs is
-        # refused before anything is uploaded.
+        # refused before anything is read.
         tags = hub.call(hub.api.list_repo_refs, hub.repo_id).tags if self._tag else ()
         tagged = commit_of(hub, self._tag or "") if self._tag in {t.name for t in tags} else ""
         tagged_tree = tree_of(hub, tagged) if tagged else {}
-        if tagged and MANIFEST_NAME in self._small:
-            self._check_tagged(tagged_tree, {MANIFEST_NAME: self._small[MANIFEST_NAME]})
-        self._choose_card(tree)
+        if tagged and MANIFEST_NAME in self._expected:
+            self._check_tagged(tagged_tree, {MANIFEST_NAME: self._expected[MANIFEST_NAME]})
+        self._choose_card(tree_of(hub, head))
         if CARD in self._contents:
             hub.check_card(self._contents[CARD].decode(errors="replace"))
-        hashes, sent = self._send(tagged_tree if tagged else tree)
-        expected = self._small | {path: frozenset([sha256]) for path, sha256 in hashes.items()}
+        self._listener(Planned(package.notes))
+        files = tuple((file.path, file.size_bytes) for file in package.large)
+        self._listener(Started(sum(size for _, size in files), files))
+        secrets = [hub.token or ""]
+        self._expected |= hash_files(self._folder, package.large, self._listener, secrets)
         if tagged:
-            own = {path: hashes for path, hashes in expected.items() if path != CARD}
+            own = {path: hashes for path, hashes in self._expected.items() if path != CARD}
             self._check_tagged(tagged_tree, own)
-            return self._report(_HubCommit(tagged), [], [])
-        landed, uploaded, deleted = self._commit(head, expected, sent)
-        tree = tree_of(hub, landed.commit)
-        for path in _differing(tree, expected):
+            return self._report(tagged, "", [], [])
+        commit, url, uploaded, deleted = self._commit(head)
+        tree = tree_of(hub, commit)
+        for path in _differing(tree, self._expected):
             state = "has another hash on the Hub than here"
             raise VerificationError(
                 f"{path} {state if path in tree else 'is missing on the Hub'}",
-                where=f"{hub.repo_id}@{landed.commit[:10]}",
+                where=f"{hub.repo_id}@{commit[:10]}",
                 hint="push again; do not use that commit",
             )
         if self._tag:
-            tag_commit(hub, self._tag, landed.commit)
-        return self._report(landed, uploaded, deleted)
+            tag_commit(hub, self._tag, commit)
+        return self._report(commit, url, uploaded, deleted)
 
     def _exists(self) -> bool:
         """Returns whether the repository exists, and refuses one with another visibility."""
@@ -299,115 +264,152 @@ class _Push:
         if card is None or (CARD in tree and not is_ours(self._hub.read(CARD, self._revision))):
             return
         self._contents[CARD] = card.encode()
-        self._small[CARD] = _hashes(self._contents[CARD])
+        self._expected[CARD] = _hashes_of(self._contents[CARD])
 
-    def _send(self, tree: Mapping[str, str]) -> tuple[dict[str, str], Additions]:
-        """Uploads the large files; those that the Hub seems to have are only hashed."""
-        package = self._package
-        self._listener(Planned(package.notes))
-        files = tuple((file.path, file.size_bytes) for file in package.large)
-        self._listener(Started(sum(size for _, size in files), files))
-        uploader = LargeFileUploader(
-            self._hub,
-            self._folder,
-            revision=self._revision,
-            create_pr=self._options.get("create_pr", False),
-            listener=self._listener,
-            secrets=[self._hub.token or ""],
-        )
-        # By an equal manifest, files are unchanged on the Hub.
-        same = tree.get(MANIFEST_NAME, "") in self._small.get(MANIFEST_NAME, ())
-        hashes = uploader.hash_files([file for file in package.large if same and file.path in tree])
-        unchanged = {path for path, sha256 in hashes.items() if tree.get(path) == sha256}
-        sent = uploader.upload([file for file in package.large if file.path not in unchanged])
-        changed = self._folder.changed(list(package.refs.values()))
-        if changed is not None:
-            raise SourceChangedError(
-                f"{changed.path!r} changed while it was uploaded",
-                where=self._folder.location,
-                hint="wait until the folder is no longer written to, then push again",
-            )
-        return hashes | {path: add.upload_info.sha256.hex() for path, add in sent.items()}, sent
+    def _commit(self, head: str) -> tuple[str, str, list[str], list[str]]:
+        """Uploads and commits what differs from the head, again where another commit moved it.
 
-    def _commit(
-        self, head: str, expected: Hashes, sent: Additions
-    ) -> tuple[_HubCommit, list[str], list[str]]:
-        """Commits what differs from the head, again where another commit moved it."""
-        step = "a model" if self._package.step is None else f"step {self._package.step}"
-        message = (self._options.get("message") or "").strip() or f"Push {step} with ckptkit"
-        title, _, rest = message.partition("\n")
+        Returns:
+            The commit; the address of its pull request or ""; the paths that it added and deleted.
+
+        Raises:
+            HubError: If other commits keep coming first.
+        """
+        from huggingface_hub import CommitOperationAdd
+
+        operations: dict[str, CommitOperationAdd] = {}
         for _ in range(_RACES):
             tree = tree_of(self._hub, head)
-            added = {path: expected[path] for path in _differing(tree, expected)}
-            deleted = find_stale_files(tree, expected, self._package.whole)
+            added = sorted(_differing(tree, self._expected))
+            deleted = find_stale_files(tree, self._expected, self._package.whole)
             if not added and not deleted:
-                return _HubCommit(head), [], []
-            operations = self._operations(added, sent)
-            change = _CommitChange(title, rest.strip(), operations, added, deleted)
-            try:
-                return self._commit_once(change, head), list(added), deleted
-            except _HeadMovedError:
-                logger.info("%s has a new commit; comparing with it", self._hub.repo_id)
-                head = commit_of(self._hub, self._revision)
+                return head, "", [], []
+            contents: dict[str, bytes | Path] = {
+                path: Path(self._folder.location, path).resolve() for path in added
+            }
+            contents |= self._contents
+            new = {
+                path: CommitOperationAdd(path, contents[path])
+                for path in added
+                if path not in operations
+            }
+            operations |= new
+            self._upload(
+                [operation for path, operation in new.items() if path not in self._contents]
+            )
+            landed = self._commit_once(head, [operations[path] for path in added], deleted)
+            if landed is not None:
+                return *landed, added, deleted
+            logger.info("%s has a new commit; comparing with it", self._hub.repo_id)
+            head = commit_of(self._hub, self._revision)
         raise HubError(
             f"the branch got other commits during {_RACES} attempts to commit",
             where=self._hub.repo_id,
             hint="push again when nothing else is committed there",
         )
 
-    def _commit_once(self, change: _CommitChange, parent: str) -> _HubCommit:
-        """Makes a commit on top of `parent`, exactly once, although answers may get lost."""
+    def _upload(self, operations: Sequence[CommitOperationAdd]) -> None:
+        """Uploads large files, and makes sure that the bytes that were read are those sent."""
+        if operations:
+            hub = self._hub
+            hub.forgo_absent_xet(self._revision, create_pr=self._create_pr)
+            size = size_text(sum(operation.upload_info.size for operation in operations))
+            self._listener(Waiting(f"the Hub has taken {size}"))
+            hub.call(
+                hub.api.preupload_lfs_files,
+                hub.repo_id,
+                additions=operations,
+                revision=self._revision,
+                create_pr=self._create_pr,
+                free_memory=False,
+            )
+        files = self._folder.changed(list(self._package.refs.values()))
+        changed = [] if files is None else [files.path]
+        # Of what was sent, the client knows the SHA-256, or it computes it now.
+        changed += [
+            operation.path_in_repo
+            for operation in operations
+            if operation.upload_info.sha256.hex() not in self._expected[operation.path_in_repo]
+        ]
+        if changed:
+            raise SourceChangedError(
+                f"{changed[0]!r} changed while it was uploaded",
+                where=self._folder.location,
+                hint="wait until the folder is no longer written to, then push again",
+            )
+
+    def _commit_once(
+        self, parent: str, additions: Sequence[CommitOperationAdd], deleted: Sequence[str]
+    ) -> tuple[str, str] | None:
+        """Makes a commit on top of `parent`, exactly once, although answers may get lost.
+
+        Returns:
+            The commit, and the address of its pull request; None if another commit came first.
+        """
         from huggingface_hub import CommitOperationDelete
 
-        hub, create_pr = self._hub, self._options.get("create_pr", False)
-        deletions = [CommitOperationDelete(path, is_folder=False) for path in change.deleted]
-        requests = self._pull_requests() if create_pr else {}
+        hub = self._hub
+        step = "a model" if self._package.step is None else f"step {self._package.step}"
+        message = (self._options.get("message") or "").strip() or f"Push {step} with ckptkit"
+        title, _, rest = message.partition("\n")
+        deletions = [CommitOperationDelete(path, is_folder=False) for path in deleted]
+        requests = self._pull_requests() if self._create_pr else {}
         attempt = 0
         while True:
             attempt += 1
             try:
                 commit = hub.api.create_commit(
                     hub.repo_id,
-                    operations=[*change.operations, *deletions],
-                    commit_message=change.message,
-                    commit_description=change.description,
+                    operations=[*additions, *deletions],
+                    commit_message=title,
+                    commit_description=rest.strip(),
                     revision=self._revision,
                     parent_commit=parent,
-                    create_pr=create_pr,
+                    create_pr=self._create_pr,
                 )
-                return _HubCommit(str(commit.oid), str(commit.pr_url or ""))
+                return str(commit.oid), str(commit.pr_url or "")
             except Exception as error:
                 # Also where the client stumbles over an answer, as old ones do away from the Hub.
-                unknown = is_lost(error) or is_conflict(error) or status_of(error) is None
-                landed = self._look(change, parent, requests) if unknown else None
-                if landed is not None:
-                    return landed
+                if is_lost(error) or is_conflict(error) or status_of(error) is None:
+                    added = [operation.path_in_repo for operation in additions]
+                    landed = self._find_commit(parent, title, added, deleted, requests)
+                    if landed is not None:
+                        return landed
                 if is_conflict(error):
-                    raise _HeadMovedError from error
+                    return None
                 pause = pause_before(error, attempt)
                 if pause is None:
                     raise hub.translate_error(error) from error
             time.sleep(pause)
 
-    def _look(
-        self, change: _CommitChange, parent: str, requests: Mapping[str, str]
-    ) -> _HubCommit | None:
-        """Returns the commit if it was made although its answer got lost."""
-        hub = self._hub
-        if self._options.get("create_pr", False):
-            for ref, target in self._pull_requests().items():
-                if ref not in requests and change.is_in(tree_of(hub, target)):
-                    number = ref.rsplit("/", 1)[-1]
-                    return _HubCommit(target, f"{hub.url}/discussions/{number}")
+    def _find_commit(
+        self,
+        parent: str,
+        title: str,
+        added: Sequence[str],
+        deleted: Sequence[str],
+        requests: Mapping[str, str],
+    ) -> tuple[str, str] | None:
+        """Returns the commit, and its pull request, if it was made although its answer got lost."""
+        hub, expected = self._hub, {path: self._expected[path] for path in added}
+
+        def is_ours(commit: str) -> bool:
+            tree = tree_of(hub, commit)
+            return not _differing(tree, expected) and not any(path in tree for path in deleted)
+
+        if self._create_pr:
+            for ref, commit in self._pull_requests().items():
+                if ref not in requests and is_ours(commit):
+                    return commit, f"{hub.url}/discussions/{ref.rsplit('/', 1)[-1]}"
             return None
         if commit_of(hub, self._revision) == parent:
             return None
         commits = hub.call(hub.api.list_repo_commits, hub.repo_id, revision=self._revision)
-        for commit in commits[:_MOST_COMMITS]:
-            if commit.commit_id == parent:
-                return None
-            if commit.title == change.message and change.is_in(tree_of(hub, commit.commit_id)):
-                return _HubCommit(commit.commit_id)
+        for made in commits[:_MOST_COMMITS]:
+            if made.commit_id == parent:
+                break
+            if made.title == title and is_ours(made.commit_id):
+                return made.commit_id, ""
         return None
 
     def _pull_requests(self) -> dict[str, str]:
@@ -415,32 +417,16 @@ class _Push:
         refs = self._hub.call(list_refs, self._hub.repo_id, include_pull_requests=True)
         return {ref.ref: ref.target_commit for ref in refs.pull_requests or ()}
 
-    def _operations(self, added: Hashes, sent: Additions) -> list[CommitOperationAdd]:
-        from huggingface_hub import CommitOperationAdd
-
-        large = {file.path: file for file in self._package.large}
-        additions = []
-        for path in sorted(added):
-            if path in self._contents:
-                additions.append(CommitOperationAdd(path, self._contents[path]))
-            else:
-                # Without an operation the file was at the head when the push began.
-                sha256 = next(iter(added[path]))
-                operation = sent.get(path) or add_large(self._folder, large[path], sha256)
-                additions.append(operation)
-        return additions
-
     def _report(
-        self, landed: _HubCommit, uploaded: Sequence[str], deleted: Sequence[str]
+        self, commit: str, url: str, uploaded: Sequence[str], deleted: Sequence[str]
     ) -> Pushed:
         hub, package = self._hub, self._package
         sizes = {path: len(data) for path, data in self._contents.items()}
         sizes |= {file.path: file.size_bytes for file in package.large}
-        commit = f"{hub.url}/commit/{landed.commit}" if landed.commit else hub.url
         return Pushed(
             repo_id=hub.repo_id,
-            commit=landed.commit,
-            url=landed.pull_request or commit,
+            commit=commit,
+            url=url or (f"{hub.url}/commit/{commit}" if commit else hub.url),
             tag=self._tag,
             uploaded=tuple(sorted(uploaded)),
             unchanged=tuple(sorted(sizes.keys() - set(uploaded))),
@@ -452,7 +438,8 @@ class _Push:
         )
 
 
-def _hashes(data: bytes) -> frozenset[str]:
+def _hashes_of(data: bytes) -> frozenset[str]:
     """Returns the hashes that the Hub may report for a file: its SHA-256, or git's id."""
-    blob = hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False)
+    blob = git_hash(len(data))
+    blob.update(data)
     return frozenset([blob.hexdigest(), hashlib.sha256(data).hexdigest()])

@@ -18,10 +18,10 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from ckptkit.core.errors import RefusedError
@@ -33,20 +33,14 @@ _BEFORE, _AFTER = 80, 600  # what of a text a pattern needs around its anchor
 _WINDOW = 2 * _AFTER  # anchors in the first half of it need no search of their own
 
 
-@dataclass(frozen=True, slots=True)
-class _Kind:
-    """A kind of secret.
-
-    Attributes:
-        name: As users read it.
-        anchors: Texts, in lower case; each secret of the kind holds one of them. A search for
-            these is many times faster than one for the pattern.
-        pattern: The secret with what distinguishes it from other texts.
-    """
+class _Kind(Struct, frozen=True):
+    """A kind of secret, as users read it."""
 
     name: str
+    # In lower case; each secret of the kind holds one of them. A search for these is many times
+    # faster than one for the pattern.
     anchors: tuple[bytes, ...]
-    pattern: re.Pattern[bytes]
+    pattern: re.Pattern[bytes]  # the secret with what distinguishes it from other texts
 
 
 def _kind(name: str, anchors: str, pattern: bytes) -> _Kind:
@@ -205,11 +199,9 @@ _MARK = re.compile(rb"[^\w/.:-]")
 
 
 def find_secrets(text: bytes, known: Sequence[str] = ()) -> Iterator[str]:
-    """Yields the kinds of secrets that a text holds, each once.
+    """Yields the kinds of secrets that a text in UTF-8 holds, each once.
 
-    Args:
-        text: The text, in UTF-8; see `secrets_in` for files of any kind.
-        known: Secrets that are in use, which are also found as base64 or hexadecimal digits.
+    Secrets in use, `known`, are also found as base64 or hexadecimal digits.
     """
     if any(form in text for secret in known for form in _forms(secret)):
         yield TOKEN_IN_USE
@@ -321,11 +313,7 @@ _DER_KEY = re.compile(  # PKCS #8, also of elliptic curves, and PKCS #1
 
 
 class SecretSearch:
-    """Searches data that comes in blocks, such as a file on its way to the Hub.
-
-    Attributes:
-        kinds: The kinds of secrets that were found so far.
-    """
+    """Searches data that comes in blocks; `kinds` are those of the secrets found so far."""
 
     def __init__(self, known: Sequence[str] = ()) -> None:
         self.kinds: list[str] = []
@@ -355,11 +343,8 @@ def secrets_in(
 ) -> list[str]:
     """Returns the kinds of secrets that a file holds, also in compressed parts of it.
 
-    Args:
-        blocks: Its content in order. The first block shows the kind of the file; the members of a
-            zip archive are unpacked where the archive is one block.
-        known: Secrets that are in use.
-        depth: How many archives in archives are unpacked.
+    The first block shows the kind of the file; the members of a zip archive are unpacked where the
+    archive is one block. `depth` says how many archives in archives are.
     """
     search = SecretSearch(known)
     kinds: list[str] = []

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 from typing import TypeVar
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptkit.core.errors import CannotPlanError
 from ckptkit.core.geometry import row_major_strides, slabs
@@ -25,8 +27,7 @@ _MOST_PARTS = 1 << 16
 _Value = TypeVar("_Value")
 
 
-@dataclass(frozen=True, slots=True)
-class LiveBox:
+class LiveBox(Struct, frozen=True):
     """A box of an arrangement that is in one live tensor.
 
     Attributes:
@@ -46,8 +47,7 @@ class LiveBox:
         return tuple(_length(walk) for walk in self.walks)
 
 
-@dataclass(frozen=True, slots=True)
-class Arrangement:
+class Arrangement(Struct, frozen=True):
     """A tensor made of parts of live ones, which do not overlap; all other elements are zero."""
 
     shape: Shape
@@ -228,8 +228,7 @@ def _shifted(
         yield around * width + at, around * walk[0][1] + skip, kept
 
 
-@dataclass(frozen=True, slots=True)
-class _Group:
+class _Group(Struct, frozen=True):
     """Neighbouring dimensions that become others with as many elements, `at` in the result."""
 
     at: int

@@ -18,16 +18,16 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from ckptkit.core.dtypes import DType, dtype_named
 from ckptkit.core.geometry import row_major_strides
 from ckptkit.core.index import Box, Fqn, Shape
 
 
-@dataclass(frozen=True, slots=True)
-class DiskBox:
+class DiskBox(Struct, frozen=True):
     """A box of a disk tensor whose elements are at regular steps in one live tensor.
 
     Attributes:
@@ -43,8 +43,7 @@ class DiskBox:
     steps: Shape
 
 
-@dataclass(frozen=True, slots=True)
-class Computation:
+class Computation(Struct, frozen=True):
     """What one conversion makes a tensor from; those with equal sources come from one.
 
     Attributes:
@@ -56,8 +55,7 @@ class Computation:
     sources: tuple[Fqn, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class HubTensor:
+class HubTensor(Struct, frozen=True):
     """A tensor as `save_pretrained` writes it; moved, it has the element type of its sources.
 
     Attributes:
@@ -90,8 +88,7 @@ class HubTensor:
         return tuple(dict.fromkeys(piece.source for piece in self.pieces))
 
 
-@dataclass(frozen=True, slots=True)
-class Window:
+class Window(Struct, frozen=True):
     """A box of a live tensor, read with its axes in another order.
 
     In numpy's words the disk tensor is `live[box].transpose(rest + axes)[0, 0, …]`, where `rest`
@@ -108,8 +105,7 @@ class Window:
     axes: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class HubNames:
+class HubNames(Struct, frozen=True):
     """What `save_pretrained` makes of a model's tensors.
 
     Attributes:
@@ -223,8 +219,7 @@ def _axes(sizes: Shape, steps: Shape, shape: Shape) -> tuple[int, ...] | None:
     return tuple(found[position] for position in range(len(sizes)))
 
 
-@dataclass(frozen=True, slots=True)
-class NamingRequest:
+class NamingRequest(Struct, frozen=True):
     """What the names of a model on disk depend on.
 
     Attributes:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, Literal
+
+from msgspec import Struct
 
 from ckptkit.core.dtypes import DType
 from ckptkit.core.index import Fqn, Shape
@@ -268,8 +269,7 @@ def _number(config: Mapping[str, Any], keys: tuple[str, ...]) -> int | None:
     return next((config[key] for key in keys if type(config.get(key)) is int), None)
 
 
-@dataclass(frozen=True, slots=True)
-class Need:
+class Need(Struct, frozen=True):
     """Whether names on disk have to be asked for.
 
     Attributes:

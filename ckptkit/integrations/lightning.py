@@ -26,6 +26,7 @@ from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.formats.discovery import parse_step
 from ckptkit.integrations.checkpointers import OpenRun, naming_options
 from ckptkit.runs.marks import STEP_PREFIXES, is_step_folder
+from ckptkit.runs.save_order import RETENTION_OPTIONS
 from ckptkit.storage.local.durable import remove_folder
 from ckptkit.storage.local.source import LocalSource
 from ckptkit.training import Options, SaveHandle, SaveReport
@@ -38,10 +39,9 @@ from ckptkit.training.step_names import clean_fqn
 
 logger = logging.getLogger(__name__)
 
-_NOT_HERE = frozenset({
-    "layout", "prefix", "every", "keep_last", "keep_every", "keep_best", "best_mode", "signals",
-    "slurm_margin_seconds",
-})  # fmt: skip
+_NOT_HERE = frozenset(
+    {"layout", "prefix", "every", "signals", "slurm_margin_seconds", *RETENTION_OPTIONS}
+)
 _HINT = "your loop or Lightning's ModelCheckpoint decides what is saved when, and what stays"
 
 

@@ -12,10 +12,11 @@ import logging
 import re
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
+
+from msgspec import Struct
 
 from ckptkit.version import __version__
 
@@ -28,8 +29,7 @@ _NUMBERS = re.compile(r"(\d+)\.(\d+)")
 _Version = tuple[int, int]
 
 
-@dataclass(frozen=True, slots=True)
-class Library:
+class Library(Struct, frozen=True):
     """A library that can be patched.
 
     Attributes:

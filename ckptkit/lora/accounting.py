@@ -6,7 +6,8 @@ Every tensor is used once, and everything that the configuration names has tenso
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from ckptkit.core.errors import AdapterError
 from ckptkit.core.index import Fqn, Shape, TensorEntry
@@ -111,8 +112,7 @@ def _owner(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-@dataclass(frozen=True, slots=True)
-class ModuleRow:
+class ModuleRow(Struct, frozen=True):
     """The tensors of an adapter for one module.
 
     Attributes:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from ckptkit.consumers.table import ADAPTER_CONFIG, DIFFUSERS, DIFFUSERS_LORA, find_consumer
 from ckptkit.core.index import Fqn

@@ -16,8 +16,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, Self, get_args
+
+from msgspec import Struct
+from msgspec.structs import force_setattr, replace
 
 from ckptkit.core.errors import AdapterError, RefusedError
 from ckptkit.core.index import Fqn, Shape, TensorEntry
@@ -48,8 +50,7 @@ expert, as [experts, out, in]; `experts_transposed`: as [experts, in, out].
 """
 
 
-@dataclass(frozen=True, slots=True)
-class AdapterSource:
+class AdapterSource(Struct, frozen=True):
     """One of the adapters that are merged.
 
     Attributes:
@@ -63,8 +64,7 @@ class AdapterSource:
     where: str
 
 
-@dataclass(frozen=True, slots=True)
-class LowRankChange:
+class LowRankChange(Struct, frozen=True):
     """Adds a product of two factors to a weight.
 
     Attributes:
@@ -91,8 +91,7 @@ class LowRankChange:
     scaling: float
 
 
-@dataclass(frozen=True, slots=True)
-class BiasChange:
+class BiasChange(Struct, frozen=True):
     """Adds the scaled bias of an up-projection to a bias.
 
     Attributes:
@@ -110,8 +109,7 @@ class BiasChange:
     scaling: float
 
 
-@dataclass(frozen=True, slots=True)
-class TokenRowsChange:
+class TokenRowsChange(Struct, frozen=True):
     """Replaces single rows of a weight: trained tokens.
 
     Attributes:
@@ -129,8 +127,7 @@ class TokenRowsChange:
     indices: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Replacement:
+class Replacement(Struct, frozen=True):
     """Takes a tensor from the adapter unchanged, whether or not the base has it.
 
     Attributes:
@@ -178,8 +175,7 @@ MergeNames = Literal["auto", "live"]
 NormOf = Literal["base", "running"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MergeRequest:
+class MergeRequest(Struct, frozen=True, kw_only=True):
     """Options of a merge.
 
     Attributes:
@@ -222,15 +218,15 @@ class MergeRequest:
     def from_options(cls, options: Mapping[str, Any]) -> Self:
         """Reads the options of a merge as a user passes them; ignores all others."""
         limit = parse_file_limit(options.get("max_shard_size"), like=None)
-        values = {entry.name: options[entry.name] for entry in fields(cls) if entry.name in options}
+        values = {name: options[name] for name in cls.__struct_fields__ if name in options}
         return cls(**values, max_file_bytes=limit)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "dtype", choose_dtype(self.dtype, get_args(MergeDType)))
-        object.__setattr__(self, "map", str(self.map))
-        object.__setattr__(self, "check", tuple(self.check))
+        force_setattr(self, "dtype", choose_dtype(self.dtype, get_args(MergeDType)))
+        force_setattr(self, "map", str(self.map))
+        force_setattr(self, "check", tuple(self.check))
         if self.check:
-            object.__setattr__(self, "check", parse_not_finite(self.check, option="--check"))
+            force_setattr(self, "check", parse_not_finite(self.check, option="--check"))
         check_choice("--names", self.names, get_args(MergeNames))
         check_choice("--generation-config", self.generation_config, get_args(GenerationChoice))
         check_choice("--tokenizer-from", self.tokenizer_from, get_args(TokenizerOrigin))
@@ -241,9 +237,9 @@ class MergeRequest:
         """Returns the options that differ from their defaults, as JSON values."""
         default = MergeRequest()
         return {
-            field.name: list(value) if isinstance(value, tuple) else value
-            for field in fields(self)
-            if (value := getattr(self, field.name)) != getattr(default, field.name)
+            name: list(value) if isinstance(value, tuple) else value
+            for name in self.__struct_fields__
+            if (value := getattr(self, name)) != getattr(default, name)
         }
 
 
@@ -465,8 +461,7 @@ def drop_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True, slots=True)
-class TiedPair:
+class TiedPair(Struct, frozen=True):
     """Two names that the configuration ties.
 
     Attributes:
@@ -482,8 +477,7 @@ class TiedPair:
     may_agree: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Equality:
+class Equality(Struct, frozen=True):
     """Two tensors of adapters, with their origins, that must be equal for a tie to hold.
 
     They have the same element type; if `is_transposed`, the second is compared transposed.

@@ -11,8 +11,9 @@ import math
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, TypeGuard, TypeVar, get_args
+
+from msgspec import Struct
 
 from ckptkit.core.errors import FormatError, UnsupportedError
 from ckptkit.core.index import Fqn, Shape, TensorEntry
@@ -178,8 +179,7 @@ _NOT_MODELLED = (
 _EMBEDDINGS = ("embed_tokens", "lm_head")  # PEFT's `EMBEDDING_LAYER_NAMES`
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoraSettings:
+class LoraSettings(Struct, frozen=True, kw_only=True):
     """The configuration of a LoRA adapter, as `adapter_config.json` holds it.
 
     Attributes:
@@ -367,8 +367,7 @@ def _parse_expressions(document: Mapping[str, Any], key: str, where: str) -> tup
     return patterns
 
 
-@dataclass(frozen=True, slots=True)
-class Adapter:
+class Adapter(Struct, frozen=True):
     """One LoRA adapter of a checkpoint.
 
     Attributes:

@@ -11,10 +11,12 @@ Source: peft 0.21, `get_peft_model_state_dict` in `utils/save_and_load.py` and
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from ckptkit.core.errors import FormatError, UnsupportedError
 from ckptkit.core.index import Fqn, TensorEntry
+from ckptkit.core.wrapper_names import MODULE, WRAPPERS
 from ckptkit.lora.config import PEFT_PREFIX, Bias, LoraSettings
 from ckptkit.plan.weight_kinds import LORA, advice_on, find_adapter, refusal_of
 
@@ -30,8 +32,6 @@ _OF_TOKENS = "token_adapter"
 BASE_LAYER = "base_layer"
 _MODULES_TO_SAVE = "modules_to_save"
 _ORIGINAL = "original_module"
-_WRAPPERS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"})
-_MODULE = "module"  # the wrapped model in DDP and others, and a name that models use too
 _HOLDERS = {LORA_A, LORA_B, EMBEDDING_A, EMBEDDING_B, MAGNITUDE, TOKENS, _MODULES_TO_SAVE}
 _PARAMETERS = {"weight", "bias"}
 _ADAPTER_AND_BIAS = 3  # the length of `modules_to_save.default.bias`
@@ -39,8 +39,7 @@ EMBEDDINGS = {"embed_tokens", "lm_head"}  # peft 0.21, EMBEDDING_LAYER_NAMES
 _PREFIX = tuple(PEFT_PREFIX.rstrip(".").split("."))
 
 
-@dataclass(frozen=True, slots=True)
-class SortedTensors:
+class SortedTensors(Struct, frozen=True):
     """The tensors of one state dict, sorted by adapter.
 
     Attributes:
@@ -78,7 +77,7 @@ def sort_entries(entries: Iterable[TensorEntry], *, keep_module: bool = False) -
         if holder < 0:
             _add(rest, parts, entry)
             continue
-        cut |= not keep_module and _MODULE in entry.name.split(".")
+        cut |= not keep_module and MODULE in entry.name.split(".")
         adapter = _adapter_at(parts, holder)
         group = stripped if adapter is None else live.setdefault(adapter, {})
         _add(group, _in_file(parts, holder, live=adapter is not None), entry)
@@ -187,12 +186,12 @@ def _with_prefix(name: Fqn) -> Fqn:
 
 def cut_wrappers(name: str, *, keep_module: bool = False) -> list[str]:
     """Splits a name into segments from PEFT's prefix on, without those of wrappers."""
-    wrappers = _WRAPPERS if keep_module else _WRAPPERS | {_MODULE}
+    wrappers = WRAPPERS if keep_module else WRAPPERS | {MODULE}
     parts = name.split(".")
     kept = [
         part
         for before, part in zip(["", *parts], parts[:-1], strict=False)
-        if part not in wrappers or (part == _MODULE and before in _HOLDERS)  # an adapter's name
+        if part not in wrappers or (part == MODULE and before in _HOLDERS)  # an adapter's name
     ]
     kept += parts[-1:]
     for at in range(len(kept) - 1):
@@ -313,8 +312,7 @@ _OUTPUTS = frozenset(("decoder", "embed_out", "lm_head", "output_layer", "vocab_
 _SHARED = "shared"  # an input embedding that modules `embed_tokens` repeat
 
 
-@dataclass(frozen=True, slots=True)
-class AdapterNames:
+class AdapterNames(Struct, frozen=True):
     """Selects and names the tensors of a PEFT model that belong to one adapter.
 
     Attributes:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from ckptkit.core.index import Fqn, TensorEntry
 from ckptkit.hub_names.known_models import recognise_framework_of
@@ -47,8 +48,7 @@ OF_TINKER = re.compile(
 _WRAPPED = "to_wrap"  # what Megatron-Bridge calls PEFT's base_layer
 
 
-@dataclass(frozen=True, slots=True)
-class Factor:
+class Factor(Struct, frozen=True):
     """A tensor of an adapter.
 
     Attributes:
@@ -66,8 +66,7 @@ class Factor:
     ending: str
 
 
-@dataclass(frozen=True, slots=True)
-class ForeignAdapter:
+class ForeignAdapter(Struct, frozen=True):
     """What a state dict holds of an adapter that PEFT cannot place.
 
     Attributes:

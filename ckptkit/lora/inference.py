@@ -13,9 +13,10 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
+
+from msgspec import Struct
 
 from ckptkit.core.errors import AdapterError, CannotPlanError
 from ckptkit.core.index import Fqn, Shape, TensorEntry
@@ -129,8 +130,7 @@ _CONV1D_TYPES = frozenset({"gpt2", "openai-gpt", "imagegpt", "decision_transform
 _CONV1D_NAMES = frozenset({"c_attn", "c_proj", "c_fc", "q_attn"})
 
 
-@dataclass(frozen=True, slots=True)
-class Inferred:
+class Inferred(Struct, frozen=True):
     """An inferred configuration.
 
     Attributes:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from ckptkit.core.errors import AdapterError
 from ckptkit.core.index import Fqn, Shape, TensorEntry
@@ -33,8 +34,7 @@ _OUTPUT = f".{BASE_LAYER}.out_proj"
 _LONGEST = 2  # segments of a key of `_PARTS`
 
 
-@dataclass(frozen=True, slots=True)
-class LoraLayer:
+class LoraLayer(Struct, frozen=True):
     """The low-rank factors of one weight of the base.
 
     Attributes:
@@ -92,8 +92,7 @@ class LoraLayer:
         return (self.up.shape[0], *self.down.shape[1:])
 
 
-@dataclass(frozen=True, slots=True)
-class AdapterTable:
+class AdapterTable(Struct, frozen=True):
     """Every tensor of an adapter, once.
 
     Attributes:

@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import permutations
 from typing import Any, NamedTuple, TypeVar
+
+from msgspec import Struct
 
 from ckptkit.core.errors import CkptkitError, RefusedError
 from ckptkit.core.index import Fqn, Shape, TensorEntry
@@ -48,8 +49,7 @@ _OTHER_BASE = "the adapter was trained on another base model; pass that one with
 _OTHER_CONFIG = "pass the configuration that the adapter was trained with as --adapter-config"
 
 
-@dataclass(frozen=True, slots=True)
-class BaseShapes:
+class BaseShapes(Struct, frozen=True):
     """The shapes of a base's tensors by live name, and its model types; see `find_model_types`."""
 
     shapes: Shapes
@@ -343,8 +343,7 @@ _EXPERTS = 3
 _TRANSPOSED_EXPERTS = frozenset({"gpt_oss", "openai_privacy_filter", "aria", "aria_text"})
 
 
-@dataclass(frozen=True, slots=True)
-class FactorShapes:
+class FactorShapes(Struct, frozen=True):
     """The shapes of a weight and its factors, and what else decides how they fit.
 
     Attributes:

@@ -18,8 +18,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from msgspec import Struct, field
 
 from ckptkit.core.errors import FormatError, UnsupportedError
 from ckptkit.core.index import Shape, TensorEntry
@@ -35,8 +36,7 @@ MAX_STATE_BYTES = 1 << 16
 _HINT = "the file is damaged; take another copy of it"
 
 
-@dataclass(frozen=True, slots=True)
-class FourBitSettings:
+class FourBitSettings(Struct, frozen=True):
     """How weights were packed; None for what is unknown.
 
     Attributes:
@@ -52,8 +52,7 @@ class FourBitSettings:
     dtype: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class FourBitState:
+class FourBitState(Struct, frozen=True):
     """How one weight was packed.
 
     Attributes:
@@ -130,8 +129,7 @@ _FOREIGN = re.compile(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class PackedWeight:
+class PackedWeight(Struct, frozen=True):
     """A weight that bitsandbytes packed.
 
     Attributes:
@@ -250,8 +248,7 @@ def refuse_unmodelled(
         )
 
 
-@dataclass(frozen=True, slots=True)
-class PackedRecord:
+class PackedRecord(Struct, frozen=True):
     """One weight that was packed, or may have been.
 
     Attributes:
@@ -265,8 +262,7 @@ class PackedRecord:
     crc32: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Packing:
+class Packing(Struct, frozen=True):
     """Weights that were packed alike.
 
     Attributes:
@@ -327,8 +323,7 @@ def _recorded(value: Any, choices: Any) -> Any:
     return value
 
 
-@dataclass(frozen=True, slots=True)
-class Quantization:
+class Quantization(Struct, frozen=True):
     """How the base of an adapter was packed in training.
 
     Attributes:

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
+
+from msgspec import Struct, field
 
 from ckptkit.core.errors import FormatError
 from ckptkit.core.index import Shape
@@ -34,8 +35,7 @@ _DIGESTS = "base_digests"
 _QUANTIZATION = "base_quantization"
 
 
-@dataclass(frozen=True, slots=True)
-class RecordedBase:
+class RecordedBase(Struct, frozen=True):
     """The base that an adapter was trained on, as far as it is recorded.
 
     Attributes:
@@ -47,8 +47,7 @@ class RecordedBase:
     commit: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class GivenBase:
+class GivenBase(Struct, frozen=True):
     """The base that was given, as far as it can be identified.
 
     Attributes:
@@ -62,8 +61,7 @@ class GivenBase:
     commit: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class BaseComparison:
+class BaseComparison(Struct, frozen=True):
     """The result of comparing a given base with the recorded one.
 
     Attributes:
@@ -130,8 +128,7 @@ def compare_bases(expected: RecordedBase, base: GivenBase) -> BaseComparison:
     return BaseComparison(notes=(note,))
 
 
-@dataclass(frozen=True, slots=True)
-class WeightDigest:
+class WeightDigest(Struct, frozen=True):
     """A frozen weight of the base, as it was in training.
 
     Attributes:
@@ -145,8 +142,7 @@ class WeightDigest:
     crc32: int
 
 
-@dataclass(frozen=True, slots=True)
-class BaseRecord:
+class BaseRecord(Struct, frozen=True):
     """The record of a base.
 
     Attributes:

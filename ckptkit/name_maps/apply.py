@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from itertools import islice
 from math import prod
 from typing import Any, Literal
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import CannotPlanError, FormatError, IncompleteCheckpointError, UsageError
@@ -33,8 +35,7 @@ Extent = Literal["model", "modules", "layers"]
 _SHOWN = 3
 
 
-@dataclass(frozen=True, slots=True)
-class MappedNames:
+class MappedNames(Struct, frozen=True):
     """What a map makes of a checkpoint.
 
     Attributes:
@@ -60,8 +61,7 @@ class MappedNames:
     zeros: Mapping[Fqn, Shape]
 
 
-@dataclass(slots=True)
-class _Taken:
+class _Taken(Struct):
     """The tensors that one rule takes: by the numbers of captures, one for each of its names."""
 
     rule: Rule

@@ -36,13 +36,15 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import cache
 from hashlib import sha256
 from itertools import product
 from math import prod
 from typing import Any
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from ckptkit.core.errors import UsageError
 from ckptkit.core.index import MOST_WRAPPERS
@@ -64,8 +66,7 @@ _TOKEN = re.compile(
 _NUMBER = r"(?P<{}>0|[1-9][0-9]{{0,5}})"
 
 
-@dataclass(frozen=True, slots=True)
-class NameTemplate:
+class NameTemplate(Struct, frozen=True):
     """A template of names.
 
     Attributes:
@@ -195,8 +196,7 @@ _HINT = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Rule:
+class Rule(Struct, frozen=True):
     """How some tensors of the target are made.
 
     Attributes:
@@ -228,8 +228,7 @@ class Rule:
     beside: NameTemplate | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class NameMap:
+class NameMap(Struct, frozen=True):
     """A map between the names of two frameworks.
 
     Attributes:

@@ -22,8 +22,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any, Protocol
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptkit.core.errors import FormatError, UsageError
 from ckptkit.hub_names.arrangements import Arrangement, join
@@ -39,8 +41,7 @@ _OF_ANOTHER = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Made:
+class Made(Struct, frozen=True):
     """A tensor on its way from the source to the target.
 
     Attributes:
@@ -71,8 +72,7 @@ class Step(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Split:
+class Split(Struct, frozen=True):
     """One tensor becomes several.
 
     Attributes:
@@ -115,8 +115,7 @@ class Split:
         return Concat(self.where, self.parts, self.axis, self.groups)
 
 
-@dataclass(frozen=True, slots=True)
-class Concat:
+class Concat(Struct, frozen=True):
     """Several tensors become one; the attributes are those of `Split`."""
 
     where: str
@@ -150,8 +149,7 @@ class Concat:
         return Split(self.where, self.parts, self.axis, self.groups)
 
 
-@dataclass(frozen=True, slots=True)
-class Reorder:
+class Reorder(Struct, frozen=True):
     """The indices of an axis in another order.
 
     Attributes:
@@ -195,8 +193,7 @@ class Reorder:
         return replace(self, before=self.after, after=self.before)
 
 
-@dataclass(frozen=True, slots=True)
-class Transpose:
+class Transpose(Struct, frozen=True):
     """The axes in another order."""
 
     where: str
@@ -217,8 +214,7 @@ class Transpose:
         return replace(self, order=order)
 
 
-@dataclass(frozen=True, slots=True)
-class Unflatten:
+class Unflatten(Struct, frozen=True):
     """One axis becomes several, the outermost first."""
 
     where: str
@@ -245,8 +241,7 @@ class Unflatten:
         return Flatten(self.where, self.parts, self.axis)
 
 
-@dataclass(frozen=True, slots=True)
-class Flatten:
+class Flatten(Struct, frozen=True):
     """Several axes become one; the attributes are those of `Unflatten`."""
 
     where: str
@@ -273,8 +268,7 @@ class Flatten:
         return Unflatten(self.where, self.parts, self.axis)
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
+class Rows(Struct, frozen=True):
     """The first indices of an axis, without the padding after them."""
 
     where: str
@@ -312,8 +306,7 @@ class Rows:
         return Pad(self.where, self.count, self.axis, self.multiple) if self.multiple else self
 
 
-@dataclass(frozen=True, slots=True)
-class Pad:
+class Pad(Struct, frozen=True):
     """Zeros after the last index of an axis, up to a multiple."""
 
     where: str
@@ -338,8 +331,7 @@ class Pad:
         return Rows(self.where, self.count, self.axis, self.multiple)
 
 
-@dataclass(frozen=True, slots=True)
-class Add:
+class Add(Struct, frozen=True):
     """A constant is added."""
 
     where: str
@@ -352,8 +344,7 @@ class Add:
         return replace(self, value=-self.value)
 
 
-@dataclass(frozen=True, slots=True)
-class Only:
+class Only(Struct, frozen=True):
     """A step that applies to some tensors, by their positions."""
 
     where: str

@@ -11,8 +11,9 @@ from __future__ import annotations
 import ast
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
+
+from msgspec import Struct, field
 
 from ckptkit.core.errors import RefusedError, UsageError
 
@@ -29,8 +30,7 @@ class _AbsentError(Exception):
     """A name that neither the sizes nor the configuration have."""
 
 
-@dataclass(frozen=True, slots=True)
-class Sizes:
+class Sizes(Struct, frozen=True):
     """Computes the sizes of one model.
 
     Attributes:

@@ -6,9 +6,10 @@ import glob
 import re
 import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any, Self
+
+from msgspec import Struct, field
 
 from ckptkit.core.dtypes import DType, dtype_named
 from ckptkit.core.errors import RefusedError
@@ -23,8 +24,7 @@ _MOST_COMPARED = 2_000  # names among which the nearest is searched
 _SHAPE = re.compile(r"\[(\d+)(?:, \d+)*\]")
 
 
-@dataclass(frozen=True, slots=True)
-class LoadRequest:
+class LoadRequest(Struct, frozen=True):
     """Tensors, and the configuration of the model that would load them.
 
     Attributes:
@@ -58,8 +58,7 @@ class LoadRequest:
         return cls(document["config"], tensors, left_out, document["is_packed"])
 
 
-@dataclass(frozen=True, slots=True)
-class Mismatch:
+class Mismatch(Struct, frozen=True):
     """A parameter of another shape.
 
     Attributes:
@@ -77,8 +76,7 @@ class Mismatch:
         return f"{self.name!r}: {self.found}{against}"
 
 
-@dataclass(frozen=True, slots=True)
-class LoadReport:
+class LoadReport(Struct, frozen=True):
     """What loading would report.
 
     Attributes:
@@ -147,8 +145,7 @@ def _texts(values: Sequence[object]) -> tuple[str, ...]:
 # --- messages ---
 
 
-@dataclass(frozen=True, slots=True)
-class Advice:
+class Advice(Struct, frozen=True):
     """Hints with which a command helps to load the output.
 
     Attributes:

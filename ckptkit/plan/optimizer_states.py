@@ -10,8 +10,9 @@ import posixpath
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from ckptkit.core.errors import RefusedError
 from ckptkit.core.index import Fqn, KeyPath, TensorEntry, TensorIndex
@@ -25,8 +26,7 @@ _MEMBERS = "params"
 _NUMBER = re.compile(r".*_(\d{1,7})")
 
 
-@dataclass(frozen=True, slots=True)
-class StateTensor:
+class StateTensor(Struct, frozen=True):
     """A tensor of an optimizer.
 
     Attributes:
@@ -38,8 +38,7 @@ class StateTensor:
     product: Product
 
 
-@dataclass(frozen=True, slots=True)
-class OptimizerStates:
+class OptimizerStates(Struct, frozen=True):
     """An optimizer as it is written.
 
     Attributes:

@@ -12,7 +12,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from ckptkit.core.dtypes import dtype_named
 from ckptkit.core.index import Shape
@@ -38,8 +39,7 @@ _BASE_LAYER = ".base_layer."
 _STATE = "quant_state.bitsandbytes__"
 
 
-@dataclass(frozen=True, slots=True)
-class StoredWeight:
+class StoredWeight(Struct, frozen=True):
     """What a stored tensor is.
 
     Attributes:

@@ -10,9 +10,9 @@ import math
 import re
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from ckptkit.core.dtypes import DType
@@ -27,8 +27,7 @@ SOURCE = "source"  # the origin that a conversion reads
 FILLING = "filling"  # the origin of tensors that the source lacks
 
 
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
+class TensorSpec(Struct, frozen=True):
     """A tensor as it will be written, dense and row-major."""
 
     name: Fqn
@@ -44,8 +43,7 @@ class TensorSpec:
         return self.elements * self.dtype.itemsize
 
 
-@dataclass(frozen=True, slots=True)
-class Demand:
+class Demand(Struct, frozen=True):
     """A part of a source tensor that a kernel reads for one block."""
 
     origin: str
@@ -98,8 +96,7 @@ class Preparable(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class WrappedPreparable:
+class WrappedPreparable(Struct, frozen=True):
     """A kernel around one that has to be prepared first.
 
     Attributes:
@@ -125,23 +122,20 @@ def wrap_kernel(
     return wrap(kernel)
 
 
-@dataclass(frozen=True, slots=True)
-class Literal:
+class Literal(Struct, frozen=True):
     """Bytes known when planning: headers, indexes, configurations."""
 
     data: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Copy:
+class Copy(Struct, frozen=True):
     """A source tensor, assembled from its chunks without change."""
 
     origin: str
     key: Key
 
 
-@dataclass(frozen=True, slots=True)
-class ServerCopy:
+class ServerCopy(Struct, frozen=True):
     """A copy whose ranges the store of the output copies itself.
 
     Attributes:
@@ -155,8 +149,7 @@ class ServerCopy:
     copied: tuple[CopiedRange, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Compute:
+class Compute(Struct, frozen=True):
     """A tensor that a kernel computes from the source tensors `reads`.
 
     Attributes:
@@ -171,8 +164,7 @@ class Compute:
     most_elements: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class RawCopy:
+class RawCopy(Struct, frozen=True):
     """A byte range of a side file, from `start` on, unchanged."""
 
     origin: str
@@ -180,8 +172,7 @@ class RawCopy:
     start: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Trailer:
+class Trailer(Struct, frozen=True):
     """Bytes that depend on checksums of the segments before it, such as a zip's directory."""
 
     template: bytes
@@ -192,16 +183,14 @@ class Trailer:
 Body = Literal | Copy | ServerCopy | Compute | RawCopy | Trailer
 
 
-@dataclass(frozen=True, slots=True)
-class Product:
+class Product(Struct, frozen=True):
     """An output tensor and how it is produced."""
 
     spec: TensorSpec
     body: Copy | Compute
 
 
-@dataclass(frozen=True, slots=True)
-class StackedPart:
+class StackedPart(Struct, frozen=True):
     """Where a product is in a larger tensor, whose first axes count layers or experts.
 
     Attributes:
@@ -222,8 +211,7 @@ class StackedPart:
         return Fqn(f"{self.name}[{','.join(map(str, self.index))}]")
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
+class Segment(Struct, frozen=True):
     """A byte range `[start, stop)` of an output file; `spec` is set for tensors."""
 
     start: int
@@ -232,8 +220,7 @@ class Segment:
     spec: TensorSpec | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class OutputFile:
+class OutputFile(Struct, frozen=True):
     """A file to write: contiguous segments from byte 0 to `size_bytes`."""
 
     path: str
@@ -241,8 +228,7 @@ class OutputFile:
     segments: Sequence[Segment]
 
 
-@dataclass(frozen=True, slots=True)
-class SegmentRange:
+class SegmentRange(Struct, frozen=True):
     """The bytes `[start, stop)` of a segment, counted from its first byte.
 
     `number` is the segment's position in its file.
@@ -254,8 +240,7 @@ class SegmentRange:
     stop: int
 
 
-@dataclass(frozen=True, slots=True)
-class Task:
+class Task(Struct, frozen=True):
     """A byte range of one output file that is filled, digested and written in one step.
 
     No leaf of a tensor's digest is split between two tasks, so tasks are independent.
@@ -267,8 +252,7 @@ class Task:
     parts: tuple[SegmentRange, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(Struct, frozen=True):
     """Everything that an execution does.
 
     Attributes:
@@ -385,8 +369,7 @@ _SHARES_EACH = 8  # at least, so that other workers can take some from a slow on
 _SLICE = re.compile(r"(\d{1,6})/(\d{1,6})")
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
+class Share(Struct, frozen=True):
     """One of `count` parts of a plan that have about as many bytes each.
 
     Attributes:

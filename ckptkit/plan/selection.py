@@ -6,9 +6,11 @@ import posixpath
 import re
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptkit.core.dtypes import DType, dtype_named
 from ckptkit.core.errors import (
@@ -199,8 +201,7 @@ def refuse_casting_quantized(
         )
 
 
-@dataclass(frozen=True, slots=True)
-class KeptDtypes:
+class KeptDtypes(Struct, frozen=True):
     """Tensors that stay in float32 where the others are cast to 16 bits.
 
     Attributes:
@@ -230,8 +231,7 @@ _HALF = 2  # bytes of float16 and bfloat16
 _FLOAT32 = dtype_named("float32")
 
 
-@dataclass(frozen=True, slots=True)
-class DTypePolicy:
+class DTypePolicy(Struct, frozen=True):
     """Which element type each tensor is written in.
 
     Attributes:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
+from msgspec import Struct
 
 from ckptkit.core.index import Ints, TensorEntry, TensorIndex
 
@@ -16,8 +16,7 @@ Shares = tuple[tuple[int, int, int], ...]
 _MOST_RUNS = 64  # of one tensor; beyond, neighbours are shown together
 
 
-@dataclass(frozen=True, slots=True)
-class ShardMap:
+class ShardMap(Struct, frozen=True):
     """How the tensors of an inspection are distributed.
 
     Attributes:

@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import cycle
 from typing import Any
+
+from msgspec import Struct
 
 from ckptkit.core.dtypes import DType
 from ckptkit.core.index import Fqn, Shape
@@ -259,8 +260,7 @@ SHARED_BLOCKS = frozenset({"zamba", "zamba2"})
 _BLOCK = re.compile(r"(?P<prefix>(?:.*\.)?layers\.)(?P<layer>\d{1,9})\.shared_transf(?:ormer)?\.")
 
 
-@dataclass(frozen=True, slots=True)
-class TiePattern:
+class TiePattern(Struct, frozen=True):
     """Names of a module that are tied to others of the same module.
 
     Attributes:

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from ckptkit.core.errors import RefusedError
 from ckptkit.core.index import Fqn, Shape
@@ -36,8 +37,7 @@ _TOKEN = re.compile(r"(.*_)?token_(id|ids|index)")
 _NESTING = 4  # real configurations nest twice
 
 
-@dataclass(frozen=True, slots=True)
-class Trim:
+class Trim(Struct, frozen=True):
     """Tensors of `rows` rows that keep the first `size` of them."""
 
     names: frozenset[Fqn]

@@ -17,16 +17,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import RefusedError
 from ckptkit.core.index import Fqn, Shape, TensorEntry
 
 
-@dataclass(frozen=True, slots=True)
-class Method:
+class Method(Struct, frozen=True):
     """A method of PEFT.
 
     Attributes:
@@ -42,8 +42,7 @@ class Method:
     merges: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class AdapterSign:
+class AdapterSign(Struct, frozen=True):
     """What shows that tensors are an adapter's.
 
     Attributes:

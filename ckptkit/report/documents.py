@@ -10,10 +10,11 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import islice
 from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct
 
 from ckptkit.core.text import make_printable, size_text, without_url_secrets
 from ckptkit.plan.parameter_counts import describe_stored
@@ -23,7 +24,7 @@ from ckptkit.version import __version__
 if TYPE_CHECKING:
     from ckptkit.conversion.diff import Difference, NumericDifference
     from ckptkit.conversion.inspect import Inspection, TensorLine
-    from ckptkit.conversion.values.stats import Statistics
+    from ckptkit.conversion.stats import Statistics
     from ckptkit.core.index import Problem
     from ckptkit.plan.shard_map import Shares
     from ckptkit.runs.listing import RunListing
@@ -41,8 +42,7 @@ _EQUAL, _CHANGED, _ONLY_A, _ONLY_B, _RESHAPED = range(len(_STATES))
 Fact = tuple[str, str]
 
 
-@dataclass(frozen=True, slots=True)
-class ReportDocument:
+class ReportDocument(Struct, frozen=True):
     """The content of one page.
 
     Attributes:
@@ -143,8 +143,7 @@ def plan_difference_report(difference: Difference) -> ReportDocument:
     return ReportDocument("difference", title, content)
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
+class _Row(Struct, frozen=True):
     """A tensor of either model; `found` has the elements that differ, and by how much at most."""
 
     name: str

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import posixpath
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptkit.core.arguments import ambiguous_truth
 from ckptkit.core.display import Displayed, Facts
@@ -42,7 +44,7 @@ from ckptkit.runs.steps import (
     series_of,
     step_of_manifest,
 )
-from ckptkit.storage.base import Folder
+from ckptkit.storage.base import Source
 from ckptkit.storage.places import PathLike, open_source
 
 if TYPE_CHECKING:
@@ -58,8 +60,7 @@ OF_SOME_RANKS = "holds the files of some ranks only"
 """What begins the problem of a step on the disk of one of several nodes."""
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class RunListing(Displayed):
+class RunListing(Displayed, Struct, frozen=True):
     """The steps of a run.
 
     Attributes:
@@ -136,7 +137,7 @@ class _Listing:
     """Lists the steps of one run."""
 
     def __init__(
-        self, source: Folder, store: RunStore, run: PathLike, state: PathLike | None
+        self, source: Source, store: RunStore, run: PathLike, state: PathLike | None
     ) -> None:
         self._source = source
         self._store = store
@@ -326,8 +327,7 @@ _CALLS = {
 """By the framework that saved a step."""
 
 
-@dataclass(frozen=True, slots=True)
-class ResumeAdvice:
+class ResumeAdvice(Struct, frozen=True):
     """The step to resume from.
 
     Attributes:

@@ -18,15 +18,16 @@ import secrets
 import socket
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
 
 from ckptkit.core.errors import MissingFileError, RefusedError
 from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.core.text import Closing
 from ckptkit.core.threads import weak_callback
-from ckptkit.storage.local.disk import LOCAL_DISK, Disk, OpenFile, is_refused
+from ckptkit.storage.local.disk import LOCAL_DISK, Disk, OpenFile
 from ckptkit.storage.local.durable import replace_file
 from ckptkit.storage.locations import MARKS_FOLDER
 
@@ -45,8 +46,7 @@ _TRIES = 5
 _TRY_SECONDS = 0.1
 
 
-@dataclass(frozen=True, slots=True)
-class Owner:
+class Owner(Struct, frozen=True):
     """The process that left a mark; `host` is empty if the mark does not name it."""
 
     host: str = ""
@@ -79,7 +79,7 @@ def take_run_lock(run: Path, disk: Disk = LOCAL_DISK) -> RunLock | None:
     """
     path = run / MARKS_FOLDER / _LOCK
     path.parent.mkdir(parents=True, exist_ok=True)
-    file = _locked(path, disk) if disk.locks else None
+    file = _locked(path, disk)
     if file is None:
         return None
     text = json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode()
@@ -97,13 +97,8 @@ def _locked(path: Path, disk: Disk) -> OpenFile | None:
     for attempt in range(_TRIES):
         if attempt:
             time.sleep(_TRY_SECONDS)
-        try:
-            file = disk.open_locked(path)
-        except OSError as error:
-            if is_refused(error):
-                return None
-            raise
-        if file is not None:
+        is_alone, file = disk.try_lock(path)
+        if is_alone:
             return file
     owner, hint = (
         _owner(path),
@@ -125,14 +120,9 @@ def run_is_live(run: Path, disk: Disk = LOCAL_DISK) -> bool | None:
         return None
     if not path.exists():
         return False
-    try:
-        file = disk.open_locked(path)
-    except OSError as error:
-        if is_refused(error):
-            return None
-        raise
+    is_alone, file = disk.try_lock(path)
     if file is None:
-        return True
+        return None if is_alone else True
     file.close()
     return False
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptkit.core.arguments import ambiguous_truth
 from ckptkit.core.display import Displayed, Facts
@@ -17,7 +19,9 @@ from ckptkit.runs.listing import OF_SOME_RANKS, RunListing, bytes_of, list_run
 from ckptkit.runs.run_paths import RunStore, open_run
 from ckptkit.runs.save_order import (
     Retention,
+    Rule,
     missing_metric,
+    rules_that_keep,
     steps_to_remove,
     unknown_metric,
 )
@@ -26,13 +30,10 @@ from ckptkit.storage.places import PathLike
 
 Action = Literal["keep", "remove", "failed"]
 
-NEWEST = "the newest complete step"
-_NO_RULE = "nothing removes it"
 _SETTLED_SECONDS = 600.0  # after which nothing is still saving a step
 
 
-@dataclass(frozen=True, slots=True)
-class PruneLimits:
+class PruneLimits(Struct, frozen=True):
     """What is removed although no rule removes it.
 
     Attributes:
@@ -45,8 +46,7 @@ class PruneLimits:
     total_bytes: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class PrunedStep:
+class PrunedStep(Struct, frozen=True):
     """The decision on a step, and its result.
 
     Attributes:
@@ -61,8 +61,7 @@ class PrunedStep:
     why: str
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class Pruned(Displayed):
+class Pruned(Displayed, Struct, frozen=True):
     """The result of pruning a run.
 
     Attributes:
@@ -155,9 +154,11 @@ def prune_run(
         )
     store = open_run(run)
     listing = list_run(run, state=state)
-    verdicts, notes = _Verdicts(listing, retention, frozenset(protected), limits).all()
+    judge = _Verdicts(listing, retention, frozenset(protected), limits)
+    verdicts, notes = judge.all()
     listing = replace(listing, notes=(*listing.notes, *notes))
-    return _Pruning(store, listing, verdicts).run(dry_run=dry_run, listener=listener)
+    pruning = _Pruning(store, listing, verdicts, judge.newest)
+    return pruning.run(dry_run=dry_run, listener=listener)
 
 
 class _Verdicts:
@@ -173,12 +174,17 @@ class _Verdicts:
         self._listing = listing
         self._limits = limits
         self._now = time.time()
-        self._best: set[str] = set()
         self._retention = retention
         self._protected = protected
-        # What keeps steps that a limit of the size removes all the same.
-        last, every = retention.keep_last or 0, retention.keep_every or 0
-        self._loose = (f"among the last {last}", f"every {every:,} steps")
+        self.newest: dict[str, RunStep] = {}  # of each series
+        self._movable: set[str] = set()  # stay, unless all together are over the limit of the size
+        self._texts: dict[Rule, str] = {
+            "newest": "the newest complete step",
+            "last": f"among the last {retention.keep_last}",
+            "every": f"every {retention.keep_every or 0:,} steps",
+            "best": f"the best {retention.keep_best}",
+            "rating": "nothing removes it",
+        }
         # The step of each series with the newest files, if its order is unknown: it may be the
         # current one, if training went back.
         self._newest_files: set[str] = set()
@@ -211,8 +217,7 @@ class _Verdicts:
         for verdict in order:
             if _size_of(kept.values()) <= limit:
                 break
-            is_loose = verdict.why in {*self._loose, _NO_RULE}
-            if verdict.step.complete and is_loose and verdict.step.name not in self._best:
+            if verdict.step.name in self._movable:
                 gone.add(verdict.step.name)
                 del kept[verdict.step.name]
         left = _size_of(kept.values())
@@ -227,19 +232,21 @@ class _Verdicts:
     def _of_series(self, steps: Sequence[RunStep]) -> Iterator[PrunedStep]:
         judged = [replace(step, protected=bool(self._protection(step))) for step in steps]
         gone = set(steps_to_remove(judged, self._retention))
-        rules = {why: set(steps_to_remove(steps, rule)) for why, rule in self._rules()}
+        kept = rules_that_keep(judged, self._retention)
         left = abandoned(steps)
-        best = rules.get(f"the best {self._retention.keep_best}")
-        if best is not None:
-            self._best |= {step.name for step in steps if step.step not in best}
         for step in steps:
             if step.complete and step.step in gone:
                 why = "training went back from it" if step.step in left else "no rule keeps it"
                 yield PrunedStep(step, "remove", why)
             elif step.complete:
-                rule = next((why for why, removed in rules.items() if step.step not in removed), "")
-                why = rule if rule == NEWEST else self._protection(step) or rule
-                yield PrunedStep(step, "keep", why or _NO_RULE)
+                rules, protection = kept[step.step], self._protection(step)
+                first: Rule = rules[0] if rules else "rating"
+                if first == "newest":
+                    self.newest[step.series] = step
+                elif not protection and "best" not in rules:
+                    self._movable.add(step.name)
+                why = self._texts[first]
+                yield PrunedStep(step, "keep", why if first == "newest" else protection or why)
             else:
                 stays = self._why_incomplete_stays(step, steps)
                 action: Action = "keep" if stays else "remove"
@@ -273,18 +280,6 @@ class _Verdicts:
             return "its files are the newest"
         return "it was asked for" if step.step in self._protected else ""
 
-    def _rules(self) -> Iterator[tuple[str, Retention]]:
-        """Yields each rule on its own, with its text."""
-        wanted = self._retention
-        yield NEWEST, Retention(keep_last=1)
-        if wanted.keep_last is not None:
-            yield self._loose[0], Retention(keep_last=wanted.keep_last)
-        if wanted.keep_every is not None:
-            yield self._loose[1], Retention(keep_every=wanted.keep_every)
-        if wanted.keep_best is not None:
-            why = f"the best {wanted.keep_best}"
-            yield why, replace(wanted, keep_last=None, keep_every=None)
-
 
 def _size_of(verdicts: Iterable[PrunedStep]) -> int:
     return bytes_of(file for verdict in verdicts for file in verdict.step.files)
@@ -294,12 +289,16 @@ class _Pruning:
     """Executes the verdicts."""
 
     def __init__(
-        self, store: RunStore, listing: RunListing, verdicts: Sequence[PrunedStep]
+        self,
+        store: RunStore,
+        listing: RunListing,
+        verdicts: Sequence[PrunedStep],
+        newest: Mapping[str, RunStep],
     ) -> None:
         self._store = store
         self._listing = listing
         self._verdicts = verdicts
-        self._newest = {v.step.series: v.step for v in verdicts if v.why == NEWEST}
+        self._newest = newest
 
     def run(self, *, dry_run: bool, listener: Listener) -> Pruned:
         notes = list(self._listing.notes)

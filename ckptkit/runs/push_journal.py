@@ -17,13 +17,15 @@ import re
 import socket
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from msgspec import Struct, field
+
+from ckptkit.core.display import plain_fields
 from ckptkit.core.errors import FormatError, NoSpaceError, OutputError, RefusedError
 from ckptkit.runs.marks import FileLocks, identity_in
-from ckptkit.storage.local.disk import LOCAL_DISK, Disk, OpenFile, is_out_of_space, is_refused
+from ckptkit.storage.local.disk import LOCAL_DISK, Disk, OpenFile, is_out_of_space
 from ckptkit.storage.local.durable import replace_file
 from ckptkit.storage.local.ownership import make_private, refuse_planted
 from ckptkit.storage.locations import MARKS_FOLDER
@@ -38,8 +40,7 @@ _UNSAFE = re.compile(r"[^A-Za-z0-9._-]")
 PushState = Literal["pushing", "pushed"]
 
 
-@dataclass(frozen=True, slots=True)
-class StepPush:
+class StepPush(Struct, frozen=True):
     """The push of one step.
 
     Attributes:
@@ -71,8 +72,7 @@ class StepPush:
     replaces: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class WatchStatus:
+class WatchStatus(Struct, frozen=True):
     """What a watch has not pushed, as `ckptkit ls` shows it, and a training that goes on.
 
     Attributes:
@@ -91,7 +91,7 @@ class WatchStatus:
     def to_json(self) -> dict[str, Any]:
         """Returns the status as plain values."""
         failed = {str(step): why for step, why in sorted(self.failed.items())}
-        return asdict(self) | {"waiting": list(self.waiting), "failed": failed}
+        return {**plain_fields(self), "waiting": list(self.waiting), "failed": failed}
 
 
 def write_status(state: Path, status: WatchStatus) -> None:
@@ -137,7 +137,7 @@ class PushJournal:
             "ckptkit_pushes": _VERSION,
             "repo_id": self.repo_id,
             "run": self._run,
-            "steps": {str(step): asdict(push) for step, push in sorted(pushes.items())},
+            "steps": {str(step): plain_fields(push) for step, push in sorted(pushes.items())},
         }
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -165,17 +165,8 @@ def open_journal(
     """Opens the journal of a run's pushes to a repository; a new one is empty.
 
     A file that is damaged, or that belongs to an earlier run at this path, is moved aside: the
-    Hub has the same information.
-
-    Args:
-        state: The folder of the journal.
-        repo_id: The repository.
-        run: The identity of the run.
-        former: Its identities in older versions.
-
-    Returns:
-        The journal, and a message about the earlier file, usually empty.
-
+    Hub has the same information. `run` is the identity of the run, which it had `former` ones of
+    in older versions. Returns a message about the file that was moved too, usually empty.
     """
     path = journal_path(state, repo_id)
     try:
@@ -198,29 +189,20 @@ def open_journal(
 
 
 def read_journals(state: Path) -> tuple[StepPush, ...]:
-    """Returns the pushes in the journals of a watch, finished or under way, sorted by steps.
-
-    Args:
-        state: The folder of the journals, which need not exist. Damaged ones are ignored.
-    """
+    """Returns the pushes in the journals of a watch, finished or under way, sorted by steps."""
     pushes: list[StepPush] = []
     for path in sorted(state.glob(f"*{_SUFFIX}")) if state.is_dir() else ():
         try:
             pushes += _read(path)[1].values()
         except (OSError, FormatError):
-            continue
+            continue  # damaged
     return tuple(sorted(pushes, key=lambda push: push.step))
 
 
 def take_watch_lock(state: Path, run: Path | None, disk: Disk = LOCAL_DISK) -> FileLocks:
-    """Takes the lock of a watch's state, and that of the run if it can be written to.
+    """Takes the lock of a watch's state, and that in the run, if it is no URL and writable.
 
     If the file system has no locks, none is taken.
-
-    Args:
-        state: The folder with the state of the watch.
-        run: The folder for that in the run, None for a run at a URL.
-        disk: The file operations of the platform.
     """
     taken: list[OpenFile] = []
     if state != run:
@@ -250,14 +232,12 @@ def _make_private_state(state: Path) -> None:
 def _locked(folder: Path, disk: Disk, *, must: bool) -> OpenFile | None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if not disk.locks:
-            return None
-        file = disk.open_locked(folder / _LOCK)
+        is_alone, file = disk.try_lock(folder / _LOCK)
     except OSError as error:
-        if is_refused(error) or not must:
+        if not must:
             return None
         raise _unwritable(folder, error) from error
-    if file is None:
+    if not is_alone:
         try:
             owner = (folder / _LOCK).read_text(encoding="utf-8", errors="replace")[:200].strip()
         except OSError:
@@ -267,16 +247,16 @@ def _locked(folder: Path, disk: Disk, *, must: bool) -> OpenFile | None:
             where=str(folder),
             hint="only one watch can push the steps of a run; end the other one first",
         )
-    file.truncate(0)
-    file.write_at(0, memoryview(f"process {os.getpid()} on {socket.gethostname()}".encode()))
+    if file is not None:
+        file.truncate(0)
+        file.write_at(0, memoryview(f"process {os.getpid()} on {socket.gethostname()}".encode()))
     return file
 
 
 def watch_identity(folder: Path) -> str:
-    """Returns the identity of a run; only the process with the lock may call this.
+    """Returns the identity of a run, created if there was none; empty if it cannot be written.
 
-    Returns:
-        The identity, created if there was none; empty if it cannot be written.
+    Only the process with the lock may call this.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)

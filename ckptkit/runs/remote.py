@@ -12,102 +12,26 @@ from __future__ import annotations
 import json
 import logging
 import os
-import posixpath
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, TypeVar
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import partial
+from typing import Any
 
 from ckptkit.core.errors import CkptkitError, MissingFileError, OutputError, RefusedError
 from ckptkit.core.manifest import MANIFEST_NAME
+from ckptkit.core.threads import repeat
 from ckptkit.formats.discovery import name_step, parse_step, parse_step_file
 from ckptkit.runs.steps import StoredFile
 from ckptkit.storage.locations import MARKS_FOLDER
 from ckptkit.storage.places import PathLike, Place, place_of
 from ckptkit.storage.remote.errors import as_input_error, describe_error
-from ckptkit.storage.remote.store import ObjectInfo, get_store
+from ckptkit.storage.remote.store import ObjectInfo, RemoteFolder
 
 logger = logging.getLogger(__name__)
 
 _MOST_BYTES = 64 << 20
-Answer = TypeVar("Answer")
-
-
-class RunObjects:
-    """Small objects below a prefix of a store; errors are those of ckptkit."""
-
-    def __init__(self, place: Place) -> None:
-        self._place = place
-        self._store = get_store(place)
-        self.location, self.protocol = str(place), self._store.protocol
-        self._root = self._read("", lambda: self._store.path_of(place))
-
-    def listing(self, folder: str) -> dict[str, ObjectInfo]:
-        return self._read(folder, lambda: self._store.list_objects(self._at(folder)))
-
-    def look_up(self, path: str) -> ObjectInfo | None:
-        """Returns an object; None if it does not exist."""
-        return self._read(path, lambda: self._store.look_up(self._at(path)))
-
-    def get(self, path: str) -> Any:
-        """Returns the JSON value of an object; None if it is missing or not JSON."""
-        info = self.look_up(path)
-        if info is None or info.size_bytes > _MOST_BYTES:
-            return None
-
-        data = self._read(path, lambda: self._store.get_small(self._at(path)))
-        if data is None:
-            return None
-        try:
-            return json.loads(data)
-        except (ValueError, RecursionError):
-            return None
-
-    def put(self, path: str, value: Mapping[str, Any]) -> None:
-        """Writes a JSON value."""
-        data = json.dumps(value).encode()
-
-        self._change("written", path, lambda: self._store.put_small(self._at(path), data))
-
-    def delete(self, paths: Sequence[str]) -> None:
-        """Deletes objects; missing ones are no error."""
-        if paths:
-            self._change("removed", paths[0], lambda: self._store.delete(self._root, paths))
-
-    def folder_markers(self, folder: str) -> list[str]:
-        names = self._read(folder, lambda: self._store.list_folder_markers(self._at(folder)))
-        return [f"{folder}/{name}" for name in names]
-
-    def _at(self, path: str) -> str:
-        return f"{self._root}/{path}" if path else self._root
-
-    def _read(self, path: str, ask: Callable[[], Answer]) -> Answer:
-        try:
-            return ask()
-        except CkptkitError:
-            raise
-        except Exception as error:  # noqa: BLE001  clients raise what they like
-            raise as_input_error(
-                error, where=self._where(path), options=self._place.options
-            ) from None
-
-    def _change(self, verb: str, path: str, ask: Callable[[], object]) -> None:
-        try:
-            ask()
-        except CkptkitError:
-            raise
-        except Exception as error:  # noqa: BLE001  clients raise what they like
-            raise OutputError(
-                f"cannot be {verb}: {describe_error(error, self._place.options)}",
-                where=self._where(path),
-                hint="check that the credentials allow it",
-            ) from None
-
-    def _where(self, path: str) -> str:
-        return posixpath.join(self.location, path)
-
-
 _IN_USE = f"{MARKS_FOLDER}/in-use"
 _REMOVING = f"{MARKS_FOLDER}/removing"
 _LIFE_SECONDS = 3600.0  # a mark that was not renewed for so long belongs to a dead process
@@ -132,13 +56,15 @@ class RemoteRun:
     """A prefix with steps in it; its methods are those of `ckptkit.runs.run_paths.LocalRun`."""
 
     def __init__(self, run: PathLike) -> None:
-        self._objects = RunObjects(place_of(run))
-        self.location = self._objects.location
+        place = place_of(run)
+        self._objects = RemoteFolder(place, partial(_as_error, options=place.options))
+        self.location = str(place)
         self._begun: set[str] = set()
+        self._renewing = threading.Lock()
 
     def files(self) -> Sequence[StoredFile]:
         """Returns the objects of all steps, sorted by path."""
-        objects = self._objects.listing("")
+        objects = self._objects.entries()
         return [
             StoredFile(path, info.size_bytes, info.modified, info.identity)
             for path, info in sorted(objects.items())
@@ -160,32 +86,30 @@ class RemoteRun:
             Nothing.
         """
         path = f"{_IN_USE}/{step}/{os.urandom(_NONCE_BYTES).hex()}.json"
-        if self._objects.protocol in _READ_ONLY or not self._marked(path, step):
+        if self._objects.store.protocol in _READ_ONLY or not self._marked(path, step):
             yield
             return
-        ended = threading.Event()
-        renewal = threading.Thread(target=self._renew, args=(path, ended), name="ckptkit-mark")
-        renewal.daemon = True
-        renewal.start()
+        ended = repeat(_RENEWAL_SECONDS, lambda: self._renew(path, ended), "ckptkit-mark")
         try:
             yield
         finally:
             ended.set()
-            renewal.join()
-            self._drop(path)
+            with self._renewing:
+                self._drop(path)
 
     def in_use(self, step: str, markers: Collection[str]) -> bool:  # noqa: ARG002
-        marks = self._objects.listing(f"{_IN_USE}/{step}").values()
+        marks = self._objects.entries(f"{_IN_USE}/{step}").values()
         return any(_is_younger(mark, _LIFE_SECONDS) for mark in marks)
 
     def claim(
         self, step: str, markers: Collection[str], files: Sequence[StoredFile]
     ) -> AbstractContextManager[object] | None:
         """Marks a step as being removed; None if it is being read."""
-        if self._objects.protocol in _READ_ONLY:
+        if self._objects.store.protocol in _READ_ONLY:
             raise RefusedError("this storage is read-only", where=self.location)
         path = _claim_path(step)
-        self._objects.put(path, {file.path: [file.identity, file.modified] for file in files})
+        listed = {file.path: [file.identity, file.modified] for file in files}
+        self._objects.put(path, json.dumps(listed).encode())
         if self.in_use(step, markers):
             self._drop(path)
             return None
@@ -201,49 +125,56 @@ class RemoteRun:
             )
         self._begun.add(step)
         self._remove_in_order(list(now))
-        self._objects.delete(self._objects.folder_markers(step))
-        self._objects.delete([_claim_path(step)])
+        self._objects.remove(*self._objects.folder_markers(step))
+        self._objects.remove(_claim_path(step))
 
     def clear_up(self, *, remove: bool) -> Sequence[str]:
         """Finishes removals that a kill has interrupted, and removes marks of dead readers."""
         if remove:
-            for name, mark in self._objects.listing(_IN_USE).items():
+            for path, mark in self._objects.entries(_IN_USE).items():
                 if not _is_younger(mark, _LIFE_SECONDS):
-                    self._drop(f"{_IN_USE}/{name}")
+                    self._drop(path)
         steps = []
-        for name, claim in sorted(self._objects.listing(_REMOVING).items()):
-            step, path = name.removesuffix(".json"), f"{_REMOVING}/{name}"
-            listed = self._objects.get(path)
+        for path, claim in sorted(self._objects.entries(_REMOVING).items()):
+            step = path.removeprefix(f"{_REMOVING}/").removesuffix(".json")
+            listed = self._read_claim(path, claim)
             now = self._list_step(step)
-            left = [path for path, info in now.items() if _is_listed(path, info, listed)]
+            left = [name for name, info in now.items() if _is_listed(name, info, listed)]
             is_new = len(left) < len(now)  # the step is being replaced
             has_begun = isinstance(listed, dict) and len(left) < len(listed)
             if is_new or not has_begun:
                 if remove and (is_new or not _is_younger(claim, _CLAIM_SECONDS)):
-                    self._objects.delete([path])
+                    self._objects.remove(path)
                 continue
             steps += [step] if left else []
             if remove:
                 self._remove_in_order(left)
-                self._objects.delete(self._objects.folder_markers(step))
-                self._objects.delete([path])
+                self._objects.remove(*self._objects.folder_markers(step))
+                self._objects.remove(path)
         return steps
 
     def _list_step(self, step: str) -> dict[str, ObjectInfo]:
         """Returns the objects of a step, a folder or files right in the run, by their paths."""
-        below = {f"{step}/{name}": info for name, info in self._objects.listing(step).items()}
+        below = self._objects.entries(step)
         if below or parse_step_file(step) is None:
             return below
-        objects = self._objects.listing("").items()
+        objects = self._objects.entries().items()
         return {path: info for path, info in objects if name_step(path) == step}
+
+    def _read_claim(self, path: str, info: ObjectInfo) -> object:
+        """Returns the JSON value of a claim; None if it is missing, too large or not JSON."""
+        data = self._objects.get(path) if info.size_bytes <= _MOST_BYTES else None
+        with suppress(ValueError, RecursionError):
+            return None if data is None else json.loads(data)
+        return None
 
     def _remove_in_order(self, paths: Sequence[str]) -> None:
         left = list(paths)
         for ending in _FIRST:
             first = [path for path in left if path.endswith(ending)]
-            self._objects.delete(first)
+            self._objects.remove(*first)
             left = [path for path in left if path not in first]
-        self._objects.delete(left)
+        self._objects.remove(*left)
 
     @contextmanager
     def _claimed(self, step: str) -> Iterator[None]:
@@ -258,7 +189,7 @@ class RemoteRun:
             if attempt:
                 time.sleep(_TRY_SECONDS)
             try:
-                self._objects.put(path, {})
+                self._objects.put(path, b"{}")
             except CkptkitError as error:
                 logger.debug("%s cannot be marked as being read: %s", step, error)
                 return False
@@ -273,17 +204,27 @@ class RemoteRun:
         )
 
     def _renew(self, path: str, ended: threading.Event) -> None:
-        while not ended.wait(_RENEWAL_SECONDS):
-            try:
-                self._objects.put(path, {})
-            except CkptkitError as error:
-                logger.warning("the mark %s cannot be renewed: %s", path, error)
+        try:
+            with self._renewing:
+                if not ended.is_set():
+                    self._objects.put(path, b"{}")
+        except CkptkitError as error:
+            logger.warning("the mark %s cannot be renewed: %s", path, error)
 
     def _drop(self, path: str) -> None:
         try:
-            self._objects.delete([path])
+            self._objects.remove(path)
         except CkptkitError as error:
             logger.warning("the mark %s cannot be removed: %s", path, error)
+
+
+def _as_error(
+    error: Exception, where: str, verb: str, *, options: Mapping[str, Any]
+) -> CkptkitError:
+    if verb == "read":
+        return as_input_error(error, where=where, options=options)
+    text = f"cannot be {verb}: {describe_error(error, options)}"
+    return OutputError(text, where=where, hint="check that the credentials allow it")
 
 
 def _claim_path(step: str) -> str:

@@ -11,11 +11,12 @@ import posixpath
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from difflib import get_close_matches
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
+
+from msgspec.structs import replace
 
 from ckptkit.core.errors import (
     AccessError,
@@ -40,7 +41,7 @@ from ckptkit.formats.registry import find_candidates, make_not_found_error, reco
 from ckptkit.runs.marks import FileLocks, claim, hold, is_step_folder, run_is_live
 from ckptkit.runs.step_manifests import list_files, step_folder
 from ckptkit.runs.steps import StoredFile
-from ckptkit.storage.base import Folder, Source
+from ckptkit.storage.base import Source
 from ckptkit.storage.local.disk import LOCAL_DISK
 from ckptkit.storage.local.durable import TRASH, new_hidden_path, remove_tree
 from ckptkit.storage.local.source import LocalSource
@@ -382,7 +383,7 @@ def _runs_above(step: str) -> Iterator[str]:
             yield "/".join(parts[:at])
 
 
-def list_closed(folders: Sequence[Folder]) -> dict[str, str]:
+def list_closed(folders: Sequence[Source]) -> dict[str, str]:
     """Returns the folders of a source that may not be entered, each with the location above it.
 
     Args:
@@ -396,7 +397,7 @@ def list_closed(folders: Sequence[Folder]) -> dict[str, str]:
     }
 
 
-def describe_links(folders: Sequence[Folder], *, as_run: bool = False) -> tuple[str, str]:
+def describe_links(folders: Sequence[Source], *, as_run: bool = False) -> tuple[str, str]:
     """Returns which links to folders a search did not follow, and what to pass instead.
 
     Args:
@@ -420,7 +421,7 @@ def describe_links(folders: Sequence[Folder], *, as_run: bool = False) -> tuple[
 
 
 def make_not_found(
-    folders: Sequence[Folder], paths: Sequence[str], location: str, base: str
+    folders: Sequence[Source], paths: Sequence[str], location: str, base: str
 ) -> NotACheckpointError:
     """Returns the error for a place without a checkpoint, and says what was not searched there.
 
@@ -445,7 +446,7 @@ def make_not_found(
 
 def check_closed(
     found: ResolvedSource,
-    folders: Sequence[Folder],
+    folders: Sequence[Source],
     select: str | None,
     read_tracker: Callable[[str], tuple[str, str] | None],
 ) -> ResolvedSource:

@@ -10,18 +10,24 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
+from msgspec import Struct
+from msgspec.structs import replace
+
 from ckptkit.core.errors import CkptkitError, RefusedError, UsageError
+from ckptkit.options import BestMode as BestMode  # noqa: PLC0414  part of a retention
 from ckptkit.runs.steps import RunStep, abandoned
 from ckptkit.storage.base import Source, is_there
 
-BestMode = Literal["min", "max"]
+Rule = Literal["newest", "last", "every", "best", "rating"]
+"""Why a step stays; `rating` is for a step by which an abandoned one is known to be abandoned."""
+
+RETENTION_OPTIONS = ("keep_last", "keep_every", "keep_best", "best_mode")
+"""The rules that users state, as options of training, of commands and of Python calls."""
 
 
-@dataclass(frozen=True, slots=True)
-class Retention:
+class Retention(Struct, frozen=True):
     """Which steps stay: those that any rule keeps, and all if there is no rule.
 
     Attributes:
@@ -63,23 +69,45 @@ class Retention:
         return self.keep_last is None and self.keep_every is None and self.keep_best is None
 
 
+def rules_that_keep(steps: Iterable[RunStep], retention: Retention) -> dict[int, list[Rule]]:
+    """Returns for each complete step which rules keep it: the one place that knows the rules.
+
+    An incomplete step is never counted. The newest complete step, which is the one saved last,
+    always stays. An abandoned step, see `abandoned`, is never counted among the newest, and stays
+    only if another rule keeps it. Steps that lack the metric of `keep_best`, or whose value is no
+    finite number, are not among the best; of equal values the higher step is better. After training
+    went back, the best of all steps stay, and the best without the abandoned ones. With
+    `keep_best`, one step stays by which each of the others that is abandoned is known to be.
+    """
+    complete = sorted((step for step in steps if step.complete), key=lambda step: step.step)
+    left = abandoned(complete)
+    current = [step for step in complete if step.step not in left]
+    kept: dict[int, list[Rule]] = {step.step: [] for step in complete}
+
+    def keep(rule: Rule, chosen: Iterable[RunStep]) -> None:
+        for step in chosen:
+            kept[step.step].append(rule)
+
+    keep("newest", current[-1:])
+    if retention.keep_last is not None:
+        keep("last", current[-retention.keep_last :])
+    if retention.keep_every is not None:
+        keep("every", (step for step in complete if step.step % retention.keep_every == 0))
+    keep("best", (*_best(complete, retention), *_best(current, retention)))
+    if retention.keep_best is not None:
+        # Without it, an abandoned step would be rated among the others the next time, and the best
+        # of those would be removed.
+        for step in [step for step in complete if step.step in left]:
+            if kept[step.step] or step.protected:
+                rule: Rule = "best" if "best" in kept[step.step] else "rating"
+                keep(rule, [one for one in current if one.step < step.step][-1:])
+    return kept
+
+
 def steps_to_remove(steps: Sequence[RunStep], retention: Retention) -> tuple[int, ...]:
-    """Chooses the steps that no rule keeps.
+    """Returns the complete steps that no rule keeps and that are not protected, lowest first.
 
-    An incomplete step is never counted, and never removed: it may be under way, or all that is
-    left to repair. The newest complete step, which is the one saved last, is never removed, nor
-    is a protected one. An abandoned step, see `abandoned`, is never counted among the newest,
-    and stays only if another rule keeps it. Steps that lack the metric of `keep_best`, or whose
-    value is no finite number, are not among the best; of equal values the higher step is better.
-    After training went back, the best of all steps stay, and the best without the abandoned ones.
-    With `keep_best`, one step stays by which each of the others that is abandoned is known to be.
-
-    Args:
-        steps: All steps of the run, in any order.
-        retention: The rules.
-
-    Returns:
-        The numbers of the steps to remove, lowest first.
+    An incomplete step is never removed: it may be under way, or all that is left to repair.
 
     >>> kept = Retention(keep_last=2, keep_every=1000)
     >>> steps_to_remove([RunStep(step) for step in (1000, 1500, 2000, 2500, 3000)], kept)
@@ -87,20 +115,9 @@ def steps_to_remove(steps: Sequence[RunStep], retention: Retention) -> tuple[int
     """
     if retention.keeps_all:
         return ()
-    complete = sorted((step for step in steps if step.complete), key=lambda step: step.step)
-    left = abandoned(complete)
-    current = [step for step in complete if step.step not in left]
-    kept = {step.step for step in current[-(retention.keep_last or 1) :]}
-    if retention.keep_every is not None:
-        kept |= {step.step for step in complete if step.step % retention.keep_every == 0}
-    kept |= {step.step for step in (*_best(complete, retention), *_best(current, retention))}
-    if retention.keep_best is not None:
-        # Without it, an abandoned step would be rated among the others the next time, and the best
-        # of those would be removed.
-        for step in [step for step in complete if step.step in left]:
-            if step.step in kept or step.protected:
-                kept.add([one.step for one in current if one.step < step.step][-1])
-    return tuple(step.step for step in complete if step.step not in kept and not step.protected)
+    protected = {step.step for step in steps if step.protected}
+    kept = rules_that_keep(steps, retention)
+    return tuple(step for step, rules in kept.items() if not rules and step not in protected)
 
 
 def missing_metric(steps: Sequence[RunStep], retention: Retention) -> str:

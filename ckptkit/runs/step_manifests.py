@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import posixpath
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from types import MappingProxyType
 from typing import NamedTuple
+
+from msgspec.structs import replace
 
 from ckptkit.core.errors import InputError, MissingFileError, TruncatedFileError
 from ckptkit.core.index import FileRange, Problem, RunFacts, TensorIndex
@@ -25,7 +26,7 @@ from ckptkit.formats.base import Candidate
 from ckptkit.formats.discovery import UNFINISHED, is_unit_folder, parse_step
 from ckptkit.formats.registry import list_paths, read_index, recognise
 from ckptkit.runs.stored_proofs import prove_index
-from ckptkit.storage.base import Source, distant, is_there, prefetch
+from ckptkit.storage.base import Source, is_there
 from ckptkit.storage.manifests import read_manifest
 
 _WRITER = "ckptkit"
@@ -215,16 +216,16 @@ def list_files(source: Source) -> list[str]:
     that it names exist, and are found by their names.
     """
     paths = list_paths(source)
-    if distant(source) is None:
+    if not source.is_remote:
         return paths
     listed = set(paths)
     steps = dict.fromkeys(step_folder(candidate.folder) for candidate in recognise(paths)) or [""]
     expected = [posixpath.join(step, name) for step in steps for name in _OF_STEPS]
-    prefetch(source, [FileRange(path, 0, 0) for path in expected if path not in listed])
+    source.prefetch([FileRange(path, 0, 0) for path in expected if path not in listed])
     manifests = [path for path in paths if posixpath.basename(path) == MANIFEST_NAME]
     manifests += [path for path in expected[:: len(_OF_STEPS)] if path not in listed]
     there = [path for path in manifests if is_there(source, path)]
-    prefetch(source, [FileRange(path, 0, source.stat(path).size_bytes) for path in there])
+    source.prefetch([FileRange(path, 0, source.stat(path).size_bytes) for path in there])
     for path in manifests:
         folder = posixpath.dirname(path)
         try:
@@ -238,7 +239,7 @@ def list_files(source: Source) -> list[str]:
 
 def prefetch_headers(source: Source, candidate: Candidate) -> None:
     """Prefetches the headers of all files of a checkpoint together, if each is a round trip."""
-    if distant(source) is None:
+    if not source.is_remote:
         return
     # What readers need first; prefetching a range includes its surroundings.
     ranges: list[FileRange] = []
@@ -248,4 +249,4 @@ def prefetch_headers(source: Source, candidate: Candidate) -> None:
         size = source.stat(path).size_bytes
         start = max(size - 1, 0) if path.endswith(_ARCHIVES) else 0
         ranges.append(FileRange(path, start, min(1, size) if path.endswith(_WEIGHTS) else size))
-    prefetch(source, ranges)
+    source.prefetch(ranges)

@@ -10,10 +10,11 @@ import math
 import posixpath
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
+
+from msgspec import Struct, field
 
 from ckptkit.core.errors import CkptkitError, InputError
 from ckptkit.core.manifest import MANIFEST_NAME, TRAINING, Manifest
@@ -25,8 +26,7 @@ if TYPE_CHECKING:
 _NUMBER = re.compile(r"\d+")
 
 
-@dataclass(frozen=True, slots=True)
-class StoredFile:
+class StoredFile(Struct, frozen=True):
     """A file in a run.
 
     Attributes:
@@ -46,8 +46,7 @@ class StoredFile:
     inode: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class RunStep:
+class RunStep(Struct, frozen=True):
     """A step of a run.
 
     Attributes:
@@ -84,10 +83,10 @@ class RunStep:
     protected: bool = False
     writer: str = ""
     size_bytes: int = 0
-    files: tuple[StoredFile, ...] = field(default=(), repr=False)
+    files: tuple[StoredFile, ...] = ()
     modified: float = 0.0
     pushes: tuple[StepPush, ...] = ()
-    markers: tuple[str, ...] = field(default=(), repr=False)
+    markers: tuple[str, ...] = ()
     digest: str = ""
     world_size: int | None = None
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import posixpath
 from collections.abc import Collection, Iterator
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from ckptkit.core.checksums import digest_like, leaf_ranges
 from ckptkit.core.errors import ChecksumError, InputError

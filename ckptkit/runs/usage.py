@@ -7,9 +7,10 @@ import posixpath
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
 
 from ckptkit.consumers.side_files import is_side_file
 from ckptkit.core.errors import InputError, NotACheckpointError
@@ -59,8 +60,7 @@ def kind_of(path: str) -> str:
     return MODEL if _MODEL.search(path) else OTHER
 
 
-@dataclass(frozen=True, slots=True)
-class StepUsage:
+class StepUsage(Struct, frozen=True):
     """What a step takes.
 
     Attributes:
@@ -88,8 +88,7 @@ class StepUsage:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class RunUsage:
+class RunUsage(Struct, frozen=True):
     """What a run takes.
 
     Attributes:

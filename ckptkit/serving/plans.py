@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any, Self
+
+import msgspec.structs
+from msgspec.structs import replace
 
 from ckptkit.adapters.merge.merge_adapters import AdapterChoice, list_choices, prepare_merge
 from ckptkit.adapters.sources import AdapterRequest
@@ -76,7 +80,9 @@ class ServePlan:
             replace(choice, path=place) if choice.path == src else choice
             for choice in self.adapters
         ]
-        return replace(self, job=replace(self.job, src=place), adapters=adapters)
+        return dataclasses.replace(
+            self, job=msgspec.structs.replace(self.job, src=place), adapters=adapters
+        )
 
     @contextmanager
     def open(self, listener: Listener) -> Iterator[PlannedOutput]:

@@ -10,29 +10,38 @@ from __future__ import annotations
 
 import base64
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from email.utils import format_datetime, parsedate_to_datetime
-from typing import Protocol
 from urllib.parse import quote, unquote_to_bytes
+from xml.sax.saxutils import escape
 
-from ckptkit.serving.s3_errors import S3Error, Tree, make_xml
-from ckptkit.serving.served_objects import (
-    BUCKET,
-    MOST_KEYS,
-    ListedPage,
-    ListRequest,
-    ServedObject,
-    list_page,
-)
-from ckptkit.serving.signatures import SignedRequest
+from msgspec import Struct, field
 
-REGION = "us-east-1"
+from ckptkit.serving.planned_folder import PlannedFile
+
+BUCKET, REGION = "ckptkit", "us-east-1"
+MOST_KEYS = 1000
+_STATUS = {  # of codes that are not answered with 400
+    "AccessDenied": 403,
+    "InternalError": 500,
+    "InvalidAccessKeyId": 403,
+    "InvalidRange": 416,
+    "MethodNotAllowed": 405,
+    "NoSuchBucket": 404,
+    "NoSuchKey": 404,
+    "NotImplemented": 501,
+    "PreconditionFailed": 412,
+    "RequestTimeTooSkewed": 403,
+    "ServiceUnavailable": 503,
+    "SignatureDoesNotMatch": 403,
+    "SlowDown": 503,
+}
+_NAMESPACE = "http://s3.amazonaws.com/doc/2006-03-01/"
+_NOT_IN_XML = re.compile(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 _RANGE = re.compile(r"bytes=(\d{0,1000})-(\d{0,1000})", re.ASCII)
 _ABSOLUTE = re.compile(r"\Ahttps?://[^/?]*", re.IGNORECASE)
 _TYPES = {".json": "application/json", ".txt": "text/plain", ".jinja": "text/plain"}
-_OTHER_TYPE = "application/octet-stream"
 # Each of these parameters asks for something else; none of them is served.
 _OPERATIONS = frozenset(
     {
@@ -49,35 +58,41 @@ _OPERATIONS = frozenset(
 )
 
 
-class Bucket(Protocol):
-    """What is served at the moment."""
+class S3Error(Exception):
+    """A refused request, as S3 names it, with further elements and headers of the answer.
 
-    def objects(self) -> Sequence[ServedObject]:
-        """Returns all objects in the order of their keys."""
-        ...
-
-    def find(self, key: str) -> ServedObject | None:
-        """Returns an object by its key."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """An answer to a request.
-
-    Attributes:
-        status: The HTTP status.
-        headers: Its headers, without Content-Length.
-        body: The body, unless it is bytes of an object.
-        entry: The object that the body has bytes of.
-        start: The first of these bytes.
-        stop: The first byte after them.
+    Source: https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html
     """
+
+    def __init__(
+        self,
+        code: str,
+        message: str,
+        facts: Mapping[str, str] | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(f"{code}: {message}")
+        self.code, self.status, self.message = code, _STATUS.get(code, 400), message
+        self.facts, self.headers = dict(facts or {}), dict(headers or {})
+
+
+class S3Request(Struct, frozen=True):
+    """A request, with path and query decoded, and its headers by names in lower case."""
+
+    method: str
+    path: str
+    query: Sequence[tuple[str, str]]
+    headers: Mapping[str, str]
+
+
+class Answer(Struct, frozen=True):
+    """An answer; its body is `body`, or the bytes `[start, stop)` of the object `entry`."""
 
     status: int
     headers: Mapping[str, str] = field(default_factory=dict)
     body: bytes = b""
-    entry: ServedObject | None = None
+    key: str = ""
+    entry: PlannedFile | None = None
     start: int = 0
     stop: int = 0
 
@@ -86,28 +101,21 @@ class Answer:
         return self.stop - self.start if self.entry is not None else len(self.body)
 
 
-def parse_request(method: str, target: str, headers: Mapping[str, str]) -> SignedRequest:
-    """Decodes a request.
-
-    Args:
-        method: The method.
-        target: Path and query as they were sent, maybe with the address in front of them.
-        headers: The headers, by names in lower case.
-    """
-    # AWS's client in C sends the absolute form; see https://www.rfc-editor.org/rfc/rfc9112#section-3.2.2
+def parse_request(method: str, target: str, headers: Mapping[str, str]) -> S3Request:
+    """Decodes a request, whose target is path and query as they were sent."""
     path, query = _split_target(target)
     try:
         for text in (method, *headers, *headers.values()):
             text.encode()  # of bytes that are no UTF-8, nothing could be signed
         pairs = [pair.partition("=") for pair in query.split("&") if pair]
         decoded = [(_decode(name), _decode(value)) for name, _, value in pairs]
-        return SignedRequest(method, _decode(path), decoded, headers)
+        return S3Request(method, _decode(path), decoded, headers)
     except UnicodeError as error:
         raise S3Error("InvalidURI", "Couldn't parse the specified URI.") from error
 
 
 def _split_target(target: str) -> tuple[str, str]:
-    """Returns path and query as they were sent, without the address."""
+    # AWS's client in C sends the absolute form; see https://www.rfc-editor.org/rfc/rfc9112#section-3.2.2
     path, _, query = _ABSOLUTE.sub("", target, count=1).partition("?")
     return path or "/", query
 
@@ -116,18 +124,15 @@ def _decode(text: str) -> str:
     return unquote_to_bytes(text.encode("utf-8", "surrogateescape")).decode("utf-8")
 
 
-def answer_request(request: SignedRequest, bucket: Bucket, began: datetime) -> Answer:
-    """Answers a request whose signature was checked.
-
-    Args:
-        request: The request.
-        bucket: What is served.
-        began: When the server was started.
-
-    Raises:
-        S3Error: If it is refused.
-    """
-    name, key = _find_target(request, bucket)
+def answer_request(
+    request: S3Request, objects: Mapping[str, PlannedFile], began: datetime
+) -> Answer:
+    """Answers a request whose signature was checked; `objects` are all, in the order of keys."""
+    path = request.path.removeprefix("/")
+    name, _, key = path.partition("/")
+    if request.headers.get("host", "").lower().startswith(f"{BUCKET}."):
+        # The bucket in the name of the host. The machine may have a name such as ckptkit.org, too.
+        name, key = (name, key) if name == BUCKET and path not in objects else (BUCKET, path)
     query = dict(request.query)
     if request.method not in {"GET", "HEAD"}:
         raise S3Error(
@@ -137,7 +142,9 @@ def answer_request(request: SignedRequest, bucket: Bucket, began: datetime) -> A
             {"Allow": "GET, HEAD"},
         )
     if not (name or key):
-        return _list_buckets(began)
+        made = (("Name", BUCKET), ("CreationDate", _format_time(began)))
+        buckets: Tree = (("Owner", _OWNER), ("Buckets", (("Bucket", made),)))
+        return _make_document("ListAllMyBucketsResult", buckets)
     if name != BUCKET:
         raise S3Error(
             "NoSuchBucket", f"The only bucket here is {BUCKET!r}.", {"BucketName": name[:100]}
@@ -146,242 +153,16 @@ def answer_request(request: SignedRequest, bucket: Bucket, began: datetime) -> A
         operation = min(_OPERATIONS & query.keys())
         raise S3Error("NotImplemented", f"{operation!r} is not implemented by this server.")
     if key:
-        return _read_object(request, query, bucket, key)
+        if key not in objects:
+            raise S3Error("NoSuchKey", "The specified key does not exist.", {"Key": key[:1024]})
+        if query.get("versionId", "null") != "null":
+            raise S3Error("InvalidArgument", "Invalid version id specified")
+        return _read_object(key, objects[key], request.headers)
     if request.method == "HEAD":
         return Answer(200, {"x-amz-bucket-region": REGION})
     if "location" in query:
         return _make_document("LocationConstraint", "")  # which means us-east-1
-    listing = {"1": _list_version_1, "2": _list_version_2}.get(query.get("list-type", "1"))
-    if listing is None:
-        raise S3Error("InvalidArgument", "Invalid List Type specified in Request")
-    return listing(query, bucket)
-
-
-def _find_target(request: SignedRequest, bucket: Bucket) -> tuple[str, str]:
-    """Returns bucket and key; the bucket may be in the name of the host."""
-    path = request.path.removeprefix("/")
-    name, _, key = path.partition("/")
-    if request.headers.get("host", "").lower().startswith(f"{BUCKET}."):
-        # The machine itself may have a name such as ckptkit.example.org.
-        is_of_machine = name == BUCKET and bucket.find(path) is None
-        return (name, key) if is_of_machine else (BUCKET, path)
-    return name, key
-
-
-def _make_document(name: str, content: Tree) -> Answer:
-    return Answer(200, {"Content-Type": "application/xml"}, make_xml(name, content))
-
-
-_OWNER: Tree = (("ID", BUCKET), ("DisplayName", BUCKET))
-
-
-def _list_buckets(began: datetime) -> Answer:
-    only = (("Bucket", (("Name", BUCKET), ("CreationDate", _format_time(began)))),)
-    return _make_document("ListAllMyBucketsResult", (("Owner", _OWNER), ("Buckets", only)))
-
-
-def _format_time(time: datetime) -> str:
-    return time.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%S.000Z")
-
-
-# --- objects ---
-
-
-def _read_object(
-    request: SignedRequest, query: Mapping[str, str], bucket: Bucket, key: str
-) -> Answer:
-    entry = bucket.find(key)
-    if entry is None:
-        raise S3Error("NoSuchKey", "The specified key does not exist.", {"Key": key[:1024]})
-    if query.get("versionId", "null") != "null":
-        raise S3Error("InvalidArgument", "Invalid version id specified")
-    if _is_known(request.headers, entry):
-        return Answer(304, {"ETag": entry.etag, "Last-Modified": _http_time(entry)})
-    headers = {
-        "Accept-Ranges": "bytes",
-        "Content-Type": _TYPES.get(key[key.rfind(".") :], _OTHER_TYPE),
-        "ETag": entry.etag,
-        "Last-Modified": _http_time(entry),
-    }
-    part = _find_range(request.headers, entry)
-    if part is None:
-        if entry.crc32 is not None and _asks_for_checksum(request.headers):
-            encoded = base64.b64encode(entry.crc32.to_bytes(4, "big")).decode()
-            headers |= {"x-amz-checksum-crc32": encoded, "x-amz-checksum-type": "FULL_OBJECT"}
-        return Answer(200, headers, entry=entry, stop=entry.size_bytes)
-    start, stop = part
-    headers["Content-Range"] = f"bytes {start}-{stop - 1}/{entry.size_bytes}"
-    return Answer(206, headers, entry=entry, start=start, stop=stop)
-
-
-def _asks_for_checksum(headers: Mapping[str, str]) -> bool:
-    return headers.get("x-amz-checksum-mode", "").upper() == "ENABLED"
-
-
-def _http_time(entry: ServedObject) -> str:
-    return format_datetime(entry.modified.astimezone(UTC), usegmt=True)
-
-
-def _is_known(headers: Mapping[str, str], entry: ServedObject) -> bool:
-    """Says whether the client has this version already; refuses if it wants another one.
-
-    Source: https://www.rfc-editor.org/rfc/rfc9110#section-13.2.2
-    """
-    match, unmodified = headers.get("if-match"), headers.get("if-unmodified-since")
-    if match is not None:
-        fails = not _names_etag(match, entry, strongly=True)
-    else:
-        fails = unmodified is not None and _is_newer(entry, unmodified)
-    if fails:
-        raise S3Error(
-            "PreconditionFailed",
-            "At least one of the preconditions you specified did not hold.",
-            {"Condition": "If-Match" if match is not None else "If-Unmodified-Since"},
-        )
-    if (none := headers.get("if-none-match")) is not None:
-        return _names_etag(none, entry)
-    since = headers.get("if-modified-since")
-    return since is not None and not _is_newer(entry, since, unreadable=True)
-
-
-def _names_etag(header: str, entry: ServedObject, *, strongly: bool = False) -> bool:
-    """Says whether a list of ETags has that of an object; compared strongly, no weak one is it."""
-    named = {one.strip() for one in header.split(",")}
-    if not strongly:
-        named = {one.removeprefix("W/") for one in named}
-    return "*" in named or entry.etag.strip('"') in {one.strip('"') for one in named}
-
-
-def _is_newer(entry: ServedObject, header: str, *, unreadable: bool = False) -> bool:
-    try:
-        since = parsedate_to_datetime(header)
-    except (ValueError, OverflowError):
-        return unreadable
-    if since.tzinfo is None:
-        since = since.replace(tzinfo=UTC)
-    return entry.modified.replace(microsecond=0) > since
-
-
-def _find_range(headers: Mapping[str, str], entry: ServedObject) -> tuple[int, int] | None:
-    """Returns the range that a request asks for; None for all of the object.
-
-    As S3 does, several ranges and what is no range are answered with the whole object.
-    """
-    match = _RANGE.fullmatch(headers.get("range", "").strip())
-    condition = headers.get("if-range", entry.etag)
-    is_same = condition == _http_time(entry) or _names_etag(condition, entry, strongly=True)
-    if match is None or not is_same:
-        return None
-    first, last, size = match[1], match[2], entry.size_bytes
-    if not (first or last):
-        return None
-    if first and last and int(last) < int(first):
-        return None
-    start = int(first) if first else max(0, size - int(last))
-    stop = min(int(last) + 1, size) if first and last else size
-    if start >= size:
-        raise S3Error(
-            "InvalidRange",
-            "The requested range is not satisfiable",
-            {"RangeRequested": match[0], "ActualObjectSize": str(size)},
-            {"Content-Range": f"bytes */{size}"},
-        )
-    return start, stop
-
-
-# --- listings ---
-
-
-def _list_version_2(query: Mapping[str, str], bucket: Bucket) -> Answer:
-    token = query.get("continuation-token")
-    request = _parse_listing(query, query.get("start-after", ""))
-    if token is not None:
-        request = replace(request, after=_decode_token(token))
-    page, encode = list_page(bucket.objects(), request), _encoder(query)
-    rows = [*_head(query, encode, "StartAfter", "start-after")]
-    rows.append(("KeyCount", str(len(page.objects) + len(page.prefixes))))
-    if token is not None:
-        rows.append(("ContinuationToken", token))
-    if page.last:
-        rows.append(("NextContinuationToken", _encode_token(page.last)))
-    return _make_document("ListBucketResult", (*rows, *_contents(page, request, encode)))
-
-
-def _list_version_1(query: Mapping[str, str], bucket: Bucket) -> Answer:
-    request = _parse_listing(query, query.get("marker", ""))
-    page, encode = list_page(bucket.objects(), request), _encoder(query)
-    rows = [*_head(query, encode, "Marker", "marker")]
-    if page.last and request.delimiter:
-        rows.append(("NextMarker", encode(page.last)))
-    return _make_document("ListBucketResult", (*rows, *_contents(page, request, encode)))
-
-
-def _parse_listing(query: Mapping[str, str], after: str) -> ListRequest:
-    if query.get("encoding-type", "url") != "url":
-        raise S3Error("InvalidArgument", "Invalid Encoding Method specified in Request")
-    text = query.get("max-keys", "") or str(MOST_KEYS)
-    if not (text.isascii() and text.isdecimal() and len(text) <= len(str(2**31))):
-        raise S3Error("InvalidArgument", "Argument max-keys must be an integer of at least 0.")
-    most = min(int(text), MOST_KEYS)
-    return ListRequest(query.get("prefix", ""), query.get("delimiter", ""), after, most)
-
-
-def _encoder(query: Mapping[str, str]) -> Callable[[str], str]:
-    return _quote if query.get("encoding-type") == "url" else str
-
-
-def _quote(text: str) -> str:
-    return quote(text, safe="/-_.~")
-
-
-def _head(
-    query: Mapping[str, str], encode: Callable[[str], str], start: str, parameter: str
-) -> list[tuple[str, Tree]]:
-    """Returns what a listing repeats of its request."""
-    rows: list[tuple[str, Tree]] = [
-        ("Name", BUCKET),
-        ("Prefix", encode(query.get("prefix", ""))),
-        ("MaxKeys", query.get("max-keys", "") or str(MOST_KEYS)),
-    ]
-    for name, key in (("Delimiter", "delimiter"), (start, parameter)):
-        if query.get(key) or key == "marker":
-            rows.append((name, encode(query.get(key, ""))))
-    if "encoding-type" in query:
-        rows.append(("EncodingType", "url"))
-    return rows
-
-
-def _contents(
-    page: ListedPage, request: ListRequest, encode: Callable[[str], str]
-) -> Sequence[tuple[str, Tree]]:
-    objects = [
-        (
-            "Contents",
-            (
-                ("Key", encode(entry.key)),
-                ("LastModified", _format_time(entry.modified)),
-                ("ETag", entry.etag),
-                ("Size", str(entry.size_bytes)),
-                ("StorageClass", "STANDARD"),
-                ("Owner", _OWNER),
-            ),
-        )
-        for entry in page.objects
-    ]
-    prefixes = [("CommonPrefixes", (("Prefix", encode(name)),)) for name in page.prefixes]
-    is_truncated = bool(page.last) and request.most > 0
-    return [("IsTruncated", "true" if is_truncated else "false"), *objects, *prefixes]
-
-
-def _encode_token(last: str) -> str:
-    return base64.urlsafe_b64encode(last.encode()).decode()
-
-
-def _decode_token(token: str) -> str:
-    try:
-        return base64.b64decode(token, altchars=b"-_", validate=True).decode()
-    except ValueError as error:
-        raise S3Error("InvalidArgument", "The continuation token provided is incorrect") from error
+    return _list_objects(query, objects)
 
 
 def answer_error(error: S3Error, request_id: str, resource: str, *, is_head: bool) -> Answer:
@@ -394,3 +175,192 @@ def answer_error(error: S3Error, request_id: str, resource: str, *, is_head: boo
     content += [("Resource", _split_target(resource)[0][:1024]), ("RequestId", request_id)]
     body = b"" if is_head else make_xml("Error", content, named=False)
     return Answer(error.status, {"Content-Type": "application/xml", **error.headers}, body)
+
+
+Tree = str | Sequence["tuple[str, Tree]"]
+"""The content of an element: a text, or elements with their names."""
+_OWNER: Tree = (("ID", BUCKET), ("DisplayName", BUCKET))
+
+
+def make_xml(name: str, content: Tree, *, named: bool = True) -> bytes:
+    """Returns a document; `named` says whether it has the namespace of S3, which errors lack."""
+    begin = f'{name} xmlns="{_NAMESPACE}"' if named else name
+    text = f'<?xml version="1.0" encoding="UTF-8"?>\n<{begin}>{_inner_xml(content)}</{name}>'
+    return text.encode()
+
+
+def _inner_xml(content: Tree) -> str:
+    if isinstance(content, str):
+        # Other characters cannot be written in XML 1.0; clients ask for encoded keys instead.
+        return escape(_NOT_IN_XML.sub("\ufffd", content))
+    return "".join(f"<{name}>{_inner_xml(inner)}</{name}>" for name, inner in content)
+
+
+def _make_document(name: str, content: Tree) -> Answer:
+    return Answer(200, {"Content-Type": "application/xml"}, make_xml(name, content))
+
+
+def _format_time(time: datetime) -> str:
+    return time.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%S.000Z")
+
+
+# --- objects ---
+
+
+def _read_object(key: str, entry: PlannedFile, asked: Mapping[str, str]) -> Answer:
+    modified = format_datetime(entry.modified.astimezone(UTC), usegmt=True)
+    headers = {"ETag": entry.etag, "Last-Modified": modified}
+    if _is_known(asked, entry):
+        return Answer(304, headers)
+    headers["Accept-Ranges"] = "bytes"
+    headers["Content-Type"] = _TYPES.get(key[key.rfind(".") :], "application/octet-stream")
+    condition = asked.get("if-range", entry.etag)
+    is_same = condition == modified or _names_etag(condition, entry, strongly=True)
+    part = _find_range(asked.get("range", ""), entry.size_bytes) if is_same else None
+    if part is not None:
+        headers["Content-Range"] = f"bytes {part[0]}-{part[1] - 1}/{entry.size_bytes}"
+        return Answer(206, headers, b"", key, entry, *part)
+    if entry.crc32 is not None and asked.get("x-amz-checksum-mode", "").upper() == "ENABLED":
+        encoded = base64.b64encode(entry.crc32.to_bytes(4, "big")).decode()
+        headers |= {"x-amz-checksum-crc32": encoded, "x-amz-checksum-type": "FULL_OBJECT"}
+    return Answer(200, headers, b"", key, entry, 0, entry.size_bytes)
+
+
+def _is_known(headers: Mapping[str, str], entry: PlannedFile) -> bool:
+    """Says whether the client has this version already; refuses if it wants another one.
+
+    Source: https://www.rfc-editor.org/rfc/rfc9110#section-13.2.2
+    """
+    failed = ""
+    if (match := headers.get("if-match")) is not None:
+        failed = "" if _names_etag(match, entry, strongly=True) else "If-Match"
+    elif (unmodified := headers.get("if-unmodified-since")) is not None:
+        failed = "If-Unmodified-Since" if _is_newer(entry, unmodified) else ""
+    if failed:
+        raise S3Error(
+            "PreconditionFailed",
+            "At least one of the preconditions you specified did not hold.",
+            {"Condition": failed},
+        )
+    if (none := headers.get("if-none-match")) is not None:
+        return _names_etag(none, entry)
+    since = headers.get("if-modified-since")
+    return since is not None and not _is_newer(entry, since, unreadable=True)
+
+
+def _names_etag(header: str, entry: PlannedFile, *, strongly: bool = False) -> bool:
+    """Says whether a list of ETags has that of an object; compared strongly, no weak one is it."""
+    named = {one.strip() for one in header.split(",")}
+    if not strongly:
+        named = {one.removeprefix("W/") for one in named}
+    return "*" in named or entry.etag.strip('"') in {one.strip('"') for one in named}
+
+
+def _is_newer(entry: PlannedFile, header: str, *, unreadable: bool = False) -> bool:
+    try:
+        since = parsedate_to_datetime(header)
+    except (ValueError, OverflowError):
+        return unreadable
+    if since.tzinfo is None:
+        since = since.replace(tzinfo=UTC)
+    return entry.modified.replace(microsecond=0) > since
+
+
+def _find_range(header: str, size: int) -> tuple[int, int] | None:
+    """Returns the range that a request asks for; None for all of the object.
+
+    As S3 does, several ranges and what is no range are answered with the whole object.
+    """
+    match = _RANGE.fullmatch(header.strip())
+    first, last = match.groups() if match is not None else ("", "")
+    if not (first or last) or (first and last and int(last) < int(first)):
+        return None
+    start = int(first) if first else max(0, size - int(last))
+    stop = min(int(last) + 1, size) if first and last else size
+    if start >= size:
+        raise S3Error(
+            "InvalidRange",
+            "The requested range is not satisfiable",
+            {"RangeRequested": header.strip(), "ActualObjectSize": str(size)},
+            {"Content-Range": f"bytes */{size}"},
+        )
+    return start, stop
+
+
+# --- listings ---
+
+
+def _list_objects(query: Mapping[str, str], objects: Mapping[str, PlannedFile]) -> Answer:
+    """Answers a listing of either version.
+
+    Source: https://docs.aws.amazon.com/AmazonS3/latest/API/API_ListObjectsV2.html
+    """
+    if (version := query.get("list-type", "1")) not in {"1", "2"}:
+        raise S3Error("InvalidArgument", "Invalid List Type specified in Request")
+    if query.get("encoding-type", "url") != "url":
+        raise S3Error("InvalidArgument", "Invalid Encoding Method specified in Request")
+    most = query.get("max-keys", "") or str(MOST_KEYS)
+    if not (most.isascii() and most.isdecimal() and len(most) <= len(str(2**31))):
+        raise S3Error("InvalidArgument", "Argument max-keys must be an integer of at least 0.")
+    start, parameter = ("Marker", "marker") if version == "1" else ("StartAfter", "start-after")
+    after, token = query.get(parameter, ""), query.get("continuation-token")
+    if token is not None and version == "2":
+        after = _decode_token(token)
+    prefix, delimiter = query.get("prefix", ""), query.get("delimiter", "")
+    names = list_names(list(objects), prefix, delimiter, after)
+    page = names[: min(int(most), MOST_KEYS)]
+    is_truncated = 0 < len(page) < len(names)
+
+    def encode(text: str) -> str:
+        return quote(text, safe="/-_.~") if "encoding-type" in query else text
+
+    rows: list[tuple[str, Tree]] = [("Name", BUCKET), ("Prefix", encode(prefix)), ("MaxKeys", most)]
+    for name, key in (("Delimiter", "delimiter"), (start, parameter)):
+        if query.get(key) or key == "marker":
+            rows.append((name, encode(query.get(key, ""))))
+    if "encoding-type" in query:
+        rows.append(("EncodingType", "url"))
+    if version == "2":
+        rows.append(("KeyCount", str(len(page))))
+        rows += [("ContinuationToken", token)] if token is not None else []
+        if is_truncated:
+            last = base64.urlsafe_b64encode(page[-1].encode()).decode()
+            rows.append(("NextContinuationToken", last))
+    elif is_truncated and delimiter:
+        rows.append(("NextMarker", encode(page[-1])))
+    rows.append(("IsTruncated", "true" if is_truncated else "false"))
+    joined = [name for name in page if delimiter and delimiter in name[len(prefix) :]]
+    for name in (one for one in page if one not in joined):
+        entry = objects[name]
+        described: Tree = (
+            ("Key", encode(name)),
+            ("LastModified", _format_time(entry.modified)),
+            ("ETag", entry.etag),
+            ("Size", str(entry.size_bytes)),
+            ("StorageClass", "STANDARD"),
+            ("Owner", _OWNER),
+        )
+        rows.append(("Contents", described))
+    rows += [("CommonPrefixes", (("Prefix", encode(name)),)) for name in joined]
+    return _make_document("ListBucketResult", rows)
+
+
+def list_names(keys: Sequence[str], prefix: str, delimiter: str, after: str) -> list[str]:
+    """Returns keys and common prefixes that a listing has after `after`, in the order of keys."""
+    names: list[str] = []
+    for key in keys:
+        if not key.startswith(prefix) or key <= after:
+            continue
+        end = key.find(delimiter, len(prefix)) if delimiter else -1
+        name = key if end < 0 else key[: end + len(delimiter)]
+        is_old = end >= 0 and name == after
+        if not is_old and (not names or names[-1] != name):
+            names.append(name)
+    return names
+
+
+def _decode_token(token: str) -> str:
+    try:
+        return base64.b64decode(token, altchars=b"-_", validate=True).decode()
+    except ValueError as error:
+        raise S3Error("InvalidArgument", "The continuation token provided is incorrect") from error

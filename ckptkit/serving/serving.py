@@ -3,41 +3,34 @@
 from __future__ import annotations
 
 import logging
-import posixpath
-import re
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ckptkit.core.errors import AccessError, CkptkitError, StorageError, UsageError
+from msgspec import Struct
+
+from ckptkit.core.errors import AccessError, CkptkitError, StorageError
 from ckptkit.core.text import Closing, event_of_note
 from ckptkit.engine.outcome import Event, Planned
-from ckptkit.formats.discovery import parse_step
 from ckptkit.hub.watch.watched_steps import WatchedRun
 from ckptkit.runs.run_paths import find_run
-from ckptkit.runs.steps import RunStep, abandoned
+from ckptkit.runs.steps import abandoned
+from ckptkit.serving.planned_folder import IdleReaders, PlannedFolder, divide_memory
 from ckptkit.serving.plans import ServePlan
-from ckptkit.serving.reading import ReadingLimits
-from ckptkit.serving.s3_api import REGION
-from ckptkit.serving.served_folder import ServedBucket, ServedFolder
-from ckptkit.serving.served_objects import BUCKET
-from ckptkit.serving.server import ModelServer, ServerAddress
-from ckptkit.storage.places import PathLike, is_url, local_path
+from ckptkit.serving.s3_api import BUCKET, REGION
+from ckptkit.serving.server import ModelServer, ServedBucket, ServeRequest, is_loopback
+from ckptkit.storage.places import is_url
 
 logger = logging.getLogger(__name__)
 ServeEventName = Literal[
     "serving", "added", "removed", "skipped", "waiting", "failed", "note", "warning"
 ]
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=-]{0,99}")
-_DEFAULT_NAME = "model"
 _KEPT_STEPS = 2  # the newest, and the one before for clients that read it already
 _LOCAL_SECONDS, _REMOTE_SECONDS = 5.0, 30.0
+_AGAIN = "start the server again once the source is complete"
 
 
-@dataclass(frozen=True, slots=True)
-class ServeEvent:
+class ServeEvent(Struct, frozen=True):
     """Something that happened.
 
     Attributes:
@@ -52,62 +45,6 @@ class ServeEvent:
 ServeListener = Callable[[ServeEvent], None]
 
 
-def ignore_events(_event: ServeEvent) -> None:
-    """Does nothing; for servers that report to no one."""
-
-
-def _guard(listener: ServeListener) -> ServeListener:
-    """Returns a listener whose errors do not change what is served."""
-
-    def listen(event: ServeEvent) -> None:
-        try:
-            listener(event)
-        except Exception:
-            logger.exception("the event %r could not be reported", event.name)
-
-    return listen
-
-
-@dataclass(frozen=True, slots=True)
-class ServeRequest:
-    """What is served, where, and to whom.
-
-    Attributes:
-        plan: What is planned for each source.
-        address: Where the server listens, and the keys.
-        name: The prefix of all keys; None for the name of the source.
-        follow: Whether the source is a run whose newest step is served.
-        poll_seconds: How often a run is looked at; None for a default by its storage.
-    """
-
-    plan: ServePlan
-    address: ServerAddress = field(default_factory=ServerAddress)
-    name: str | None = None
-    follow: bool = False
-    poll_seconds: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.name is not None and not _NAME.fullmatch(self.name):
-            raise UsageError(
-                f"{self.name!r} is not a name of letters, digits, dots, hyphens and underscores",
-                where="--name",
-                hint="pass a name such as --name llama",
-            )
-
-    @property
-    def prefix(self) -> str:
-        """The prefix of all keys, without a slash at its end."""
-        if self.name is not None:
-            return self.name
-        src = self.plan.job.src
-        path = str(src) if is_url(src) else local_path(src).absolute().as_posix()
-        name = posixpath.basename(path.rstrip("/"))
-        if parse_step(name) is not None and not self.follow:
-            run = posixpath.basename(posixpath.dirname(path.rstrip("/")))
-            name = f"{run}-{name}" if run else name
-        return name if _NAME.fullmatch(name) else _DEFAULT_NAME
-
-
 class Serving(Closing):
     """A server with what it serves; a context manager.
 
@@ -115,40 +52,45 @@ class Serving(Closing):
         url: The endpoint, such as `http://127.0.0.1:9000`.
         prefix: The prefix of all keys, without a slash at its end.
         server: The server.
+        bucket: What is served.
     """
 
-    def __init__(self, request: ServeRequest, listener: ServeListener) -> None:
+    def __init__(self, request: ServeRequest, listener: ServeListener | None = None) -> None:
         """Plans what is served, and starts to listen; raises what refuses it.
 
         Args:
             request: What is served.
-            listener: Receives events, from several threads.
+            listener: Receives events, from several threads; its errors are logged.
         """
-        self._request = request
-        self._listener = _guard(listener)
-        self._bucket = ServedBucket()
+        self._request, self._listener = request, listener
+        self._stopped = threading.Event()
+        self.bucket, self._readers = ServedBucket(), IdleReaders()
         self.prefix = request.prefix
-        self._steps = _FollowedRun(request, self._add) if request.follow else None
+        src, resources = request.plan.job.src, request.plan.job.resources
         try:
-            if self._steps is None:
+            if not request.follow:
                 self._add(self.prefix, request.plan)
             else:
-                self._steps.look()
-                if not self._steps.served:
-                    text = f"{request.plan.job.src} has no complete step yet"
-                    self._listener(ServeEvent("waiting", {"name": self.prefix, "message": text}))
-            self.server = ModelServer(self._bucket, request.address, self._limits(), self._refused)
+                self._run = WatchedRun(find_run(src), None)
+                self._refused: dict[str, str] = {}  # digests of steps, by names in the bucket
+                self._served: dict[str, str] = {}  # the same, oldest first
+                self._look()
+                if not self._served:
+                    self._tell("waiting", self.prefix, message=f"{src} has no complete step yet")
+            is_remote = is_url(src) or any(one.is_remote for one in self.bucket.folders.values())
+            threads, parts = divide_memory(resources, is_remote=is_remote)
+            self.server = ModelServer(self.bucket, request, threads, parts, self._tell_failure)
         except BaseException:
-            self._bucket.close()
+            self.bucket.close()
             raise
         self.url = self.server.url
-        if self._steps is not None:
-            self._steps.start(self._take_steps)
+        if request.follow:
+            threading.Thread(target=self._follow, name="ckptkit-follow", daemon=True).start()
 
     @property
     def environment(self) -> dict[str, str]:
         """The variables by which clients of S3 find the server and its keys."""
-        keys = self._request.address.keys
+        keys = self._request.keys
         named = {
             "AWS_ACCESS_KEY_ID": "none" if keys is None else keys.access_key,
             "AWS_SECRET_ACCESS_KEY": "none" if keys is None else keys.secret_key,
@@ -159,7 +101,7 @@ class Serving(Closing):
     @property
     def warning(self) -> str:
         """What a user has to know who lets other machines in; empty for this machine alone."""
-        if not self._request.address.is_open:
+        if is_loopback(self._request.host):
             return ""
         return (
             f"other machines reach this server at {self.url}: requests are signed, but nothing is"
@@ -173,108 +115,76 @@ class Serving(Closing):
 
     def close(self) -> None:
         """Ends all connections at once; a second call does nothing."""
-        if self._steps is not None:
-            self._steps.stop()
+        self._stopped.set()
         self.server.close()
-        self._bucket.close()
+        self.bucket.close()
 
-    def _limits(self) -> ReadingLimits:
-        is_far = self._bucket.is_far() or is_url(self._request.plan.job.src)
-        return ReadingLimits.from_resources(self._request.plan.job.resources, is_far=is_far)
+    def _tell(self, event: ServeEventName, name: str, **facts: Any) -> None:
+        """Reports an event; a listener that fails does not change what is served."""
+        try:
+            if self._listener is not None:
+                self._listener(ServeEvent(event, {"name": name, **facts}))
+        except Exception:
+            logger.exception("the event %r could not be reported", event)
+
+    def _tell_failure(self, name: str, error: CkptkitError) -> None:
+        self._tell("failed", name, error=error.to_json())
+
+    def _tell_notes(self, name: str, notes: Iterable[str]) -> None:
+        for note in notes:
+            self._tell(event_of_note(note), name, message=note)
 
     def _add(self, name: str, plan: ServePlan) -> None:
         """Plans a source, and puts it into the bucket."""
 
-        def note(event: Event) -> None:
-            self._report(name, event.notes if isinstance(event, Planned) else ())
+        def listen(event: Event) -> None:
+            self._tell_notes(name, event.notes if isinstance(event, Planned) else ())
 
-        with ExitStack() as stack:
-            folder = ServedFolder(stack, name, stack.enter_context(plan.open(note)))
-            folder.keep(stack.pop_all())
-        self._bucket.put(folder)
-        facts = {"name": name, "source": folder.path, "bytes": folder.size_bytes}
-        facts["objects"] = [
-            {"key": entry.key, "bytes": entry.size_bytes, "etag": entry.etag}
-            for entry in folder.objects.values()
+        folder = PlannedFolder(plan, listen, _AGAIN, self._readers)
+        self.bucket.put(name, folder)
+        objects = [
+            {"key": f"{name}/{path}", "bytes": file.size_bytes, "etag": file.etag}
+            for path, file in folder.files.items()
         ]
-        self._listener(ServeEvent("added", facts))
-        self._report(name, folder.notes)
+        facts = {"source": folder.path, "bytes": folder.size_bytes, "objects": objects}
+        self._tell("added", name, **facts)
+        self._tell_notes(name, folder.notes)
 
-    def _report(self, name: str, notes: Iterable[str]) -> None:
-        for note in notes:
-            facts = {"name": name, "message": note}
-            self._listener(ServeEvent(event_of_note(note), facts))
+    # --- a run that is followed ---
 
-    def _take_steps(self, followed: _FollowedRun) -> None:
-        """Looks for a newer step, from the thread that follows the run."""
-        before = set(followed.served)
-        try:
-            followed.look()
-        except CkptkitError as error:
-            self._listener(ServeEvent("skipped", {"name": self.prefix, "error": error.to_json()}))
-        except Exception:
-            logger.exception("the run cannot be followed; it is looked at again")
-        for name in before - set(followed.served):
-            self.server.drop(name)
-            self._listener(ServeEvent("removed", {"name": name}))
+    def _follow(self) -> None:
+        """Looks for newer steps until the server is closed."""
+        seconds = self._request.poll_seconds
+        if seconds is None:
+            is_remote = is_url(self._request.plan.job.src)
+            seconds = _REMOTE_SECONDS if is_remote else _LOCAL_SECONDS
+        while not self._stopped.wait(seconds):
+            try:
+                self._look()
+            except CkptkitError as error:
+                self._tell("skipped", self.prefix, error=error.to_json())
+            except Exception:
+                logger.exception("the run cannot be followed; it is looked at again")
 
-    def _refused(self, folder: ServedFolder, error: CkptkitError) -> None:
-        self._listener(ServeEvent("failed", {"name": folder.name, "error": error.to_json()}))
-
-
-class _FollowedRun:
-    """The newest steps of a run, and a thread that looks for newer ones.
-
-    Attributes:
-        served: The digests of the steps that are served, by names in the bucket, oldest first.
-    """
-
-    def __init__(self, request: ServeRequest, add: Callable[[str, ServePlan], None]) -> None:
-        self.served: dict[str, str] = {}
-        self._plan = request.plan
-        self._prefix = request.prefix
-        self._add = add
-        run = find_run(request.plan.job.src)
-        self._run = WatchedRun(run, None)
-        default = _REMOTE_SECONDS if is_url(run) else _LOCAL_SECONDS
-        self._seconds = default if request.poll_seconds is None else request.poll_seconds
-        self._refused: dict[str, str] = {}
-        self._stopped = threading.Event()
-
-    def start(self, look: Callable[[_FollowedRun], None]) -> None:
-        """Starts the thread, which calls `look` at intervals."""
-
-        def run() -> None:
-            while not self._stopped.wait(self._seconds):
-                look(self)
-
-        threading.Thread(target=run, name="ckptkit-follow", daemon=True).start()
-
-    def stop(self) -> None:
-        """Ends the thread after what it does."""
-        self._stopped.set()
-
-    def look(self) -> None:
-        """Adds the newest step, if it is not served yet, and forgets old ones."""
+    def _look(self) -> None:
+        """Adds the newest step, if it is not served yet, and drops old ones."""
         steps = self._run.look()
         left = abandoned(steps)
         current = [step for step in steps if step.step not in left]
         if not current:
             return
         newest = max(current, key=lambda step: (step.save_number, step.step))
-        name, digest = f"{self._prefix}/{newest.name}", newest.digest
-        if digest not in (self.served.get(name), self._refused.get(name)):
-            self._serve(name, newest)
-        for old in list(self.served)[:-_KEPT_STEPS]:
-            del self.served[old]
-
-    def _serve(self, name: str, step: RunStep) -> None:
-        place: PathLike = self._run.place_of(step)
-        try:
-            self._add(name, self._plan.of_step(place))
-        except CkptkitError as error:
-            if not isinstance(error, AccessError | StorageError):
-                self._refused[name] = step.digest
-            raise
-        self.served.pop(name, None)
-        self.served[name] = step.digest
+        name, digest = f"{self.prefix}/{newest.name}", newest.digest
+        if digest not in (self._served.get(name), self._refused.get(name)):
+            try:
+                self._add(name, self._request.plan.of_step(self._run.place_of(newest)))
+            except CkptkitError as error:
+                if not isinstance(error, AccessError | StorageError):
+                    self._refused[name] = digest
+                raise
+            self._served.pop(name, None)
+            self._served[name] = digest
+        for old in list(self._served)[:-_KEPT_STEPS]:
+            del self._served[old]
+            self.bucket.put(old, None)
+            self._tell("removed", old)

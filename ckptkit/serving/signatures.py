@@ -8,11 +8,11 @@ Source: https://docs.aws.amazon.com/AmazonS3/latest/API/sig-v4-authenticating-re
 
 from __future__ import annotations
 
+import dataclasses
 import hmac
 import re
 import secrets
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
 from urllib.parse import quote
@@ -21,23 +21,23 @@ from botocore.auth import S3SigV4Auth
 from botocore.awsrequest import AWSRequest
 from botocore.compat import HTTPHeaders
 from botocore.credentials import Credentials
+from msgspec import Struct
 
-from ckptkit.serving.s3_errors import S3Error
+from ckptkit.serving.s3_api import S3Error, S3Request
 
-MOST_SKEW = timedelta(minutes=15)
+_MOST_SKEW = timedelta(minutes=15)
 _MOST_EXPIRES = 7 * 24 * 3600
 _ALGORITHM = "AWS4-HMAC-SHA256"
-_TIMESTAMP = "%Y%m%dT%H%M%SZ"
 _FIELD = re.compile(r"\s*(Credential|SignedHeaders|Signature)=([^,\s]+)\s*")
-_UNSIGNED = "UNSIGNED-PAYLOAD"
+_CONTENT = "x-amz-content-sha256"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class AccessKeys:
     """The keys that clients sign with."""
 
     access_key: str
-    secret_key: str = field(repr=False)
+    secret_key: str = dataclasses.field(repr=False)
 
 
 def make_keys() -> AccessKeys:
@@ -45,32 +45,14 @@ def make_keys() -> AccessKeys:
     return AccessKeys(f"CKPT{secrets.token_hex(8).upper()}", secrets.token_urlsafe(30))
 
 
-@dataclass(frozen=True, slots=True)
-class SignedRequest:
-    """What a signature covers.
-
-    Attributes:
-        method: The method.
-        path: The path, decoded.
-        query: The decoded parameters of the query, in their order.
-        headers: The headers, by names in lower case.
-    """
-
-    method: str
-    path: str
-    query: Sequence[tuple[str, str]]
-    headers: Mapping[str, str]
-
-
-@dataclass(frozen=True, slots=True)
-class _Claim:
+class _Claim(Struct, frozen=True):
     """A signature as the client sends it."""
 
     credential: str
     signed_headers: str
     signature: str
     timestamp: str
-    lifetime: timedelta | None  # of a presigned URL
+    lifetime: timedelta | None = None  # of a presigned URL
 
 
 class _ScopedAuth(S3SigV4Auth):  # type: ignore[misc]  # botocore has no types
@@ -87,15 +69,10 @@ class _ScopedAuth(S3SigV4Auth):  # type: ignore[misc]  # botocore has no types
         return wanted
 
 
-def check_signature(request: SignedRequest, keys: AccessKeys, now: datetime) -> None:
-    """Refuses a request that is not signed with the keys, or not at about this time.
-
-    Raises:
-        S3Error: As S3 answers it.
-    """
+def check_signature(request: S3Request, keys: AccessKeys, now: datetime) -> None:
+    """Refuses a request that is not signed with the keys, or not at about this time."""
     claim = _read_claim(request)
-    scope = claim.credential.split("/")
-    signed = claim.signed_headers.split(";")
+    scope, signed = claim.credential.split("/"), claim.signed_headers.split(";")
     if len(scope) != len(("key", "date", "region", "s3", "aws4_request")) or "host" not in signed:
         raise _malformed("the credential or the signed headers are incomplete")
     access_key, date, region, service, end = scope
@@ -110,99 +87,76 @@ def check_signature(request: SignedRequest, keys: AccessKeys, now: datetime) -> 
     unsigned = [n for n in request.headers if n.startswith("x-amz-") and n not in signed]
     if unsigned and claim.lifetime is None:
         raise _mismatch(f"the header {unsigned[0]!r} was sent and not signed")
-    expected = _sign(request, keys, claim, region, signed)
-    if not hmac.compare_digest(expected.encode(), claim.signature.encode()):
+    pairs = [pair for pair in request.query if pair[0] != "X-Amz-Signature"]
+    encoded = "&".join("=".join(quote(text, safe="-_.~") for text in pair) for pair in pairs)
+    url = f"http://host{quote(request.path, safe='/-_.~')}"
+    headers = {name: request.headers[name] for name in signed}
+    default = request.headers.get(_CONTENT, "") if claim.lifetime is None else "UNSIGNED-PAYLOAD"
+    headers.setdefault(_CONTENT, dict(pairs).get("X-Amz-Content-Sha256", default))
+    made = AWSRequest(request.method, f"{url}?{encoded}" if encoded else url, headers)
+    made.context["timestamp"] = claim.timestamp
+    auth = _ScopedAuth(keys, region, signed)
+    expected = auth.signature(auth.string_to_sign(made, auth.canonical_request(made)), made)
+    if not hmac.compare_digest(str(expected).encode(), claim.signature.encode()):
         raise _mismatch("check the secret key")
 
 
-def _sign(
-    request: SignedRequest,
-    keys: AccessKeys,
-    claim: _Claim,
-    region: str,
-    signed: Sequence[str],
-) -> str:
-    """Returns the signature that a client with these keys makes."""
-    pairs = (pair for pair in request.query if pair[0] != "X-Amz-Signature")
-    encoded = (f"{quote(name, safe='-_.~')}={quote(value, safe='-_.~')}" for name, value in pairs)
-    path, query = quote(request.path, safe="/-_.~"), "&".join(encoded)
-    url = f"http://host{path}?{query}" if query else f"http://host{path}"
-    headers = {name: request.headers[name] for name in signed}
-    default = _UNSIGNED if claim.lifetime is not None else request.headers.get(_CONTENT, "")
-    headers.setdefault(_CONTENT, dict(request.query).get("X-Amz-Content-Sha256", default))
-    made = AWSRequest(method=request.method, url=url, headers=headers)
-    made.context["timestamp"] = claim.timestamp
-    auth = _ScopedAuth(keys, region, signed)
-    text = auth.string_to_sign(made, auth.canonical_request(made))
-    return str(auth.signature(text, made))
-
-
-_CONTENT = "x-amz-content-sha256"
-
-
-def _read_claim(request: SignedRequest) -> _Claim:
+def _read_claim(request: S3Request) -> _Claim:
     """Finds the signature in the headers, or in the query of a presigned URL."""
-    query = dict(request.query)
-    authorization = request.headers.get("authorization", "")
+    query, authorization = dict(request.query), request.headers.get("authorization", "")
     if "X-Amz-Signature" in query or "X-Amz-Algorithm" in query:
-        return _read_presigned(query)
-    if not authorization:
-        if "Signature" in query:
-            raise _old_version()
+        names = ("Credential", "SignedHeaders", "Signature", "Date")
+        credential, signed, signature, timestamp = (
+            query.get(f"X-Amz-{name}", "") for name in names
+        )
+        algorithm, expires = query.get("X-Amz-Algorithm", ""), query.get("X-Amz-Expires", "")
+        is_number = expires.isascii() and expires.isdecimal() and len(expires) < len("1000000")
+        lifetime = int(expires) if is_number else 0
+        is_whole = all((credential, signed, signature, timestamp))
+        if algorithm != _ALGORITHM or not is_whole or not 0 < lifetime <= _MOST_EXPIRES:
+            raise S3Error(
+                "AuthorizationQueryParametersError",
+                f"X-Amz-Expires has to be from 1 to {_MOST_EXPIRES}, and Algorithm, Credential,"
+                " SignedHeaders, Signature and Date have to be there.",
+            )
+        return _Claim(credential, signed, signature, timestamp, timedelta(seconds=lifetime))
+    if not authorization and "Signature" not in query:
         raise S3Error("AccessDenied", "The request has no signature.")
     algorithm, _, rest = authorization.partition(" ")
     if algorithm != _ALGORITHM:
-        raise _old_version()
+        raise S3Error(
+            "InvalidRequest",
+            "The authorization mechanism you have provided is not supported. Please use"
+            f" {_ALGORITHM}.",
+        )
     matches = [_FIELD.fullmatch(part) for part in rest.split(",")]
     fields = {match[1]: match[2] for match in matches if match is not None}
     if len(fields) != len(matches) or len(fields) != len(("Credential", "Headers", "Signature")):
         raise _malformed("it needs Credential, SignedHeaders and Signature")
-    timestamp = request.headers.get("x-amz-date", "")
     return _Claim(
-        fields["Credential"], fields["SignedHeaders"], fields["Signature"], timestamp, None
-    )
-
-
-def _read_presigned(query: Mapping[str, str]) -> _Claim:
-    names = ("Algorithm", "Credential", "SignedHeaders", "Signature", "Date", "Expires")
-    values = {name: query.get(f"X-Amz-{name}", "") for name in names}
-    expires = values["Expires"]
-    is_number = expires.isascii() and expires.isdecimal() and len(expires) < len("1000000")
-    if (
-        values["Algorithm"] != _ALGORITHM
-        or not all(values.values())
-        or not is_number
-        or not 0 < int(expires) <= _MOST_EXPIRES
-    ):
-        raise S3Error(
-            "AuthorizationQueryParametersError",
-            f"X-Amz-Expires has to be from 1 to {_MOST_EXPIRES}, and Algorithm, Credential,"
-            " SignedHeaders, Signature and Date have to be there.",
-        )
-    return _Claim(
-        *(values["Credential"], values["SignedHeaders"], values["Signature"], values["Date"]),
-        timedelta(seconds=int(expires)),
+        *(fields["Credential"], fields["SignedHeaders"], fields["Signature"]),
+        request.headers.get("x-amz-date", ""),
     )
 
 
 def _check_time(claim: _Claim, now: datetime) -> None:
     try:
-        signed_at = datetime.strptime(claim.timestamp, _TIMESTAMP).replace(tzinfo=UTC)
+        signed_at = datetime.strptime(claim.timestamp, "%Y%m%dT%H%M%SZ").replace(tzinfo=UTC)
     except ValueError as error:
         raise S3Error(
             "AccessDenied", "A signed request needs a valid Date or x-amz-date header."
         ) from error
-    if claim.lifetime is not None and now - signed_at > claim.lifetime:
+    age = now - signed_at
+    if claim.lifetime is not None and age > claim.lifetime:
         raise S3Error("AccessDenied", "Request has expired")
-    is_late = claim.lifetime is None and now - signed_at > MOST_SKEW
-    if is_late or signed_at - now > MOST_SKEW:
+    if -age > _MOST_SKEW or (claim.lifetime is None and age > _MOST_SKEW):
         raise S3Error(
             "RequestTimeTooSkewed",
             "The difference between the request time and the current time is too large.",
             {
                 "RequestTime": claim.timestamp,
                 "ServerTime": now.strftime("%Y-%m-%dT%H:%M:%SZ"),
-                "MaxAllowedSkewMilliseconds": str(int(MOST_SKEW.total_seconds() * 1000)),
+                "MaxAllowedSkewMilliseconds": str(int(_MOST_SKEW.total_seconds() * 1000)),
             },
         )
 
@@ -217,11 +171,4 @@ def _mismatch(why: str) -> S3Error:
     return S3Error(
         "SignatureDoesNotMatch",
         f"The request signature we calculated does not match the one that was sent: {why}.",
-    )
-
-
-def _old_version() -> S3Error:
-    return S3Error(
-        "InvalidRequest",
-        f"The authorization mechanism you have provided is not supported. Please use {_ALGORITHM}.",
     )

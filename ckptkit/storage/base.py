@@ -5,28 +5,36 @@
 
 from __future__ import annotations
 
+import dataclasses
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Any, Self
 
-from ckptkit.core.errors import InputError, TruncatedFileError
+from msgspec import Struct
+
+from ckptkit.core.errors import CkptkitError, InputError, TruncatedFileError
 from ckptkit.core.index import FileRange, FileRef
 from ckptkit.core.object_parts import CopiedRange, ObjectPart
 
 
-class Source(Protocol):
-    """A directory, or something like one, that is only read. Paths are relative, with `/`."""
+class Source(ABC):
+    """A folder of files that is only read, local or remote. Paths are relative, with `/`.
 
-    @property
-    def location(self) -> str:
-        """The place as the user named it, for messages."""
-        ...
+    Attributes:
+        location: The place as the user named it, for messages.
+        is_remote: Whether each read costs a round trip, so that many ranges are read together.
+        closed_folders: The folders that `walk` has met so far, and was not allowed to enter.
+    """
 
+    location: str
+    is_remote: bool = False
+    closed_folders: Collection[str] = ()
+
+    @abstractmethod
     def walk(self, depth: int) -> Iterator[str]:
         """Yields the paths of files down to `depth` folders below, sorted."""
-        ...
 
+    @abstractmethod
     def stat(self, path: str) -> FileRef:
         """Returns size and identity of a file.
 
@@ -34,105 +42,58 @@ class Source(Protocol):
             MissingFileError: If it does not exist.
             UnsafePathError: If it leads out of the source.
         """
-        ...
 
+    @abstractmethod
     def read(self, path: str, start: int, stop: int) -> bytes:
         """Returns exactly the bytes `[start, stop)`.
 
         Raises:
             TruncatedFileError: If the file ends before `stop`.
         """
-        ...
 
+    @abstractmethod
     def read_into(self, path: str, start: int, target: memoryview) -> None:
-        """Fills `target` from byte `start` on.
+        """Fills `target` from byte `start` on; thread-safe.
 
         Raises:
             TruncatedFileError: If the file ends before `target` is full.
         """
-        ...
 
+    def fetch(self, reads: Sequence[tuple[FileRange, memoryview]]) -> None:
+        """Fills each buffer from its range, many at a time where the source is remote."""
+        for wanted, view in reads:
+            self.read_into(wanted.path, wanted.start, view)
 
-class Folder(Source, Protocol):
-    """A source that has to be closed."""
+    def prefetch(self, ranges: Collection[FileRange]) -> None:  # noqa: B027  optional
+        """Announces small reads that `read` will be called for one by one; may do nothing."""
+
+    def copy_source(self, path: str) -> CopySource | None:  # noqa: ARG002  of a store
+        """Returns the object of a file, None for a file that is not an object of a store."""
+        return None
 
     def changed(self, refs: Sequence[FileRef]) -> FileRef | None:
         """Returns the first file that is no longer the one it was, or None."""
-        ...
+        for ref in refs:
+            try:
+                now = self.stat(ref.path)
+            except CkptkitError:
+                return ref
+            if now.identity != ref.identity:
+                return ref
+        return None
 
     def linked_folders(self) -> list[str]:
         """Returns the names of folders right below that are links, which `walk` does not enter."""
-        ...
+        return []
 
-    @property
-    def closed_folders(self) -> Collection[str]:
-        """The folders that `walk` has met so far, and was not allowed to enter."""
-        ...
-
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  not all have something to close
         """Closes descriptors and connections; later reads fail."""
-        ...
 
-    def __enter__(self) -> Self: ...
+    def __enter__(self) -> Self:
+        return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None: ...
-
-
-@runtime_checkable
-class Distant(Source, Protocol):
-    """A source where each read costs a round trip, so that many ranges are read together."""
-
-    @property
-    def is_distant(self) -> bool:
-        """Whether reads cost round trips; a source of several sources asks them."""
-        ...
-
-    def fetch(self, reads: Sequence[tuple[FileRange, memoryview]]) -> None:
-        """Fills each buffer from its range, many at a time.
-
-        Raises:
-            InputError: If one cannot be filled.
-        """
-        ...
-
-    def prefetch(self, ranges: Collection[FileRange]) -> None:
-        """Reads small ranges that `read` will be called for one by one; may do nothing."""
-        ...
-
-
-@runtime_checkable
-class StoreFolder(Folder, Protocol):
-    """A folder of an object store; other folders of the same store are opened from it."""
-
-    def below(self, folder: str) -> StoreFolder:
-        """Returns a folder in it, without another listing; it needs no close."""
-        ...
-
-    def above(self, location: str, *, folders: Collection[str]) -> StoreFolder:
-        """Returns another place on the same storage, and lists only a part of it.
-
-        Args:
-            location: Its URL.
-            folders: The folders right in it that are listed.
-        """
-        ...
-
-
-def distant(source: Source) -> Distant | None:
-    """Returns the source if its ranges are better read together; None for others."""
-    return source if isinstance(source, Distant) and source.is_distant else None
-
-
-def prefetch(source: Source, ranges: Collection[FileRange]) -> None:
-    """Announces small reads to a source where each one costs a round trip."""
-    far = distant(source)
-    if far is not None:
-        far.prefetch(ranges)
+    def __exit__(self, *_error: object) -> None:
+        self.close()
 
 
 def is_there(source: Source, path: str) -> bool:
@@ -154,48 +115,7 @@ def truncated_error(where: str, start: int, stop: int, end: int) -> TruncatedFil
     )
 
 
-class Sink(Protocol):
-    """Where the files of an output are written."""
-
-    def create(self, path: str, size_bytes: int) -> None:
-        """Makes a file of that size, its content undefined until written.
-
-        Raises:
-            NoSpaceError: If the place has no room for it.
-        """
-        ...
-
-    def write(self, path: str, start: int, data: memoryview) -> None:
-        """Writes `data` at byte `start` of a created file; thread-safe for disjoint ranges."""
-        ...
-
-
-class Target(Sink, Protocol):
-    """A place where the files of one output are put, invisible until committed."""
-
-    @property
-    def location(self) -> str:
-        """The place as the user named it, for messages."""
-        ...
-
-    def free_bytes(self) -> int | None:
-        """Returns how much room there is, None where that is not known."""
-        ...
-
-    def commit(self, last: str) -> None:
-        """Makes everything durable and visible at once, the file `last` after all others.
-
-        Raises:
-            OutputExistsError: If another process has filled the destination meanwhile.
-        """
-        ...
-
-    def abandon(self) -> None:
-        """Removes what was written; does nothing after a commit."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class CopySource:
     """An object that the store itself can copy from.
 
@@ -205,48 +125,76 @@ class CopySource:
         etag: Its version.
     """
 
-    store: object = field(repr=False)
+    store: object = dataclasses.field(repr=False)
     path: str
     etag: str
 
 
-@runtime_checkable
-class ObjectSource(Protocol):
-    """A source whose files may be objects of a store."""
+class Sink(ABC):
+    """Where files are written; a store may copy ranges of them itself.
 
-    def copy_source(self, path: str) -> CopySource | None:
-        """Returns the object of a file, None for a file that is not an object."""
-        ...
+    Attributes:
+        copies_objects: Whether `copy` may work, without moving bytes through here.
+    """
 
+    copies_objects: bool = False
 
-@runtime_checkable
-class CopyingTarget(Protocol):
-    """A target whose store may copy ranges of objects itself, without moving bytes through here."""
+    @abstractmethod
+    def create(self, path: str, size_bytes: int) -> None:
+        """Makes a file of that size, its content undefined until written.
+
+        Raises:
+            NoSpaceError: If the place has no room for it.
+        """
+
+    @abstractmethod
+    def write(self, path: str, start: int, data: memoryview) -> None:
+        """Writes `data` at byte `start` of a created file; thread-safe for disjoint ranges."""
+
+    def give_up(self) -> None:  # noqa: B027  optional
+        """Ends all waits for a write that will not come, where writes wait for their turn."""
 
     def why_no_copies(self, source: CopySource) -> str:
         """Tries to copy from an object; returns why that fails, empty if it works."""
-        ...
+        raise NotImplementedError
 
     def create_copied(self, path: str, size_bytes: int, copies: Sequence[CopiedRange]) -> None:
         """Makes a file as `create` does; these ranges of it are copied, and not written."""
-        ...
+        raise NotImplementedError
 
     def copied_parts(self, path: str) -> tuple[ObjectPart, ...]:
         """Returns the parts of a created file that `copy` has to be called for."""
-        ...
+        raise NotImplementedError
 
     def copy(self, path: str, part: ObjectPart, source: CopySource) -> None:
         """Lets the store copy a part of a file; thread-safe."""
-        ...
+        raise NotImplementedError
 
 
-@runtime_checkable
-class InOrder(Protocol):
-    """A target that takes bytes in the order of files; writes that come too early wait."""
+class Target(Sink):
+    """A folder where the files of one output are put, invisible until committed.
 
-    def give_up(self) -> None:
-        """Ends all waits for a write that will not come."""
-        ...
+    Attributes:
+        location: The place as the user named it, for messages.
+    """
+
+    location: str
+
+    def free_bytes(self) -> int | None:
+        """Returns how much room there is, None where that is not known, as of stores."""
+        return None
+
+    @abstractmethod
+    def commit(self, last: str) -> None:
+        """Makes everything durable and visible at once, the file `last` after all others.
+
+        Raises:
+            OutputExistsError: If another process has filled the destination meanwhile.
+        """
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """Removes what was written; does nothing after a commit."""
 
 
 SentRows = dict[str, list[Sequence[Any]]]
@@ -254,8 +202,7 @@ SentRows = dict[str, list[Sequence[Any]]]
 Cut = Callable[[str], Sequence[ObjectPart]]
 
 
-@dataclass(frozen=True, slots=True)
-class OutputAttempt:
+class OutputAttempt(Struct, frozen=True):
     """What all processes that fill one output have in common.
 
     Attributes:

@@ -51,12 +51,6 @@ class Place(str):
     options: Mapping[str, Any]
 
     def __new__(cls, location: PathLike, options: Mapping[str, Any] | None = None) -> Self:
-        """Makes a place; a `file://` URL becomes its path.
-
-        Args:
-            location: A local path, or a URL such as `s3://bucket/run`.
-            options: For fsspec.
-        """
         place = super().__new__(cls, _normalize(os.fspath(location)))
         place.options = dict(options or {})
         return place
@@ -74,7 +68,6 @@ class Place(str):
 
     @property
     def protocol(self) -> str:
-        """What a URL begins with, such as `s3`; empty for a path."""
         match = _URL.fullmatch(self)
         return match[1].lower() if match else ""
 
@@ -93,7 +86,6 @@ class Place(str):
 
 
 def place_of(path: PathLike, options: Mapping[str, Any] | None = None) -> Place:
-    """Returns a place as the user named it, with options unless it has its own."""
     if isinstance(path, Place) and (path.options or not options):
         return path
     place = Place(path)
@@ -101,19 +93,9 @@ def place_of(path: PathLike, options: Mapping[str, Any] | None = None) -> Place:
 
 
 class Sources:
-    """All places that a command reads, and the options for them.
-
-    Attributes:
-        first: The one that it is about.
-    """
+    """All places that a command reads, and the options for them; it is about the first one."""
 
     def __init__(self, first: PathLike, options: Mapping[str, Any] | None) -> None:
-        """Takes what the user gave.
-
-        Args:
-            first: The place that the command is about.
-            options: For fsspec.
-        """
         self.first = place_of(first, options)
         self._options = options
 
@@ -137,13 +119,6 @@ class Sources:
 def resolve_places(
     src: PathLike, out: PathLike | None, options: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Returns options with their paths, and `src` and `out`, as places that know their storage.
-
-    Args:
-        src: The place that the command is about.
-        out: Where it writes; None if it writes nothing.
-        options: By their names in `ckptkit.api.Options`.
-    """
     sources = Sources(src, options.get("src_options"))
     named = ("base", "like", "adapter_config", "model_config", "config", "tokenizer", "fill_from")
     return {
@@ -156,16 +131,11 @@ def resolve_places(
 
 
 def is_url(place: PathLike) -> bool:
-    """Says whether a place is a URL, and not a path of this machine."""
     return _URL.fullmatch(_normalize(os.fspath(place))) is not None
 
 
 def local_path(place: PathLike) -> Path:
-    """Returns the path of a place on this machine, which a `file://` URL is too.
-
-    Raises:
-        UsageError: If it is relative, and the current directory was removed.
-    """
+    """Returns the path of a place on this machine, which a `file://` URL is too."""
     path = Path(_normalize(os.fspath(place)))
     try:
         path.absolute()
@@ -179,7 +149,6 @@ def local_path(place: PathLike) -> Path:
 
 
 def current_directory() -> Path | None:
-    """Returns the directory that this process runs in; None if it was removed."""
     with suppress(OSError):
         return Path.cwd()
     return None
@@ -240,10 +209,6 @@ def parse_options(pairs: Sequence[str], *, option: str) -> dict[str, Any]:
 
     What is named like a secret stays the text that it is, even if it looks like a number.
 
-    Args:
-        pairs: As they were given.
-        option: Where they were given, for messages, which never show a value.
-
     >>> parse_options(["anon=true", "client_kwargs.region_name=eu-1"], option="--src-option")
     {'anon': True, 'client_kwargs': {'region_name': 'eu-1'}}
     """
@@ -278,7 +243,6 @@ def _put(options: dict[str, Any], path: Sequence[str], value: Any, option: str) 
 
 
 def hide_values(text: str, options: Mapping[str, Any]) -> str:
-    """Returns a text in which the values of options are hidden."""
     for value in sorted(_iterate_texts(options), key=len, reverse=True):
         text = text.replace(value, _HIDDEN)
     return text
@@ -351,12 +315,7 @@ def relative_path(path: str, folder: str) -> str:
 
 
 def check_below(name: str, place: str) -> None:
-    """Refuses to remove an object that is not below a place.
-
-    Args:
-        name: Of an object, relative to the place; a slash at its end belongs to a folder's marker.
-        place: Bucket and folders.
-    """
+    """Refuses to remove an object whose relative name does not lead below a place of a store."""
     parts = name.removesuffix("/").split("/")
     if not place.strip("/") or not set(parts).isdisjoint({"", ".", ".."}):
         raise UnsafePathError(

@@ -9,10 +9,11 @@ import hashlib
 import os
 import posixpath
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from msgspec import Struct
 
 from ckptkit.core.errors import CkptkitError, OutputExistsError, RefusedError
 from ckptkit.core.manifest import (
@@ -37,12 +38,6 @@ _ENDINGS = (
 
 
 def read_manifest(source: Source, folder: str = "") -> Manifest:
-    """Returns the manifest of a folder of a source.
-
-    Raises:
-        MissingFileError: If the folder has no manifest.
-        FormatError: If the file is too large, or is not a manifest of a known version.
-    """
     path = posixpath.join(folder, MANIFEST_NAME)
     where = posixpath.join(source.location, path)
     size = source.stat(path).size_bytes
@@ -51,19 +46,13 @@ def read_manifest(source: Source, folder: str = "") -> Manifest:
 
 
 def read_local_manifest(folder: Path) -> Manifest:
-    """Returns the manifest of a directory.
-
-    Raises:
-        OSError: If it cannot be read.
-        FormatError: If the file is too large, or is not a manifest of a known version.
-    """
+    """Returns the manifest of a directory; raises an `OSError` if it cannot be read."""
     path = folder / MANIFEST_NAME
     check_manifest_size(path.stat().st_size, where=str(path))
     return parse_manifest(path.read_bytes(), where=str(path))
 
 
-@dataclass(frozen=True, slots=True)
-class EarlierOutput:
+class EarlierOutput(Struct, frozen=True):
     """What the manifest of a place says of the output that is to be replaced.
 
     Attributes:
@@ -78,7 +67,6 @@ class EarlierOutput:
 
     @classmethod
     def from_manifest(cls, data: bytes | None, where: str) -> EarlierOutput:
-        """Parses the content of a manifest; None stands for no manifest."""
         if data is None:
             return cls()
         try:
@@ -100,11 +88,8 @@ class EarlierOutput:
     def removable(self, paths: Collection[str], unfinished: Collection[str] = ()) -> set[str]:
         """Returns the files of a place in a store that are removed when its output is replaced.
 
-        Files that the manifest does not name stay; all files are removed where it is damaged.
-
-        Args:
-            paths: The files of the place, relative to it.
-            unfinished: Further files of the output, such as those of an unfinished commit.
+        Files that the manifest does not name stay, but for `unfinished`, further files of the
+        output; all files are removed where it is damaged.
         """
         if self.is_damaged:
             return set(paths)
@@ -116,11 +101,7 @@ def refuse_unnamed(
 ) -> None:
     """Refuses to replace checkpoints and weights that no manifest there names.
 
-    Args:
-        paths: The files of the place, relative to it.
-        earlier: What its manifest says.
-        location: The place, for messages.
-        unfinished: Further files that may be replaced, such as those of an unfinished commit.
+    `unfinished` may be replaced, such as the files of an unfinished commit.
     """
     checked = sorted(name for name in set(paths) - set(unfinished) if _is_of_checkpoint(name))
     _refuse(earlier.unnamed(checked), location, has_manifest=earlier.has_manifest)
@@ -140,15 +121,6 @@ def refuse_unnamed_in(out: Path, named_as: str) -> None:
     _refuse(unnamed, named_as, has_manifest=earlier.has_manifest)
 
 
-def manifest_mark(out: Path) -> tuple[int, ...]:
-    """Returns values that differ when another run replaces the manifest of a directory."""
-    try:
-        status = (out / MANIFEST_NAME).stat()
-    except OSError:
-        return ()
-    return status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size
-
-
 def manifest_digest(out: Path) -> str:
     """Returns a digest of the manifest of a directory: the same value on all machines."""
     try:
@@ -161,11 +133,8 @@ def manifest_digest(out: Path) -> str:
 def refuse_newer(now: object, seen: object, named_as: str) -> None:
     """Refuses to replace an output that another run committed after this run began.
 
-    Args:
-        now: What identifies the manifest at the commit, such as `manifest_mark` or an ETag; false
-            where there is none.
-        seen: What identified it when the run began.
-        named_as: The directory, for messages.
+    `now` and `seen` identify the manifest, by `manifest_digest` or an ETag; `now` is false where
+    there is none.
     """
     if now and now != seen:
         raise OutputExistsError(

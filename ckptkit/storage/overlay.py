@@ -12,15 +12,7 @@ from hashlib import blake2b
 
 from ckptkit.core.errors import FormatError, InputError, MissingFileError
 from ckptkit.core.index import FileRange, FileRef
-from ckptkit.storage.base import (
-    CopySource,
-    Distant,
-    Folder,
-    ObjectSource,
-    Source,
-    prefetch,
-    truncated_error,
-)
+from ckptkit.storage.base import CopySource, Source, truncated_error
 from ckptkit.storage.locations import check_relative
 
 _WHOLE_BYTES = 16 << 20  # up to which files are compared as a whole
@@ -29,7 +21,7 @@ _PART_BYTES = 64 << 10
 _PARTS = 64  # of larger ones; the first and the last bytes are among them
 
 
-class MemorySource:
+class MemorySource(Source):
     """A directory whose files are given as bytes."""
 
     def __init__(self, files: Mapping[str, bytes], location: str = "memory") -> None:
@@ -45,14 +37,12 @@ class MemorySource:
         return FileRef(path, len(data), blake2b(data, digest_size=16).hexdigest())
 
     def read(self, path: str, start: int, stop: int) -> bytes:
-        """Returns exactly the bytes `[start, stop)`."""
         data = self._data(path)
         if stop > len(data):
             raise truncated_error(f"{self.location}/{path}", start, stop, len(data))
         return data[start:stop]
 
     def read_into(self, path: str, start: int, target: memoryview) -> None:
-        """Fills `target` from byte `start` on."""
         if target.nbytes:
             target.cast("B")[:] = self.read(path, start, start + target.nbytes)
 
@@ -63,7 +53,7 @@ class MemorySource:
         return self._files[path]
 
 
-class OverlaySource:
+class OverlaySource(Source):
     """Several directories that are read as one: a path names the file of that path in any of them.
 
     A file that is in several directories must be the same in all. Small files are compared as a
@@ -71,15 +61,11 @@ class OverlaySource:
     and two saves differ nearly everywhere.
     """
 
-    def __init__(self, folders: Sequence[Folder], *, compared: Collection[str] = ()) -> None:
-        """Takes the directories, which the caller closes.
-
-        Args:
-            folders: At least one directory; the first one is the location of messages.
-            compared: Names of files that are compared as a whole, however large they are.
-        """
+    def __init__(self, folders: Sequence[Source], *, compared: Collection[str] = ()) -> None:
+        """Takes directories, which the caller closes; files in `compared` are compared whole."""
         self.folders = tuple(folders)
         self.location = self.folders[0].location
+        self.is_remote = any(folder.is_remote for folder in self.folders)
         self._compared = frozenset(compared)
         self._generated: Mapping[str, bytes] = {}
         self._without: tuple[str, ...] = ()
@@ -94,7 +80,6 @@ class OverlaySource:
             self._places.clear()
 
     def walk(self, depth: int) -> Iterator[str]:
-        """Yields the paths of files in any of the directories, as `Source.walk` does."""
         paths = {path for path in self._generated if path.count("/") <= depth}
         for folder in self.folders:
             paths.update(folder.walk(depth))
@@ -104,46 +89,30 @@ class OverlaySource:
         return self._place(path).stat(path)
 
     def read(self, path: str, start: int, stop: int) -> bytes:
-        """Returns exactly the bytes `[start, stop)`; raises what `stat` and the reading raise."""
         return self._place(path).read(path, start, stop)
 
     def read_into(self, path: str, start: int, target: memoryview) -> None:
-        """Fills `target` from byte `start` on; raises what `stat` and the reading raise."""
         self._place(path).read_into(path, start, target)
 
-    @property
-    def is_distant(self) -> bool:
-        return any(isinstance(folder, Distant) for folder in self.folders)
-
     def fetch(self, reads: Sequence[tuple[FileRange, memoryview]]) -> None:
-        """Fills many buffers, each from its range; raises what single reads would raise."""
-        distant: dict[int, list[tuple[FileRange, memoryview]]] = {}
+        places: dict[int, list[tuple[FileRange, memoryview]]] = {}
         for wanted, view in reads:
-            place = self._place(wanted.path)
-            if isinstance(place, Distant):
-                distant.setdefault(id(place), []).append((wanted, view))
-            else:
-                place.read_into(wanted.path, wanted.start, view)
-        for group in distant.values():
-            place = self._place(group[0][0].path)
-            if isinstance(place, Distant):
-                place.fetch(group)
+            places.setdefault(id(self._place(wanted.path)), []).append((wanted, view))
+        for group in places.values():
+            self._place(group[0][0].path).fetch(group)
 
     def prefetch(self, ranges: Collection[FileRange]) -> None:
-        """Reads small ranges that `read` will be called for one by one."""
         places: dict[int, list[FileRange]] = {}
         for wanted in ranges:
             with suppress(InputError):  # reported when the file is read
                 places.setdefault(id(self._place(wanted.path)), []).append(wanted)
         for group in places.values():
-            prefetch(self._place(group[0].path), group)
+            self._place(group[0].path).prefetch(group)
 
     def copy_source(self, path: str) -> CopySource | None:
-        place = self._place(path)
-        return place.copy_source(path) if isinstance(place, ObjectSource) else None
+        return self._place(path).copy_source(path)
 
     def changed(self, refs: Sequence[FileRef]) -> FileRef | None:
-        """Returns the first file that is no longer the one it was, or None."""
         places: dict[int, list[FileRef]] = {}
         for ref in refs:
             try:
@@ -152,11 +121,9 @@ class OverlaySource:
                 return ref
             places.setdefault(id(place), []).append(ref)
         for group in places.values():
-            place = self._place(group[0].path)
-            for folder in self.folders:  # generated files, which are in none, do not change
-                changed = folder.changed(group) if folder is place else None
-                if changed is not None:
-                    return changed
+            changed = self._place(group[0].path).changed(group)
+            if changed is not None:
+                return changed
         return None
 
     def linked_folders(self) -> list[str]:
@@ -176,7 +143,7 @@ class OverlaySource:
             return MemorySource(self._generated, self.location)
         if len(self.folders) == 1:
             return self.folders[0]
-        copies: list[tuple[Folder, FileRef]] = []
+        copies: list[tuple[Source, FileRef]] = []
         for folder in self.folders:
             try:
                 copies.append((folder, folder.stat(path)))
@@ -206,7 +173,7 @@ class OverlaySource:
                 )
         return first
 
-    def _differ(self, ref: FileRef, first: Folder, other: Folder) -> bool:
+    def _differ(self, ref: FileRef, first: Source, other: Source) -> bool:
         path = ref.path
         whole = ref.size_bytes <= _WHOLE_BYTES or path.rpartition("/")[2] in self._compared
         step = _READ_BYTES if whole else _PART_BYTES

@@ -5,7 +5,7 @@ Imports are late: those of stores need fsspec, and most commands read directorie
 
 from __future__ import annotations
 
-from ckptkit.storage.base import Folder, Target
+from ckptkit.storage.base import Source, Target
 from ckptkit.storage.local.source import LocalSource
 from ckptkit.storage.locations import PathLike, Place, Sources, is_url, local_path, place_of
 
@@ -21,7 +21,7 @@ __all__ = [
 ]
 
 
-def open_source(place: PathLike) -> Folder:
+def open_source(place: PathLike) -> Source:
     """Opens a directory, or a prefix of an object store, for reading."""
     if is_url(place):
         from ckptkit.storage.remote.source import RemoteSource

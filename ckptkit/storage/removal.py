@@ -17,12 +17,6 @@ _READ_ONLY = frozenset({"hf", "http", "https"})
 
 
 def refuse_unremovable(root: Place, paths: Collection[str]) -> None:
-    """Refuses files that cannot be removed, or that are links.
-
-    Args:
-        root: The place that holds them.
-        paths: Relative to it.
-    """
     if is_url(root):
         if root.protocol in _READ_ONLY:
             raise RefusedError(
@@ -62,12 +56,9 @@ def put_record(root: Place, name: str, data: bytes) -> None:
 
 
 def remove_files(root: Place, paths: Sequence[str], *, last: str) -> None:
-    """Removes files in the order that they are given in, and folders that are empty then.
+    """Removes files in the order given, `last` at the end, and folders that are empty then.
 
-    Args:
-        root: The place that holds them; it is removed if it is empty then.
-        paths: Relative to it; some may have been removed already.
-        last: The record of the removal, which is removed after all folders.
+    Some may have been removed already; the root is removed too if it is empty.
     """
     if is_url(root):
         store = get_store(root)
@@ -107,5 +98,4 @@ def _remove_empty(path: Path, root: Path) -> None:
 
 
 def _remove_object(store: RemoteStore, base: str, path: str) -> None:
-    """Removes one object, so that they go in their order."""
     store.delete(base, [path])

@@ -24,20 +24,18 @@ from ckptkit.core.arguments import check_names
 from ckptkit.core.errors import CkptkitError, SaveError, UsageError
 from ckptkit.storage.local.disk import Closable
 from ckptkit.training.agree.peers import open_peers
-from ckptkit.training.agree.save_requests import open_requests
+from ckptkit.training.agree.save_requests import SaveRequestWatcher
 from ckptkit.training.export.export import Exporter, ExportHandle, ExportOptions, make_request
 from ckptkit.training.handle import SaveHandle, SkippedError
 from ckptkit.training.resume.resume import decline, resume, resume_from
-from ckptkit.training.save.attempts import SaveAttempt
 from ckptkit.training.save.frozen import FrozenFiles
-from ckptkit.training.save.saver import Save
-from ckptkit.training.save.slot import SaveSlot
+from ckptkit.training.save.saver import Save, SaveSlot
 from ckptkit.training.session import Session, open_session
 from ckptkit.training.settings import Options, check_choice, check_options
 from ckptkit.training.state.bound import MissingGroups
 from ckptkit.training.state.collect import Binding, BoundState
 from ckptkit.training.state.models import check_modes, plain_torch
-from ckptkit.training.tiers.save import open_save_backend
+from ckptkit.training.tiers.save import open_committer
 
 logger = logging.getLogger(__name__)
 
@@ -132,14 +130,21 @@ class Checkpointer:
             undo.callback(self._peers.close)
             self._session: Session = open_session(run, self._peers, settings)
             undo.callback(self._session.close)
-            self._requests = open_requests(self._peers, self._session.run, settings)
+            self._requests = SaveRequestWatcher(
+                self._peers,
+                self._session.run,
+                interval=settings.interval,
+                signals=settings.signals,
+                slurm_margin_seconds=settings.slurm_margin_seconds,
+                timeout_seconds=settings.timeout_seconds,
+            )
             undo.callback(self._requests.close)
-            self._backend = open_save_backend(self._session, self._peers, settings)
+            self._backend = open_committer(self._session, self._peers, settings)
             undo.pop_all()
         self._frozen = FrozenFiles(self._peers.nonce, self._peers.rank, settings.max_in_flight)
         with plain_torch():
             self._slots = [
-                SaveSlot(self._peers, settings, self._backend, self._frozen)
+                SaveSlot(self._peers, settings, self._backend.end, self._frozen)
                 for _ in range(settings.max_in_flight)
             ]
         self._binding = Binding(
@@ -174,7 +179,7 @@ class Checkpointer:
         with self._calling("prepare") as check_modes:
             check_modes()
             bound = self._binding.of(state)
-            self._session.put_beside(bound)
+            self._session.write_sidecar(bound)
             for slot in self._slots:
                 slot.prepare(bound)
 
@@ -211,31 +216,37 @@ class Checkpointer:
         began = time.perf_counter()
         with self._calling("save") as check_modes:
 
-            def find_state(save: Save) -> BoundState:
+            def find_state() -> BoundState:
                 check_modes()
-                bound = self._binding.of(state).with_files(files)
-                save.attempt = self._session.describe(save.attempt, bound, metrics)
-                return bound
+                return self._binding.of(state).with_files(files)
 
-            handle = self._save(began, self._session.attempt(step, name), find_state)
+            save = self._session.begin_save(step, name, began)
+            self._save(save, find_state, metrics)
         self._failed.warn()
-        return handle
+        return save.handle
 
     def _save(
-        self, began: float, attempt: SaveAttempt, find_state: Callable[[Save], BoundState]
-    ) -> SaveHandle:
-        placed = self._backend.placed(attempt)
-        save = Save(placed, self._session.handle(placed), began, after=self._taken)
+        self,
+        save: Save,
+        find_state: Callable[[], BoundState],
+        metrics: Mapping[str, float] | None = None,
+    ) -> None:
+        """Takes a save through its states; see `ckptkit.training.save.saver`."""
+        self._backend.place(save)
+        save.after = self._taken
         self._handles = [h for h in self._handles if not h.done() or h.unheard_error]
         self._handles.append(save.handle)
         slot = self._slot_for(save)
         if slot is None:
-            return save.handle
+            return
         self._taken = save.handle
-        slot.take(save, find_state)
+        with slot.hand_over(save):
+            if save.error is None:
+                bound = find_state()
+                self._session.describe(save, bound, metrics)
+                slot.stage(save, bound)
         # Not of a call that raises, which training hears anyway.
         self._failed.open.append(save.handle)
-        return save.handle
 
     @check_names
     def export(
@@ -271,15 +282,11 @@ class Checkpointer:
             return self._exporter.export(find_bound, request, partial(self._save_as, step or 0))
 
     def _save_as(self, step: int, bound: BoundState, name: str) -> SaveHandle:
-        def find_state(save: Save) -> BoundState:
-            save.attempt = self._session.describe(save.attempt, bound, None)
-            return bound
-
-        attempt, was_asked = self._session.attempt(step, name), self._was_asked
-        self._was_asked = True  # so that it is not skipped
-        handle = self._save(time.perf_counter(), attempt, find_state)
+        save = self._session.begin_save(step, name, time.perf_counter())
+        was_asked, self._was_asked = self._was_asked, True  # so that it is not skipped
+        self._save(save, lambda: bound)
         self._was_asked = was_asked
-        return handle
+        return save.handle
 
     @check_names
     def resume(
@@ -315,7 +322,7 @@ class Checkpointer:
         with self._calling("resume") as check_modes:
             for handle in self._handles:
                 handle.wait()
-            self._backend.recover()
+            self._session.count_from(self._backend.recover())
             self._frozen.forget()
             try:
                 check_modes()
@@ -399,7 +406,7 @@ class Checkpointer:
         unheard = first_of([handle.unheard_error for handle in self._handles])
         failure = unheard or self._failed.error()
         for handle in self._handles:
-            handle.heard()
+            handle.mark_known()
         if problems:
             raise problems[0] from failure
         if failure is not None:
@@ -432,24 +439,24 @@ class Checkpointer:
         The slot may be in use. A requested save is never skipped.
         """
         free = next((slot for slot in self._slots if slot.idle), None)
-        slot = free or self._slots[save.attempt.number % len(self._slots)]
+        slot = free or self._slots[save.number % len(self._slots)]
         if self._settings.in_flight != "skip" or self.stop_requested or self._was_asked:
             return slot
         try:
-            if self._session.goes(save.attempt.name, here=free is not None):
+            if self._session.takes_place(save, here=free is not None):
                 return slot
         except CkptkitError as error:
             if free is not None:
                 save.error = error  # other ranks may wait for it
                 return free
-            logger.warning("%s was not saved: %s", save.attempt, error)
+            logger.warning("%s was not saved: %s", save, error)
             save.handle.fail(error)
             return None
         skipped = SkippedError(
             f"{len(self._slots)} earlier saves are still under way"
             if len(self._slots) > 1
             else "the save before is still under way",
-            where=str(save.attempt),
+            where=str(save),
         )
         logger.warning("%s", skipped)
         save.handle.fail(skipped)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
+
+from msgspec import Struct, field
 
 from ckptkit.core.arguments import check_names
 from ckptkit.core.errors import CkptkitError, SaveError
@@ -15,19 +16,10 @@ from ckptkit.core.text import size_text
 from ckptkit.training.save.staging import Staged
 from ckptkit.training.step_names import name_save
 
-
-class Reported(Protocol):
-    """The report of something that succeeded."""
-
-    @property
-    def path(self) -> Any:
-        """The directory that was written."""
-
-
-Report = TypeVar("Report", bound=Reported)
-
-
-_OF_CKPTKIT = frozenset({"fail", "follow", "free", "heard", "keep", "staging", "succeed"})
+Report = TypeVar("Report", "PushReport", "SaveReport", "ExportReport")
+_OF_CKPTKIT = frozenset(
+    {"add_copy", "fail", "follow", "free", "mark_known", "set_local", "succeed"}
+)
 """Methods of results that the threads call which make them."""
 
 
@@ -113,7 +105,7 @@ class BackgroundResult(Generic[Report]):
         """The error, if it has one and the caller has not asked for the result."""
         return None if self._asked else self.error
 
-    def heard(self) -> None:
+    def mark_known(self) -> None:
         """Records that the caller knows the result."""
         self._asked = True
 
@@ -126,8 +118,7 @@ class BackgroundResult(Generic[Report]):
         self._future.set_exception(error)
 
 
-@dataclass(frozen=True, slots=True)
-class PushReport:
+class PushReport(Struct, frozen=True):
     """A step that was pushed to the Hub.
 
     Attributes:
@@ -166,8 +157,7 @@ class SkippedError(SaveError):
     usual_hint = "save less often, or let it wait with in_flight='wait'"
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class SaveReport:
+class SaveReport(Struct, frozen=True):
     """What one save cost on this rank.
 
     Attributes:
@@ -316,7 +306,7 @@ class SaveHandle(BackgroundResult[SaveReport]):
         """The error, if it has one and the caller has not asked for the result."""
         return None if self.skipped else super().unheard_error
 
-    def staging(self, staged: Staged) -> None:
+    def add_copy(self, staged: Staged) -> None:
         """Adds a copy that is under way."""
         self._staged.append(staged)
 
@@ -324,7 +314,7 @@ class SaveHandle(BackgroundResult[SaveReport]):
         """Sets the push of the step."""
         self._push = push
 
-    def keep(self, path: Path) -> None:
+    def set_local(self, path: Path) -> None:
         """Marks the step as durable on the nodes' own disks."""
         self._local_path = path
         self._kept.set()
@@ -338,8 +328,7 @@ class SaveHandle(BackgroundResult[SaveReport]):
         self._freed.set()
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class ExportReport:
+class ExportReport(Struct, frozen=True):
     """What one export cost on this rank.
 
     Attributes:

@@ -12,6 +12,7 @@ asked for gives rank 0's program an exit status of its own.
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import dis
 import json
 import logging
@@ -24,13 +25,16 @@ import threading
 from _sitebuiltins import Quitter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
 from functools import wraps
 from inspect import currentframe
 from pathlib import Path
 from types import FrameType
 from typing import IO, TYPE_CHECKING, Any, Literal, cast, get_args
 
+from msgspec import Struct
+from msgspec.structs import replace
+
+from ckptkit.core.display import plain_fields
 from ckptkit.core.errors import CkptkitError, HubError, UsageError, error_from_json
 from ckptkit.core.text import a_kind
 from ckptkit.core.threads import weak_callback
@@ -64,7 +68,7 @@ _WHOLE_STEPS: dict[HubStrategy, str] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class HubSettings:
     """The options of the Hub.
 
@@ -82,7 +86,7 @@ class HubSettings:
     strategy: HubStrategy = "every_save"
     private: bool | None = None
     revision: str | None = None
-    token: str | None = field(default=None, repr=False)
+    token: str | None = dataclasses.field(default=None, repr=False)
     include: tuple[str, ...] = ()
     timeout_seconds: float = 0.0
 
@@ -202,8 +206,7 @@ _KEY = "pushes"  # in the store of the ranks
 _COMES_FURTHER = frozenset({"building", "pushing", "pushed", "retrying"})
 
 
-@dataclass(frozen=True, slots=True)
-class PushState:
+class PushState(Struct, frozen=True):
     """What is known of the pushes of a run, as rank 0 tells the other ranks.
 
     Attributes:
@@ -268,7 +271,7 @@ class FollowedPushes:
         """Logs what rank 0 has heard so far, without waiting for it."""
         told = PushState(None, (), (), self._again)
         with suppress(CkptkitError):
-            told = PushState(**json.loads(self._store.get(_KEY) or json.dumps(asdict(told))))
+            told = PushState(**json.loads(self._store.get(_KEY) or json.dumps(plain_fields(told))))
         if self._last is not None and told.last != self._last:
             told = replace(told, waiting=[*told.waiting, self._last])
         told.log(self._settings.repo_id)
@@ -561,7 +564,7 @@ class Pushing:
 
     def _publish(self) -> None:
         with suppress(CkptkitError, ValueError):  # the ranks may have ended; it may be too long
-            self._store.set(_KEY, json.dumps(asdict(self._told())).encode())
+            self._store.set(_KEY, json.dumps(plain_fields(self._told())).encode())
 
     def _start(self) -> None:
         """Starts the process if none runs."""

@@ -8,10 +8,11 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
+
+from msgspec.structs import replace
 
 from ckptkit.core.errors import CkptkitError, OutputError, UsageError
 from ckptkit.core.manifest import Manifest
@@ -80,13 +81,7 @@ class TrainingRun(Generic[PlaceT]):
         return self.below(name)
 
     def working_folder(self, final: PlaceT, nonce: str, attempt: int) -> Path:
-        """Returns the working folder of an attempt, which no tool reads as a checkpoint.
-
-        Args:
-            final: The folder of the step.
-            nonce: Of the session: 8 hexadecimal digits.
-            attempt: Counts the attempts of this session at this step.
-        """
+        """Returns the working folder of an attempt, which no tool reads as a checkpoint."""
         return self.path / hidden_name(Path(final).name, f"{nonce}-{attempt}")
 
     def steps(self) -> tuple[RunStep, ...]:
@@ -107,11 +102,6 @@ class TrainingRun(Generic[PlaceT]):
 
         Nothing is read if all stay. A warning is logged once if no step has the metric of
         `keep_best`.
-
-        Args:
-            step: The new step, which counts as the last one saved.
-            metrics: Of the new step, as in its manifest.
-            retention: The rules.
         """
         if retention.keeps_all:
             return ()
@@ -131,16 +121,10 @@ class TrainingRun(Generic[PlaceT]):
     def process(
         self, timeouts: WriterTimeouts, name: str, *, niceness: int | None = None
     ) -> WriterProcess:
-        """Returns a process that writes to the run, not started yet.
-
-        Args:
-            timeouts: How long to wait for it, and what to start.
-            name: For messages.
-            niceness: Added to its nice value, if not the default.
-        """
+        """Returns a process that writes to the run, not started yet."""
         raise NotImplementedError
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Checks that this rank can use the run."""
 
     def sweep(self) -> None:
@@ -166,12 +150,7 @@ class RunFolder(TrainingRun[Path]):
     """A run's directory on a local or shared file system."""
 
     def __init__(self, path: str | os.PathLike[str], *, prefix: str = STEP_PREFIXES[0]) -> None:
-        """Creates the directory and its parents if they do not exist.
-
-        Args:
-            path: The directory.
-            prefix: Of the names of its steps, before the number.
-        """
+        """Creates the directory and its parents if they do not exist."""
         named = os.fspath(path)
         if _URL.search(named):
             raise UsageError(

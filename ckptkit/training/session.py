@@ -5,12 +5,10 @@ from __future__ import annotations
 import logging
 import math
 import operator
-import shutil
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, SupportsIndex, cast
 
@@ -21,105 +19,25 @@ from ckptkit.core.manifest import Manifest
 from ckptkit.core.text import a_kind
 from ckptkit.storage.locations import MARKS_FOLDER
 from ckptkit.storage.places import PathLike, Place, is_url, local_path, place_of
+from ckptkit.training.agree.barrier import SharedAnswers
 from ckptkit.training.agree.peers import Peers
 from ckptkit.training.handle import SaveHandle, SaveReport
 from ckptkit.training.pushing import FollowedPushes, Pushing
 from ckptkit.training.run_folders import RunFolder, RunLock, TrainingRun
-from ckptkit.training.save.attempts import SaveAttempt
+from ckptkit.training.save.saver import Save
 from ckptkit.training.save.writer_process import WriterTimeouts
 from ckptkit.training.settings import Settings, check_shared
-from ckptkit.training.sidecar import collect_sidecar, run_facts
+from ckptkit.training.sidecar import SidecarFolders, collect_sidecar, run_facts
 from ckptkit.training.state.collect import BoundState
 from ckptkit.training.tiers.url_run import UrlRun, check_place
 from ckptkit.version import __version__
-from ckptkit.writer.messages import Inline
-from ckptkit.writer.process import as_failure
 from ckptkit.writer.sweep import sweep
 
 logger = logging.getLogger(__name__)
 
 
-class SidecarFolders:
-    """Folders of sidecar files, which never change; the newest one is for the next save.
-
-    Commits under way copy from earlier ones, as many as saves may be in flight.
-
-    Attributes:
-        folder: The newest one.
-    """
-
-    def __init__(self, parents: Sequence[Path], in_flight: int) -> None:
-        """Creates nothing yet.
-
-        Args:
-            parents: The folders are created in the first of these that is writable.
-            in_flight: How many saves may be under way, including the next one.
-        """
-        self._parents = parents
-        self.folder = Path()
-        self._kept: deque[Path] = deque()
-        self._most = in_flight
-        self._count = 0
-        self._objects: tuple[object, ...] = ()
-        self._places: object = ()
-        self._files: Sequence[Inline] = ()
-
-    def put(
-        self,
-        objects: Sequence[object],
-        places: object,
-        collect: Callable[[], Sequence[Inline]],
-    ) -> Path:
-        """Returns the folder for the next save, and removes those that no commit needs.
-
-        It is a new one if the files differ from those of the newest one, or if that is gone.
-
-        Args:
-            objects: The models and optimizers that the files describe.
-            places: The places of other values, which they describe as well.
-            collect: Returns the sidecar; called if any of these is another one.
-        """
-        exists = bool(self._kept) and self.folder.is_dir()
-        is_same = list(map(id, objects)) == list(map(id, self._objects))
-        if exists and is_same and places == self._places:
-            return self.folder
-        files = collect()
-        if not exists or tuple(files) != tuple(self._files):
-            self._count += 1
-            self.folder = self._create(str(self._count), files)
-            self._kept.append(self.folder)
-            self._files = files
-        self._objects, self._places = tuple(objects), places
-        while len(self._kept) > self._most:
-            shutil.rmtree(self._kept.popleft(), ignore_errors=True)
-        return self.folder
-
-    def close(self) -> None:
-        """Removes all of them."""
-        for parent in self._parents:
-            shutil.rmtree(parent, ignore_errors=True)
-        self._kept.clear()
-
-    def _create(self, name: str, files: Sequence[Inline]) -> Path:
-        problems: list[CkptkitError] = []
-        for parent in self._parents:
-            new = parent / name
-            try:
-                for file in files:
-                    path = new / file.path
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                    path.write_bytes(file.data)
-            except OSError as error:
-                shutil.rmtree(new, ignore_errors=True)
-                problems.append(as_failure(error, str(new)))
-            else:
-                return new
-        raise problems[-1]
-
-
 _LOCK = "the lock of the run"
 _STEPS = 10**18  # numbers with more digits are not found among the names of directories
-_REMEMBERED = 64  # decisions that stay in the store
 
 
 class Session:
@@ -139,14 +57,9 @@ class Session:
         lock: RunLock | None,
         saved_before: int,
     ) -> None:
-        """Takes over the lock of the run.
+        """Takes over the lock of the run: None on other ranks, and on file systems without locks.
 
-        Args:
-            run: The run.
-            peers: The ranks.
-            settings: The options.
-            lock: None on ranks other than 0, and on file systems without locks.
-            saved_before: The number of the last save of earlier jobs.
+        `saved_before` is the number of the last save of earlier jobs.
         """
         self.run = run
         timeouts = WriterTimeouts(settings.stall_seconds, settings.timeout_seconds)
@@ -157,7 +70,7 @@ class Session:
         # A slow shared storage must not block the training thread.
         places = [settings.local.absolute()] if settings.local is not None else []
         folders = [place / MARKS_FOLDER / peers.nonce for place in (*places, run.path)]
-        self._descriptions = SidecarFolders(folders, settings.max_in_flight)
+        self._sidecars = SidecarFolders(folders, settings.max_in_flight)
         self._saved_before = saved_before
         self._count = 0
         self._tries: Counter[int] = Counter()
@@ -166,20 +79,16 @@ class Session:
             self._pushing = Pushing(run, settings.hub, settings.retention, peers.store)
         elif settings.hub is not None:
             self._pushing = FollowedPushes(run, settings.hub, peers.store)
-        self._asked: deque[str] = deque()
+        self._answers = SharedAnswers(peers.store)
 
     def count_from(self, save_number: int) -> None:
         """Numbers later saves after one of an earlier job."""
         self._saved_before = max(self._saved_before, save_number)
 
-    def attempt(self, step: object, name: str | None = None) -> SaveAttempt:
-        """Names an attempt to save a step, the same on all ranks, even if one has missed a step.
+    def begin_save(self, step: object, name: str | None, began: float) -> Save:
+        """Names a save, the same on all ranks, even if one has missed a step.
 
-        `describe` completes it.
-
-        Args:
-            step: The training step.
-            name: Of its directory, if that is not named by the step.
+        `describe` completes it. `name` is that of its directory, if that is not named by the step.
         """
         self._count += 1
         count = _check_step(step)
@@ -201,22 +110,20 @@ class Session:
             versions={"ckptkit": __version__, "torch": torch.__version__},
             tensors={},
         )
-        return SaveAttempt(
+        save = Save(
             number=self._count,
             name=attempt,
             step=count,
             folder=self.run.working_folder(final, self._peers.nonce, number),
             final=final,
             manifest=manifest.to_document(),
+            handle=SaveHandle(count),
+            began=began,
             retires=name is None,
         )
-
-    def handle(self, attempt: SaveAttempt) -> SaveHandle:
-        """Returns a new handle for an attempt and its push."""
-        handle = SaveHandle(attempt.step)
         if isinstance(self._pushing, Pushing):
-            self._pushing.follow(handle, attempt.step_name)
-        return handle
+            self._pushing.follow(save.handle, save.step_name)
+        return save
 
     @property
     def unpushed(self) -> frozenset[int]:
@@ -230,24 +137,15 @@ class Session:
         if self._settings.listener is not None:
             self._settings.listener(report)
 
-    def goes(self, attempt: str, *, here: bool) -> bool:
-        """Returns whether a save takes place on all ranks: the first rank that asks decides.
+    def takes_place(self, save: Save, *, here: bool) -> bool:
+        """Returns whether no rank skips a save: the first rank that asks decides.
 
-        Args:
-            attempt: Its name.
-            here: Whether this rank can start at once.
+        `here` says whether this rank can start at once.
         """
-        choice = b"go" if here else b"skip"
-        store = self._peers.store
-        self._asked.append(attempt)
-        if len(self._asked) > _REMEMBERED:  # every rank has asked long ago
-            store.delete(f"goes/{self._asked.popleft()}")
-        return store.compare_set(f"goes/{attempt}", b"", choice) == b"go"
+        return self._answers.first(f"goes/{save.name}", "go" if here else "skip") == "go"
 
-    def describe(
-        self, attempt: SaveAttempt, bound: BoundState, metrics: Mapping[str, float] | None
-    ) -> SaveAttempt:
-        """Returns an attempt with its metrics and its sidecar folder."""
+    def describe(self, save: Save, bound: BoundState, metrics: Mapping[str, float] | None) -> None:
+        """Adds the metrics and the sidecar folder to a save."""
         if not isinstance(metrics, Mapping | None):
             raise UsageError(f"expected numbers by name, got {a_kind(metrics)}", where="metrics")
         try:
@@ -259,15 +157,14 @@ class Session:
         if infinite:
             logger.warning("not finite, and kept as null: metrics %s", ", ".join(sorted(infinite)))
         finite = {**numbers, **dict.fromkeys(infinite)}
-        source = {**attempt.manifest["source"], "metrics": finite}
-        manifest = {**attempt.manifest, "source": source}
-        return replace(attempt, manifest=manifest, beside=self.put_beside(bound))
+        source = {**save.manifest["source"], "metrics": finite}
+        save.manifest = {**save.manifest, "source": source}
+        save.beside = self.write_sidecar(bound)
 
-    def put_beside(self, bound: BoundState) -> str:
-        """Writes the sidecar of later steps; only rank 0 does something.
+    def write_sidecar(self, bound: BoundState) -> str:
+        """Writes the sidecar of later steps on rank 0, and returns its folder.
 
-        Returns:
-            The folder: a new one if something changed, since others may be in use.
+        It is a new one if something changed, since others may be in use.
         """
         if self._peers.rank != 0:
             return ""
@@ -275,18 +172,13 @@ class Session:
         objects = [*modules, *(entry.optimizer for entry in bound.optimizers)]
         places = [(other.key, other.position, other.kind, other.file) for other in bound.others]
 
-        def collect() -> Sequence[Inline]:
+        if not self._sidecars.describes(objects, places):
             files = collect_sidecar(modules, self._settings.sidecar)
-            return *files, run_facts(bound.facts(), modules)
-
-        return str(self._descriptions.put(objects, places, collect))
+            self._sidecars.write([*files, run_facts(bound.facts(), modules)], objects, places)
+        return str(self._sidecars.folder)
 
     def origin(self, step: int | None) -> Mapping[str, Any]:
-        """Returns the origin of an export of the live state.
-
-        Args:
-            step: The last saved one, None for none.
-        """
+        """Returns the origin of an export of the live state, after that last saved step."""
         world_size = self._peers.world_size
         path = str(self.run.place)
         return {"path": path, "format": "live", "step": step, "world_size": world_size}
@@ -311,7 +203,7 @@ class Session:
         """Ends the committer, unlocks the run for the next job, and leaves pushes to themselves."""
         self.committer.close()
         if self._peers.rank == 0:
-            self._descriptions.close()
+            self._sidecars.close()
         if self._lock is not None:
             self._lock.close()
         if self._pushing is not None:
@@ -352,9 +244,18 @@ def open_session(run: PathLike, peers: Peers, settings: Settings) -> Session:
         saved_before = peers.agree(
             _LOCK, settings.shared(), take, timeout_seconds=settings.timeout_seconds
         )
-        opened = _open_on_all(make, peers, settings)
+        opened: list[TrainingRun[Any]] = []
+        problem: CkptkitError | None = None
+        try:
+            opened.append(make())
+            opened[0].check()
+        except CkptkitError as error:
+            problem = error
+        peers.raise_first(
+            "the directory of the run", problem, timeout_seconds=settings.timeout_seconds
+        )
         undo.pop_all()
-    return Session(opened, peers, settings, held[0] if held else None, saved_before)
+    return Session(opened[0], peers, settings, held[0] if held else None, saved_before)
 
 
 def _check_place(run: PathLike, settings: Settings) -> Path | Place:
@@ -377,22 +278,6 @@ def _check_place(run: PathLike, settings: Settings) -> Path | Place:
             " with room for two steps of its ranks",
         )
     return place
-
-
-def _open_on_all(
-    make: Callable[[], TrainingRun[Any]], peers: Peers, settings: Settings
-) -> TrainingRun[Any]:
-    """Opens the run that rank 0 has created; an error of one rank is raised on all."""
-    opened: list[TrainingRun[Any]] = []
-    problem: CkptkitError | None = None
-    try:
-        opened.append(make())
-        opened[0].look()
-    except CkptkitError as error:
-        problem = error
-    timeout = settings.timeout_seconds
-    peers.raise_first("the directory of the run", problem, timeout_seconds=timeout)
-    return opened[0]
 
 
 def _check_step(step: object) -> int:

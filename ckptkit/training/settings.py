@@ -13,12 +13,14 @@ from pathlib import Path
 from signal import Signals
 from typing import Any, Literal, TypedDict, get_args
 
+from msgspec import Struct
+
 from ckptkit.core.arguments import refuse_unknown
 from ckptkit.core.errors import UsageError
 from ckptkit.core.text import a_kind
 from ckptkit.options import parse_size
 from ckptkit.runs.marks import STEP_PREFIXES
-from ckptkit.runs.save_order import BestMode, Retention
+from ckptkit.runs.save_order import RETENTION_OPTIONS, BestMode, Retention
 from ckptkit.training.agree.peers import name_ranks
 from ckptkit.training.handle import SaveReport
 from ckptkit.training.pushing import HubSettings, HubStrategy, check_hub
@@ -33,8 +35,7 @@ _TEXT = re.compile(r"\s*(\d{1,12}(?:\.\d{1,6})?)\s*([A-Za-z]*)\s*")
 _HINT = 'pass a number of steps such as 500, or a time such as "30min" or "2h"'
 
 
-@dataclass(frozen=True, slots=True)
-class Interval:
+class Interval(Struct, frozen=True):
     """A distance between saves, in steps, in time, or none.
 
     Attributes:
@@ -204,10 +205,7 @@ class Settings:
             "local": self.local is not None,
             "prefix": self.prefix,
             "every": self.interval.steps if every is None else f"{every:.15g}s",
-            "keep_last": self.retention.keep_last,
-            "keep_every": self.retention.keep_every,
-            "keep_best": self.retention.keep_best,
-            "best_mode": self.retention.best_mode,
+            **{name: getattr(self.retention, name) for name in RETENTION_OPTIONS},
             "in_flight": self.in_flight,
             "max_in_flight": self.max_in_flight,
             "unfit_optimizer": self.unfit_optimizer,
@@ -262,11 +260,7 @@ def check_options(options: Options) -> Settings:
             f"expected a function that takes a SaveReport, got {a_kind(listener)}",
             where="listener",
         )
-    retention = {
-        name: given.pop(name)
-        for name in ("keep_last", "keep_every", "keep_best", "best_mode")
-        if name in given
-    }
+    retention = {name: given.pop(name) for name in RETENTION_OPTIONS if name in given}
     return Settings(
         local=_folder(given.pop("local", None)),
         storage_options=_storage_options(given.pop("storage_options", None)),

@@ -11,7 +11,9 @@ import copy
 import json
 import os
 import re
+import shutil
 import tempfile
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol, cast, runtime_checkable
@@ -19,12 +21,13 @@ from typing import Any, Protocol, cast, runtime_checkable
 from torch import nn
 
 from ckptkit.consumers.table import ADAPTER_CONFIG, CONFIG, GENERATION
-from ckptkit.core.errors import UsageError
+from ckptkit.core.errors import CkptkitError, UsageError
 from ckptkit.core.manifest import MANIFEST_NAME, RUN_FACTS, SIDE_FOLDER
 from ckptkit.core.model_configs import CLASS_NAME, class_of, parse_model_config, to_json
 from ckptkit.core.text import a_kind
 from ckptkit.training.step_names import innermost
 from ckptkit.writer.messages import Inline
+from ckptkit.writer.process import as_failure
 
 _DEFAULT_ADAPTER = "default"  # PEFT's name for the adapter at the top
 _FSDP2_PREFIX = "FSDP"  # what `fully_shard` puts before the name of a module's class
@@ -39,11 +42,7 @@ class _Pretrained(Protocol):
 
 
 def check_sidecar(sidecar: object) -> Mapping[str, object]:
-    """Returns the user's sidecar after a check that all of it can be stored.
-
-    Args:
-        sidecar: As for `collect_sidecar`; None for nothing.
-    """
+    """Returns the user's sidecar after a check that all of it can be stored."""
     if sidecar is None:
         return {}
     if not isinstance(sidecar, Mapping):
@@ -73,15 +72,12 @@ def collect_sidecar(
 ) -> tuple[Inline, ...]:
     """Collects the files that describe a step.
 
+    The user adds, by name: an object with `save_pretrained` (a tokenizer or processor), the path of
+    a file or folder, whose names are kept, or bytes, which are stored under the name.
+
     The first model with a Transformers configuration adds `config.json`, `generation_config.json`
     and the configuration of every PEFT adapter: the default one at the top, others in
     `adapters/NAME`. A model without one adds nothing.
-
-    Args:
-        models: The models of the state, wrapped or not.
-        sidecar: What the user adds, by name: an object with `save_pretrained` (a tokenizer or
-            processor), the path of a file or folder, whose names are kept, or bytes, which are
-            stored under the name.
 
     Returns:
         Files below `ckptkit/`, sorted by path.
@@ -108,12 +104,8 @@ def collect_sidecar(
 def run_facts(facts: Mapping[str, object], models: Sequence[nn.Module] = ()) -> Inline:
     """Returns the file that describes the layout of the run.
 
-    Args:
-        facts: JSON values that stay the same for a session: versions, world size, mesh,
-            strategy, tied names, wrappers, FSDP1's flat parameters.
-        models: The models of the state. `base_model` has, of the first one with a configuration,
-            the `id` under which it was loaded and the `commit_hash` on the Hub, which
-            `config.json` does not have.
+    `base_model` has, of the first model with a configuration, the `id` under which it was loaded
+    and the `commit_hash` on the Hub, which `config.json` does not have.
     """
     document = {**facts}
     for base in map(_base_of, map(innermost, models)):
@@ -252,12 +244,7 @@ class StepFile(bytes):
 
 
 def checked_files(files: Mapping[str, bytes], taken: Iterable[str] = ()) -> tuple[Inline, ...]:
-    """Returns files of the user for a step's directory.
-
-    Args:
-        files: What each holds, by its name relative to the directory.
-        taken: Files and folders of this very step, beside those that every step may have.
-    """
+    """Returns files of the user for a step's directory."""
     if not isinstance(files, Mapping):
         raise UsageError(f"expected bytes by file name, got {a_kind(files)}", where="files")
     own = {name.casefold() for name in taken} - {""}
@@ -300,3 +287,76 @@ def _is_relative(name: str) -> bool:
     if "\0" in name or "\\" in name or not name.isprintable():
         return False
     return all(part and not part.endswith((".", " ")) for part in name.split("/"))
+
+
+class SidecarFolders:
+    """Folders of sidecar files, which never change; the newest one is for the next save.
+
+    Commits under way copy from earlier ones, as many as saves may be in flight.
+
+    Attributes:
+        folder: The newest one.
+    """
+
+    def __init__(self, parents: Sequence[Path], in_flight: int) -> None:
+        """Creates nothing yet; folders are created in the first of `parents` that is writable.
+
+        `in_flight` is how many saves may be under way, including the next one.
+        """
+        self._parents = parents
+        self.folder = Path()
+        self._kept: deque[Path] = deque()
+        self._most = in_flight
+        self._count = 0
+        self._objects: tuple[object, ...] = ()
+        self._places: object = ()
+        self._files: Sequence[Inline] = ()
+
+    def describes(self, objects: Sequence[object], places: object) -> bool:
+        """Returns whether the newest folder is there and is of these objects and places.
+
+        The objects are the models and optimizers that the files describe, the places those of other
+        values, which they describe as well.
+        """
+        is_same = list(map(id, objects)) == list(map(id, self._objects)) and places == self._places
+        return self._exists and is_same
+
+    def write(self, files: Sequence[Inline], objects: Sequence[object], places: object) -> None:
+        """Writes files to a new folder if they differ from those of the newest one.
+
+        Removes the folders that no commit needs any more.
+        """
+        if not self._exists or tuple(files) != tuple(self._files):
+            self._count += 1
+            self.folder = self._create(str(self._count), files)
+            self._kept.append(self.folder)
+            self._files = files
+        self._objects, self._places = tuple(objects), places
+        while len(self._kept) > self._most:
+            shutil.rmtree(self._kept.popleft(), ignore_errors=True)
+
+    @property
+    def _exists(self) -> bool:
+        return bool(self._kept) and self.folder.is_dir()
+
+    def close(self) -> None:
+        """Removes all of them."""
+        for parent in self._parents:
+            shutil.rmtree(parent, ignore_errors=True)
+        self._kept.clear()
+
+    def _create(self, name: str, files: Sequence[Inline]) -> Path:
+        problems: list[CkptkitError] = []
+        for parent in self._parents:
+            new = parent / name
+            try:
+                for file in files:
+                    path = new / file.path
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    path.write_bytes(file.data)
+            except OSError as error:
+                shutil.rmtree(new, ignore_errors=True)
+                problems.append(as_failure(error, str(new)))
+            else:
+                return new
+        raise problems[-1]

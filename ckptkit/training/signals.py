@@ -22,9 +22,6 @@ _HINT = 'pass names such as signals=("SIGTERM", "SIGUSR2"), or () for none'
 def signal_names(given: object) -> tuple[str, ...]:
     """Parses signals: names, numbers or members of `signal.Signals`.
 
-    Args:
-        given: One signal or several; None for none.
-
     Returns:
         The names, each once.
 
@@ -57,11 +54,7 @@ class SignalWatch:
     """
 
     def __init__(self, names: Sequence[str] = ()) -> None:
-        """Installs the handlers.
-
-        Args:
-            names: Of the signals.
-        """
+        """Installs the handlers."""
         self._arrived: deque[str] = deque()
         self._earlier: dict[int, Any] = {}
         self._closed = False
@@ -87,9 +80,9 @@ class SignalWatch:
             raise
         if numbers and hasattr(os, "register_at_fork"):
             os.register_at_fork(
-                before=weak_callback(self._hold_back),
-                after_in_parent=weak_callback(self._let_through),
-                after_in_child=weak_callback(self._leave),
+                before=weak_callback(self._block_signals),
+                after_in_parent=weak_callback(self._unblock_signals),
+                after_in_child=weak_callback(self._close_in_child),
             )
 
     def take(self) -> str | None:
@@ -109,7 +102,7 @@ class SignalWatch:
                 if earlier is not None and signal.getsignal(number) == self._handle:
                     signal.signal(number, earlier)
 
-    def _hold_back(self) -> None:
+    def _block_signals(self) -> None:
         """Blocks the signals while this thread forks.
 
         Python clears pending signals when a child starts: a signal that arrives before the previous
@@ -119,14 +112,14 @@ class SignalWatch:
             before = signal.pthread_sigmask(signal.SIG_BLOCK, self._earlier)
             self._masks[threading.get_ident()] = {*before}
 
-    def _let_through(self) -> None:
+    def _unblock_signals(self) -> None:
         before = self._masks.pop(threading.get_ident(), None)
         if before is not None:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
-    def _leave(self) -> None:
+    def _close_in_child(self) -> None:
         self.close()
-        self._let_through()
+        self._unblock_signals()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         # No lock and no logging here, since this thread may hold the locks already.

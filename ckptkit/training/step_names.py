@@ -5,16 +5,17 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
+from msgspec import Struct
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ckptkit.core.dtypes import DType
 from ckptkit.core.index import Fqn, KeyPath, Shape
+from ckptkit.core.wrapper_names import COMPILED, MODULE, WRAPPERS, without_wrappers
 from ckptkit.formats.discovery import parse_step
 from ckptkit.hub_names.disk_tensors import HubNames, NamingRequest
 from ckptkit.hub_names.known_models import determine_need, explain_doubt
@@ -33,11 +34,8 @@ TRAINER_STATE = "trainer_state.json"
 logger = logging.getLogger(__name__)
 
 _COUNTED = "checkpoint_"  # with automatic_checkpoint_naming of accelerate
-_COMPILED = "_orig_mod"
 _PARALLEL = (DistributedDataParallel, DataParallel)
 _RUNNERS = (*_PARALLEL, FullyShardedDataParallel)
-_WRAPPERS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", _COMPILED})
-"""The names under which FSDP1, activation checkpointing and `torch.compile` keep a module."""
 
 
 def name_save(step: int, folder: object) -> str:
@@ -112,23 +110,17 @@ def values_file(rank: int) -> str:
 def clean_fqn(name: str, parallel: Sequence[str] = ()) -> str:
     """Returns a parameter's or module's name without the parts that wrappers add.
 
-    Args:
-        name: As `named_parameters`, `named_modules` or a state dict has it.
-        parallel: What `parallel_prefixes` returned for the model.
-
     >>> clean_fqn("_orig_mod.0._fsdp_wrapped_module.module.weight")
     '0.module.weight'
     >>> clean_fqn("module.module.weight", ("",))
     'module.weight'
     """
-    clean = name
-    if "._" in name or name.startswith("_"):
-        clean = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+    clean = without_wrappers(name)
     for prefix in parallel:
-        if clean == f"{prefix}module":
+        if clean == prefix + MODULE:
             return prefix.removesuffix(".")
-        if clean.startswith(f"{prefix}module."):
-            clean = prefix + clean[len(prefix) + len("module.") :]
+        if clean.startswith(f"{prefix}{MODULE}."):
+            clean = prefix + clean[len(f"{prefix}{MODULE}.") :]
     return clean
 
 
@@ -148,7 +140,7 @@ def wrapper_names(model: nn.Module) -> list[str]:
     kinds = [
         type(module).__name__
         for module in model.modules()
-        if isinstance(module, _PARALLEL) or not _WRAPPERS.isdisjoint(dict(module.named_children()))
+        if isinstance(module, _PARALLEL) or not WRAPPERS.isdisjoint(dict(module.named_children()))
     ]
     return list(dict.fromkeys(kinds))
 
@@ -157,7 +149,7 @@ def innermost(model: nn.Module) -> nn.Module:
     """Returns the model inside of its wrappers."""
     while True:
         is_wrapped = isinstance(model, _RUNNERS)
-        inner = model.module if is_wrapped else dict(model.named_children()).get(_COMPILED)
+        inner = model.module if is_wrapped else dict(model.named_children()).get(COMPILED)
         if not isinstance(inner, nn.Module):
             return model
         model = inner
@@ -177,13 +169,6 @@ def ask_disk_names(
     base: Sequence[Fqn] = (),
 ) -> tuple[HubNames | None, str]:
     """Determines the names of a live model's tensors on disk, where they may differ.
-
-    Args:
-        model: The model, maybe wrapped.
-        config: Its parsed `config.json`, or None.
-        tensors: Element types and shapes of the tensors of the whole model.
-        base: The names in the folder that it is loaded from; without them those that loading has
-            left at the model count.
 
     Returns:
         The names, or None where they are the live ones or not known; why they are not known.
@@ -216,13 +201,6 @@ def ask_live_class(
 ) -> tuple[bool, str]:
     """Asks the class of a live model, in this process, whether tensors are all that it has.
 
-    Args:
-        own: The class of the model.
-        config: Its parsed `config.json`, as it is written.
-        live: The shapes of the tensors of the whole model.
-        disk: The names on disk, each with the live tensors that it is made of.
-        is_converted: Whether these are names of `save_pretrained`; else they are the live ones.
-
     Returns:
         Whether that is certain; why transformers does not know the model, if so.
     """
@@ -244,22 +222,15 @@ _SIDES = ("input", "output")
 _PEFT_PREFIX = "base_model.model."  # of names in the base model
 
 
-@dataclass(frozen=True, slots=True)
-class TensorPlaces:
-    """The DCP directory and the key path of each tensor of a model.
+class TensorPlaces(Struct, frozen=True):
+    """The DCP directory and the key path of each tensor of a model."""
 
-    Attributes:
-        unit: The directory.
-        path: The prefix of the key paths.
-        adapter: For a model that is split, as the Trainer does it: the names of the adapter's
-            tensors, which are in `unit` under their names in PEFT's files.
-        base_unit: For a model that is split, the directory of all other tensors.
-    """
-
-    unit: str
-    path: KeyPath
+    unit: str  # the directory
+    path: KeyPath  # the prefix of the key paths
+    # For a model that is split, as the Trainer does it: the names of the adapter's tensors, which
+    # are in `unit` under their names in PEFT's files
     adapter: AdapterNames | None = None
-    base_unit: str = ""
+    base_unit: str = ""  # for a model that is split, the directory of all other tensors
 
     def of(self, fqn: str) -> tuple[str, KeyPath]:
         """Returns the directory of a tensor, and its key path."""

@@ -11,10 +11,11 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, Protocol
+
+from msgspec.structs import replace
 
 from ckptkit.core.crc import crc32
 from ckptkit.core.errors import (
@@ -44,13 +45,100 @@ from ckptkit.writer.messages import ByteCounter, Commit, RecordProof, StepCommit
 from ckptkit.writer.record import RECORDS_FOLDER, RankRecord, WrittenFile, parse_record
 
 
-def publish(folder: Path, final: Path, disk: Disk) -> Path | None:
-    """Renames a working folder to its step, durably; a complete step of that name is replaced.
+def commit(request: Commit, disk: Disk, counter: ByteCounter) -> StepCommitted:
+    """Commits a save. Every rank has proved its record of it.
 
-    Args:
-        folder: The working folder, with everything in it durable.
-        final: The step's directory, in the same folder.
-        disk: The file operations of the platform.
+    Before the rename nothing is visible, after it everything is visible and durable. Only then
+    are the replaced step and the retired steps removed.
+    """
+    began = time.monotonic()
+    folder, final, ranks = Path(request.folder), Path(request.final), request.node_ranks
+    timeout = VisibilityTimeout(request.visible_seconds)
+    gathering = RecordGatherer(_Folder(folder), counter, timeout)
+    merged = Merged({}, {}, ())
+    with few_collections():
+        if ranks:
+            gathering.check(request.attempt, request.proofs, ranks)
+        else:
+            merged = gathering.merge(request.attempt, request.proofs)
+            for unit in merged.empty:
+                shutil.rmtree(folder / unit, ignore_errors=True)
+            for name, content in merged.units.items():
+                path = f"{name}/{METADATA_NAME}" if name else METADATA_NAME
+                (folder / path).parent.mkdir(parents=True, exist_ok=True)
+                with (folder / path).open("xb", buffering=1 << 20) as file:
+                    gathering.files[path] = write_index(file, content, counter)
+                    os.fsync(file.fileno())
+    notes = [*merged.notes]
+    if request.beside:
+        sidecar = Path(request.beside)
+        if sidecar.is_dir():
+            gathering.files |= _copy_sidecar(sidecar, folder, counter)
+        else:
+            notes.append(f"{sidecar} is missing, so the step has none of its files")
+    source = with_findings(request.manifest["source"], merged.lost, merged.notes)
+    if ranks:  # it names the ranks whose files the folder has
+        source[NODE_RANKS] = list(ranks)
+    else:
+        shutil.rmtree(folder / RECORDS_FOLDER)
+    sync_folders(folder, disk)
+    place = folder / MANIFEST_NAME
+    manifest = manifest_bytes({**request.manifest, "source": source}, gathering.files, str(place))
+    put_file(place, manifest)
+    disk.sync_directory(folder)
+    replaced = _rename(folder, final, disk)
+    if replaced is not None:
+        try:
+            shutil.rmtree(replaced)
+        except OSError as error:
+            notes.append(f"the replaced step could not be removed: {error}")
+    # A step with lost values must not retire a complete one.
+    remove = () if merged.lost else request.remove
+    removed, unremoved = remove_steps([Path(step) for step in remove if Path(step) != final])
+    return StepCommitted(
+        attempt=request.attempt,
+        size_bytes=sum(file.size_bytes for file in gathering.files.values()) + len(manifest),
+        seconds=time.monotonic() - began,
+        removed=tuple(map(str, removed)),
+        notes=(*notes, *unremoved),
+        lost=merged.lost,
+    )
+
+
+def write_index(file: IO[bytes], unit: MergedUnit, counter: ByteCounter) -> FileRecord:
+    """Writes the `.metadata` of one DCP directory, which may be large."""
+    size_bytes = crc = 0
+
+    def write(data: bytes) -> None:
+        nonlocal size_bytes, crc
+        file.write(data)
+        size_bytes += len(data)
+        crc = crc32(data, crc)
+        counter.done_bytes += len(data)
+
+    write_metadata(write, unit.tensors, unit.objects)
+    file.flush()
+    return FileRecord(size_bytes, crc_digest(crc))
+
+
+def _copy_sidecar(source: Path, folder: Path, counter: ByteCounter) -> dict[str, FileRecord]:
+    """Copies the files of a folder into the step; one that vanishes meanwhile is an error."""
+    files: dict[str, FileRecord] = {}
+    for path in sorted(source.rglob("*")):
+        if path.is_dir():
+            continue
+        name = path.relative_to(source).as_posix()
+        target = folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        data = path.read_bytes()
+        put_file(target, data)
+        files[name] = FileRecord(len(data), crc_digest(crc32(data)))
+        counter.done_bytes += len(data)
+    return files
+
+
+def _rename(folder: Path, final: Path, disk: Disk) -> Path | None:
+    """Renames a durable working folder to its step, durably; a complete step is replaced.
 
     Returns:
         The hidden folder that has the replaced step now, None if nothing was replaced.
@@ -82,21 +170,16 @@ def publish(folder: Path, final: Path, disk: Disk) -> Path | None:
     return replaced
 
 
-def clear(replaced: Path | None, steps: Sequence[Path]) -> tuple[list[Path], list[str]]:
-    """Removes the replaced step and retired steps as far as possible.
+def remove_steps(steps: Sequence[Path]) -> tuple[list[Path], list[str]]:
+    """Removes retired steps as far as possible.
 
-    A retired step that is being read stays; the next save retires it again.
+    One that is being read stays; the next save retires it again.
 
     Returns:
-        The retired steps that were removed, and notes on what could not be removed.
+        Those that were removed, and notes on what could not be removed.
     """
     removed: list[Path] = []
     notes: list[str] = []
-    if replaced is not None:
-        try:
-            shutil.rmtree(replaced)
-        except OSError as error:
-            notes.append(f"the replaced step could not be removed: {error}")
     for step in steps:
         try:
             is_gone = _remove_unread(step)
@@ -119,50 +202,6 @@ def _remove_unread(step: Path) -> bool:
     with mark:
         remove_folder(step)
     return True
-
-
-def commit(request: Commit, disk: Disk, counter: ByteCounter) -> StepCommitted:
-    """Commits an attempt. Every rank has proved its record of it.
-
-    Before the rename nothing is visible, after it everything is visible and durable. Only then
-    are the replaced step and the retired steps removed.
-
-    Args:
-        request: What to commit.
-        disk: The file operations of the platform.
-        counter: Counts the bytes read and written.
-
-    Returns:
-        The size of the step, and what was removed.
-    """
-    began = time.monotonic()
-    folder, final = Path(request.folder), Path(request.final)
-    timeout = VisibilityTimeout(request.visible_seconds)
-    attempt = _Attempt(folder, disk, counter, RecordGatherer(_Folder(folder), counter, timeout))
-    ranks = request.node_ranks
-    with few_collections():
-        if ranks:
-            attempt.gathering.check(request.attempt, request.proofs, ranks)
-        else:
-            attempt.write_metadata(attempt.merge(request.attempt, request.proofs))
-    notes = attempt.copy_from(request.beside)
-    source = with_findings(request.manifest["source"], attempt.lost, attempt.notes)
-    if ranks:  # it names the ranks whose files the folder has
-        source[NODE_RANKS] = list(ranks)
-    size_bytes = attempt.finish({**request.manifest, "source": source}, keeps_records=bool(ranks))
-    replaced = publish(folder, final, disk)
-    # A step with lost values must not retire a complete one.
-    remove = () if attempt.lost else request.remove
-    retired = [Path(step) for step in remove if Path(step) != final]
-    removed, unremoved = clear(replaced, retired)
-    return StepCommitted(
-        attempt=request.attempt,
-        size_bytes=size_bytes,
-        seconds=time.monotonic() - began,
-        removed=tuple(map(str, removed)),
-        notes=(*attempt.notes, *notes, *unremoved),
-        lost=attempt.lost,
-    )
 
 
 class _Folder:
@@ -190,106 +229,10 @@ class _Folder:
             os.close(descriptor)
 
 
-@dataclass(slots=True)
-class _Attempt:
-    """The working folder of one attempt while it is committed."""
-
-    folder: Path
-    disk: Disk
-    counter: ByteCounter
-    gathering: RecordGatherer
-    lost: Mapping[str, str] = field(default_factory=dict)  # see `Merged`
-    notes: tuple[str, ...] = ()  # see `Merged`
-
-    def merge(self, attempt: str, proofs: Sequence[RecordProof]) -> Mapping[str, MergedUnit]:
-        """Merges all records, after a check that their files exist."""
-        merged = self.gathering.merge(attempt, proofs)
-        for unit in merged.empty:
-            shutil.rmtree(self.folder / unit, ignore_errors=True)
-        self.lost, self.notes = merged.lost, merged.notes
-        return merged.units
-
-    def write_metadata(self, units: Mapping[str, MergedUnit]) -> None:
-        """Writes the index of every unit."""
-        for name, unit in units.items():
-            path = f"{name}/{METADATA_NAME}" if name else METADATA_NAME
-            target = self.folder / path
-            target.parent.mkdir(parents=True, exist_ok=True)
-            with target.open("xb", buffering=1 << 20) as file:
-                written = SummedWriter(file)
-
-                def write(data: bytes, written: SummedWriter = written) -> None:
-                    written.write(data)
-                    self.counter.done_bytes += len(data)
-
-                write_metadata(write, unit.tensors, unit.objects)
-                file.flush()
-                os.fsync(file.fileno())
-            self.gathering.files[path] = FileRecord(written.size_bytes, crc_digest(written.crc32))
-
-    def copy_from(self, beside: str) -> list[str]:
-        """Copies the files of a folder into the step; returns notes.
-
-        The folder does not change meanwhile: a file of it that vanishes is an error.
-        """
-        if not beside:
-            return []
-        source = Path(beside)
-        if not source.is_dir():
-            return [f"{beside} is missing, so the step has none of its files"]
-        for path in sorted(source.rglob("*")):
-            if path.is_dir():
-                continue
-            name = path.relative_to(source).as_posix()
-            target = self.folder / name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            data = path.read_bytes()
-            put_file(target, data)
-            self.gathering.files[name] = FileRecord(len(data), crc_digest(crc32(data)))
-            self.counter.done_bytes += len(data)
-        return []
-
-    def finish(self, document: Mapping[str, Any], *, keeps_records: bool) -> int:
-        """Makes the folder durable, the manifest last; returns the bytes of all files."""
-        where = str(self.folder / MANIFEST_NAME)
-        if not keeps_records:
-            shutil.rmtree(self.folder / RECORDS_FOLDER)
-        sync_folders(self.folder, self.disk)
-        manifest = manifest_bytes(document, self.gathering.files, where)
-        put_file(self.folder / MANIFEST_NAME, manifest)
-        self.disk.sync_directory(self.folder)
-        return sum(file.size_bytes for file in self.gathering.files.values()) + len(manifest)
-
-
-class SummedWriter:
-    """Writes to a file, and counts and sums what is written.
-
-    Attributes:
-        size_bytes: How much it was.
-        crc32: Of all of it.
-    """
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
-        self.size_bytes = self.crc32 = 0
-
-    def write(self, data: bytes) -> None:
-        """Writes some bytes, all of them."""
-        self._file.write(data)
-        self.size_bytes += len(data)
-        self.crc32 = crc32(data, self.crc32)
-
-
 def manifest_bytes(
     document: Mapping[str, Any], files: Mapping[str, FileRecord], where: str
 ) -> bytes:
-    """Returns the manifest with all files; digests that it has already are kept.
-
-    Args:
-        document: The manifest as plain values.
-        files: By path.
-        where: The manifest's own path, for messages.
-    """
+    """Returns the manifest with all files; digests that it has already are kept."""
     manifest = parse_manifest(json.dumps(document).encode(), where=where)
     merged = {
         path: replace(file, digest=known.digest)
@@ -370,12 +313,7 @@ class RecordGatherer:
             pass
 
     def see(self, files: Mapping[str, FileRecord], where: str) -> None:
-        """Checks that further files exist.
-
-        Args:
-            files: By path.
-            where: The document that names them, for messages.
-        """
+        """Checks that further files exist."""
         for path, record in files.items():
             self._see([WrittenFile(path, record.size_bytes, None)], where)
             self.files[path] = record

@@ -23,12 +23,7 @@ _GONE = "the file does not exist"
 
 
 def shared_mark(path: Path, *, names: int = 1) -> Mark | None:
-    """Returns the mark of a file, None if it does not exist or has fewer links.
-
-    Args:
-        path: The file.
-        names: The links it needs; files that several steps share have at least two.
-    """
+    """Returns the mark of a file, None if it does not exist or has fewer links."""
     try:
         status = path.stat()
     except OSError:
@@ -39,12 +34,7 @@ def shared_mark(path: Path, *, names: int = 1) -> Mark | None:
 
 
 def read_small(folder: Path, path: str) -> bytes:
-    """Returns a small file as a whole.
-
-    Args:
-        folder: The folder of a step.
-        path: Relative to it.
-    """
+    """Returns a small file as a whole."""
     check_relative(path, str(folder))
     try:
         return (folder / path).read_bytes()
@@ -53,12 +43,7 @@ def read_small(folder: Path, path: str) -> bytes:
 
 
 def recorded_files(folder: Path, records: Mapping[str, bytes]) -> list[WrittenFile]:
-    """Returns the files that records of ranks name.
-
-    Args:
-        folder: Of the step.
-        records: The content of the records, by path.
-    """
+    """Returns the files that records of ranks name."""
     return [
         file
         for path, data in records.items()
@@ -99,15 +84,7 @@ class Drainer:
         self._shared: dict[str, tuple[Mark | None, Mark | None]] = {}
 
     def drain(self, request: Drain, counter: ByteCounter) -> Written:
-        """Copies files, then the records that prove them; everything is durable afterwards.
-
-        Args:
-            request: What to copy.
-            counter: Counts the bytes done.
-
-        Returns:
-            The sizes and times.
-        """
+        """Copies files, then the records that prove them; everything is durable afterwards."""
         began, processor = time.monotonic(), time.process_time()
         folder, target = Path(request.folder), Path(request.target)
         if not target.parent.is_dir():  # a new one might be on the disk below a mount point

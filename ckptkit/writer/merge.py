@@ -11,10 +11,11 @@ import math
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import combinations, pairwise
 from operator import add, index, le, mul
 from typing import Any, NamedTuple
+
+from msgspec import Struct
 
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import FormatError, IncompleteCheckpointError
@@ -28,15 +29,10 @@ _FEW = 32  # boxes that are compared pairwise
 
 
 def is_tiling(shape: Extents, boxes: Sequence[Box]) -> bool:
-    """Returns whether boxes cover every element of a tensor once.
+    """Returns whether boxes cover every element of a tensor once; False if two of them overlap.
 
-    Args:
-        shape: Of the tensor, in elements.
-        boxes: Offsets and sizes; none is empty, none leaves the tensor, no two start at the same
-            element, and together they have as many elements as the tensor.
-
-    Returns:
-        False if two boxes overlap.
+    None is empty, none leaves the tensor, no two start at the same element, and together they have
+    as many elements as the tensor.
 
     >>> is_tiling((4,), [((0,), (2,)), ((2,), (2,))])
     True
@@ -147,8 +143,7 @@ _PARTS_HINT = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class MergedUnit:
+class MergedUnit(Struct, frozen=True):
     """The merged content of one DCP directory."""
 
     tensors: tuple[DcpTensor, ...]
@@ -156,19 +151,13 @@ class MergedUnit:
 
 
 class Merged(NamedTuple):
-    """All records in one.
+    """All records in one."""
 
-    Attributes:
-        units: The content of each DCP directory.
-        lost: What was left out because it is incomplete, by the user's name, with the reason.
-        empty: Directories whose whole content was left out.
-        notes: What everyone who reads the step should know.
-    """
-
-    units: Mapping[str, MergedUnit]
+    units: Mapping[str, MergedUnit]  # the content of each DCP directory
+    # What was left out because it is incomplete, by the user's name, with the reason
     lost: Mapping[str, str]
-    empty: tuple[str, ...]
-    notes: tuple[str, ...] = ()
+    empty: tuple[str, ...]  # directories whose whole content was left out
+    notes: tuple[str, ...] = ()  # what everyone who reads the step should know
 
 
 def with_findings(
@@ -201,12 +190,7 @@ class Merger:
         self._replicas: dict[Replica, dict[int, int]] = {}  # the lowest rank that has each sum
 
     def add(self, record: RankRecord, *, where: str) -> None:
-        """Adds the record of a rank.
-
-        Args:
-            record: Of a rank that was not added before.
-            where: Its file, for messages.
-        """
+        """Adds the record of a rank."""
         if record.world_size != self._world_size:
             raise FormatError(
                 f"expected a record of {self._world_size} ranks, found one of {record.world_size}",

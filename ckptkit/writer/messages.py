@@ -1,115 +1,22 @@
 """The messages between a training process and its writer: framed JSON over a socket.
 
 A frame is the length of its text in 4 little-endian bytes, then the text. Descriptors travel with
-the frame that announces them.
+the frame that announces them. In all messages `attempt` names the save in answers, folders are
+absolute, and paths of files are relative to them.
 """
 
 from __future__ import annotations
 
 import base64
+import dataclasses
 import json
 import secrets
 import socket
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, TypeVar
 
-
-@dataclass(frozen=True, slots=True)
-class Drain:
-    """Requests a durable copy of the files that some ranks wrote.
-
-    Attributes:
-        attempt: Names the attempt in answers.
-        folder: The source, absolute.
-        target: The working folder of all ranks, absolute.
-        records: The ranks' records, relative to the folder; they name the files, and are copied
-            last.
-        further: Files that no record names, relative to the folder; they are copied to `BESIDE` in
-            the target.
-        earlier: A step that was drained and committed before, absolute; empty for none. Files that
-            several steps share here are linked from there.
-    """
-
-    attempt: str
-    folder: str
-    target: str
-    records: tuple[str, ...]
-    further: tuple[str, ...] = ()
-    earlier: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Remote:
-    """A run in an object store.
-
-    Attributes:
-        url: Of the run, without a slash at its end.
-        options: Options of fsspec; they may be secrets, so no `repr` shows them.
-    """
-
-    url: str
-    options: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
-
-
-@dataclass(frozen=True, slots=True)
-class UploadFiles:
-    """Requests the upload of the files that some ranks wrote of a step.
-
-    Attributes:
-        attempt: Names the attempt in answers.
-        remote: The run.
-        step: The name of the step's folder there.
-        folder: The source, absolute.
-        records: The ranks' records, relative to the folder; they name the files, and are uploaded
-            last.
-        further: Files that no record names, relative to the folder.
-        earlier: The folder of a step of the run that was uploaded before, empty for none. Files
-            that several steps share here are copied from there by the store itself.
-    """
-
-    attempt: str
-    remote: Remote
-    step: str
-    folder: str
-    records: tuple[str, ...]
-    further: tuple[str, ...] = ()
-    earlier: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class FinishUpload:
-    """Requests the completion of a step whose files are all uploaded, the manifest last.
-
-    Attributes:
-        attempt: Names the attempt in answers.
-        remote: The run.
-        step: The name of the step's folder there.
-        job: The nonce that the run's mark must have: that of the last job that opened it.
-        proofs: One per rank.
-        manifest: The manifest's document, to which the files are added; those that it lists
-            already were uploaded too.
-        beside: A local folder, absolute, whose files belong to the step; empty for none.
-        remove: Names of steps to remove once the new one is complete.
-        given_up: Names of steps whose uploads failed; their remains are removed too, unless they
-            have been completed since.
-        scratch: A local folder, absolute, for temporary files.
-        visible_seconds: How long to wait until uploads of other nodes become visible.
-    """
-
-    attempt: str
-    remote: Remote
-    step: str
-    job: str
-    proofs: tuple[RecordProof, ...]
-    manifest: Mapping[str, Any]
-    beside: str = ""
-    remove: tuple[str, ...] = ()
-    given_up: tuple[str, ...] = ()
-    scratch: str = ""
-    visible_seconds: float = 60.0
-
+from msgspec import Struct, field
 
 _LENGTH = struct.Struct("<I")
 _MAX_DESCRIPTORS = 4
@@ -134,102 +41,66 @@ class Fixed(tuple[_Item, ...]):  # noqa: SLOT001  tuples of any length have no s
         return self._text
 
 
-@dataclass(frozen=True, slots=True)
-class Buffer:
+class Buffer(Struct, frozen=True):
     """Announces the shared memory that later requests refer to; its descriptor is attached."""
 
     size_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class ArchiveData:
-    """The data of one tensor's archive inside an image.
-
-    Attributes:
-        start: First byte of the data in the shared buffer.
-        stop: First byte after it.
-        crc_at: Offsets in the buffer of the four-byte fields for its CRC-32.
-    """
+class ArchiveData(Struct, frozen=True):
+    """The data of one tensor's archive inside an image: bytes [start, stop) of the buffer."""
 
     start: int
     stop: int
-    crc_at: tuple[int, ...]
+    crc_at: tuple[int, ...]  # offsets in the buffer of the four-byte fields for its CRC-32
 
 
-@dataclass(frozen=True, slots=True)
-class Image:
-    """A file whose bytes are in the shared buffer, except for the checksums.
-
-    Attributes:
-        path: Relative to the attempt's folder.
-        start: First byte in the buffer, a multiple of 4096.
-        size_bytes: Length of the file.
-        archives: What to checksum, in order.
-    """
+class Image(Struct, frozen=True):
+    """A file whose bytes are in the shared buffer, except for the checksums."""
 
     path: str
-    start: int
+    start: int  # first byte in the buffer, a multiple of 4096
     size_bytes: int
-    archives: tuple[ArchiveData, ...]
+    archives: tuple[ArchiveData, ...]  # what to checksum, in order
 
 
-@dataclass(frozen=True, slots=True)
-class Inline:
+class Inline(Struct, frozen=True):
     """A small file whose content is part of the message."""
 
     path: str
-    data: bytes = field(repr=False)
+    data: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Link:
-    """A file that several attempts share.
-
-    Attributes:
-        path: Relative to the attempt's folder.
-        kept: Its second name, outside of all attempts and steps, absolute.
-        size_bytes: Length of the file.
-    """
+class Link(Struct, frozen=True):
+    """A file that several saves share."""
 
     path: str
-    kept: str
+    kept: str  # its second name, outside of all working folders and steps, absolute
     size_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Persist:
-    """Requests a durable write of the files of one wave of an attempt.
-
-    Attributes:
-        attempt: Names the attempt in answers.
-        folder: The attempt's working folder, absolute; created if it does not exist.
-        images: Files to write from the buffer.
-        inline: Files to write from this message.
-        record: The rank's record (see `ckptkit.writer.record`) with the last wave, else None;
-            the writer adds the files of all waves, and writes it last.
-        record_path: Of the record, relative to the folder.
-        links: Kept files to link into the folder.
-        keeps: Files among the images to keep under their second name once they are durable; the
-            answer says whether that was refused.
-        ranges: Start and stop, in bytes of the buffer, of what the answer has to checksum if files
-            were kept.
-        replicas: Start and stop, in bytes of the buffer, of what the record has to checksum.
-    """
+class Persist(Struct, frozen=True):
+    """Requests a durable write of the files of one wave of a save."""
 
     attempt: str
-    folder: str
+    folder: str  # the working folder; created if it does not exist
     images: tuple[Image, ...]
     inline: tuple[Inline, ...] = ()
+    # See `ckptkit.writer.record`. It comes with the last wave; the writer adds the files of all
+    # waves, and writes it last.
     record: Mapping[str, Any] | None = None
     record_path: str = ""
-    links: tuple[Link, ...] = ()
+    links: tuple[Link, ...] = ()  # kept files to link into the folder
+    # Files among the images to keep under their second name once they are durable; the answer says
+    # whether that was refused.
     keeps: tuple[Link, ...] = ()
+    # Start and stop in the buffer: of what the answer has to checksum if files were kept, and of
+    # what the record has to.
     ranges: Sequence[tuple[int, int]] = ()
     replicas: Sequence[tuple[int, int]] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class RecordProof:
+class RecordProof(Struct, frozen=True):
     """Size and checksum of a rank's record, by which a reader checks that it is complete."""
 
     rank: int
@@ -238,100 +109,120 @@ class RecordProof:
     crc32: int
 
 
-@dataclass(frozen=True, slots=True)
-class Commit:
-    """Requests the merge and the commit of an attempt that all ranks have written.
-
-    Attributes:
-        attempt: Names the attempt in answers.
-        folder: The working folder that all ranks wrote into.
-        final: The step's directory, absolute.
-        proofs: One per rank.
-        manifest: The manifest's document, to which the files are added.
-        beside: A folder, absolute, whose files are copied into the step; empty for none.
-        remove: Older steps, absolute, to remove once the new one is durable.
-        visible_seconds: How long to wait until files of other ranks become visible.
-        node_ranks: The ranks with a proof if these are not all: their files become a node's copy
-            of the step, which keeps their records and is not merged.
-    """
+class Commit(Struct, frozen=True):
+    """Requests the merge and the commit of a save that all ranks have written."""
 
     attempt: str
-    folder: str
-    final: str
-    proofs: tuple[RecordProof, ...]
-    manifest: Mapping[str, Any]
-    beside: str = ""
-    remove: tuple[str, ...] = ()
-    visible_seconds: float = 60.0
+    folder: str  # the working folder that all ranks wrote into
+    final: str  # the step's directory
+    proofs: tuple[RecordProof, ...]  # one per rank
+    manifest: Mapping[str, Any]  # to which the files are added
+    beside: str = ""  # a folder whose files are copied into the step; empty for none
+    remove: tuple[str, ...] = ()  # older steps to remove once the new one is durable
+    visible_seconds: float = 60.0  # how long to wait until files of other ranks become visible
+    # The ranks with a proof if these are not all: their files become a node's copy of the step,
+    # which keeps their records and is not merged.
     node_ranks: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Discard:
-    """Requests the removal of the working folder of a failed attempt."""
+class Discard(Struct, frozen=True):
+    """Requests the removal of the working folder of a failed save."""
 
     attempt: str
     folder: str
 
 
-@dataclass(frozen=True, slots=True)
-class WriteProgress:
-    """Reports that the writer is alive and how many bytes of the attempt are written."""
+class Drain(Struct, frozen=True):
+    """Requests a durable copy of the files that some ranks wrote."""
+
+    attempt: str
+    folder: str
+    target: str  # the working folder of all ranks
+    records: tuple[str, ...]  # of the ranks; they name the files, and are copied last
+    further: tuple[str, ...] = ()  # files that no record names, copied to `BESIDE` in the target
+    # A step that was drained and committed before, empty for none: files that several steps share
+    # here are linked from there.
+    earlier: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Remote:
+    """A run in an object store: its URL without a slash at its end, and options of fsspec.
+
+    These may be secrets, so no `repr` shows them.
+    """
+
+    url: str
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict, repr=False, compare=False)
+
+
+class UploadFiles(Struct, frozen=True):
+    """Requests the upload of the files that some ranks wrote of a step; see `Drain`."""
+
+    attempt: str
+    remote: Remote
+    step: str  # the name of the step's folder there
+    folder: str
+    records: tuple[str, ...]
+    further: tuple[str, ...] = ()
+    earlier: str = ""  # the name of a step's folder; the store copies shared files itself
+
+
+class FinishUpload(Struct, frozen=True):
+    """Requests the completion of a step whose files are uploaded, the manifest last; see `Commit`.
+
+    Files that the manifest lists already were uploaded too.
+    """
+
+    attempt: str
+    remote: Remote
+    step: str
+    job: str  # the nonce that the run's mark must have: that of the last job that opened it
+    proofs: tuple[RecordProof, ...]
+    manifest: Mapping[str, Any]
+    beside: str = ""
+    remove: tuple[str, ...] = ()  # names of steps
+    # Names of steps whose uploads failed: their remains are removed too, unless they have been
+    # completed since.
+    given_up: tuple[str, ...] = ()
+    scratch: str = ""  # a local folder for temporary files
+    visible_seconds: float = 60.0
+
+
+class WriteProgress(Struct, frozen=True):
+    """Reports that the writer is alive and how many bytes of the save are written."""
 
     attempt: str
     written_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Written:
-    """Answers `Persist`: everything in it is durable.
-
-    Attributes:
-        attempt: That of the request.
-        size_bytes: Bytes written by this request.
-        seconds: Time it took.
-        cpu_seconds: Processor time it took.
-        proof: Of the record, where the request had one.
-        notes: What the user should know, such as that direct I/O was refused.
-        linked_bytes: Bytes of the files that were linked instead of written.
-        kept: Whether all files to keep were kept.
-        sums: The CRC-32 of each requested range; empty if the files were not kept.
-    """
+class Written(Struct, frozen=True):
+    """Answers `Persist`, `Drain` and `UploadFiles`: everything in it is durable."""
 
     attempt: str
-    size_bytes: int
+    size_bytes: int  # written by this request
     seconds: float
     cpu_seconds: float
-    proof: RecordProof | None = None
-    notes: tuple[str, ...] = ()
-    linked_bytes: int = 0
-    kept: bool = True
-    sums: tuple[int, ...] = ()
+    proof: RecordProof | None = None  # where the request had a record
+    notes: tuple[str, ...] = ()  # what the user should know, such as that direct I/O was refused
+    linked_bytes: int = 0  # of files that were linked instead of written
+    kept: bool = True  # whether all files to keep were kept
+    sums: tuple[int, ...] = ()  # CRC-32 of each requested range; empty if files were not kept
 
 
-@dataclass(frozen=True, slots=True)
-class StepCommitted:
-    """Answers `Commit`.
-
-    Attributes:
-        attempt: That of the request.
-        size_bytes: Bytes of all files of the step.
-        seconds: Time it took.
-        removed: The older steps that were removed.
-        notes: What the user should know.
-        lost: What could not be saved with the step, by the user's name, and why.
-    """
+class StepCommitted(Struct, frozen=True):
+    """Answers `Commit` and `FinishUpload`."""
 
     attempt: str
-    size_bytes: int
+    size_bytes: int  # of all files of the step
     seconds: float
-    removed: tuple[str, ...] = ()
+    removed: tuple[str, ...] = ()  # the older steps that were removed
     notes: tuple[str, ...] = ()
+    # What could not be saved with the step, by the user's name, and why.
     lost: Mapping[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class Failed:
+class Failed(Struct, frozen=True):
     """Answers any request that failed; `error` is `CkptkitError.to_json()`."""
 
     attempt: str
@@ -350,24 +241,16 @@ class ByteCounter:
 Request = Buffer | Persist | Commit | Discard | Drain | UploadFiles | FinishUpload
 Answer = WriteProgress | Written | StepCommitted | Failed
 Message = Request | Answer
+_TUPLES = ["remove", "removed", "records", "further", "given_up", "node_ranks", "notes", "sums"]
 _NESTED: Mapping[str, Any] = {
     "images": lambda items: tuple(Image(**_tupled(i, archives=_archives)) for i in items),
     "inline": lambda items: tuple(Inline(i["path"], base64.b64decode(i["data"])) for i in items),
     "proofs": lambda items: tuple(RecordProof(**i) for i in items),
     "proof": lambda item: item and RecordProof(**item),
     "remote": lambda item: Remote(**item),
-    "remove": tuple,
-    "removed": tuple,
-    "records": tuple,
-    "further": tuple,
-    "given_up": tuple,
-    "node_ranks": tuple,
-    "notes": tuple,
-    "links": lambda items: tuple(Link(**i) for i in items),
-    "keeps": lambda items: tuple(Link(**i) for i in items),
-    "ranges": lambda items: tuple(map(tuple, items)),
-    "replicas": lambda items: tuple(map(tuple, items)),
-    "sums": tuple,
+    **dict.fromkeys(("links", "keeps"), lambda items: tuple(Link(**i) for i in items)),
+    **dict.fromkeys(("ranges", "replicas"), lambda items: tuple(map(tuple, items))),
+    **dict.fromkeys(_TUPLES, tuple),
 }
 _KINDS = {
     kind.__name__: kind
@@ -430,7 +313,7 @@ class Channel:
 
 def _fields(value: Any) -> dict[str, Any]:
     """Returns the fields without copies, since a record may be large and training continues."""
-    return {item.name: getattr(value, item.name) for item in fields(value)}
+    return {name: getattr(value, name) for name in type(value).__match_args__}
 
 
 def _texts(document: dict[str, Any]) -> list[bytes]:
@@ -453,7 +336,7 @@ def _texts(document: dict[str, Any]) -> list[bytes]:
 def _plain(value: object) -> str | dict[str, Any]:
     if isinstance(value, bytes):
         return base64.b64encode(value).decode()
-    if is_dataclass(value):
+    if hasattr(type(value), "__match_args__"):
         return _fields(value)
     raise TypeError(f"{type(value).__name__} cannot be sent in a message")
 

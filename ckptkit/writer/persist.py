@@ -11,11 +11,12 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
+
+from msgspec import Struct, field
 
 from ckptkit.core.crc import crc32
 from ckptkit.core.errors import SaveError
@@ -130,13 +131,7 @@ class ImageWriter:
         return any(not output.direct for output in self._outputs)
 
     def write(self, path: Path, image: Image, buffer: memoryview) -> None:
-        """Writes an image, and starts to make it durable.
-
-        Args:
-            path: A file that does not exist yet.
-            image: Its content.
-            buffer: The whole shared buffer, writable.
-        """
+        """Writes an image, and starts to make it durable."""
         stop = _check_image(image, len(buffer))
         output = DirectFile(path, stop - image.start, self._disk, sync_bytes=_SYNC_BYTES)
         self._outputs.append(output)
@@ -202,57 +197,45 @@ def _check_image(image: Image, buffer_bytes: int) -> int:
     return stop
 
 
-class Links:
-    """The links of one attempt's folder."""
-
-    def __init__(self, folder: Path, disk: Disk) -> None:
-        self._folder = folder
-        self._disk = disk
-
-    def take(self, links: Sequence[Link]) -> None:
-        """Links kept files into the folder."""
-        for link in links:
-            path = self._folder / link.path
-            with naming(path):
-                self._disk.link_file(Path(link.kept), path)
-                size_bytes = path.stat().st_size
-            if size_bytes != link.size_bytes:
-                raise SaveError(
-                    f"expected {link.size_bytes:,} bytes of an earlier save, found {size_bytes:,}",
-                    where=link.kept,
-                    hint="do not modify the files of a running job; the next save writes it again",
-                )
-
-    def keep(self, links: Sequence[Link]) -> str:
-        """Links durable files of the folder to the names under which later saves find them.
-
-        Returns:
-            Why some of them could not be linked; empty if all were.
-        """
-        try:
-            for link in links:
-                kept = Path(link.kept)
-                kept.parent.mkdir(parents=True, exist_ok=True)
-                self._disk.link_file(self._folder / link.path, kept)
-        except OSError as error:
-            return (
-                f"hard links were refused ({error.strerror or error}): frozen weights are written"
-                " again with every save"
+def link_kept(links: Sequence[Link], folder: Path, disk: Disk) -> None:
+    """Links kept files into the folder of an attempt."""
+    for link in links:
+        path = folder / link.path
+        with naming(path):
+            disk.link_file(Path(link.kept), path)
+            size_bytes = path.stat().st_size
+        if size_bytes != link.size_bytes:
+            raise SaveError(
+                f"expected {link.size_bytes:,} bytes of an earlier save, found {size_bytes:,}",
+                where=link.kept,
+                hint="do not modify the files of a running job; the next save writes it again",
             )
-        return ""
 
 
-@dataclass(slots=True)
-class _Parts:
-    """The files of an attempt so far, and what its record needs besides.
+def keep_links(links: Sequence[Link], folder: Path, disk: Disk) -> str:
+    """Links durable files of the folder to the names under which later saves find them.
 
-    Attributes:
-        files: Those that are durable.
-        replica_sums: The CRC-32 of each sample of a replica.
+    Returns:
+        Why some of them could not be linked; empty if all were.
     """
+    try:
+        for link in links:
+            kept = Path(link.kept)
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            disk.link_file(folder / link.path, kept)
+    except OSError as error:
+        return (
+            f"hard links were refused ({error.strerror or error}): frozen weights are written"
+            " again with every save"
+        )
+    return ""
 
-    files: list[WrittenFile] = field(default_factory=list)
-    replica_sums: tuple[int, ...] = ()
+
+class _Parts(Struct):
+    """The files of an attempt so far, and what its record needs besides."""
+
+    files: list[WrittenFile] = field(default_factory=list)  # those that are durable
+    replica_sums: tuple[int, ...] = ()  # the CRC-32 of each sample of a replica
 
 
 _MOST_ATTEMPTS = 8  # in flight at once; the oldest failed attempt is dropped
@@ -298,11 +281,10 @@ class Persister:
             paths.append(request.record_path)
         parents = {os.path.dirname(path) for path in paths}  # noqa: PTH120  a key, not a place
         made = make_folders(folder, parents, self._disk)
-        links = Links(folder, self._disk)
-        links.take(request.links)
+        link_kept(request.links, folder, self._disk)
         parts.replica_sums += self._sums(request.replicas, counter)
         notes = self._write_images(request, folder, counter)
-        note = links.keep(request.keeps)
+        note = keep_links(request.keeps, folder, self._disk)
         new = [WrittenFile(image.path, image.size_bytes, None) for image in request.images]
         for inline in request.inline:
             put_file(folder / inline.path, inline.data)

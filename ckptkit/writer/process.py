@@ -14,9 +14,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -74,9 +72,11 @@ def run(handler: Handler) -> None:
         os.nice(int(sys.argv[2]))
     connection = socket.socket(fileno=int(sys.argv[1]))
     channel = Channel(connection)
-    parent = TrainerProcess()
+    # A closed connection is not enough to notice the trainer's end: a process forked from it, such
+    # as a worker of a DataLoader, may hold the other end open after the trainer was killed.
+    trainer = os.getppid()
     with connection, suppress(OSError):  # from an answer to a trainer that is gone
-        while parent.wait_for_message(connection):
+        while _wait_for_message(connection, trainer):
             try:
                 message = channel.receive()
             except (ValueError, TypeError, LookupError, AttributeError) as error:
@@ -87,9 +87,7 @@ def run(handler: Handler) -> None:
             if isinstance(message, Buffer):
                 handler.attach(message, channel)
             else:
-                attempt = getattr(message, "attempt", "")
-                work = partial(handler.do, message)
-                channel.send(attend(connection, channel, parent, attempt, work))
+                channel.send(_answer(message, handler, connection, channel, trainer))
 
 
 _TICK_SECONDS = 0.5
@@ -98,60 +96,32 @@ LEFT_STATUS = 3
 """Exit status of a writer whose trainer is gone."""
 
 
-class TrainerProcess:
-    """The process that started this one.
-
-    A closed connection is not enough to notice its end: a process forked from the trainer, such as
-    a worker of a DataLoader, may hold the other end open after the trainer was killed.
-    """
-
-    def __init__(self) -> None:
-        self._pid = os.getppid()
-
-    @property
-    def is_gone(self) -> bool:
-        return os.getppid() != self._pid
-
-    def wait_for_message(self, connection: socket.socket) -> bool:
-        """Waits until the connection is readable; False if the trainer is gone."""
-        poll = select.poll()
-        poll.register(connection, select.POLLIN)
-        while not self.is_gone:
-            if poll.poll(_TICK_SECONDS * 1000):
-                return True
-        return False
+def _wait_for_message(connection: socket.socket, trainer: int) -> bool:
+    """Waits until the connection is readable; False if the trainer is gone."""
+    poll = select.poll()
+    poll.register(connection, select.POLLIN)
+    while os.getppid() == trainer:
+        if poll.poll(_TICK_SECONDS * 1000):
+            return True
+    return False
 
 
-def attend(
-    connection: socket.socket,
-    channel: Channel,
-    parent: TrainerProcess,
-    attempt: str,
-    work: Callable[[ByteCounter], Answer],
+def _answer(
+    message: Message, handler: Handler, connection: socket.socket, channel: Channel, trainer: int
 ) -> Answer:
-    """Runs `work` in a thread of its own and sends `WriteProgress` until it is done.
+    """Has a request served in a thread of its own, and sends `WriteProgress` until it is done.
 
     The process exits at once, even in the middle of a write, if the connection is closed or the
-    parent is gone.
-
-    Args:
-        connection: To the trainer.
-        channel: The same, for messages.
-        parent: The trainer.
-        attempt: Named in reports of progress.
-        work: Serves the request, updates the counter, and raises nothing.
-
-    Returns:
-        What `work` returned.
+    trainer is gone.
     """
     counter, answers = ByteCounter(), []
     wake_reader, wake_writer = os.pipe()
 
-    def run() -> None:
-        answers.append(work(counter))
+    def serve() -> None:
+        answers.append(handler.do(message, counter))
         os.write(wake_writer, b"\0")
 
-    thread = threading.Thread(target=run, name="ckptkit-request", daemon=True)
+    thread = threading.Thread(target=serve, name="ckptkit-request", daemon=True)
     thread.start()
     poll = select.poll()
     poll.register(connection, _GONE)
@@ -159,11 +129,11 @@ def attend(
     reported = time.monotonic()
     while not answers:
         ready = poll.poll(_TICK_SECONDS * 1000)
-        if parent.is_gone or any(descriptor != wake_reader for descriptor, _ in ready):
+        if os.getppid() != trainer or any(number != wake_reader for number, _ in ready):
             os._exit(LEFT_STATUS)
         if not ready and time.monotonic() - reported >= _TICK_SECONDS:
             try:
-                channel.send(WriteProgress(attempt, counter.done_bytes))
+                channel.send(WriteProgress(getattr(message, "attempt", ""), counter.done_bytes))
             except OSError:  # closed since the poll
                 os._exit(LEFT_STATUS)
             reported = time.monotonic()
@@ -223,12 +193,7 @@ _NOT_WRITABLE = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 
 
 def as_failure(error: BaseException, where: str) -> CkptkitError:
-    """Turns any exception of a writer into an error of ours, which says what to do.
-
-    Args:
-        error: What was raised.
-        where: The folder concerned, for exceptions that do not name a file.
-    """
+    """Turns any exception of a writer into an error of ours, which says what to do."""
     if isinstance(error, CkptkitError):
         return error
     if not isinstance(error, OSError):
@@ -274,10 +239,6 @@ def writer_command(descriptor: int, niceness: int = NICENESS) -> list[str]:
 
     It starts without site-packages and environment variables; only the library that computes
     CRC-32 fast is added if it is installed.
-
-    Args:
-        descriptor: Number of the inherited socket.
-        niceness: Added to its nice value.
     """
     spec = find_spec("isal")
     folders = (spec.submodule_search_locations if spec else None) or ()

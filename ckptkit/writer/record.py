@@ -29,8 +29,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
+
+from msgspec import Struct, field
 
 from ckptkit.core.errors import FormatError
 from ckptkit.storage.locations import check_relative
@@ -41,60 +42,34 @@ Replica = tuple[str, tuple[str | int, ...], tuple[int, ...], bool]
 """The DCP directory, the key path and the offsets of a sample; whether rank 0 writes its tensor."""
 
 
-@dataclass(frozen=True, slots=True)
-class WrittenFile:
-    """A durable file of an attempt.
+class WrittenFile(Struct, frozen=True):
+    """A durable file of an attempt."""
 
-    Attributes:
-        path: Relative to the attempt's folder.
-        size_bytes: Its length.
-        crc32: Of all its bytes, or None for a data file.
-    """
-
-    path: str
-    size_bytes: int
-    crc32: int | None
+    path: str  # relative to the attempt's folder
+    size_bytes: int  # its length
+    crc32: int | None  # of all its bytes, or None for a data file
 
 
-@dataclass(frozen=True, slots=True)
-class RecordedOptional:
-    """A part of the state that a step may lack.
+class RecordedOptional(Struct, frozen=True):
+    """A part of the state that a step may lack."""
 
-    Attributes:
-        name: The user's name of it.
-        unit: The DCP directory.
-        path: The prefix of all its key paths.
-        problem: Why the rank could not save it; empty if it could.
-    """
-
-    name: str
-    unit: str
-    path: tuple[str | int, ...]
-    problem: str
+    name: str  # the user's name of it
+    unit: str  # the DCP directory
+    path: tuple[str | int, ...]  # the prefix of all its key paths
+    problem: str  # why the rank could not save it; empty if it could
 
 
-@dataclass(frozen=True, slots=True)
-class RankRecord:
-    """A record whose outer structure was checked.
+class RankRecord(Struct, frozen=True):
+    """A record whose outer structure was checked."""
 
-    Attributes:
-        rank: Of the rank that wrote it.
-        world_size: How many ranks there were.
-        attempt: The attempt that it belongs to.
-        units: The content of each directory; checked when merged.
-        files: All files of the rank, without the record itself.
-        dispensable: What the step may lack.
-        values: The names of entries that rank 0 writes for all ranks.
-        replicas: The CRC-32 of samples that several ranks hold.
-    """
-
-    rank: int
-    world_size: int
-    attempt: str
-    units: Mapping[str, Mapping[str, Any]]
-    files: tuple[WrittenFile, ...]
-    dispensable: tuple[RecordedOptional, ...] = ()
-    values: tuple[str, ...] = ()
+    rank: int  # of the rank that wrote it
+    world_size: int  # how many ranks there were
+    attempt: str  # the attempt that it belongs to
+    units: Mapping[str, Mapping[str, Any]]  # the content of each directory; checked when merged
+    files: tuple[WrittenFile, ...]  # all files of the rank, without the record itself
+    dispensable: tuple[RecordedOptional, ...] = ()  # what the step may lack
+    values: tuple[str, ...] = ()  # the names of entries that rank 0 writes for all ranks
+    # The CRC-32 of samples that several ranks hold
     replicas: Mapping[Replica, int] = field(default_factory=dict)
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from ckptkit.core.errors import RefusedError
 from ckptkit.core.manifest import MANIFEST_NAME
@@ -23,19 +24,12 @@ _SIDECARS = re.compile(r"[0-9a-f]{8}")  # folders named after the nonce of a job
 _LOCK = ".lock"  # in work folders of other commands, which sweep them themselves
 
 
-@dataclass(frozen=True, slots=True)
-class Leftover:
-    """A hidden directory in a run.
+class Leftover(Struct, frozen=True):
+    """A hidden directory in a run."""
 
-    Attributes:
-        path: The directory.
-        step: The name of its step.
-        kind: `work`, `old` or `trash`.
-    """
-
-    path: Path
-    step: str
-    kind: str
+    path: Path  # the directory
+    step: str  # the name of its step
+    kind: str  # `work`, `old` or `trash`
 
 
 def leftovers(run: Path) -> tuple[Leftover, ...]:
@@ -52,9 +46,6 @@ def sweep(run: Path) -> tuple[str, ...]:
     """Restores a step whose replacement was interrupted, and removes all other leftovers.
 
     Nothing may be saving into the run at the same time.
-
-    Args:
-        run: The run's directory.
 
     Returns:
         Notes for the log.
@@ -91,11 +82,7 @@ def sweep(run: Path) -> tuple[str, ...]:
 
 
 def discard(folder: str) -> tuple[str, ...]:
-    """Removes the working folder of an attempt.
-
-    Returns:
-        Notes on what could not be removed.
-    """
+    """Removes the working folder of an attempt; returns notes on what could not be removed."""
     path = Path(folder)
     match = _HIDDEN.fullmatch(path.name)
     if match is None or match["kind"] is not None:

@@ -1,22 +1,24 @@
 """The arguments and options that commands share, each declared once.
 
 Those of a single command are declared beside it. Options of the API have the same names in the
-`TypedDict`s of `ckptkit.api` and `ckptkit.adapter_api`; a test compares them.
+`TypedDict`s of `ckptkit.api`; a test compares them.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
+
+from msgspec.structs import replace
 
 from ckptkit.core.errors import UsageError
 from ckptkit.name_maps.shipped import describe_map_names
 from ckptkit.options import (
     GGUF,
+    BestMode,
     Engine,
     GenerationChoice,
     IfExists,
@@ -29,10 +31,9 @@ from ckptkit.options import (
     choose_dtype,
     positive_number,
 )
-from ckptkit.runs.save_order import BestMode
 from ckptkit.storage.locations import Sources, parse_options, resolve_places
-from ckptkit_cli._command import OUTPUT as OUTPUT  # noqa: PLC0414  a group as the others below
-from ckptkit_cli._command import Argument, Option
+from ckptkit_cli._program import OUTPUT as OUTPUT  # noqa: PLC0414  a group as the others below
+from ckptkit_cli._program import Argument, Option
 
 if TYPE_CHECKING:
     from ckptkit.adapters.merge.merge_adapters import AdapterChoice
@@ -139,6 +140,16 @@ CHECK = Option(
     repeated=True,
 )
 ALLOW_CODE = Option("--allow-code", WRITTEN, "Copy Python files and 'auto_map' too.")
+
+HTML = Option(
+    "--html",
+    OUTPUT,
+    "Write a page for a browser to FILE: one file, which needs no network.",
+    "FILE",
+)
+OVERWRITE_HTML = replace(
+    OVERWRITE, group=OUTPUT, help="Replace the FILE of --html, if it is an earlier page."
+)
 
 DTYPE = Option(
     "--dtype",
@@ -377,12 +388,7 @@ _NOT_SLICED = {
 
 
 def make_job(layout: Layout, values: Mapping[str, Any]) -> ConversionJob:
-    """Checks the options of a conversion.
-
-    Args:
-        layout: The kind of output.
-        values: The parsed value of each option in `CONVERSION`.
-    """
+    """Checks the options of a conversion."""
     from ckptkit.conversion.prepare import ConversionJob
 
     job = ConversionJob.from_options(values_with_places(values), layout)

@@ -10,14 +10,11 @@ import signal
 import sys
 import textwrap
 import time
-import traceback
 import unicodedata
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TextIO, cast
-
-import typer
 
 from ckptkit.core.errors import (
     CkptkitError,
@@ -26,12 +23,13 @@ from ckptkit.core.errors import (
     UsageError,
     VerificationError,
 )
-from ckptkit.core.text import Aside, abridge, make_printable, without_url_secrets
+from ckptkit.core.text import Aside, abridge, make_printable, size_text, without_url_secrets
 from ckptkit.core.text import counted as counted  # noqa: PLC0414  part of what pages are made with
 from ckptkit.version import __version__
 
 if TYPE_CHECKING:
     from ckptkit.core.index import Problem
+    from ckptkit.report.documents import ReportDocument
 
 _MIN_ELASTIC = 16
 _MAX_TEXT = 2000
@@ -329,15 +327,37 @@ def painted(text: str, style: Style) -> str:
     return f"\x1b[{_CODES[style]}m{text}\x1b[0m"
 
 
+def check_html(html: str | None, *, overwrite: bool, stats: bool = False) -> None:
+    """Refuses options that do not fit together, and a file that cannot be written."""
+    if html is None:
+        for flag, is_passed in (("--stats", stats), ("--overwrite", overwrite)):
+            if is_passed:
+                raise UsageError(
+                    "applies to the page of --html, which was not passed",
+                    where=flag,
+                    hint="pass --html report.html too"
+                    + ("; `ckptkit stats` prints the numbers" if stats else ""),
+                )
+        return
+    from ckptkit.report.page import check_page_path
+
+    check_page_path(html, overwrite=overwrite)
+
+
+def write_html(document: ReportDocument, html: str, *, overwrite: bool) -> list[str]:
+    """Writes the page of a document; returns lines that say where it is."""
+    from ckptkit.report.page import write_page
+
+    path = write_page(document, html, overwrite=overwrite)
+    size = size_text(path.stat().st_size)
+    return ["", f"  page        {escaped(str(path))}, {size}: open it in a browser"]
+
+
 _NAMES = ("SIGINT", "SIGTERM", "SIGHUP")  # Windows has no SIGHUP
 
 
 class Stopped(BaseException):
-    """Raised in the main thread by the first signal; no `except Exception` catches it.
-
-    Attributes:
-        signal: The signal that arrived.
-    """
+    """Raised in the main thread by the first signal; no `except Exception` catches it."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -447,16 +467,14 @@ def exit_on_errors(output: Output) -> Iterator[None]:
     """
     try:
         yield
-    except typer.Exit:
-        raise
     except CkptkitError as error:
-        raise typer.Exit(_show_error(output, error)) from error
+        raise SystemExit(_show_error(output, error)) from error
     except Stopped as stop:
-        raise typer.Exit(show_stop(output, stop)) from stop
+        raise SystemExit(show_stop(output, stop)) from stop
     except OSError as error:
-        raise typer.Exit(show_system_error(output, error)) from error
+        raise SystemExit(show_system_error(output, error)) from error
     except Exception as error:
-        raise typer.Exit(show_bug(output, error)) from error
+        raise SystemExit(show_bug(output, error)) from error
 
 
 def exit_unless(passed: bool, kind: type[CkptkitError] = VerificationError) -> None:
@@ -465,16 +483,11 @@ def exit_unless(passed: bool, kind: type[CkptkitError] = VerificationError) -> N
 
 
 def exit_with(status: int) -> NoReturn:
-    raise typer.Exit(status)
+    raise SystemExit(status)
 
 
 def show_usage(words: Sequence[str], failure: Any) -> int:
-    """Reports a command line that was not understood; returns the exit status.
-
-    Args:
-        words: The command line; only `--json` and `--events` are read.
-        failure: What typer raised.
-    """
+    """Reports a command line that was not understood; returns the exit status."""
     options = words[: words.index("--")] if "--" in words else words
     output = Output(as_json="--json" in options, events="--events" in options)
     where = failure.ctx.command_path if failure.ctx is not None else ""
@@ -500,6 +513,8 @@ def show_bug(output: Output, error: Exception) -> int:
     stop = find_stop(error)
     if stop is not None:
         return show_stop(output, stop)
+    import traceback
+
     lines = "".join(traceback.format_exception(error)).splitlines()
     if not output.events:
         _tell("".join(f"{escaped(line)}\n" for line in lines))

@@ -6,10 +6,11 @@ import json
 import re
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from msgspec import Struct
 
 from ckptkit.consumers.table import (
     CONFIG,
@@ -23,28 +24,21 @@ from ckptkit.conversion.naming_program import find_transformers_version
 from ckptkit.conversion.write import PlannedOutput
 from ckptkit.core.manifest import BY_MANIFEST, BY_STORE, MANIFEST_NAME, Manifest
 from ckptkit.core.text import size_text
-from ckptkit.engine.distant import estimate_reads
 from ckptkit.engine.prefetch import GAP_BYTES, REQUEST_BYTES
+from ckptkit.engine.remote_reads import estimate_reads
 from ckptkit.hub_names.known_models import KNOWN_TYPES
 from ckptkit.plan.plan import TASK_BYTES, Compute, OutputFile
 from ckptkit.plan.weight_kinds import explain_random_weights
 from ckptkit.storage.places import is_url
 from ckptkit_cli._output import Output, counted, escaped, first_of, table, wrapped
 
-if TYPE_CHECKING:
-    from ckptkit.conversion.delete_source import SourceRemoval
-    from ckptkit.plan.plan import Share
-
-
 _HEAD = "lm_head.weight"  # for configurations that name no architecture
 _EMBEDDING = "model.embed_tokens.weight"  # of a model whose head is tied to it, and is not written
 _PARTIAL = {"include", "exclude"}
 _LISTED_TIES = 5
-_LISTED_SLICES = 8
 
 
-@dataclass(frozen=True, slots=True)
-class Consolidated:
+class Consolidated(Struct, frozen=True):
     """The result of a command that writes a model.
 
     Attributes:
@@ -327,31 +321,3 @@ def _dtypes_in(file: OutputFile) -> Counter[str]:
         if segment.spec is not None:
             sizes[segment.spec.dtype.name] += segment.spec.size_bytes
     return sizes
-
-
-def removal_json(removal: SourceRemoval | None) -> dict[str, Any]:
-    """Returns the field of the files that are, or will be, removed; none if the source stays."""
-    return {} if removal is None else {"deleted": removal.to_json()}
-
-
-def planned_page(output: Output, removal: SourceRemoval | None) -> Iterator[str]:
-    """Yields the lines of a plan: every file that would be removed."""
-    if removal is None:
-        return
-    yield ""
-    yield output.styled(f"Removed from {escaped(removal.root.location)} after verification", "bold")
-    for file in removal.files:
-        yield f"  {size_text(file.size_bytes):>10}  {escaped(file.path)}"
-    if removal.values:
-        text = counted(removal.values, "value")
-        yield f"  with {text} that are not tensors, and are in no output"
-
-
-def slice_page(share: Share | None, missing: Sequence[int], out: str) -> Iterator[str]:
-    """Yields the lines for people."""
-    yield f"slice {share} of {escaped(out)} is written"
-    if missing:
-        listed = ", ".join(first_of([str(number) for number in missing], _LISTED_SLICES))
-        yield f"the output appears when these are written too: {listed}"
-    else:
-        yield "another slice commits the output; if that one was killed, run it again"

@@ -2,49 +2,38 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
-import typer
+from msgspec.structs import replace
 
-from ckptkit.adapters.extract import ExtractedAdapter, prepare_extraction, run_extraction
-from ckptkit.adapters.from_diff import make_diff_request, run_adapter_from_diff
-from ckptkit.adapters.merge.merge_adapters import (
-    MergedModel,
-    check_merge_destination,
-    prepare_merge,
-    run_merge,
-)
-from ckptkit.adapters.merge.report import MergedLayer
-from ckptkit.adapters.sources import AdapterRequest
-from ckptkit.consumers.table import find_consumer
-from ckptkit.conversion.write import check_destination
-from ckptkit.core.manifest import Manifest
+from ckptkit.core.display import plain_fields
 from ckptkit.core.text import size_text
-from ckptkit.lora.accounting import ModuleRow
-from ckptkit.lora.changes import MergeRequest
-from ckptkit.options import (
-    FACTOR_DTYPES,
-    DTypeChoice,
-    Resources,
-    choose_dtype,
-)
+from ckptkit.options import FACTOR_DTYPES, DTypeChoice, Resources, choose_dtype
 from ckptkit_cli import _options as options
-from ckptkit_cli._command import Argument, Option, PlainCommand, PlainGroup, command
 from ckptkit_cli._options import NAMED, OUTPUT, READ, WRITTEN, values_with_places
 from ckptkit_cli._output import Output, counted, escaped, table
-from ckptkit_cli._pages import (
-    Consolidated,
-    consolidation_page,
-    manifest_json,
-    plan_json,
-    plan_page,
-    proof_lines,
-)
-from ckptkit_cli.views.progress import Progress
+from ckptkit_cli._program import Argument, Option, command, make_group
 
+if TYPE_CHECKING:
+    from ckptkit.adapters.extract import ExtractedAdapter
+    from ckptkit.adapters.merge.merge_adapters import MergedModel
+    from ckptkit.adapters.merge.report import MergedLayer
+    from ckptkit.core.manifest import Manifest
+    from ckptkit.lora.accounting import ModuleRow
+    from ckptkit_cli._pages import Consolidated
+
+ADAPTER = make_group(
+    "adapter",
+    """Extract LoRA adapters from checkpoints, and merge them.
+
+        ckptkit adapter extract runs/llama adapters/llama
+        ckptkit adapter merge adapters/llama models/merged --base Llama-3.2-1B
+
+    `ckptkit inspect` shows whether a checkpoint contains an adapter, and the command to run.
+    """,
+    order=17,
+)
 _REPORT = Option("--report", OUTPUT, "Show a table of the layers.")
 
 
@@ -72,6 +61,7 @@ _REPORT = Option("--report", OUTPUT, "Show a table of the layers.")
     options.JSON,
     options.QUIET,
     options.EVENTS,
+    of=ADAPTER,
 )
 def extract(output: Output, **values: Any) -> None:
     """Extract a LoRA adapter from a checkpoint.
@@ -83,6 +73,12 @@ def extract(output: Output, **values: Any) -> None:
     adapter are read, and every tensor of it is used. OUT appears when it is complete and durable,
     or not at all.
     """
+    from ckptkit.adapters.extract import prepare_extraction, run_extraction
+    from ckptkit.adapters.sources import AdapterRequest
+    from ckptkit.conversion.write import check_destination
+    from ckptkit_cli._pages import manifest_json, plan_json, plan_page
+    from ckptkit_cli._progress import Progress
+
     values = values_with_places(values)
     src, out, overwrite = values["src"], values["out"], values["overwrite"]
     request = AdapterRequest.from_options(values, adapter=values["adapter"])
@@ -95,14 +91,12 @@ def extract(output: Output, **values: Any) -> None:
             if values["report"]:
                 output.lines(["", *_adapter_table(output, adapter.rows, adapter.norms)])
         return
-    began = time.perf_counter()
     with Progress(output, "adapter extract") as progress:
         done = run_extraction(src, out, request, overwrite=overwrite, listener=progress.listen)
-    seconds = time.perf_counter() - began
     progress.warn(done.notes)
     output.document(
         {
-            **manifest_json(out, done.manifest, seconds),
+            **manifest_json(out, done.manifest, progress.seconds),
             "adapter": done.name,
             "config": done.config_path or None,
             "unverified": done.manifest.unverified,
@@ -110,7 +104,7 @@ def extract(output: Output, **values: Any) -> None:
             "notes": list(done.notes),
         }
     )
-    output.lines(_extraction_page(output, done, out, seconds))
+    output.lines(_extraction_page(output, done, out, progress.seconds))
     if values["report"]:
         output.lines(_adapter_table(output, done.rows, done.norms))
     output.lines(_loading_line(output, done.manifest, out))
@@ -119,6 +113,8 @@ def extract(output: Output, **values: Any) -> None:
 def _extraction_page(
     output: Output, done: ExtractedAdapter, out: str, seconds: float
 ) -> Iterator[str]:
+    from ckptkit_cli._pages import proof_lines
+
     manifest = done.manifest
     ranks = sorted({row.rank for row in done.rows if row.rank is not None})
     yield output.styled(escaped(out), "bold")
@@ -133,6 +129,8 @@ def _extraction_page(
 
 
 def _loading_line(output: Output, manifest: Manifest, out: str) -> list[str]:
+    from ckptkit.consumers.table import find_consumer
+
     line = escaped(find_consumer(None, manifest.files).load.format(out=repr(out)))
     return [f"  load it    {output.styled(line, 'cyan')}"]
 
@@ -235,6 +233,7 @@ def _adapter_table(
     options.JSON,
     options.QUIET,
     options.EVENTS,
+    of=ADAPTER,
 )
 def merge(output: Output, **values: Any) -> None:
     """Merge LoRA adapters into their base model.
@@ -245,6 +244,15 @@ def merge(output: Output, **values: Any) -> None:
     as a whole. Each tensor of the adapters is used exactly once, and each of the base is written
     exactly once. OUT appears when it is complete and durable, or not at all.
     """
+    from ckptkit.adapters.merge.merge_adapters import (
+        check_merge_destination,
+        prepare_merge,
+        run_merge,
+    )
+    from ckptkit.lora.changes import MergeRequest
+    from ckptkit_cli._pages import Consolidated, plan_json, plan_page
+    from ckptkit_cli._progress import Progress
+
     values = values_with_places(values)
     out, base, overwrite = values["out"], values["base"], values["overwrite"]
     request = MergeRequest.from_options(values)
@@ -253,13 +261,12 @@ def merge(output: Output, **values: Any) -> None:
     if values["dry_run"]:
         check_merge_destination(adapters, out, base, overwrite=overwrite)
         with prepare_merge(adapters, out, request, base=base, resources=resources) as plan:
-            layers = list(map(asdict, plan.layers))
+            layers = list(map(plain_fields, plan.layers))
             output.document({**plan_json(plan.prepared, out), "layers": layers})
             output.lines(plan_page(output, plan.prepared, out))
             if request.report:
                 output.lines(["", *_merge_table(output, plan.layers)])
         return
-    began = time.perf_counter()
     with Progress(output, "adapter merge") as progress:
         merged = run_merge(
             adapters,
@@ -270,9 +277,9 @@ def merge(output: Output, **values: Any) -> None:
             resources=resources,
             listener=progress.listen,
         )
-    done = Consolidated(out, merged.manifest, time.perf_counter() - began, merged.notes)
+    done = Consolidated(out, merged.manifest, progress.seconds, merged.notes)
     progress.warn(merged.notes)
-    output.document({**done.to_json(), "layers": list(map(asdict, merged.layers))})
+    output.document({**done.to_json(), "layers": list(map(plain_fields, merged.layers))})
     output.lines(_merge_page(output, done, merged, shows_layers=request.report))
 
 
@@ -284,6 +291,8 @@ _MERGE_HEADER = (
 def _merge_page(
     output: Output, done: Consolidated, merged: MergedModel, *, shows_layers: bool
 ) -> Iterator[str]:
+    from ckptkit_cli._pages import consolidation_page
+
     *lines, loading = consolidation_page(output, done)
     yield from lines
     changed = len({layer.tensor for layer in merged.layers})
@@ -375,6 +384,7 @@ def _merge_table(output: Output, layers: Sequence[MergedLayer]) -> list[str]:
     options.JSON,
     options.QUIET,
     options.EVENTS,
+    of=ADAPTER,
 )
 def from_diff(output: Output, tuned: str, overwrite: bool, report: bool, **values: Any) -> None:
     """Make a LoRA adapter of the change that full training made.
@@ -385,11 +395,14 @@ def from_diff(output: Output, tuned: str, overwrite: bool, report: bool, **value
     the factors miss is measured layer by layer. Changes of norms, biases and embeddings, which
     have no factors, are listed.
     """
+    from ckptkit.adapters.from_diff import make_diff_request, run_adapter_from_diff
+    from ckptkit_cli._pages import manifest_json
+    from ckptkit_cli._progress import Progress
+
     names = ("rank", "dtype", "include", "exclude", "full", "select")
     request = make_diff_request(**{name: values[name] for name in names})
     values = values_with_places({**values, "src": tuned})
     out = values["out"]
-    began = time.perf_counter()
     with Progress(output, "adapter from-diff") as progress:
         manifest = run_adapter_from_diff(
             values["src"],
@@ -399,18 +412,17 @@ def from_diff(output: Output, tuned: str, overwrite: bool, report: bool, **value
             overwrite=overwrite,
             listener=progress.listen,
         )
-    seconds = time.perf_counter() - began
     progress.warn(progress.notes)
     difference = manifest.source["difference"]
     output.document(
         {
-            **manifest_json(out, manifest, seconds),
+            **manifest_json(out, manifest, progress.seconds),
             "source": {k: v for k, v in manifest.source.items() if k != "difference"},
             "difference": difference,
             "notes": list(progress.notes),
         }
     )
-    output.lines(_difference_page(output, manifest, out, seconds, request.rank))
+    output.lines(_difference_page(output, manifest, out, progress.seconds, request.rank))
     if report:
         output.lines(_difference_table(output, difference))
     output.lines(_loading_line(output, manifest, out))
@@ -452,28 +464,3 @@ def _difference_table(output: Output, difference: Mapping[str, Any]) -> list[str
     for name, norm in difference["lost"].items():
         rows.append((escaped(name), "LACKING", "", f"{norm:.4g}", "1", "0%"))
     return table(rows, width=output.width, right={2, 3, 4, 5})
-
-
-def adapter_group() -> typer.Typer:
-    """Returns the commands of `ckptkit adapter`."""
-    group = typer.Typer(
-        name="adapter",
-        cls=PlainGroup,
-        no_args_is_help=True,
-        rich_markup_mode=None,
-        help=_describe_group.__doc__,
-    )
-    group.callback()(_describe_group)
-    for function in (extract, merge, from_diff):
-        group.command(cls=PlainCommand)(function)
-    return group
-
-
-def _describe_group() -> None:
-    """Extract LoRA adapters from checkpoints, and merge them.
-
-        ckptkit adapter extract runs/llama adapters/llama
-        ckptkit adapter merge adapters/llama models/merged --base Llama-3.2-1B
-
-    `ckptkit inspect` shows whether a checkpoint contains an adapter, and the command to run.
-    """

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.core.text import size_text
-from ckptkit.engine.outcome import Event, Planned
 from ckptkit.options import GGUF, Layout, positive_number, refuse_gguf
 from ckptkit.storage.locations import Sources
-from ckptkit_cli._command import Argument, Option, command
 from ckptkit_cli._options import (
     AVERAGED,
     CONVERSION,
@@ -22,14 +19,19 @@ from ckptkit_cli._options import (
     parse_number,
     parse_weights,
 )
-from ckptkit_cli._output import Output, counted
-from ckptkit_cli.views.progress import Progress
+from ckptkit_cli._output import Output, counted, escaped, first_of
+from ckptkit_cli._program import Argument, Option, command
 
 if TYPE_CHECKING:
+    from ckptkit.conversion.delete_source import SourceRemoval
     from ckptkit.conversion.prepare import ConversionJob
+    from ckptkit.engine.outcome import Event
+    from ckptkit.plan.plan import Share
+
+_LISTED_SLICES = 8
 
 
-@command(*CONVERSION)
+@command(*CONVERSION, order=2)
 def consolidate(output: Output, **values: Any) -> None:
     """Merge shards into a model folder that loads.
 
@@ -42,7 +44,7 @@ def consolidate(output: Output, **values: Any) -> None:
     _run_command(output, "consolidate", make_job("hf", values), values)
 
 
-@command(*CONVERSION, TO)
+@command(*CONVERSION, TO, order=3)
 def convert(output: Output, to: Layout, **values: Any) -> None:
     """Write a model in another layout.
 
@@ -101,7 +103,7 @@ AVERAGE = (
 )
 
 
-@command(*AVERAGE)
+@command(*AVERAGE, order=4)
 def average(output: Output, sources: Sequence[str], **values: Any) -> None:
     """Average the weights of several steps.
 
@@ -112,8 +114,7 @@ def average(output: Output, sources: Sequence[str], **values: Any) -> None:
     tensors. Configuration and tokenizer are those of the last source. Checks are those of
     consolidate.
     """
-    from ckptkit.conversion.values.average import AverageJob
-    from ckptkit.conversion.values.averaged_tensors import Weighting
+    from ckptkit.conversion.average import AverageJob, Weighting
 
     places = Sources(sources[0], values["src_option"])
     left_out = {"src": sources[-1], "also": (), "optimizer": False, "delete_source": False}
@@ -132,22 +133,21 @@ def _run_command(output: Output, title: str, job: ConversionJob, values: Mapping
         _show_plan(job, output)
         return
     from ckptkit.conversion.job import run_job
-    from ckptkit_cli._pages import Consolidated, consolidation_page, removal_json, slice_page
+    from ckptkit_cli._pages import Consolidated, consolidation_page
+    from ckptkit_cli._progress import Progress
 
-    began = time.perf_counter()
     label = title if job.share is None else f"{title} {job.share}"
     with Progress(output, label) as progress:
         result = run_job(job, progress.listen)
-        seconds = time.perf_counter() - began
     out = os.fspath(job.out or "")
     if result.manifest is None:
         missing = list(result.missing)
         output.document({"out": out, "slice": str(job.share), "missing": missing})
-        output.lines(slice_page(job.share, missing, out))
+        output.lines(_slice_page(job.share, missing, out))
         return
-    done = Consolidated(out, result.manifest, seconds, progress.notes, progress.kept)
+    done = Consolidated(out, result.manifest, progress.seconds, progress.notes, progress.kept)
     progress.warn(done.notes)
-    output.document(done.to_json() | removal_json(result.removal))
+    output.document(done.to_json() | _removal_json(result.removal))
     output.lines(consolidation_page(output, done))
     if result.removal is not None:
         count, size = counted(len(result.removal.files), "file"), result.removal.size_bytes
@@ -157,7 +157,7 @@ def _run_command(output: Output, title: str, job: ConversionJob, values: Mapping
 
 def _show_plan(job: ConversionJob, output: Output) -> None:
     """Shows what a run would do, and fails where it would fail before its first byte."""
-    from ckptkit_cli._pages import plan_json, plan_page, planned_page, removal_json
+    from ckptkit_cli._pages import plan_json, plan_page
 
     removal = None
     if job.delete_source:
@@ -165,19 +165,47 @@ def _show_plan(job: ConversionJob, output: Output) -> None:
 
         removal = plan_removal(job)
         if removal.manifest:  # an earlier run has begun it
-            output.document(removal_json(removal))
-            output.lines(planned_page(output, removal))
+            output.document(_removal_json(removal))
+            output.lines(_removal_page(output, removal))
             return
     job.check_places()
     out = os.fspath(job.out or "")
     with job.plan_output() as planned:
         if planned.comparison is not None:
             planned.comparison.finish(partial(_warn, output))
-        output.document(plan_json(planned, out) | removal_json(removal))
+        output.document(plan_json(planned, out) | _removal_json(removal))
         output.lines(plan_page(output, planned, out))
-        output.lines(planned_page(output, removal))
+        output.lines(_removal_page(output, removal))
 
 
 def _warn(output: Output, event: Event) -> None:
-    for note in event.notes if isinstance(event, Planned) else ():
+    for note in getattr(event, "notes", ()):
         output.remark(note)
+
+
+def _removal_json(removal: SourceRemoval | None) -> dict[str, Any]:
+    """Returns the field of the files that are, or will be, removed; none if the source stays."""
+    return {} if removal is None else {"deleted": removal.to_json()}
+
+
+def _removal_page(output: Output, removal: SourceRemoval | None) -> Iterator[str]:
+    """Yields the lines of a plan: every file that would be removed."""
+    if removal is None:
+        return
+    yield ""
+    yield output.styled(f"Removed from {escaped(removal.root.location)} after verification", "bold")
+    for file in removal.files:
+        yield f"  {size_text(file.size_bytes):>10}  {escaped(file.path)}"
+    if removal.values:
+        text = counted(removal.values, "value")
+        yield f"  with {text} that are not tensors, and are in no output"
+
+
+def _slice_page(share: Share | None, missing: Sequence[int], out: str) -> Iterator[str]:
+    """Yields the lines for people."""
+    yield f"slice {share} of {escaped(out)} is written"
+    if missing:
+        listed = ", ".join(first_of([str(number) for number in missing], _LISTED_SLICES))
+        yield f"the output appears when these are written too: {listed}"
+    else:
+        yield "another slice commits the output; if that one was killed, run it again"

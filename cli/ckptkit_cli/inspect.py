@@ -6,43 +6,52 @@ import posixpath
 import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from ckptkit.conversion.inspect import Inspection, TensorLine, TreeLine, run_inspection
-from ckptkit.conversion.source.adapters import (
-    SOME_MODEL,
-    AdapterFacts,
-    build_selection_options,
-)
-from ckptkit.core.index import Part, Problem
+from msgspec import Struct
+from msgspec.structs import replace
+
+from ckptkit.core.errors import InputError, RefusedError
 from ckptkit.core.text import size_text
-from ckptkit.deltas.checks import inspect_delta
-from ckptkit.deltas.form import is_delta
-from ckptkit.formats.others.fairseq2 import UNPROVEN_PARTS
 from ckptkit.name_maps.shipped import describe_map_names
-from ckptkit.options import matches
-from ckptkit.plan.weight_kinds import PEFT, explain_lost_adapter
+from ckptkit.options import SOME_MODEL, matches
 from ckptkit.storage.locations import Sources
-from ckptkit_cli._command import Option, command
 from ckptkit_cli._options import (
     ALSO,
     BASE,
+    HTML,
     JSON,
     MAP,
     MODEL_CONFIG,
     OUTPUT,
+    OVERWRITE_HTML,
+    READ,
     SELECT,
     SRC,
     SRC_OPTION,
 )
-from ckptkit_cli._output import Output, counted, escaped, first_of, fold_problems, table, wrapped
-from ckptkit_cli.views.delta_page import show_delta
-from ckptkit_cli.views.html_page import HTML_OPTIONS, check_html, refuse_page_of_delta, show_page
+from ckptkit_cli._output import (
+    Output,
+    check_html,
+    counted,
+    escaped,
+    first_of,
+    fold_problems,
+    table,
+    wrapped,
+    write_html,
+)
+from ckptkit_cli._program import Option, command
 
 if TYPE_CHECKING:
-    from ckptkit.conversion.map_report import MapReport
+    from ckptkit.conversion.inspect import Inspection, TensorLine, TreeLine
+    from ckptkit.conversion.mapped_names import MapReport
+    from ckptkit.conversion.source.adapters import AdapterFacts
+    from ckptkit.conversion.stats import Statistics
+    from ckptkit.core.index import Part, Problem
+    from ckptkit.deltas.checks import DeltaInspection
+    from ckptkit.runs.listing import RunListing
+    from ckptkit.storage.places import Place
 
 
 _MOST_LISTED = 200
@@ -81,8 +90,15 @@ _SORTS: Mapping[str, Callable[[TensorLine], Any]] = {
         default=_STORED,
     ),
     Option("--all", OUTPUT, "List all tensors; without it, a terminal shows the first 200."),
-    *HTML_OPTIONS,
+    HTML,
+    Option(
+        "--stats",
+        READ,
+        "Read all data of the model, for norms, ranges, NaN and infinities in the page of --html.",
+    ),
+    OVERWRITE_HTML,
     JSON,
+    order=1,
 )
 def inspect(
     output: Output,
@@ -109,12 +125,16 @@ def inspect(
     of another framework's checkpoint, what its tensors become; of a delta, its versions and what
     changed. Only headers are read, but for --stats.
     """
+    from ckptkit.conversion.inspect import run_inspection
+    from ckptkit.deltas.form import is_delta
+
     check_html(**page)
     html = page["html"]
     sources = Sources(src, src_option)
     if is_delta(sources.first):
-        refuse_page_of_delta(html)
-        show_delta(output, inspect_delta(sources.first), tensors)
+        if html is not None:
+            raise RefusedError("there is no page of a delta", where="--html", hint="leave it out")
+        _show_delta(output, sources.first, tensors)
         return
     inspection = run_inspection(
         sources.first,
@@ -126,7 +146,7 @@ def inspect(
         shards=html is not None,
         lists=html is None,
     )
-    written = show_page(output, inspection, sources.first, select, sources.further(also), page)
+    written = _write_page(output, inspection, sources.first, select, sources.further(also), page)
     listed = tensors or ("*" if all or sort != _STORED else None)
     inspection = replace(inspection, tensors=_choose(inspection.tensors, tensors, sort))
     typed = InspectArguments(src, select, tuple(also), base, map, model_config)
@@ -134,6 +154,123 @@ def inspect(
     limit = None if all or output.width is None else _MOST_LISTED
     page_lines = inspection_page(output, inspection, typed, pattern=listed, limit=limit)
     output.lines([*page_lines, *written])
+
+
+def _write_page(
+    output: Output,
+    inspection: Inspection,
+    source: Place,
+    select: str | None,
+    also: Sequence[Place],
+    page: Mapping[str, Any],
+) -> list[str]:
+    """Writes the page of a checkpoint, with the run that it is in, if there is to be one."""
+    if page["html"] is None:
+        return []
+    from ckptkit.report.documents import plan_inspection_report
+
+    statistics, remark = None, ""
+    if page["stats"]:
+        statistics, remark = _measure(output, inspection, source, select, also)
+    document = plan_inspection_report(
+        inspection,
+        statistics=statistics,
+        run=_find_run_of(inspection, source),
+        remarks=[remark] if remark else [],
+    )
+    return write_html(document, page["html"], overwrite=page["overwrite"])
+
+
+def _measure(
+    output: Output, inspection: Inspection, source: Place, select: str | None, also: Sequence[Place]
+) -> tuple[Statistics | None, str]:
+    """Measures the model of a checkpoint, or returns why it cannot be measured.
+
+    A checkpoint that is damaged still gets a page, which shows the damage.
+    """
+    from ckptkit.conversion.stats import run_stats
+    from ckptkit.options import ConsolidateRequest
+    from ckptkit_cli._progress import Progress
+
+    if not any(tree.part == "model" for tree in inspection.trees):
+        return None, "There are no statistics, since there is no model."
+    request = ConsolidateRequest.from_options({"map": "none", "select": select})
+    with Progress(output, "stats") as progress:
+        try:
+            return run_stats(source, request, also=also, listener=progress.listen), ""
+        except InputError as error:
+            output.warn(f"the page has no statistics: {error}")
+            return None, f"There are no statistics: {error}"
+
+
+def _find_run_of(inspection: Inspection, source: Place) -> RunListing | None:
+    """Lists the run that a checkpoint is a step of; None if it is in none."""
+    from ckptkit.formats.discovery import parse_step
+    from ckptkit.runs.listing import list_run
+
+    folder, name = posixpath.split(inspection.path.rstrip("/"))
+    if parse_step(name) is None:
+        return None
+    try:
+        return list_run(source.beside(folder or "."))
+    except InputError:
+        return None
+
+
+def _show_delta(output: Output, place: Place, pattern: str | None) -> None:
+    """Shows a delta, and the tensors that match a pattern if there is one."""
+    from ckptkit.deltas.checks import inspect_delta
+
+    delta = inspect_delta(place)
+    if pattern is not None:
+        kept = tuple(line for line in delta.tensors if matches(line.name, (pattern,)))
+        delta = replace(delta, tensors=kept)
+    output.document(delta.to_json())
+    if not output.as_json:
+        output.lines(_delta_page(output, delta))
+
+
+_LISTED_CHANGES = 20
+_CHANGE_HEADER = ("STORED", "CHANGED", "DTYPE", "SHAPE", "NAME")
+
+
+def _delta_page(output: Output, delta: DeltaInspection) -> Iterator[str]:
+    share = delta.changed_share
+    yield output.styled(escaped(delta.path), "bold")
+    yield (f"  version     {delta.version:,}, to be applied to version {delta.base_version:,}")
+    yield f"  encoding    {delta.encoding}, checksums {delta.checksum}"
+    yield f"  on disk     {counted(delta.files, 'file')}, {size_text(delta.size_bytes)}"
+    if delta.base is not None:
+        yield f"  made from   {escaped(delta.base)}"
+        yield f"  leads to    {escaped(str(delta.source))}"
+    text = counted(len(delta.tensors), "tensor")
+    if delta.unchanged is not None and share is not None:
+        text += f" of {len(delta.tensors) + delta.unchanged:,}; {share:.3%} of the elements of"
+        text += f" {size_text(delta.model_bytes or 0)}"
+    yield f"  changed     {text}"
+    if not delta.tensors:
+        return
+    rows: list[tuple[str, ...]] = [_CHANGE_HEADER]
+    ordered = sorted(delta.tensors, key=lambda line: -line.stored_bytes)
+    for line in ordered[:_LISTED_CHANGES]:
+        known = line.changed_elements is not None and line.size_bytes is not None
+        rows.append(
+            (
+                size_text(line.stored_bytes),
+                f"{line.changed_elements:,}" if known else "",
+                line.dtype or "",
+                "" if line.shape is None else str(list(line.shape)),
+                escaped(line.name),
+            )
+        )
+    yield ""
+    yield from table(rows, width=output.width, right={0, 1})
+    if len(ordered) > _LISTED_CHANGES:
+        yield f"  and {len(ordered) - _LISTED_CHANGES:,} more; --json lists all of them"
+    yield ""
+    yield output.styled("Next", "bold")
+    step = escaped(f"ckptkit delta apply BASE {delta.path} OUT")
+    yield f"  {output.styled(step, 'cyan')}"
 
 
 def _choose(
@@ -144,26 +281,15 @@ def _choose(
     return tuple(chosen if sort == _STORED else sorted(chosen, key=_SORTS[sort]))
 
 
-@dataclass(frozen=True, slots=True)
-class NextStep:
+class NextStep(Struct, frozen=True):
     """A command to run next, or none, and a remark on it; both are safe to print."""
 
     command: str
     remark: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class InspectArguments:
-    """The arguments of an inspection.
-
-    Attributes:
-        source: The path.
-        select: What was selected there.
-        also: Further directories.
-        base: A model with the configuration.
-        model_config: A folder with the configuration of the model in flat parameters.
-        map: The name map.
-    """
+class InspectArguments(Struct, frozen=True):
+    """The arguments of an inspection."""
 
     source: str
     select: str | None = None
@@ -175,6 +301,8 @@ class InspectArguments:
 
 def next_step(inspection: Inspection, typed: InspectArguments) -> NextStep:
     """Chooses the command that a user would want to run next."""
+    from ckptkit.plan.weight_kinds import explain_lost_adapter
+
     # Files in several directories have the same paths below each of them.
     path = typed.source if typed.select is not None or typed.also else inspection.path
     models = list(dict.fromkeys(tree.name for tree in inspection.trees if tree.part == "model"))
@@ -241,6 +369,8 @@ def _of_model(inspection: Inspection, path: str, typed: InspectArguments) -> Nex
     command = _command("consolidate", path, "OUT", *words, typed=typed)
     if SOME_MODEL not in words:
         return NextStep(command, "")
+    from ckptkit.formats.others.fairseq2 import UNPROVEN_PARTS
+
     if UNPROVEN_PARTS in inspection.notes:
         return NextStep(command, f"{_WITHOUT_CONFIG}; its shapes prove that no part is missing")
     return NextStep(command, f"{_WITHOUT_CONFIG}; without --base, weights alone are written")
@@ -275,6 +405,8 @@ def _of_framework(inspection: Inspection, path: str, typed: InspectArguments) ->
 
 
 def _of_adapter(adapter: AdapterFacts, path: str, typed: InspectArguments) -> NextStep:
+    from ckptkit.conversion.source.adapters import build_selection_options
+
     chosen = build_selection_options(typed.select, typed.also)
     adapter = adapter if typed.base is None else replace(adapter, base=typed.base)
     merge = escaped(adapter.merge(path, chosen=chosen))
@@ -305,6 +437,8 @@ def _of_adapter(adapter: AdapterFacts, path: str, typed: InspectArguments) -> Ne
 
 
 def _say_who_loads(adapter: AdapterFacts, path: str, typed: InspectArguments) -> str:
+    from ckptkit.plan.weight_kinds import PEFT
+
     inside = [escaped(posixpath.join(path, folder)) for folder in adapter.folders if folder]
     where = "this folder" if not inside else " and ".join(inside)
     where = f"each of {where}" if len(inside) > 1 else where
@@ -332,6 +466,8 @@ def _choice(
 
 
 def _command(name: str, *words: str, typed: InspectArguments) -> str:
+    from ckptkit.conversion.source.adapters import build_selection_options
+
     chosen = build_selection_options(typed.select, typed.also)
     return escaped(shlex.join(["ckptkit", name, *words, *chosen]))
 
@@ -356,15 +492,7 @@ def inspection_page(
     pattern: str | None,
     limit: int | None = None,
 ) -> Iterator[str]:
-    """Yields the lines of the page.
-
-    Args:
-        output: Has the width and the colours.
-        inspection: The checkpoint, with only the tensors that match `pattern`, if there is one.
-        typed: The arguments of the inspection.
-        pattern: The value of `--tensors`, or None.
-        limit: How many tensors are listed at most; None for all.
-    """
+    """Yields the lines of the page."""
     page = _Page(output, inspection)
     yield output.styled(escaped(inspection.path), "bold")
     if inspection.checkpoints:
@@ -638,13 +766,15 @@ def _ranks(sizes: Sequence[int]) -> str:
     if len(sizes) <= _LISTED_RANKS:
         each = ", ".join(f"{rank}: {size_text(size)}" for rank, size in enumerate(sizes))
         return f"written per rank: {each}"
+    from statistics import median
+
     low, middle, high = (size_text(int(f(sizes))) for f in (min, median, max))
     return f"{len(sizes):,} ranks wrote {low} to {high} each, half of them at most {middle}"
 
 
 def _fold_shapes(shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
     """Returns names and shapes, folded: numbers as ranges, siblings as alternatives."""
-    from ckptkit.conversion.map_report import fold_names  # imported already where there is a map
+    from ckptkit.conversion.mapped_names import fold_names  # imported already where there is a map
 
     by_shape: dict[tuple[int, ...], list[str]] = {}
     for name, shape in shapes.items():

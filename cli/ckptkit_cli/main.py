@@ -14,19 +14,12 @@ _SIGNALLED = 128
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line.
-
-    Args:
-        arguments: What follows the program's name; taken from the process when left out.
-
-    Returns:
-        The exit status.
-    """
+    """Runs the command line."""
     end_on_signals()
     words = sys.argv[1:] if arguments is None else list(arguments)
     if words in (["--version"], ["-V"]) and _show_version():
         return 0
-    from ckptkit_cli._application import run_application
+    from ckptkit_cli._program import run_application
 
     status = run_application(words)
     if status < _SIGNALLED:  # otherwise a signal has been reported
@@ -35,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _show_version() -> bool:
-    """Writes the version without typer, which takes longer to import than this takes to run."""
+    """Writes the version without click, which takes longer to import than this takes to run."""
     from ckptkit.version import __version__
 
     try:

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.core.text import size_text
-from ckptkit_cli._command import Argument, Option, command
 from ckptkit_cli._options import (
     COMPARED_NAMES,
     HUB,
@@ -19,7 +18,7 @@ from ckptkit_cli._options import (
     REVISION,
 )
 from ckptkit_cli._output import Output, counted, escaped, first_of
-from ckptkit_cli.views.progress import Progress
+from ckptkit_cli._program import Argument, Option, command
 
 if TYPE_CHECKING:
     from ckptkit.hub.download import Pulled
@@ -66,6 +65,7 @@ _UPLOADED = "What is uploaded"
     ),
     JSON,
     QUIET,
+    order=12,
 )
 def push(output: Output, folder: str, repo_id: str, dry_run: bool, **options: Any) -> None:
     """Publish a model folder on the Hub, in one commit.
@@ -78,6 +78,7 @@ def push(output: Output, folder: str, repo_id: str, dry_run: bool, **options: An
     HF_TOKEN or of `hf auth login`.
     """
     from ckptkit.hub.publish import push as push_folder
+    from ckptkit_cli._progress import Progress
 
     with Progress(output, "push") as progress:
         pushed = push_folder(folder, repo_id, dry_run=dry_run, **options, listener=progress.listen)
@@ -92,6 +93,7 @@ def push(output: Output, folder: str, repo_id: str, dry_run: bool, **options: An
     Option("--revision", READ, "Branch, tag or commit.  [default: main]", "R"),
     JSON,
     QUIET,
+    order=13,
 )
 def pull(output: Output, repo_id: str, folder: str, revision: str | None) -> None:
     """Download a model from the Hub, completely or not at all.
@@ -103,6 +105,7 @@ def pull(output: Output, repo_id: str, folder: str, revision: str | None) -> Non
     SRC: `ckptkit convert --to dcp` makes shards of it that training starts from.
     """
     from ckptkit.hub.download import pull as pull_repository
+    from ckptkit_cli._progress import Progress
 
     with Progress(output, "pull") as progress:
         pulled = pull_repository(repo_id, folder, revision=revision, listener=progress.listen)

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace
 
 from ckptkit.core.text import size_text
 from ckptkit.options import ConsolidateRequest, parse_not_finite
 from ckptkit.storage.locations import Sources
-from ckptkit_cli._command import Argument, Option, command
 from ckptkit_cli._options import (
     ALSO,
     BASE,
     COMPARED,
     EXCLUDE,
+    HTML,
     INCLUDE,
     JSON,
     MAP,
     OUTPUT,
+    OVERWRITE_HTML,
     QUIET,
     READ,
     SELECT,
@@ -30,6 +32,7 @@ from ckptkit_cli._options import (
 )
 from ckptkit_cli._output import (
     Output,
+    check_html,
     counted,
     escaped,
     exit_unless,
@@ -37,13 +40,13 @@ from ckptkit_cli._output import (
     fold_problems,
     table,
     wrapped,
+    write_html,
 )
-from ckptkit_cli.views.html_page import HTML, OVERWRITE_HTML, check_html, write_html
-from ckptkit_cli.views.progress import Progress
+from ckptkit_cli._program import Argument, Option, command
 
 if TYPE_CHECKING:
     from ckptkit.conversion.diff import Difference, NumericDifference, TensorDifference
-    from ckptkit.conversion.values.stats import Statistics, TensorStatistics
+    from ckptkit.conversion.stats import Statistics, TensorStatistics
     from ckptkit.conversion.verify import Verification
 
 
@@ -60,8 +63,8 @@ _KINDS = {"output": "an output of ckptkit", "delta": "a delta"}
     Option(
         "--repair",
         OUTPUT,
-        "Mend what is damaged, all of it or nothing, from tensors that are stored twice, or from"
-        " the copies of --from. PATH is the folder of one step or output.",
+        "Replace damaged files, all of them or none, by those of the copies of --from. PATH is the"
+        " folder of one step or output.",
     ),
     Option(
         "--from",
@@ -75,6 +78,7 @@ _KINDS = {"output": "an output of ckptkit", "delta": "a delta"}
     SRC_OPTION,
     JSON,
     QUIET,
+    order=5,
 )
 def verify(
     output: Output,
@@ -92,6 +96,7 @@ def verify(
     a copy, and proven, before a file is replaced.
     """
     from ckptkit import api
+    from ckptkit_cli._progress import Progress
 
     with Progress(output, "verify") as progress:
         report = api.verify(path, src_options=src_option, listener=progress.listen, **values)
@@ -167,6 +172,7 @@ def _verification_page(output: Output, report: Verification) -> Iterator[str]:
     HTML,
     OVERWRITE_HTML,
     JSON,
+    order=6,
 )
 def diff(
     output: Output,
@@ -192,6 +198,7 @@ def diff(
     apart than --atol + --rtol x |B|. The page of --html shows how far each layer has changed.
     """
     from ckptkit.conversion.diff import make_tolerance, run_diff
+    from ckptkit_cli._progress import Progress
 
     check_html(html, overwrite=overwrite)
     with Progress(output, "diff") as progress:
@@ -349,6 +356,7 @@ _SORTS: Mapping[str, Callable[[TensorStatistics], Any]] = {
     SRC_OPTION,
     JSON,
     QUIET,
+    order=7,
 )
 def stats(output: Output, src: str, **values: Any) -> None:
     """Show norms, ranges, zeros, NaN and infinities.
@@ -359,7 +367,8 @@ def stats(output: Output, src: str, **values: Any) -> None:
     Norm, minimum, maximum and mean are those of the finite elements. Every tensor is read once, and
     checked against its stored checksums.
     """
-    from ckptkit.conversion.values.stats import run_stats
+    from ckptkit.conversion.stats import run_stats
+    from ckptkit_cli._progress import Progress
 
     with Progress(output, "stats") as progress:
         sources = Sources(src, values["src_option"])

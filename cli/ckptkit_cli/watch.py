@@ -2,61 +2,56 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
 import re
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
-import typer
+from msgspec.structs import replace
 
-from ckptkit.adapters.sources import AdapterRequest
-from ckptkit.conversion.source.side_folders import SideChoice
 from ckptkit.core.errors import AmbiguousSourceError, CkptkitError, NotACheckpointError, UsageError
-from ckptkit.hub.watch.build import BuildSettings, PushChoice, PushKind
-from ckptkit.hub.watch.events import MetricsServer, WatchEvent, WatchMetrics
-from ckptkit.hub.watch.versions import VersionSettings
-from ckptkit.hub.watch.watch import WATCH_RETRIES, WatchRequest, WatchSettings, run_watch
-from ckptkit.hub.watch.watched_steps import BranchSettings
-from ckptkit.lora.changes import MergeRequest
-from ckptkit.options import ConsolidateRequest, Resources, positive_number
-from ckptkit.plan.load_report import PUSH_OF_TRAINING, WATCH
-from ckptkit.runs.run_paths import find_run
-from ckptkit.runs.save_order import Retention
-from ckptkit.storage.places import Place, is_url, local_path, place_of
+from ckptkit.core.text import counted, size_text
+from ckptkit.options import ConsolidateRequest, PushKind, Resources, positive_number
+from ckptkit.storage.locations import Place, is_url, local_path, place_of
 from ckptkit_cli import _options as options
-from ckptkit_cli._command import Option, command, parse_values
 from ckptkit_cli._options import HUB, OUTPUT, WRITTEN
-from ckptkit_cli._output import Output, Stopped, find_stop
-from ckptkit_cli.views.watch_page import WatchPage
+from ckptkit_cli._output import Output, Stopped, escaped, exit_with, find_stop, first_of, stamped
+from ckptkit_cli._program import Option, command, parse_values
+
+if TYPE_CHECKING:
+    from ckptkit.engine.outcome import Event
+    from ckptkit.engine.progress import ProgressBar
+    from ckptkit.hub.watch.build import BuildSettings
+    from ckptkit.hub.watch.watch import EventName, WatchEvent, WatchRequest
 
 _PUSHED = "Which steps are pushed"
 _TIMING = "When"
 _LOCAL_SECONDS, _REMOTE_SECONDS = 5.0, 30.0
 _LEAST_SECONDS, _MOST_SECONDS = 0.05, 86_400.0
 _ONCE_TRIES = 2  # with --once, cron or a person runs the watch again
-_MOST_PORT = 65_535
 _FOLDER_NAME = re.compile(r"(?!ckptkit)[A-Za-z0-9_{][A-Za-z0-9_{}.-]*")
 
 
-def _parse_number(text: str, option: str, least: float, most: float, example: int) -> float:
+def _parse_seconds(text: str) -> float:
     try:
-        number = float(text)
+        seconds = float(text)
     except ValueError:
-        number = math.nan
-    if least <= number <= most:
-        return number
+        seconds = math.nan
+    if _LEAST_SECONDS <= seconds <= _MOST_SECONDS:
+        return seconds
     raise UsageError(
-        f"{text!r} is not a number from {least:g} to {most:,.0f}",
-        where=option,
-        hint=f"pass {option} {example}",
+        f"{text!r} is not a number from {_LEAST_SECONDS:g} to {_MOST_SECONDS:,.0f}",
+        where="--interval",
+        hint="pass --interval 10",
     )
 
 
@@ -190,13 +185,7 @@ _OPTIONS = (
         _TIMING,
         "Time between two looks at RUN.  [default: 5, for a URL 30]",
         "SECONDS",
-        parse=partial(
-            _parse_number,
-            option="--interval",
-            least=_LEAST_SECONDS,
-            most=_MOST_SECONDS,
-            example=10,
-        ),
+        parse=_parse_seconds,
     ),
     *options.RETENTION,
     replace(
@@ -221,29 +210,13 @@ _OPTIONS = (
         parse=_parse_variable,
     ),
     Option(
-        "--metrics-port",
-        OUTPUT,
-        "Serve /metrics for Prometheus at this port; 0 takes a free one.",
-        "P",
-        parse=partial(
-            _parse_number, option="--metrics-port", least=0, most=_MOST_PORT, example=9100
-        ),
-    ),
-    Option(
-        "--metrics-host",
-        OUTPUT,
-        "Address to serve metrics at; 0.0.0.0 for all interfaces.",
-        "ADDRESS",
-        default="127.0.0.1",
-    ),
-    Option(
         "--json", OUTPUT, "Print one JSON document per event, on one line.", keyword="json_lines"
     ),
     options.QUIET,
 )
 
 
-@command(*_OPTIONS, parses=False)
+@command(*_OPTIONS, parses=False, order=14)
 def watch(output: Output, json_lines: bool, **typed: Any) -> None:
     """Publish each step of a run, on the Hub or for engines.
 
@@ -256,22 +229,26 @@ def watch(output: Output, json_lines: bool, **typed: Any) -> None:
     loses nor repeats a step. With --keep-last and the like, steps of RUN that no rule keeps are
     removed afterwards.
     """
+    from ckptkit.hub.watch.watch import run_watch
+
     output.quiet = output.quiet or json_lines
-    metrics = WatchMetrics()
-    page = WatchPage(output, metrics, as_json=json_lines)
+    page = WatchPage(output, as_json=json_lines)
     with _report_end(page) as end:
         values = parse_values(_OPTIONS, typed)
         request = _find_run(_make_request(values), page, values)
-        with _serve_metrics(metrics, values, page):
-            pauses = WatchPauses(ending=values["once"], reads_input=values["until_eof"])
-            done = run_watch(request, pauses, page.listen, page.progress)
-        if done.failures:
-            end["failed"] = list(done.failures)
-    for error in done.failures.values():
-        raise typer.Exit(error.exit_status)
+        pauses = WatchPauses(ending=values["once"], reads_input=values["until_eof"])
+        failures = run_watch(request, pauses, page.listen, page.progress)
+        if failures:
+            end["failed"] = list(failures)
+    for error in failures.values():
+        exit_with(error.exit_status)
 
 
 def _make_request(values: Mapping[str, Any]) -> WatchRequest:
+    from ckptkit.hub.watch.build import PushChoice
+    from ckptkit.hub.watch.watch import WATCH_RETRIES, WatchRequest
+    from ckptkit.runs.save_order import RETENTION_OPTIONS, Retention
+
     run = Place(values["run"], values["src_option"] | (values["src_options_from"] or {}))
     state = None if values["state"] is None else Path(values["state"])
     include = tuple(values["include"])
@@ -281,38 +258,34 @@ def _make_request(values: Mapping[str, Any]) -> WatchRequest:
             where="--include",
             hint="pass --whole-step last-checkpoint as well",
         )
-    versions = _make_versions(values)
+    versions = _place_of_versions(values)
     # Training, which starts a watch too, checks metrics and names itself, and may end before its
     # first step.
     of_training = _is_of_training(values)
     named = {"--best": values["best"], "--keep-best": values["keep_best"]}
     default_seconds = _REMOTE_SECONDS if is_url(run) else _LOCAL_SECONDS
     retries = replace(WATCH_RETRIES, attempts=_ONCE_TRIES) if values["once"] else WATCH_RETRIES
-    settings = WatchSettings(
+    return WatchRequest(
+        run=run,
+        repo_id=values["push"] if versions is None else os.fspath(versions),
+        state=state,
         choice=PushChoice(
             **{name: values[name] for name in ("every", "best", "best_mode", "last_only")}
         ),
         build=_make_output(values),
+        private=values["private"],
+        revision=values["revision"],
+        include=include,
+        tag_prefix=values["tag_prefix"],
+        versions=versions,
+        whole_every=values["delta"] or 1,
+        retention=Retention(**{name: values[name] for name in RETENTION_OPTIONS}),
         poll_seconds=default_seconds if values["interval"] is None else values["interval"],
-        at_end=values["at_end"],
         retries=retries,
+        at_end=values["at_end"],
         metrics={} if of_training else {k: v for k, v in named.items() if v is not None},
         needs_steps=not of_training,
         repeats_pushes=of_training,
-    )
-    return WatchRequest(
-        run=run,
-        repo_id=values["push"] if versions is None else os.fspath(versions.folder),
-        state=state,
-        settings=settings,
-        branch=BranchSettings(
-            private=values["private"], revision=values["revision"], include=include
-        ),
-        tag_prefix=values["tag_prefix"],
-        retention=Retention(
-            **{name: values[name] for name in ("keep_last", "keep_every", "keep_best", "best_mode")}
-        ),
-        versions=versions,
         waits_for_lock=values["wait_for_lock"],
     )
 
@@ -324,7 +297,7 @@ def _is_of_training(values: Mapping[str, Any]) -> bool:
 _OF_THE_HUB = ("private", "revision", "whole_step", "adapter", "adapter_config")
 
 
-def _make_versions(values: Mapping[str, Any]) -> VersionSettings | None:
+def _place_of_versions(values: Mapping[str, Any]) -> Place | None:
     """Returns where versions are published; None if steps are pushed to the Hub."""
     if (values["push"] is None) == (values["into"] is None):
         raise UsageError(
@@ -353,9 +326,7 @@ def _make_versions(values: Mapping[str, Any]) -> VersionSettings | None:
             hint="leave it out",
         )
     folder = place_of(values["into"], values["dst_option"])
-    if not is_url(folder):
-        folder = folder.beside(str(local_path(folder).absolute()))
-    return VersionSettings(folder, values["delta"] or 1)
+    return folder if is_url(folder) else folder.beside(str(local_path(folder).absolute()))
 
 
 _OF_REQUEST = (
@@ -370,6 +341,12 @@ _UNSET: tuple[Any, ...] = (None, False, (), [])
 
 
 def _make_output(values: Mapping[str, Any]) -> BuildSettings:
+    from ckptkit.adapters.sources import AdapterRequest
+    from ckptkit.conversion.source.side_folders import SideChoice
+    from ckptkit.hub.watch.build import BuildSettings
+    from ckptkit.lora.changes import MergeRequest
+    from ckptkit.plan.load_report import PUSH_OF_TRAINING, WATCH
+
     is_merged = values["make"] == "merged"
     for name in _NOT_OF_MERGES if is_merged else _OF_MERGES:
         if values[name] not in _UNSET:
@@ -402,6 +379,9 @@ def _find_run(request: WatchRequest, page: WatchPage, values: Mapping[str, Any])
 
     A watch without an end keeps the folder that it was given, which may get steps.
     """
+    from ckptkit.hub.watch.watch import WatchEvent
+    from ckptkit.runs.run_paths import find_run
+
     if _is_of_training(values):
         return request
     ends = values["once"] or values["until_eof"]
@@ -424,12 +404,14 @@ def _find_run(request: WatchRequest, page: WatchPage, values: Mapping[str, Any])
     else:
         text += f"the run {os.fspath(below)} below it is not watched"
     page.listen(WatchEvent("warning", None, {"message": text}))
-    return replace(request, run=below) if ends else request
+    return dataclasses.replace(request, run=below) if ends else request
 
 
 @contextmanager
 def _report_end(page: WatchPage) -> Iterator[dict[str, Any]]:
     """Reports as the last event how the watch ended, with all facts that the block adds."""
+    from ckptkit.hub.watch.watch import WatchEvent
+
     facts: dict[str, Any] = {}
     try:
         yield facts
@@ -448,22 +430,6 @@ def _report_end(page: WatchPage) -> Iterator[dict[str, Any]]:
         page.listen(WatchEvent("stopped", None, facts))
 
 
-@contextmanager
-def _serve_metrics(
-    metrics: WatchMetrics, values: Mapping[str, Any], page: WatchPage
-) -> Iterator[None]:
-    """Serves the metrics, if a port was passed."""
-    if values["metrics_port"] is None:
-        yield
-        return
-    server = MetricsServer(metrics, int(values["metrics_port"]), values["metrics_host"])
-    try:
-        page.listen(WatchEvent("serving", None, {"url": server.url}))
-        yield
-    finally:
-        server.close()
-
-
 _READ_BYTES = 4096
 
 
@@ -471,12 +437,7 @@ class WatchPauses:
     """Waits for time, for news on standard input, or for the end of standard input."""
 
     def __init__(self, *, ending: bool, reads_input: bool) -> None:
-        """Starts to read standard input, if `reads_input`.
-
-        Args:
-            ending: Whether the watch ends as soon as nothing waits.
-            reads_input: Whether it does so once standard input has ended.
-        """
+        """Starts to read standard input, if `reads_input`."""
         self.ending = ending
         self._news = threading.Event()
         if reads_input:
@@ -497,3 +458,146 @@ class WatchPauses:
             pass  # closed from the beginning: it has ended
         self.ending = True
         self._news.set()
+
+
+_LISTED_STEPS = 20
+_BAD = {"failed": "red", "retrying": "yellow", "warning": "yellow", "passed": "yellow"}
+_DOING = {
+    "idle": "looking for new steps",
+    "building": "building",
+    "pushing": "pushing",
+    "retrying": "waiting for the next try",
+}
+
+
+class WatchPage:
+    """Writes the events of a watch, which come from several threads.
+
+    Events go to stdout, as text or as JSON lines. What the watch does now is shown on stderr, or is
+    an event too.
+    """
+
+    def __init__(self, output: Output, *, as_json: bool) -> None:
+        self._output = output
+        self._as_json = as_json
+        self._shows = output.reports_progress or as_json
+        self._lock = threading.RLock()
+        self._bar: ProgressBar | None = None
+        self._phase = "idle"
+        self._step: int | None = None  # the one in progress
+        self._waiting = 0  # steps that wait for their push, with the one in progress
+        self._pushed = self._failed = 0
+        self._last_step: int | None = None  # that was pushed
+
+    def listen(self, event: WatchEvent) -> None:
+        """Counts and writes an event, and shows what follows it."""
+        with self._lock:
+            self._count(event)
+            bar, self._bar = self._bar, None
+            if bar is not None:
+                bar.close()
+            self._write(event)
+            if self._shows and event.name != "stopped":
+                self._bar = self._open_bar()
+
+    def progress(self, event: Event) -> None:
+        """Shows bytes that were written or uploaded."""
+        bar = self._bar
+        if bar is not None:
+            bar.listen(event)
+
+    def _count(self, event: WatchEvent) -> None:
+        self._waiting = event.facts.get("waiting", self._waiting)
+        if event.name in {"building", "pushing"}:
+            self._phase, self._step = event.name, event.step
+        elif event.name == "retrying":
+            self._phase = event.name
+        elif event.name in {"pushed", "failed", "passed", "stopped"}:
+            self._phase, self._step = "idle", None
+            self._waiting = max(self._waiting - (event.name != "stopped"), 0)
+        if event.name == "pushed":
+            self._pushed, self._last_step = self._pushed + 1, event.step
+        self._failed += event.name == "failed"
+
+    def _write(self, event: WatchEvent) -> None:
+        if self._as_json:
+            self._output.record(stamped(event.name, event.to_json()))
+            return
+        at = self._output.styled(time.strftime("%H:%M:%SZ", time.gmtime()), "dim")
+        about = "" if event.step is None else f"step {event.step}: "
+        text = escaped(f"{about}{_TEXTS[event.name](event.facts)}")
+        style = _BAD.get(event.name)
+        shown = self._output.styled(text, style) if style else text  # type: ignore[arg-type]
+        if event.name == "waiting" and "message" in event.facts:
+            self._output.warn(text)
+            return
+        self._output.lines([f"{at} {shown}"])
+
+    def _record_progress(self, step: int | None, line: str) -> None:
+        from ckptkit.hub.watch.watch import WatchEvent
+
+        self._write(WatchEvent("progress", step, {"message": line}))
+
+    def _open_bar(self) -> ProgressBar | None:
+        from ckptkit.engine.progress import ProgressBar, Stage, is_terminal
+
+        text = _DOING[self._phase]
+        waiting = max(self._waiting - (self._step is not None), 0)
+        waits = f"{counted(waiting, 'step')} waiting" if waiting else ""
+        if self._step is not None:
+            text += f" step {self._step}" + (f", {waits}" if waits else "")
+        elif self._as_json or not is_terminal():  # a log says nothing about a watch that only looks
+            return None
+        else:
+            last = "" if self._last_step is None else f", the last was step {self._last_step}"
+            failed = f"{self._failed:,} failed" if self._failed else ""
+            parts = [text, f"{self._pushed:,} pushed{last}", failed, waits]
+            text = "; ".join(filter(None, parts))
+        tell = partial(self._record_progress, self._step) if self._as_json else None
+        bar = ProgressBar(text, tell)
+        bar.begin(Stage(text, None))
+        return bar
+
+
+def _pushed(facts: Mapping[str, Any]) -> str:
+    if facts["resumed"]:
+        return f"was pushed before, as {facts['tag']} of {facts['repo_id']}: {facts['url']}"
+    size = size_text(facts["uploaded_bytes"])
+    return f"pushed as {facts['tag']}, {size} in {facts['seconds']:.1f} s: {facts['url']}"
+
+
+def _stopped(facts: Mapping[str, Any]) -> str:
+    if "error" in facts:
+        return "stopped by an error"  # the command reports it, as any other does
+    if "signal" in facts:
+        return f"stopped by {facts['signal']}"
+    if "failed" in facts:
+        steps = facts["failed"]
+        listed = ", ".join(first_of([str(step) for step in steps], _LISTED_STEPS))
+        return f"nothing else to push; {counted(len(steps), 'step')} could not be pushed: {listed}"
+    return "nothing left to push"
+
+
+def _error(facts: Mapping[str, Any]) -> str:
+    error = facts["error"]
+    where = f"{error['where']}: " if error["where"] else ""
+    hint = f" ({error['hint']})" if error["hint"] else ""
+    return f"{where}{error['message']}{hint}"
+
+
+_TEXTS: dict[EventName, Callable[[Mapping[str, Any]], str]] = {
+    "started": lambda facts: f"watching {facts['run']} for {facts['repo_id']}",
+    "waiting": lambda facts: f"waiting: {_error(facts) if 'error' in facts else facts['message']}",
+    "seen": lambda _: "waits to be pushed",
+    "building": lambda _: "building",
+    "pushing": lambda facts: f"pushing to {facts['repo_id']}",
+    "progress": lambda facts: str(facts["message"]),
+    "pushed": _pushed,
+    "passed": lambda facts: f"is not pushed: {facts['reason']}",
+    "failed": lambda facts: f"cannot be pushed: {_error(facts)}",
+    "retrying": lambda facts: f"{_error(facts)}; retrying in {facts['seconds']:g} s",
+    "pruned": lambda facts: f"removed from the run: {', '.join(map(str, facts['steps']))}",
+    "note": lambda facts: f"note: {facts['message']}",
+    "warning": lambda facts: f"warning: {facts['message']}",
+    "stopped": _stopped,
+}

@@ -1,4 +1,4 @@
-"""A page for each command, made of the declarations that typer gets."""
+"""A page for each command, made of the declarations that click gets."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-import typer
+import click
 
-from ckptkit_cli._application import make_application
+from ckptkit_cli._program import all_commands, make_application
 
 FOLDER = "reference/commands"
 _SPECIAL = re.compile(r"([\\*_\[\]<>#|])")
@@ -18,30 +18,21 @@ _SPECIAL = re.compile(r"([\\*_\[\]<>#|])")
 
 def command_pages() -> dict[str, tuple[str, str]]:
     """Returns title and Markdown of the page of each command, by its file name without ending."""
-    group = typer.main.get_command(make_application())
     return {
-        words.replace(" ", "-"): (f"ckptkit {words}", _page(words, command))
-        for words, command in _commands(group, "")
+        "-".join(words): (f"ckptkit {' '.join(words)}", _page(" ".join(words), command))
+        for words, command in sorted(all_commands(make_application()).items())
     }
 
 
 def options_of(words: str) -> list[str]:
     """Returns the flags of a command that its help shows."""
-    found = dict(_commands(typer.main.get_command(make_application()), ""))[words]
+    found = all_commands(make_application())[(*words.split(),)]
     shown = (one for one in found.params if not getattr(one, "hidden", False))
     return [flag for one in shown for flag in (*one.opts, *one.secondary_opts) if flag[0] == "-"]
 
 
-def _commands(group: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    for name, command in sorted(group.commands.items()):
-        if hasattr(command, "commands"):
-            yield from _commands(command, f"{name} ")
-        else:
-            yield f"{prefix}{name}", command
-
-
 def _page(words: str, command: Any) -> str:
-    context = typer.Context(command, info_name=f"ckptkit {words}")
+    context = click.Context(command, info_name=f"ckptkit {words}")
     usage = " ".join((f"ckptkit {words}", *command.collect_usage_pieces(context)))
     parts = [f"# ckptkit {words}", *_paragraphs(command.help or ""), f"```text\n{usage}\n```"]
     for heading, rows in _groups(command, context).items():
@@ -65,18 +56,22 @@ def _paragraphs(text: str) -> Iterator[str]:
 def _groups(command: Any, context: Any) -> dict[str, list[tuple[str, str]]]:
     groups: dict[str, list[tuple[str, str]]] = {}
     for parameter in command.get_params(context):
-        if getattr(parameter, "hidden", False) or parameter.name == "help":
+        if getattr(parameter, "hidden", False) or "--help" in parameter.opts:
             continue
         if parameter.param_type_name == "argument":
             heading, name = "Arguments", str(parameter.metavar)
         else:
-            heading = getattr(parameter, "rich_help_panel", None) or "Options"
+            heading = getattr(parameter, "group", "") or "Options"
             name = _option(parameter)
         rows = groups.setdefault(heading, [])
         is_first = parameter.required and heading != "Arguments"
-        text = _prose(" ".join((parameter.help or "").split())) + _notes(parameter)
+        text = _prose(" ".join(_text_of(parameter).split())) + _notes(parameter)
         rows.insert(0 if is_first else len(rows), (_code(name), text))
     return groups
+
+
+def _text_of(parameter: Any) -> str:
+    return str(parameter.about if parameter.param_type_name == "argument" else parameter.help)
 
 
 def _option(parameter: Any) -> str:

@@ -10,7 +10,7 @@ import pytest
 from ckptkit.core.errors import CkptkitError
 from ckptkit.storage.places import Place
 from ckptkit.storage.remote.source import RemoteSource
-from tests.campaigns.fuzz.network_targets import _AnsweringClient, _store
+from tests.campaigns.fuzz.network_targets import _AnsweringClient, _folder, _store
 
 LAUGHS = (
     '<?xml version="1.0"?><!DOCTYPE l [<!ENTITY a0 "ha">'
@@ -32,10 +32,7 @@ ENTITIES = {"laughs": LAUGHS, "external": EXTERNAL, "quadratic": QUADRATIC}
 
 def source_of(body: str, status: int = 200) -> RemoteSource:
     store = _store(_AnsweringClient(status, {}, body.encode()))
-    source = object.__new__(RemoteSource)
-    source.__dict__.update(place=Place("s3://b/p"), location="s3://b/p", _store=store, _root="b/p")
-    source.__dict__.update(_listed=None, _looked_up={})
-    return source
+    return RemoteSource(Place("s3://b/p"), folder=_folder(store))
 
 
 def outcome(source: RemoteSource) -> str:

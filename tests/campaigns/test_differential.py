@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -33,7 +33,7 @@ GROUPS_OF_ONE = Draw(
 )
 
 # A rank that holds nothing of a flat parameter but padding has a state of the optimizer for it.
-PADDING_ALONE = replace(
+PADDING_ALONE = dataclasses.replace(
     GROUPS_OF_ONE,
     number=1_001,
     units=(Unit("0", (Spec("weight", (1,), "float32"),)),),

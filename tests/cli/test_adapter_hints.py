@@ -6,9 +6,6 @@ import json
 import re
 import shlex
 import shutil
-import signal
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -24,18 +21,6 @@ RUN = FIXTURES / "peft_trl_fsdp2_ckptkit" / "checkpoint"
 STEP = RUN / "checkpoint-2"
 DIFF = f"adapter from-diff {RUN} OUT --rank 2"
 TWO = FIXTURES / "peft_fsdp2_two_adapters"
-
-
-@pytest.fixture(autouse=True)
-def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Gives the process back the streams and signals that the command takes over."""
-    monkeypatch.setattr(sys, "stdout", sys.stdout)
-    monkeypatch.setattr(sys, "stderr", sys.stderr)
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    actions = [signal.getsignal(number) for number in numbers]
-    yield
-    for number, action in zip(numbers, actions, strict=True):
-        signal.signal(number, action)
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-import signal
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +24,6 @@ PREFIX = "base_model.model.model.layers.0.self_attn"
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
 Arrays = dict[str, NDArray[Any]]
 Config = dict[str, Any]
-
-
-@pytest.fixture(autouse=True)
-def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Gives the process back the streams and signals that the command takes over."""
-    monkeypatch.setattr(sys, "stdout", sys.stdout)
-    monkeypatch.setattr(sys, "stderr", sys.stderr)
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    actions = [signal.getsignal(number) for number in numbers]
-    yield
-    for number, action in zip(numbers, actions, strict=True):
-        signal.signal(number, action)
 
 
 def _adapter(

@@ -17,7 +17,7 @@ from ckptkit.core.errors import (
     NotACheckpointError,
     RefusedError,
 )
-from tests.command_line import Result, run_command
+from tests.command_line import run_command as run
 
 ROOT = Path(__file__).parents[2]
 FIXTURES = ROOT / "fixtures"
@@ -35,10 +35,6 @@ def nodes(tmp_path: Path) -> tuple[Path, Path]:
         for file in (first / "checkpoint-7" / unit).glob("__1_*.distcp"):
             file.rename(second / "checkpoint-7" / unit / file.name)
     return first, second
-
-
-def run(*arguments: str | Path) -> Result:
-    return run_command(*arguments)
 
 
 def weights(folder: Path) -> bytes:

@@ -20,9 +20,8 @@ from safetensors.torch import load_file, save_file
 from torch.optim.swa_utils import get_ema_avg_fn
 
 import ckptkit
+from ckptkit.conversion.average import AverageJob, Weighting
 from ckptkit.conversion.prepare import ConversionJob
-from ckptkit.conversion.values.average import AverageJob
-from ckptkit.conversion.values.averaged_tensors import Weighting
 from ckptkit.core.errors import (
     AmbiguousSourceError,
     ArgumentError,
@@ -35,8 +34,7 @@ from ckptkit.core.errors import (
 )
 from ckptkit.engine.outcome import Event, Started
 from ckptkit.options import ConsolidateRequest
-from ckptkit.storage.local.workdir import read_journal
-from tests.command_line import Result, run_command
+from tests.command_line import run_command as run
 from tests.object_store import ObjectStore
 from tests.sharded import write_sharded
 
@@ -52,10 +50,6 @@ FLOATS = (
     torch.float8_e5m2,
 )
 STEPS = (9, 10, 100, 1000, 1500)
-
-
-def run(*arguments: str | Path) -> Result:
-    return run_command(*arguments)
 
 
 def make_step(run: Path, step: int) -> Path:
@@ -478,14 +472,8 @@ def test_slices_make_what_one_process_makes(shards: list[Path], tmp_path: Path) 
 def test_a_killed_average_is_resumed(shards: list[Path], tmp_path: Path) -> None:
     out = tmp_path / "out"
 
-    def finished() -> list[str]:
-        hidden = [path for path in tmp_path.iterdir() if path.name.startswith(".out.")]
-        return [
-            entry["file"]
-            for folder in hidden
-            for entry in read_journal(folder / "journal")
-            if "file" in entry
-        ]
+    def finished() -> list[Path]:
+        return list(tmp_path.glob(".out.*/parts/[0-9]/content"))
 
     line = [*map(str, ("average", *shards, out)), *SIZE, "--resume", "--workers", "1"]
     command = [sys.executable, "-m", "ckptkit_cli", *line, "--bandwidth", "10MB"]

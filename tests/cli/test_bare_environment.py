@@ -29,6 +29,7 @@ from tests.contract.format_faults import CASES, FaultCase
 ROOT = Path(__file__).resolve().parents[2]
 CASE = ROOT / "fixtures" / "accelerate_fsdp2_tied_with_config"
 EXPERTS = ROOT / "fixtures" / "fsdp2_mixtral"
+PEFT_CHECKPOINT = ROOT / "fixtures" / "peft_trl_fsdp2_ckptkit" / "checkpoint"
 
 pytestmark = [pytest.mark.slow]
 
@@ -86,13 +87,8 @@ def _build_wheel(folder: Path, project: Path = ROOT) -> Path:
 
 def _install(environment: Environment, wheel: Path) -> None:
     """Brings the environment up to date: dependencies when pins change, the wheel when we do."""
-    into: list[str | Path] = [
-        "--python",
-        environment.python,
-        "install",
-        "--constraint",
-        ROOT / "constraints.txt",
-    ]
+    pins_of = ROOT / "constraints.txt"
+    into: list[str | Path] = ["--python", environment.python, "install", "--constraint", pins_of]
     pins = [(ROOT / name).read_bytes() for name in ("constraints.txt", "pyproject.toml")]
     wanted = (
         hashlib.sha256(b"".join(pins)).hexdigest(),
@@ -102,15 +98,8 @@ def _install(environment: Environment, wheel: Path) -> None:
     found = json.loads(stamp.read_text()) if stamp.exists() else ["", ""]
     stamp.unlink(missing_ok=True)
     if found[0] != wanted[0]:
-        create: list[str | Path] = [
-            sys.executable,
-            "-m",
-            "venv",
-            "--clear",
-            "--without-pip",
-            environment.folder,
-        ]
-        subprocess.run(create, check=True, timeout=120)
+        create: list[str | Path] = ["-m", "venv", "--clear", "--without-pip", environment.folder]
+        subprocess.run([sys.executable, *create], check=True, timeout=120)
         _pip(*into, wheel)
     elif found[1] != wanted[1]:
         _pip(*into, "--no-deps", "--force-reinstall", wheel)
@@ -162,33 +151,21 @@ def test_doctor_and_versions_work_without_torch(bare: Environment) -> None:
     assert bare.run("-m", "ckptkit", "-V").stdout.startswith("ckptkit ")
 
 
-def test_inspect_works_without_torch(bare: Environment) -> None:
-    found = json.loads(bare.ckptkit("inspect", CASE / "checkpoint", "--json"))
-    assert found["format"] == "dcp"
-    assert found["problems"] == []
-    assert any(tensor["part"] == "model" for tensor in found["tensors"])
-
-
 def test_the_wheel_carries_what_pages_are_made_of(bare: Environment, tmp_path: Path) -> None:
     page = tmp_path / "report.html"
     bare.ckptkit("inspect", CASE / "checkpoint", "--html", page, "--stats")
     assert "Content-Security-Policy" in page.read_text(encoding="utf-8")
 
 
-def test_consolidate_works_without_torch(consolidated: Path) -> None:
+def test_commands_work_without_torch(bare: Environment, consolidated: Path) -> None:
+    found = json.loads(bare.ckptkit("inspect", CASE / "checkpoint", "--json"))
+    assert (found["format"], found["problems"]) == ("dcp", [])
+    assert any(tensor["part"] == "model" for tensor in found["tensors"])
     assert {"config.json", "ckptkit.json", "model.safetensors"} <= {
         file.name for file in consolidated.iterdir()
     }
-
-
-def test_verify_works_without_torch_on_source_and_output(
-    bare: Environment, consolidated: Path
-) -> None:
     bare.ckptkit("verify", CASE / "checkpoint")
     bare.ckptkit("verify", consolidated)
-
-
-def test_diff_works_without_torch_across_formats(bare: Environment, consolidated: Path) -> None:
     bare.ckptkit("diff", CASE / "checkpoint", consolidated)
 
 
@@ -300,16 +277,6 @@ def test_torch_is_here_to_be_imported_by_mistake() -> None:
     assert done.returncode == 0
 
 
-@pytest.mark.parametrize("flags", [[], ["--json"]], ids=["page", "json"])
-def test_inspect_imports_neither_torch_nor_hub_nor_remote_storage(
-    tmp_path: Path, flags: list[str]
-) -> None:
-    imported = _imported_by(["inspect", CASE / "checkpoint", *flags], tmp_path / "modules")
-    heavy = {"torch", "transformers", "huggingface_hub", "fsspec", "safetensors", "ml_dtypes"}
-    assert "ckptkit" in imported
-    assert not imported & heavy
-
-
 def test_the_other_commands_never_import_torch(tmp_path: Path) -> None:
     source, out = CASE / "checkpoint", tmp_path / "out"
     commands: list[list[str | Path]] = [
@@ -317,12 +284,7 @@ def test_the_other_commands_never_import_torch(tmp_path: Path) -> None:
         ["verify", source],
         ["verify", out],
         ["diff", out, out],
-        [
-            "adapter",
-            "extract",
-            CASE.parent / "peft_trl_fsdp2_ckptkit" / "checkpoint",
-            tmp_path / "adapter",
-        ],
+        ["adapter", "extract", PEFT_CHECKPOINT, tmp_path / "adapter"],
     ]
     for arguments in commands:
         imported = _imported_by(arguments, tmp_path / "modules")

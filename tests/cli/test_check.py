@@ -13,16 +13,12 @@ from safetensors.torch import load_file, save_file
 import ckptkit
 from ckptkit.core.errors import ChecksumError, NotFiniteError, UsageError
 from ckptkit.options import Layout
-from tests.command_line import Result, run_command
+from tests.command_line import run_command as run
 from tests.object_store import ObjectStore
 from tests.sharded import write_sharded
 
 ROOT = Path(__file__).parents[2]
 ADAPTER = ROOT / "fixtures" / "peft_fsdp2" / "checkpoint"
-
-
-def run(*arguments: str | Path) -> Result:
-    return run_command(*arguments)
 
 
 @pytest.fixture

@@ -16,8 +16,8 @@ from ckptkit.engine.outcome import (
     Waiting,
 )
 from ckptkit_cli._output import Output
-from ckptkit_cli.runs.ls import age_text
-from ckptkit_cli.views.progress import EventLines, Progress
+from ckptkit_cli._progress import EventLines, Progress
+from ckptkit_cli.ls import age_text
 
 
 class Heard:

@@ -16,7 +16,7 @@ import pytest
 from safetensors.numpy import save_file
 
 import ckptkit
-from ckptkit.conversion.source.named_models import describe_hub_name
+from ckptkit.conversion.source.open import describe_hub_name
 from ckptkit.core.errors import UsageError
 from ckptkit.version import __version__
 from ckptkit_cli._output import cells, table
@@ -72,7 +72,6 @@ def test_a_missing_path_is_hinted_at(
 
 TAKE_PATHS: dict[str, list[str | Path]] = {
     "average": ["PATH", "PATH", "OUT"],
-    "batch": ["PATH"],
     "convert": ["PATH", "OUT", "--to", "torch"],
     "diff": ["PATH", PLAIN],
     "du": ["PATH"],
@@ -219,6 +218,7 @@ def test_a_file_that_was_cut_short_is_one_problem(tmp_path: Path) -> None:
         page = run_command(command, cut).stdout
         assert page.count("__1_0.distcp") == 1, page
         assert "more parts of this file" in page
+        assert "1 problem" in page
     assert len(json.loads(run_command("verify", cut, "--json").stdout)["problems"]) > 20
 
 

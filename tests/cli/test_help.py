@@ -7,23 +7,26 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 
-from ckptkit.adapter_api import AdapterOptions, DiffOptions, MergeOptions
-from ckptkit.api import Options
-from ckptkit.delta_api import ApplicationOptions, CreationOptions
+from ckptkit.api import (
+    AdapterOptions,
+    ApplicationOptions,
+    CreationOptions,
+    DiffOptions,
+    MergeOptions,
+    Options,
+)
 from ckptkit.options import ConsolidateRequest, Resources
-from ckptkit_cli._application import make_application
-from ckptkit_cli._command import Option, parse_values
 from ckptkit_cli._options import CONVERSION
+from ckptkit_cli._program import Option, all_commands, make_application, parse_values
 from tests.command_line import run_command
 
 COMMAND_GROUPS = ("adapter", "delta")
-PROGRAM: Any = typer.main.get_command(make_application())
+PROGRAM: Any = make_application()
 GROUPS = {
     *("What is read", "What is written", "Names and types", "Limits", "Many machines"),
     *("What is compared", "What is averaged"),
@@ -33,15 +36,7 @@ GROUPS = {
 }
 
 
-def all_commands(group: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    for name, command in group.commands.items():
-        if hasattr(command, "commands"):
-            yield from all_commands(command, (*words, name))
-        else:
-            yield (*words, name), command
-
-
-COMMANDS = dict(all_commands(PROGRAM))
+COMMANDS = all_commands(PROGRAM)
 
 
 def options_of(command: Any) -> list[Any]:
@@ -88,7 +83,7 @@ def test_the_help_of_each_command_opens_with_examples_that_parse(words: tuple[st
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
 def test_each_option_is_in_a_group(words: tuple[str, ...]) -> None:
     options = [option for option in options_of(COMMANDS[words]) if option.name != "help"]
-    assert {option.rich_help_panel for option in options} <= GROUPS
+    assert {option.group for option in options} <= GROUPS
     assert all(option.help.endswith((".", "]", "...")) for option in options)
 
 
@@ -106,18 +101,21 @@ def test_headings_and_options_have_colours_in_a_terminal_alone() -> None:
     assert "\x1b[36m--revision R\x1b[0m" in shown
 
 
-def complete(line: str, shell: str = "bash") -> str:
-    """Returns what the script of a shell would get for a line with the cursor at its end."""
+def complete(line: str, shell: str = "bash") -> list[tuple[str, str]]:
+    """Returns what the script of a shell gets for a line with the cursor at its end.
+
+    These are kinds and values, the kind "file" where the shell is to complete paths.
+    """
     words = line.split()
-    environment = {
-        "_CKPTKIT_COMPLETE": f"complete_{shell}",
-        "COMP_WORDS": line,
-        "COMP_CWORD": str(len(words) - (not line.endswith(" "))),
-    }
-    if shell != "bash":
-        environment = {"_CKPTKIT_COMPLETE": f"complete_{shell}", "_TYPER_COMPLETE_ARGS": line}
-        environment["_TYPER_COMPLETE_FISH_ACTION"] = "get-args"
-    return checked(**environment)
+    position = len(words) - (not line.endswith(" "))
+    environment = {"COMP_WORDS": line, "COMP_CWORD": str(position)}
+    if shell == "fish":
+        environment["COMP_CWORD"] = "" if line.endswith(" ") else words[-1]
+    found = checked(**environment, _CKPTKIT_COMPLETE=f"{shell}_complete")
+    if shell == "zsh":
+        kinds, values, helps = (found.splitlines()[n::3] for n in range(3))
+        return [(kind, f"{v}: {h}") for kind, v, h in zip(kinds, values, helps, strict=True)]
+    return [(kind, value) for kind, _, value in (x.partition(",") for x in found.splitlines())]
 
 
 @pytest.mark.parametrize(
@@ -135,32 +133,69 @@ def complete(line: str, shell: str = "bash") -> str:
     ],
 )
 def test_bash_completes_commands_options_and_values(line: str, expected: list[str]) -> None:
-    assert complete(line).split() == expected
+    found = complete(line)
+    assert [value for kind, value in found if kind == "plain"] == expected
 
 
-def test_zsh_and_fish_complete_with_one_line_of_help() -> None:
-    assert complete("ckptkit verify --sel", "fish") == (
-        "--select\tModel or checkpoint to take where there are several\n"
-    )
-    assert complete("ckptkit verify --sel", "zsh") == (
-        '_arguments \'*: :(("--select":"Model or checkpoint to take where there are several"))\'\n'
-    )
+@pytest.mark.parametrize(("shell", "between"), [("zsh", ": "), ("fish", "\t")])
+def test_zsh_and_fish_complete_with_one_line_of_help(shell: str, between: str) -> None:
+    text = "Model or checkpoint to take where there are several"
+    assert complete("ckptkit verify --sel", shell) == [("plain", f"--select{between}{text}")]
 
 
-def test_paths_are_completed_by_the_shell() -> None:
-    """Where nothing is proposed, bash and fish fall back to files, and zsh is asked to."""
-    assert not complete("ckptkit inspect run").strip()
-    assert complete("ckptkit inspect run", "zsh").strip() == "_files"
-    assert complete("ckptkit inspect --base run", "zsh").strip() == "_files"
-    assert not complete("ckptkit inspect run", "fish").strip()
-    script = checked("--show-completion", "bash", _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1")
-    assert "complete -o default" in script
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+@pytest.mark.parametrize("line", ["ckptkit inspect run", "ckptkit inspect --base run"])
+def test_paths_are_completed_by_the_shell(line: str, shell: str) -> None:
+    ((kind, value),) = complete(line, shell)
+    assert (kind, value.partition(":")[0]) == ("file", "run")
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_the_script_for_a_shell_is_shown(shell: str) -> None:
-    shown = checked("--show-completion", shell, _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1")
-    assert f"_CKPTKIT_COMPLETE=complete_{shell}" in shown
+    for shown in (
+        checked("--show-completion", shell),
+        checked("--show-completion", SHELL=f"/usr/bin/{shell}"),
+    ):
+        assert f"_CKPTKIT_COMPLETE={shell}_complete" in shown
+
+
+def test_completion_is_installed_once_and_only_for_shells_that_are_known(tmp_path: Path) -> None:
+    (tmp_path / ".bashrc").write_text("alias a=b")
+    for _ in range(2):
+        told = checked("--install-completion", HOME=str(tmp_path), SHELL="/bin/bash")
+        assert str(tmp_path / ".bashrc") in told
+    line = 'eval "$(_CKPTKIT_COMPLETE=bash_source ckptkit)"'
+    assert (tmp_path / ".bashrc").read_text() == f"alias a=b\n{line}\n"
+    refused = run_command("--install-completion", "csh", HOME=str(tmp_path))
+    assert refused.returncode == 2
+    assert "'csh' is not among bash, zsh, fish" in refused.stderr
+
+
+ADDED = """
+from ckptkit_cli._program import Argument, command
+
+@command(Argument("who", "WHO", "Who is greeted."))
+def say_hello(output, who):
+    "Greet someone."
+    output.lines([f"hello {who}"])
+"""
+
+
+def test_a_module_in_the_package_is_a_command(tmp_path: Path) -> None:
+    (tmp_path / "greetings.py").write_text(ADDED)
+    code = (
+        f"import sys, ckptkit_cli; ckptkit_cli.__path__.append({str(tmp_path)!r})\n"
+        "from ckptkit_cli.main import main; sys.exit(main())"
+    )
+
+    def run(*words: str) -> str:
+        command = [sys.executable, "-c", code, *words]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    assert run("say-hello", "you") == "hello you\n"
+    assert "WHO  Who is greeted." in run("say-hello", "--help")
+    listed = run("--help").partition("Commands:\n")[2].partition("\n\n")[0].splitlines()
+    assert listed[-1].split(maxsplit=1) == ["say-hello", "Greet someone."]
 
 
 CLI_ONLY = {"dry_run", "slice", "as_json", "quiet", "events", "verbose", "report"}
@@ -199,10 +234,9 @@ def test_from_diff_has_the_options_of_its_function() -> None:
 
 def test_options_that_are_not_passed_are_the_defaults_of_the_library() -> None:
     typed = {
-        entry.name: parameter.default
+        entry.name: entry.default or (None if entry.metavar or entry.choices else False)
         for entry in CONVERSION
         if isinstance(entry, Option)
-        for parameter in [entry.parameter()]
     }
     values = parse_values(CONVERSION, typed)
     assert ConsolidateRequest.from_options(values) == ConsolidateRequest()

@@ -14,17 +14,13 @@ from safetensors.numpy import load_file, save_file
 
 import ckptkit
 from tests.browser import Browser, open_browser
-from tests.command_line import Result, run_command
+from tests.command_line import run_command as run
 from tests.made_up_inspections import inspection_of, mixture_tensors, statistics_of
 from tests.made_up_runs import save_step
 
 ROOT = Path(__file__).parents[2]
 LLAMA = ROOT / "fixtures" / "accelerate_fsdp2_tied_with_config" / "checkpoint"
 DELTA = ROOT / "fixtures" / "written_by_0_1"
-
-
-def run(*arguments: str | Path) -> Result:
-    return run_command(*arguments)
 
 
 def data_of(page: Path) -> dict[str, Any]:

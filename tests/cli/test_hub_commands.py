@@ -4,42 +4,23 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from ckptkit_cli.main import main
 from tests.command_line import Result, run_command
-from tests.hub_models import consolidated, running_hub
+from tests.hub_models import consolidated
 from tests.hub_server import TOKEN, HubServer
 
 ROOT = Path(__file__).parents[2]
+XET = True
 SHARDED = ROOT / "fixtures/fsdp2_plain/checkpoint"
-
-
-@pytest.fixture(scope="module")
-def hub() -> Iterator[HubServer]:
-    with running_hub() as server:
-        yield server
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return consolidated(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture
-def at_hub(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> HubServer:
-    """The Hub, as it is for a process whose environment names it."""
-    from huggingface_hub import constants
-
-    hub.clear()
-    template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, hub.url)
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-    monkeypatch.setattr(constants, "ENDPOINT", hub.url)
-    monkeypatch.setenv("HF_TOKEN", TOKEN)
-    return hub
 
 
 def shell(*words: str | Path, **environment: str) -> Result:
@@ -50,7 +31,6 @@ def test_the_environment_names_hub_and_token_and_the_token_is_nowhere(
     hub: HubServer, model: Path
 ) -> None:
     environment = {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HUB_OFFLINE": "0"}
-    hub.clear()
     hub.fail("POST .*/commit/", ["lost", 429], {"Retry-After": "0"})
     pushed = shell("push", model, "me/model", "--tag", "step-30", "--json", **environment)
     assert pushed.returncode == 0, pushed.stderr
@@ -62,17 +42,17 @@ def test_the_environment_names_hub_and_token_and_the_token_is_nowhere(
 
 
 def test_pages_for_people_say_what_went_what_stayed_and_what_was_proven(
-    at_hub: HubServer, model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    own_hub: HubServer, model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (model / "notes.txt").write_text("x")
-    at_hub.put("me/model", {"pytorch_model.bin": b"old"})
+    own_hub.put("me/model", {"pytorch_model.bin": b"old"})
     assert main(["push", str(model), "me/model", "--dry-run"]) == 0
     page = capfd.readouterr().out
     assert "would upload" in page
     assert "pytorch_model.bin" in page
     assert "notes.txt: not a" in page
     assert main(["push", str(model), "me/model", "--message", "Hello"]) == 0
-    assert at_hub.repo("me/model").head().message == "Hello"
+    assert own_hub.repo("me/model").head().message == "Hello"
     assert "the Hub's hashes are those of the files here" in capfd.readouterr().out
     assert main(["push", str(model), "me/model", "--quiet"]) == 0
     assert capfd.readouterr().out == ""
@@ -84,20 +64,20 @@ def test_pages_for_people_say_what_went_what_stayed_and_what_was_proven(
 
 
 def test_a_repository_that_is_made_is_told(
-    at_hub: HubServer, model: Path, capfd: pytest.CaptureFixture[str]
+    own_hub: HubServer, model: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["push", str(model), "me/new", "--dry-run"]) == 0
     assert "would make   the repository, private" in capfd.readouterr().out
-    assert not at_hub.has("me/new")
+    assert not own_hub.has("me/new")
     assert main(["push", str(model), "me/new", "--public", "--json"]) == 0
     assert json.loads(capfd.readouterr().out)["new_repository"] == "public"
-    assert not at_hub.repo("me/new").private
+    assert not own_hub.repo("me/new").private
     assert main(["push", str(model), "me/new"]) == 0
     assert "the repository, " not in capfd.readouterr().out
 
 
 def test_hints_name_the_command_that_was_meant(
-    at_hub: HubServer, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    own_hub: HubServer, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["pull", "me/model@step-5", str(tmp_path / "out")]) == 2
     assert "me/model --revision step-5" in capfd.readouterr().err
@@ -105,17 +85,17 @@ def test_hints_name_the_command_that_was_meant(
     shutil.copytree(SHARDED, run / "checkpoint-2")
     assert main(["push", str(run), "me/model"]) == 4
     assert f"ckptkit consolidate {run} OUT" in capfd.readouterr().err
-    assert not at_hub.has("me/model")
+    assert not own_hub.has("me/model")
 
 
 def test_each_failure_has_its_exit_status(
-    at_hub: HubServer,
+    own_hub: HubServer,
     model: Path,
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    at_hub.put("me/model")
+    own_hub.put("me/model")
     folder = str(model)
     assert main(["push", folder, "no id", "--json"]) == 2
     assert json.loads(capfd.readouterr().out)["error"]["code"] == "bad-option"

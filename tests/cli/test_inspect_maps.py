@@ -12,7 +12,7 @@ import pytest
 from safetensors import safe_open
 
 import ckptkit
-from ckptkit.conversion.map_report import describe_step, fold_names
+from ckptkit.conversion.mapped_names import describe_step, fold_names
 from ckptkit.core.errors import RefusedError
 from ckptkit.name_maps.rearrangement import parse_step
 from tests.command_line import run_command

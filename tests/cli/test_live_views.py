@@ -22,9 +22,9 @@ import pytest
 from safetensors.numpy import save_file
 
 from ckptkit.engine.outcome import BytesWritten, Started
-from ckptkit.hub.watch.events import WatchEvent, WatchMetrics
+from ckptkit.hub.watch.watch import WatchEvent
 from ckptkit_cli._output import Output
-from ckptkit_cli.views.watch_page import WatchPage
+from ckptkit_cli.watch import WatchPage
 
 ROOT = Path(__file__).parents[2]
 LLAMA = ROOT / "fixtures" / "accelerate_fsdp2_tied_with_config" / "checkpoint"
@@ -182,8 +182,8 @@ def test_a_watch_shows_what_it_does_and_what_is_done(tmp_path: Path) -> None:
 def test_a_watch_says_in_a_log_and_to_programs_how_far_a_build_is(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    pages = [WatchPage(Output(), WatchMetrics(), as_json=as_json) for as_json in (False, True)]
-    quiet = WatchPage(Output(quiet=True), WatchMetrics(), as_json=False)
+    pages = [WatchPage(Output(), as_json=as_json) for as_json in (False, True)]
+    quiet = WatchPage(Output(quiet=True), as_json=False)
     for page in (*pages, quiet):
         page.listen(WatchEvent("building", 5, {"waiting": 3}))
         page.progress(Started(1000))

@@ -38,13 +38,13 @@ from ckptkit.hub.client import Hub
 from ckptkit.hub.watch.watch import WatchRequest
 from ckptkit.options import ConsolidateRequest
 from ckptkit.serving import server
-from ckptkit.serving.server import choose_address
+from ckptkit.serving.server import choose_keys
 from ckptkit.storage.places import Place
 from ckptkit.training import Checkpointer
 from ckptkit.training.settings import check_options
 from ckptkit.writer.messages import Remote
 from tests.command_line import run_command
-from tests.hub_models import consolidated, running_hub
+from tests.hub_models import consolidated
 from tests.hub_server import TOKEN, HubServer
 from tests.object_store import KEY, SECRET, Bucket, ObjectStore
 from tests.s3_client import client_of
@@ -241,43 +241,10 @@ def test_commands_that_fail_at_a_store(
     assert found_in(result.stdout + result.stderr) == []
 
 
-@pytest.mark.parametrize("words", [["--events"], pytest.param([], marks=pytest.mark.slow)])
-def test_jobs_of_a_batch(
-    bucket: Bucket, environment: dict[str, str], tmp_path: Path, words: list[str]
-) -> None:
-    step = f"{bucket.url}/run/checkpoint-1"
-    pairs = options_of(bucket.store)[1::2]
-    good = {"command": "consolidate", "src": step, "out": str(tmp_path / "a"), "src_option": pairs}
-    wrong = good | {"out": str(tmp_path / "b"), "dtype": "no-such-type"}
-    (tmp_path / "good.jsonl").write_text(json.dumps(good) + "\n")
-    (tmp_path / "typo.jsonl").write_text(json.dumps(good)[:-1] + "\n")
-    (tmp_path / "wrong.jsonl").write_text(json.dumps(wrong) + "\n")
-    (tmp_path / "kind.jsonl").write_text(json.dumps(good | {"src_option": {"secret": SECRET}}))
-    (tmp_path / "name.jsonl").write_text(json.dumps(good | {"src_optoin": pairs}))
-    for name, statuses in (
-        ("good", [0]),
-        ("typo", [2, 3]),
-        ("wrong", [2]),
-        ("kind", [2]),
-        ("name", [2]),
-    ):
-        result = run_command("batch", tmp_path / f"{name}.jsonl", *words, **environment)
-        assert found_in(result.stdout + result.stderr) == [], (name, result)
-        assert result.returncode in statuses, (name, result)
-    assert found_below(tmp_path / "a") == {}
-
-
-@pytest.fixture(scope="module")
-def hub() -> Iterator[HubServer]:
-    with running_hub() as server:
-        yield server
-
-
 @pytest.mark.slow
 def test_commands_of_the_hub(
     hub: HubServer, bucket: Bucket, environment: dict[str, str], tmp_path: Path
 ) -> None:
-    hub.clear()
     at_hub = environment | {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0"}
     model = consolidated(tmp_path / "made")
     state = tmp_path / "state"
@@ -341,7 +308,6 @@ def test_a_training_that_saves_to_a_store_and_pushes(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    hub.clear()
     for name, value in (environment | {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0"}).items():
         if name not in {"HOME", "HF_TOKEN"}:
             monkeypatch.setenv(name, value)
@@ -406,7 +372,7 @@ def made_objects() -> Iterator[Callable[[], object]]:
     yield lambda: place
     yield lambda: ConversionJob(src=place, out=place, request=ConsolidateRequest(), also=(place,))
     yield lambda: Remote("s3://bucket/run", options)
-    yield lambda: choose_address("127.0.0.1", 0, "AK", PLANTED["serve secret"], auth=True)
+    yield lambda: choose_keys("127.0.0.1", 0, "AK", PLANTED["serve secret"], auth=True)
     yield lambda: Hub("me/model", token=TOKEN, endpoint="http://127.0.0.1:9")
     yield lambda: WatchRequest(run=place, repo_id="me/model", token=TOKEN)
     yield lambda: check_options(

@@ -8,13 +8,9 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-from tests.command_line import Result, run_command
+from tests.command_line import run_command as run
 
 ROOT = Path(__file__).parents[2]
-
-
-def run(*arguments: str | Path) -> Result:
-    return run_command(*arguments)
 
 
 def test_the_plan_shows_files_rows_and_types_before_anything_is_written(tmp_path: Path) -> None:

@@ -10,15 +10,11 @@ import pytest
 import ckptkit
 from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.runs.run_paths import hold_step
-from tests.command_line import Result, run_command
+from tests.command_line import run_command as run
 from tests.made_up_runs import save_step
 from tests.object_store import ObjectStore
 
 ROOT = Path(__file__).parents[2]
-
-
-def run(*arguments: str | Path) -> Result:
-    return run_command(*arguments)
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +19,14 @@ import pytest
 from botocore.exceptions import ClientError
 
 import ckptkit
+from ckptkit.api import ServeOptions
 from ckptkit.core.errors import RefusedError
-from ckptkit.serve_api import ServeOptions
 from ckptkit.serving import plans
 from ckptkit.serving.plans import ServePlan
-from ckptkit.serving.served_folder import FolderReader
-from ckptkit.serving.serving import ServeEvent, ServeRequest, Serving, ignore_events
+from ckptkit.serving.server import ServeRequest
+from ckptkit.serving.serving import ServeEvent, Serving
 from ckptkit.storage.locations import resolve_places
-from ckptkit_cli._application import make_application
+from ckptkit_cli._program import make_application
 from tests.command_line import run_command, started
 from tests.s3_client import client_of
 
@@ -209,9 +208,7 @@ def test_another_address_is_served_with_a_warning() -> None:
 
 
 def test_options_of_the_command_and_of_python_are_the_same() -> None:
-    import typer
-
-    program: Any = typer.main.get_command(make_application("serve"))
+    program: Any = make_application()
     command = program.commands["serve"] if hasattr(program, "commands") else program
     ours = {parameter.name for parameter in command.params}
     placed = {"host", "port", "label", "access_key", "secret_key", "secret_key_from", "no_auth"}
@@ -315,19 +312,18 @@ def test_a_dropped_step_is_readable_until_its_last_body_has_ended(run: Path) -> 
     add_step(run, 1)
     plan = ServePlan.from_options(resolve_places(run, None, {}))
     request = ServeRequest(plan, name="m", follow=True, poll_seconds=0.1)
-    with Serving(request, ignore_events) as serving:
-        bucket = serving.server.bucket
-        folder = bucket.folder_of("m/checkpoint-1/model.safetensors")
-        assert folder is not None
+    with Serving(request) as serving:
+        bucket = serving.bucket
+        folder = bucket.folders["m/checkpoint-1"]
         with folder.used() as is_open:
             assert is_open
             for number in (2, 3):
                 add_step(run, number)
-                wait_until(partial(bucket.find, f"m/checkpoint-{number}/config.json"))
-            wait_until(lambda: bucket.find("m/checkpoint-1/model.safetensors") is None)
-            entry = folder.objects["m/checkpoint-1/model.safetensors"]
-            data = memoryview(bytearray(entry.size_bytes))
-            FolderReader(folder).fill(entry.file, 0, [data])
+                wait_until(lambda: f"m/checkpoint-{number}" in bucket.folders)  # noqa: B023  it waits
+            wait_until(lambda: "m/checkpoint-1" not in bucket.folders)
+            planned = folder.files["model.safetensors"]
+            data = memoryview(bytearray(planned.size_bytes))
+            folder.read_into(planned, 0, data)
             assert any(data)
         with folder.used() as is_open:
             assert not is_open
@@ -347,8 +343,8 @@ def test_a_listener_that_fails_changes_nothing(run: Path) -> None:
     with Serving(request, listen) as serving:
         for number in (2, 3):
             add_step(run, number)
-            wait_until(partial(serving.server.bucket.find, f"m/checkpoint-{number}/config.json"))
-        wait_until(lambda: serving.server.bucket.find("m/checkpoint-1/config.json") is None)
+            wait_until(lambda: f"m/checkpoint-{number}" in serving.bucket.folders)  # noqa: B023
+        wait_until(lambda: "m/checkpoint-1" not in serving.bucket.folders)
         time.sleep(0.5)
     assert added == [f"m/checkpoint-{number}" for number in (1, 2, 3)]
 

@@ -24,7 +24,7 @@ ENVIRONMENT = os.environ | {
 ANNOUNCED = """
 import os, sys
 def watch(event, arguments):
-    if event == "import" and arguments[0] == "ckptkit_cli._application":
+    if event == "import" and arguments[0] == "ckptkit_cli._program":
         os.write(1, b"x")
 sys.addaudithook(watch)
 """
@@ -90,15 +90,15 @@ def test_a_signal_while_a_class_is_made_is_shown_as_any_other() -> None:
     """Python 3.11 makes a `RuntimeError` of what `__set_name__` raises."""
     done = run_program("""
 import os, signal, sys
-from ckptkit_cli import _application
+from ckptkit_cli import _program
 class Field:
     def __set_name__(self, *_):
         os.kill(os.getpid(), signal.SIGTERM)
-def make_application(name):
+def make():
     class Made:
         field = Field()
-_application.make_application = make_application
-sys.exit(_application.run_application(["inspect"]))
+_program.Program = make
+sys.exit(_program.run_application(["inspect"]))
 """)
     status, message = TOLD[signal.SIGTERM]
     assert done.returncode == status

@@ -15,17 +15,13 @@ from safetensors.numpy import load_file, save_file
 
 import ckptkit
 from ckptkit.core.errors import ChecksumError, NotFiniteError, UsageError
-from tests.command_line import Result, run_command
+from tests.command_line import run_command as run
 from tests.object_store import ObjectStore
 
 ROOT = Path(__file__).parents[2]
 LLAMA = ROOT / "fixtures" / "accelerate_fsdp2_tied_with_config" / "checkpoint"
 ZERO = ROOT / "fixtures" / "deepspeed_0_18_zero3" / "checkpoint"
 DIFFERENT = "different, 2 tensors, 0 equal"
-
-
-def run(*arguments: str | Path) -> Result:
-    return run_command(*arguments)
 
 
 @pytest.fixture
@@ -128,7 +124,7 @@ def test_large_tensors_are_measured_alike_with_any_number_of_threads(
     save_file({"w": values}, tmp_path / "model.safetensors")
     found = []
     for cores in (1, 7):
-        monkeypatch.setattr("ckptkit.conversion.values.stats.usable_cores", lambda n=cores: n)
+        monkeypatch.setattr("ckptkit.conversion.stats.usable_cores", lambda n=cores: n)
         found.append(ckptkit.stats(tmp_path))
     assert found[0] == found[1]
     exact = np.linalg.norm(values.astype(np.float64))

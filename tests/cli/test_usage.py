@@ -3,25 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import typer
 
-from ckptkit_cli._application import make_application
+from ckptkit_cli._program import all_commands, make_application
 from ckptkit_cli.main import main
 
-
-def all_commands(group: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    for name, command in group.commands.items():
-        if hasattr(command, "commands"):
-            yield from all_commands(command, (*words, name))
-        else:
-            yield (*words, name), command
-
-
-COMMANDS = dict(all_commands(typer.main.get_command(make_application())))
+COMMANDS = all_commands(make_application())
 OPTIONS = [
     (words, option)
     for words, command in COMMANDS.items()

@@ -8,16 +8,15 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ckptkit.hub.watch.watch import WatchSettings
+from ckptkit.hub.watch.watch import WatchRequest
 from ckptkit_cli.main import main
-from tests.hub_models import running_hub, write_model
-from tests.hub_server import TOKEN, HubServer
+from tests.hub_models import write_model
+from tests.hub_server import HubServer
 from tests.made_up_runs import save_step, save_stock_step
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -26,33 +25,17 @@ REPO = "org/run"
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[HubServer]:
-    with running_hub(xet=False) as hub:
-        yield hub
-
-
-@pytest.fixture
-def hub(server: HubServer, monkeypatch: pytest.MonkeyPatch) -> HubServer:
-    from huggingface_hub import constants
-
-    server.clear()
-    monkeypatch.setattr(constants, "ENDPOINT", server.url)
-    monkeypatch.setenv("HF_TOKEN", TOKEN)
-    return server
-
-
 def command(run: Path, *words: str) -> list[str]:
     return ["watch", str(run), "--push", REPO, "--once", "--interval", "0.1", *words]
 
 
 def test_steps_of_others_are_waited_for_until_they_are_settled(
-    hub: HubServer, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    own_hub: HubServer, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     save_stock_step(tmp_path, 2)
     save_stock_step(tmp_path, 4)
     assert main(command(tmp_path, "--weights-only")) == 0
-    assert sorted(hub.repo(REPO).tags) == ["step-2", "step-4"]
+    assert sorted(own_hub.repo(REPO).tags) == ["step-2", "step-4"]
     said = capfd.readouterr()
     assert "checkpoint-2, checkpoint-4: written less than a minute ago" in said.err
     save_stock_step(tmp_path, 6)
@@ -60,21 +43,20 @@ def test_steps_of_others_are_waited_for_until_they_are_settled(
     events = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
     waiting = [event for event in events if event["event"] == "waiting"]
     assert [event["steps"] for event in waiting] == [["checkpoint-6"]]
-    assert "step-6" in hub.repo(REPO).tags
+    assert "step-6" in own_hub.repo(REPO).tags
 
 
 def test_a_step_that_goes_on_changing_is_no_success(
-    hub: HubServer,
+    own_hub: HubServer,
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from ckptkit_cli import watch as _watching
 
-    def hurried(**given: Any) -> WatchSettings:
-        return WatchSettings(**given, settle_seconds=0.5)
+    def hurried(**given: Any) -> WatchRequest:
+        return WatchRequest(**given, settle_seconds=0.5)
 
-    monkeypatch.setattr(_watching, "WatchSettings", hurried)
+    monkeypatch.setattr("ckptkit.hub.watch.watch.WatchRequest", hurried)
     step, ended = save_stock_step(tmp_path, 2), threading.Event()
 
     def write() -> None:
@@ -89,15 +71,15 @@ def test_a_step_that_goes_on_changing_is_no_success(
         ended.set()
         writer.join()
     assert "still changing" in capfd.readouterr().err
-    assert not hub.has(REPO)
+    assert not own_hub.has(REPO)
 
 
 def test_the_run_below_is_taken_and_of_several_none(
-    hub: HubServer, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    own_hub: HubServer, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(ADAPTER, tmp_path / "runs/a/checkpoint-2")
     assert main(command(tmp_path)) == 0
-    assert list(hub.repo(REPO).tags) == ["step-2"]
+    assert list(own_hub.repo(REPO).tags) == ["step-2"]
     assert f"using the run {tmp_path}/runs/a" in capfd.readouterr().out
     assert main(["ls", str(tmp_path), "--json"]) == 0
     said = capfd.readouterr()
@@ -131,7 +113,7 @@ def test_the_run_below_is_taken_and_of_several_none(
     ],
 )
 def test_a_folder_without_a_complete_step_is_no_success_and_says_what_lies_there(
-    hub: HubServer,
+    own_hub: HubServer,
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -151,11 +133,11 @@ def test_a_folder_without_a_complete_step_is_no_success_and_says_what_lies_there
     printed = capfd.readouterr()
     assert said.format(run) in printed.err
     assert "nothing left to push" not in printed.out
-    assert not hub.has(REPO)
+    assert not own_hub.has(REPO)
 
 
 def test_a_model_that_is_no_step_is_not_pushed_and_named(
-    hub: HubServer, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    own_hub: HubServer, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     write_model(tmp_path / "final")
     assert main(command(tmp_path)) == 3
@@ -167,46 +149,46 @@ def test_a_model_that_is_no_step_is_not_pushed_and_named(
     (links / "checkpoint-7").symlink_to(tmp_path / "final")
     assert main(command(links)) == 3
     assert "checkpoint-7: links, which are not followed" in capfd.readouterr().err
-    assert not hub.has(REPO)
+    assert not own_hub.has(REPO)
 
 
 def test_of_a_run_whose_steps_were_pushed_and_removed_nothing_is_left(
-    hub: HubServer, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    own_hub: HubServer, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(ADAPTER, tmp_path / "checkpoint-2")
     assert main(command(tmp_path)) == 0
     shutil.rmtree(tmp_path / "checkpoint-2")
     assert main(command(tmp_path)) == 0
     assert "nothing left to push" in capfd.readouterr().out
-    assert len(hub.repo(REPO).commits) == 1
+    assert len(own_hub.repo(REPO).commits) == 1
 
 
 @pytest.mark.parametrize("option", ["--best", "--keep-best"])
 def test_a_metric_that_no_step_has_is_refused_before_anything_is_pushed(
-    hub: HubServer, tmp_path: Path, capfd: pytest.CaptureFixture[str], option: str
+    own_hub: HubServer, tmp_path: Path, capfd: pytest.CaptureFixture[str], option: str
 ) -> None:
     save_step(tmp_path, 1, metrics={"loss": 1.0, "accuracy": 0.5})
     assert main(command(tmp_path, "--weights-only", option, "eval_loss")) == 4
     error = capfd.readouterr().err
     assert f"{option} eval_loss" in error
     assert "found are accuracy, loss" in error
-    assert not hub.has(REPO)
+    assert not own_hub.has(REPO)
     assert main(command(tmp_path, "--weights-only", option, "loss")) == 0
 
 
 def test_a_model_without_a_configuration_is_no_model(
-    hub: HubServer, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    own_hub: HubServer, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     save_step(tmp_path, 1)
     assert main(command(tmp_path)) == 4
     said = capfd.readouterr().out
     assert "has a config.json" in said
     assert "--base" in said
-    assert not hub.has(REPO)
+    assert not own_hub.has(REPO)
     assert main(command(tmp_path, "--weights-only")) == 0
 
 
-@pytest.mark.usefixtures("hub")
+@pytest.mark.usefixtures("own_hub")
 def test_offline_it_ends_soon_and_says_so_once(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -228,7 +210,7 @@ def test_offline_it_ends_soon_and_says_so_once(
 
 
 def test_a_name_without_an_owner_needs_a_login(
-    hub: HubServer,
+    own_hub: HubServer,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
@@ -238,4 +220,4 @@ def test_a_name_without_an_owner_needs_a_login(
     error = capfd.readouterr().err
     assert "'mymodel' names no owner" in error
     assert "pass OWNER/mymodel, or log in with `hf auth login`" in error
-    assert not hub.log
+    assert not own_hub.log

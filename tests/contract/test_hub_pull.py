@@ -6,7 +6,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,21 +29,16 @@ from ckptkit.hub import Pulled, pull, push
 from ckptkit.hub import download as partial_module
 from ckptkit.hub.download import open_pull_folder
 from ckptkit.storage.local import workdir
-from tests.hub_models import consolidated, running_hub
+from tests.hub_models import consolidated
 from tests.hub_server import TOKEN, HubServer
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Use 'content=:DeprecationWarning"  # what the client's own client says of its PUTs
 )
 Pull = Callable[..., Pulled]
+XET = True
 WEIGHTS = "HEAD .*/resolve/.*safetensors"
 TOKENIZER = "(GET|HEAD) .*/resolve/.*/tokenizer.json"
-
-
-@pytest.fixture(scope="module", params=[True], ids=["xet"])
-def server(request: pytest.FixtureRequest) -> Iterator[HubServer]:
-    with running_hub(xet=request.param) as hub:
-        yield hub
 
 
 @pytest.fixture(scope="module")
@@ -52,12 +47,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def hub(server: HubServer, model: Path) -> HubServer:
+def hub(hub: HubServer, model: Path) -> HubServer:
     """A Hub that holds the model, at the tag `step-30`."""
-    server.clear()
-    push(model, "me/model", tag="step-30", token=TOKEN, endpoint=server.url)
-    server.log.clear()
-    return server
+    push(model, "me/model", tag="step-30", token=TOKEN, endpoint=hub.url)
+    hub.log.clear()
+    return hub
 
 
 @pytest.fixture
@@ -90,7 +84,7 @@ def interrupt(hub: HubServer, pulls: Pull, out: Path) -> None:
     hub.before.clear()
 
 
-@pytest.mark.parametrize("server", [True, False], ids=["xet", "lfs"], indirect=True)
+@pytest.mark.parametrize("hub_server", [True, False], ids=["xet", "lfs"], indirect=True)
 def test_a_pulled_model_is_what_was_pushed_and_training_can_start_from_it(
     hub: HubServer, pulls: Pull, model: Path, tmp_path: Path
 ) -> None:

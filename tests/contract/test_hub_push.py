@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -24,30 +24,18 @@ from ckptkit.core.errors import (
     VerificationError,
 )
 from ckptkit.hub import Pushed, pull, push
-from tests.hub_models import consolidated, running_hub, write_model
+from tests.hub_models import consolidated, write_model
 from tests.hub_server import TOKEN, HubServer
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Use 'content=:DeprecationWarning"  # what the client's own client says of its PUTs
 )
 SOON = {"Retry-After": "0"}
+XET = True
 Push = Callable[..., Pushed]
 
 
-@pytest.fixture(scope="module", params=[True], ids=["xet"])
-def server(request: pytest.FixtureRequest) -> Iterator[HubServer]:
-    """A Hub that takes large files the one way or the other; most tests do not care which."""
-    with running_hub(xet=request.param) as hub:
-        yield hub
-
-
-both_ways = pytest.mark.parametrize("server", [True, False], ids=["xet", "lfs"], indirect=True)
-
-
-@pytest.fixture
-def hub(server: HubServer) -> HubServer:
-    server.clear()
-    return server
+both_ways = pytest.mark.parametrize("hub_server", [True, False], ids=["xet", "lfs"], indirect=True)
 
 
 @pytest.fixture
@@ -207,7 +195,6 @@ def test_a_lost_answer_is_found_below_a_commit_of_somebody_else(
     assert hub.repo("me/model").tags == {"t": ours.oid}
 
 
-@both_ways
 def test_weights_of_another_layout_are_deleted_in_the_same_commit(
     hub: HubServer, pushes: Push, tmp_path: Path
 ) -> None:
@@ -303,7 +290,6 @@ def test_a_local_base_in_a_card_or_an_adapter_is_taken_out_before_the_hub_sees_i
     assert any("--base-model" in note for note in pushed.notes)
 
 
-@both_ways
 def test_wrong_bytes_are_noticed_while_they_are_read_and_nothing_is_committed(
     hub: HubServer, pushes: Push, tmp_path: Path
 ) -> None:
@@ -463,7 +449,7 @@ def test_a_file_over_the_servers_limit_is_told_with_what_to_do(
     error = refused(pushes, consolidated(tmp_path, seed=9), HubError)
     assert "larger than the Hub takes" in str(error)
     assert "--max-shard-size" in error.hint
-    monkeypatch.setattr("ckptkit.hub.folder_files.MAX_FILE_BYTES", 1000)
+    monkeypatch.setattr("ckptkit.hub.package.MAX_FILE_BYTES", 1000)
     assert "at most 1,000" in str(refused(pushes, consolidated(tmp_path, seed=9), RefusedError))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,8 @@ from ckptkit.core.errors import CkptkitError, RefusedError
 from ckptkit.hub import push
 from ckptkit.hub.secrets import secrets_in
 from ckptkit.hub.watch.build import BuildSettings
-from ckptkit.hub.watch.events import WatchEvent
-from ckptkit.hub.watch.watch import WatchRequest, WatchSettings, run_watch
-from ckptkit.hub.watch.watched_steps import BranchSettings
-from tests.hub_models import running_hub, write_model
+from ckptkit.hub.watch.watch import WatchEvent, WatchRequest, run_watch
+from tests.hub_models import write_model
 from tests.hub_server import TOKEN, HubServer
 from tests.planted_secrets import FILES, SECRETS
 from tests.sampled import sampled
@@ -34,18 +32,6 @@ HARMLESS = {
     "events.out.tfevents.7": b"\x00\x01" * 99,
     "many/levels/down/data": b"x",
 }
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[HubServer]:
-    with running_hub(xet=False) as hub:
-        yield hub
-
-
-@pytest.fixture
-def hub(server: HubServer) -> HubServer:
-    server.clear()
-    return server
 
 
 def plant(folder: Path) -> dict[str, bytes]:
@@ -103,13 +89,13 @@ def watch(hub: HubServer, run: Path) -> Callable[..., tuple[list[WatchEvent], di
         request = WatchRequest(
             run=run,
             repo_id=REPO,
-            settings=WatchSettings(build=BuildSettings(state_folder=whole)),
-            branch=BranchSettings(include=include),
+            build=BuildSettings(state_folder=whole),
+            include=include,
             token=TOKEN,
             endpoint=hub.url,
         )
-        done = run_watch(request, AtOnce(), events.append, lambda _: None)
-        return events, done.failures
+        failures = run_watch(request, AtOnce(), events.append, lambda _: None)
+        return events, dict(failures)
 
     return watched
 

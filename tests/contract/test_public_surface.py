@@ -21,11 +21,10 @@ from types import FunctionType
 from typing import Any
 
 import pytest
-import typer
 
 import ckptkit.training
 from ckptkit.core.errors import CkptkitError
-from ckptkit_cli._application import make_application
+from ckptkit_cli._program import all_commands, make_application
 from ckptkit_cli.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -59,15 +58,10 @@ _NAME = re.compile(r"[a-z][a-z0-9_]*")
 
 def commands() -> dict[str, list[str]]:
     """Returns the parameters of all commands, by their words."""
-    return dict(_commands(typer.main.get_command(make_application()), ()))
-
-
-def _commands(group: Any, words: tuple[str, ...]) -> Iterator[tuple[str, list[str]]]:
-    for name, command in group.commands.items():
-        if hasattr(command, "commands"):
-            yield from _commands(command, (*words, name))
-        else:
-            yield " ".join((*words, name)), sorted(map(_parameter, command.params))
+    return {
+        " ".join(words): sorted(map(_parameter, command.params))
+        for words, command in all_commands(make_application()).items()
+    }
 
 
 def _parameter(parameter: Any) -> str:

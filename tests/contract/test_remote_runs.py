@@ -7,10 +7,10 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 import ckptkit
 from ckptkit.conversion.job import run_job

@@ -13,8 +13,7 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from datetime import datetime, timedelta, tzinfo
 from http.client import HTTPConnection
 from importlib.util import find_spec
@@ -28,102 +27,49 @@ from botocore import UNSIGNED
 from botocore.exceptions import ClientError
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 import ckptkit
 from ckptkit.serving import server as server_module
 from ckptkit.serving.plans import ServePlan
-from ckptkit.serving.serving import ServeRequest, Serving, ignore_events
+from ckptkit.serving.server import ServeRequest
+from ckptkit.serving.serving import Serving
 from ckptkit.storage.locations import resolve_places
+from tests.contract.test_file_system import content, same_content, save_odd_tensors
 from tests.object_store import Bucket, ObjectStore
 from tests.s3_client import client_of
-from tests.sampled import sampled
 
 ROOT = Path(__file__).resolve().parents[2]
 FIXTURES = ROOT / "fixtures"
 Served = tuple[Serving, Path]
 
 
-@dataclass(frozen=True)
-class Case:
-    """A source with options, and the function that writes what is served of it."""
-
-    fixture: str
-    write: Callable[..., Any]
-    options: Mapping[str, Any]
-
-
 CASES = {
-    "cast": Case("accelerate_fsdp2_bf16_tied", ckptkit.consolidate, {"dtype": "float32"}),
-    "several files": Case(
-        "accelerate_fsdp2_tied_with_config", ckptkit.consolidate, {"max_shard_size": 4000}
-    ),
-    "zero": Case("deepspeed_0_18_zero3", ckptkit.consolidate, {"dtype": "bfloat16"}),
-    "flat": Case("accelerate_fsdp1_bf16", ckptkit.consolidate, {}),
-    "compressed": Case("dcp_zstd_fsdp2", ckptkit.consolidate, {"names": "live"}),
-    "odd": Case("", ckptkit.consolidate, {"names": "live"}),
-    "odd, cast": Case("", ckptkit.consolidate, {"names": "live", "dtype": "bfloat16"}),
-    "merged": Case(
-        "peft_fsdp2",
-        ckptkit.merge_adapter,
-        {"overrides": {"lora_alpha": 16, "use_rslora": False}, "names": "live"},
-    ),
-    "merged DoRA": Case("peft_qdora_fsdp2_ckptkit", ckptkit.merge_adapter, {"dtype": "bfloat16"}),
+    "several files": {"max_shard_size": 4000},
+    "odd, cast": {"names": "live", "dtype": "bfloat16"},
 }
-
-
-def save_odd_tensors(folder: Path) -> Path:
-    """Writes tensors of all kinds and sizes, under names of all kinds."""
-    torch.manual_seed(0)
-    tensors = {
-        "empty": torch.empty(0, 7),
-        "scalar": torch.tensor(3.5),
-        "bool": torch.tensor([True, False, True]),
-        "float8": torch.randn(9).to(torch.float8_e4m3fn),
-        "int64": torch.arange(5),
-        "größe/../x y%2F+": torch.randn(3, 3, dtype=torch.float64),
-        # Over a leaf of 8 MiB, and not a multiple of a buffer.
-        "large": torch.randn(2_500_001),
-        **{f"many.{number}": torch.randn(2) for number in range(400)},
-    }
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
+STEP = FIXTURES / "accelerate_fsdp2_tied_with_config" / "checkpoint"
 
 
 @pytest.fixture(scope="module", params=CASES)
 def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
-    case = CASES[request.param]
-    source, out = FIXTURES / case.fixture / "checkpoint", tmp_path_factory.mktemp("written")
-    if not case.fixture:
+    options: Any = CASES[request.param]
+    source, out = STEP, tmp_path_factory.mktemp("written")
+    if request.param.startswith("odd"):
         source = save_odd_tensors(tmp_path_factory.mktemp("odd"))
-    case.write(source, out, **case.options)
-    with ckptkit.serve(source, name="m", **case.options) as serving:
+    ckptkit.consolidate(source, out, **options)
+    with ckptkit.serve(source, name="m", **options) as serving:
         yield serving, out
 
 
 @pytest.fixture(scope="module")
 def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    source = FIXTURES / "accelerate_fsdp2_tied_with_config" / "checkpoint"
     out = tmp_path_factory.mktemp("written")
-    ckptkit.consolidate(source, out)
-    with ckptkit.serve(source, name="m") as serving:
+    ckptkit.consolidate(STEP, out)
+    with ckptkit.serve(STEP, name="m") as serving:
         yield serving, out
-
-
-def content(folder: Path) -> dict[str, bytes]:
-    """Returns what the command wrote, without the manifest: its digests are not known yet."""
-    return {
-        path.relative_to(folder).as_posix(): path.read_bytes()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.name != "ckptkit.json"
-    }
-
-
-def same_content(actual: dict[str, bytes], expected: dict[str, bytes]) -> None:
-    assert sorted(actual) == sorted(expected)
-    assert [name for name in expected if actual[name] != expected[name]] == []
 
 
 def environment_of(serving: Serving, **more: str) -> dict[str, str]:
@@ -221,7 +167,6 @@ def stream(serving: Serving, urls: list[str], **more: str) -> dict[str, Any]:
 
 # Each starts a process with torch. The bytes of all cases are compared with other clients.
 @pytest.mark.slow
-@pytest.mark.parametrize("served", ["several files", "odd, cast"], indirect=True)
 def test_a_model_streamer_loads_what_was_written(served: Served) -> None:
     pytest.importorskip("runai_model_streamer")
     serving, out = served
@@ -312,9 +257,6 @@ def objects(served: Served) -> tuple[Any, dict[str, bytes]]:
     return client_of(served[0].environment), content(served[1])
 
 
-@pytest.mark.parametrize(
-    "served", sampled(CASES, ["several files", "zero", "odd", "merged DoRA"]), indirect=True
-)
 @given(data=st.data())
 def test_any_range_is_that_of_the_written_file(
     objects: tuple[Any, dict[str, bytes]], data: st.DataObject
@@ -411,60 +353,8 @@ def test_checksums_of_small_files_are_known_and_those_of_weights_are_not(one: Se
     assert "ChecksumCRC32" not in client.head_object(Key="m/model.safetensors", **asked)
 
 
-def test_versions_are_stable_and_change_with_the_options(one: Served) -> None:
-    serving, _ = one
-    source = FIXTURES / "accelerate_fsdp2_tied_with_config" / "checkpoint"
-
-    def etags(**options: Any) -> dict[str, str]:
-        with ckptkit.serve(source, name="m", **options) as other:
-            listed = client_of(other.environment).list_objects_v2(Bucket="ckptkit")["Contents"]
-            return {entry["Key"]: entry["ETag"] for entry in listed}
-
-    listed = client_of(serving.environment).list_objects_v2(Bucket="ckptkit")["Contents"]
-    assert etags() == {entry["Key"]: entry["ETag"] for entry in listed}
-    cast = etags(dtype="float16")
-    assert cast["m/model.safetensors"] != etags()["m/model.safetensors"]
-    assert all(etag.startswith('"') and "-" in etag for etag in cast.values())
-
-
 PEFT = FIXTURES / "peft_fsdp2"
 GUESSED = {"lora_alpha": 16, "use_rslora": False}
-OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "alpha": ({"overrides": GUESSED}, {"overrides": GUESSED | {"lora_alpha": 32}}),
-    "rslora": ({"overrides": GUESSED}, {"overrides": GUESSED | {"use_rslora": True}}),
-    "dtype": ({"overrides": GUESSED}, {"overrides": GUESSED, "dtype": "float16"}),
-}
-
-
-@pytest.mark.parametrize("case", OTHERS)
-def test_other_bytes_are_another_version(case: str) -> None:
-    """A client may keep parts of an object by its ETag."""
-    found = []
-    for options in OTHERS[case]:
-        with ckptkit.serve(PEFT / "checkpoint", name="m", names="live", **options) as serving:
-            client = client_of(serving.environment)
-            answer = client.get_object(Bucket="ckptkit", Key="m/model.safetensors")
-            found.append((answer["ETag"], answer["Body"].read()))
-    assert found[0][1] != found[1][1]
-    assert found[0][0] != found[1][0]
-
-
-def test_another_configuration_of_an_adapter_is_another_version(tmp_path: Path) -> None:
-    adapter = tmp_path / "adapter"
-    adapter.mkdir()
-    data = (PEFT / "adapter_truth.safetensors").read_bytes()
-    (adapter / "adapter_model.safetensors").write_bytes(data)
-    config = json.loads((PEFT / "adapter_config.json").read_bytes())
-    etags = set()
-    for alpha in (16, 32):
-        text = json.dumps(config | {"lora_alpha": alpha})
-        (adapter / "adapter_config.json").write_text(text)
-        with ckptkit.serve(adapter, name="m", base=PEFT / "base") as serving:
-            answer = client_of(serving.environment).head_object(
-                Bucket="ckptkit", Key="m/model.safetensors"
-            )
-            etags.add(answer["ETag"])
-    assert len(etags) == 2
 
 
 @pytest.mark.slow
@@ -529,8 +419,7 @@ def test_a_wrong_key_and_a_wrong_secret_are_refused(one: Served) -> None:
 
 
 def test_without_signatures_only_names_of_this_machine_are_answered(one: Served) -> None:
-    source = FIXTURES / "accelerate_fsdp2_tied_with_config" / "checkpoint"
-    with ckptkit.serve(source, name="m", auth=False) as serving:
+    with ckptkit.serve(STEP, name="m", auth=False) as serving:
         url = f"{serving.url}/ckptkit/m/config.json"
         assert requests.get(url, timeout=60).content == (one[1] / "config.json").read_bytes()
         elsewhere = requests.get(url, headers={"Host": "evil.example"}, timeout=60)
@@ -538,8 +427,7 @@ def test_without_signatures_only_names_of_this_machine_are_answered(one: Served)
 
 
 def test_a_header_that_is_sent_twice_is_joined() -> None:
-    source = FIXTURES / "accelerate_fsdp2_tied_with_config" / "checkpoint"
-    with ckptkit.serve(source, name="m", auth=False) as serving:
+    with ckptkit.serve(STEP, name="m", auth=False) as serving:
         etag = requests.head(f"{serving.url}/ckptkit/m/config.json", timeout=60).headers["ETag"]
         for etags in (('"x"', etag), (etag, '"x"')):
             connection = HTTPConnection(serving.url.removeprefix("http://"), timeout=60)
@@ -575,8 +463,7 @@ def bucket(object_store: ObjectStore) -> Bucket:
 
 
 def test_a_source_at_a_url_is_served(bucket: Bucket, one: Served) -> None:
-    source = FIXTURES / "accelerate_fsdp2_tied_with_config" / "checkpoint"
-    url = bucket.put_tree(source, "run")
+    url = bucket.put_tree(STEP, "run")
     with ckptkit.serve(url, name="m", src_options=bucket.store.options) as serving:
         client = client_of(serving.environment)
         for name, data in content(one[1]).items():
@@ -585,15 +472,14 @@ def test_a_source_at_a_url_is_served(bucket: Bucket, one: Served) -> None:
 
 @pytest.mark.slow
 def test_a_run_at_a_url_is_followed(bucket: Bucket) -> None:
-    source = FIXTURES / "accelerate_fsdp2_tied_with_config" / "checkpoint"
-    url = bucket.put_tree(source, "steps/checkpoint-1").rpartition("/")[0]
+    url = bucket.put_tree(STEP, "steps/checkpoint-1").rpartition("/")[0]
     options = {"src_options": bucket.store.options}
     plan = ServePlan.from_options(resolve_places(url, None, options))
     request = ServeRequest(plan, name="m", follow=True, poll_seconds=0.1)
-    with Serving(request, ignore_events) as serving:
+    with Serving(request) as serving:
         client = client_of(serving.environment, signature_version=UNSIGNED)
         wait_for(client, "m/checkpoint-1/model.safetensors")
-        bucket.put_tree(source, "steps/checkpoint-2")
+        bucket.put_tree(STEP, "steps/checkpoint-2")
         wait_for(client, "m/checkpoint-2/model.safetensors")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,12 @@ from ckptkit.core.errors import CkptkitError, HubError, HubUnavailableError, Ref
 from ckptkit.hub import client as retrying
 from ckptkit.hub import pull
 from ckptkit.hub.watch.build import BuildSettings, PushChoice
-from ckptkit.hub.watch.events import WatchEvent
-from ckptkit.hub.watch.watch import WatchRequest, WatchSettings, run_watch
-from ckptkit.hub.watch.watched_steps import BranchSettings
+from ckptkit.hub.watch.watch import WatchEvent, WatchRequest, run_watch
 from ckptkit.runs.push_journal import WATCH_FOLDER, read_journals
 from ckptkit.runs.save_order import Retention
 from ckptkit.storage.places import PathLike, Place
 from ckptkit.storage.remote.errors import RetryPolicy
-from tests.hub_models import running_hub
+from tests.hub_models import add_step
 from tests.hub_server import TOKEN, HubServer
 from tests.object_store import ObjectStore
 
@@ -39,18 +37,6 @@ REPO = "org/run"
 SOON = RetryPolicy(attempts=2, first_wait_seconds=0.01, longest_wait_seconds=0.01)
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[HubServer]:
-    with running_hub(xet=False) as hub:
-        yield hub
-
-
-@pytest.fixture
-def hub(server: HubServer) -> HubServer:
-    server.clear()
-    return server
-
-
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     folder = tmp_path / "-run[1]*?#%20 {b}\n'\"e\u0301\U0001f680"  # no name is a pattern
@@ -59,17 +45,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def add(run: Path, step: int, source: Path = ADAPTER, **facts: object) -> Path:
-    """Puts a whole step into a run at once, in the place of an earlier save of it."""
-    draft, final = run / f".draft-{step}", run / f"checkpoint-{step}"
-    shutil.copytree(source, draft)
-    path = draft / "ckptkit.json"
-    manifest = json.loads(path.read_text())
-    manifest["source"] |= {"step": step, "save_number": step} | facts
-    manifest.pop("checksum", None)
-    path.write_text(json.dumps(manifest))
-    if final.exists():
-        shutil.rmtree(final)
-    return draft.rename(final)
+    return add_step(run, step, source, **facts)
 
 
 class Pauses:
@@ -100,21 +76,11 @@ class Watched:
 
 @pytest.fixture
 def watch(hub: HubServer, run: Path) -> Callable[..., Watched]:
-    def watched(
-        *moments: Callable[[], object],
-        place: PathLike = run,
-        choice: PushChoice | None = None,
-        build: BuildSettings | None = None,
-        **options: Any,
-    ) -> Watched:
+    def watched(*moments: Callable[[], object], place: PathLike = run, **options: Any) -> Watched:
         found = Watched()
-        settings = WatchSettings(
-            choice=choice or PushChoice(), build=build or BuildSettings(), retries=SOON
-        )
-        known = {"token": TOKEN, "endpoint": hub.url} | options
-        request = WatchRequest(run=place, repo_id=REPO, settings=settings, **known)
-        done = run_watch(request, Pauses(*moments), found.events.append, lambda _: None)
-        found.failures = done.failures
+        known: dict[str, Any] = {"token": TOKEN, "endpoint": hub.url, "retries": SOON} | options
+        request = WatchRequest(run=place, repo_id=REPO, **known)
+        found.failures = run_watch(request, Pauses(*moments), found.events.append, lambda _: None)
         return found
 
     return watched
@@ -195,17 +161,16 @@ def test_a_step_that_vanishes_while_it_is_read_is_passed_over(hub: HubServer, ru
             shutil.rmtree(run / "checkpoint-1")
 
     found = Watched()
-    settings = WatchSettings(retries=SOON)
-    request = WatchRequest(run, REPO, settings=settings, token=TOKEN, endpoint=hub.url)
+    request = WatchRequest(run, REPO, retries=SOON, token=TOKEN, endpoint=hub.url)
 
     def listen(event: WatchEvent) -> None:
         found.events.append(event)
         vanish(event)
 
-    done = run_watch(request, Pauses(lambda: add(run, 2)), listen, lambda _: None)
+    failures = run_watch(request, Pauses(lambda: add(run, 2)), listen, lambda _: None)
     assert found.of("passed") == [1]
     assert found.of("pushed") == [2]
-    assert not done.failures
+    assert not failures
 
 
 def test_a_step_that_is_saved_again_gets_a_commit_of_its_own_and_takes_the_tag(
@@ -236,7 +201,7 @@ def test_a_tag_is_left_alone_too_where_the_branch_is_new(
     tags = {"step-1": hub.repo(REPO).commits[0].oid}
     hub.repo(REPO).tags.update(tags)
     add(run, 1)
-    found = watch(branch=BranchSettings(revision="dev"))
+    found = watch(revision="dev")
     assert isinstance(found.failures[1], RefusedError)
     assert hub.repo(REPO).tags == tags
 
@@ -299,17 +264,6 @@ def test_a_hub_that_is_down_is_tried_again_until_it_is_up(
         watch()
 
 
-def test_an_answer_that_was_lost_makes_no_second_commit(
-    hub: HubServer, run: Path, watch: Watch
-) -> None:
-    add(run, 1)
-    hub.fail("POST .*/commit/main", ["lost"])
-    hub.fail("POST .*/tag/", ["lost"])
-    watch()
-    assert titles(hub) == ["Step 1"]
-    assert list(hub.repo(REPO).tags) == ["step-1"]
-
-
 def test_a_wrong_token_ends_a_watch_before_there_is_a_step(hub: HubServer, watch: Watch) -> None:
     secret = "hf_" + "Bb2" * 12
     with pytest.raises(HubError) as raised:
@@ -345,7 +299,7 @@ def test_a_whole_step_beside_the_model_can_be_resumed_from_and_the_next_replaces
     add(run, 1)
     (run / "checkpoint-1/notes.txt").write_text("of the first")
     build = BuildSettings(state_folder="last-checkpoint")
-    watch(lambda: add(run, 2), build=build, branch=BranchSettings(private=False))
+    watch(lambda: add(run, 2), build=build, private=False)
     files = hub.repo(REPO).files()
     assert "last-checkpoint/notes.txt" not in files
     step = run / "checkpoint-2"

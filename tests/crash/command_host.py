@@ -21,6 +21,7 @@ from typing import Any
 import hf_xet  # noqa: F401
 import huggingface_hub.hf_api  # noqa: F401
 
+import ckptkit.hub.watch.watch  # noqa: F401
 import ckptkit_cli.watch  # noqa: F401
 from ckptkit_cli.main import main
 

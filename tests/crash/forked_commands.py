@@ -13,8 +13,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 IMPORTED = (
     "s3fs",
+    "ckptkit_cli._pages",
+    "ckptkit_cli._progress",
     "ckptkit_cli.consolidate",
-    "ckptkit.conversion.distribute",
+    "ckptkit.conversion.job",
     "ckptkit.deltas.create",
 )
 

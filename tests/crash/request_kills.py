@@ -14,9 +14,9 @@ from typing import Any
 import s3fs  # noqa: F401  imported once, for all processes
 
 import ckptkit
-from ckptkit.conversion import distribute, job  # noqa: F401
+from ckptkit.conversion import job  # noqa: F401
 from ckptkit.storage.places import Place
-from ckptkit.storage.remote import s3_object
+from ckptkit.storage.remote import s3
 
 
 def run(begin: int, source: str, out: Place, options: dict[str, Any]) -> int:
@@ -31,7 +31,7 @@ def run(begin: int, source: str, out: Place, options: dict[str, Any]) -> int:
 
 def main() -> None:
     source, url, given = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
-    s3_object.SMALL_BYTES = 2048  # weights go in parts, as large ones do
+    s3.SMALL_BYTES = 2048  # weights go in parts, as large ones do
     begin, start = os.pipe()
     place = Place(url, given["storage"])
     for _ in sys.stdin:

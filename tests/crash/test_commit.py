@@ -7,6 +7,7 @@ input asks for an experiment, as a JSON list: a scene or `race`, a folder, and t
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -15,7 +16,6 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -30,7 +30,7 @@ from ckptkit.storage.local.workdir import is_free
 
 KINDS = {
     "native": Disk(),
-    "no_exchange": replace(Disk(), exchange=False),
+    "no_exchange": dataclasses.replace(Disk(), exchange=False),
     "portable": Disk.portable(),
 }
 OLD = {"old.bin": b"old" * 100, "manifest.json": b"old manifest"}

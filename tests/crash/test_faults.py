@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -94,17 +95,17 @@ def test_a_disk_that_fills_up_meanwhile_leaves_nothing(
     tiny_disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_sharded(tmp_path / "small", 1, size_bytes=1 << 20)
-    run = Executor.run
+    run = Executor.run_in_parts
 
-    def run_on_full_disk(self: Executor) -> object:
+    def run_on_full_disk(*arguments: Any) -> Iterator[None]:
         filler = tiny_disk / "filler"
         filler.write_bytes(bytes(1_500_000))
         try:
-            return run(self)
+            yield from run(*arguments)
         finally:
             filler.unlink()
 
-    monkeypatch.setattr(Executor, "run", run_on_full_disk)
+    monkeypatch.setattr(Executor, "run_in_parts", run_on_full_disk)
     with pytest.raises(NoSpaceError) as caught:
         ckptkit.consolidate(tmp_path / "small", tiny_disk / "out")
     assert caught.value.exit_status == 4
@@ -187,7 +188,7 @@ def test_what_a_kill_after_the_commit_left_goes_when_the_next_run_is_refused(
     committed.mkdir()
     (committed / ".lock").touch()
     (begun / "files").mkdir(parents=True)
-    (begun / "journal").touch()
+    (begun / "parts").mkdir()
     with pytest.raises(OutputExistsError):
         ckptkit.consolidate(source, out, names="live")
     assert sorted(out.parent.iterdir()) == [begun, out]

@@ -34,8 +34,7 @@ from ckptkit.runs.push_journal import (
     take_watch_lock,
 )
 from ckptkit.storage.local.ownership import is_own, is_planted, make_private
-from ckptkit.storage.local.shared_target import SharedTarget
-from ckptkit.storage.local.target import LocalTarget
+from ckptkit.storage.local.target import LocalTarget, SharedTarget
 from ckptkit.storage.locations import MARKS_FOLDER, hidden_name
 from ckptkit.training import Checkpointer
 from ckptkit.training.load import node_memory
@@ -91,7 +90,7 @@ def train_and_save(run: Path, **options: Any) -> None:
 def test_the_work_folder_of_another_user_is_neither_resumed_nor_removed(everybody: Path) -> None:
     out, planted = everybody / "out", everybody / hidden_name("out", NONCE)
     plant(planted, "files", "old")
-    as_nobody(lambda: (planted / "journal").write_bytes(b"") and None)
+    as_nobody((planted / "parts").mkdir)
     as_nobody(lambda: (planted / "files/model.safetensors").write_bytes(b"x") and None)
     target = LocalTarget(out, resume=True)
     assert target.folder != planted

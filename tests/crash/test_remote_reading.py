@@ -18,9 +18,9 @@ from ckptkit.core.errors import (
     UsageError,
 )
 from ckptkit.storage.places import Place
-from ckptkit.storage.remote.errors import call_with_retries
 from tests.object_store import KEY, SECRET, Bucket, Fault, ObjectStore
 
+pytestmark = pytest.mark.usefixtures("impatient")
 CASE = "accelerate_fsdp2_tied_with_config/checkpoint"
 SHARD = "pytorch_model_fsdp_0/__0_0.distcp"
 
@@ -35,7 +35,7 @@ def bucket(object_store: ObjectStore, real_checkpoints: Path) -> Bucket:
 
 @pytest.fixture
 def place(bucket: Bucket) -> Place:
-    return Place(f"{bucket.url}/run/checkpoint-7", bucket.store.options)
+    return bucket.place("run/checkpoint-7")
 
 
 @pytest.fixture
@@ -47,19 +47,6 @@ def out(tmp_path: Path) -> Path:
 def expected(real_checkpoints: Path, tmp_path: Path) -> dict[str, bytes]:
     ckptkit.consolidate(real_checkpoints / CASE, tmp_path / "local")
     return _weights(tmp_path / "local")
-
-
-@pytest.fixture(autouse=True)
-def impatient(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Waits are asked for, and not waited."""
-    waits: list[float] = []
-    real = call_with_retries
-
-    def hurried(ask, wait_before):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-        return real(ask, wait_before, sleep=waits.append)
-
-    monkeypatch.setattr("ckptkit.storage.remote.store.call_with_retries", hurried)
-    return waits
 
 
 def _weights(folder: Path) -> dict[str, bytes]:

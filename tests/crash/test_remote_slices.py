@@ -5,11 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 import ckptkit
 from ckptkit.conversion.job import JobResult, run_job
@@ -18,51 +16,24 @@ from ckptkit.core.errors import OutputExistsError, RefusedError, SourceChangedEr
 from ckptkit.engine.outcome import BytesWritten, Event, OutputKept
 from ckptkit.options import ConsolidateRequest, Layout, Resources
 from ckptkit.plan.plan import Share
-from ckptkit.storage.places import PathLike, Place
-from ckptkit.storage.remote.errors import call_with_retries
+from ckptkit.storage.places import PathLike
 from ckptkit.storage.remote.s3 import S3Uploads
-from tests.crash.forked_commands import ForkedCommands, running_forks
+from tests.crash.forked_commands import ForkedCommands
 from tests.object_store import KEY, SECRET, Bucket, Fault
 from tests.sampled import sampled
-from tests.sharded import write_sharded
 
 MANIFEST = "ckptkit.json"
+pytestmark = pytest.mark.usefixtures("impatient")
 ONE = Resources(workers=1)
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two ranks; the large tensors are cut into two tasks each."""
-    torch.manual_seed(7)
-    large = {f"layers.{i}.weight": torch.randn(2560, 1024) for i in range(2)}
-    small = {f"layers.{i}.norm": torch.randn(1024) for i in range(2)}
-    folder = tmp_path_factory.mktemp("made") / "checkpoint"
-    write_sharded(folder, large | small, ranks=2)
-    return folder
-
-
 @pytest.fixture
-def bucket(object_store, checkpoint: Path) -> Bucket:  # type: ignore[no-untyped-def]  # noqa: ANN001
+def bucket(object_store, two_ranks: Path) -> Bucket:  # type: ignore[no-untyped-def]  # noqa: ANN001
     bucket: Bucket = object_store.bucket("slices")
     bucket.clear(kept="run/")
     if not bucket.keys("run/"):  # for all tests: nobody changes it for good
-        bucket.put_tree(checkpoint, "run")
+        bucket.put_tree(two_ranks, "run")
     return bucket
-
-
-@pytest.fixture(autouse=True)
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Waits are asked for, and not waited."""
-    real = call_with_retries
-
-    def hurried(ask, wait_before):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-        return real(ask, wait_before, sleep=lambda _: None)
-
-    monkeypatch.setattr("ckptkit.storage.remote.store.call_with_retries", hurried)
-
-
-def place(bucket: Bucket, prefix: str) -> Place:
-    return Place(f"{bucket.url}/{prefix}", bucket.store.options)
 
 
 def slice_of(
@@ -77,8 +48,8 @@ def slice_of(
 ) -> JobResult:
     request = ConsolidateRequest(names="live", **options)  # type: ignore[arg-type]
     job = ConversionJob(
-        place(bucket, "run"),
-        out or place(bucket, "out"),
+        bucket.place("run"),
+        out or bucket.place("out"),
         request,
         resources=ONE,
         overwrite=overwrite,
@@ -88,10 +59,6 @@ def slice_of(
     return run_job(job, hear)
 
 
-def remote_files(bucket: Bucket) -> dict[str, bytes]:
-    return {key.removeprefix("out/"): bucket.get(key) for key in bucket.keys("out/")}
-
-
 def local_files(folder: Path) -> dict[str, bytes]:
     found = (path for path in folder.rglob("*") if path.is_file())
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in found}
@@ -99,21 +66,21 @@ def local_files(folder: Path) -> dict[str, bytes]:
 
 def alone(bucket: Bucket, tmp_path: Path, layout: Layout = "hf") -> dict[str, bytes]:
     """What one process writes to a disk, the manifest included."""
-    ckptkit.convert(place(bucket, "run"), tmp_path / "alone", to=layout, names="live")
+    ckptkit.convert(bucket.place("run"), tmp_path / "alone", to=layout, names="live")
     return local_files(tmp_path / "alone")
 
 
 @pytest.fixture(scope="module")
-def weights(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
+def weights(two_ranks: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
     """What one process makes of the checkpoint, wherever it lies."""
     out = tmp_path_factory.mktemp("weights") / "out"
-    ckptkit.consolidate(checkpoint, out, names="live")
+    ckptkit.consolidate(two_ranks, out, names="live")
     return (out / "model.safetensors").read_bytes()
 
 
 def is_whole(bucket: Bucket, weights: bytes) -> bool:
     """Says whether the output is all that lies there."""
-    found = remote_files(bucket)
+    found = bucket.files_below("out")
     return found.keys() == {MANIFEST, "model.safetensors"} and (
         found["model.safetensors"] == weights
     )
@@ -134,12 +101,12 @@ def test_slices_in_any_order_make_in_a_bucket_what_one_process_makes(
         assert KEY.encode() not in notes
         assert SECRET.encode() not in notes
     assert slice_of(bucket, 1, 3, layout=layout).manifest is not None
-    assert remote_files(bucket) == whole
+    assert bucket.files_below("out") == whole
     assert bucket.unfinished_uploads() == []
     again = 0 if layout == "hf" else 2 * 14 << 20  # the parts that end with others' checksums
     sent = bucket.store.proxy.received["PUT"]
     assert sent <= 1.01 * sum(map(len, whole.values())) + again
-    assert ckptkit.verify(place(bucket, "out")).ok
+    assert ckptkit.verify(bucket.place("out")).ok
     with pytest.raises(OutputExistsError):
         slice_of(bucket, 1, 3, layout=layout)
 
@@ -149,12 +116,6 @@ def test_more_slices_than_parts_are_fine(bucket: Bucket, weights: bytes) -> None
     done = [slice_of(bucket, number, 4) for number in range(4)]
     assert [one.manifest is not None for one in done] == [False] * 3 + [True]
     assert is_whole(bucket, weights)
-
-
-@pytest.fixture(scope="module")
-def forks() -> Iterator[ForkedCommands]:
-    with running_forks() as forks:
-        yield forks
 
 
 def words(bucket: Bucket, which: str) -> list[str]:
@@ -252,8 +213,8 @@ def test_slices_of_another_plan_are_refused_until_the_first_are_given_up(
 def test_slices_that_were_given_up_are_cleared_away_by_one_process(bucket: Bucket) -> None:
     slice_of(bucket, 0, 2)
     foreign = bucket.store.client.create_multipart_upload(Bucket=bucket.name, Key="out/theirs")
-    ckptkit.consolidate(place(bucket, "run"), place(bucket, "out"), names="live")
-    assert sorted(remote_files(bucket)) == [MANIFEST, "model.safetensors"]
+    ckptkit.consolidate(bucket.place("run"), bucket.place("out"), names="live")
+    assert sorted(bucket.files_below("out")) == [MANIFEST, "model.safetensors"]
     assert bucket.unfinished_uploads() == [foreign["Key"]]
 
 
@@ -276,7 +237,7 @@ def test_a_source_that_changes_before_the_commit_leaves_nothing(
     def changed(_: object) -> None:
         raise SourceChangedError("changed")
 
-    monkeypatch.setattr("ckptkit.conversion.distribute.refuse_changed_sources", changed)
+    monkeypatch.setattr("ckptkit.conversion.job.refuse_changed_sources", changed)
     with pytest.raises(SourceChangedError):
         slice_of(bucket, 1, 2)
     assert bucket.keys("out/") == bucket.unfinished_uploads() == []
@@ -298,7 +259,7 @@ def test_what_is_replaced_goes_with_the_commit(bucket: Bucket, weights: bytes) -
 def test_a_slice_repeated_after_the_commit_leaves_nothing_behind(
     bucket: Bucket, tmp_path: Path, where: str
 ) -> None:
-    out = tmp_path / "out" if where == "disk" else place(bucket, "out")
+    out = tmp_path / "out" if where == "disk" else bucket.place("out")
     for number in range(2):
         slice_of(bucket, number, 2, out=out)
     heard: list[Event] = []

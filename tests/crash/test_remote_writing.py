@@ -15,7 +15,6 @@ from typing import Any, get_args
 
 import fsspec
 import pytest
-import torch
 
 import ckptkit
 from ckptkit.core.errors import (
@@ -28,59 +27,27 @@ from ckptkit.core.errors import (
 from ckptkit.core.manifest import Manifest
 from ckptkit.options import FRAMEWORKS_BY_LAYOUT, Layout
 from ckptkit.storage.places import Place
-from ckptkit.storage.remote.errors import call_with_retries
 from tests.object_store import KEY, SECRET, Bucket, Fault, ObjectStore
 from tests.sampled import sampled
-from tests.sharded import write_sharded
 
 MANIFEST = "ckptkit.json"
+pytestmark = pytest.mark.usefixtures("impatient")
 MIB = 1 << 20
 # Whatever differs in the options makes source and output two stores, between which nothing copies.
 APART = {"config_kwargs": {"request_checksum_calculation": "when_required"}}
 ALSO_APART = {"config_kwargs": {"user_agent_extra": "other"}}  # and the store knows checksums
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two ranks, whose pieces of the large tensors are just as large as the smallest part."""
-    torch.manual_seed(7)
-    large = {f"layers.{i}.weight": torch.randn(2560, 1024) for i in range(2)}
-    small = {f"layers.{i}.norm": torch.randn(1024) for i in range(2)}
-    folder = tmp_path_factory.mktemp("made") / "checkpoint"
-    write_sharded(folder, large | small, ranks=2)
-    return folder
-
-
 @pytest.fixture
-def bucket(object_store: ObjectStore, checkpoint: Path) -> Bucket:
+def bucket(object_store: ObjectStore, two_ranks: Path) -> Bucket:
     bucket = object_store.bucket("writing")
     bucket.clear()
-    bucket.put_tree(checkpoint, "run")
+    bucket.put_tree(two_ranks, "run")
     return bucket
 
 
-@pytest.fixture(autouse=True)
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Waits are asked for, and not waited."""
-    real = call_with_retries
-
-    def hurried(ask, wait_before):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-        return real(ask, wait_before, sleep=lambda _: None)
-
-    monkeypatch.setattr("ckptkit.storage.remote.store.call_with_retries", hurried)
-
-
-def place(bucket: Bucket, prefix: str, **further: object) -> Place:
-    return Place(f"{bucket.url}/{prefix}", bucket.store.options | further)
-
-
 def consolidate(bucket: Bucket, out: Place, **options: Any) -> Manifest:
-    return ckptkit.consolidate(place(bucket, "run"), out, names="live", **options)
-
-
-def files_below(bucket: Bucket, prefix: str) -> dict[str, bytes]:
-    keys = bucket.keys(f"{prefix}/")
-    return {key.removeprefix(f"{prefix}/"): bucket.get(key) for key in keys}
+    return ckptkit.consolidate(bucket.place("run"), out, names="live", **options)
 
 
 def weights(files: dict[str, bytes]) -> dict[str, bytes]:
@@ -94,38 +61,38 @@ def local_files(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("layout", ["hf", pytest.param("dcp", marks=pytest.mark.slow)])
 def test_what_a_store_copies_is_what_would_have_been_written_here(
-    bucket: Bucket, checkpoint: Path, tmp_path: Path, layout: Layout
+    bucket: Bucket, two_ranks: Path, tmp_path: Path, layout: Layout
 ) -> None:
-    ckptkit.convert(checkpoint, tmp_path / "out", to=layout, names="live")
+    ckptkit.convert(two_ranks, tmp_path / "out", to=layout, names="live")
     bucket.store.proxy.reset()
     events: list[object] = []
     manifest = ckptkit.convert(
-        *(place(bucket, "run"), place(bucket, "out")),
+        *(bucket.place("run"), bucket.place("out")),
         to=layout,
         names="live",
         listener=events.append,
     )
     received = bucket.store.proxy.received["PUT"]
-    found = files_below(bucket, "out")
+    found = bucket.files_below("out")
     assert weights(found) == weights(local_files(tmp_path / "out"))
     assert bucket.unfinished_uploads() == []
     copied = {name for name, one in manifest.tensors.items() if one.proof == "store-crc32"}
     assert copied
     assert received < sum(map(len, found.values())) - 5 * MIB * len(copied) + 10_000
-    assert ckptkit.verify(place(bucket, "out")).ok
-    told = f"{found[MANIFEST].decode()}{events}{place(bucket, 'out')!r}"
+    assert ckptkit.verify(bucket.place("out")).ok
+    told = f"{found[MANIFEST].decode()}{events}{bucket.place('out')!r}"
     assert KEY not in told
     assert SECRET not in told
 
 
 @pytest.mark.parametrize("further", [APART, pytest.param(ALSO_APART, marks=pytest.mark.slow)])
 def test_between_two_accounts_every_byte_is_read_once_and_sent_once(
-    bucket: Bucket, checkpoint: Path, tmp_path: Path, further: dict[str, object]
+    bucket: Bucket, two_ranks: Path, tmp_path: Path, further: dict[str, object]
 ) -> None:
-    ckptkit.consolidate(checkpoint, tmp_path / "out", names="live")
+    ckptkit.consolidate(two_ranks, tmp_path / "out", names="live")
     bucket.store.proxy.reset()
-    manifest = consolidate(bucket, place(bucket, "out", **further))
-    found, model = files_below(bucket, "out"), sum(map(len, local_files(checkpoint).values()))
+    manifest = consolidate(bucket, bucket.place("out", **further))
+    found, model = bucket.files_below("out"), sum(map(len, local_files(two_ranks).values()))
     assert weights(found) == weights(local_files(tmp_path / "out"))
     assert {one.proof for one in manifest.tensors.values()} == {"crc32"}
     assert bucket.store.proxy.sent["GET"] <= 1.02 * model
@@ -140,15 +107,15 @@ def test_a_damaged_chunk_is_found_whoever_copies_it_and_nothing_stays(
     data[len(data) - 3 * MIB] ^= 1
     bucket.put("run/__1_0.distcp", bytes(data))
     with pytest.raises(ChecksumError, match="CRC-32"):
-        consolidate(bucket, place(bucket, "out", **further))
+        consolidate(bucket, bucket.place("out", **further))
     assert bucket.keys("out/") == bucket.unfinished_uploads() == []
 
 
 @pytest.mark.parametrize("target", ["copies", pytest.param("sends", marks=pytest.mark.slow)])
 def test_a_store_that_fails_now_and_then_makes_no_difference(
-    bucket: Bucket, checkpoint: Path, tmp_path: Path, target: str
+    bucket: Bucket, two_ranks: Path, tmp_path: Path, target: str
 ) -> None:
-    ckptkit.consolidate(checkpoint, tmp_path / "out", names="live")
+    ckptkit.consolidate(two_ranks, tmp_path / "out", names="live")
     proxy = bucket.store.proxy
     proxy.reset()
     faults = [
@@ -158,25 +125,25 @@ def test_a_store_that_fails_now_and_then_makes_no_difference(
         proxy.add(Fault(r"PUT .*partNumber=3", lose_answer=True)),
         proxy.fail(r"PUT .*ckptkit.json", 500),
     ]
-    out = place(bucket, "out", **({} if target == "copies" else APART))
+    out = bucket.place("out", **({} if target == "copies" else APART))
     consolidate(bucket, out)
     assert all(fault.met for fault in faults)
-    assert weights(files_below(bucket, "out")) == weights(local_files(tmp_path / "out"))
+    assert weights(bucket.files_below("out")) == weights(local_files(tmp_path / "out"))
 
 
 def test_a_store_that_fails_for_good_keeps_nothing(bucket: Bucket) -> None:
     bucket.store.proxy.fail(r"PUT .*partNumber=2", 500, times=None)
     with pytest.raises(OutputError) as caught:
-        consolidate(bucket, place(bucket, "out", **APART))
+        consolidate(bucket, bucket.place("out", **APART))
     assert caught.value.where == f"{bucket.url}/out"
     assert bucket.keys("out/") == bucket.unfinished_uploads() == []
 
 
 def test_a_store_that_does_not_copy_gets_the_bytes_sent(bucket: Bucket) -> None:
     bucket.store.proxy.fail(r"PUT .*probe.*partNumber", 501, "NotImplemented", times=None)
-    manifest = consolidate(bucket, place(bucket, "out"))
+    manifest = consolidate(bucket, bucket.place("out"))
     assert {one.proof for one in manifest.tensors.values()} == {"crc32"}
-    assert sorted(files_below(bucket, "out")) == [MANIFEST, "model.safetensors"]
+    assert sorted(bucket.files_below("out")) == [MANIFEST, "model.safetensors"]
     assert bucket.unfinished_uploads() == []
 
 
@@ -184,7 +151,7 @@ def test_a_refusal_names_no_secret(bucket: Bucket, caplog: pytest.LogCaptureFixt
     caplog.set_level("DEBUG", "ckptkit")
     bucket.store.proxy.fail(r"(PUT|POST) .*out/", 403, "AccessDenied", times=None)
     with pytest.raises(AccessError) as caught:
-        consolidate(bucket, place(bucket, "out"))
+        consolidate(bucket, bucket.place("out"))
     told = f"{caught.value}{caught.value.hint}{caught.value.to_json()}{caplog.text}"
     assert KEY not in told
     assert SECRET not in told
@@ -194,8 +161,8 @@ def test_a_place_that_holds_something_is_refused_before_anything_is_read(bucket:
     bucket.put("out/notes.txt", b"mine")
     bucket.store.proxy.reset()
     with pytest.raises(OutputExistsError):
-        consolidate(bucket, place(bucket, "out"))
-    assert files_below(bucket, "out") == {"notes.txt": b"mine"}
+        consolidate(bucket, bucket.place("out"))
+    assert bucket.files_below("out") == {"notes.txt": b"mine"}
     assert not [seen for seen in bucket.store.proxy.log if "/run" in seen.path]
 
 
@@ -203,14 +170,14 @@ def test_a_place_that_holds_something_is_refused_before_anything_is_read(bucket:
 def test_an_output_is_not_written_into_its_source_nor_around_it(bucket: Bucket, out: str) -> None:
     before = bucket.keys()
     with pytest.raises(RefusedError, match="inside"):
-        consolidate(bucket, place(bucket, out), overwrite=True)
+        consolidate(bucket, bucket.place(out), overwrite=True)
     assert bucket.keys() == before
 
 
-def test_a_whole_bucket_is_not_replaced(bucket: Bucket, checkpoint: Path) -> None:
+def test_a_whole_bucket_is_not_replaced(bucket: Bucket, two_ranks: Path) -> None:
     before = bucket.keys()
     with pytest.raises(RefusedError, match="whole bucket"):
-        ckptkit.consolidate(checkpoint, place(bucket, ""), names="live", overwrite=True)
+        ckptkit.consolidate(two_ranks, bucket.place(""), names="live", overwrite=True)
     assert bucket.keys() == before
 
 
@@ -221,7 +188,7 @@ def test_a_reader_never_sees_the_old_manifest_with_new_files(bucket: Bucket) -> 
     wrong: list[str] = []
 
     def look() -> None:
-        found = files_below(bucket, "out")
+        found = bucket.files_below("out")
         if found.get(MANIFEST) == b"{}" and any(found.get(p) != old[p] for p in old):
             wrong.append("the old manifest stands beside new files")
         if found.get(MANIFEST, b"{}") != b"{}" and found["model.safetensors"] == b"older":
@@ -229,11 +196,11 @@ def test_a_reader_never_sees_the_old_manifest_with_new_files(bucket: Bucket) -> 
 
     watched = Fault(r"(PUT|POST|DELETE) /writing", times=None, before=look)
     bucket.store.proxy.add(watched)
-    consolidate(bucket, place(bucket, "out"), overwrite=True)
+    consolidate(bucket, bucket.place("out"), overwrite=True)
     look()
     assert watched.met > 5
     assert wrong == []
-    assert sorted(files_below(bucket, "out")) == [MANIFEST, "model.safetensors"]
+    assert sorted(bucket.files_below("out")) == [MANIFEST, "model.safetensors"]
 
 
 def test_a_run_whose_uploads_another_run_removes_fails_and_leaves_the_other_alone(
@@ -247,30 +214,30 @@ def test_a_run_whose_uploads_another_run_removes_fails_and_leaves_the_other_alon
 
     def first() -> None:
         try:
-            consolidate(bucket, place(bucket, "out", **APART))
+            consolidate(bucket, bucket.place("out", **APART))
         except OutputError as error:
             failed.append(error)
 
     thread = threading.Thread(target=first)
     thread.start()
     assert _until(lambda: bool(bucket.unfinished_uploads()))
-    consolidate(bucket, place(bucket, "out"))
-    kept = files_below(bucket, "out")
+    consolidate(bucket, bucket.place("out"))
+    kept = bucket.files_below("out")
     assert gate.wait is not None
     gate.wait.set()
     thread.join()
     assert failed
-    assert files_below(bucket, "out") == kept
+    assert bucket.files_below("out") == kept
 
 
 def test_any_other_store_of_fsspec_takes_an_output_too(
-    bucket: Bucket, checkpoint: Path, tmp_path: Path
+    bucket: Bucket, two_ranks: Path, tmp_path: Path
 ) -> None:
     files = fsspec.filesystem("memory")
     for layout in (one for one in get_args(Layout) if one not in FRAMEWORKS_BY_LAYOUT):
-        ckptkit.convert(checkpoint, tmp_path / layout, to=layout, names="live")
+        ckptkit.convert(two_ranks, tmp_path / layout, to=layout, names="live")
         url = f"memory://written/{layout}"
-        ckptkit.convert(place(bucket, "run"), url, to=layout, names="live", workers=3)
+        ckptkit.convert(bucket.place("run"), url, to=layout, names="live", workers=3)
         found = {
             path.removeprefix(f"/written/{layout}/"): files.cat_file(path)
             for path in files.find(f"/written/{layout}")
@@ -280,10 +247,10 @@ def test_any_other_store_of_fsspec_takes_an_output_too(
     files.rm("/written", recursive=True)
 
 
-def test_a_failure_far_from_its_turn_ends_a_stream_too(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_failure_far_from_its_turn_ends_a_stream_too(two_ranks: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     broken.mkdir()
-    for path in checkpoint.iterdir():
+    for path in two_ranks.iterdir():
         data = bytearray(path.read_bytes())
         if path.name == "__0_0.distcp":
             data[3 * MIB] ^= 1  # in what is written first
@@ -348,21 +315,21 @@ def test_what_a_kill_leaves_is_seen_by_nobody_and_removed_by_the_next_run(bucket
     assert [key.rpartition("/")[2].startswith(".ckptkit-") for key in left] == [True]
     assert bucket.unfinished_uploads() == ["out/model.safetensors"]
     foreign = bucket.store.client.create_multipart_upload(Bucket=bucket.name, Key="out/theirs")
-    consolidate(bucket, place(bucket, "out"))
-    assert sorted(files_below(bucket, "out")) == [MANIFEST, "model.safetensors"]
+    consolidate(bucket, bucket.place("out"))
+    assert sorted(bucket.files_below("out")) == [MANIFEST, "model.safetensors"]
     assert bucket.unfinished_uploads() == [foreign["Key"]]
     assert json.loads(bucket.get(f"out/{MANIFEST}"))["kind"] == "model"
 
 
 def test_of_a_source_that_lies_in_two_places_the_store_copies_its_own_part(
-    bucket: Bucket, checkpoint: Path, tmp_path: Path
+    bucket: Bucket, two_ranks: Path, tmp_path: Path
 ) -> None:
-    ckptkit.consolidate(checkpoint, tmp_path / "out", names="live")
+    ckptkit.consolidate(two_ranks, tmp_path / "out", names="live")
     other = tmp_path / "other"
     other.mkdir()
     for name in (".metadata", "__1_0.distcp"):
-        (other / name).write_bytes((checkpoint / name).read_bytes())
+        (other / name).write_bytes((two_ranks / name).read_bytes())
     bucket.delete("run/__1_0.distcp")
-    manifest = consolidate(bucket, place(bucket, "out"), also=[other])
-    assert weights(files_below(bucket, "out")) == weights(local_files(tmp_path / "out"))
+    manifest = consolidate(bucket, bucket.place("out"), also=[other])
+    assert weights(bucket.files_below("out")) == weights(local_files(tmp_path / "out"))
     assert "store-crc32" in {one.proof for one in manifest.tensors.values()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import os
@@ -9,7 +10,6 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import ckptkit
-from ckptkit.conversion.repair import NOT_MENDED, run_repair
+from ckptkit.conversion.verify import NOT_MENDED, run_repair
 from ckptkit.core.errors import CkptkitError, NoSpaceError, OutputError, RefusedError, UsageError
 from ckptkit.storage.local.disk import Disk
 from ckptkit.training import Checkpointer
@@ -168,14 +168,12 @@ def test_no_manifest_is_taken_from_another_step(damage: str, tiers: tuple[Path, 
     assert contents(step) == broken
 
 
-def test_two_copies_that_are_damaged_elsewhere_make_a_whole(tiers: tuple[Path, Path]) -> None:
+def test_two_copies_that_are_damaged_in_other_files_make_a_whole(tiers: tuple[Path, Path]) -> None:
     step, copy = tiers
     truth = contents(step)
-    flip(step / SHARD, 1000)
-    flip(copy / SHARD, len(truth[SHARD]) - 900)
-    assert not is_sound(step)
-    report = ckptkit.verify(step, repair=True, copies=[copy])
-    assert report.ok, report.problems
+    flip(step / SHARD)
+    flip(copy / "optimizer_0/__0_0.distcp")
+    assert ckptkit.verify(step, repair=True, copies=[copy]).mended == (SHARD,)
     assert contents(step) == truth
 
 
@@ -246,40 +244,13 @@ def test_an_index_and_the_data_that_it_describes_are_mended_together(
     assert contents(folder) == contents(output)
 
 
-def test_replicas_in_the_files_of_other_ranks_mend_a_record(tmp_path: Path) -> None:
-    folder = tmp_path / "actor"
-    shutil.copytree(FIXTURES / "verl_hsdp/checkpoint/global_step_2/actor", folder)
-    truth = contents(folder)
-    shards = sorted(folder.glob("model_world_size_*_rank_*.pt"))
-    damaged = []
-    for shard in shards:
-        data = shard.read_bytes()
-        flip(shard, data_of(shard))
-        if is_sound(folder):
-            shard.write_bytes(data)
-        else:
-            damaged.append(shard.name)
-            break
-    assert damaged
-    report = ckptkit.verify(folder, repair=True)
-    assert report.ok, report.problems
-    assert report.mended == tuple(damaged)
-    assert contents(folder) == truth
-
-
-def test_a_record_of_a_stock_checkpoint_is_mended_and_its_structure_is_not(tmp_path: Path) -> None:
+def test_a_checkpoint_without_a_manifest_is_not_mended(tmp_path: Path) -> None:
     source = FIXTURES / "fsdp2_plain" / "checkpoint"
     folder = Path(shutil.copytree(source, tmp_path / "step"))
-    name = "__0_0.distcp"
-    flip(folder / name, data_of(folder / name))
-    assert not is_sound(folder)
-    report = ckptkit.verify(folder, repair=True, copies=[source])
-    assert report.ok, report.problems
-    assert report.mended == (name,)
-    zero_end(folder / name)
+    flip(folder / "__0_0.distcp", data_of(folder / "__0_0.distcp"))
     broken = contents(folder)
     report = ckptkit.verify(folder, repair=True, copies=[source])
-    assert any("no manifest shows" in text for text in refusals(report)), report.problems
+    assert any("without ckptkit.json nothing shows" in text for text in refusals(report))
     assert contents(folder) == broken
 
 
@@ -334,13 +305,6 @@ def test_what_is_sound_is_left_alone(tiers: tuple[Path, Path]) -> None:
     assert {path: path.stat().st_mtime_ns for path in step.rglob("*")} == before
 
 
-class FullDisk(Disk):
-    """A disk without room for another file."""
-
-    def link_file(self, path: Path, name: Path) -> None:  # noqa: ARG002
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(name))
-
-
 def test_a_full_disk_loses_nothing(
     tiers: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -352,16 +316,22 @@ def test_a_full_disk_loses_nothing(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(shutil, "copyfile", refuse)
+    monkeypatch.setattr(Disk, "link_file", refuse)
     with pytest.raises(NoSpaceError):
-        run_repair(step, [copy], disk=FullDisk())
+        run_repair(step, [copy])
     assert contents(step) == broken
     assert names_in(step.parent) == {"checkpoint-2", "checkpoint-4"}
 
 
-def test_a_file_system_without_hard_links_is_mended_too(tiers: tuple[Path, Path]) -> None:
+def test_a_file_system_without_hard_links_is_mended_too(
+    tiers: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     step, copy = tiers
     flip(step / SHARD)
-    assert run_repair(step, [copy], disk=replace(Disk(), hard_links=False)).ok
+    monkeypatch.setattr(
+        "ckptkit.conversion.verify.LOCAL_DISK", dataclasses.replace(Disk(), hard_links=False)
+    )
+    assert run_repair(step, [copy]).ok
     assert contents(step) == contents(copy)
 
 
@@ -398,16 +368,16 @@ def test_a_file_that_changes_meanwhile_is_not_replaced(
 ) -> None:
     step, copy = tiers
     flip(step / SHARD)
-    from ckptkit.conversion import repair
+    from ckptkit.conversion import verify
 
-    make = repair._try_files
+    make = verify._stage
 
     def change(*arguments: Any) -> Any:
         made = make(*arguments)
         flip(step / SHARD, 1001)
         return made
 
-    monkeypatch.setattr(repair, "_try_files", change)
+    monkeypatch.setattr(verify, "_stage", change)
     with pytest.raises(CkptkitError, match="changed while it was mended"):
         ckptkit.verify(step, repair=True, copies=[copy])
     assert not is_sound(step)

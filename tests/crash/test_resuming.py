@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -28,7 +29,6 @@ from ckptkit.engine.checksum_tracker import ChecksumTracker
 from ckptkit.engine.outcome import BytesWritten, Event, Planned, Started, WorkKept
 from ckptkit.options import Layout
 from ckptkit.storage.local.target import LocalTarget
-from ckptkit.storage.local.workdir import read_journal
 
 FLAT = Path(__file__).resolve().parents[2] / "fixtures" / "zero3_float32"
 SIZE = "9MB"
@@ -67,13 +67,13 @@ def hidden(out: Path) -> list[Path]:
     return [path for path in out.parent.iterdir() if path.name.startswith(f".{out.name}.")]
 
 
-def journaled(out: Path) -> list[str]:
+def noted(out: Path) -> list[str]:
     """The files that are finished, as far as the hidden folder tells."""
     return [
-        entry["file"]
+        path
         for folder in hidden(out)
-        for entry in read_journal(folder / "journal")
-        if "file" in entry
+        for note in sorted((folder / "parts").glob("[0-9]/content"))
+        for path in json.loads(note.read_bytes().partition(b" ")[2])["files"]
     ]
 
 
@@ -95,15 +95,12 @@ class Stop(BaseException):
 def interrupted(
     source: Path, out: Path, *, files: int, error: BaseException, **options: Any
 ) -> Events:
-    """Runs until so many files are finished, and then fails; each is a task of over 8 MB."""
+    """Runs until so many files are finished, and then fails in the next one."""
     events: Events = []
 
     def listen(event: Event) -> None:
         events.append(event)
-        if sum(e.size_bytes for e in events if isinstance(e, BytesWritten)) >= files * 8_000_000:
-            end = time.monotonic() + 60
-            while len(journaled(out)) < files and time.monotonic() < end:
-                time.sleep(0.01)  # it is another thread that writes it down
+        if isinstance(event, BytesWritten) and len(noted(out)) >= files:
             raise error
 
     given = {"to": "hf", "max_shard_size": SIZE, "resume": True, "workers": 1, **options}
@@ -120,7 +117,7 @@ def killed(source: Path, out: Path, wait_for: Callable[..., None], files: int, *
     ]
     with subprocess.Popen(command, env=os.environ) as process:
         try:
-            wait_for(lambda: len(journaled(out)) >= files, seconds=60)
+            wait_for(lambda: len(noted(out)) >= files, seconds=60)
         finally:
             process.send_signal(signal.SIGKILL)
     assert process.returncode == -signal.SIGKILL
@@ -137,7 +134,7 @@ def test_a_killed_run_is_gone_on_with_where_its_finished_files_are_proven(
 ) -> None:
     out = tmp_path / "out"
     killed(source, out, wait_for, files, *options)
-    kept = journaled(out)
+    kept = noted(out)
     before = {path: (hidden(out)[0] / "files" / path).stat() for path in kept}
     events = resumed(source, out)
     assert content(out) == whole["hf"]
@@ -178,20 +175,20 @@ def test_a_run_that_is_interrupted_again_and_again_gets_done(
     for files in (1, 2, 3):
         events = interrupted(source, out, files=files, error=Stop())
         assert events[-1] == WorkKept(str(hidden(out)[0].resolve()))
-    assert len(journaled(out)) >= 3
+    assert len(noted(out)) >= 3
     resumed(source, out)
     assert content(out) == whole["hf"]
 
 
-@pytest.mark.parametrize("flips", ["finished", "journal", "torn"])
+@pytest.mark.parametrize("flips", ["finished", "note", "torn"])
 def test_a_finished_file_that_was_changed_meanwhile_is_written_again(
     source: Path, tmp_path: Path, whole: dict[str, dict[str, bytes]], flips: str
 ) -> None:
     out = tmp_path / "out"
     interrupted(source, out, files=2, error=Stop())
     folder = hidden(out)[0]
-    first, *others = journaled(out)
-    path = folder / ("files/" + first if flips == "finished" else "journal")
+    first, *others = noted(out)
+    path = folder / ("files/" + first if flips == "finished" else "parts/1/content")
     data = bytearray(path.read_bytes())
     if flips == "torn":
         del data[-20:]
@@ -213,7 +210,7 @@ def test_every_byte_of_a_finished_archive_is_proven(
     """Headers, elements, and the checksums at the end of an archive."""
     out = tmp_path / "out"
     interrupted(source, out, files=1, error=Stop(), to="dcp")
-    path = hidden(out)[0] / "files" / journaled(out)[0]
+    path = hidden(out)[0] / "files" / noted(out)[0]
     data = bytearray(path.read_bytes())
     data[at] ^= 1
     path.write_bytes(bytes(data))
@@ -256,7 +253,7 @@ def test_damage_in_what_kept_files_were_made_of_is_found_though_nothing_else_rea
         patch.setattr(ChecksumTracker, "finish", stop)
         with pytest.raises(Stop):
             resumed(copy, out, **options)
-    assert journaled(out)
+    assert noted(out)
     with pytest.raises(ChecksumError):
         resumed(copy, out, **options)
     assert not out.exists()
@@ -274,7 +271,7 @@ def test_a_full_disk_can_be_gone_on_with(
         patch.setattr(LocalTarget, "free_bytes", lambda _: 0)
         with pytest.raises(NoSpaceError):
             resumed(source, out)
-    assert len(journaled(out)) >= 2
+    assert len(noted(out)) >= 2
     resumed(source, out)
     assert content(out) == whole["hf"]
 
@@ -348,7 +345,7 @@ def test_of_three_runs_at_once_one_wins_and_the_others_leave_nothing(
     end = time.monotonic() + 60
     while len(hidden(out)) < 3 and time.monotonic() < end:
         time.sleep(0.01)
-    while not journaled(out) and time.monotonic() < end:
+    while not noted(out) and time.monotonic() < end:
         time.sleep(0.01)
     if dies:
         runs[0].kill()

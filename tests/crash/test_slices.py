@@ -11,17 +11,17 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import safetensors.numpy
+from msgspec.structs import replace
 
 import ckptkit
 from ckptkit.adapters.merge.merge_adapters import AdapterChoice, prepare_merge, run_merge
-from ckptkit.conversion import distribute
+from ckptkit.conversion import job as jobs
 from ckptkit.conversion.job import JobResult, run_job
 from ckptkit.conversion.prepare import ConversionJob
 from ckptkit.conversion.write import PlannedOutput, write_output
@@ -121,10 +121,10 @@ def test_sources_of_every_kind_can_be_sliced(case: str, tmp_path: Path) -> None:
     assert content(tmp_path / "out") == content(tmp_path / "whole")
 
 
-def write_slice(job: distribute.OutputJob, out: PathLike, share: Share) -> None:
+def write_slice(job: Any, out: PathLike, share: Share) -> None:
     """Writes a slice of what is not a conversion."""
     with (
-        distribute.Slice(out, share, ignore, overwrite=False) as strategy,
+        jobs.Slice(out, share, ignore, overwrite=False) as strategy,
         job.plan_output() as planned,
     ):
         write_output(planned, strategy, ignore)
@@ -209,13 +209,13 @@ def test_a_slice_whose_part_was_removed_does_not_take_an_earlier_output_for_its_
     ckptkit.consolidate(source, out)
     request = ConsolidateRequest(dtype="bfloat16")
     job = ConversionJob(source, out, request, resources=ONE, overwrite=True)
-    execute = distribute.Slice.execute
+    execute = jobs.Slice.execute
 
-    def execute_and_abandon(strategy: distribute.Slice) -> None:
+    def execute_and_abandon(strategy: jobs.Slice) -> None:
         execute(strategy)
         strategy._open_target.abandon()
 
-    monkeypatch.setattr(distribute.Slice, "execute", execute_and_abandon)
+    monkeypatch.setattr(jobs.Slice, "execute", execute_and_abandon)
     with pytest.raises(OutputError, match="was removed by another process"):
         run_slice(job, 0, 2)
     assert not leftovers(out)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import dataclasses
 import fcntl
 import importlib
 import json
@@ -16,12 +17,12 @@ import termios
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 import ckptkit
 from ckptkit.core.errors import (
@@ -41,14 +42,13 @@ from ckptkit.training.tiers.save import TieredBackend
 from ckptkit.writer.commit import commit
 from ckptkit.writer.drain import Drainer
 from ckptkit.writer.messages import ByteCounter, Drain, RecordProof
-from ckptkit.writer.persist import Persister
 
 troubles: Any = importlib.import_module("troubles")  # put there by conftest.py
 writing: Any = importlib.import_module("writing")
 NATIVE = Disk()
 SECONDS = 30.0
 EVERY_PLATFORM = pytest.mark.parametrize(
-    "disk", [NATIVE, replace(NATIVE, direct_io=False), Disk.portable()]
+    "disk", [NATIVE, dataclasses.replace(NATIVE, direct_io=False), Disk.portable()]
 )
 
 
@@ -68,7 +68,7 @@ def processes(checkpointer: Checkpointer) -> tuple[WriterProcess, WriterProcess]
     """Returns what commits on the node, and what drains."""
     backend = checkpointer._backend
     assert isinstance(backend, TieredBackend)
-    return backend._keeper, backend._drain_queue._process
+    return backend._node_committer, backend._drain_queue._process
 
 
 def stop(process: WriterProcess) -> int:
@@ -405,10 +405,7 @@ def kept_on_nodes(folder: Path, attempts: tuple[str, str]) -> tuple[list[Any], l
     proofs = []
     for rank, save in enumerate(saves):
         memory, request = save.persist(rank, writing.usual_units(rank, 2))
-        persister = Persister(NATIVE)
-        size_bytes = memory.share().size_bytes
-        persister.attach(memory.descriptor, size_bytes)
-        proof = persister.persist(request, ByteCounter()).proof
+        proof = writing.persist(memory, request).proof
         assert proof is not None
         proofs.append(proof)
         whole = save.commit([proof], node_ranks=(rank,))

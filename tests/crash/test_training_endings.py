@@ -30,7 +30,11 @@ from ckptkit.core.errors import (
     WriterError,
 )
 from ckptkit.training import Checkpointer
-from ckptkit.training.save.attempts import SaveAttempt, StepCommitter
+from ckptkit.training.agree.barrier import SaveBarrier
+from ckptkit.training.agree.key_values import LocalKeyValueStore
+from ckptkit.training.agree.peers import Peers
+from ckptkit.training.handle import SaveHandle
+from ckptkit.training.save.saver import Save, SaveCommitter
 from ckptkit.training.save.writer_process import WriterProcess
 from ckptkit.writer.messages import StepCommitted
 from tests.ranks import RunRanks
@@ -186,11 +190,11 @@ def test_a_new_dict_is_saved_without_looking_at_everything_anew(run: Path) -> No
         saver.save(1, {"model": many, "extra": {"epoch": 1}}).result(SECONDS)
         bound = saver._binding._bound
         assert bound is not None
-        beside = saver._session._descriptions.folder
+        beside = saver._session._sidecars.folder
         saver.save(2, {"model": many, "extra": {"epoch": 2}}).result(SECONDS)
         assert saver._binding._bound is not None
         assert saver._binding._bound._walks is bound._walks
-        assert saver._session._descriptions.folder == beside
+        assert saver._session._sidecars.folder == beside
         many.append(second)
         path = saver.save(3, {"model": many, "extra": {"epoch": 3}}).result(SECONDS)
         extra = {"epoch": 0}
@@ -245,7 +249,7 @@ def test_an_interrupted_save_fails_and_the_next_one_works(
 
     with Checkpointer(run) as saver:
         with monkeypatch.context() as patch:
-            patch.setattr(saver._slots[0], "_stage", interrupt)
+            patch.setattr(saver._slots[0], "stage", interrupt)
             with pytest.raises(Interrupted):
                 saver.save(1, state)
         error = saver._handles[-1].exception(SECONDS)
@@ -304,7 +308,7 @@ def test_a_board_that_fails_when_skipping_is_asked_about_fails_the_save(
     state = {"model": nn.Linear(2, 2)}
     with Checkpointer(run, in_flight="skip") as saver:
         with monkeypatch.context() as patch:
-            patch.setattr(saver._session, "goes", fail)
+            patch.setattr(saver._session, "takes_place", fail)
             assert "the store failed" in str(saver.save(1, state).exception(SECONDS))
         saver.save(2, state).result(SECONDS)
 
@@ -314,13 +318,13 @@ def test_a_save_that_is_complete_has_not_failed_though_the_others_cannot_be_told
 ) -> None:
     with Checkpointer(run) as saver:
         barrier: Any = vars(saver._backend)["_barrier"]
-        agree = barrier.agree
+        agree = barrier.agree_on
 
         def fail(*arguments: Any, **options: Any) -> None:
             agree(*arguments, **options)
             raise PeerError("the store failed")
 
-        monkeypatch.setattr(barrier, "agree", fail)
+        monkeypatch.setattr(barrier, "agree_on", fail)
         report = saver.save(1, {"model": nn.Linear(2, 2)}).report(SECONDS)
     assert report.total_bytes > 1000
     assert ckptkit.verify(report.path).ok
@@ -341,18 +345,22 @@ class _Process:
 
 def test_what_failed_saves_left_is_removed_when_nobody_waits_and_not_for_ever() -> None:
     process: Any = _Process()
-    committer = StepCommitter(process, lambda *_: (), timeout_seconds=1)
-    attempts = [
-        SaveAttempt(n, f"a-{n}", n, Path(), Path(), {"source": {"metrics": {}}}) for n in range(3)
+    barrier = SaveBarrier(Peers(0, 1, LocalKeyValueStore(), "nonce"))
+    committer = SaveCommitter(
+        barrier, process, retire=lambda *_: (), timeout_seconds=1, listener=None
+    )
+    saves = [
+        Save(n, f"a-{n}", n, Path(), Path(), {"source": {"metrics": {}}}, SaveHandle(n))
+        for n in range(2)
     ]
     failure = {"error": SaveError("no").to_json()}
-    assert "error" in committer.commit(attempts[0], [failure])
+    assert "error" in committer._commit(saves[0], [failure])
     assert process.asked == []
-    committer.clear()
+    committer._remove_failed()
     proof = {"proof": {"rank": 0, "path": "x", "size_bytes": 1, "crc32": 0}}
-    assert "committed" in committer.commit(attempts[1], [proof])
+    assert "committed" in committer._commit(saves[1], [proof])
     for _ in range(5):
-        committer.clear()
+        committer._remove_failed()
     discard = ("Discard", "a-0")
     assert process.asked == [discard, ("Commit", "a-1"), discard, discard]
 
@@ -416,7 +424,7 @@ def test_a_forked_child_neither_delays_close_nor_keeps_writers_alive(run: Path) 
         saver.close()
         os._exit(0 if is_clean else 1)
     assert os.waitpid(child, 0)[1] == 0
-    assert saver._session._descriptions.folder.is_dir()
+    assert saver._session._sidecars.folder.is_dir()
     saver.save(2, {"model": nn.Linear(2, 2)}).result(SECONDS)
     began = time.monotonic()
     saver.close()
@@ -473,7 +481,7 @@ def test_what_lies_beside_the_shards_goes_to_a_new_folder_when_it_changes(
             note.write_text(str(step // 2))
             path = saver.save(step, {"model": nn.Linear(2, 2)}).result(SECONDS)
             assert (path / "ckptkit/note.txt").read_text() == str(step // 2)
-            folders.append(saver._session._descriptions.folder)
+            folders.append(saver._session._sidecars.folder)
         assert folders[1] == folders[2] != folders[0]
         assert not folders[0].exists()
         assert folders[2].is_dir()

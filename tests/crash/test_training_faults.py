@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import fcntl
 import importlib
@@ -15,7 +16,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from ckptkit.core.errors import (
 from ckptkit.storage.local.disk import Disk, OpenFile
 from ckptkit.training import Checkpointer, checkpointer
 from ckptkit.training.resume import resume as resuming
-from ckptkit.training.save import slot as save_slot
+from ckptkit.training.save import saver as saves
 from ckptkit.training.save.shared_memory import MemoryPlaces, SharedBuffer
 from ckptkit.writer import persist as images
 from ckptkit.writer.messages import ByteCounter, Image
@@ -226,7 +226,7 @@ def test_a_folder_in_memory_that_is_too_small(
 ) -> None:
     small = mount("shm", "-t", "tmpfs", "-o", "size=64k")
     places = MemoryPlaces(anonymous=False, memory_folder=small)
-    monkeypatch.setattr(save_slot, "SharedBuffer", partial(SharedBuffer, places))
+    monkeypatch.setattr(saves, "SharedBuffer", partial(SharedBuffer, places))
     with Checkpointer(run) as saver:
         state = fresh()
         if prepared:
@@ -245,7 +245,7 @@ def test_memory_that_is_not_there(
 ) -> None:
     small = mount("shm", "-t", "tmpfs", "-o", "size=2m")
     places = MemoryPlaces(anonymous=False, memory_folder=small, disk_folder=small)
-    monkeypatch.setattr(save_slot, "SharedBuffer", partial(SharedBuffer, places))
+    monkeypatch.setattr(saves, "SharedBuffer", partial(SharedBuffer, places))
     state = fresh(1, 10_000)
     troubles.train(state)
     with Checkpointer(run) as saver:
@@ -288,7 +288,7 @@ def test_large_files_in_the_page_cache_are_made_durable_on_the_way(
     tally, seen = ByteCounter(), []
     monkeypatch.setattr(OpenFile, "sync", lambda _: seen.append(tally.done_bytes))
     image = Image("x", 0, 20_480, ())
-    with images.ImageWriter(replace(Disk(), direct_io=False), tally) as writer:
+    with images.ImageWriter(dataclasses.replace(Disk(), direct_io=False), tally) as writer:
         writer.write(tmp_path / "x", image, memoryview(bytearray(image.size_bytes)))
     assert seen == [4096, 12_288, 20_480]  # before the last write is counted, and at the end
 

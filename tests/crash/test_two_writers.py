@@ -26,11 +26,11 @@ from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.engine.outcome import BytesWritten, Event, Planned, Started
 from ckptkit.options import ConsolidateRequest
 from ckptkit.plan.plan import Share
-from ckptkit.storage import output_claim
-from ckptkit.storage.output_claim import CLAIM_NAME
 from ckptkit.storage.places import Place
-from ckptkit.storage.remote import s3_object
-from tests.crash.forked_commands import ForkedCommands, running_forks
+from ckptkit.storage.remote import s3
+from ckptkit.storage.remote import store as store_module
+from ckptkit.storage.remote.store import CLAIM_NAME
+from tests.crash.forked_commands import ForkedCommands
 from tests.faulty_proxy import Fault, Proxy
 from tests.object_store import KEY, SECRET, Bucket, ObjectStore
 
@@ -50,18 +50,12 @@ def bucket(object_store: ObjectStore) -> Bucket:
     return bucket
 
 
-@pytest.fixture(scope="module")
-def forks() -> Iterator[ForkedCommands]:
-    with running_forks() as forks:
-        yield forks
-
-
 @pytest.fixture(autouse=True)
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights go in parts, as large ones do, and a claim of another run is waited for briefly."""
-    monkeypatch.setattr(s3_object, "SMALL_BYTES", 2048)
-    monkeypatch.setattr(output_claim, "_WAIT_SECONDS", 0.2)
-    monkeypatch.setattr(output_claim, "_POLL_SECONDS", 0.05)
+    monkeypatch.setattr(s3, "SMALL_BYTES", 2048)
+    monkeypatch.setattr(store_module, "_WAIT_SECONDS", 0.2)
+    monkeypatch.setattr(store_module, "_POLL_SECONDS", 0.05)
 
 
 @pytest.fixture

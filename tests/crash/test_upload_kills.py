@@ -13,7 +13,8 @@ import pytest
 from ckptkit.core.errors import CkptkitError, OutputError, SaveError
 from ckptkit.core.manifest import MANIFEST_NAME, parse_manifest
 from ckptkit.storage.local.disk import Disk
-from ckptkit.storage.remote.errors import RetryPolicy
+from ckptkit.storage.remote.errors import RetryPolicy, as_upload_error
+from ckptkit.storage.remote.store import ObjectInfo
 from ckptkit.training.save.writer_process import WriterProcess
 from ckptkit.training.tiers.url_run import UploadProcess
 from ckptkit.writer.messages import (
@@ -29,9 +30,8 @@ from ckptkit.writer.messages import (
     Written,
 )
 from ckptkit.writer.persist import Persister
-from ckptkit.writer.upload import step_objects as places
-from ckptkit.writer.upload.run_store import Entry, ObjectSender, Store, as_failure
-from ckptkit.writer.upload.step_objects import UploadedFiles, finish
+from ckptkit.writer.upload import run_store as places
+from ckptkit.writer.upload.run_store import RunStore, UploadedFiles, finish, send_file
 from ckptkit.writer.upload.uploader import Uploader
 
 writing: Any = importlib.import_module("writing")  # put there by conftest.py
@@ -66,7 +66,7 @@ class Step:
             proofs.append(proof)
         return cls(saves, proofs)
 
-    def upload(self, store: Store, **further: Any) -> None:
+    def upload(self, store: RunStore, **further: Any) -> None:
         """Does what the processes of two ranks do."""
         name, remote = self.saves[0].final.name, Remote(store.location)
         for rank, save in enumerate(self.saves):
@@ -92,14 +92,14 @@ class Step:
 
 
 def _fields(made: FinishUpload) -> dict[str, Any]:
-    return {name: getattr(made, name) for name in made.__slots__}
+    return {name: getattr(made, name) for name in made.__struct_fields__}
 
 
-def opened(name: str) -> Store:
-    return Store(Remote(f"memory://{name}"), RetryPolicy(attempts=2, first_wait_seconds=0.0))
+def opened(name: str) -> RunStore:
+    return RunStore(Remote(f"memory://{name}"), RetryPolicy(attempts=2, first_wait_seconds=0.0))
 
 
-def killed_before(store: Store, number: int) -> None:
+def killed_before(store: RunStore, number: int) -> None:
     """Has the process end before one of its requests that change something."""
     left = iter(range(number, -1, -1))
 
@@ -115,7 +115,7 @@ def killed_before(store: Store, number: int) -> None:
         setattr(store.filesystem, name, counted(getattr(store.filesystem, name)))
 
 
-def whole_steps(store: Store) -> Iterator[str]:
+def whole_steps(store: RunStore) -> Iterator[str]:
     """Yields the steps that look whole, and sees that they are."""
     entries = store.entries()
     for path in [path for path in entries if path.endswith(f"/{MANIFEST_NAME}")]:
@@ -184,20 +184,19 @@ def test_what_is_left_of_a_save_is_known_by_its_mark_and_nothing_else_is_removed
 
 
 def test_a_file_that_is_cut_short_while_it_is_sent_is_no_object(tmp_path: Path) -> None:
-    class Short:
-        def read_bytes(self, start: int, count: int) -> bytes:
-            return b"x" * (count if start == 0 else count - 1)
+    def read(start: int, count: int) -> bytes:
+        return b"x" * (count if start == 0 else count - 1)
 
     store = opened("short")
     with pytest.raises(CkptkitError, match="cut short"):
-        ObjectSender(store, ByteCounter()).send(Short(), 20 << 20, "file")
+        send_file(store, ByteCounter(), read, 20 << 20, "file")
     assert store.entries() == {}
     (tmp_path / ".ranks").mkdir()
     ledger = UploadedFiles.of(tmp_path, ".ranks/0.json")
-    ledger.add("s3://b/one", Entry(1, "e"))
+    ledger.add("s3://b/one", ObjectInfo(1, "e"))
     with ledger.path.open("a") as file:
         file.write('["s3://b/two", 2')  # as a kill leaves it
-    assert UploadedFiles.of(tmp_path, ".ranks/1.json").entries == {"s3://b/one": Entry(1, "e")}
+    assert UploadedFiles.of(tmp_path, ".ranks/1.json").identities == {"s3://b/one": "e"}
 
 
 def test_requests_to_drain_and_commit_become_uploads_that_clear_up(
@@ -242,7 +241,8 @@ def test_requests_to_drain_and_commit_become_uploads_that_clear_up(
 def test_what_a_client_raises_is_told_without_secrets(
     raised: Exception, kind: type[CkptkitError], text: str
 ) -> None:
-    error = as_failure(raised, "s3://bucket/run", {"client_kwargs": {"key": "hidden-key"}})
+    options = {"client_kwargs": {"key": "hidden-key"}}
+    error = as_upload_error(raised, where="s3://bucket/run", options=options)
     assert type(error) is kind
     assert text in error.message
     assert error.hint

@@ -30,7 +30,7 @@ from ckptkit.storage.places import Place
 from ckptkit.training import Checkpointer
 from ckptkit.training.tiers.save import TieredBackend
 from ckptkit.writer.messages import ByteCounter, Remote
-from ckptkit.writer.upload.run_store import ObjectSender, Store
+from ckptkit.writer.upload.run_store import RunStore, send_file
 from tests.object_store import KEY, SECRET, Bucket, Fault, ObjectStore
 
 troubles: Any = importlib.import_module("troubles")  # put there by conftest.py
@@ -269,12 +269,11 @@ def test_few_parts_are_in_memory_however_large_a_file_is(bucket: Bucket) -> None
     held: Counter[str] = Counter()
     lock, parts = threading.Lock(), 10
 
-    class Counted:
-        def read_bytes(self, start: int, count: int) -> bytes:
-            with lock:
-                held["read"] += 1
-                held["most"] = max(held["most"], held["read"] - held["sent"])
-            return bytes([start // PART_BYTES]) * count
+    def read(start: int, count: int) -> bytes:
+        with lock:
+            held["read"] += 1
+            held["most"] = max(held["most"], held["read"] - held["sent"])
+        return bytes([start // PART_BYTES]) * count
 
     class Counting(ByteCounter):
         def __setattr__(self, name: str, value: int) -> None:
@@ -283,8 +282,8 @@ def test_few_parts_are_in_memory_however_large_a_file_is(bucket: Bucket) -> None
                 held["sent"] = value // PART_BYTES
 
     direct = bucket.store.direct_options
-    sender = ObjectSender(Store(Remote(f"{bucket.url}/large", direct)), Counting())
-    sender.send(Counted(), parts * PART_BYTES, "file")
+    store = RunStore(Remote(f"{bucket.url}/large", direct))
+    send_file(store, Counting(), read, parts * PART_BYTES, "file")
     assert held["read"] == held["sent"] == parts
     assert held["most"] <= 6
     data = bucket.get("large/file")

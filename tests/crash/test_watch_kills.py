@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from tests.hub_models import add_step
 from tests.hub_server import TOKEN, HubServer
 
 SCRIPT = Path(__file__).with_name("command_host.py")
@@ -99,17 +99,6 @@ def lives(hub: HubServer, folder: Path) -> Iterator[Lives]:
         process.stdin.close()
 
 
-def add_step(run: Path, step: int) -> None:
-    """Puts a whole step into a run, as a save does: at once."""
-    draft = run / f".draft-{step}"
-    shutil.copytree(STEP, draft)
-    manifest = json.loads((draft / "ckptkit.json").read_text())
-    manifest["source"] |= {"step": step, "save_number": step}
-    manifest.pop("checksum", None)
-    (draft / "ckptkit.json").write_text(json.dumps(manifest))
-    draft.rename(run / f"checkpoint-{step}")
-
-
 def pushed(hub: HubServer) -> Counter[int]:
     """How many commits there are of each step."""
     if not hub.has(REPO):
@@ -130,7 +119,7 @@ def test_kills_at_every_request_and_write_leave_one_commit_and_one_tag_per_step(
         for point in points:
             if pushed(hub)[steps] or steps == 0:  # a step stays until a kill has let it through
                 steps += 1
-                add_step(run, steps)
+                add_step(run, steps, STEP)
             status = watch.run(**point)
             assert status in {0, -signal.SIGKILL}, watch.log.read_text()
             kills += status != 0

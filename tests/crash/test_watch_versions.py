@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 import ckptkit
 from ckptkit.core.manifest import MANIFEST_NAME, TRAINING, FileRecord, Manifest
 from tests.command_line import run_command
-from tests.crash.forked_commands import ForkedCommands, running_forks
+from tests.crash.forked_commands import ForkedCommands
 from tests.object_store import Bucket, Fault, ObjectStore
 from tests.sampled import sampled
 from tests.sharded import write_sharded
@@ -264,12 +264,6 @@ def test_options_that_exclude_each_other_are_refused(
     done = run_command("watch", run, "--once", *options)
     assert done.returncode == 2
     assert text in done.stderr
-
-
-@pytest.fixture(scope="module")
-def forks() -> Iterator[ForkedCommands]:
-    with running_forks() as forks:
-        yield forks
 
 
 def pull(bucket: Bucket, tmp_path: Path) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import errno
 import importlib
 import json
@@ -13,13 +14,13 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from msgspec.structs import replace
 
 import ckptkit
 from ckptkit.core.errors import (
@@ -39,7 +40,6 @@ from ckptkit.writer.messages import (
     ByteCounter,
     Commit,
     Discard,
-    Persist,
     RecordProof,
     StepCommitted,
     Written,
@@ -49,13 +49,7 @@ from ckptkit.writer.persist import STRIDE_BYTES, Persister
 writing: Any = importlib.import_module("writing")  # put there by conftest.py
 NATIVE = Disk()
 KEY = ("model", "a.weight")
-
-
-def persist(memory: Any, request: Persist, disk: Disk = NATIVE) -> Written:
-    persister = Persister(disk)
-    buffer = memory.share()
-    persister.attach(memory.descriptor, buffer.size_bytes)
-    return persister.persist(request, ByteCounter())
+persist = writing.persist
 
 
 def persist_all(save: Any, **further: Any) -> list[RecordProof]:
@@ -164,7 +158,7 @@ def test_waves_of_one_attempt_end_in_one_record(tmp_path: Path) -> None:
 def test_a_step_saved_again_is_replaced_and_retired_steps_go(tmp_path: Path) -> None:
     older = writing.Save(tmp_path, step=400)
     committed(older.commit(persist_all(older)))
-    for number, disk in enumerate((NATIVE, NATIVE, replace(NATIVE, exchange=False))):
+    for number, disk in enumerate((NATIVE, NATIVE, dataclasses.replace(NATIVE, exchange=False))):
         save = writing.Save(tmp_path, f"a-{number}")
         gone = (str(older.final), str(save.final), str(tmp_path / "checkpoint-7"))
         answer = commit(save.commit(persist_all(save), remove=gone), disk, ByteCounter())
@@ -218,7 +212,7 @@ def test_nothing_of_another_tool_is_replaced(save: Any) -> None:
 def test_direct_io_that_is_refused_is_told_and_replaced(tmp_path: Path) -> None:
     save = writing.Save(tmp_path)
     memory, request = save.persist(0, writing.usual_units(0, 1))
-    answer = persist(memory, request, replace(NATIVE, direct_io=False))
+    answer = persist(memory, request, dataclasses.replace(NATIVE, direct_io=False))
     assert "direct I/O was refused" in answer.notes[0]
     committed(save.commit([answer.proof]))
     assert ckptkit.verify(save.final).ok

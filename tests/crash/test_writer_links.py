@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import importlib
 import json
 import os
 import shutil
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from msgspec.structs import replace
 from torch import nn
 
 import ckptkit
@@ -23,25 +24,18 @@ from ckptkit.core.crc import crc32
 from ckptkit.core.errors import SaveError, UnsafePathError, WriterError
 from ckptkit.storage.local.disk import Disk
 from ckptkit.training import Checkpointer
-from ckptkit.training.save import slot as save_slot
+from ckptkit.training.save import saver as saves
 from ckptkit.training.save.writer_process import WriterTimeouts
 from ckptkit.writer.commit import commit
 from ckptkit.writer.messages import ByteCounter, Link, Persist, Written
-from ckptkit.writer.persist import Persister
 from ckptkit.writer.process import writer_command
 
 writing: Any = importlib.import_module("writing")  # put there by conftest.py
 NATIVE = Disk()
+persist = writing.persist
 ROOT = Path(__file__).resolve().parents[2]
 ALONE = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 FILE = f"{writing.MODEL}/__0_0.distcp"
-
-
-def persist(memory: Any, request: Persist, disk: Any = NATIVE) -> Written:
-    persister = Persister(disk)
-    buffer = memory.share()
-    persister.attach(memory.descriptor, buffer.size_bytes)
-    return persister.persist(request, ByteCounter())
 
 
 def keeping(run: Path, disk: Any = NATIVE) -> tuple[Link, Written]:
@@ -114,7 +108,7 @@ def test_a_link_that_is_refused_costs_no_save(number: int, tmp_path: Path) -> No
 
 
 def test_without_hard_links_on_the_platform_nothing_is_kept(tmp_path: Path) -> None:
-    link, answer = keeping(tmp_path, replace(NATIVE, hard_links=False))
+    link, answer = keeping(tmp_path, dataclasses.replace(NATIVE, hard_links=False))
     assert not answer.kept
     assert not Path(link.kept).exists()
 
@@ -144,12 +138,12 @@ import os, signal, sys
 sys.path.append({root!r})
 from ckptkit.writer import process as main
 from ckptkit.writer import persist
-def take(self, links, call=persist.Links.take):
-    call(self, links)
+def take(links, *arguments, call=persist.link_kept):
+    call(links, *arguments)
     if links and os.path.exists({file!r}):
         os.unlink({file!r})
         os.kill(os.getpid(), signal.SIGKILL)
-persist.Links.take = take
+persist.link_kept = take
 main.main()
 """
 
@@ -169,7 +163,7 @@ def test_a_writer_that_is_killed_between_link_and_record_costs_that_save_only(
     model[0].requires_grad_(False)
     run, state = tmp_path / "run", {"model": model}
     with (
-        mock.patch.object(save_slot, "WriterTimeouts", partial(WriterTimeouts, command=command)),
+        mock.patch.object(saves, "WriterTimeouts", partial(WriterTimeouts, command=command)),
         Checkpointer(run) as saver,
     ):
         reports = [saver.save(step, state).report(60) for step in (1, 2)]

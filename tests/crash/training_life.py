@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 import ckptkit
 from ckptkit.training import Checkpointer, run_folders, session
 from ckptkit.training.handle import SaveHandle
-from ckptkit.training.save import slot as save_slot
+from ckptkit.training.save import saver as saves
 from ckptkit.training.save.writer_process import WriterTimeouts
 from ckptkit.training.tiers import save as tiered_saves
 from ckptkit.writer.process import writer_command
@@ -119,7 +119,7 @@ def doomed(
         return partial(WriterTimeouts, command=writer_command if doom is None else doom.command)
 
     with (
-        mock.patch.object(save_slot, "WriterTimeouts", timeouts(writer)),
+        mock.patch.object(saves, "WriterTimeouts", timeouts(writer)),
         mock.patch.object(session, "WriterTimeouts", timeouts(committer)),
         mock.patch.object(tiered_saves, "WriterTimeouts", timeouts(keeper)),
         mock.patch.object(run_folders, "writer_command", drain_command),

@@ -22,7 +22,7 @@ from torch import nn
 from ckptkit.core.errors import CkptkitError
 from ckptkit.training import Checkpointer, session
 from ckptkit.training.handle import SaveHandle
-from ckptkit.training.save import slot as save_slot
+from ckptkit.training.save import saver as saves
 from ckptkit.training.save.writer_process import WriterTimeouts
 from ckptkit.writer.process import writer_command
 
@@ -107,7 +107,7 @@ class Trouble:
 
         timeouts = partial(WriterTimeouts, command=command)
         with (
-            mock.patch.object(save_slot, "WriterTimeouts", timeouts),
+            mock.patch.object(saves, "WriterTimeouts", timeouts),
             mock.patch.object(session, "WriterTimeouts", timeouts),
         ):
             yield

@@ -18,9 +18,11 @@ from ckptkit.core.index import Fqn
 from ckptkit.core.manifest import Manifest
 from ckptkit.plan.layouts.torch import build_tensor_archive
 from ckptkit.plan.plan import Copy, Literal, Product, TensorSpec, Trailer
+from ckptkit.storage.local.disk import LOCAL_DISK, Disk
 from ckptkit.writer.messages import (
     ArchiveData,
     Buffer,
+    ByteCounter,
     Channel,
     Commit,
     Failed,
@@ -33,6 +35,7 @@ from ckptkit.writer.messages import (
     WriteProgress,
     Written,
 )
+from ckptkit.writer.persist import Persister
 from ckptkit.writer.process import writer_command
 
 PAGE = 4096
@@ -246,6 +249,14 @@ def usual_units(rank: int, ranks: int, *, salt: int = 0) -> dict[str, list[Part]
         ],
         OPTIMIZER: [rows_of(("optimizer", "state", "a.weight", "exp_avg"), rank, ranks, salt=salt)],
     }
+
+
+def persist(memory: Memory, request: Persist, disk: Disk = LOCAL_DISK) -> Written:
+    """Has a request served in this process."""
+    persister = Persister(disk)
+    size_bytes = memory.share().size_bytes
+    persister.attach(memory.descriptor, size_bytes)
+    return persister.persist(request, ByteCounter())
 
 
 def save_whole(save: Save, writer: Writer, *, salt: int = 0, **further: Any) -> StepCommitted:

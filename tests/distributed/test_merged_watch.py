@@ -15,8 +15,7 @@ from safetensors.torch import load_file
 import ckptkit
 from ckptkit_cli.main import main
 from tests.hub_models import running_hub
-from tests.hub_repos import git_blob_id
-from tests.hub_server import TOKEN, HubServer
+from tests.hub_server import TOKEN, HubServer, git_blob_id
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 HERE = Path(__file__).parent

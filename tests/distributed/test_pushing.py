@@ -10,13 +10,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.hub_models import running_hub
 from tests.hub_server import TOKEN, HubServer
 from tests.ranks import SETTINGS
 
@@ -27,18 +26,6 @@ STEPS = ["Step 2", "Step 4"]
 LIMIT_SECONDS = 240.0
 SOON_SECONDS = 5.0
 FOR_EVER = 100_000
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[HubServer]:
-    with running_hub(xet=False) as hub:
-        yield hub
-
-
-@pytest.fixture
-def hub(server: HubServer) -> HubServer:
-    server.clear()
-    return server
 
 
 class Ranks:

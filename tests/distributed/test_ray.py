@@ -16,7 +16,7 @@ import pytest
 import safetensors.numpy
 
 import ckptkit
-from ckptkit.conversion import distribute
+from ckptkit.conversion import job as jobs
 from ckptkit.conversion.prepare import ConversionJob
 from ckptkit.conversion.write import PlannedOutput
 from ckptkit.core.errors import EngineError, RefusedError
@@ -164,10 +164,10 @@ def test_what_one_process_put_there_while_the_nodes_wrote_is_not_replaced(told: 
 
 def station_of(
     source: PathLike, out: PathLike, fingerprint: str, workers: int | None = None
-) -> distribute.NodeStation:
+) -> jobs.NodeStation:
     """What a node is sent."""
     resources = Resources(workers=workers)
-    return distribute.NodeStation(
+    return jobs.NodeStation(
         job=ConversionJob(source, out, ConsolidateRequest(), resources=resources),
         out=out,
         attempt=OutputAttempt("0123456789abcdef", is_agreed=False),
@@ -210,7 +210,7 @@ def test_a_node_has_a_thread_for_each_of_its_cores_unless_told_otherwise(
         found.append(planned.settings.workers)
         return Outcome()
 
-    monkeypatch.setattr(distribute, "run_share", note)
+    monkeypatch.setattr(jobs, "run_share", note)
     station = station_of(source, tmp_path / "out", fingerprint, wanted)
     with station.opened(1) as run:
         run(Share(0, 1))

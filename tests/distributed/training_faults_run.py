@@ -33,7 +33,7 @@ from ckptkit.core.errors import (
     WriterError,
 )
 from ckptkit.training import Checkpointer
-from ckptkit.training.save import slot as save_slot
+from ckptkit.training.save import saver as saves
 from ckptkit.training.save.shared_memory import MemoryPlaces, SharedBuffer
 
 sys.path.append(str(Path(__file__).parents[1] / "crash"))
@@ -159,7 +159,7 @@ def memory(folder: Path) -> None:
     """There is no memory for the buffer of one rank."""
     places = MemoryPlaces(anonymous=False, memory_folder=None, disk_folder=folder / "none")
     buffer = partial(SharedBuffer, places)
-    with on(1, mock.patch.object(save_slot, "SharedBuffer", buffer)):
+    with on(1, mock.patch.object(saves, "SharedBuffer", buffer)):
         checkpointer = Checkpointer(folder / "run")
     state = fresh(1)
     troubles.train(state)

@@ -37,8 +37,7 @@ from tests.distributed.tiny_trainers import (
     trainer,
 )
 from tests.hub_models import running_hub
-from tests.hub_repos import Repo
-from tests.hub_server import TOKEN, HubServer
+from tests.hub_server import TOKEN, HubServer, Repo
 from tests.planted_secrets import SECRETS
 
 HIDDEN = "hf_not_for_others"

@@ -29,7 +29,10 @@ from tests.object_store import ObjectStore
 from tests.page_runs import PageRun, environment_of, make_programs, make_world
 from tests.page_worlds import make_home
 
-HOW_TO = ["check-before-a-run", "evaluate", "reports", "slurm", "troubleshooting"]
+HOW_TO = (
+    *("check-before-a-run", "evaluate", "many-checkpoints", "reports", "slurm"),
+    "troubleshooting",
+)
 REFERENCE = ("adapters", "consolidate", "several-steps", "training")
 PAGES = (
     "index.md",
@@ -179,7 +182,7 @@ BY_OTHER_TESTS = (
     "reference/loading.md",  # test_live_models.py, deferred_run.py
     "reference/name-maps.md",  # test_examples.py
     "reference/scale.md",  # test_slices.py, test_ray.py
-    "reference/serving.md",  # test_serve.py
+    "reference/serving.md",  # test_file_system.py, test_serve.py
 )
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -157,7 +158,7 @@ def describe(model: Model) -> Mapping[str, object]:
 @settings(max_examples=examples(25))
 def test_each_projection_gets_its_rows_of_b_and_the_whole_of_a(model: Model) -> None:
     if model.is_stacked:  # `write_sharded` would split the layers
-        model = replace(model, ranks=1)
+        model = dataclasses.replace(model, ranks=1)
     ups, downs = make_parts(model)
     with tempfile.TemporaryDirectory() as home:
         source, base = Path(home, "iter_0000001"), Path(home, "base")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import zipfile
 import zlib
 from collections import defaultdict
-from dataclasses import replace
 from io import BytesIO
 from typing import Any
 
@@ -127,7 +127,7 @@ def test_what_is_laid_out_comes_back(
     ]
     held = nn.Parameter(torch.zeros(1), requires_grad=False)
     pieces = [
-        replace(piece, watched=watched_by(held)) if cold else piece
+        dataclasses.replace(piece, watched=watched_by(held)) if cold else piece
         for piece, cold in zip(pieces, frozen, strict=False)
     ]
     owned = [own for _, _, _, own, _ in tensors]

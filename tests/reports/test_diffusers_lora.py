@@ -265,7 +265,7 @@ def test_scalings_of_single_modules_are_refused(tmp_path: Path) -> None:
 
 def test_a_push_takes_the_file_and_names_the_library(tmp_path: Path) -> None:
     from ckptkit.consumers.table import DIFFUSERS_LORA, find_consumer
-    from ckptkit.hub.folder_files import choose_files
+    from ckptkit.hub.package import choose_files
 
     model = trained()
     pipeline_file(model, tmp_path / "lora")
@@ -273,4 +273,4 @@ def test_a_push_takes_the_file_and_names_the_library(tmp_path: Path) -> None:
     files = names(tmp_path / "out")
     consumer = find_consumer(None, files)
     assert consumer is DIFFUSERS_LORA
-    assert set(choose_files(files, consumer, code=False, optimizer=False).files) == files
+    assert set(choose_files(files, consumer, code=False, optimizer=False)[0]) == files

@@ -25,8 +25,7 @@ from ckptkit.runs.run_paths import find_run, hold_step
 from ckptkit.storage.places import PathLike, Place
 from tests.command_line import Result, run_command
 from tests.compared_models import model_of, trained
-from tests.hub_models import running_hub
-from tests.hub_server import TOKEN
+from tests.hub_server import TOKEN, HubServer
 from tests.object_store import ObjectStore
 
 REPORTS = Path(__file__).resolve().parents[2] / "fixtures" / "reports"
@@ -605,20 +604,13 @@ def test_a_checkpoint_in_prefixes_is_verified_and_damage_is_found(tmp_path: Path
 
 
 @pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
-def test_a_watch_pushes_steps_that_are_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from huggingface_hub import constants
-
+def test_a_watch_pushes_steps_that_are_files(tmp_path: Path, own_hub: HubServer) -> None:
     run = RUNS["composer, files"][0](tmp_path / "exp")
     for file in run.iterdir():
         os.utime(file, (1e9, 1e9))
-    with running_hub(xet=False) as hub:
-        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
-        monkeypatch.setenv("HF_TOKEN", TOKEN)
-        done = watch(run, hub.url)
-        assert done.returncode == 0, done.stderr + done.stdout
-        data = hub.read("me/model", "model.safetensors")
+    done = watch(run, own_hub.url)
+    assert done.returncode == 0, done.stderr + done.stdout
+    data = own_hub.read("me/model", "model.safetensors")
     (tmp_path / "model.safetensors").write_bytes(data)
     assert_same(
         load_file(tmp_path / "model.safetensors"), load_file(COMPOSER / "truth.safetensors")

@@ -23,14 +23,14 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import ckptkit
-import ckptkit_cli._application
+import ckptkit_cli._program
 import ckptkit_cli.main
 from ckptkit.adapters.extract import run_extraction
 from ckptkit.adapters.sources import AdapterRequest
 from ckptkit.conversion.source.open import open_checkpoint
 from ckptkit.core.errors import IncompleteCheckpointError, RefusedError
 from ckptkit.integrations.checkpointers import export_into
-from ckptkit.storage.local.shared_target import SharedTarget
+from ckptkit.storage.local.target import SharedTarget
 from ckptkit.training import Checkpointer
 from ckptkit_cli.inspect import InspectArguments, next_step
 from tests.sampled import sampled
@@ -215,7 +215,7 @@ def test_inspect_and_consolidate_name_commands_that_work_as_typed(
     case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ckptkit_cli.main, "end_on_signals", lambda: None)
-    monkeypatch.setattr(ckptkit_cli._application, "raise_on_signals", lambda: None)
+    monkeypatch.setattr(ckptkit_cli._program, "raise_on_signals", lambda: None)
     advice = sorted(advice_of_inspect(case))
     assert sorted(advice_of_consolidate(case)) == advice
     assert [command.split()[2] for command in advice] == ["extract", "merge"]
@@ -255,7 +255,7 @@ def test_where_storage_takes_no_ranges_the_command_makes_the_folder_of_the_adapt
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(ckptkit_cli.main, "end_on_signals", lambda: None)
-    monkeypatch.setattr(ckptkit_cli._application, "raise_on_signals", lambda: None)
+    monkeypatch.setattr(ckptkit_cli._program, "raise_on_signals", lambda: None)
     monkeypatch.setattr(SharedTarget, "why_no_ranges", lambda _: "it takes no ranges")
     base = AutoModelForCausalLM.from_pretrained(FIXTURES / "peft_trl_fsdp2/base")
     model = get_peft_model(base, LoraConfig(target_modules=["q_proj"], init_lora_weights=False))

@@ -6,7 +6,7 @@ import json
 import shlex
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +34,7 @@ from ckptkit.storage.places import Place  # noqa: E402
 from ckptkit.training import Checkpointer  # noqa: E402
 from ckptkit_cli.main import main  # noqa: E402
 from tests.compared_models import State, model_of, trained  # noqa: E402
-from tests.hub_models import running_hub  # noqa: E402
-from tests.hub_server import TOKEN, HubServer  # noqa: E402
+from tests.hub_server import HubServer  # noqa: E402
 from tests.object_store import ObjectStore  # noqa: E402
 
 pytestmark = [
@@ -85,24 +84,8 @@ def changed(saved: Path, out: Path, change: Callable[[State], State], **config: 
 # --- the Hub ---
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[HubServer]:
-    with running_hub(xet=False) as hub:
-        yield hub
-
-
-@pytest.fixture
-def hub(server: HubServer, monkeypatch: pytest.MonkeyPatch) -> HubServer:
-    from huggingface_hub import constants
-
-    server.clear()
-    monkeypatch.setattr(constants, "ENDPOINT", server.url)
-    monkeypatch.setenv("HF_TOKEN", TOKEN)
-    return server
-
-
 def test_a_push_of_another_models_names_is_refused_before_anything_is_sent(
-    hub: HubServer, saved: Path, tmp_path: Path
+    own_hub: HubServer, saved: Path, tmp_path: Path
 ) -> None:
     net = changed(saved, tmp_path / "net", beside_another)
     less = changed(saved, tmp_path / "less", without_a_layer)
@@ -118,10 +101,10 @@ def test_a_push_of_another_models_names_is_refused_before_anything_is_sent(
     assert main(shlex.split(proposed.replace("FOLDER OUT", f"{net} {tmp_path}/out"))) == 0
     assert not push(tmp_path / "out", "me/other").skipped
     assert "put the config.json" in refusal_of(less)
-    assert not hub.has(REPO)
+    assert not own_hub.has(REPO)
     notes = push(net, REPO, names="live").notes
     assert [note for note in notes if "not compared" in note and "--names live" in note]
-    assert hub.has(REPO)
+    assert own_hub.has(REPO)
 
 
 def refusal_of(folder: Path) -> str:
@@ -131,18 +114,18 @@ def refusal_of(folder: Path) -> str:
 
 
 def test_what_was_written_as_it_is_is_pushed_with_a_note(
-    hub: HubServer, saved: Path, tmp_path: Path
+    own_hub: HubServer, saved: Path, tmp_path: Path
 ) -> None:
     net = changed(saved, tmp_path / "net", wrapped)
     ckptkit.consolidate(net, tmp_path / "live", names="live")
     assert [note for note in push(tmp_path / "live", REPO).notes if "not compared" in note]
     ckptkit.consolidate(net, tmp_path / "out", strip_prefix="net.")
     assert not [note for note in push(tmp_path / "out", REPO).notes if "not compared" in note]
-    assert len(hub.repo(REPO).commits) == 2
+    assert len(own_hub.repo(REPO).commits) == 2
 
 
 def test_a_watch_pushes_no_step_of_another_models_names_and_ends_with_its_status(
-    hub: HubServer, model: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    own_hub: HubServer, model: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
     both = torch.nn.ModuleDict({"net": model, "critic": torch.nn.Linear(2, 2, bias=False)})
@@ -157,18 +140,18 @@ def test_a_watch_pushes_no_step_of_another_models_names_and_ends_with_its_status
     assert "21 of 22 names begin with 'net.'" in said
     assert "`ckptkit consolidate STEP OUT --strip-prefix net. --include 'net.*'`" in said
     assert "1 step could not be pushed: 1" in said
-    assert not hub.has(REPO)
+    assert not own_hub.has(REPO)
     of_training = ["--until-eof" if word == "--once" else word for word in words]
     assert main([*of_training, "--wait-for-lock"]) == 4  # as training starts it, without names
     said = capfd.readouterr().out
     assert "`ckptkit watch RUN --push REPO --names live`" in said
     assert main([*words, "--names", "live"]) == 0
     assert "warning: names and shapes are not compared" in capfd.readouterr().out
-    assert load_bytes(hub.read(REPO, "model.safetensors")) == both.state_dict().keys()
+    assert load_bytes(own_hub.read(REPO, "model.safetensors")) == both.state_dict().keys()
 
 
 def test_a_watch_pushes_a_wrapped_model_without_what_all_names_begin_with(
-    hub: HubServer, model: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    own_hub: HubServer, model: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
     with Checkpointer(run) as checkpointer:
@@ -179,7 +162,7 @@ def test_a_watch_pushes_a_wrapped_model_without_what_all_names_begin_with(
     said = capfd.readouterr().out
     assert "all names begin with 'net.'" in said
     assert "warning" not in said
-    assert load_bytes(hub.read(REPO, "model.safetensors")) == model.state_dict().keys()
+    assert load_bytes(own_hub.read(REPO, "model.safetensors")) == model.state_dict().keys()
 
 
 def load_bytes(data: bytes) -> set[str]:

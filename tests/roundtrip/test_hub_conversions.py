@@ -195,14 +195,14 @@ def test_a_conversion_that_fails_leaves_nothing_behind(
 def test_a_program_that_ends_before_it_is_asked_is_refused_as_well(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    send = naming._send
+    exchange = naming_program._exchange
 
-    def send_late(process: subprocess.Popen[bytes], line: bytes) -> None:
+    def exchange_late(process: subprocess.Popen[bytes], *others: Any) -> None:
         process.wait(60)
-        send(process, line)
+        exchange(process, *others)
 
     monkeypatch.setattr(naming_program, "_PROGRAM", "roots = {!r}; import os; os._exit(7)")
-    monkeypatch.setattr(naming, "_send", send_late)
+    monkeypatch.setattr(naming_program, "_exchange", exchange_late)
     with pytest.raises(RefusedError, match="status 7"):
         ckptkit.consolidate(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()

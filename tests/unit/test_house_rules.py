@@ -21,8 +21,8 @@ READ_THE_ENVIRONMENT = (
 # What users and plug-ins call. Elsewhere a docstring says what the name does not. pyproject.toml
 # has the same list, for the sections of these docstrings.
 FULL_DOCSTRINGS = (
-    *("ckptkit/__init__.py", "ckptkit/adapter_api.py", "ckptkit/api.py", "ckptkit/options.py"),
-    *("ckptkit/readers.py", "ckptkit/report_api.py", "ckptkit/run.py", "ckptkit/serve_api.py"),
+    *("ckptkit/__init__.py", "ckptkit/api.py", "ckptkit/options.py"),
+    *("ckptkit/file_system.py", "ckptkit/readers.py", "ckptkit/run.py"),
     "ckptkit/core/dtypes.py",
     "ckptkit/core/errors.py",
     *("ckptkit/core/index.py", "ckptkit/formats/base.py", "ckptkit/formats/registry.py"),

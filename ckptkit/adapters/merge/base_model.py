@@ -11,16 +11,23 @@ from __future__ import annotations
 import posixpath
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
 from typing import Any
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from ckptkit.adapters.merge.merged_tensors import BaseTensor, join_sources
 from ckptkit.adapters.quantized.bases import ModelWeights, QuantizedBase
 from ckptkit.consumers.table import CONFIG
 from ckptkit.conversion.names_on_disk import DiskNames, find_disk_names
 from ckptkit.conversion.source.model_folders import read_pretrained_index
-from ckptkit.conversion.source.named_models import find_model
-from ckptkit.conversion.source.open import OpenedCheckpoint, is_anything, is_folder, open_checkpoint
+from ckptkit.conversion.source.open import (
+    OpenedCheckpoint,
+    find_model,
+    is_anything,
+    is_folder,
+    open_checkpoint,
+)
 from ckptkit.conversion.source.side_folders import SideFolders
 from ckptkit.core.errors import (
     AmbiguousSourceError,
@@ -50,8 +57,7 @@ BASE = "base"
 """The origin of a base that was given."""
 
 
-@dataclass(frozen=True, slots=True)
-class BaseSource:
+class BaseSource(Struct, frozen=True):
     """A base model.
 
     Attributes:
@@ -71,8 +77,7 @@ class BaseSource:
     home: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Alignment:
+class Alignment(Struct, frozen=True):
     """How a base's tensors correspond to live tensors, and to those that are written.
 
     Attributes:
@@ -92,8 +97,7 @@ class Alignment:
     versions: Mapping[str, str] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class NamesOfBase:
+class NamesOfBase(Struct, frozen=True):
     """How the names of a base are converted.
 
     Attributes:
@@ -348,8 +352,7 @@ def find_live_shapes(
 _COMPANION = ".weight."  # bitsandbytes prefixes scales with the weight's own name
 
 
-@dataclass(frozen=True, slots=True)
-class PlacedTensor:
+class PlacedTensor(Struct, frozen=True):
     """A tensor to be written.
 
     Attributes:

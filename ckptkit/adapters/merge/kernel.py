@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, TypeGuard
 
 import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from ckptkit.adapters.merge.low_rank import (
@@ -69,8 +70,7 @@ class NormOf(Enum):
     RUNNING = "running"
 
 
-@dataclass(frozen=True, slots=True)
-class RowRange:
+class RowRange(Struct, frozen=True):
     """A run of elements of a weight, seen as a matrix.
 
     Attributes:
@@ -351,8 +351,7 @@ _LARGEST = 0x7F7F_FFFF
 _LARGEST_FOR_BFLOAT16 = 0x7F7F_7FFF
 
 
-@dataclass(frozen=True, slots=True)
-class MergeKernel:
+class MergeKernel(Struct, frozen=True):
     """Merges updates into a tensor, in order.
 
     The element type written is that of the output tensor. A base element that is NaN stays
@@ -422,8 +421,7 @@ class MergeKernel:
                 yield update.shift if isinstance(update, BiasUpdate) else update.rows
 
 
-@dataclass(frozen=True, slots=True)
-class BlockMerge:
+class BlockMerge(Struct, frozen=True):
     """A merge kernel that has read its factors.
 
     Attributes:

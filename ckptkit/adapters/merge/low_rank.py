@@ -27,11 +27,12 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
 
 import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from ckptkit.core.arrays import numpy_dtype
@@ -44,8 +45,7 @@ from ckptkit.plan.plan import Demand, Reading
 Axis = Literal["rows", "columns"]
 
 
-@dataclass(frozen=True, slots=True)
-class Stride:
+class Stride(Struct, frozen=True):
     """Every `step`-th index of `[start, stop)`."""
 
     start: int
@@ -60,8 +60,7 @@ class Stride:
         return Stride(self.start + start * self.step, self.start + stop * self.step, self.step)
 
 
-@dataclass(frozen=True, slots=True)
-class Factor:
+class Factor(Struct, frozen=True):
     """A part of a stored matrix.
 
     Attributes:
@@ -116,8 +115,7 @@ def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
     return rows, math.prod(rest)
 
 
-@dataclass(frozen=True, slots=True)
-class Magnitude:
+class Magnitude(Struct, frozen=True):
     """The magnitudes of DoRA, one for every output feature.
 
     Attributes:
@@ -130,8 +128,7 @@ class Magnitude:
     of: Axis
 
 
-@dataclass(frozen=True, slots=True)
-class LowRankUpdate:
+class LowRankUpdate(Struct, frozen=True):
     """An update: `weight + scaling * left @ right`, with DoRA then brought to its magnitudes.
 
     Attributes:
@@ -263,8 +260,7 @@ def select_expert_factors(update: LowRankUpdate, number: int) -> tuple[Factor, F
     return (a.t, b.t) if turned else (b, a)
 
 
-@dataclass(frozen=True, slots=True)
-class BiasUpdate:
+class BiasUpdate(Struct, frozen=True):
     """An update of a bias, or of any vector: `vector + scaling * shift`.
 
     Attributes:
@@ -278,8 +274,7 @@ class BiasUpdate:
     held: DType
 
 
-@dataclass(frozen=True, slots=True)
-class TokenRowsUpdate:
+class TokenRowsUpdate(Struct, frozen=True):
     """An update that replaces rows: `weight[tokens] = rows`.
 
     Attributes:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from ckptkit.adapters.merge.base_model import (
     BaseSource,
@@ -16,8 +18,7 @@ from ckptkit.adapters.merge.base_model import (
 from ckptkit.adapters.merge.plan_merge import MergePreparation
 from ckptkit.adapters.merge.report import MergedLayer, SourceAdapter
 from ckptkit.adapters.sources import AdapterRequest, OpenedAdapter, open_adapter
-from ckptkit.conversion.source.named_models import find_model
-from ckptkit.conversion.source.open import is_folder, resolve_path
+from ckptkit.conversion.source.open import find_model, is_folder, resolve_path
 from ckptkit.conversion.source.side_folders import find_component
 from ckptkit.conversion.write import PlannedOutput, SingleProcess, check_destination, write_output
 from ckptkit.core.errors import AmbiguousSourceError, RefusedError, UsageError
@@ -30,8 +31,7 @@ from ckptkit.plan.weight_kinds import ADAPTER_OF_TORCHTUNE
 from ckptkit.storage.places import PathLike, open_source, open_target
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdapterChoice:
+class AdapterChoice(Struct, frozen=True, kw_only=True):
     """One of the adapters that are merged.
 
     Attributes:
@@ -41,12 +41,11 @@ class AdapterChoice:
     """
 
     path: PathLike
-    request: AdapterRequest = AdapterRequest()  # noqa: RUF009  frozen
+    request: AdapterRequest = AdapterRequest()
     weight: float = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class MergedModel:
+class MergedModel(Struct, frozen=True):
     """A merged model that was written.
 
     Attributes:
@@ -60,8 +59,7 @@ class MergedModel:
     notes: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedMerge:
+class PlannedMerge(Struct, frozen=True):
     """A merge before its first byte is written.
 
     Attributes:
@@ -107,8 +105,7 @@ def run_merge(
         return MergedModel(manifest, merge.layers, merge.prepared.plan.notes)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MergeJob:
+class MergeJob(Struct, frozen=True, kw_only=True):
     """A merge as values, which is planned where a `ConversionJob` is.
 
     Attributes:
@@ -122,7 +119,7 @@ class MergeJob:
 
     adapters: Sequence[AdapterChoice]
     destination: PathLike
-    request: MergeRequest = MergeRequest()  # noqa: RUF009  frozen
+    request: MergeRequest = MergeRequest()
     base: PathLike | None = None
     overwrite: bool = False
     resources: Resources = field(default_factory=Resources)

@@ -6,10 +6,11 @@ Tied tensors are compared by their bytes after the merge.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from ckptkit.adapters.array_reader import ArrayReader
 from ckptkit.adapters.merge import low_rank
@@ -44,8 +45,7 @@ _MATRIX = 2
 _EXPERTS = 3
 
 
-@dataclass(frozen=True, slots=True)
-class BaseTensor:
+class BaseTensor(Struct, frozen=True):
     """A tensor of the base model, as it is written.
 
     Attributes:
@@ -65,8 +65,7 @@ class BaseTensor:
     part: HubTensor | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class MergeRules:
+class MergeRules(Struct, frozen=True):
     """How every tensor is merged and written.
 
     Attributes:
@@ -278,8 +277,7 @@ def _inherit(
     return [change for change in frozen[:1] if change.tensor.shape != shapes[name]]
 
 
-@dataclass(frozen=True, slots=True)
-class MergedTies:
+class MergedTies(Struct, frozen=True):
     """The names that the configuration ties, after a merge.
 
     Attributes:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from ckptkit.adapters.base_identity import BaseChecks, refuse_rewritten_bases
 from ckptkit.adapters.merge.base_model import (

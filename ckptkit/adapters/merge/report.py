@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptkit.adapters.array_reader import ArrayReader
 from ckptkit.adapters.merge.base_model import BaseSource
@@ -34,8 +35,7 @@ from ckptkit.storage.base import is_there
 from ckptkit.storage.manifests import read_manifest
 
 
-@dataclass(frozen=True, slots=True)
-class SourceAdapter:
+class SourceAdapter(Struct, frozen=True):
     """An adapter to be merged.
 
     Attributes:
@@ -118,8 +118,7 @@ def _collect_base_facts(base: BaseSource) -> dict[str, Any]:
 _STEP = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class MergedLayer:
+class MergedLayer(Struct, frozen=True):
     """The change of one adapter to one tensor.
 
     Attributes:

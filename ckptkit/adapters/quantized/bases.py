@@ -12,8 +12,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from ckptkit.adapters.array_reader import ArrayReader
 from ckptkit.adapters.quantized.unpack import (
@@ -54,8 +56,7 @@ from ckptkit.plan.weight_kinds import looks_packed
 _RIGHT_BASE = "pass as --base the model, and the revision of it, that training started from"
 
 
-@dataclass(frozen=True, slots=True)
-class ModelWeights:
+class ModelWeights(Struct, frozen=True):
     """The weights of a plain model.
 
     Attributes:
@@ -268,8 +269,7 @@ def _make_state_error(
 _EIGHT = "8 bits"
 
 
-@dataclass(frozen=True, slots=True)
-class QuantizedBase:
+class QuantizedBase(Struct, frozen=True):
     """The packed weights of a base model, as operands.
 
     Attributes:

@@ -23,11 +23,11 @@ Source: bitsandbytes 0.50, `functional.py` (`get_4bit_type`, `dequantize_4bit`),
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal, Protocol
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from ckptkit.core.arrays import numpy_dtype
@@ -92,8 +92,7 @@ class Scales(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class StoredScales:
+class StoredScales(Struct, frozen=True):
     """Scales as they are stored, one number for each block.
 
     Attributes:
@@ -113,8 +112,7 @@ class StoredScales:
         return inputs[0].astype(np.float32, copy=False)
 
 
-@dataclass(frozen=True, slots=True)
-class NestedScales:
+class NestedScales(Struct, frozen=True):
     """Scales that were quantized themselves ("double quantization"): a byte for each block.
 
     Attributes:
@@ -154,8 +152,7 @@ class NestedScales:
         return scales
 
 
-@dataclass(frozen=True, slots=True)
-class FourBitWeight:
+class FourBitWeight(Struct, frozen=True):
     """A weight of four bits, as the numbers that it stands for.
 
     Attributes:
@@ -215,8 +212,7 @@ STEP = np.float32(7.874015718698502e-3)
 _FLOAT32 = BY_NAME["float32"]
 
 
-@dataclass(frozen=True, slots=True)
-class EightBitWeight:
+class EightBitWeight(Struct, frozen=True):
     """A weight of eight bits, as the float32 numbers that it stands for.
 
     Attributes:

@@ -8,9 +8,10 @@ not recorded are found by the checksums of packed bytes, if there are any, or ha
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 
 import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptkit.adapters.array_reader import ArrayReader
 from ckptkit.adapters.quantized.bases import ModelWeights, QuantizedBase, collect_facts
@@ -106,8 +107,7 @@ def _find_doubtful(
 _ORIGINAL = "pass --qlora-base original to merge onto the weights as they were before"
 
 
-@dataclass(frozen=True, slots=True)
-class _Weight:
+class _Weight(Struct, frozen=True):
     """A weight of the base, and its record."""
 
     name: str

@@ -21,11 +21,11 @@ Source: bitsandbytes 0.50, `functional.py` (`quantize_4bit`, `create_dynamic_map
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from ckptkit.adapters.quantized.dequantize import (
@@ -67,8 +67,7 @@ def find_block_maxima(
     return blocks, np.maximum(np.abs(blocks.max(axis=1)), np.abs(blocks.min(axis=1)))
 
 
-@dataclass(frozen=True, slots=True)
-class DerivedScales:
+class DerivedScales(Struct, frozen=True):
     """Scales taken from the elements of the original weight.
 
     Attributes:
@@ -99,8 +98,7 @@ class DerivedScales:
         return Span(blocks.start * self.blocksize, stop)
 
 
-@dataclass(frozen=True, slots=True)
-class DerivedNestedScales:
+class DerivedNestedScales(Struct, frozen=True):
     """Scales taken from the original weight, as double quantization leaves them.
 
     Attributes:
@@ -244,8 +242,7 @@ def _in_order(terms: Floats) -> Floats:
 _FLOAT16, _FLOAT32 = BY_NAME["float16"], BY_NAME["float32"]
 
 
-@dataclass(frozen=True, slots=True)
-class RequantizedFourBit:
+class RequantizedFourBit(Struct, frozen=True):
     """A weight as four bits would hold it.
 
     Attributes:
@@ -329,8 +326,7 @@ class RequantizedFourBit:
         return Span(blocks.start * self.blocksize, min(blocks.stop * self.blocksize, self.elements))
 
 
-@dataclass(frozen=True, slots=True)
-class RequantizedEightBit:
+class RequantizedEightBit(Struct, frozen=True):
     """A weight as LLM.int8 would hold it, as the float32 numbers that it stands for.
 
     Attributes:

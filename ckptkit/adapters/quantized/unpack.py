@@ -10,9 +10,10 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 
 import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptkit.adapters.array_reader import ArrayReader
 from ckptkit.adapters.quantized.dequantize import (
@@ -55,8 +56,7 @@ _TOLERATED = 1e-3
 _TOLERATED_OF_BLOCK = 1 / 8
 
 
-@dataclass(frozen=True, slots=True)
-class PackingProof:
+class PackingProof(Struct, frozen=True):
     """The result of comparing a packed weight with its original.
 
     Attributes:
@@ -76,8 +76,7 @@ class PackingProof:
         return not self.crowded and self.differing <= _TOLERATED * self.elements
 
 
-@dataclass(frozen=True, slots=True)
-class FourBitClaim:
+class FourBitClaim(Struct, frozen=True):
     """A packed weight, and how it is assumed to have been packed.
 
     Attributes:
@@ -180,8 +179,7 @@ _TRIAL_ELEMENTS = 1 << 18
 _LIKELY_BLOCKSIZES = tuple(sorted(BLOCKSIZES, key=lambda size: (size not in {64, 128}, size)))
 
 
-@dataclass(frozen=True, slots=True)
-class UnpackedWeight:
+class UnpackedWeight(Struct, frozen=True):
     """A packed weight as an operand.
 
     Attributes:
@@ -201,8 +199,7 @@ class UnpackedWeight:
     proof: PackingProof | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class PackedLocation:
+class PackedLocation(Struct, frozen=True):
     """The source of a packed weight.
 
     Attributes:

@@ -8,18 +8,21 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from msgspec import Struct
+from msgspec.structs import replace
+
 from ckptkit.consumers.folder_truth import MAX_JSON_BYTES
 from ckptkit.consumers.table import ADAPTER_CONFIG
-from ckptkit.conversion.source.named_models import find_local, names_model
 from ckptkit.conversion.source.open import (
     OpenedCheckpoint,
     check_path,
+    find_local,
     is_folder,
     make_absolute,
+    names_model,
     read_config_in,
 )
 from ckptkit.conversion.source.side_folders import SideFolders
@@ -51,7 +54,7 @@ from ckptkit.lora.dialects import BASE_LAYER, DEFAULT, SortedTensors, sort_entri
 from ckptkit.lora.foreign import ForeignAdapter, find_foreign
 from ckptkit.lora.layers import build_table
 from ckptkit.lora.pipeline_names import SETTINGS, WRITER
-from ckptkit.options import ConsolidateRequest
+from ckptkit.options import SOME_MODEL, ConsolidateRequest
 from ckptkit.plan.selection import model_trees, select_model
 from ckptkit.plan.weight_kinds import (
     LORA,
@@ -75,15 +78,8 @@ _FACTOR = re.compile(r"(^|\.)lora_(A|B|embedding_A|embedding_B)\.")
 _BASE_UNIT = "base_model_"  # the base of a PEFT model in the layout of the Trainer
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """One adapter of a checkpoint.
-
-    Attributes:
-        name: Its name in the run; "default" where it is not known.
-        tree: Its state dict.
-        is_named: Whether the name is known.
-    """
+class Choice(Struct, frozen=True):
+    """One adapter of a checkpoint."""
 
     name: str
     tree: str
@@ -153,10 +149,6 @@ def select_with_base(
 ) -> tuple[dict[str, TensorEntry], dict[str, Role]]:
     """Returns the tensors of the selected model; of an adapter with its base, those of both.
 
-    Args:
-        checkpoint: The checkpoint.
-        request: The patterns; what is selected is that of the checkpoint.
-
     Returns:
         The tensors by their names, and what each belongs to, if PEFT trained the model. A name
         that is in several state dicts begins with that of its own.
@@ -222,15 +214,7 @@ def choose_adapter(
     *,
     may_be_empty: bool = False,
 ) -> Choice:
-    """Returns the adapter that the user means.
-
-    Args:
-        checkpoint: The checkpoint.
-        trees: Its models, as `sort_trees` returns them.
-        recorded: Names of adapters that the run recorded.
-        wanted: The user's name for it, or None.
-        may_be_empty: Whether to accept an adapter that was saved without a tensor.
-    """
+    """Returns the adapter that the user means."""
     adapters = list_adapters(trees, recorded)
     if not adapters and may_be_empty:
         holds_model = next(iter(checkpoint.index.of_part("model")), None) is not None
@@ -354,15 +338,12 @@ def _folders(checkpoint: OpenedCheckpoint) -> list[str]:
     return [posixpath.basename(path.rstrip("/")) for path in paths]
 
 
-SOME_MODEL = "ORG/NAME"
-"""What stands in proposed commands for a model that is not known."""
 _SCALES = ".absmax"
 _MODEL = "pytorch_model_fsdp_"
 _OF_PEFT = re.compile(r"adapter_model\.(safetensors|bin)")
 
 
-@dataclass(frozen=True, slots=True)
-class AdapterFacts:
+class AdapterFacts(Struct, frozen=True):
     """The adapters of one model in a checkpoint.
 
     Attributes:
@@ -401,13 +382,7 @@ class AdapterFacts:
     of_text: tuple[str, ...] = ()
 
     def extract(self, source: str, out: str = "OUT", *, chosen: Sequence[str] = ()) -> str:
-        """Returns the command that takes the first adapter out.
-
-        Args:
-            source: The checkpoint, as the user would type it.
-            out: The output.
-            chosen: Options with which the user chose the checkpoint.
-        """
+        """Returns the command that takes the first adapter out."""
         base = ["--base", self.base or SOME_MODEL] if self.framework else []
         options = [*base, *self._options(chosen)]
         return shlex.join(["ckptkit", "adapter", "extract", source, out, *options])
@@ -462,8 +437,7 @@ class AdapterFacts:
         return [*name, *config, *chosen]
 
 
-@dataclass(frozen=True, slots=True)
-class PeftFinding:
+class PeftFinding(Struct, frozen=True):
     """An adapter of PEFT, of any method, or a model that PEFT wraps.
 
     Attributes:
@@ -512,11 +486,6 @@ def find_peft(
 
     Evidence are the names of the tensors, and PEFT's own files: `adapter_model.*` with an
     `adapter_config.json` in the same folder.
-
-    Args:
-        checkpoint: The checkpoint.
-        folders: Its side folders.
-        wants: Returns whether a tensor is taken, by its name; None takes all.
     """
     select = checkpoint.select
     model = [e.name for e in checkpoint.index.of_part("model") if select in {None, e.tree}]
@@ -569,12 +538,7 @@ def _recorded_method(folders: SideFolders, folder: str) -> tuple[str, bool]:
 
 
 def describe_adapters(checkpoint: OpenedCheckpoint, folders: SideFolders) -> AdapterFacts | None:
-    """Describes the adapters of a checkpoint; None where there is none that ckptkit handles.
-
-    Args:
-        checkpoint: The checkpoint.
-        folders: Its side folders, with the base where the user named one.
-    """
+    """Describes the adapters of a checkpoint; None where there is none that ckptkit handles."""
     peft = find_peft(checkpoint, folders)
     if peft is None or not peft.is_of_lora or peft.advice:
         return None
@@ -789,8 +753,7 @@ _NAMED = "adapters"  # where the training hooks keep those of adapters that have
 _OPTION = "--adapter-config"
 
 
-@dataclass(frozen=True, slots=True)
-class AdapterRecord:
+class AdapterRecord(Struct, frozen=True):
     """The configuration of an adapter.
 
     Attributes:
@@ -807,14 +770,7 @@ class AdapterRecord:
 def find_record(
     folders: SideFolders, adapter: str, *, is_only_one: bool, others: Container[str] = ()
 ) -> AdapterRecord | None:
-    """Returns the configuration of one adapter in side folders; None where there is none.
-
-    Args:
-        folders: The side folders of its checkpoint.
-        adapter: Its name.
-        is_only_one: Whether a configuration without a name belongs to it.
-        others: The names of folders that belong to other adapters.
-    """
+    """Returns the configuration of one adapter in side folders; None where there is none."""
     unnamed = [ADAPTER_CONFIG] if is_only_one or adapter == DEFAULT else []
     unnamed += [f"{_GATHERED}/{name}" for name in unnamed]
     named = [f"{_NAMED}/{adapter}/{ADAPTER_CONFIG}", f"{adapter}/{ADAPTER_CONFIG}"]
@@ -830,8 +786,7 @@ def find_record(
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class RecordedValues:
+class RecordedValues(Struct, frozen=True):
     """What files other than `adapter_config.json` record of an adapter.
 
     Attributes:

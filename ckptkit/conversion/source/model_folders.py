@@ -10,13 +10,15 @@ import re
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
 from typing import Any
 
+from msgspec import Struct
+from msgspec.structs import replace
+
 from ckptkit.consumers.table import CONSUMERS
-from ckptkit.conversion.source.named_models import find_model
 from ckptkit.conversion.source.open import (
     OpenedCheckpoint,
+    find_model,
     open_checkpoint,
     open_folder,
     read_config_in,
@@ -36,7 +38,7 @@ from ckptkit.formats.base import Candidate
 from ckptkit.formats.dcp.reader import BlobRef, open_blob
 from ckptkit.formats.optimizer_names import NUMBERED
 from ckptkit.formats.others.fairseq2 import HINT_AT_PARTS, UNPROVEN_PARTS
-from ckptkit.formats.parsing import read_weight_map
+from ckptkit.formats.parsing import list_first, read_weight_map
 from ckptkit.formats.pickle.torch_values import parse_values
 from ckptkit.formats.pickle.torch_zip import open_archive
 from ckptkit.formats.registry import read_index, recognise
@@ -90,12 +92,7 @@ def read_entries_if_any(folder: PathLike) -> list[TensorEntry]:
 
 
 def read_entries(folder: PathLike, *, option: str) -> list[TensorEntry]:
-    """Returns the tensors of a model by the headers of its files.
-
-    Args:
-        folder: A model folder, or any checkpoint.
-        option: The option that names it, for messages.
-    """
+    """Returns the tensors of a model by the headers of its files."""
     with ExitStack() as stack:
         folder, _ = _find_folder(folder, option)
         source = open_folder(stack, folder, option)
@@ -168,9 +165,6 @@ def read_pretrained_index(source: Source) -> TensorIndex | None:
     """Reads the headers of the weights that `from_pretrained` would load from a folder.
 
     Of a folder that has one variant of the weights and no others, these are read.
-
-    Returns:
-        The index, or None where the folder holds no such weights.
     """
     names = list(source.walk(0))
     candidates = recognise(names)
@@ -186,11 +180,6 @@ def check_reach(
     checkpoint: OpenedCheckpoint, entries: Sequence[TensorEntry], models: Mapping[str, str | None]
 ) -> tuple[str, ...]:
     """Compares shapes that are known only from shards with those of another model.
-
-    Args:
-        checkpoint: The source.
-        entries: Its tensors that are to be written.
-        models: Folders of models of the same architecture, by the option that names them.
 
     Returns:
         Notes for the user where there is no model to compare with.
@@ -275,26 +264,15 @@ def _prove_parts(
         )
 
 
-@dataclass(slots=True)
-class Filling:
-    """A model that an output takes tensors from which the source lacks.
-
-    Attributes:
-        opened: Its weights.
-        option: The option that names it, for messages.
-        taken: The tensors that are taken; known once the output's are.
-    """
+class Filling(Struct):
+    """A model that an output takes tensors from which the source lacks."""
 
     opened: OpenedCheckpoint
     option: str
-    taken: Sequence[TensorEntry] = ()
+    taken: Sequence[TensorEntry] = ()  # known once the tensors of the output are
 
     def lacking(self, written: AbstractSet[Fqn]) -> list[TensorEntry]:
-        """Returns the tensors that an output lacks.
-
-        Args:
-            written: The names that it has, or that others stand for.
-        """
+        """Returns the tensors that an output lacks."""
         entries = list(self.opened.index.of_part("model"))
         where, known = f"{self.option} {self.opened.path}", {entry.name for entry in entries}
         if known.isdisjoint(written):
@@ -328,19 +306,12 @@ class Filling:
     def describe(self) -> str:
         """Returns a note on the tensors that are taken."""
         names = [repr(str(entry.name)) for entry in self.taken]
-        more = f" and {len(names) - _LISTED:,} more" if len(names) > _LISTED else ""
-        listed = ", ".join(names[:_LISTED])
-        return f"{counted(len(names), 'tensor')} taken from {self.opened.path}: {listed}{more}"
+        listed = list_first(names, len(names), _LISTED)
+        return f"{counted(len(names), 'tensor')} taken from {self.opened.path}: {listed}"
 
 
 def open_filling(stack: ExitStack, path: PathLike, option: str) -> Filling:
-    """Opens the model whose tensors complete an output.
-
-    Args:
-        stack: Closes it.
-        path: A model folder, a URL, or the id of a model on the Hub.
-        option: The option that names it, for messages.
-    """
+    """Opens the model whose tensors complete an output."""
     place = find_model(path, option).place
     folder = open_folder(stack, place, option)
     index = read_pretrained_index(folder)
@@ -364,11 +335,6 @@ def plan_optimizer_files(
     checkpoint: OpenedCheckpoint, request: ConsolidateRequest, model: Sequence[TensorEntry]
 ) -> tuple[list[OutputFile], int, list[str]]:
     """Plans the files of the optimizer; none where they were not asked for.
-
-    Args:
-        checkpoint: The source.
-        request: The options.
-        model: The tensors of the model that is written.
 
     Returns:
         The files, the bytes of the source that they are made from, and notes for the user.
@@ -428,10 +394,9 @@ def _with_plain_values(
             odd.append(".".join(map(str, path)))
     notes = []
     if odd:
-        more = f" and {len(odd) - _LISTED} more" if len(odd) > _LISTED else ""
         notes.append(
-            f"{', '.join(map(repr, odd[:_LISTED]))}{more} of the optimizer hold more than numbers"
-            " and texts, and are left out"
+            f"{list_first(map(repr, odd), len(odd), _LISTED)} of the optimizer hold more than"
+            " numbers and texts, and are left out"
         )
     return replace(states, values=kept), notes
 

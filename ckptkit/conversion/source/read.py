@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from ckptkit.conversion.naming_program import ask_parameters
@@ -132,16 +132,7 @@ def open_with_names(
     choice: str,
     base: PathLike | None,
 ) -> OpenedCheckpoint:
-    """Opens a checkpoint, its names converted by a map unless `choice` is `none`.
-
-    Args:
-        stack: Closes it.
-        path: Any path in or above a checkpoint.
-        select: The model to take where there are several.
-        also: Further directories that hold files of the same checkpoint.
-        choice: The map of names.
-        base: A model folder with the configuration, if the checkpoint has none.
-    """
+    """Opens a checkpoint, its names converted by a map unless `choice` is `none`."""
     opened = stack.enter_context(open_checkpoint(path, select=select, also=also))
     if choice == "none":
         return opened
@@ -307,12 +298,7 @@ def scan(
     workers: int,
     listener: Listener,
 ) -> dict[Key, InputError]:
-    """Reads tensors leaf by leaf and passes each leaf to `visit`, from several threads.
-
-    Returns:
-        The first error of each tensor that cannot be read, by its key; the others are read all the
-        same.
-    """
+    """Reads tensors leaf by leaf and passes each leaf to `visit`, from several threads."""
     failures: dict[Key, InputError] = {}
     listener(Started(sum(entry.size_bytes for entry in entries)))
 
@@ -353,8 +339,7 @@ def _leaves(entries: Sequence[TensorEntry]) -> Iterator[Item]:
             yield entry, leaf
 
 
-@dataclass(frozen=True, slots=True)
-class Ties:
+class Ties(Struct, frozen=True):
     """Declared ties, by whether the bytes are equal.
 
     Attributes:

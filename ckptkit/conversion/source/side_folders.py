@@ -7,11 +7,13 @@ import posixpath
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptkit.consumers.folder_truth import (
     MAX_JSON_BYTES,
@@ -57,10 +59,10 @@ from ckptkit.consumers.tokenizer_files import (
     list_forms_of_5,
     read_old_files,
 )
-from ckptkit.conversion.source.named_models import find_model
 from ckptkit.conversion.source.open import (
     OpenedCheckpoint,
     check_path,
+    find_model,
     make_absolute,
     open_folder,
     open_root,
@@ -80,7 +82,7 @@ from ckptkit.core.model_configs import parse_json_object, parse_model_config, to
 from ckptkit.core.text import Aside
 from ckptkit.formats.dcp.reader import BlobRef, DcpReader, open_blob
 from ckptkit.formats.discovery import RELEASE, find_step, is_unit_folder, parse_step
-from ckptkit.formats.parsing import parse_json
+from ckptkit.formats.parsing import list_first, parse_json
 from ckptkit.formats.pickle.torch_values import parse_values
 from ckptkit.formats.pickle.torch_zip import open_archive
 from ckptkit.formats.safetensors.hf_shards import METADATA_FOLDER
@@ -88,7 +90,7 @@ from ckptkit.lora.config import PEFT_PREFIX
 from ckptkit.options import ConsolidateRequest, TokenizerOrigin, check_choice
 from ckptkit.runs.step_manifests import step_folder
 from ckptkit.runs.stored_proofs import check_file
-from ckptkit.storage.base import Folder, Source, StoreFolder, is_there
+from ckptkit.storage.base import Source, is_there
 from ckptkit.storage.local.source import LocalSource
 from ckptkit.storage.manifests import read_manifest
 from ckptkit.storage.overlay import MemorySource
@@ -96,6 +98,7 @@ from ckptkit.storage.places import PathLike, Place, is_url
 
 if TYPE_CHECKING:
     from ckptkit.plan.plan import OutputFile
+    from ckptkit.storage.remote.source import RemoteSource
 
 # Below weights: of the training hooks, of NeMo Automodel, and of verl. Below steps: of VeOmni.
 _NESTED = (SIDE_FOLDER, METADATA_FOLDER, "huggingface", "hf_ckpt")
@@ -121,8 +124,7 @@ _NAMED = 3
 _OF_OLMO = b'"_CLASS_"'  # a key of OLMo-core's config.json, which is not one of Transformers
 
 
-@dataclass(frozen=True, slots=True)
-class SideChoice:
+class SideChoice(Struct, frozen=True):
     """Where a user wants side files to come from, before all other folders.
 
     Attributes:
@@ -167,7 +169,7 @@ class SideFolders:
         self.sources: dict[str, Source] = {}
         self._noted: dict[str, str] = {}  # folders that are not those of the weights, and where
         self._proofs: dict[str, tuple[Manifest, str] | None] = {}  # and what names begin with
-        base_folders: list[Folder] = []
+        base_folders: list[Source] = []
         if self.base is not None:
             asked = request or ConsolidateRequest()
             base_folders = self._open_base(stack, self.base, checkpoint, asked)
@@ -178,7 +180,7 @@ class SideFolders:
             self.sources[place] = MemorySource(files, place)
             self._noted[place] = ""
         for root in checkpoint.source.folders:
-            above: dict[str, StoreFolder | None] = {}
+            above: dict[str, RemoteSource | None] = {}
             if checkpoint.manifest is not None:
                 saved = _in(root.location, step_folder(checkpoint.units[0].candidate.folder))
                 self._proofs[_in(saved, SIDE_FOLDER)] = checkpoint.manifest, f"{SIDE_FOLDER}/"
@@ -217,7 +219,7 @@ class SideFolders:
         place: Place,
         checkpoint: OpenedCheckpoint,
         request: ConsolidateRequest,
-    ) -> list[Folder]:
+    ) -> list[Source]:
         """Opens the folder of the base; the last one of the result has its configuration.
 
         Of a pipeline of diffusers, it is the component whose tensors are to be written; of
@@ -287,7 +289,7 @@ class SideFolders:
 
     def _open_given(
         self, stack: ExitStack, path: PathLike, option: str
-    ) -> tuple[Folder, str | None]:
+    ) -> tuple[Source, str | None]:
         """Opens a folder that an option names, or the folder of the file that it names."""
         check_path(path, option)
         place = self._find(path, option)
@@ -346,8 +348,7 @@ class SideFolders:
             if taken:
                 notes.append(Aside(f"from {folder}{where}: {', '.join(taken)}"))
         if code:
-            more = f" and {len(code) - _NAMED:,} more" if len(code) > _NAMED else ""
-            text = f"python files were left out: {', '.join(code[:_NAMED])}{more}"
+            text = f"python files were left out: {list_first(code, len(code), _NAMED)}"
             notes.append(f"{text}; pass --allow-code to copy them")
         return chosen, tuple(notes)
 
@@ -465,13 +466,7 @@ class SideFolders:
     def outputs(
         self, files: Sequence[SideFile], changed: Mapping[str, bytes], *, allow_code: bool
     ) -> list[OutputFile]:
-        """Plans the files as they are to be written.
-
-        Args:
-            files: The result of `choose`.
-            changed: The contents of those that differ, and of those that are new, by name.
-            allow_code: Whether to keep `auto_map`, which names python files.
-        """
+        """Plans the files as they are to be written."""
         from ckptkit.plan.plan import Literal, RawCopy, lay_out_file  # late: inspect plans nothing
 
         outputs, changed = [], {**self._replaced, **changed}
@@ -522,14 +517,7 @@ class SideFolders:
         *,
         keep_generation: bool,
     ) -> Truth:
-        """Makes the folder say the truth about itself, if its consumer has us write what it says.
-
-        Args:
-            texts: The folder as it is chosen; see `texts`.
-            config: The configuration as it is written.
-            names: Of the tensors that are written.
-            keep_generation: Whether `generation_config.json` is left as it is.
-        """
+        """Makes the folder say the truth about itself, where its consumer has us write that."""
         if config is not None and self.consumer is DIFFUSERS:
             return tell_class(config)
         if config is None or not self.consumer.owns_config:
@@ -754,14 +742,16 @@ def _nest(values: Mapping[KeyPath, Any]) -> Any:
 
 
 def _open_if_there(
-    stack: ExitStack, root: Folder, path: str, above: dict[str, StoreFolder | None]
-) -> Folder | None:
+    stack: ExitStack, root: Source, path: str, above: dict[str, RemoteSource | None]
+) -> Source | None:
     """Opens a folder in or above an open one.
 
     Of a store it is a part of a listing. Above the root, only side folders are listed; `above` has
     these listings.
     """
-    if not isinstance(root, StoreFolder):
+    from ckptkit.storage.remote.source import RemoteSource  # late: local ones do not need it
+
+    if not isinstance(root, RemoteSource):
         return stack.enter_context(LocalSource(Path(path))) if Path(path).is_dir() else None
     inside = _rest_of(path, root.location)
     if inside is None:
@@ -812,14 +802,7 @@ def _is_step(folder: str) -> bool:
 
 
 def _above(folder: str, root: str, is_whole: Callable[[], bool]) -> Iterator[str]:
-    """Yields the folders above that of a unit up to its step, and the run above a step.
-
-    Args:
-        folder: The folder of the unit, or of the step.
-        root: The source, as the user named it.
-        is_whole: Returns whether the folder is a model by itself, for which nothing outside of the
-            source is searched.
-    """
+    """Yields the folders above that of a unit up to its step, and the run above a step."""
     path = make_absolute(folder)
     step = find_step(path)
     while True:

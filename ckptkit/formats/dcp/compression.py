@@ -17,8 +17,9 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, cast
+
+from msgspec import Struct
 
 from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import FormatError, LimitError
@@ -173,8 +174,7 @@ _PICKLE = "data.pkl"
 _MOST_RECORDS = 64
 
 
-@dataclass(frozen=True, slots=True)
-class ExpectedTensor:
+class ExpectedTensor(Struct, frozen=True):
     """The tensor that an archive should hold.
 
     Attributes:
@@ -188,8 +188,7 @@ class ExpectedTensor:
     where: str
 
 
-@dataclass(frozen=True, slots=True)
-class ArchiveFront:
+class ArchiveFront(Struct, frozen=True):
     """The front of an archive, and the position of the data according to it.
 
     Attributes:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from array import array
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from ckptkit.core.errors import FormatError, UnsafePathError, UnsupportedError
@@ -37,8 +37,7 @@ _ABSOLUTE = re.compile(r"[/\\]|[A-Za-z]:")
 _HINT = "the file is damaged; take another copy of it"
 
 
-@dataclass(frozen=True, slots=True)
-class Location:
+class Location(Struct, frozen=True):
     """The file, or a tensor in it, that errors are about."""
 
     text: str

@@ -26,8 +26,10 @@ import hashlib
 import posixpath
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptkit.core.errors import FormatError, InputError, LimitError, UnsupportedError
 from ckptkit.core.index import Fqn, Key, KeyPath, Problem, RunFacts, TensorEntry
@@ -97,8 +99,7 @@ def split_key(key: str) -> KeyPath:
     return (key,)
 
 
-@dataclass(frozen=True, slots=True)
-class CommonState:
+class CommonState(Struct, frozen=True):
     """What was found of the run; sizes are by dimension, in ranks.
 
     The framework is empty where the arguments are those of Megatron-LM, or none are there. The

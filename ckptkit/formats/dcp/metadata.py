@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 
 from ckptkit.core.dtypes import BY_NAME, DType, dtype_named
 from ckptkit.core.errors import FormatError, UnsupportedError
@@ -56,8 +56,7 @@ _LIBRARIES = {"olmo_core": "OLMo-core", "bytecheckpoint": "ByteCheckpoint"}
 Transforms = tuple[tuple[str, ...], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class DcpTensor:
+class DcpTensor(Struct, frozen=True):
     """A tensor and its chunks; row i of every column is one chunk.
 
     Chunks without elements are left out. No two chunks begin at the same element.
@@ -86,8 +85,7 @@ class DcpTensor:
     transforms: Transforms = ()
 
 
-@dataclass(frozen=True, slots=True)
-class DcpBlob:
+class DcpBlob(Struct, frozen=True):
     """A pickled Python object; `start` and `length` are in bytes, `file` as in `DcpTensor`."""
 
     key: str
@@ -97,8 +95,7 @@ class DcpBlob:
     transforms: Transforms = ()
 
 
-@dataclass(frozen=True, slots=True)
-class DcpMetadata:
+class DcpMetadata(Struct, frozen=True):
     """The contents of a `.metadata` file.
 
     Attributes:

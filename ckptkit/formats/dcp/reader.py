@@ -14,9 +14,10 @@ import posixpath
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
 
 import numpy as np
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from ckptkit.core.errors import (
     CkptkitError,
@@ -82,13 +83,12 @@ from ckptkit.formats.trees import (
     problem_of,
     read_lightning_meta,
 )
-from ckptkit.storage.base import Source, prefetch
+from ckptkit.storage.base import Source
 
 _Image = Mapping[str, tuple[HeaderTensor, Shape]]  # by name the tensor and its offsets
 
 
-@dataclass(slots=True)
-class Images:
+class Images(Struct):
     """Looks chunks up in the safetensors images of data files.
 
     Attributes:
@@ -114,8 +114,8 @@ class Images:
             for file, start in zip(tensor.file.tolist(), tensor.start.tolist(), strict=True)
             if start < self.files[file].size_bytes
         }
-        prefetch(
-            self.source, [FileRange(self.files[n].path, at, at + 1) for n, at in starts.items()]
+        self.source.prefetch(
+            [FileRange(self.files[n].path, at, at + 1) for n, at in starts.items()]
         )
         rows = [self._locate(tensor, row) for tensor in tensors for row in range(len(tensor.file))]
         records = np.array(rows, np.int64).reshape(len(rows), 3)
@@ -162,8 +162,7 @@ _MOST_DECOMPRESSED_BYTES = 64 << 20  # of one compressed object
 _MOST_OBJECTS, _MOST_OBJECT_BYTES = 64, 64 << 10  # whose pickles are read for a note on them
 
 
-@dataclass(frozen=True, slots=True)
-class BlobRef:
+class BlobRef(Struct, frozen=True):
     """A pickled Python object of the checkpoint, which is read only when it is needed.
 
     Attributes:
@@ -287,7 +286,7 @@ def _read_objects(source: Source, index: TensorIndex) -> _Objects:
         and "param_groups" not in ".".join(map(str, path))
     ]
     some = sorted(some, key=lambda item: len(item[0]))[:_MOST_OBJECTS]
-    prefetch(source, [FileRange(blob.path, blob.start, blob.stop) for _, blob in some])
+    source.prefetch([FileRange(blob.path, blob.start, blob.stop) for _, blob in some])
     found: _Objects = {}
     for path, blob in some:
         where = f"{posixpath.join(source.location, blob.path)}, object {path!r}"

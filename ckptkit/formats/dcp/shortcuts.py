@@ -20,11 +20,11 @@ import re
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
 import numpy as np
+from msgspec import Struct, field
 from numpy.typing import NDArray
 
 from ckptkit.formats.parsing import MAX_DIMENSIONS
@@ -147,24 +147,21 @@ class _MismatchError(Exception):
     """A match of the pattern is not a run."""
 
 
-@dataclass(frozen=True, slots=True)
-class RunValues:
+class RunValues(Struct, frozen=True):
     """The values that the columns of runs refer to by position."""
 
     sizes: list[tuple[int, ...]] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
 
 
-@dataclass(eq=False, frozen=True, slots=True)
-class ChunkRun(ByIdentity):
+class ChunkRun(ByIdentity, Struct, frozen=True, eq=False):
     """Replaces chunks in a list; columns hold positions in `RunValues.sizes`."""
 
     offsets: Ints
     sizes: Ints
 
 
-@dataclass(eq=False, frozen=True, slots=True)
-class EntryRun(ByIdentity):
+class EntryRun(ByIdentity, Struct, frozen=True, eq=False):
     """Replaces entries of `storage_data`, as key and as value.
 
     Columns hold positions in `RunValues`, except `start` and `length`, which are in bytes.
@@ -177,8 +174,7 @@ class EntryRun(ByIdentity):
     length: Ints
 
 
-@dataclass(eq=False, frozen=True, slots=True)
-class PlanRun(ByIdentity):
+class PlanRun(ByIdentity, Struct, frozen=True, eq=False):
     """Replaces items in a save plan; columns hold positions in `RunValues`, of tensors only."""
 
     fqn: Ints

@@ -13,8 +13,9 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from ckptkit.core.errors import FormatError, UnsupportedError
 from ckptkit.core.text import quote
@@ -36,8 +37,7 @@ _LISTED = 3
 _Counts = Mapping[tuple[str, int, int], int]  # of layers, by prefix, virtual stage and stage
 
 
-@dataclass(frozen=True, slots=True)
-class LocalTensor:
+class LocalTensor(Struct, frozen=True):
     """A tensor as one rank has it.
 
     Attributes:
@@ -188,8 +188,7 @@ def _check_numbers(own: Collection[int], what: str, where: str) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Namer:
+class _Namer(Struct, frozen=True):
     """Makes names in the whole model of those on one rank."""
 
     files: ModelFiles

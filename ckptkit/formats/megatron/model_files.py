@@ -15,9 +15,10 @@ import math
 import posixpath
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from typing import Any
+
+from msgspec import Struct
 
 from ckptkit.core.errors import FormatError, MissingFileError, UnsupportedError
 from ckptkit.core.text import quote
@@ -41,8 +42,7 @@ _LISTED = 4
 _SHOWN = 32  # characters of a value
 
 
-@dataclass(frozen=True, slots=True)
-class Position:
+class Position(Struct, frozen=True):
     """The place of a file among those of its step, by its name."""
 
     tensor: int
@@ -50,8 +50,7 @@ class Position:
     expert: int
 
 
-@dataclass(frozen=True, slots=True)
-class Parallelism:
+class Parallelism(Struct, frozen=True):
     """In how many parts a model was cut, and how.
 
     Attributes:
@@ -83,8 +82,7 @@ class Parallelism:
                 yield Position(rank % self.tensor, stage, expert)
 
 
-@dataclass(frozen=True, slots=True)
-class ModelFile:
+class ModelFile(Struct, frozen=True):
     """An opened file.
 
     Attributes:
@@ -106,8 +104,7 @@ class ModelFile:
         return value if is_count(value, _MAX_ITERATION) else None
 
 
-@dataclass(frozen=True, slots=True)
-class ModelFiles:
+class ModelFiles(Struct, frozen=True):
     """All files of one step, with what they say of the run."""
 
     files: Sequence[ModelFile]

@@ -14,7 +14,8 @@ import posixpath
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from ckptkit.core.errors import FormatError, UnsupportedError
 from ckptkit.core.geometry import is_row_major
@@ -91,8 +92,7 @@ class MegatronReader:
         return assembly.index(self.name, notes)
 
 
-@dataclass(slots=True)
-class _Assembly:
+class _Assembly(Struct):
     """Makes the entries of tensors whose parts are in the files of ranks."""
 
     source: Source

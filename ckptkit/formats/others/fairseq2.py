@@ -16,7 +16,8 @@ import posixpath
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from ckptkit.core.errors import FormatError, IncompleteCheckpointError, UnsupportedError
 from ckptkit.core.index import (

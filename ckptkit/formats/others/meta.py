@@ -16,8 +16,10 @@ from __future__ import annotations
 import posixpath
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from itertools import islice
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from ckptkit.core.errors import (
     FormatError,
@@ -143,8 +145,7 @@ def _rank_of(path: str) -> int:
     return int(posixpath.basename(path).split(".")[1])
 
 
-@dataclass(frozen=True, slots=True)
-class _Sizes:
+class _Sizes(Struct, frozen=True):
     """What `params.json` says, in elements.
 
     Attributes:
@@ -254,8 +255,7 @@ def _check(shapes: Mapping[str, Shape], sizes: _Sizes, count: int, where: str) -
         )
 
 
-@dataclass(slots=True)
-class _RankFiles:
+class _RankFiles(Struct):
     """The files of all ranks, in order; its fields are what they are read with."""
 
     source: Source

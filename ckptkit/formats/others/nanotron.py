@@ -25,9 +25,10 @@ import posixpath
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import Any, TypeGuard
+
+from msgspec import Struct
 
 from ckptkit.core.errors import FormatError, IncompleteCheckpointError, UnsupportedError
 from ckptkit.core.index import RecordTable, RunFacts, TensorIndex
@@ -145,8 +146,7 @@ class NanotronReader:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _StepFacts:
+class _StepFacts(Struct, frozen=True):
     """What the files beside the parameters say.
 
     Attributes:

@@ -15,9 +15,9 @@ import posixpath
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
+from msgspec import Struct
 
 from ckptkit.core.errors import FormatError, LimitError, MissingFileError, UnsupportedError
 from ckptkit.core.geometry import find_defect, row_major_strides
@@ -52,8 +52,7 @@ _SLICE = re.compile(r"(None|\d{1,18}),(None|\d{1,18}),(?:None|1)")
 _SIZE = re.compile(r"(?:np\.int\d+\((\d{1,18})\)|(\d{1,18}))")
 
 
-@dataclass(frozen=True, slots=True)
-class _Shard:
+class _Shard(Struct, frozen=True):
     """What one file has of a parameter.
 
     Attributes:

@@ -15,8 +15,10 @@ import math
 import posixpath
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptkit.core.errors import (
     FormatError,
@@ -89,8 +91,7 @@ _ALL_ITEMS = "checkpoint"  # the item under which the experimental checkpointer 
 _EXPERIMENTAL = "torch.distributed.checkpoint's experimental checkpointer"
 
 
-@dataclass(frozen=True, slots=True)
-class Sharding:
+class Sharding(Struct, frozen=True):
     """The distribution of a tensor over a mesh of ranks.
 
     Attributes:
@@ -106,16 +107,14 @@ class Sharding:
     placements: tuple[Placement, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class ItemFile:
+class ItemFile(Struct, frozen=True):
     """The file of a rank: its path relative to the checkpoint, and whether it is safetensors."""
 
     path: str
     is_safetensors: bool
 
 
-@dataclass(frozen=True, slots=True)
-class ShardedItem:
+class ShardedItem(Struct, frozen=True):
     """An item of the state, such as the model.
 
     Attributes:
@@ -127,8 +126,7 @@ class ShardedItem:
     tensors: Mapping[KeyPath, Sharding]
 
 
-@dataclass(frozen=True, slots=True)
-class ShardingMetadata:
+class ShardingMetadata(Struct, frozen=True):
     """The number of ranks, and the items whose tensors are described."""
 
     world_size: int
@@ -267,8 +265,7 @@ def _counts(value: object, most: int = MAX_DIMENSIONS) -> Shape:
     return tuple(numbers)
 
 
-@dataclass(frozen=True, slots=True)
-class _LocalTensor:
+class _LocalTensor(Struct, frozen=True):
     """A tensor of one file, and the position of that file."""
 
     file: int
@@ -409,8 +406,7 @@ class TorchCheckpointingReader:
         return replace(joined, run=replace(joined.run, world_size=world_size, writer=writer))
 
 
-@dataclass(frozen=True, slots=True)
-class _ItemFiles:
+class _ItemFiles(Struct, frozen=True):
     """The files of a checkpoint, by item and rank.
 
     Attributes:

@@ -15,7 +15,8 @@ import math
 import posixpath
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from ckptkit.core.errors import (
     FormatError,
@@ -55,8 +56,7 @@ from ckptkit.storage.base import Source
 _LISTED_NAMES = 3  # tensors in a note
 
 
-@dataclass(frozen=True, slots=True)
-class MergedTensor:
+class MergedTensor(Struct, frozen=True):
     """A tensor of the whole checkpoint.
 
     Attributes:
@@ -72,8 +72,7 @@ class MergedTensor:
     blocks: Sequence[tuple[int, SavedBlock]]
 
 
-@dataclass(slots=True)
-class MergedManifest:
+class MergedManifest(Struct):
     """The entries of all ranks.
 
     Attributes:
@@ -89,8 +88,7 @@ class MergedManifest:
     notes: list[str] = field(default_factory=list)
 
 
-@dataclass(slots=True)
-class _State:
+class _State(Struct):
     """The tensors of one object of the application, such as the model.
 
     Attributes:

@@ -16,8 +16,9 @@ import re
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from msgspec import Struct, field
 
 from ckptkit.core.dtypes import DType, dtype_named
 from ckptkit.core.errors import (
@@ -71,8 +72,7 @@ _CONTAINERS = frozenset({"list", "dict", "OrderedDict"})
 Share = Literal["own", "replicated", "sharded"]
 
 
-@dataclass(frozen=True, slots=True)
-class SavedBlock:
+class SavedBlock(Struct, frozen=True):
     """A stored block of a tensor.
 
     Attributes:
@@ -90,8 +90,7 @@ class SavedBlock:
     is_archive: bool
 
 
-@dataclass(frozen=True, slots=True)
-class SavedTensor:
+class SavedTensor(Struct, frozen=True):
     """A tensor as a rank lists it.
 
     Attributes:
@@ -105,15 +104,13 @@ class SavedTensor:
     blocks: tuple[SavedBlock, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class SavedObject:
+class SavedObject(Struct, frozen=True):
     """An object that `torch.save` wrote to a file of its own."""
 
     location: str
 
 
-@dataclass(frozen=True, slots=True)
-class RankManifest:
+class RankManifest(Struct, frozen=True):
     """The entries of one rank, by path without the rank.
 
     Attributes:
@@ -127,8 +124,7 @@ class RankManifest:
     key_paths: dict[str, KeyPath] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class SnapshotManifest:
+class SnapshotManifest(Struct, frozen=True):
     """A checked manifest.
 
     Attributes:

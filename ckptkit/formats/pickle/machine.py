@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
+
+from msgspec import Struct
 
 from ckptkit.core.errors import (
     CkptkitError,
@@ -86,8 +87,7 @@ class ByIdentity:
     __slots__ = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Global:
+class Global(Struct, frozen=True):
     """A class or function that a pickle names; it is not imported."""
 
     module: str
@@ -97,8 +97,7 @@ class Global:
         return f"{self.module}.{self.name}"
 
 
-@dataclass(eq=False, slots=True)
-class InertObject(ByIdentity):
+class InertObject(ByIdentity, Struct, eq=False):
     """An instance of a class, or what a function returned, represented by its parts.
 
     Attributes:
@@ -109,9 +108,9 @@ class InertObject(ByIdentity):
     """
 
     cls: Global
-    args: tuple[object, ...] = field(repr=False)
-    state: object = field(default=None, repr=False)
-    items: list[Any] | None = field(default=None, repr=False)
+    args: tuple[object, ...]
+    state: object = None
+    items: list[Any] | None = None
 
 
 def class_of(value: InertObject | Global) -> Global:
@@ -126,11 +125,10 @@ def class_of(value: InertObject | Global) -> Global:
     return Global(cls.module, ".".join(steps))
 
 
-@dataclass(eq=False, frozen=True, slots=True)
-class InertKey(ByIdentity):
+class InertKey(ByIdentity, Struct, frozen=True, eq=False):
     """A key of a dictionary that is not hashed by its value, which may take any time."""
 
-    value: object = field(repr=False)
+    value: object
 
 
 class InertDict(dict[Any, Any]):

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import posixpath
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Protocol
+
+from msgspec import Struct, field
 
 from ckptkit.core.errors import (
     CkptkitError,
@@ -35,8 +36,7 @@ from ckptkit.storage.base import Source
 _LEAST_VALUES = 1 << 16
 
 
-@dataclass(frozen=True, slots=True)
-class PickledDict:
+class PickledDict(Struct, frozen=True):
     """A dictionary of a pickle, whose values are checked when they are read.
 
     Attributes:
@@ -125,8 +125,7 @@ class StorageExtents(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class TorchArchive:
+class TorchArchive(Struct, frozen=True):
     """An opened file.
 
     Attributes:
@@ -163,8 +162,7 @@ class TorchArchive:
         return PickledDict(self.root, self.where)
 
 
-@dataclass(slots=True)
-class ArchiveTable:
+class ArchiveTable(Struct):
     """The opened files of an index, and the records of the storages that its tensors use."""
 
     files: list[FileRef] = field(default_factory=list)
@@ -264,8 +262,7 @@ def is_legacy(head: bytes) -> bool:
     return True
 
 
-@dataclass(frozen=True, slots=True)
-class LegacyArchive:
+class LegacyArchive(Struct, frozen=True):
     """An opened file of the legacy layout.
 
     Attributes:

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from ckptkit.core.index import FileRange
 from ckptkit.formats.pickle.torch_archives import ArchiveTable, TorchArchive
 from ckptkit.formats.pickle.torch_values import TensorRef
-from ckptkit.storage.base import Source, prefetch
+from ckptkit.storage.base import Source
 
 _COMPARED_BYTES = 256 << 20  # of copies without comparable checksums, in all
 _WINDOW_BYTES = 8 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
+class StoredTensor(Struct, frozen=True):
     """A tensor of one file."""
 
     archive: TorchArchive
@@ -61,7 +61,7 @@ def find_differing_copies(
             unread += 1
         else:
             wanted.append((position, _range_of(table, mine), _range_of(table, theirs)))
-    prefetch(source, [place for _, *places in wanted for place in places])
+    source.prefetch([place for _, *places in wanted for place in places])
     differing += [n for n, mine, theirs in wanted if not _have_equal_bytes(source, mine, theirs)]
     return sorted(differing), unread
 

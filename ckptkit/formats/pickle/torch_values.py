@@ -11,8 +11,9 @@ torch 1.6 to 2.14; torchao/float8/fsdp_utils.py, torchao 0.18.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from ckptkit.core.dtypes import BY_NAME, BY_STORAGE, DType, dtype_named
 from ckptkit.core.errors import CkptkitError, FormatError, UnsupportedError
@@ -42,23 +43,20 @@ _OTHER_DTYPES = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class DTypeName:
+class DTypeName(Struct, frozen=True):
     """The dtype `torch.<name>`, not yet looked up."""
 
     name: str
 
 
-@dataclass(frozen=True, slots=True)
-class StorageClass:
+class StorageClass(Struct, frozen=True):
     """The class of a storage; `dtype` is None for an untyped storage."""
 
     name: str
     dtype: DType | None
 
 
-@dataclass(frozen=True, slots=True)
-class StorageRef:
+class StorageRef(Struct, frozen=True):
     """A storage that a pickle refers to.
 
     Attributes:
@@ -76,8 +74,7 @@ class StorageRef:
         return self.elements * (self.dtype or _BYTE).itemsize
 
 
-@dataclass(frozen=True, slots=True)
-class TensorRef:
+class TensorRef(Struct, frozen=True):
     """A tensor as a view on a storage; sizes, strides and the offset are in elements."""
 
     storage: StorageRef
@@ -92,8 +89,7 @@ class TensorRef:
         return is_row_major(self.shape, self.strides)
 
 
-@dataclass(eq=False, frozen=True, slots=True)
-class UnreadTensor(ByIdentity):
+class UnreadTensor(ByIdentity, Struct, frozen=True, eq=False):
     """A tensor whose elements are not those of one plain storage.
 
     Attributes:

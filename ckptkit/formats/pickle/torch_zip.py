@@ -15,7 +15,8 @@ Source: torch/serialization.py (`_save`, `_load`), caffe2/serialize/inline_conta
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from ckptkit.core.crc import crc32
 from ckptkit.core.dtypes import DType
@@ -49,8 +50,7 @@ _DESCRIPTOR_SIGNATURE = b"PK\7\x08"
 _CRC_BYTES = 4
 
 
-@dataclass(frozen=True, slots=True)
-class ArchiveEnds:
+class ArchiveEnds(Struct, frozen=True):
     """The first and the last bytes of an archive; for a small archive, both are all of it.
 
     Attributes:
@@ -151,8 +151,7 @@ MAX_TENSOR_PICKLE_BYTES = 2**16  # of one tensor; real pickles have about 200 by
 _TEMPLATES_OF_A_SIZE = 8
 
 
-@dataclass(frozen=True, slots=True)
-class Payload:
+class Payload(Struct, frozen=True):
     """The position of the bytes of an archive's only tensor, and how to view them.
 
     Attributes:
@@ -254,8 +253,7 @@ class TensorCache:
         return cached
 
 
-@dataclass(frozen=True, slots=True)
-class ZipArchive:
+class ZipArchive(Struct, frozen=True):
     """An opened archive: its directory is read and checked, its pickle is not.
 
     Attributes:

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
 from operator import itemgetter
 from types import MappingProxyType
+
+from msgspec import Struct
 
 from ckptkit.core.errors import FormatError, LimitError, TruncatedFileError, UnsupportedError
 from ckptkit.formats.parsing import Read
@@ -42,8 +43,7 @@ _KNOWN_FLAGS = 0x0808  # sizes follow in a descriptor; the name is UTF-8
 _DESCRIPTOR_SIZES = (16, 24)  # with signature; 24 where the sizes are zip64
 
 
-@dataclass(frozen=True, slots=True)
-class ZipEntry:
+class ZipEntry(Struct, frozen=True):
     """A record as the directory describes it.
 
     Attributes:

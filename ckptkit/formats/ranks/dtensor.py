@@ -18,10 +18,10 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import CkptkitError, FormatError, LimitError, UnsupportedError
@@ -37,8 +37,7 @@ MAX_RANKS = 1 << 20
 _INTEGERS = {BY_NAME["int32"]: "<i4", BY_NAME["int64"]: "<i8"}
 
 
-@dataclass(frozen=True, slots=True)
-class Mesh:
+class Mesh(Struct, frozen=True):
     """A mesh as it was on the rank that pickled a tensor.
 
     Attributes:
@@ -183,8 +182,7 @@ _MAX_BLOCKS = 1 << 14
 IndexRanges = list[tuple[int, int]]  # half-open, in the order of the local tensor
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
+class Placement(Struct, frozen=True):
     """How a tensor is distributed along one dimension of a mesh.
 
     Attributes:
@@ -196,16 +194,14 @@ class Placement:
     factor: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class LocalBlock:
+class LocalBlock(Struct, frozen=True):
     """A block of a local tensor: its box in the whole tensor, and its offsets in the local one."""
 
     box: Box
     local: Shape
 
 
-@dataclass(frozen=True, slots=True)
-class LocalPart:
+class LocalPart(Struct, frozen=True):
     """A rank's part of a tensor: the shape of the local tensor, and its blocks."""
 
     shape: Shape
@@ -316,8 +312,7 @@ def fits(local_shape: Shape, part: LocalPart) -> bool:
     return local_shape == part.shape or (0 in local_shape and 0 in part.shape)
 
 
-@dataclass(frozen=True, slots=True)
-class _Split:
+class _Split(Struct, frozen=True):
     """A split of each of `factor` earlier parts into `parts`; the rank has part `index`."""
 
     parts: int

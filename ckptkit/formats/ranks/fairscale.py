@@ -13,8 +13,10 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptkit.core.errors import (
     FormatError,
@@ -35,8 +37,7 @@ _UNITS, _BUFFERS = "param_metadata", "buffer_names"
 _MODEL: KeyPath = ("model",)
 
 
-@dataclass(frozen=True, slots=True)
-class FairscaleShards:
+class FairscaleShards(Struct, frozen=True):
     """The contents of the ranks' files, with flat shards as ShardedTensors.
 
     Attributes:
@@ -55,8 +56,7 @@ class FairscaleShards:
         return unflatten(replace(index, run=run), flat, self.vectors, where)
 
 
-@dataclass(frozen=True, slots=True)
-class _FlatShard:
+class _FlatShard(Struct, frozen=True):
     """A flat parameter in the metadata of one rank."""
 
     name: str

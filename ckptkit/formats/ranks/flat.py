@@ -18,8 +18,10 @@ import json
 import math
 import posixpath
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptkit.core.crc import crc32
 from ckptkit.core.errors import (
@@ -68,8 +70,7 @@ _CONFIG_HINT = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class FlatMember:
+class FlatMember(Struct, frozen=True):
     """An original parameter: its names, the one that it is stored under first, shape and start."""
 
     names: tuple[str, ...]
@@ -82,8 +83,7 @@ class FlatMember:
         return self.start + math.prod(self.shape)
 
 
-@dataclass(frozen=True, slots=True)
-class FlatVector:
+class FlatVector(Struct, frozen=True):
     """A flat parameter: its name, its length with all padding, and its members."""
 
     name: str
@@ -297,8 +297,7 @@ def _count(value: object) -> int:
     raise TypeError
 
 
-@dataclass(frozen=True, slots=True)
-class ModelParameter:
+class ModelParameter(Struct, frozen=True):
     """A parameter of a model: its names, the first one first, and its shape."""
 
     names: tuple[str, ...]

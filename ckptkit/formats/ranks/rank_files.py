@@ -19,8 +19,10 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
 from typing import Any, Literal
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from ckptkit.core.errors import FormatError, InputError, LimitError
 from ckptkit.core.index import KeyPath
@@ -70,8 +72,7 @@ _VERL_KINDS: Mapping[str, Kind] = {"model": "model", "optim": "optimizer", "extr
 VERL, ACCELERATE, FAIRSEQ = "verl", "accelerate", "fairseq"
 
 
-@dataclass(frozen=True, slots=True)
-class RankFile:
+class RankFile(Struct, frozen=True):
     """A file of a rank, as its name describes it.
 
     Attributes:
@@ -87,8 +88,7 @@ class RankFile:
     world_size: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class RankFileSet:
+class RankFileSet(Struct, frozen=True):
     """Files that were written together.
 
     Attributes:
@@ -173,8 +173,7 @@ _COUNTERS = frozenset({"last_epoch", "_step_count", "step", "global_step", "iter
 RankTensor = TensorRef | DTensorRef | ShardedTensorRef
 
 
-@dataclass(frozen=True, slots=True)
-class RankContents:
+class RankContents(Struct, frozen=True):
     """The contents of one file.
 
     Attributes:
@@ -198,8 +197,7 @@ RankParts = Sequence[tuple[RankContents, RankTensor]]
 """The parts of one tensor that ranks have, in the order of ranks."""
 
 
-@dataclass(slots=True)
-class RankFileLoader:
+class RankFileLoader(Struct):
     """Opens the files of a set.
 
     Attributes:
@@ -331,8 +329,7 @@ _MOST_INSPECTED = 32  # items of the state whose files are opened
 _FILES_OF_AN_ITEM = 3  # one of them may be damaged
 
 
-@dataclass(frozen=True, slots=True)
-class NumberedFile:
+class NumberedFile(Struct, frozen=True):
     """A numbered file, as its name describes it.
 
     Attributes:

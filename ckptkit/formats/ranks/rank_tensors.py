@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import CkptkitError, FormatError, LimitError
@@ -41,16 +42,14 @@ UNASSIGNED_STATES = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class StoredChunk:
+class StoredChunk(Struct, frozen=True):
     """A chunk, and the tensor of a file from which it was made."""
 
     chunk: Chunk
     tensor: TensorRef
 
 
-@dataclass(frozen=True, slots=True)
-class AssembledTensor:
+class AssembledTensor(Struct, frozen=True):
     """A tensor whose parts are in the files of several ranks.
 
     Attributes:
@@ -66,8 +65,7 @@ class AssembledTensor:
     is_plain: bool
 
 
-@dataclass(frozen=True, slots=True)
-class _LocalDTensor:
+class _LocalDTensor(Struct, frozen=True):
     """A DTensor as one rank has it, with its parsed specification."""
 
     contents: RankContents
@@ -76,8 +74,7 @@ class _LocalDTensor:
     placements: tuple[Placement, ...]
 
 
-@dataclass(slots=True)
-class TensorAssembler:
+class TensorAssembler(Struct):
     """Makes the chunks of tensors, and caches the meshes of devices in the files.
 
     Attributes:

@@ -16,8 +16,9 @@ import posixpath
 import re
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from ckptkit.core.errors import FormatError, UnsupportedError
 from ckptkit.core.index import (

@@ -11,8 +11,9 @@ torch/distributed/_shard/sharded_tensor/{api,metadata,shard}.py; torch 2.1 to 2.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import FormatError
@@ -32,8 +33,7 @@ _WRAPPER = Global("torch._utils", "_rebuild_wrapper_subclass")
 _TORCH = "torch.distributed."  # where the classes are has changed several times
 
 
-@dataclass(frozen=True, slots=True)
-class DTensorRef:
+class DTensorRef(Struct, frozen=True):
     """A DTensor as one rank has it.
 
     Attributes:
@@ -51,16 +51,14 @@ class DTensorRef:
         return self.local.dtype
 
 
-@dataclass(frozen=True, slots=True)
-class ShardRef:
+class ShardRef(Struct, frozen=True):
     """A shard of a ShardedTensor: a tensor, and its offsets in the whole tensor."""
 
     tensor: TensorRef
     offsets: Shape
 
 
-@dataclass(frozen=True, slots=True)
-class ShardedTensorRef:
+class ShardedTensorRef(Struct, frozen=True):
     """A ShardedTensor as one rank has it.
 
     Attributes:

@@ -24,10 +24,10 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 
 from ckptkit.core.errors import (
     FormatError,
@@ -96,8 +96,7 @@ _OTHER_WIDTHS = ("embedding_size", "word_embed_proj_dim", "embedding_dim", "hidd
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
 
 
-@dataclass(frozen=True, slots=True)
-class ConfigExtents:
+class ConfigExtents(Struct, frozen=True):
     """Sizes in a model's configuration; 0 where it does not have them.
 
     Attributes:
@@ -184,8 +183,7 @@ def estimate_shards(matrices: Iterable[tuple[Shape, int]]) -> int | None:
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class _Shard:
+class _Shard(Struct, frozen=True):
     """A shard of a tensor: its entry in the header of file number `file`, and its offsets."""
 
     file: int
@@ -203,8 +201,7 @@ class _Shard:
         return 0 in self.stored.shape
 
 
-@dataclass(frozen=True, slots=True)
-class _Numbers:
+class _Numbers(Struct, frozen=True):
     """The numbers in the name of a file, counted from 1."""
 
     rank: int

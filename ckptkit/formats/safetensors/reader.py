@@ -16,9 +16,10 @@ import posixpath
 import re
 import struct
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
 
 import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptkit.core.dtypes import BY_SAFETENSORS, DType
 from ckptkit.core.errors import (
@@ -71,8 +72,7 @@ _METADATA = "__metadata__"
 _FIELDS = {"dtype", "shape", "data_offsets"}
 
 
-@dataclass(frozen=True, slots=True)
-class HeaderTensor:
+class HeaderTensor(Struct, frozen=True):
     """A tensor of one file, as its header describes it.
 
     Attributes:
@@ -90,8 +90,7 @@ class HeaderTensor:
     stop: int
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
+class Header(Struct, frozen=True):
     """A checked header: tensors in the order of their bytes, and texts by name."""
 
     tensors: tuple[HeaderTensor, ...]

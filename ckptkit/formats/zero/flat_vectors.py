@@ -17,9 +17,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptkit.core.dtypes import BY_NAME, DType
 from ckptkit.core.errors import FormatError, IncompleteCheckpointError, LimitError, UnsupportedError
@@ -35,8 +37,7 @@ _FLAT_SLICES = "single_partition_of_fp32_groups"
 _FLAT = "fp32_flat_groups"
 
 
-@dataclass(frozen=True, slots=True)
-class VectorSlice:
+class VectorSlice(Struct, frozen=True):
     """Elements of a parameter that are contiguous in a file.
 
     Attributes:
@@ -56,8 +57,7 @@ class VectorSlice:
     count: int
 
 
-@dataclass(frozen=True, slots=True)
-class FlatParameter:
+class FlatParameter(Struct, frozen=True):
     """A parameter, or its master copy, in slices of flat tensors.
 
     Attributes:
@@ -270,8 +270,7 @@ _MAX_KINDS = 64  # of states of one vector; each occurs again for every paramete
 _PLAIN = (bool, int, float, str, type(None))
 
 
-@dataclass(frozen=True, slots=True)
-class RankStates:
+class RankStates(Struct, frozen=True):
     """The optimizer's states in one rank's file.
 
     Attributes:
@@ -305,8 +304,7 @@ def find_rank_states(file: ZeroFile, state: PickledDict) -> RankStates:
     return states
 
 
-@dataclass(frozen=True, slots=True)
-class ZeroStates:
+class ZeroStates(Struct, frozen=True):
     """The whole state of the optimizer: entries of an index, and values that are not tensors."""
 
     entries: tuple[TensorEntry, ...]

@@ -13,8 +13,11 @@ import re
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Self
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptkit.core.errors import (
     FormatError,
@@ -390,8 +393,7 @@ _TENSOR, _IS_VOCABULARY = "param", "vocab_tensor"
 _PARTITIONED = "optimizer_state_dict"  # only stage 3 leaves this key in the common states
 
 
-@dataclass(frozen=True, slots=True)
-class ParameterFile:
+class ParameterFile(Struct, frozen=True):
     """The value in a file of a parameter.
 
     Attributes:

@@ -13,9 +13,10 @@ from __future__ import annotations
 import posixpath
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from typing import Literal
+
+from msgspec import Struct
 
 from ckptkit.core.errors import FormatError, MissingFileError, UnsupportedError
 from ckptkit.core.index import Shape
@@ -52,8 +53,7 @@ _UNIVERSAL = re.compile(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class TagFile:
+class TagFile(Struct, frozen=True):
     """A file of a tag, as its name describes it.
 
     Attributes:
@@ -92,8 +92,7 @@ def find_unsupported_part(path: str) -> str | None:
     return next((what for what, pattern in _NOT_MODELLED.items() if pattern.fullmatch(name)), None)
 
 
-@dataclass(frozen=True, slots=True)
-class UniversalFile:
+class UniversalFile(Struct, frozen=True):
     """A file of a universal checkpoint, as its path describes it.
 
     Attributes:
@@ -125,8 +124,7 @@ def _stage(*args: object) -> int:
 _ALLOWED = {**ALLOWED, ("deepspeed.runtime.zero.config", "ZeroStageEnum"): _stage}
 
 
-@dataclass(frozen=True, slots=True)
-class ZeroFile:
+class ZeroFile(Struct, frozen=True):
     """An opened file.
 
     Attributes:

@@ -7,10 +7,12 @@ import os
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, get_args
+from typing import Any, get_args
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from ckptkit.adapters.extract import run_extraction
 from ckptkit.adapters.merge.merge_adapters import AdapterChoice, MergeJob
@@ -26,33 +28,21 @@ from ckptkit.core.errors import InputError, OutputError, RefusedError, UsageErro
 from ckptkit.core.manifest import Manifest
 from ckptkit.engine.outcome import Event, Listener, Planned
 from ckptkit.lora.changes import MergeRequest
-from ckptkit.options import ConsolidateRequest, Resources
+from ckptkit.options import ConsolidateRequest, PushKind, Resources
 from ckptkit.plan.load_report import WATCH, Advice
 from ckptkit.runs.push_journal import StepPush
 from ckptkit.runs.save_order import BestMode
 from ckptkit.runs.steps import RunStep, abandoned
 from ckptkit.storage.places import PathLike, is_url, open_source, open_target
 
-PushKind = Literal["auto", "model", "adapter", "merged"]
-"""What is built from a step: `auto` is the adapter if PEFT trained one, else the model; `merged` is
-the base with the adapter of the step in it."""
 
+class PushChoice(Struct, frozen=True):
+    """Which steps are pushed; without a rule, all of them."""
 
-@dataclass(frozen=True, slots=True)
-class PushChoice:
-    """Which steps are pushed; without a rule, all of them.
-
-    Attributes:
-        every: Only steps that are divisible by this.
-        best: Only a step that is better by this metric than all others, pushed ones included.
-        best_mode: Whether the smallest or the largest value is best.
-        last_only: If several wait, only the one that was saved last.
-    """
-
-    every: int | None = None
-    best: str | None = None
+    every: int | None = None  # steps that are divisible by this
+    best: str | None = None  # a step that is better by this metric than all, pushed ones included
     best_mode: BestMode = "min"
-    last_only: bool = False
+    last_only: bool = False  # if several wait, the one that was saved last
 
     def __post_init__(self) -> None:
         if self.every is not None and self.every < 1:
@@ -74,16 +64,8 @@ def choose_steps(
     """Chooses the steps to push, in the order in which they were saved.
 
     A step that was saved before a pushed one is left out, since it would become the head of the
-    branch. So is a step that training went back from, see `abandoned`.
-
-    Args:
-        steps: All steps of the run; only complete ones are chosen.
-        digests: The digests of the complete steps, by number.
-        earlier: The earlier pushes, by step.
-        choice: The rules.
-
-    Returns:
-        The numbers of the steps.
+    branch. So is a step that training went back from, see `abandoned`. `digests` are those of the
+    complete steps by their numbers, which are returned.
 
     >>> steps = [RunStep(step) for step in (100, 200, 300)]
     >>> digests = {100: "a", 200: "b", 300: "c"}
@@ -137,34 +119,20 @@ _DEPTH = 8
 _READ_BYTES = 8 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class BuildSettings:
-    """How the folder that is pushed is built from a step.
-
-    Attributes:
-        kind: Model or adapter.
-        request: Of a model.
-        adapter: Of an adapter.
-        merge: Of a merged model.
-        base: A model folder with the files that the step lacks, or None.
-        side: Where configuration and tokenizer come from before all other folders.
-        resources: Threads and memory.
-        needs_config: Whether to refuse a model without config.json, which does not load.
-        state_folder: The subfolder for the step itself, with its optimizer, to resume training
-            from; `{step}` stands for its number. Empty for none.
-        advice: The hints of errors about a model that would not load.
-    """
+class BuildSettings(Struct, frozen=True):
+    """How the folder that is pushed is built from a step."""
 
     kind: PushKind = "auto"
     request: ConsolidateRequest = field(default_factory=ConsolidateRequest)
     adapter: AdapterRequest = field(default_factory=AdapterRequest)
     merge: MergeRequest = field(default_factory=MergeRequest)
-    base: str | None = None
+    base: str | None = None  # a model folder with the files that the step lacks
     side: SideChoice = field(default_factory=SideChoice)
     resources: Resources = field(default_factory=Resources)
-    needs_config: bool = False
+    needs_config: bool = False  # a model without config.json does not load
+    # The subfolder for the step itself, to resume training from; `{step}` stands for its number.
     state_folder: str = ""
-    advice: Advice = WATCH
+    advice: Advice = WATCH  # hints of errors about a model that would not load
 
     def whole_folder(self, step: int) -> str:
         """Returns the name of the subfolder for the step itself; empty for none."""
@@ -202,14 +170,7 @@ def write_model(
     listener: Listener,
     facts: Mapping[str, Any] = MappingProxyType({}),
 ) -> Manifest:
-    """Writes the model of a step, whole or not at all.
-
-    Args:
-        job: Of `settings.make_job`.
-        settings: How it is built.
-        listener: Receives progress events.
-        facts: Further entries of the manifest's `source`.
-    """
+    """Writes the model of a step, whole or not at all; `facts` go into the manifest's `source`."""
     job.check_places()
     target = open_target(job.destination, overwrite=job.overwrite)
     with SingleProcess(target, listener) as strategy, job.plan_output() as planned:
@@ -228,11 +189,7 @@ def write_model(
 def build_folder(
     src: PathLike, out: Path, step: int, settings: BuildSettings, listener: Listener
 ) -> tuple[str, ...]:
-    """Builds the folder that is pushed from a step, and verifies it.
-
-    Returns:
-        Notes for the user.
-    """
+    """Builds the folder that is pushed from a step, and verifies it; returns notes for the user."""
     notes: list[str] = []
 
     def listen(event: Event) -> None:

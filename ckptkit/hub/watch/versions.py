@@ -11,12 +11,11 @@ local_checkpoint.py of SGLang (`pull`).
 from __future__ import annotations
 
 import itertools
-import os
-from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
 
 from ckptkit.adapters.merge.merge_adapters import MergeJob
 from ckptkit.conversion.prepare import ConversionJob
@@ -27,7 +26,6 @@ from ckptkit.core.errors import (
     NotACheckpointError,
     OutputError,
     RefusedError,
-    UsageError,
 )
 from ckptkit.core.manifest import Manifest
 from ckptkit.deltas.create import DeltaRequest, create_delta
@@ -35,68 +33,26 @@ from ckptkit.deltas.form import DELTA, name_version, version_of_folder
 from ckptkit.deltas.pairs import PublishedBase
 from ckptkit.engine.outcome import Listener
 from ckptkit.hub.watch.build import BuildSettings, write_model
-from ckptkit.hub.watch.watched_steps import OF_NO_STEP, TAG_PREFIX, StepCommit, WatchedRun
+from ckptkit.hub.watch.watched_steps import OF_NO_STEP, StepCommit, WatchedRun
 from ckptkit.runs.push_journal import StepPush
 from ckptkit.runs.steps import RunStep
 from ckptkit.storage.local.disk import LOCAL_DISK
 from ckptkit.storage.local.workdir import sweep_work_folders
 from ckptkit.storage.locations import WORK_INFIX, is_work_folder
 from ckptkit.storage.manifests import read_manifest
-from ckptkit.storage.place_identity import PlaceRelation, find_overlap
 from ckptkit.storage.places import PathLike, is_url, local_path, open_source, place_of
 
 _PUBLISHED = "published"
 """In the source of a version's manifest: the run and the step that it was made from."""
 
 
-@dataclass(frozen=True, slots=True)
-class VersionSettings:
-    """Where versions are published, and which of them are whole models.
-
-    Attributes:
-        folder: The folder of the versions: a path, or a URL.
-        every: One of so many versions is a whole model, the first of them; the others are deltas.
-            1 for whole models only.
-    """
-
-    folder: PathLike
-    every: int = 1
-
-    def __post_init__(self) -> None:
-        if self.every < 1:
-            raise UsageError(
-                f"is {self.every}, where a whole number of at least 1 was expected",
-                where="--delta",
-                hint="pass --delta 20 for a whole model and 19 deltas, then the next whole model",
-            )
-
-    def refuse_inside(self, run: PathLike) -> None:
-        """Refuses a folder in the run, whose versions would be found as further checkpoints."""
-        if find_overlap(self.folder, run) in {PlaceRelation.SAME, PlaceRelation.INSIDE}:
-            raise RefusedError(
-                f"is inside {os.fspath(run)}, where versions would be taken for checkpoints",
-                where=f"--into {os.fspath(self.folder)}",
-                hint="choose a place beside the run",
-            )
-
-
-@dataclass(frozen=True, slots=True)
-class PublishedVersion:
-    """A version in the folder.
-
-    Attributes:
-        version: Its number.
-        is_delta: Whether it is a delta to the version before.
-        step: The step that it was made from.
-        digest: The digest of that step.
-        size_bytes: Of its files.
-    """
+class PublishedVersion(Struct, frozen=True):
+    """A version in the folder."""
 
     version: int
-    is_delta: bool
-    step: int
-    digest: str
-    size_bytes: int
+    is_delta: bool  # to the version before
+    step: int  # that it was made from
+    digest: str  # of that step
 
     @property
     def name(self) -> str:
@@ -104,39 +60,24 @@ class PublishedVersion:
 
 
 class PublishedVersions:
-    """Publishes steps as versions; the newest one's step is protected from pruning.
+    """Publishes steps as versions; the newest one's step is protected from pruning."""
 
-    Attributes:
-        tag_prefix: What comes before a step's number in its tag, which becomes a version's name.
-    """
-
-    tag_prefix = TAG_PREFIX
+    takes_folders = False  # a version is built where it is published
 
     def __init__(
         self,
-        settings: VersionSettings,
+        folder: PathLike,
+        every: int,
         run: WatchedRun,
         identity: str,
         build: BuildSettings,
-        warn: Callable[[int, str], None],
         listener: Listener,
     ) -> None:
-        """Looks at nothing yet.
-
-        Args:
-            settings: Where versions are published.
-            run: The run.
-            identity: Of the run.
-            build: How models are built.
-            warn: Takes a warning about a step.
-            listener: Receives progress events.
-        """
-        self._settings = settings
-        self._place = place_of(settings.folder)
+        self._place = place_of(folder)
+        self._every = every  # one of so many versions is a whole model, the first of them
         self._run = run
         self._identity = identity
         self._build = build
-        self._warn = warn
         self._listener = listener
         self._versions: list[PublishedVersion] | None = None
         self._mark: AbstractContextManager[object] | None = None
@@ -156,23 +97,16 @@ class PublishedVersions:
         """Returns the name of the version."""
         return commit.commit
 
-    def publish(
-        self,
-        step: RunStep,
-        _push: StepPush,
-        _whole: str,
-        _build: Callable[[], Path],
-        begin: Callable[[], None],
-    ) -> StepCommit:
+    def publish(self, step: RunStep, _push: StepPush, _folder: Path) -> StepCommit:
         """Writes the next version; it is visible when it is complete."""
         versions = self._list()
-        begin()
         number = versions[-1].version + 1 if versions else 1
         self._versions = None  # unknown until this has succeeded
-        manifest = self._write(step, number, versions)
+        manifest, warnings = self._write(step, number, versions)
         self._versions = [*versions, _describe(number, manifest)]
         self._hold(step)
-        return StepCommit(name_version(number), self._location(number), manifest.size_bytes)
+        size, where = manifest.size_bytes, self._location(number)
+        return StepCommit(name_version(number), where, size, warnings=warnings)
 
     def close(self) -> None:
         """Releases the newest version's step."""
@@ -181,13 +115,16 @@ class PublishedVersions:
             with suppress(CkptkitError):  # a mark in a store that cannot be reached expires
                 mark.__exit__(None, None, None)
 
-    def _write(self, step: RunStep, number: int, versions: list[PublishedVersion]) -> Manifest:
+    def _write(
+        self, step: RunStep, number: int, versions: list[PublishedVersion]
+    ) -> tuple[Manifest, tuple[str, ...]]:
         overwrite = self._is_unfinished(number)
         job = self._job(step, number, overwrite=overwrite)
         facts: dict[str, Any] = {
             _PUBLISHED: {"run": self._identity, "step": step.step, "digest": step.digest},
         }
         base = self._find_base(versions)
+        warnings: tuple[str, ...] = ()
         if base is not None:
             request = DeltaRequest(version=number)
             try:
@@ -198,15 +135,15 @@ class PublishedVersions:
                     self._listener,
                     facts,
                     published=self._read_newest(number - 1),
-                )
+                ), ()
             except OF_NO_STEP:
                 raise
             except (InputError, RefusedError) as error:
                 # Of the step before, too: it may be damaged, or gone by now.
                 text = f"published as a whole model, since no delta is possible: {error}"
-                self._warn(step.step, text)
+                warnings = (text,)
         facts[DELTA] = {"version": number}
-        return write_model(job, self._build, self._listener, facts)
+        return write_model(job, self._build, self._listener, facts), warnings
 
     def _is_unfinished(self, number: int) -> bool:
         """Returns whether a watch was killed while a store made the files of a version visible."""
@@ -232,7 +169,7 @@ class PublishedVersions:
             deltas += 1
         else:  # no version, or none that an engine can begin with
             return None
-        if deltas + 1 >= self._settings.every:
+        if deltas + 1 >= self._every:
             return None
         newest = versions[-1]
         for step in self._run.look():
@@ -316,5 +253,4 @@ def _describe(number: int, manifest: Manifest) -> PublishedVersion:
         manifest.kind == DELTA,
         int(published["step"]),
         str(published["digest"]),
-        manifest.size_bytes,
     )

@@ -10,22 +10,21 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptkit.core.errors import (
     AccessError,
-    AmbiguousSourceError,
     CkptkitError,
     HubError,
-    HubUnavailableError,
     IncompleteCheckpointError,
     InputError,
     NoSpaceError,
     NotACheckpointError,
-    OutputBusyError,
     OutputError,
     RefusedError,
     StorageError,
@@ -33,9 +32,11 @@ from ckptkit.core.errors import (
 from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.engine.outcome import Listener
 from ckptkit.formats.discovery import parse_step
-from ckptkit.hub.client import NOT_FOUND, Hub, status_of, tag_commit
-from ckptkit.hub.folder_files import Skipped
+from ckptkit.hub.client import MAIN, NOT_FOUND, Hub, status_of, tag_commit
+from ckptkit.hub.package import NEVER
 from ckptkit.hub.publish import push as push_folder
+from ckptkit.hub.secrets import redact_secrets
+from ckptkit.hub.watch.build import BuildSettings
 from ckptkit.runs.listing import list_run
 from ckptkit.runs.push_journal import StepPush
 from ckptkit.runs.run_paths import open_run
@@ -45,42 +46,22 @@ from ckptkit.storage.places import PathLike, Place, is_url, open_source
 OF_NO_STEP = (AccessError, NoSpaceError, OutputError, StorageError)
 """Errors of the place that steps go to, or of the storage; they say nothing about a step."""
 TAG_PREFIX = "step-"
-_MAIN = "main"
 _QUIET_SECONDS = 60.0  # after which a step without manifest counts as finished
 _DIGEST_LENGTH = 16  # hexadecimal digits
 _LISTED = 5
 
 
-def is_transient(error: CkptkitError) -> bool:
-    """Returns whether an error may pass by itself."""
-    if isinstance(error, AccessError):
-        return False
-    return isinstance(error, HubUnavailableError | NoSpaceError | OutputBusyError | InputError)
-
-
-def advise(error: CkptkitError) -> CkptkitError:
-    """Returns the error of a step with advice that can be followed where nothing is selected."""
-    if isinstance(error, AmbiguousSourceError):
-        return error.hinted("write one of them with `ckptkit consolidate --select`, and push that")
-    return error
-
-
 class WatchedRun:
-    """Lists a run repeatedly, and reads no manifest twice.
-
-    Attributes:
-        absence: Why the last listing had no complete step; None if it had one.
-    """
+    """Lists a run repeatedly, and reads no manifest twice."""
 
     def __init__(self, run: PathLike, state: Path | None) -> None:
         self._run = run
         self._state = state
         self._digests: dict[str, tuple[str, str]] = {}  # by folder: identity, and digest
-        self._unsettled: dict[
-            str, str
-        ] = {}  # steps without a manifest, with digests of the last listing
-        self._taken: set[str] = set()  # those of them that the last listing returned
-        self.absence: InputError | None = None
+        # Steps without a manifest, with their digests, and those that the last listing returned.
+        self._unsettled: dict[str, str] = {}
+        self._taken: set[str] = set()
+        self.absence: InputError | None = None  # why the last listing had no complete step
 
     def look(self) -> tuple[RunStep, ...]:
         """Returns the complete steps, the lowest number first; none if the run does not exist yet.
@@ -158,53 +139,36 @@ def _short_digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:_DIGEST_LENGTH]
 
 
-@dataclass(frozen=True, slots=True)
-class StepCommit:
-    """A step's commit.
+class StepCommit(Struct, frozen=True):
+    """What was made of a step: a commit, or a version."""
 
-    Attributes:
-        commit: Its hash.
-        url: Of its page.
-        uploaded_bytes: Bytes that this watch uploaded for it.
-        is_new: Whether this watch made it.
-        skipped: Files of the step that were not pushed with it, and why.
-    """
-
-    commit: str
-    url: str
-    uploaded_bytes: int = 0
-    is_new: bool = True
-    skipped: tuple[Skipped, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class BranchSettings:
-    """The branch of a repository, and what is pushed with a step.
-
-    Attributes:
-        private: Whether a new repository is private; None for the Hub's default.
-        revision: The branch; `main` when None.
-        include: Patterns of further files of a step that are pushed with it.
-    """
-
-    private: bool | None = None
-    revision: str | None = None
-    include: Sequence[str] = ()
+    commit: str  # its hash, or the name of the version
+    url: str  # of its page, or its place
+    uploaded_bytes: int = 0  # by this watch
+    is_new: bool = True  # this watch has made it
+    warnings: tuple[str, ...] = ()
 
 
 class PushedSteps:
-    """The pushed steps of a run in one branch; sends as few requests as possible.
+    """The pushed steps of a run in one branch; sends as few requests as possible."""
 
-    Attributes:
-        tag_prefix: What comes before the number in the names of tags.
-    """
+    takes_folders = True
 
     def __init__(
-        self, hub: Hub, settings: BranchSettings, tag_prefix: str, listener: Listener
+        self,
+        hub: Hub,
+        *,
+        private: bool | None,
+        revision: str | None,
+        include: Sequence[str],
+        build: BuildSettings,
+        listener: Listener,
     ) -> None:
         self._hub = hub
-        self._settings = settings
-        self.tag_prefix = tag_prefix
+        self._private = private
+        self._revision = revision or MAIN
+        self._include = include
+        self._build = build
         self._listener = listener
         self._commits: dict[str, str] | None = None  # by title
         self._tags: dict[str, str] = {}
@@ -214,8 +178,8 @@ class PushedSteps:
         self._list_commits()
 
     def find(self, push: StepPush) -> StepCommit | None:
-        """Returns the commit of a step, None if it has none."""
-        commit = self._list_commits().get(title_of(push))
+        """Returns what an earlier watch made of a step, None if nothing."""
+        commit = self._list_commits().get(_title_of(push))
         tagged = self._tags.get(push.tag)
         if tagged is not None and tagged not in {commit, push.replaces}:
             raise RefusedError(
@@ -227,40 +191,34 @@ class PushedSteps:
             return None
         return StepCommit(commit, f"{self._hub.url}/commit/{commit}", is_new=False)
 
-    def publish(
-        self,
-        _step: RunStep,
-        push: StepPush,
-        whole: str,
-        build: Callable[[], Path],
-        begin: Callable[[], None],
-    ) -> StepCommit:
-        """Builds the folder of a step, and makes its commit."""
-        folder = build()
-        begin()
-        return self.push(folder, push, whole)
-
-    def close(self) -> None:
-        """Does nothing: no connection is held."""
-
-    def push(self, folder: Path, push: StepPush, whole: str = "") -> StepCommit:
-        """Makes the commit of a step."""
-        title = title_of(push)
+    def publish(self, step: RunStep, push: StepPush, folder: Path) -> StepCommit:
+        """Makes the commit of a step from the folder that was built of it."""
+        title, whole = _title_of(push), self._build.whole_folder(step.step)
         commits, self._commits = self._list_commits(), None  # unknown until the push has succeeded
         pushed = push_folder(
             folder,
             self._hub.repo_id,
-            private=self._settings.private,
-            revision=self._settings.revision,
+            private=self._private,
+            revision=self._revision,
             message=title,
             token=self._hub.token,
             endpoint=self._hub.api.endpoint,
             whole=whole,
-            include=self._settings.include if whole else (),
+            include=self._include if whole else (),
             listener=self._listener,
         )
         self._commits = {**commits, title: pushed.commit}
-        return StepCommit(pushed.commit, pushed.url, pushed.bytes_uploaded, skipped=pushed.skipped)
+        left = [skip.path.removeprefix(f"{whole}/") for skip in pushed.skipped]
+        left = [path for path in left if PurePosixPath(path).name != NEVER]
+        warnings = []
+        if left:
+            names = redact_secrets(", ".join(left[:_LISTED]))
+            more = f" and {len(left) - _LISTED:,} more" if len(left) > _LISTED else ""
+            text = f"not pushed with the step: {names}{more}"
+            warnings.append(f"{text}; --include GLOB adds files without secrets")
+        return StepCommit(
+            pushed.commit, pushed.url, pushed.bytes_uploaded, warnings=tuple(warnings)
+        )
 
     def tag(self, push: StepPush, commit: StepCommit) -> str:
         """Makes the step's tag point to its commit, and returns its name."""
@@ -283,7 +241,7 @@ class PushedSteps:
         """Returns the commits by title; asks the Hub if they may have changed."""
         if self._commits is not None:
             return self._commits
-        hub, revision = self._hub, self._settings.revision or _MAIN
+        hub = self._hub
         try:
             # Tags first: the client tries that request once, and pages of commits for minutes.
             tags = hub.call(hub.api.list_repo_refs, hub.repo_id).tags
@@ -292,7 +250,7 @@ class PushedSteps:
             tags = []
         self._tags = {tag.name: tag.target_commit for tag in tags}
         try:
-            commits = hub.call(hub.api.list_repo_commits, hub.repo_id, revision=revision)
+            commits = hub.call(hub.api.list_repo_commits, hub.repo_id, revision=self._revision)
         except HubError as error:
             _raise_unless_absent(error)
             commits = []
@@ -301,10 +259,10 @@ class PushedSteps:
         return self._commits
 
 
-def title_of(push: StepPush) -> str:
+def _title_of(push: StepPush) -> str:
     """Returns the title of a step's commit.
 
-    >>> title_of(StepPush(500, "1f2e3d4c5b6a7988", "pushing", "org/name"))
+    >>> _title_of(StepPush(500, "1f2e3d4c5b6a7988", "pushing", "org/name"))
     'Step 500 (ckptkit 1f2e3d4c5b6a7988)'
     """
     return f"Step {push.step} (ckptkit {push.digest})"

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import transformers
+from msgspec import Struct
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -45,8 +46,7 @@ _MOST_PREFIXES = 3  # segments that a wrapper puts before the names
 Tensors = Mapping[str, torch.Tensor]
 
 
-@dataclass(frozen=True, slots=True)
-class _Found:
+class _Found(Struct, frozen=True):
     """What loading reports, by the model's own names.
 
     Attributes:

@@ -15,11 +15,11 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, Self
 
 import torch
+from msgspec import Struct
 from transformers import core_model_loading
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import ConversionOps, WeightConverter
@@ -200,8 +200,7 @@ _MOVES: dict[str, Callable[..., Any]] = {
 _ATTRIBUTE = "_weight_conversions"  # where loading leaves at a model what it used
 
 
-@dataclass(frozen=True, slots=True)
-class ComputedTensor:
+class ComputedTensor(Struct, frozen=True):
     """A tensor that a conversion computes.
 
     Attributes:

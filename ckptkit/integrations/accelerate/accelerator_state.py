@@ -12,9 +12,10 @@ import os
 import re
 import tempfile
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct
 
 from ckptkit.core.errors import CkptkitError, ResumeError, UsageError
 from ckptkit.core.manifest import MANIFEST_NAME
@@ -54,8 +55,7 @@ _READ = (  # the attributes of an accelerator that are read here
 )
 
 
-@dataclass(frozen=True, slots=True)
-class SaveTarget:
+class SaveTarget(Struct, frozen=True):
     """The folder of a save.
 
     Attributes:
@@ -144,8 +144,7 @@ def _target_at(folder: Path, count: int) -> SaveTarget:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class LoadSource:
+class LoadSource(Struct, frozen=True):
     """A folder to load.
 
     Attributes:

@@ -14,13 +14,13 @@ import logging
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from msgspec import Struct
 from torch import nn
 from torch.optim import Optimizer
 
@@ -52,8 +52,7 @@ _HINT = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class DeferredWeights:
+class DeferredWeights(Struct, frozen=True):
     """The files of the weights of a model, as they were when it was made.
 
     Attributes:

@@ -16,15 +16,17 @@ import os
 import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
 import torch
+from msgspec import Struct, field
+from msgspec.structs import replace
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from ckptkit.core.errors import CkptkitError, NoSpaceError, SaveError
 from ckptkit.core.index import Box, Shape
+from ckptkit.core.wrapper_names import COMPILED
 from ckptkit.engine.reader import slices_of
 from ckptkit.training.agree.peers import Peers
 from ckptkit.training.save.shared_memory import SharedBuffer
@@ -37,11 +39,9 @@ _TOPIC = "the whole state of a model"
 _ALIGNMENT = 64
 _TOKEN_BYTES = 16
 _BOOT = Path("/proc/sys/kernel/random/boot_id")  # identifies the machine and its last boot
-_COMPILED = "_orig_mod"
 
 
-@dataclass(frozen=True, slots=True)
-class _SharedTensor:
+class _SharedTensor(Struct, frozen=True):
     """One tensor of the model in the shared memory.
 
     Attributes:
@@ -67,8 +67,7 @@ class _SharedTensor:
         return flat.view(self.shape)
 
 
-@dataclass(frozen=True, slots=True)
-class _GatherPlan:
+class _GatherPlan(Struct, frozen=True):
     """The part of a rank in the gathering.
 
     Attributes:
@@ -159,7 +158,7 @@ class _Memory:
 
     def keep(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Returns the tensors by all names; the memory is freed with the last of them."""
-        self._buffer.leave()
+        self._buffer.close_descriptor()
         self._is_kept = True
         state = dict(tensors)
         for part in self._held.parts:
@@ -216,7 +215,7 @@ class _Memory:
 
 
 def _plan(model: torch.nn.Module, peers: Peers) -> _GatherPlan:
-    if any(_COMPILED in name for name, _ in model.named_modules()):
+    if any(COMPILED in name for name, _ in model.named_modules()):
         return _GatherPlan(reason="the model was compiled")
     units = [part for part in model.modules() if isinstance(part, FullyShardedDataParallel)]
     casts = any(unit.mixed_precision.buffer_dtype is not None for unit in units)

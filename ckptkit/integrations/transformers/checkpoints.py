@@ -33,7 +33,7 @@ from ckptkit.training.pushing import without_hub
 from ckptkit.training.run_folders import RunFolder
 from ckptkit.training.settings import Options, check_options
 from ckptkit.training.state import objects as rng
-from ckptkit.writer.commit import clear
+from ckptkit.writer.commit import remove_steps
 
 logger = logging.getLogger(__name__)
 
@@ -424,7 +424,7 @@ class TrainerCheckpoints:
             logger.warning("no older step is removed: %s", error)
             return
         self._spared = [best] if any(old in waiting for old in gone) else []
-        _, notes = clear(None, [self.folder(old) for old in gone if old not in waiting])
+        _, notes = remove_steps([self.folder(old) for old in gone if old not in waiting])
         for note in notes:
             logger.warning("%s", note)
 

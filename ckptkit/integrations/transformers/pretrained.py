@@ -11,13 +11,13 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from msgspec.structs import replace
 from torch import nn
 from transformers import PreTrainedModel, modeling_utils
 from transformers.conversion_mapping import get_model_conversion_mapping

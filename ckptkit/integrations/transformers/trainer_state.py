@@ -11,11 +11,11 @@ import tempfile
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from accelerate.optimizer import AcceleratedOptimizer
+from msgspec.structs import replace
 from torch import distributed
 from transformers.trainer_callback import ExportableState
 

@@ -12,9 +12,10 @@ Sources: torch/distributed/checkpoint/{metadata,filesystem}.py of 2.13 for class
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from typing import TypeVar
+
+from msgspec import Struct
 
 from ckptkit.plan.layouts.opcodes import push_int
 
@@ -43,8 +44,7 @@ _NEW_OBJECT = b")\x81"  # without arguments
 _TO_LIST, _TO_DICT = (b"a", b"e"), (b"s", b"u")  # one item, and those above a mark
 
 
-@dataclass(frozen=True, slots=True)
-class DcpTensor:
+class DcpTensor(Struct, frozen=True):
     """A tensor, and where its chunks are stored.
 
     Attributes:
@@ -64,8 +64,7 @@ class DcpTensor:
         return flat_key(self.path)
 
 
-@dataclass(frozen=True, slots=True)
-class DcpObject:
+class DcpObject(Struct, frozen=True):
     """A python object, and where its archive is stored; `start` and `length` in bytes."""
 
     path: tuple[str | int, ...]

@@ -12,7 +12,8 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from ckptkit.core.errors import (
     CannotPlanError,
@@ -174,8 +175,7 @@ _LISTED = 3
 _MOST_PATTERNS = 12
 
 
-@dataclass(frozen=True, slots=True)
-class FileMap:
+class FileMap(Struct, frozen=True):
     """The files of a model, and the tensors in them.
 
     Attributes:
@@ -187,8 +187,7 @@ class FileMap:
     files: Mapping[Fqn, str]
 
 
-@dataclass(frozen=True, slots=True)
-class Distribution:
+class Distribution(Struct, frozen=True):
     """The tensors of each file to be written, and messages for the user."""
 
     groups: tuple[tuple[str, tuple[Product, ...]], ...]

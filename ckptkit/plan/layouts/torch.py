@@ -20,8 +20,9 @@ import posixpath
 import struct
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from ckptkit.core.crc import crc32
 from ckptkit.core.geometry import row_major_strides
@@ -71,8 +72,7 @@ _DOS_DATE = 0x0021  # 1 January 1980, so that equal content gives equal bytes
 Row = tuple[int, Body, TensorSpec | None]
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
+class _Entry(Struct, frozen=True):
     name: bytes
     header_start: int
     size_bytes: int
@@ -228,8 +228,7 @@ def push_tensor(spec: TensorSpec, storage: str) -> bytes:
     return push_call(push_global("torch._utils", "_rebuild_tensor_v3"), push_tuple(arguments))
 
 
-@dataclass(frozen=True, slots=True)
-class TensorRecord:
+class TensorRecord(Struct, frozen=True):
     """A tensor among plain values, which fills the storage record `data/{storage}`."""
 
     spec: TensorSpec

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 _ROOT = Path("/")
 
 
-@dataclass(frozen=True, slots=True)
-class _Files:
+class _Files(Struct, frozen=True):
     """Files of a version of control groups; `cached` memory is reclaimed under pressure."""
 
     limit: str
@@ -34,9 +34,6 @@ def available_bytes(root: Path = _ROOT) -> int | None:
     """Returns how much memory is available, None if that is unknown.
 
     A control group with a limit, as Slurm and containers set it, kills a process that exceeds it.
-
-    Args:
-        root: The folder of `proc` and `sys`.
     """
     limits = []
     with suppress(OSError, KeyError, ValueError):
@@ -52,7 +49,6 @@ def available_bytes(root: Path = _ROOT) -> int | None:
 
 
 def memory_bytes(root: Path = _ROOT) -> int | None:
-    """Returns the memory of this machine, or of the group of this process if that is less."""
     sizes = []
     with suppress(OSError, KeyError, ValueError):
         sizes.append(_numbers(root / "proc/meminfo")["MemTotal:"] * 1024)

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
+from msgspec import Struct
+
 BLOCK_BYTES = 4096
 """Direct I/O wants addresses, offsets and lengths in multiples of this."""
 
@@ -36,7 +38,6 @@ _NOFOLLOW: int = getattr(os, "O_NOFOLLOW", 0)
 
 
 def is_out_of_space(error: OSError) -> bool:
-    """Says whether a call failed because the disk or the quota is full."""
     return error.errno in _OUT_OF_SPACE
 
 
@@ -93,7 +94,6 @@ class OpenFile:
         return data
 
     def write_at(self, start: int, data: memoryview) -> None:
-        """Writes all of `data` at byte `start`."""
         done = 0
         while done < len(data):
             done += self._write_some(start + done, data[done:])
@@ -127,11 +127,6 @@ class OpenFile:
         os.fsync(self._file.fileno())
 
     def lock(self, *, shared: bool = False) -> bool:
-        """Takes the lock that ends with the process; returns False if another process has it.
-
-        Args:
-            shared: Whether other processes may hold it at the same time, shared as well.
-        """
         import fcntl  # not there on Windows
 
         kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
@@ -202,7 +197,6 @@ class Disk:
 
     @classmethod
     def portable(cls) -> Disk:
-        """Returns a disk that uses only what every platform has."""
         return cls(*[False] * 7)
 
     def open(self, path: Path, flags: int) -> OpenFile:
@@ -226,26 +220,28 @@ class Disk:
                 return None
             raise
 
-    def open_locked(self, path: Path, *, shared: bool = False) -> OpenFile | None:
-        """Opens or makes a lock file and takes its lock.
+    def try_lock(self, path: Path, *, shared: bool = False) -> tuple[bool, OpenFile | None]:
+        """Opens or makes a lock file and takes its lock, which ends with the process.
 
-        The lock is only valid while `path` still names the locked file: the previous owner may
-        have removed it between the opening and the locking.
-
-        Returns:
-            The file, whose closing releases the lock, or None if another process has it.
+        Returns whether no other process has it, and the file, whose closing releases the lock; no
+        file where the platform or the file system has no locks.
         """
+        if not self.locks:
+            return True, None
         file = OpenFile(path, os.O_RDWR | os.O_CREAT | _NOFOLLOW, self)
         try:
+            # The previous owner may have removed it between the opening and the locking.
             if file.lock(shared=shared) and os.path.samestat(file.status(), path.stat()):
-                return file
+                return True, file
         except FileNotFoundError:
             pass
-        except OSError:
+        except OSError as error:
             file.close()
+            if is_refused(error):  # then no other process can lock it either
+                return True, None
             raise
         file.close()
-        return None
+        return False, None
 
     def create_file(self, path: Path, size_bytes: int) -> None:
         """Makes a new file of that size, with its blocks reserved where that is possible."""
@@ -306,10 +302,7 @@ class Disk:
             os.close(descriptor)
 
     def exchange_folders(self, first: Path, second: Path) -> bool:
-        """Swaps two directories in one step.
-
-        Returns:
-            False where the kernel or the file system does not offer that.
+        """Swaps two directories in one step; returns False where that is not offered.
 
         Source:
             renameat2 with RENAME_EXCHANGE: https://man7.org/linux/man-pages/man2/rename.2.html
@@ -336,18 +329,13 @@ LOCAL_DISK = Disk()
 
 
 class Closable(Protocol):
-    """Anything that is closed when it is done with."""
-
-    def close(self) -> None:
-        """Gives the descriptor back."""
-        ...
+    def close(self) -> None: ...
 
 
 File = TypeVar("File", bound=Closable)
 
 
-@dataclass(slots=True)
-class _Slot(Generic[File]):
+class _Slot(Struct, Generic[File]):
     file: File
     users: int = 0
 
@@ -361,13 +349,7 @@ class DescriptorPool(Generic[File]):
         limit: int,
         retire: Callable[[File], None] = lambda file: file.close(),
     ) -> None:
-        """Makes an empty pool.
-
-        Args:
-            open_file: Opens the file of a path; called outside any lock.
-            limit: How many unused files stay open.
-            retire: Closes a file that had to make room for others.
-        """
+        """Takes how files are opened, outside any lock, and closed to make room for others."""
         self._open_file = open_file
         self._limit = limit
         self._retire = retire
@@ -377,7 +359,6 @@ class DescriptorPool(Generic[File]):
 
     @contextmanager
     def use(self, path: str) -> Iterator[File]:
-        """Yields the open file of a path."""
         with self._lock:
             if self._closed:
                 raise ValueError("the files are closed")

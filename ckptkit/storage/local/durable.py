@@ -55,12 +55,7 @@ def put_file(path: Path, data: bytes) -> None:
 def replace_file(path: Path, data: bytes, disk: Disk, *, draft: Path) -> None:
     """Creates or replaces a small file durably: readers see the old content or the new one.
 
-    Args:
-        path: The file; its folder exists.
-        data: The content.
-        disk: The file operations of the platform.
-        draft: Where the content is written first, in the same folder. A draft that a killed
-            process left there is removed.
+    The content is first in `draft`, in the same folder; one that a killed process left is removed.
     """
     draft.unlink(missing_ok=True)  # never written through, since it may be a link
     put_file(draft, data)
@@ -69,7 +64,6 @@ def replace_file(path: Path, data: bytes, disk: Disk, *, draft: Path) -> None:
 
 
 def sync_file(path: Path) -> None:
-    """Makes the content of a file durable that another library has written."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -86,14 +80,8 @@ def sync_folders(folder: Path, disk: Disk) -> None:
 def make_folders(folder: Path, inside: Iterable[str], disk: Disk) -> list[Path]:
     """Creates a folder, its parents and folders inside it, as far as they do not exist.
 
-    Args:
-        folder: The outermost folder that the caller fills; its entry is durable afterwards.
-        inside: Paths relative to it; the empty path stands for the folder itself.
-        disk: The file operations of the platform.
-
-    Returns:
-        The folders inside, with those in between, the innermost first. The caller makes their
-        entries durable after it has filled them.
+    Its entry is durable afterwards. Returns the folders inside, with those in between, the
+    innermost first; the caller makes their entries durable after it has filled them.
     """
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
@@ -117,17 +105,8 @@ def new_hidden_path(path: Path, kind: str) -> Path:
 def replace_folder(new: Path, final: Path, old: Path, disk: Disk) -> Path:
     """Gives a directory the name of another one: in one step where the platform can exchange them.
 
-    Otherwise the previous directory is renamed first. After a kill in between, a sweep has to
-    rename it back from `old`.
-
-    Args:
-        new: The directory, with everything in it durable.
-        final: Its name to be, which another directory has.
-        old: Where the previous directory goes if the two cannot be exchanged.
-        disk: The file operations of the platform.
-
-    Returns:
-        Where the previous directory is now: `new` or `old`.
+    Otherwise the previous directory is renamed first, to `old`. After a kill in between, a sweep
+    has to rename it back. Returns where the previous directory is now: `new` or `old`.
     """
     if disk.exchange_folders(new, final):
         return new

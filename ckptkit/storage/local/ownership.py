@@ -20,9 +20,7 @@ _OWNER_ONLY = 0o700
 def make_private(folder: Path, *, exist_ok: bool = False) -> None:
     """Makes a folder that no other user can look into; an existing one stays as it is.
 
-    Raises:
-        FileExistsError: If it exists, unless `exist_ok`.
-        OutputError: If it exists, and another user made it.
+    One of another user is refused.
     """
     try:
         folder.mkdir(mode=_OWNER_ONLY)
@@ -65,11 +63,7 @@ def refuse_planted(path: Path) -> None:
 
 
 def copy_owner(path: Path, new: Path) -> bool:
-    """Sets owner and group of a new path to those of another; the group alone if both are refused.
-
-    Returns:
-        Whether it has both.
-    """
+    """Copies owner and group, or the group alone; returns whether the new path has both."""
     was = path.stat()
     with suppress(OSError):  # not permitted, or numbers that the file system does not know
         _set_owner(new, was.st_uid, was.st_gid)

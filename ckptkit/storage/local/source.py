@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePath
 
@@ -15,8 +15,7 @@ from ckptkit.core.errors import (
     UnsafePathError,
 )
 from ckptkit.core.index import FileRef
-from ckptkit.core.text import Closing
-from ckptkit.storage.base import truncated_error
+from ckptkit.storage.base import Source, truncated_error
 from ckptkit.storage.local.disk import LOCAL_DISK, DescriptorPool, Disk, OpenFile
 from ckptkit.storage.locations import check_relative, is_work_folder
 
@@ -31,7 +30,7 @@ _KINDS = (
 )
 
 
-class LocalSource(Closing):
+class LocalSource(Source):
     """A directory that is read and never changed, nor mapped into memory.
 
     Files are read through a bounded number of descriptors. Links are followed as long as they
@@ -41,13 +40,6 @@ class LocalSource(Closing):
     def __init__(
         self, root: Path, *, disk: Disk = LOCAL_DISK, open_files: int = OPEN_FILES
     ) -> None:
-        """Opens the directory.
-
-        Args:
-            root: The directory; its name is kept for messages as it is given.
-            disk: The file operations of the platform.
-            open_files: How many descriptors may be open at once.
-        """
         self.location = str(root)
         self._root = root
         self._disk = disk
@@ -69,11 +61,8 @@ class LocalSource(Closing):
         self._pool = DescriptorPool(self._open, open_files)
 
     def walk(self, depth: int, folder: str = "") -> Iterator[str]:
-        """Yields the paths of files down to `depth` folders below a folder, sorted.
-
-        Folders that are links are not entered, since they may lead round in circles; nor are
-        folders in which an output is being staged, or that may not be looked into.
-        """
+        # Folders that are links are not entered, since they may lead round in circles; nor are
+        # folders in which an output is being staged, or that may not be looked into.
         if folder and not os.access(self._resolved / folder, os.R_OK | os.X_OK):
             self.closed_folders.add(folder.rstrip("/"))
             return  # whether that matters is known where checkpoints are chosen
@@ -103,7 +92,6 @@ class LocalSource(Closing):
         return FileRef(path, status.st_size, identity, status.st_mtime)
 
     def read(self, path: str, start: int, stop: int) -> bytes:
-        """Returns exactly the bytes `[start, stop)`."""
         with self._translate_errors(path), self._pool.use(path) as file:
             size_bytes = file.status().st_size
             if stop > size_bytes:
@@ -114,7 +102,6 @@ class LocalSource(Closing):
         return data
 
     def read_into(self, path: str, start: int, target: memoryview) -> None:
-        """Fills `target` from byte `start` on; thread-safe."""
         if not target.nbytes:
             return
         view = target.cast("B")
@@ -123,23 +110,10 @@ class LocalSource(Closing):
         if done < len(view):
             raise truncated_error(self._where(path), start, start + len(view), start + done)
 
-    def changed(self, refs: Sequence[FileRef]) -> FileRef | None:
-        """Returns the first file that is no longer the one it was, or None."""
-        for ref in refs:
-            try:
-                now = self.stat(ref.path)
-            except CkptkitError:
-                return ref
-            if now.identity != ref.identity:
-                return ref
-        return None
-
     def close(self) -> None:
-        """Closes all descriptors; what is read afterwards fails."""
         self._pool.close()
 
     def linked_folders(self) -> list[str]:
-        """Returns the names of folders right below that are links, which `walk` does not enter."""
         with self._translate_errors(""), os.scandir(self._resolved) as entries:
             return sorted(e.name for e in entries if e.is_symlink() and _is_folder(e))
 

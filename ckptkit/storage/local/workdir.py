@@ -1,4 +1,4 @@
-"""The hidden folder in which one output is staged: its journal, commit and removal after kills.
+"""The hidden folder in which one output is staged: its commit, and its removal after kills.
 
 Next to OUT (or inside it, where OUT cannot be renamed over) is
 
@@ -7,61 +7,43 @@ Next to OUT (or inside it, where OUT cannot be renamed over) is
         files/    the output as it will be
         last      the file that is put in place after all others, while they go one by one
         old/      the previous output, where the two cannot be exchanged in one step
-        journal   which files are finished, of an output that can be continued after a kill
+        parts/    notes of finished parts, of an output that can be continued after a kill
 
-The journal is written by a thread of its own, so that no file waits for it. Other users cannot look
-into the folder, and folders of theirs are left alone.
+Other users cannot look into the folder, and folders of theirs are left alone.
 """
 
 from __future__ import annotations
 
 import errno
-import json
-import logging
 import os
 import re
 import shutil
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
-from ckptkit.core.crc import crc32
-from ckptkit.core.threads import WorkerThread
-from ckptkit.storage.local.disk import LOCAL_DISK, Disk, OpenFile, is_refused
+from ckptkit.storage.local.disk import Disk, OpenFile, is_refused
 from ckptkit.storage.local.durable import OCCUPIED, replace_folder
 from ckptkit.storage.local.ownership import copy_owner, inherit_group, is_own, make_private
 from ckptkit.storage.locations import current_directory, hidden_name, is_work_folder
 
-logger = logging.getLogger(__name__)
 NONCE_BYTES = 8
 _ATTEMPTS = 16
 _SWEEP_SECONDS = 0.01  # in which another process has swept an empty folder
-_MOST_JOURNAL_BYTES = 1 << 30
-Entry = Mapping[str, Any]
 
 
 class WorkFolder:
-    """A folder that belongs to this process, or to a process that has ended.
+    """A folder that belongs to this process, or to a process that has ended."""
 
-    Attributes:
-        path: The folder itself.
-        files: Where the output grows.
-        last: Where the last file waits.
-        old: Where the previous output waits.
-        journal: The journal of finished files.
-    """
-
-    __slots__ = ("_lock", "files", "journal", "last", "old", "path")
+    __slots__ = ("_lock", "files", "last", "old", "parts", "path")
 
     def __init__(self, path: Path, lock: OpenFile | None) -> None:
         self.path = path
         self.files = path / "files"
         self.last = path / "last"
         self.old = path / "old"
-        self.journal = path / "journal"
+        self.parts = path / "parts"
         self._lock = lock
 
     def make_files(self, out: Path) -> None:
@@ -75,7 +57,6 @@ class WorkFolder:
         self.release()
 
     def release(self) -> None:
-        """Releases the lock, so that the next run may delete the folder."""
         if self._lock is not None:
             self._lock.close()
 
@@ -120,20 +101,20 @@ def join_work_folder(parent: Path, name: str, nonce: str, disk: Disk) -> WorkFol
 
 
 def reclaim_work_folder(parent: Path, out: Path, disk: Disk) -> WorkFolder | None:
-    """Locks the newest work folder for `out` that has a journal and whose process is gone.
+    """Locks the newest work folder for `out` that has parts and whose process is gone.
 
     Half a commit is undone. Without locks, no process can know which others are alive.
     """
     if not disk.locks:
         return None
-    journals: list[tuple[float, Path]] = []
+    begun: list[tuple[float, Path]] = []
     with suppress(OSError):  # a folder that may be written to but not listed
         for path in _work_folders(parent, out):
             with suppress(OSError):
-                journals.append((WorkFolder(path, None).journal.stat().st_mtime, path))
-    for _, path in sorted(journals, reverse=True):
+                begun.append((WorkFolder(path, None).parts.stat().st_mtime, path))
+    for _, path in sorted(begun, reverse=True):
         with suppress(OSError):  # another process was faster, or it belongs to another user
-            lock = disk.open_locked(path / ".lock")
+            _, lock = disk.try_lock(path / ".lock")
             if lock is None:
                 continue
             work = WorkFolder(path, lock)
@@ -145,15 +126,8 @@ def reclaim_work_folder(parent: Path, out: Path, disk: Disk) -> WorkFolder | Non
 
 
 def _lock_work_folder(path: Path, disk: Disk, *, shared: bool = False) -> WorkFolder | None:
-    if not disk.locks:
-        return WorkFolder(path, None)
-    try:
-        lock = disk.open_locked(path / ".lock", shared=shared)
-    except OSError as error:
-        if is_refused(error):  # then no other process can lock it either, and none sweeps it away
-            return WorkFolder(path, None)
-        raise
-    return None if lock is None else WorkFolder(path, lock)
+    is_ours, lock = disk.try_lock(path / ".lock", shared=shared)
+    return WorkFolder(path, lock) if is_ours else None
 
 
 def sweep_work_folders(
@@ -161,20 +135,15 @@ def sweep_work_folders(
 ) -> None:
     """Removes the work folders for `out` whose process is gone, after undoing half a commit.
 
-    Without locks, no process can know which others are alive, and nothing is removed.
-
-    Args:
-        parent: Where they are.
-        out: The output.
-        disk: The file operations of the platform.
-        committed_only: Whether those stay that still have files of an output.
+    Without locks, no process can know which others are alive, and nothing is removed. With
+    `committed_only`, those stay that still have files of an output.
     """
     if not disk.locks:
         return
     with suppress(OSError):  # a folder that may be written to but not listed
         for path in _work_folders(parent, out):
             with suppress(OSError):  # another process was faster, or it belongs to another user
-                lock = disk.open_locked(path / ".lock")
+                _, lock = disk.try_lock(path / ".lock")
                 if lock is None:
                     continue
                 work = WorkFolder(path, lock)
@@ -188,7 +157,7 @@ def sweep_work_folders(
         publish_lock = _publish_lock(out)
         # In a full directory, it refuses all processes that wait for it.
         if parent == out and not is_empty(out) and publish_lock.exists():
-            lock = disk.open_locked(publish_lock)
+            _, lock = disk.try_lock(publish_lock)
             if lock is not None:
                 publish_lock.unlink()
                 lock.close()
@@ -270,10 +239,8 @@ def publish(
 
     An empty directory that has to stay gets them one by one, and the file `last` at the end. That
     is a mount point, the directory that this process runs in, one with hidden entries, and one
-    whose owner or group this user may not give to a new directory.
-
-    Returns:
-        False if `out` holds something that is not to be overwritten; then nothing has changed.
+    whose owner or group this user may not give to a new directory. Returns False, and changes
+    nothing, if `out` holds something that is not to be overwritten.
     """
     stays = work.path.parent == out
     if not stays and out.is_dir():
@@ -339,19 +306,14 @@ def _publish_inside(work: WorkFolder, out: Path, last: str, disk: Disk) -> bool:
 
 @contextmanager
 def _only_one(out: Path, disk: Disk) -> Iterator[bool]:
-    if not disk.locks:
-        yield True
-        return
     path = _publish_lock(out)
-    lock = disk.open_locked(path)
-    if lock is None:
-        yield False
-        return
+    is_alone, lock = disk.try_lock(path)
     try:
-        yield True
+        yield is_alone
     finally:
-        path.unlink(missing_ok=True)
-        lock.close()
+        if lock is not None:
+            path.unlink(missing_ok=True)
+            lock.close()
 
 
 def _place_all(files: Path, out: Path, disk: Disk) -> None:
@@ -369,85 +331,3 @@ def _place_all(files: Path, out: Path, disk: Disk) -> None:
     for folder in sorted((p for p in files.rglob("*") if p.is_dir()), reverse=True):
         disk.sync_directory(out / folder.relative_to(files))
     disk.sync_directory(out)
-
-
-def read_journal(path: Path) -> list[Entry]:
-    """Returns the entries of a journal up to the first that is not whole; none without a file."""
-    try:
-        file = LOCAL_DISK.open_for_reading(path)
-    except OSError:
-        return []
-    try:
-        size = file.status().st_size
-        data = file.read_bytes(0, min(size, _MOST_JOURNAL_BYTES))
-    except OSError:
-        return []
-    finally:
-        file.close()
-    entries: list[Entry] = []
-    for line in data.splitlines():
-        checksum, _, text = line.partition(b" ")
-        # What a kill cut off was ended with the next line, and has no text or another checksum.
-        if text and checksum == b"%08x" % crc32(text):
-            with suppress(ValueError, RecursionError):
-                entry = json.loads(text)
-                if isinstance(entry, dict):
-                    entries.append(entry)
-    return entries
-
-
-class Journal:
-    """A journal that is being written, by a thread of its own. Use it as a context manager."""
-
-    def __init__(self, path: Path, first: Entry, *, is_new: bool) -> None:
-        """Opens it.
-
-        Args:
-            path: The file.
-            first: The entry that a new one begins with.
-            is_new: Whether what is there is no longer true.
-        """
-        flags = os.O_WRONLY | os.O_CREAT | (os.O_TRUNC if is_new else 0)
-        self._file = LOCAL_DISK.open(path, flags)
-        self._at = self._file.status().st_size
-        self._write([b"\n" if self._at else _line(first)])
-        LOCAL_DISK.sync_directory(path.parent)
-        self._waiting: deque[Callable[[], Entry | None]] = deque()
-        self._worker = WorkerThread("ckptkit-journal")
-
-    def add(self, entry: Callable[[], Entry | None]) -> None:
-        """Has an entry written, soon.
-
-        Args:
-            entry: Makes it, in another thread, or None for nothing.
-        """
-        self._waiting.append(entry)
-        self._worker.submit_unwatched(self._write_waiting)
-
-    def close(self) -> None:
-        """Writes what waits, and closes the file."""
-        self._worker.close()
-        self._file.close()
-
-    def _write_waiting(self) -> None:
-        """Writes all that waits, so that many entries take one sync."""
-        waiting = []
-        while self._waiting:
-            waiting.append(self._waiting.popleft())
-        try:
-            entries = (make_entry() for make_entry in waiting)
-            self._write([_line(entry) for entry in entries if entry is not None])
-        except OSError as error:  # such as a full disk, which the output itself reports
-            logger.warning("the journal of the output is not written: %s", error.strerror)
-
-    def _write(self, lines: list[bytes]) -> None:
-        data = b"".join(lines)
-        if data:
-            self._file.write_at(self._at, memoryview(data))
-            self._at += len(data)
-            self._file.sync()
-
-
-def _line(entry: Entry) -> bytes:
-    text = json.dumps(entry, sort_keys=True).encode()
-    return b"%08x %s\n" % (crc32(text), text)

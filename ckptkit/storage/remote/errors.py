@@ -1,6 +1,8 @@
 """Errors of the clients of stores: when a request is repeated, and what they are reported as.
 
-Errors are recognised by the names of their classes, so that no client has to be imported.
+`find_fault` says what kind of trouble an error is; what it is called depends on whether a source is
+read, an output written, or a step uploaded. Errors are recognised by the names of their classes, so
+that no client has to be imported.
 """
 
 from __future__ import annotations
@@ -12,8 +14,10 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from enum import Enum
 from typing import Any, TypeVar
+
+from msgspec import Struct
 
 from ckptkit.core.errors import (
     AccessError,
@@ -23,6 +27,7 @@ from ckptkit.core.errors import (
     NotACheckpointError,
     OutputError,
     OutputExistsError,
+    SaveError,
     SourceChangedError,
     StorageError,
     UsageError,
@@ -39,6 +44,7 @@ _MOST_DOUBLINGS = 60  # more would overflow
 _DENIED = frozenset({401, 403, 407})
 _GONE = frozenset({404, 410})
 _CHANGED = 412
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _TRANSIENT_CODES = frozenset(
     {"InternalError", "RequestTimeout", "ServiceUnavailable", "SlowDown", "Throttling"}
 )
@@ -84,23 +90,51 @@ _LOG_IN = (
 )
 
 
+class Fault(Enum):
+    """What kind of trouble the error of a client is."""
+
+    OFFLINE = "the environment forbids to reach the Hub"
+    DENIED = "the credentials do not suffice"
+    NO_BUCKET = "the bucket does not exist"
+    MISSING = "there is no such object"
+    CHANGED = "a condition of the request is not met"
+    FULL = "the storage is full"
+    MISUSED = "the client does not take the URL or the options"
+    TRANSIENT = "the same request may succeed the next time"
+    OTHER = "anything else"
+
+
+def find_fault(error: BaseException) -> Fault:
+    if _has_type(error, {_OFFLINE}):
+        return Fault.OFFLINE
+    status, codes = status_of(error), _codes(error)
+    is_missing = isinstance(error, FileNotFoundError)
+    if isinstance(error, PermissionError) or _has_type(error, _NO_CREDENTIALS):
+        return Fault.DENIED
+    if not is_missing and (status in _DENIED or codes & _DENIED_CODES):
+        return Fault.DENIED
+    if "NoSuchBucket" in codes:
+        return Fault.NO_BUCKET
+    # The cause of a broken connection may have a status that the client made up.
+    is_broken = type(error).__name__ in _BROKEN
+    if is_missing or (status in _GONE and not is_broken):
+        return Fault.MISSING
+    if getattr(error, "errno", None) in _FULL:
+        return Fault.FULL
+    if is_broken or status in TRANSIENT_STATUSES or codes & _TRANSIENT_CODES:
+        return Fault.TRANSIENT
+    if status is not None:
+        return Fault.CHANGED if status == _CHANGED else Fault.OTHER
+    kinds = (TimeoutError, ConnectionError, EOFError)
+    if isinstance(error, kinds) or _has_type(error, _BROKEN):
+        return Fault.TRANSIENT
+    is_misused = isinstance(error, ImportError | TypeError | ValueError)
+    return Fault.MISUSED if is_misused else Fault.OTHER
+
+
 def is_transient(error: BaseException) -> bool:
     """Says whether the same request may succeed the next time."""
-    if _has_type(error, {_OFFLINE}) or _is_denied(error):
-        return False
-    if type(error).__name__ in _BROKEN:  # whose cause may have a status that the client made up
-        return True
-    status = status_of(error)
-    if status is not None:
-        return status in TRANSIENT_STATUSES or bool(_codes(error) & _TRANSIENT_CODES)
-    if isinstance(error, (FileNotFoundError, PermissionError)):
-        return False
-    return isinstance(error, (TimeoutError, ConnectionError, EOFError)) or _has_type(error, _BROKEN)
-
-
-def is_without_bucket(error: BaseException) -> bool:
-    """Says whether a request failed because its bucket does not exist."""
-    return "NoSuchBucket" in _codes(error)
+    return find_fault(error) is Fault.TRANSIENT
 
 
 def status_of(error: BaseException) -> int | None:
@@ -118,37 +152,77 @@ def status_of(error: BaseException) -> int | None:
 
 
 _STATUS_NAMES = ("status", "status_code", "code")
+_GO_ONLINE = "HF_HUB_OFFLINE is set; unset it, or give a local copy"
+_REPLACED = "is no longer the object that was listed: it was replaced while it was being read"
+_WAIT = "wait until the save is finished, then run again"
+_LOOK_AT_BUCKET = "see whether its name and the endpoint are right"
+_LOOK_AT_OPTIONS = "see whether the URL and the names and forms of the options are right"
 
 
 def as_input_error(
     error: BaseException, *, where: str, options: Mapping[str, Any], attempts: int = 1
 ) -> CkptkitError:
     """Returns the error of ours for a failed read; its text shows no option's value."""
-    text, status = describe_error(error, options), status_of(error)
-    is_missing = isinstance(error, FileNotFoundError) or status in _GONE
-    is_misused = isinstance(error, (TypeError, ValueError)) and status is None
-    cases: tuple[tuple[bool, type[CkptkitError], str, str], ...] = (
-        (_has_type(error, {_OFFLINE}), AccessError, f"cannot be reached: {text}", _GO_ONLINE),
-        (_is_denied(error), AccessError, f"the storage does not let us in: {text}", ""),
-        (is_without_bucket(error), NotACheckpointError, "there is no such bucket", _LOOK_AT_BUCKET),
-        (is_missing, MissingFileError, "nothing was found there", ""),
-        (status == _CHANGED, SourceChangedError, _REPLACED, _WAIT),
-        (is_misused, UsageError, f"cannot be opened: {text}", _LOOK_AT_OPTIONS),
-        (True, StorageError, f"cannot be read: {text}", ""),
-    )
-    kind, message, hint = next(case[1:] for case in cases if case[0])
-    if kind is StorageError and attempts > 1 and is_transient(error):
+    text, fault = describe_error(error, options), find_fault(error)
+    kind: type[CkptkitError] = StorageError
+    message, hint = f"cannot be read: {text}", ""
+    if fault is Fault.OFFLINE:
+        kind, message, hint = AccessError, f"cannot be reached: {text}", _GO_ONLINE
+    elif fault is Fault.DENIED:
+        kind, message = AccessError, f"the storage does not let us in: {text}"
+    elif fault is Fault.NO_BUCKET:
+        kind, message, hint = NotACheckpointError, "there is no such bucket", _LOOK_AT_BUCKET
+    elif fault is Fault.MISSING:
+        kind, message = MissingFileError, "nothing was found there"
+    elif fault is Fault.CHANGED:
+        kind, message, hint = SourceChangedError, _REPLACED, _WAIT
+    elif fault is Fault.MISUSED:
+        kind, message, hint = UsageError, f"cannot be opened: {text}", _LOOK_AT_OPTIONS
+    elif fault is Fault.TRANSIENT and attempts > 1:
         message = f"cannot be read after {attempts} attempts: {text}"
     if where.startswith("hf://") and not hint and kind in {AccessError, MissingFileError}:
         hint = _LOG_IN
     return kind(message, where=where, hint=hint)
 
 
-_GO_ONLINE = "HF_HUB_OFFLINE is set; unset it, or give a local copy"
-_REPLACED = "is no longer the object that was listed: it was replaced while it was being read"
-_WAIT = "wait until the save is finished, then run again"
-_LOOK_AT_BUCKET = "see whether its name and the endpoint are right"
-_LOOK_AT_OPTIONS = "see whether the URL and the names and forms of the options are right"
+def as_output_error(
+    error: BaseException, *, where: str, options: Mapping[str, Any]
+) -> CkptkitError:
+    """Returns the error of ours for an output that cannot be written."""
+    text, fault = describe_error(error, options), find_fault(error)
+    if fault in {Fault.OFFLINE, Fault.DENIED}:
+        return as_input_error(error, where=where, options=options)
+    if fault is Fault.FULL:
+        return NoSpaceError(text, where=where)
+    hint = "see whether the store can be reached; no reader sees what was sent so far"
+    if isinstance(error, FileNotFoundError):
+        hint = "see whether the bucket exists, and whether another run writes to the same place"
+    return OutputError(f"cannot be written: {text}", where=where, hint=hint)
+
+
+def as_upload_error(
+    error: BaseException, *, where: str, options: Mapping[str, Any]
+) -> CkptkitError:
+    """Returns the error of ours for a step of a run that cannot be uploaded."""
+    if isinstance(error, CkptkitError):
+        return error
+    fault = find_fault(error)
+    text = f"{type(error).__name__}: {describe_error(error, options)}"
+    if fault is Fault.DENIED:
+        hint = "check that the credentials are valid, and allow to read, write and delete"
+        return OutputError(f"the store refused access: {text}", where=where, hint=hint)
+    if fault is Fault.NO_BUCKET or isinstance(error, FileNotFoundError):
+        hint = "create the bucket first, or correct the URL"
+        return OutputError(f"the store has no such bucket: {text}", where=where, hint=hint)
+    if fault is Fault.MISUSED:
+        return OutputError(
+            f"the store cannot be written to: {text}",
+            where=where,
+            hint="install what fsspec needs for such URLs (`pip install s3fs` for s3://), check"
+            " that the options are those of that library",
+        )
+    hint = "check that the store can be reached from this node; the step stays on the node's disk"
+    return SaveError(f"the store failed: {text}", where=where, hint=hint)
 
 
 def describe_error(error: BaseException, options: Mapping[str, Any]) -> str:
@@ -157,14 +231,6 @@ def describe_error(error: BaseException, options: Mapping[str, Any]) -> str:
     text = without_url_secrets(_QUERY.sub(r"\1?…", hide_values(lines[0], options)))
     text = text.rstrip(". ")
     return text[:_LONGEST] or type(error).__name__
-
-
-def _is_denied(error: BaseException) -> bool:
-    if isinstance(error, PermissionError) or _has_type(error, _NO_CREDENTIALS):
-        return True
-    if isinstance(error, FileNotFoundError):
-        return False
-    return status_of(error) in _DENIED or bool(_codes(error) & _DENIED_CODES)
 
 
 def _codes(error: BaseException) -> set[str]:
@@ -188,7 +254,6 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 ErrorTranslator = Callable[[], AbstractContextManager[None]]
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _WARNED_FAILURES = 3  # so many failures of one request are logged as a warning
 
 
@@ -202,7 +267,7 @@ def error_translator(location: str, options: Mapping[str, Any]) -> ErrorTranslat
         except CkptkitError:
             raise
         except Exception as error:  # noqa: BLE001  the clients of stores raise what they like
-            raise _output_error(error, location, options) from None
+            raise as_output_error(error, where=location, options=options) from None
 
     return translate_errors
 
@@ -223,7 +288,6 @@ def lost_place_error(why: str, where: str) -> OutputError:
 
 
 def output_exists_error(location: str) -> OutputExistsError:
-    """Returns the error for a place that holds files already."""
     return OutputExistsError(
         "holds files where none were expected",
         where=location,
@@ -231,29 +295,11 @@ def output_exists_error(location: str) -> OutputExistsError:
     )
 
 
-def _output_error(error: Exception, location: str, options: Mapping[str, Any]) -> CkptkitError:
-    read = as_input_error(error, where=location, options=options)
-    if isinstance(read, AccessError):
-        return read
-    text = describe_error(error, options)
-    if getattr(error, "errno", None) in _FULL:
-        return NoSpaceError(text, where=location)
-    hint = "see whether the store can be reached; no reader sees what was sent so far"
-    if isinstance(error, FileNotFoundError):
-        hint = "see whether the bucket exists, and whether another run writes to the same place"
-    return OutputError(f"cannot be written: {text}", where=location, hint=hint)
-
-
-@dataclass(frozen=True, slots=True)
-class RetryPolicy:
+class RetryPolicy(Struct, frozen=True):
     """How often a request is made, and how long to wait in between.
 
-    Attributes:
-        attempts: The most requests, the first one included.
-        first_wait_seconds: Before the second request; each further wait is twice as long.
-        longest_wait_seconds: Of a single wait.
-        jitter: The random share of each wait, from 0 to 1. Many workers whose requests failed
-            together would otherwise repeat them together.
+    Each wait is twice as long as the one before. `jitter` is its random share: many workers whose
+    requests failed together would otherwise repeat them together.
     """
 
     attempts: int = 7
@@ -272,6 +318,16 @@ class RetryPolicy:
         full = min(doubled, self.longest_wait_seconds)
         return full * (1.0 - self.jitter * random.random())  # noqa: S311  no secret depends on it
 
+    def wait_before(self, error: Exception, failures: int, what: str) -> float | None:
+        """Returns how long to wait before a request to a store is repeated; None to give up."""
+        if failures >= self.attempts or not is_transient(error):
+            return None
+        wait = self.wait_seconds(failures)
+        level = logging.WARNING if failures == _WARNED_FAILURES else logging.INFO
+        kind = type(error).__name__
+        logger.log(level, "%s: %s, asking again in %.1f s", without_url_secrets(what), kind, wait)
+        return wait
+
 
 def call_with_retries(
     ask: Callable[[], T],
@@ -279,16 +335,10 @@ def call_with_retries(
     *,
     sleep: Callable[[float], None] = time.sleep,
 ) -> T:
-    """Calls `ask` until it succeeds.
+    """Calls `ask`, which must do no harm when it is repeated, until it succeeds.
 
-    Args:
-        ask: Makes the request; a repetition after a failure must do no harm.
-        wait_before: Takes the error and the number of failures. Returns how many seconds to wait
-            before the next call, or None to raise the error.
-        sleep: Waits.
-
-    Returns:
-        What `ask` returned.
+    `wait_before` takes the error and the number of failures. It returns how many seconds to wait
+    before the next call, or None to raise the error.
     """
     failures = 0
     while True:
@@ -300,16 +350,3 @@ def call_with_retries(
             if wait is None:
                 raise
         sleep(wait)
-
-
-def wait_before_retry(
-    error: Exception, failures: int, policy: RetryPolicy, what: str
-) -> float | None:
-    """Returns how long to wait before a request to a store is repeated; None for no repetition."""
-    if failures >= policy.attempts or not is_transient(error):
-        return None
-    wait = policy.wait_seconds(failures)
-    level = logging.WARNING if failures == _WARNED_FAILURES else logging.INFO
-    kind = type(error).__name__
-    logger.log(level, "%s: %s, asking again in %.1f s", without_url_secrets(what), kind, wait)
-    return wait

@@ -13,20 +13,28 @@ from __future__ import annotations
 
 import base64
 import re
+import threading
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from io import BytesIO
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+from msgspec import Struct
+from msgspec.structs import replace
+
 from ckptkit.core.crc import crc32, crc32_combine
-from ckptkit.core.errors import UnsafePathError
-from ckptkit.storage.remote.errors import status_of
+from ckptkit.core.errors import ChecksumError, OutputError, UnsafePathError
+from ckptkit.core.object_parts import CopiedRange, ObjectPart, cut_into_parts
+from ckptkit.storage.remote.errors import error_translator, lost_place_error, status_of
 
 if TYPE_CHECKING:
     from ckptkit.storage.base import CopySource
     from ckptkit.storage.remote.store import RemoteStore
 
 
+SMALL_BYTES = 1 << 20
+"""Smaller objects are kept in memory, and sent by one request at the commit."""
 _BLOCK = 256 << 10
 _DELETED_AT_ONCE = 1000
 _ACCESS_POINT = re.compile(r"(arn:[^/]+:accesspoint[/:][^/]+|arn:[^/]+/[^/]+)(?:/(.*))?", re.DOTALL)
@@ -97,9 +105,7 @@ def delete_s3_objects(filesystem: Any, bucket: str, keys: Sequence[str]) -> None
 
 
 def read_s3_range(filesystem: Any, path: str, start: int, target: memoryview, etag: str) -> None:
-    """Fills `target` from byte `start` of an object on, directly from the connection.
-
-    The object must have the ETag `etag`, unless that is empty.
+    """Fills `target` from byte `start` of an object on, whose ETag is `etag` unless that is empty.
 
     Source:
         https://docs.aws.amazon.com/AmazonS3/latest/API/API_GetObject.html
@@ -162,24 +168,14 @@ async def _fill(filesystem: Any, path: str, start: int, target: memoryview, etag
         raise EOFError(f"{done:,} bytes came, {len(target):,} were asked for")
 
 
-@dataclass(frozen=True, slots=True)
-class ObjectSums:
-    """The checksums of an object that is sent in parts.
-
-    Attributes:
-        whole: The CRC-32 of all its bytes.
-        of_parts: The CRC-32 of those of its parts, one after the other, the high byte first; None
-            where one of them is not known.
-        parts: How many there are.
-    """
-
-    whole: int
-    of_parts: int | None
+class ObjectSums(Struct, frozen=True):
+    whole: int  # CRC-32 of all bytes
+    of_parts: int | None  # of those of the parts, big-endian; None where one of them is not known
     parts: int
 
     @classmethod
     def of(cls, parts: Iterable[tuple[int, int]]) -> ObjectSums:
-        """Joins CRC-32 and size of each part, in order."""
+        """Joins CRC-32 and size of each part."""
         whole = of_parts = count = 0
         for checksum, size_bytes in parts:
             whole = crc32_combine(whole, checksum, size_bytes)
@@ -198,23 +194,13 @@ class ObjectSums:
         return stored.crc32 in {self.whole, self.of_parts}
 
 
-@dataclass(frozen=True, slots=True)
-class StoreChecksum:
-    """The checksum that a store keeps of an object.
-
-    Attributes:
-        crc32: The checksum.
-        kind: `WHOLE` or `OF_PARTS`; empty where the store does not say.
-        parts: The number of parts, where the store says so.
-    """
-
+class StoreChecksum(Struct, frozen=True):
     crc32: int
-    kind: str = ""
+    kind: str = ""  # `WHOLE` or `OF_PARTS`, where the store says it
     parts: int | None = None
 
     @classmethod
     def from_answer(cls, answer: Mapping[str, Any]) -> StoreChecksum | None:
-        """Returns the checksum in an answer, None if it has none."""
         text = answer.get(CHECKSUM)
         if not text:
             return None
@@ -228,8 +214,7 @@ def encode_crc32(crc32: int) -> str:
     return base64.b64encode(crc32.to_bytes(_CRC_BYTES, "big")).decode("ascii")
 
 
-@dataclass(frozen=True, slots=True)
-class SentPart:
+class SentPart(Struct, frozen=True):
     """A part that the store has taken, as the request that completes the upload names it."""
 
     number: int
@@ -237,8 +222,7 @@ class SentPart:
     crc32: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ObjectHead:
+class ObjectHead(Struct, frozen=True):
     """What a store knows of an object: size, checksum if any, ETag, and which run wrote it."""
 
     size_bytes: int
@@ -248,23 +232,28 @@ class ObjectHead:
 
 
 class S3Uploads:
-    """The objects of one bucket, and the uploads to it; threads share it.
+    """The objects below a prefix of a bucket, and the uploads to it; threads share it.
 
     A failed request raises the error of s3fs, usually an `OSError`, after retries where these may
-    help.
+    help. Nothing outside of `root` is removed.
 
     Attributes:
         store: The client.
         root: Bucket and prefix of the place.
         writer: The name that all written objects carry; empty for none.
+        location: The URL, for messages.
+        translate_errors: A context that turns errors of the client into ours.
         prefix: Of the keys of the place, with the slash at its end; empty for a whole bucket.
     """
 
-    def __init__(self, store: RemoteStore, root: str, *, writer: str = "") -> None:
-        """Connects; nothing outside of `root`, bucket and prefix, is removed."""
+    def __init__(
+        self, store: RemoteStore, root: str, *, writer: str = "", location: str = ""
+    ) -> None:
         self.store = store
         self.root = root
         self.writer = writer
+        self.location = location
+        self.translate_errors = error_translator(location, store.options)
         self._bucket, prefix, _ = split_s3_path(store.filesystem, root)
         self.prefix = f"{prefix}/" if prefix else ""
         store.filesystem.connect()
@@ -282,7 +271,6 @@ class S3Uploads:
         return {item["Key"]: str(item.get("ETag", "")) for item in listed}
 
     def list_uploads(self, prefix: str) -> Iterator[tuple[str, str]]:
-        """Yields key and name of uploads whose keys begin with a prefix."""
         more: dict[str, str] = {}
         while True:
             page = self._call("list_multipart_uploads", Bucket=self._bucket, Prefix=prefix, **more)
@@ -336,7 +324,6 @@ class S3Uploads:
             raise
 
     def delete(self, keys: Sequence[str]) -> None:
-        """Removes objects; those that are not there do not matter."""
         root = f"{self._bucket}/{self.prefix}"
         for key in keys:
             if not key.startswith(self.prefix):
@@ -426,7 +413,6 @@ class S3Uploads:
             return
 
     def head(self, key: str) -> ObjectHead:
-        """Asks what the store knows of an object."""
         asked = {"ChecksumMode": "ENABLED"} if self.has_checksums else {}
         answer = self._call("head_object", Bucket=self._bucket, Key=key, **asked)
         writer = str((answer.get("Metadata") or {}).get(_WRITER, ""))
@@ -445,3 +431,269 @@ class S3Uploads:
 
     def _make_checksum(self, crc32: int) -> dict[str, str]:
         return {CHECKSUM: encode_crc32(crc32)} if self.has_checksums else {}
+
+
+class _Filling(Struct):
+    data: BytesIO  # clients send it in pieces, and `bytes` as a whole
+    missing: int
+
+
+class PartBuffers:
+    """The parts of one object that are being filled. Few are open at a time.
+
+    Writes come in about the order of the bytes of the object.
+    """
+
+    def __init__(self, parts: Sequence[ObjectPart]) -> None:
+        self._parts = parts
+        self._starts = [part.start for part in parts]
+        self._filling: dict[int, _Filling] = {}
+        self._free: list[BytesIO] = []  # new memory would be cleared page by page
+        self._lock = threading.Lock()
+
+    def add(self, start: int, data: memoryview) -> Iterator[tuple[ObjectPart, BytesIO]]:
+        """Takes bytes, disjoint from those of other calls, and yields the parts that they complete.
+
+        The bytes of a part are valid until the next one is requested.
+        """
+        stop = start + data.nbytes
+        size = self._parts[-1].stop if self._parts else 0
+        if start < 0 or stop > size:
+            raise ValueError(f"bytes [{start}, {stop}) are not in an object of {size} bytes")
+        low, at = start, bisect_right(self._starts, start) - 1
+        while low < stop:
+            part = self._parts[at]
+            if part.copied is not None:
+                raise ValueError(f"bytes from {low} on are not to be sent but copied")
+            whole = self._put(part, low, data[low - start : min(stop, part.stop) - start])
+            if whole is not None:
+                yield part, whole
+                with self._lock:
+                    self._free.append(whole)
+            low, at = part.stop, at + 1
+
+    def _put(self, part: ObjectPart, start: int, data: memoryview) -> BytesIO | None:
+        size = part.stop - part.start
+        with self._lock:
+            filling = self._filling.get(part.number)
+            if filling is None:
+                filling = self._filling[part.number] = _Filling(self._take_buffer(size), size)
+        low = start - part.start
+        with filling.data.getbuffer() as view:
+            view[low : low + data.nbytes] = data
+        with self._lock:
+            filling.missing -= data.nbytes
+            if filling.missing:
+                return None
+            del self._filling[part.number]
+        return filling.data
+
+    def _take_buffer(self, size_bytes: int) -> BytesIO:
+        for at, buffer in enumerate(self._free):
+            if buffer.getbuffer().nbytes == size_bytes:
+                return self._free.pop(at)
+        new = BytesIO()
+        new.seek(size_bytes - 1)
+        new.write(b"\0")
+        return new
+
+
+_DAMAGED = (
+    "the source is damaged, or the bytes were on their way; run `ckptkit verify` on the source"
+)
+
+
+class S3Object:
+    """An object that is written in any order by any number of threads, or by several processes.
+
+    It is invisible until its upload is completed. A small one is kept in memory, and put then.
+
+    Attributes:
+        key: What it will be called.
+        size_bytes: Its size.
+        etag: Of the visible object.
+    """
+
+    def __init__(
+        self,
+        store: S3Uploads,
+        key: str,
+        parts: Sequence[ObjectPart],
+        begin: Callable[[bool], str],
+        *,
+        is_small: bool = False,
+        sums_parts: bool = True,
+    ) -> None:
+        """Prepares it; the upload begins with the first bytes.
+
+        `begin` begins or joins the upload, and returns its name; it takes `sums_parts`: whether the
+        store keeps the checksum of the checksums of the parts, which costs it least; else that of
+        all bytes, which a copy of the object keeps. A small object is put as a whole.
+        """
+        self.key = key
+        self.size_bytes = parts[-1].stop if parts else 0
+        self.etag = ""
+        self._store = store
+        self._begin = begin
+        self._parts = parts
+        self._is_small = is_small or not parts
+        # If a copied range is cut in two, the checksums of the halves are unknown.
+        self._is_split = any(
+            part.copied is not None and part.copied is other.copied
+            for part, other in pairwise(parts)
+        )
+        self._sums_parts = sums_parts and not self._is_split
+        self._buffers = PartBuffers(parts)
+        self._small = b""
+        self._upload = ""
+        self._is_visible = False
+        self._lock = threading.Lock()
+        self._sent: dict[int, SentPart] = {}
+        self._sums: dict[int, int] = {}
+
+    @classmethod
+    def of_size(
+        cls,
+        store: S3Uploads,
+        key: str,
+        size_bytes: int,
+        begin: Callable[[bool], str],
+        copies: Sequence[CopiedRange] = (),
+        *,
+        sums_parts: bool = True,
+    ) -> S3Object:
+        """Cuts an object into parts; the store copies the ranges that `choose_copies` chose."""
+        if size_bytes <= SMALL_BYTES and not copies:
+            parts = (ObjectPart(1, 0, size_bytes),) if size_bytes else ()
+            return cls(store, key, parts, begin, is_small=True)
+        return cls(store, key, cut_into_parts(size_bytes, copies), begin, sums_parts=sums_parts)
+
+    @property
+    def copied_parts(self) -> tuple[ObjectPart, ...]:
+        return tuple(part for part in self._parts if part.copied is not None)
+
+    def write(self, start: int, data: memoryview) -> None:
+        """Takes bytes from `start` on, and sends every part that they complete."""
+        for part, whole in self._buffers.add(start, data.cast("B")):
+            with whole.getbuffer() as view:
+                self._sums[part.number] = crc32(view)
+            if self._is_small:
+                self._small = whole.getvalue()
+            else:
+                upload, checksum = self._get_upload(), self._sums[part.number]
+                self._sent[part.number] = self._store.send(
+                    self.key, upload, part.number, whole, checksum
+                )
+
+    def copy(self, part: ObjectPart, source: CopySource) -> None:
+        assert part.copied is not None  # noqa: S101  that is what `copied_parts` gave
+        span = part.source_start, part.source_start + part.stop - part.start
+        sent = self._store.copy(self.key, self._get_upload(), part.number, source, span)
+        if not self._is_split:
+            expected = part.copied.crc32
+            if sent.crc32 not in {None, expected}:
+                raise ChecksumError(
+                    f"the store has copied bytes with CRC-32 {sent.crc32:08x},"
+                    f" {expected:08x} was stored beside them",
+                    where=self._store.url(self.key),
+                    hint=_DAMAGED,
+                )
+            sent = replace(sent, crc32=expected)
+        self._sent[part.number] = sent
+
+    def rows(self) -> list[Sequence[Any]]:
+        """Returns what other processes have to know of the sent parts, as JSON values."""
+        return [(at, self._sent[at].etag, self._sums[at]) for at in sorted(self._sent)]
+
+    def adopt(self, rows: Sequence[Sequence[Any]]) -> None:
+        for number, etag, checksum in rows:
+            known = checksum if self._store.has_checksums else None
+            self._sent[number], self._sums[number] = SentPart(number, etag, known), checksum
+
+    def missing(self) -> list[ObjectPart]:
+        done = self._sums if self._is_small else self._sent
+        return [part for part in self._parts if part.number not in done]
+
+    def publish(self) -> None:
+        """Makes it visible, and compares the stored object with what was sent."""
+        if self.missing():
+            raise ValueError(f"{self.key!r} lacks {len(self.missing())} parts")
+        expected = self._expected()
+        if self._is_small:
+            self._is_visible = True  # also where the answer is lost
+            self.etag = self._store.put(self.key, self._small, expected.whole)
+            return
+        self._complete(None if self._sums_parts else expected.whole)
+        self._is_visible = True
+        head = self._check(expected)
+        self.etag = head.etag
+        if head.checksum is None and self.copied_parts:
+            raise OutputError(
+                "the store reports no CRC-32 of what it copied, so the bytes cannot be verified",
+                where=self._store.url(self.key),
+                hint="copy the bytes through this machine: --dst-option"
+                " config_kwargs.request_checksum_calculation=when_required",
+            )
+
+    def publish_new(self) -> None:
+        """Makes it visible unless there is an object of that name; a large one in any case."""
+        if not self._is_small or self.missing():
+            self.publish()
+            return
+        data, expected = self._small, self._expected()
+        is_put = self._store.put_new(self.key, data, expected.whole, in_parts=False)
+        if not is_put and self._store.head(self.key).writer != self._store.writer:
+            why = "another run has put its file there meanwhile"
+            raise lost_place_error(why, self._store.url(self.key))
+        self._is_visible = True
+
+    def remove(self) -> None:
+        if self._is_visible:
+            self._store.delete([self.key])
+        elif self._upload:
+            self._store.abort(self.key, self._upload)
+
+    def _get_upload(self) -> str:
+        with self._lock:
+            if not self._upload:
+                self._upload = self._begin(self._sums_parts)
+            return self._upload
+
+    def _complete(self, whole: int | None) -> None:
+        parts = [self._sent[part.number] for part in self._parts]
+        upload = self._get_upload()
+        try:
+            self._store.complete(self.key, upload, parts, whole)
+        except FileNotFoundError:
+            # Also where the answer to a first try was lost: then the object is there.
+            head = self._store.head(self.key)
+            if head.size_bytes != self.size_bytes or head.writer != self._store.writer:
+                raise
+
+    def _check(self, expected: ObjectSums) -> ObjectHead:
+        head = self._store.head(self.key)
+        stored = head.checksum
+        agrees = stored is None or expected.matches(stored)
+        if head.size_bytes != self.size_bytes or not agrees:
+            stored_crc = "unknown" if stored is None else f"{stored.crc32:08x}"
+            kind = "" if stored is None or not stored.kind else f" ({stored.kind.lower()})"
+            sums = [f"{crc:08x}" for crc in (expected.whole, expected.of_parts) if crc is not None]
+            raise ChecksumError(
+                f"the store has {head.size_bytes:,} bytes with CRC-32 {stored_crc}{kind} against"
+                f" {self.size_bytes:,} with {sums[0]}, or {sums[-1]} of {expected.parts} parts",
+                where=self._store.url(self.key),
+                hint=_DAMAGED,
+            )
+        return head
+
+    def _expected(self) -> ObjectSums:
+        checksums: list[tuple[int, int]] = []
+        last = None
+        for part in self._parts:
+            if part.copied is None:
+                checksums.append((self._sums[part.number], part.stop - part.start))
+            elif part.copied is not last:
+                checksums.append((part.copied.crc32, part.copied.size_bytes))
+            last = part.copied
+        sums = ObjectSums.of(checksums)
+        return replace(sums, of_parts=None, parts=len(self._parts)) if self._is_split else sums

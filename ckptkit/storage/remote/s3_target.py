@@ -7,27 +7,47 @@ A commit holds a claim on the place, so that of two runs one wins as a whole. It
 manifest, completes the uploads, checks that the objects at the place are those that it wrote, and
 writes the new manifest if there is none. Uploads of another run are removed only under the claim,
 and a run whose uploads were removed cannot commit.
+
+Where several processes fill one output, each sends its own parts of common uploads, and one of them
+commits. Instead of a mark there is, until then,
+
+    .ckptkit-0123456789abcdef/
+        plan                  what all processes do; without it none of them can commit
+        ATTEMPT/uploads/PATH  the upload of a file
+        ATTEMPT/…             other notes of the processes
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from ckptkit.core.crc import crc32
-from ckptkit.core.errors import OutputError, UsageError
+from ckptkit.core.errors import OutputError, OutputExistsError, UsageError
 from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.core.object_parts import CopiedRange, ObjectPart
-from ckptkit.storage.base import CopySource
+from ckptkit.storage.base import (
+    CopySource,
+    Cut,
+    OutputAttempt,
+    SentRows,
+    Sink,
+    Target,
+    encode_plan_note,
+    parse_plan,
+    parse_seen,
+)
+from ckptkit.storage.local.target import SharedTarget
 from ckptkit.storage.locations import WORK_INFIX, check_relative, is_work_folder
 from ckptkit.storage.manifests import EarlierOutput, refuse_newer, refuse_unnamed
-from ckptkit.storage.output_claim import OutputClaim
 from ckptkit.storage.remote.errors import (
     ErrorTranslator,
     clean_up,
@@ -35,9 +55,8 @@ from ckptkit.storage.remote.errors import (
     lost_place_error,
     output_exists_error,
 )
-from ckptkit.storage.remote.s3 import ObjectSums, S3Uploads, SentPart
-from ckptkit.storage.remote.s3_object import S3Object
-from ckptkit.storage.remote.store import get_store
+from ckptkit.storage.remote.s3 import ObjectSums, S3Object, S3Uploads, SentPart
+from ckptkit.storage.remote.store import OutputClaim, get_store
 
 if TYPE_CHECKING:
     from ckptkit.storage.places import Place
@@ -65,22 +84,10 @@ def parse_uploads(mark: bytes) -> Iterator[tuple[str, str]]:
         return
 
 
-def has_leftovers(store: S3Uploads, prefix: str, *, kept: str = "") -> bool:
-    """Says whether `sweep_uploads` would find something to remove."""
-    if any(not (kept and key.startswith(kept)) for key in _list_marks(store, prefix, prefix)):
-        return True
-    work = f"{prefix}{WORK_INFIX}"
-    return any(not (kept and key.startswith(kept)) for key, _ in _list_unfinished(store, work))
-
-
 def sweep_uploads(store: S3Uploads, prefix: str, *, only: str = "", kept: str = "") -> None:
     """Removes the marks and notes of earlier runs below a prefix, and their uploads.
 
-    Args:
-        store: The bucket.
-        prefix: Of the output, with the slash at its end.
-        only: The prefix of what is removed, where that is not all.
-        kept: The prefix of what stays.
+    `only` is the prefix of what is removed, where that is not all, `kept` that of what stays.
     """
 
     def is_removed(key: str) -> bool:
@@ -141,56 +148,26 @@ def _abort_all(store: S3Uploads, mark: str, prefix: str) -> frozenset[str]:
 _PUBLISHED_AT_ONCE = 8  # a store may take minutes to complete a large upload
 
 
-class Publishable(Protocol):
-    """An object that becomes visible at the commit."""
-
-    key: str
-    etag: str
-
-    def publish(self) -> None:
-        """Makes it visible, and notes its ETag."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class S3Prefix:
-    """A prefix of a bucket to which an output is written.
-
-    Attributes:
-        store: The requests of its bucket.
-        location: The URL, for messages.
-        translate_errors: A context that turns errors of the client into ours.
-    """
-
-    store: S3Uploads
-    location: str
-    translate_errors: ErrorTranslator
-
-
-def open_s3_prefix(place: Place, *, writer: str = "") -> S3Prefix:
+def open_s3_prefix(place: Place, *, writer: str = "") -> S3Uploads:
     """Connects to the bucket of a place; all written objects carry the name `writer`."""
     store = get_store(place)
-    translate_errors = error_translator(place.location, store.options)
-    with translate_errors():
+    with error_translator(place.location, store.options)():
         root = store.path_of(place.location)
         if not root:
             raise UsageError("names no bucket", where=place.location)
-        return S3Prefix(S3Uploads(store, root, writer=writer), place.location, translate_errors)
+        return S3Uploads(store, root, writer=writer, location=place.location)
 
 
 class S3Commit:
-    """The commit of one run to a place."""
-
-    def __init__(self, place: S3Prefix, *, overwrite: bool) -> None:
+    def __init__(self, store: S3Uploads, *, overwrite: bool) -> None:
         """Looks at the place, and refuses one that holds files unless they are replaced."""
-        store, location, translate_errors = place.store, place.location, place.translate_errors
-        self._store, self._location = store, location
-        self._translate_errors = translate_errors
+        self._store, self._location = store, store.location
+        self._translate_errors = store.translate_errors
         self._overwrite = overwrite
-        self.claim = OutputClaim(store.store, store.root, location, translate_errors)
+        self.claim = OutputClaim(store.store, store.root, store.location, store.translate_errors)
         self._is_dirty = False
         self._manifest = store.prefix + MANIFEST_NAME
-        with translate_errors():
+        with self._translate_errors():
             self.claim.refuse_taken()
             self._seen = self.list_objects()
             self._refuse_filled(self._seen)
@@ -207,7 +184,6 @@ class S3Commit:
         }
 
     def _refuse_filled(self, objects: Collection[str]) -> None:
-        """Refuses a place that holds something, if that is not to be replaced."""
         if objects and not self._overwrite:
             raise output_exists_error(self._location)
 
@@ -222,26 +198,25 @@ class S3Commit:
 
     def sweep(self, *, kept: str = "") -> None:
         """Removes the uploads of earlier runs and of runs in progress, except below `kept`."""
+        store, prefix = self._store, self._store.prefix
         with self._translate_errors():
-            if not has_leftovers(self._store, self._store.prefix, kept=kept):
+            left = [*_list_marks(store, prefix, prefix)]
+            if all(kept and key.startswith(kept) for key in left):
+                left = [key for key, _ in _list_unfinished(store, f"{prefix}{WORK_INFIX}")]
+            if all(kept and key.startswith(kept) for key in left):
                 return
             self.claim.take()
             try:
-                sweep_uploads(self._store, self._store.prefix, kept=kept)
+                sweep_uploads(store, prefix, kept=kept)
             finally:
                 self.claim.release(is_clean=not self.claim.names)
 
     def run(
-        self, items: Sequence[Publishable], last: S3Object | bytes, still_ours: Callable[[], bool]
+        self, items: Sequence[S3Object], last: S3Object | bytes, still_ours: Callable[[], bool]
     ) -> None:
-        """Commits an output, its manifest last.
+        """Commits an output, its manifest last, unless another run has removed the uploads.
 
         The claim is held until `release`, also where this fails.
-
-        Args:
-            items: All files but the manifest.
-            last: The manifest, or its content.
-            still_ours: Says whether no other run has removed the uploads.
         """
         with self._translate_errors():
             self._manifest = last.key if not isinstance(last, bytes) else self._manifest
@@ -262,7 +237,6 @@ class S3Commit:
         clean_up(self._translate_errors, lambda: self._delete(rest))
 
     def release(self) -> None:
-        """Releases the claim, if it is held."""
         if self.claim.is_held and self._is_dirty:
             clean_up(self._translate_errors, self._find_rest)
         self.claim.release(is_clean=not self._is_dirty)
@@ -273,7 +247,6 @@ class S3Commit:
         self._is_dirty = bool(objects) and self._manifest not in objects
 
     def _check_replaced(self, old: dict[str, str]) -> tuple[bytes | None, set[str]]:
-        """Returns the manifest that is replaced, and the files that are removed with it."""
         self._refuse_filled(old)
         etag = old.get(self._manifest, "")
         refuse_newer(etag, self.seen, self._location)
@@ -288,7 +261,7 @@ class S3Commit:
         return manifest, earlier.removable(names, self.claim.names)
 
     def _replace(
-        self, items: Sequence[Publishable], last: S3Object | bytes, manifest: bytes | None
+        self, items: Sequence[S3Object], last: S3Object | bytes, manifest: bytes | None
     ) -> None:
         if manifest is not None:
             self.claim.check()
@@ -308,10 +281,10 @@ class S3Commit:
                 )
             raise
 
-    def _publish(self, items: Sequence[Publishable], begun: list[bool]) -> None:
+    def _publish(self, items: Sequence[S3Object], begun: list[bool]) -> None:
         """Publishes objects, many at a time; at the first error no further one is begun."""
 
-        def one(item: Publishable) -> None:
+        def one(item: S3Object) -> None:
             self.claim.check()
             begun.append(True)
             self._is_dirty = True
@@ -326,7 +299,7 @@ class S3Commit:
                 for future in futures:
                     future.cancel()
 
-    def _check_published(self, items: Sequence[Publishable]) -> None:
+    def _check_published(self, items: Sequence[S3Object]) -> None:
         """Checks that the objects of the place are those that this run wrote."""
         now = self.list_objects()
         for item in items:
@@ -352,54 +325,22 @@ class S3Commit:
             self._store.delete(keys)
 
 
-def why_no_copies(store: S3Uploads, key: str, source: CopySource) -> str:
-    """Copies a few bytes into an object `key` that is removed again.
-
-    Returns why the store cannot copy parts of `source`, which has at least `PROBE_BYTES`; empty if
-    it can.
-    """
-    if not store.has_checksums:
-        return "checksums are switched off in the options of the store"
-    upload = ""
-    try:
-        upload = store.begin(key)
-        part = store.copy(key, upload, 1, source, (0, PROBE_BYTES))
-        expected = crc32(store.get(source.path, 0, PROBE_BYTES))
-        store.complete(key, upload, [SentPart(1, part.etag, expected)])
-        checksum, upload = store.head(key).checksum, ""
-        store.delete([key])
-    except Exception as error:  # noqa: BLE001  whatever it is, the bytes can go through here
-        logger.debug("the store was asked for a copy: %s", type(error).__name__)
-        try:
-            if upload:
-                store.abort(key, upload)
-        except Exception as left:  # noqa: BLE001  it holds next to nothing
-            logger.debug("an upload of %s was left: %s", key, type(left).__name__)
-        return f"the store does not copy parts of objects ({type(error).__name__})"
-    if checksum is None or not ObjectSums.of([(expected, PROBE_BYTES)]).matches(checksum):
-        return "the store reports no CRC-32 of what it copied"
-    return ""
-
-
-class S3Target:
+class S3Target(Target):
     """A prefix of a bucket that holds a whole output once it is committed."""
 
-    def __init__(self, place: S3Prefix, *, overwrite: bool) -> None:
+    copies_objects = True
+
+    def __init__(self, store: S3Uploads, *, overwrite: bool) -> None:
         """Looks at the place, and removes the uploads that killed runs left there."""
-        store = place.store
-        self._store, self.location = store, place.location
-        self._translate_errors = place.translate_errors
+        self._store, self.location = store, store.location
+        self._translate_errors = store.translate_errors
         self._objects: dict[str, S3Object] = {}
         self._mark = f"{store.prefix}{WORK_INFIX}{store.writer}"
         self._uploads: list[tuple[str, str]] = []
         self._planned: frozenset[str] = frozenset()
         self._lock = threading.Lock()
-        self._commit = S3Commit(place, overwrite=overwrite)
+        self._commit = S3Commit(store, overwrite=overwrite)
         self._commit.sweep()
-
-    def free_bytes(self) -> int | None:
-        """Returns None: a bucket has no limit that could be queried."""
-        return None
 
     def create(self, path: str, size_bytes: int) -> None:
         self.create_copied(path, size_bytes, ())
@@ -410,10 +351,15 @@ class S3Target:
         if path in self._objects:
             raise OutputError(f"the file {path!r} is there already", where=self.location)
         key = self._store.prefix + path
-        self._objects[path] = S3Object(self._store, key, size_bytes, copies, begun=self._note)
+        self._objects[path] = S3Object.of_size(
+            self._store,
+            key,
+            size_bytes,
+            lambda sums_parts: self._begin(key, sums_parts=sums_parts),
+            copies,
+        )
 
     def write(self, path: str, start: int, data: memoryview) -> None:
-        """Takes bytes of a created file, and sends every part that they complete."""
         item = self._objects.get(path)
         if item is None or start < 0 or start + data.nbytes > item.size_bytes:
             raise ValueError(f"bytes [{start}, {start + data.nbytes}) are not in file {path!r}")
@@ -428,10 +374,29 @@ class S3Target:
             self._objects[path].copy(part, source)
 
     def why_no_copies(self, source: CopySource) -> str:
-        """Tries to copy a few bytes of an object; returns why the store cannot, empty if it can."""
         if source.store is not self._store.store:
             return "source and output are not in one store, with the same options"
-        return why_no_copies(self._store, f"{self._mark}-probe", source)
+        store, key, upload = self._store, f"{self._mark}-probe", ""
+        if not store.has_checksums:
+            return "checksums are switched off in the options of the store"
+        try:
+            upload = store.begin(key)
+            part = store.copy(key, upload, 1, source, (0, PROBE_BYTES))
+            expected = crc32(store.get(source.path, 0, PROBE_BYTES))
+            store.complete(key, upload, [SentPart(1, part.etag, expected)])
+            checksum, upload = store.head(key).checksum, ""
+            store.delete([key])
+        except Exception as error:  # noqa: BLE001  whatever it is, the bytes can go through here
+            logger.debug("the store was asked for a copy: %s", type(error).__name__)
+            try:
+                if upload:
+                    store.abort(key, upload)
+            except Exception as left:  # noqa: BLE001  it holds next to nothing
+                logger.debug("an upload of %s was left: %s", key, type(left).__name__)
+            return f"the store does not copy parts of objects ({type(error).__name__})"
+        if checksum is None or not ObjectSums.of([(expected, PROBE_BYTES)]).matches(checksum):
+            return "the store reports no CRC-32 of what it copied"
+        return ""
 
     def commit(self, last: str) -> None:
         """Makes everything visible, the file `last` after all others.
@@ -440,7 +405,7 @@ class S3Target:
         """
         if last not in self._objects:
             raise ValueError(f"file {last!r} was not created")
-        lacking = [path for path, item in self._objects.items() if not item.is_whole]
+        lacking = [path for path, item in self._objects.items() if item.missing()]
         if lacking:
             raise ValueError(f"bytes are missing of {lacking[0]!r}")
         items = [item for path, item in sorted(self._objects.items()) if path != last]
@@ -453,7 +418,6 @@ class S3Target:
         self.abandon()
 
     def abandon(self) -> None:
-        """Removes what was written; does nothing after a commit."""
         objects = list(self._objects.values())
         self._objects.clear()
         for item in objects:
@@ -464,8 +428,14 @@ class S3Target:
             clean_up(self._translate_errors, lambda: self._store.delete([self._mark]))
         self._commit.release()
 
+    def _begin(self, key: str, *, sums_parts: bool) -> str:
+        """Begins an upload, which is in the mark before it begins and before it holds any bytes."""
+        self._note(key, "")
+        upload = self._store.begin(key, sums_parts=sums_parts)
+        self._note(key, upload)
+        return upload
+
     def _note(self, key: str, upload: str) -> None:
-        """Writes an upload into the mark, before it begins and before it holds any bytes."""
         with self._lock:
             if upload:
                 self._uploads.append((key, upload))
@@ -479,3 +449,222 @@ class S3Target:
         """Says whether the mark exists: another run removes it together with the uploads."""
         path = self._store.url(self._mark).removeprefix("s3://")
         return not self._planned or self._store.store.look_up(path) is not None
+
+
+_ATTEMPTS = 10
+_WAIT_SECONDS = 0.2
+
+
+class S3Notes:
+    """Notes as small objects below a prefix; the first one of a name wins.
+
+    The store sees to that: it writes an object only if there is none (`If-None-Match`). Stores
+    differ in the requests that know this condition, so it is tried.
+
+    Source:
+        https://docs.aws.amazon.com/AmazonS3/latest/userguide/conditional-writes.html
+    """
+
+    def __init__(self, store: S3Uploads, prefix: str, translate_errors: ErrorTranslator) -> None:
+        self._store = store
+        self._prefix = prefix
+        self._translate_errors = translate_errors
+        self._in_parts: bool | None = None
+
+    def put(self, name: str, data: bytes) -> bytes:
+        if self.why_no_conditions():
+            raise OutputError(self.why_no_conditions(), where=self._store.url(self._prefix))
+        key = self._prefix + name
+        for _ in range(_ATTEMPTS):
+            with self._translate_errors():
+                self._store.put_new(key, data, crc32(data), in_parts=bool(self._in_parts))
+            content = self.get(name)
+            if content is not None:
+                return content
+            time.sleep(_WAIT_SECONDS)  # the other note was not written, or was removed
+        raise OutputError(
+            f"the note {name!r} is removed again and again", where=self._store.url(self._prefix)
+        )
+
+    def leave(self, name: str, data: bytes) -> None:
+        """Writes a note whose name only this process uses."""
+        with self._translate_errors():
+            self._store.put(self._prefix + name, data, crc32(data))
+
+    def get(self, name: str) -> bytes | None:
+        path = self._store.url(self._prefix + name).removeprefix("s3://")
+        with self._translate_errors():
+            try:
+                return self._store.get(path)
+            except FileNotFoundError:
+                return None
+
+    @contextmanager
+    def alone(self, name: str, owner: str) -> Iterator[bool]:
+        """Yields whether `owner` was the first to ask, now or earlier."""
+        yield self.put(name, owner.encode()) == owner.encode()
+
+    def why_no_conditions(self) -> str:
+        """Tries to write an object twice; returns why conditions do not work, empty if they do."""
+        if self._in_parts is None:
+            for in_parts in (False, True):
+                if self._is_refused(in_parts=in_parts):
+                    self._in_parts = in_parts
+                    return ""
+            return "the store writes over an object that is to be written only if there is none"
+        return ""
+
+    def _is_refused(self, *, in_parts: bool) -> bool:
+        key, data = f"{self._prefix}probe-{os.urandom(8).hex()}", b"probe"
+        with self._translate_errors():
+            self._store.put(key, data, crc32(data))
+            try:
+                return not self._store.put_new(key, data, crc32(data), in_parts=in_parts)
+            except OSError:  # the answer of a store without such a condition
+                return False
+            finally:
+                self._store.delete([key])
+
+
+_PLAN = "plan"
+_PLANNED = ".planned"
+_REQUESTS_AT_A_TIME = 8
+
+
+class S3SharedTarget(Sink):
+    """One process's view of an output on S3 that several processes write."""
+
+    takes_parts = True
+
+    def __init__(self, place: S3Uploads, attempt: OutputAttempt, cut: Cut) -> None:
+        """Looks at the place; `cut` cuts a file into parts, alike in all processes."""
+        store = S3Uploads(place.store, place.root, writer=attempt.nonce, location=place.location)
+        self.location = place.location
+        self._attempt, self._cut = attempt, cut
+        self._store = store
+        self._translate_errors = store.translate_errors
+        self._folder = f"{store.prefix}{WORK_INFIX}{attempt.nonce}/"
+        self._common = S3Notes(self._store, self._folder, self._translate_errors)
+        self.notes = S3Notes(self._store, f"{self._folder}{attempt.name}/", self._translate_errors)
+        self._objects: dict[str, S3Object] = {}
+        self.removal = f"aws s3 rm '{store.url(self._folder + _PLAN)}'"
+        self._commit = S3Commit(store, overwrite=attempt.overwrite)
+        if attempt.seen is not None:
+            self._commit.seen = attempt.seen
+
+    def plan(self) -> bytes | None:
+        note = self._common.get(_PLAN)
+        return None if note is None else parse_plan(note)
+
+    def agree(self, plan: bytes) -> bytes:
+        seen = self._commit.seen if self._attempt.overwrite else None
+        return parse_plan(self._common.put(_PLAN, encode_plan_note(plan, seen)))
+
+    def free_bytes(self) -> int | None:
+        return None
+
+    def why_no_ranges(self) -> str:
+        return self._common.why_no_conditions() if self._attempt.is_agreed else ""
+
+    def sweep(self) -> None:
+        self._commit.sweep(kept=f"{self._folder}{self._attempt.name}/")
+
+    def create(self, path: str, size_bytes: int) -> None:
+        """Prepares a file of that size; parts of it that were not sent are dropped."""
+        check_relative(path, self.location)
+        key = self._store.prefix + path
+        parts = self._cut(path) if size_bytes else ()
+        self._objects[path] = S3Object(self._store, key, parts, lambda _: self._join_upload(path))
+
+    def begin(self) -> None:
+        with ThreadPoolExecutor(_REQUESTS_AT_A_TIME) as threads:
+            for _ in threads.map(self._begin_one, self._objects):
+                pass
+
+    def write(self, path: str, start: int, data: memoryview) -> None:
+        item = self._objects.get(path)
+        if item is None:
+            raise ValueError(f"file {path!r} was not created")
+        with self._translate_errors():
+            item.write(start, data)
+
+    def sync(self) -> None: ...
+
+    def sent(self) -> SentRows:
+        return {path: item.rows() for path, item in self._objects.items() if item.rows()}
+
+    def adopt(self, sent: SentRows) -> Mapping[str, Sequence[ObjectPart]]:
+        """Adds what other processes have sent; returns the missing parts, by file."""
+        for path, rows in sent.items():
+            self._objects[path].adopt(rows)
+        missing = {path: item.missing() for path, item in self._objects.items()}
+        return {path: parts for path, parts in missing.items() if parts}
+
+    def commit(self, last: str, data: bytes) -> None:
+        if last != MANIFEST_NAME:
+            raise ValueError(f"{last!r} is no manifest")
+        agreed = parse_seen(self._common.get(_PLAN))
+        if agreed is not None:
+            self._commit.seen = agreed
+        try:
+            self._commit.run(list(self._objects.values()), data, self._has_uploads)
+            clean_up(self._translate_errors, self._remove)
+        except OutputExistsError:
+            if self._attempt.overwrite:  # else each further try would be refused
+                self.abandon()
+            raise
+        finally:
+            self._commit.release()
+
+    def leave(self) -> None: ...
+
+    def abandon(self) -> None:
+        clean_up(self._translate_errors, self._remove)
+
+    def _remove(self) -> None:
+        """Removes the notes, first the plan, without which none can commit, and the uploads."""
+        self._store.delete([self._folder + _PLAN])
+        sweep_uploads(self._store, self._store.prefix, only=self._folder)
+
+    def _has_uploads(self) -> bool:
+        """Says whether the notes of the uploads exist: another run removes both together."""
+        with_parts = [path for path, item in self._objects.items() if item.rows()]
+        return not with_parts or self.notes.get(_note_name(with_parts[0])) is not None
+
+    def _plan_one(self, path: str) -> None:
+        """Notes an upload that is about to begin, for the next run after a kill."""
+        key = self._store.prefix + path
+        self.notes.leave(f"{_note_name(path)}{_PLANNED}", encode_mark([], [key]))
+
+    def _begin_one(self, path: str) -> None:
+        with self._translate_errors():
+            key = self._store.prefix + path
+            self._plan_one(path)
+            upload = self._store.begin(key)
+            self.notes.leave(_note_name(path), encode_mark([(key, upload)]))
+
+    def _join_upload(self, path: str) -> str:
+        """Returns the upload of a file, which the first process that needs it begins."""
+        note = self.notes.get(_note_name(path))
+        if note is None and self._attempt.is_agreed:
+            key = self._store.prefix + path
+            self._plan_one(path)
+            mine = self._store.begin(key)
+            note = self.notes.put(_note_name(path), encode_mark([(key, mine)]))
+            if note != encode_mark([(key, mine)]):
+                self._store.abort(key, mine)
+        for _, upload in parse_uploads(note or b""):
+            return upload
+        raise lost_place_error(f"the upload of {path!r} was removed by another run", self.location)
+
+
+def _note_name(path: str) -> str:
+    return f"{UPLOADS}/{path}"
+
+
+SharedOutput = SharedTarget | S3SharedTarget
+"""One process's view of an output that several fill, invisible until one of them commits it.
+
+Where `takes_parts` is true, what is written is taken in parts of objects, as `object_parts` cuts
+them.
+"""

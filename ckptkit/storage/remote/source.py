@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import posixpath
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from ckptkit.core.errors import (
     AccessError,
@@ -18,12 +17,16 @@ from ckptkit.core.errors import (
 )
 from ckptkit.core.index import FileRange, FileRef
 from ckptkit.core.manifest import MANIFEST_NAME
-from ckptkit.core.text import Closing
-from ckptkit.storage.base import CopySource, truncated_error
+from ckptkit.storage.base import CopySource, Source, truncated_error
 from ckptkit.storage.locations import check_relative, is_work_folder
-from ckptkit.storage.output_claim import CLAIM_NAME
 from ckptkit.storage.remote.errors import as_input_error
-from ckptkit.storage.remote.store import CONNECTIONS, ObjectInfo, get_store
+from ckptkit.storage.remote.store import (
+    CLAIM_NAME,
+    CONNECTIONS,
+    ObjectInfo,
+    RemoteFolder,
+    get_store,
+)
 
 if TYPE_CHECKING:
     from ckptkit.storage.places import Place
@@ -34,32 +37,28 @@ _LEAST_BYTES = 4 << 10
 _HEADER_SHARE = 256  # one byte in so many may be read in vain at each end of a file
 _KEPT_BYTES = 1 << 20  # of a range that may be read again, such as a directory at the end of a file
 _KEPT_TOGETHER_BYTES = 16 << 20
-Answer = TypeVar("Answer")
 
 
-class RemoteSource(Closing):
+class RemoteSource(Source):
     """A prefix of an object store that is read and never changed.
 
     The files come from one listing; a file that it lacks is looked up by its name, since the
     listing of a store may lag behind what was written. Every read requires the listed version of
     the object, where the store has such conditions.
-
-    Attributes:
-        location: The URL as the user named it; a place has no secrets in its URL.
-        is_distant: Whether a read costs a round trip, so that many are better asked for together.
     """
 
-    is_distant = True
-    closed_folders: Collection[str] = ()  # what may not be listed is an error at once
+    is_remote = True
 
     def __init__(
-        self, place: Place, *, listed: Mapping[str, ObjectInfo] | None = None, root: str = ""
+        self,
+        place: Place,
+        *,
+        listed: Mapping[str, ObjectInfo] | None = None,
+        folder: RemoteFolder | None = None,
     ) -> None:
-        """Opens the prefix, which is listed when that is needed, unless its objects are given."""
         self.place = place
         self.location = place.location
-        self._store = get_store(place)
-        self._root = root or self._ask_store("", lambda: self._store.path_of(place))
+        self._folder = folder or RemoteFolder(place, partial(_as_error, place))
         self._listed = listed
         self._looked_up: dict[str, ObjectInfo | None] = {}
         self._kept = _KeptRanges()
@@ -74,10 +73,9 @@ class RemoteSource(Closing):
         return FileRef(path, entry.size_bytes, entry.identity, entry.modified)
 
     def read(self, path: str, start: int, stop: int) -> bytes:
-        """Returns exactly the bytes `[start, stop)`."""
         entry = self._get_entry(path)
         if stop > entry.size_bytes:
-            raise truncated_error(self._where(path), start, stop, entry.size_bytes)
+            raise truncated_error(self._folder.where(path), start, stop, entry.size_bytes)
         kept = self._kept.find(path, start, stop)
         if kept is not None:
             return kept
@@ -89,17 +87,17 @@ class RemoteSource(Closing):
         return bytes(memoryview(data)[start - first : stop - first])
 
     def read_into(self, path: str, start: int, target: memoryview) -> None:
-        """Fills `target` from byte `start` on; thread-safe."""
         if not target.nbytes:
             return
         view = target.cast("B")
         entry = self._get_entry(path)
         if start + len(view) > entry.size_bytes:
-            raise truncated_error(self._where(path), start, start + len(view), entry.size_bytes)
+            raise truncated_error(
+                self._folder.where(path), start, start + len(view), entry.size_bytes
+            )
         self._fill(path, start, view)
 
     def fetch(self, reads: Sequence[tuple[FileRange, memoryview]]) -> None:
-        """Fills many buffers, each from its range, with many requests at a time."""
         if len(reads) == 1:
             self.read_into(reads[0][0].path, reads[0][0].start, reads[0][1])
             return
@@ -112,10 +110,7 @@ class RemoteSource(Closing):
             raise errors[0]
 
     def prefetch(self, ranges: Collection[FileRange]) -> None:
-        """Reads small ranges at a time that `read` will be called for one by one, and keeps them.
-
-        An empty range only looks up its file.
-        """
+        """Reads small ranges and keeps them; an empty one only looks up its file."""
         futures: list[Future[Any]] = []
         for wanted in ranges:
             if not wanted.size_bytes:
@@ -128,20 +123,15 @@ class RemoteSource(Closing):
 
     def copy_source(self, path: str) -> CopySource | None:
         entry = self._get_entry(path)
-        return CopySource(self._store, posixpath.join(self._root, path), entry.etag)
+        return CopySource(self._folder.store, self._folder.address(path), entry.etag)
 
     def changed(self, refs: Sequence[FileRef]) -> FileRef | None:
-        """Returns the first file that is no longer the one it was, or None."""
         now = self._list()
         for ref in refs:
             entry = now.get(ref.path) or self._look_up(ref.path)
             if entry is None or entry.identity != ref.identity:
                 return ref
         return None
-
-    def linked_folders(self) -> list[str]:
-        """Returns no folder: object stores have no links."""
-        return []
 
     def below(self, folder: str) -> RemoteSource:
         """Returns a folder of this prefix as a source of its own; nothing is listed again."""
@@ -151,13 +141,14 @@ class RemoteSource(Closing):
             for path, entry in self._objects().items()
             if path.startswith(prefix)
         }
-        place = self.place.beside(posixpath.join(self.place.location, folder))
-        return RemoteSource(place, listed=listed, root=posixpath.join(self._root, folder))
+        place = self.place.beside(self._folder.where(folder))
+        return RemoteSource(place, listed=listed, folder=self._folder.below(folder))
 
     def above(self, location: str, *, folders: Collection[str]) -> RemoteSource:
         """Returns another prefix of the store, with the files right in it and in some folders."""
         other = RemoteSource(self.place.beside(location))
-        listed = other._ask_store("", lambda: other._store.list_folders(other._root, folders))
+        found = other._folder
+        listed = found.perform("", lambda: found.store.list_folders(found.root, folders))
         other._listed = other._drop_unfinished(listed)
         return other
 
@@ -171,8 +162,7 @@ class RemoteSource(Closing):
         return self._listed
 
     def _list(self) -> Mapping[str, ObjectInfo]:
-        listed = self._ask_store("", lambda: self._store.list_objects(self._root))
-        return self._drop_unfinished(listed)
+        return self._drop_unfinished(self._folder.entries())
 
     def _drop_unfinished(self, listed: Mapping[str, ObjectInfo]) -> dict[str, ObjectInfo]:
         """Leaves out outputs that are being committed, which may be incomplete."""
@@ -202,19 +192,18 @@ class RemoteSource(Closing):
                 self._looked_up[path] = self._look_up(path)
             entry = self._looked_up[path]
         if entry is None:
-            raise MissingFileError("nothing was found there", where=self._where(path))
+            raise MissingFileError("nothing was found there", where=self._folder.where(path))
         return entry
 
     def _look_up(self, path: str) -> ObjectInfo | None:
-        full = posixpath.join(self._root, path)
         try:
-            return self._ask_store(path, lambda: self._store.look_up(full))
+            return self._folder.look_up(path)
         except AccessError:
             return None  # the answer of S3 for an absent key where only a part may be listed
 
     def _fill(self, path: str, start: int, view: memoryview) -> None:
-        full, entry = posixpath.join(self._root, path), self._get_entry(path)
-        self._ask_store(path, lambda: self._store.read_into(full, start, view, entry))
+        full, entry = self._folder.address(path), self._get_entry(path)
+        self._folder.perform(path, lambda: self._folder.store.read_into(full, start, view, entry))
 
     def _pool(self) -> ThreadPoolExecutor:
         with self._lock:
@@ -222,21 +211,10 @@ class RemoteSource(Closing):
                 self._crew = ThreadPoolExecutor(CONNECTIONS, thread_name_prefix="ckptkit-reads")
             return self._crew
 
-    def _ask_store(self, path: str, ask: Callable[[], Answer]) -> Answer:
-        try:
-            return ask()
-        except CkptkitError:
-            raise
-        except Exception as error:  # noqa: BLE001  every client has errors of its own
-            raise as_input_error(
-                error,
-                where=self._where(path),
-                options=self._store.options,
-                attempts=self._store.retry_policy.attempts,
-            ) from None  # its text may hold secrets that ours does not
 
-    def _where(self, path: str) -> str:
-        return posixpath.join(self.location, path) if path else self.location
+def _as_error(place: Place, error: Exception, where: str, _verb: str) -> CkptkitError:
+    attempts = get_store(place).retry_policy.attempts
+    return as_input_error(error, where=where, options=place.options, attempts=attempts)
 
 
 def _widen(start: int, stop: int, size_bytes: int) -> tuple[int, int]:
@@ -274,7 +252,6 @@ class _KeptRanges:
         return None
 
     def keep(self, path: str, start: int, data: bytes, *, wide: bool) -> None:
-        """Keeps a range, and forgets the oldest ones where they become too many."""
         with self._lock:
             if wide:
                 self._wide.setdefault(path, set()).add(start)

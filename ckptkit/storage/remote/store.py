@@ -1,4 +1,4 @@
-"""The client of an object store, or of the Hub, through fsspec: listing, reading and writing.
+"""The client of an object store, or of the Hub, through fsspec: listing, reading, writing, claims.
 
 Requests are repeated after transient errors. Errors are those of the client, which callers
 translate.
@@ -7,25 +7,34 @@ translate.
 from __future__ import annotations
 
 import json
+import logging
 import os
+import socket
 import threading
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from copy import copy
 from datetime import datetime
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakValueDictionary
 
-from ckptkit.core.errors import RefusedError, UsageError
+from msgspec import Struct
+
+from ckptkit.core.errors import CkptkitError, OutputBusyError, RefusedError, UsageError
+from ckptkit.core.threads import repeat
 from ckptkit.storage.locations import S3_PROTOCOLS, check_below
 from ckptkit.storage.remote.errors import (
+    ErrorTranslator,
+    Fault,
     RetryPolicy,
     call_with_retries,
     describe_error,
-    is_without_bucket,
+    find_fault,
+    lost_place_error,
     status_of,
-    wait_before_retry,
 )
 from ckptkit.storage.remote.s3 import (
     delete_s3_objects,
@@ -85,10 +94,10 @@ _OTHER_IS_THERE = frozenset({409, 412})
 _GONE = 404
 _UNKNOWN_CONDITION = frozenset({400, 501})
 T = TypeVar("T")
+AsError = Callable[[Exception, str, str], CkptkitError]
 
 
-@dataclass(frozen=True, slots=True)
-class ObjectInfo:
+class ObjectInfo(Struct, frozen=True):
     """An object as a listing shows it.
 
     Attributes:
@@ -117,9 +126,7 @@ class RemoteStore:
         self.filesystem = _open_filesystem(protocol, self.options, where)
 
     def retry(self, ask: Callable[[], T], what: str) -> T:
-        """Returns what `ask` returns, which is repeated while it fails with transient errors."""
-        wait = partial(wait_before_retry, policy=self.retry_policy, what=what)
-        return call_with_retries(ask, wait)
+        return call_with_retries(ask, partial(self.retry_policy.wait_before, what=what))
 
     def path_of(self, location: str) -> str:
         """Returns the client's path of a URL; a path on the Hub is pinned to the current commit."""
@@ -145,7 +152,7 @@ class RemoteStore:
             try:
                 infos: Mapping[str, Mapping[str, Any]] = self.filesystem.find(path, detail=True)
             except FileNotFoundError as error:
-                if is_without_bucket(error):
+                if find_fault(error) is Fault.NO_BUCKET:
                     raise
                 return {}
             prefix = f"{path}/".lstrip("/")
@@ -165,7 +172,7 @@ class RemoteStore:
             try:
                 infos: list[Mapping[str, Any]] = self.filesystem.ls(path, detail=True)
             except (FileNotFoundError, NotADirectoryError) as error:
-                if is_without_bucket(error):
+                if find_fault(error) is Fault.NO_BUCKET:
                     raise
                 return []
             return infos
@@ -183,7 +190,6 @@ class RemoteStore:
         return objects
 
     def get_small(self, path: str) -> bytes | None:
-        """Returns the bytes of a small object; None where there is none."""
 
         def ask() -> bytes | None:
             try:
@@ -197,7 +203,6 @@ class RemoteStore:
         return self.retry(ask, f"read {path}")
 
     def put_small(self, path: str, data: bytes) -> None:
-        """Writes a small object."""
 
         def ask() -> object:
             if not self.is_s3:
@@ -210,11 +215,9 @@ class RemoteStore:
     def put_if(self, path: str, data: bytes, expected: str) -> str | None:
         """Writes a small object if the existing one has the ETag `expected`, empty for none.
 
-        It makes a single request. Stores without such conditions write in any case;
-        `has_conditions` is false then.
-
-        Returns:
-            The new ETag, empty where the store has none; None if another object exists.
+        It makes a single request. Returns the new ETag, empty where the store has none; None if
+        another object exists. Stores without such conditions write in any case; `has_conditions` is
+        false then.
         """
         if not self.is_s3:
             return self._put_new(path, data, may_exist=bool(expected))
@@ -286,7 +289,6 @@ class RemoteStore:
         return self.retry(ask, f"look up {path}")
 
     def read_into(self, path: str, start: int, target: memoryview, entry: ObjectInfo) -> None:
-        """Fills `target` from byte `start` of an object on."""
 
         def ask() -> None:
             if self.is_s3:
@@ -317,6 +319,69 @@ def get_store(place: Place) -> RemoteStore:
         if store is None:
             store = _stores[key] = RemoteStore(place.protocol, place.options, str(place))
         return store
+
+
+class RemoteFolder:
+    """The objects below a URL, by their paths relative to it; what their client raises is ours."""
+
+    def __init__(
+        self, place: Place, as_error: AsError, *, retry_policy: RetryPolicy | None = None
+    ) -> None:
+        """Connects with the first request.
+
+        `as_error` makes the error that is raised of a client's error, the place for messages, and
+        what was not done: `read`, `written` or `removed`.
+        """
+        self.location = place.location
+        self._as_error = as_error
+        if retry_policy is None:
+            self.store = get_store(place)
+        else:
+            self.store = RemoteStore(place.protocol, place.options, place.location)
+            self.store.retry_policy = retry_policy
+        self.root = self.perform("", lambda: self.store.path_of(self.location))
+
+    def below(self, folder: str) -> RemoteFolder:
+        inner = copy(self)
+        inner.location, inner.root = self.where(folder), self.address(folder)
+        return inner
+
+    def where(self, path: str) -> str:
+        return "/".join(filter(None, (self.location, path)))
+
+    def address(self, path: str) -> str:
+        return "/".join(filter(None, (self.root, path)))
+
+    def perform(self, path: str, operation: Callable[[], T], verb: str = "read") -> T:
+        try:
+            return operation()
+        except CkptkitError:
+            raise
+        except Exception as error:  # noqa: BLE001  clients raise what they like
+            raise self._as_error(error, self.where(path), verb) from None  # may hold secrets
+
+    def entries(self, folder: str = "") -> dict[str, ObjectInfo]:
+        objects = self.perform(folder, lambda: self.store.list_objects(self.address(folder)))
+        return {f"{folder}/{path}" if folder else path: info for path, info in objects.items()}
+
+    def look_up(self, path: str) -> ObjectInfo | None:
+        return self.perform(path, lambda: self.store.look_up(self.address(path)))
+
+    def get(self, path: str) -> bytes | None:
+        return self.perform(path, lambda: self.store.get_small(self.address(path)))
+
+    def put(self, path: str, data: bytes) -> None:
+        """Puts a small object, which becomes visible as a whole."""
+        self.perform(path, lambda: self.store.put_small(self.address(path), data), "written")
+
+    def remove(self, *paths: str) -> None:
+        if paths:
+            where = paths[0] if len(paths) == 1 else ""
+            self.perform(where, lambda: self.store.delete(self.root, paths), "removed")
+
+    def folder_markers(self, folder: str) -> list[str]:
+        names = self.perform(folder, lambda: self.store.list_folder_markers(self.address(folder)))
+        return [f"{folder}/{name}" for name in names]
 
 
 def _is_marker(name: str) -> bool:
@@ -363,3 +428,238 @@ def _parse_info(info: Mapping[str, Any]) -> ObjectInfo:
     if isinstance(modified, datetime):
         modified = modified.timestamp()
     return ObjectInfo(size, identity, etag, float(modified))
+
+
+CLAIM_NAME = ".ckptkit-commit"
+_RENEWAL_SECONDS = 15.0
+_TRUSTED_SECONDS = 60.0  # without a renewal, after which the holder itself changes nothing more
+_LEASE_SECONDS = 120.0  # without one, after which the holder counts as dead
+_WAIT_SECONDS = 10.0  # for a commit of another run, which is short as a rule
+_POLL_SECONDS = 0.5
+_SETTLE_SECONDS = 2.0  # in a store that knows no conditions, before the claim is read back
+_TRIES = 20
+logger = logging.getLogger(__name__)
+
+
+class _Claim(Struct, frozen=True):
+    """A claim as it was read: its content, and what a condition can be made of."""
+
+    etag: str
+    document: Mapping[str, Any]
+    names: frozenset[str]
+    is_over: bool
+
+
+class OutputClaim:
+    """The claim of a run on a place: one run commits at a time, and a claim expires.
+
+    OUT/.ckptkit-commit names the run, its process and every file that OUT may hold of unfinished
+    commits. It is written only if there is none, renewed during the commit, and removed at its end.
+    While the claim exists and the manifest does not, OUT holds no finished output. Threads share
+    it.
+
+    Attributes:
+        names: The files that this commit and unfinished ones before it may have written.
+    """
+
+    def __init__(
+        self, store: RemoteStore, root: str, location: str, translate_errors: ErrorTranslator
+    ) -> None:
+        self._store = store
+        self._path = f"{root}/{CLAIM_NAME}"
+        self._root = root
+        self._location = location
+        self._translate_errors = translate_errors
+        self._writer = os.urandom(8).hex()
+        self._lock = threading.Lock()
+        self._etag = ""
+        self.names: frozenset[str] = frozenset()
+        self._confirmed = 0.0
+        self._ended: threading.Event | None = None
+
+    @property
+    def is_held(self) -> bool:
+        return self._ended is not None
+
+    def refuse_taken(self) -> frozenset[str]:
+        """Refuses a place where another run commits; returns files that dead runs may have left."""
+        claim = self._read()
+        if claim is not None and not claim.is_over:
+            raise self._taken_error()
+        return frozenset() if claim is None else claim.names
+
+    def take(self) -> None:
+        """Claims the place. Waits briefly for another run, and takes over a dead one's claim."""
+        for _ in range(_TRIES):
+            claim = self._wait_for_end()
+            if self._try_to_claim(claim):
+                return
+        raise self._taken_error()
+
+    def _wait_for_end(self) -> _Claim | None:
+        """Returns the claim that this run may take over, None if there is none."""
+        began, first = time.monotonic(), self._read()
+        claim = first
+        while first is not None and claim is not None and not claim.is_over:
+            waited = time.monotonic() - began
+            machine = _identify_machine()
+            is_here = bool(machine) and claim.document.get("machine") == machine
+            is_alive = claim.etag != first.etag or (is_here and not _is_dead(claim.document))
+            if is_alive and waited > _WAIT_SECONDS:
+                raise self._taken_error()
+            if waited > _LEASE_SECONDS:
+                break
+            time.sleep(_POLL_SECONDS)
+            claim = self._read()
+        return claim
+
+    def add_names(self, names: Collection[str]) -> None:
+        """Notes the files that the place may hold until the commit has ended."""
+        if not self.names.issuperset(names):
+            self.names |= set(names)
+            self._renew()
+            self.check()
+
+    def check(self) -> None:
+        """Checks that this run still owns the place, right before it changes something there."""
+        if not self.is_held or time.monotonic() - self._confirmed > _TRUSTED_SECONDS:
+            why = "another run may have taken this place over, since this one stood still"
+            raise lost_place_error(why, self._location)
+
+    def release(self, *, is_clean: bool) -> None:
+        """Releases the claim; if the place holds unfinished files, it keeps their names."""
+        ended, self._ended = self._ended, None
+        if ended is None:
+            return
+        ended.set()
+        trusted = time.monotonic() - self._confirmed <= _TRUSTED_SECONDS
+        if not trusted:
+            return
+        try:
+            with self._translate_errors():
+                if is_clean or not self.names:
+                    self._store.delete(self._root, [CLAIM_NAME])
+                else:
+                    self._write(self._encode_claim(writer=""), self._etag)
+        except CkptkitError as error:
+            logger.warning("the claim %s was left behind: %s", CLAIM_NAME, error)
+
+    def _try_to_claim(self, earlier: _Claim | None) -> bool:
+        """Writes the claim in place of what was found there; returns whether it is this run's."""
+        if earlier is not None:
+            self.names |= earlier.names
+        data = self._encode_claim()
+        with self._translate_errors():
+            self._write(data, earlier.etag if earlier is not None else "")
+            if self._store.get_small(self._path) != data:
+                return False
+            if not self._store.has_conditions or self._write(data, "") is not None:
+                logger.warning(
+                    "the store knows no conditional writes; a claim is read back instead"
+                )
+                time.sleep(_SETTLE_SECONDS)
+                if self._store.get_small(self._path) != data:
+                    return False
+            entry = self._store.look_up(self._path)
+        if entry is None:
+            return False
+        self._etag = entry.etag or entry.identity
+        self._confirmed = time.monotonic()
+        self._ended = repeat(_RENEWAL_SECONDS, self._keep, "ckptkit-claim")
+        return True
+
+    def _keep(self) -> None:
+        try:
+            self._renew()
+        except CkptkitError as error:
+            logger.warning("the claim on %s is not renewed: %s", self._location, error)
+
+    def _renew(self) -> None:
+        with self._lock, self._translate_errors():
+            if not self.is_held:
+                return
+            asked = time.monotonic()
+            data = self._encode_claim()
+            etag = self._write(data, self._etag)
+            if etag is None and self._store.get_small(self._path) == data:
+                entry = self._store.look_up(self._path)  # the answer to a first try was lost
+                etag = entry.etag if entry is not None else None
+            if etag is not None:
+                self._etag, self._confirmed = etag or self._etag, asked
+            else:
+                self._confirmed = 0.0
+
+    def _read(self) -> _Claim | None:
+        with self._translate_errors():
+            entry = self._store.look_up(self._path)
+            data = self._store.get_small(self._path) if entry is not None else None
+        if entry is None or data is None:
+            return None
+        document: object = None
+        with suppress(ValueError, RecursionError):
+            document = json.loads(data)
+        if not isinstance(document, dict):
+            document = {}
+        names = document.get("names")
+        is_old = bool(entry.modified) and entry.modified + 30 * _LEASE_SECONDS < time.time()
+        return _Claim(
+            entry.etag or entry.identity,
+            document,
+            frozenset(map(str, names if isinstance(names, list) else ())),
+            is_over=not document.get("writer") or is_old or _is_dead(document),
+        )
+
+    def _write(self, data: bytes, expected: str) -> str | None:
+        return self._store.retry(
+            lambda: self._store.put_if(self._path, data, expected), f"write {self._path}"
+        )
+
+    def _encode_claim(self, *, writer: str | None = None) -> bytes:
+        return json.dumps(
+            {
+                "writer": self._writer if writer is None else writer,
+                "machine": _identify_machine(),
+                "process": _identify_process(os.getpid()),
+                "beat": time.monotonic_ns(),
+                "names": sorted(self.names),
+            }
+        ).encode()
+
+    def _taken_error(self) -> OutputBusyError:
+        return OutputBusyError(
+            "another run is putting its output there",
+            where=self._location,
+            hint="run one command at a time for an output; if that run was killed, run again in"
+            f" {_LEASE_SECONDS:.0f} s",
+        )
+
+
+def _identify_machine() -> str:
+    """Returns an identity of this machine and its namespace of processes."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{socket.gethostname()} {boot} {Path('/proc/self/ns/pid').readlink()}"
+    except OSError:
+        return ""
+
+
+def _identify_process(number: int) -> str:
+    """Returns an identity of a process on this machine; empty if it has ended."""
+    try:
+        stat = Path(f"/proc/{number}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+    state, *fields = stat.rpartition(")")[2].split()
+    return "" if state in {"Z", "X"} else f"{number} {fields[18]}"
+
+
+_MOST_DIGITS = 20
+
+
+def _is_dead(document: Mapping[str, Any]) -> bool:
+    process = str(document.get("process", ""))
+    if not _identify_machine() or document.get("machine") != _identify_machine() or not process:
+        return False
+    number = process.partition(" ")[0]
+    is_number = number.isdecimal() and len(number) < _MOST_DIGITS
+    return not is_number or _identify_process(int(number)) != process

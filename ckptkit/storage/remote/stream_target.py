@@ -19,7 +19,6 @@ from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.storage.base import Target
 from ckptkit.storage.locations import S3_PROTOCOLS, check_relative, is_work_folder
 from ckptkit.storage.manifests import EarlierOutput, refuse_newer, refuse_unnamed
-from ckptkit.storage.output_claim import OutputClaim
 from ckptkit.storage.remote.errors import (
     ErrorTranslator,
     clean_up,
@@ -27,7 +26,7 @@ from ckptkit.storage.remote.errors import (
     output_exists_error,
 )
 from ckptkit.storage.remote.s3_target import NONCE_BYTES, S3Target, open_s3_prefix
-from ckptkit.storage.remote.store import ObjectInfo, RemoteStore, get_store
+from ckptkit.storage.remote.store import ObjectInfo, OutputClaim, RemoteStore, get_store
 
 if TYPE_CHECKING:
     from ckptkit.storage.places import Place
@@ -57,8 +56,6 @@ class PendingMemory:
 
 
 class Stream:
-    """One file."""
-
     def __init__(self, opened: Callable[[], Any], size_bytes: int, room: PendingMemory) -> None:
         """Prepares a file; `opened` opens it for writing with its first bytes."""
         self._opened = opened
@@ -70,7 +67,6 @@ class Stream:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all of its bytes were written."""
         return self._position == self.size_bytes
 
     def write(self, start: int, data: memoryview) -> None:
@@ -85,14 +81,12 @@ class Stream:
             now = self._advance(len(now))
 
     def publish(self) -> None:
-        """Makes it visible."""
         if self._file is None:
             self._file = self._opened()
         self._file.close()
         self._file.commit()
 
     def discard(self) -> None:
-        """Discards what was written."""
         if self._file is None:
             return
         try:
@@ -135,7 +129,7 @@ class Stream:
 _BLOCK_BYTES = 8 << 20
 
 
-class StreamTarget:
+class StreamTarget(Target):
     """A folder of a store that holds a whole output once it is committed.
 
     Writes have to come in about the order of files and bytes, as an execution's tasks do.
@@ -161,23 +155,17 @@ class StreamTarget:
                 get_store(place), self._path, self.location, self._translate_errors
             )
             self._claim.refuse_taken()
-            self._seen = self._objects()
+            self._seen = _list_output(self._store, self._path)
             self._refuse_filled(self._seen)
         self._filesystem.start_transaction()
 
-    def free_bytes(self) -> int | None:
-        """Returns None: the room of a store is not known."""
-        return None
-
     def create(self, path: str, size_bytes: int) -> None:
-        """Prepares a file of that size; it is opened with its first bytes."""
         check_relative(path, self.location)
         if path in self._streams:
             raise OutputError(f"the file {path!r} is there already", where=self.location)
         self._streams[path] = Stream(lambda: self._open(path), size_bytes, self._room)
 
     def write(self, path: str, start: int, data: memoryview) -> None:
-        """Writes bytes of a created file; those that come too early wait for their turn."""
         stream = self._streams.get(path)
         if stream is None or start < 0 or start + data.nbytes > stream.size_bytes:
             raise ValueError(f"bytes [{start}, {start + data.nbytes}) are not in file {path!r}")
@@ -185,7 +173,6 @@ class StreamTarget:
             stream.write(start, data.cast("B"))
 
     def give_up(self) -> None:
-        """Ends all waits for writes that will not come; nothing is written any more."""
         self._room.give_up()
 
     def commit(self, last: str) -> None:
@@ -201,7 +188,7 @@ class StreamTarget:
         try:
             with self._translate_errors():
                 self._claim.take()
-                old = self._objects()
+                old = _list_output(self._store, self._path)
                 replaced = self._refuse_changed(old, last)
                 self._claim.add_names({*replaced, *self._streams})
                 self._claim.check()
@@ -223,7 +210,6 @@ class StreamTarget:
         self._claim.release(is_clean=True)
 
     def abandon(self) -> None:
-        """Removes what was written; does nothing after a commit."""
         streams, self._streams = self._streams, {}
         for stream in streams.values():
             clean_up(self._translate_errors, stream.discard)
@@ -236,7 +222,7 @@ class StreamTarget:
 
     def _release(self) -> None:
         """Releases the claim; files without a manifest stay named in it."""
-        left = self._objects()
+        left = _list_output(self._store, self._path)
         self._claim.release(is_clean=not left or MANIFEST_NAME in left)
 
     def _open(self, path: str) -> Any:
@@ -249,10 +235,6 @@ class StreamTarget:
 
     def _remove(self, path: str) -> None:
         self._store.delete(self._path, [path])
-
-    def _objects(self) -> dict[str, ObjectInfo]:
-        listed = self._store.list_objects(self._path).items()
-        return {path: entry for path, entry in listed if not is_work_folder(path.split("/")[0])}
 
     def _refuse_filled(self, paths: Collection[str]) -> None:
         if paths and not self._overwrite:
@@ -271,13 +253,19 @@ class StreamTarget:
         return set(objects)
 
 
+def _list_output(store: RemoteStore, root: str) -> dict[str, ObjectInfo]:
+    listed = store.list_objects(root).items()
+    return {path: entry for path, entry in listed if not is_work_folder(path.split("/")[0])}
+
+
 _BUCKETS = S3_PROTOCOLS | {"abfs", "abfss", "az", "gcs", "gs", "oci", "oss"}
 
 
 def check_remote_target(place: Place, *, overwrite: bool) -> None:
     """Refuses a place that `open_remote_target` would refuse, and writes nothing."""
     store = get_store(place)
-    with error_translator(place.location, store.options)():
+    translate_errors = error_translator(place.location, store.options)
+    with translate_errors():
         path = store.path_of(place.location)
         if not path.strip("/"):
             raise UsageError("names no place in the store", where=place.location)
@@ -287,14 +275,10 @@ def check_remote_target(place: Place, *, overwrite: bool) -> None:
                 where=place.location,
                 hint="name a prefix in it",
             )
-        objects = store.list_objects(path)
-        names = [name for name in objects if not is_work_folder(name.split("/")[0])]
+        names = _list_output(store, path).keys()
         if not overwrite and names:
             raise output_exists_error(place.location)
-        claim = OutputClaim(
-            store, path, place.location, error_translator(place.location, store.options)
-        )
-        left = claim.refuse_taken()
+        left = OutputClaim(store, path, place.location, translate_errors).refuse_taken()
         if names:
             manifest = store.get_small(f"{path}/{MANIFEST_NAME}")
             earlier = EarlierOutput.from_manifest(manifest, place.location)
@@ -302,8 +286,7 @@ def check_remote_target(place: Place, *, overwrite: bool) -> None:
 
 
 def open_remote_target(place: Place, *, overwrite: bool) -> Target:
-    """Prepares a place in a store for an output."""
     if place.protocol not in S3_PROTOCOLS:
         return StreamTarget(place, overwrite=overwrite)
-    prefix = open_s3_prefix(place, writer=os.urandom(NONCE_BYTES).hex())
-    return S3Target(prefix, overwrite=overwrite)
+    store = open_s3_prefix(place, writer=os.urandom(NONCE_BYTES).hex())
+    return S3Target(store, overwrite=overwrite)

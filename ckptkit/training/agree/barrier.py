@@ -6,19 +6,20 @@ import json
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckptkit.core.errors import PeerError, UsageError
 from ckptkit.training.agree.key_values import KeyValueStore
 from ckptkit.training.agree.peers import Peers
-from ckptkit.training.save.attempts import SaveAttempt
+
+if TYPE_CHECKING:
+    from ckptkit.training.save.saver import Save
 
 _LOOK_SECONDS = 0.5
 _HINT = "call save on all ranks at the same steps"
-Decide = Callable[[list[Any]], Mapping[str, Any]]
 
 
-class SaveBarrier:
+class SaveBarrier(Peers):
     """A barrier for each save, at which rank 0 decides on what all ranks report.
 
     Saves are matched by step and attempt, so a rank that has left one out still meets the others at
@@ -28,34 +29,28 @@ class SaveBarrier:
     """
 
     def __init__(self, peers: Peers, about: str = "save") -> None:
-        """Publishes that this rank is at no save yet.
-
-        Args:
-            peers: The other ranks.
-            about: Names the barrier; unlike that of any other one.
-        """
-        self.rank = peers.rank
+        """Publishes that this rank is at no save yet; `about` is unlike that of other barriers."""
+        super().__init__(peers.rank, peers.world_size, peers.store, peers.nonce)
         self._about = about
-        self._store = peers.store
-        watched = _WatchedStore(peers.store, self._find_passed)
-        self._peers = Peers(peers.rank, peers.world_size, watched, peers.nonce)
         self._lead = 0  # how many more saves rank 0 has counted
-        self._here: tuple[int, int, str] = (0, 0, "")
-        self._others = [r for r in range(peers.world_size) if r] if not peers.rank else [0]
-        self._publish()
+        self._at: tuple[int, int, str] = (0, 0, "")
+        self._looked = time.monotonic()
+        self._watched = [r for r in range(peers.world_size) if r] if not peers.rank else [0]
+        self._publish_position()
 
-    def agree(
+    def agree_on(
         self,
-        attempt: SaveAttempt,
+        save: Save,
         value: Mapping[str, Any],
-        decide: Decide,
+        decide: Callable[[list[Any]], Mapping[str, Any]],
         *,
         timeout_seconds: float,
     ) -> Mapping[str, Any]:
-        """Lets rank 0 decide on the values of all ranks, as `Peers.agree` does."""
-        self._here = attempt.number + self._lead, attempt.step, attempt.name
-        number = self._here[0]
-        self._publish()
+        """Lets rank 0 decide on the values of all ranks, as `agree` does."""
+        self._at = save.number + self._lead, save.step, save.name
+        number = self._at[0]
+        self._publish_position()
+        self._looked = time.monotonic()
 
         def decide_all(reports: list[Any]) -> dict[str, Any]:
             for rank, report in enumerate(reports):
@@ -68,66 +63,43 @@ class SaveBarrier:
                     )
             return {"number": number, "outcome": decide([report["value"] for report in reports])}
 
-        answer: Mapping[str, Any] = self._peers.agree(
-            f"the {self._about} of step {attempt.step}, attempt {attempt.name}",
-            {"name": attempt.step_name, "value": value},
+        answer: Mapping[str, Any] = self.agree(
+            f"the {self._about} of step {save.step}, attempt {save.name}",
+            {"name": save.step_name, "value": value},
             decide_all,
             timeout_seconds=timeout_seconds,
         )
-        self._lead = answer["number"] - attempt.number
+        self._lead = answer["number"] - save.number
         outcome: Mapping[str, Any] = answer["outcome"]
         return outcome
 
-    def _publish(self) -> None:
-        if self._others:
-            self._store.set(f"at/{self._about}/{self.rank}", json.dumps(self._here).encode())
+    def _publish_position(self) -> None:
+        if self._watched:
+            self.store.set(f"at/{self._about}/{self.rank}", json.dumps(self._at).encode())
 
-    def _find_passed(self) -> PeerError | None:
-        """Returns an error if another rank has passed this rank's save."""
-        positions = self._store.get_all([f"at/{self._about}/{rank}" for rank in self._others])
-        for rank, text in zip(self._others, positions or (), strict=False):
-            number, step, name = json.loads(text)
-            if name != self._here[2] and (number, step) > self._here[:2]:
-                return PeerError(
-                    f"rank {rank} is at the save of step {step}, where rank {self.rank} waits for"
-                    f" it at the save of step {self._here[1]}",
-                    hint=_HINT,
-                )
-        return None
-
-
-class _WatchedStore:
-    """A store that looks for a reason to give up while the caller polls for a missing key."""
-
-    def __init__(self, store: KeyValueStore, find_reason: Callable[[], PeerError | None]) -> None:
-        self._store = store
-        self._find_reason = find_reason
-        self._looked = time.monotonic()
-
-    def set(self, key: str, value: bytes) -> None:
-        self._store.set(key, value)
-        self._looked = time.monotonic()
-
-    def get(self, key: str) -> bytes | None:
-        values = self.get_all([key])
-        return values[0] if values else None
-
-    def get_all(self, keys: Sequence[str]) -> list[bytes] | None:
+    def _fetch(self, keys: Sequence[str]) -> list[bytes] | None:
+        """Looks now and then whether another rank has passed this rank's save."""
         reason = None
         if time.monotonic() > self._looked + _LOOK_SECONDS:
             self._looked = time.monotonic()
-            reason = self._find_reason()
+            reason = self._find_passed()
         # Read after the check: a rank answers before it starts another save.
-        values = self._store.get_all(keys)
+        values = super()._fetch(keys)
         if values is None and reason is not None:
             raise reason
         return values
 
-    def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
-        return self._store.compare_set(key, expected, desired)
-
-    def delete(self, key: str) -> None:
-        self._store.delete(key)
+    def _find_passed(self) -> PeerError | None:
+        positions = self.store.get_all([f"at/{self._about}/{rank}" for rank in self._watched])
+        for rank, text in zip(self._watched, positions or (), strict=False):
+            number, step, name = json.loads(text)
+            if name != self._at[2] and (number, step) > self._at[:2]:
+                return PeerError(
+                    f"rank {rank} is at the save of step {step}, where rank {self.rank} waits for"
+                    f" it at the save of step {self._at[1]}",
+                    hint=_HINT,
+                )
+        return None
 
 
 _REMEMBERED = 256  # answers that stay in the store
@@ -141,18 +113,18 @@ class SharedAnswers:
         self._asked: deque[str] = deque()
 
     def answer(self, question: str, find: Callable[[], str]) -> str:
+        """Returns the answer of the rank that asked first; `find` is not called if there is one."""
+        answer = self._store.get(f"votes/{question}")
+        return self.first(question, find() if answer is None else "")
+
+    def first(self, question: str, own: str) -> str:
         """Returns the answer of the rank that asked first, without waiting for any other rank.
 
-        Args:
-            question: Names the question; a rank asks each question once.
-            find: Returns this rank's answer; not called if there is an answer already.
+        A rank asks each question once.
         """
         key = f"votes/{question}"
         self._asked.append(key)
         if len(self._asked) > _REMEMBERED:  # every rank has asked long ago
             self._store.delete(self._asked.popleft())
-        answer = self._store.get(key)
-        if answer is None:
-            own = f"={find()}"  # since an empty value means a missing key
-            answer = self._store.compare_set(key, b"", own.encode())
-        return answer.decode().removeprefix("=")
+        # "=", since an empty value means a missing key
+        return self._store.compare_set(key, b"", f"={own}".encode()).decode().removeprefix("=")

@@ -70,17 +70,14 @@ class LocalKeyValueStore:
             self._values[key] = value
 
     def get(self, key: str) -> bytes | None:
-        """Returns a key's value, None if the key is missing."""
         return self._values.get(key)
 
     def get_all(self, keys: Sequence[str]) -> list[bytes] | None:
-        """Returns the values of all these keys, None if any of them is missing."""
         with self._lock:
             values = [self._values[key] for key in keys if key in self._values]
         return values if len(values) == len(keys) else None
 
     def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
-        """Atomically sets a key to `desired` if its value is `expected`."""
         with self._lock:
             current = self._values.get(key)
             if current is None and expected:
@@ -146,13 +143,11 @@ class TorchKeyValueStore:
         return part
 
     def set(self, key: str, value: bytes) -> None:
-        """Sets a key."""
         if len(value) > MAX_VALUE_BYTES:
             raise ValueError(f"expected at most {MAX_VALUE_BYTES:,} bytes, got {len(value):,}")
         self._sender.run(lambda: self._store.set(self._key(key), value))
 
     def get(self, key: str) -> bytes | None:
-        """Returns a key's value, None if the key is missing."""
         values = self.get_all([key])
         return values[0] if values else None
 
@@ -160,7 +155,6 @@ class TorchKeyValueStore:
         return self._sender.run(lambda: self._get_all([self._key(key) for key in keys]))
 
     def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
-        """Atomically sets a key to `desired` if its value is `expected`."""
         name, old, new = self._key(key), expected.decode(), desired.decode()
         current: bytes = self._sender.run(lambda: self._store.compare_set(name, old, new))
         return current

@@ -93,17 +93,10 @@ class Peers:
     ) -> Any:
         """Lets rank 0 decide on the values of all ranks, and returns its decision on every rank.
 
-        Every rank has to call this equally often for a topic. A round that fails on one rank fails
-        on all that wait for it, with the same error.
-
-        Args:
-            topic: Names the question.
-            value: This rank's value, JSON of at most 4 MiB.
-            decide: Called on rank 0 only, with the values in the order of the ranks; returns JSON.
-            timeout_seconds: How long rank 0 waits for the others, and about how long they wait.
-
-        Returns:
-            What `decide` returned.
+        Every rank has to call this equally often for a topic, with a value that is JSON of at most
+        4 MiB. `decide` is called on rank 0 only, with the values in the order of the ranks. A round
+        that fails on one rank fails on all that wait for it, with the same error. Rank 0 waits
+        `timeout_seconds` for the others, and they about as long.
         """
         self._sweep()
         key = self._next_round(topic)
@@ -122,13 +115,7 @@ class Peers:
     def raise_first(
         self, topic: str, error: CkptkitError | None, *, timeout_seconds: float
     ) -> None:
-        """Raises the first of the ranks' errors on all ranks, with its rank.
-
-        Args:
-            topic: As for `agree`.
-            error: What failed here, if anything.
-            timeout_seconds: As for `agree`.
-        """
+        """Raises the first of the ranks' errors on all ranks, with its rank."""
         own = None if error is None else error.to_json()
         documents = self.agree(topic, own, lambda all_of: all_of, timeout_seconds=timeout_seconds)
         for rank, document in enumerate(documents):
@@ -139,11 +126,6 @@ class Peers:
         """Takes part in a round with an error instead of a value, without waiting.
 
         All ranks that call `agree` in this round raise the error at once.
-
-        Args:
-            topic: As for `agree`.
-            error: What failed here.
-            timeout_seconds: As for `agree`.
         """
         key = self._next_round(topic)
         document = _error_json(f"rank {self.rank} failed before {topic!r}", error)
@@ -189,7 +171,7 @@ class Peers:
     def _collect(self, topic: str, key: str, value: Any, timeout_seconds: float) -> list[Any]:
         """Returns the values of all ranks; for rank 0."""
         keys = [f"{key}/{rank}" for rank in self._others]
-        texts = poll_until(lambda: self.store.get_all(keys), timeout_seconds) if keys else []
+        texts = poll_until(lambda: self._fetch(keys), timeout_seconds) if keys else []
         if texts is None:
             missing = [rank for rank, name in enumerate(keys, 1) if self.store.get(name) is None]
             raise PeerError(
@@ -199,6 +181,10 @@ class Peers:
         if refused is not None:
             raise error_from_json(json.loads(refused.removeprefix(_REFUSED)))
         return [json.loads(text) for text in [_encoded(value), *texts]]
+
+    def _fetch(self, keys: Sequence[str]) -> list[bytes] | None:
+        """Returns the values of keys, None if any is missing; called while this rank waits."""
+        return self.store.get_all(keys)
 
     def _publish(self, key: str, answer: bytes, timeout_seconds: float) -> None:
         if self.world_size > 1:
@@ -214,13 +200,14 @@ class Peers:
         except (TypeError, ValueError) as error:
             part = _REFUSED + _encoded(_error_json(f"rank {self.rank} has no answer", error))
         self.store.set(f"{key}/{self.rank}", part)
-        text = poll_until(lambda: self.store.get(f"{key}/answer"), timeout_seconds + _GRACE_SECONDS)
-        if text is None:
+        limit_seconds = timeout_seconds + _GRACE_SECONDS
+        texts = poll_until(lambda: self._fetch([f"{key}/answer"]), limit_seconds)
+        if texts is None:
             # Rank 0 may be about to read our value; without it, rank 0 would wait.
             self._forget(f"{key}/{self.rank}", timeout_seconds + 2 * _GRACE_SECONDS)
             raise PeerError(f"rank 0 did not decide within {timeout_seconds:g} s about {topic!r}")
         self.store.delete(f"{key}/{self.rank}")  # so that rank 0 knows that its answer was read
-        answer = json.loads(text)
+        answer = json.loads(texts[0])
         if "error" in answer:
             raise error_from_json(answer["error"])
         return answer["value"]
@@ -243,12 +230,8 @@ def open_peers(run: str | PathLike[str], *, timeout_seconds: float, is_place: bo
     """Opens a new session with the other ranks of this training.
 
     All ranks of the default process group have to call this, in the same order. Without
-    torch.distributed there is one rank.
-
-    Args:
-        run: What the ranks work on; the same on all of them.
-        timeout_seconds: How long to wait for all ranks.
-        is_place: Whether `run` is a directory or a URL, which ranks may spell in different ways.
+    torch.distributed there is one rank. `run` is what they work on, the same on all of them; ranks
+    may spell a directory or a URL in different ways.
     """
     if not (distributed.is_available() and distributed.is_initialized()):
         return Peers(0, 1, LocalKeyValueStore(), secrets.token_hex(_NONCE_BYTES))
@@ -370,11 +353,7 @@ Facts = Mapping[str, Any]
 
 
 def place_facts(named: str | os.PathLike[str]) -> dict[str, Any]:
-    """Returns JSON values that identify a directory.
-
-    Args:
-        named: As the user named it; it need not exist yet.
-    """
+    """Returns JSON values that identify a directory."""
     if is_url(named):
         url = os.fspath(named).rstrip("/")
         return {"named": url, "machine": "", "path": url, "inode": []}
@@ -390,12 +369,7 @@ def place_facts(named: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def check_same_place(of_ranks: Sequence[Facts], where: str) -> None:
-    """Refuses directories that differ between ranks.
-
-    Args:
-        of_ranks: What `place_facts` returned on each rank.
-        where: Names the argument, for messages.
-    """
+    """Refuses directories that differ between ranks."""
     first = of_ranks[0]
     for rank, facts in enumerate(of_ranks):
         if not _are_same(first, facts):

@@ -20,14 +20,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.training.agree.peers import Peers, name_ranks
 from ckptkit.training.environment import slurm_end_time
 from ckptkit.training.run_folders import TrainingRun
-from ckptkit.training.settings import Interval, Settings
+from ckptkit.training.settings import Interval
 from ckptkit.training.signals import SignalWatch
 
 logger = logging.getLogger(__name__)
@@ -42,27 +43,6 @@ _QUESTIONS_PER_SECOND = 5_000  # of all ranks together: a tenth of what one stor
 _FAILED_FILE_SECONDS = 60.0
 _AGAIN_SECONDS = 60.0  # until the job's end is announced again, if ranks did not answer
 _CLOSE_SECONDS = 5.0
-
-
-@dataclass(slots=True)
-class _Clock:
-    """Requests that rank 0 makes when their time comes."""
-
-    interval_seconds: float | None
-    saved_at: float
-    job_ends: float | None
-    asked_at: float = float("-inf")
-
-    def request(self) -> SaveRequest | None:
-        """Returns the request that is due now."""
-        now = time.monotonic()
-        if self.job_ends is not None and now >= max(self.job_ends, self.asked_at + _AGAIN_SECONDS):
-            self.asked_at = now
-            return SaveRequest("the job is about to end", stop=True)
-        if self.interval_seconds is not None and now >= self.saved_at + self.interval_seconds:
-            self.saved_at = now  # the save itself will set it again
-            return SaveRequest(f"{self.interval_seconds:g} s have passed since the last save")
-        return None
 
 
 class SaveRequestWatcher:
@@ -84,15 +64,8 @@ class SaveRequestWatcher:
     ) -> None:
         """Installs the signal handlers and starts the thread.
 
-        Args:
-            peers: The ranks.
-            run: Has the requests of `ckptkit save-now`.
-            interval: When to save without a request; times are measured on rank 0.
-            signals: After which all ranks save and stop; see `SignalWatch`.
-            slurm_margin_seconds: How long before Slurm ends the job all ranks save and stop, at
-                most half of the time that is left now; 0 to ignore Slurm.
-            timeout_seconds: How long `should_save` may wait for other ranks, if less than
-                `LONGEST_WAIT_SECONDS`.
+        Times are measured on rank 0. All ranks save and stop `slurm_margin_seconds` before Slurm
+        ends the job, at most half of the time that is left now; 0 ignores Slurm.
         """
         self._peers = peers
         self._run = run
@@ -101,7 +74,9 @@ class SaveRequestWatcher:
         self._agreement = SaveStepAgreement(
             peers, limit_seconds=min(timeout_seconds, LONGEST_WAIT_SECONDS)
         )
-        self._clock = _Clock(interval.seconds, time.monotonic(), _job_ends(slurm_margin_seconds))
+        self._saved_at = time.monotonic()
+        self._job_ends = _job_ends(slurm_margin_seconds)
+        self._announced_at = float("-inf")  # the end of the job
         self._asked: deque[SaveRequest] = deque()
         self._wake = threading.Event()
         self._closed = False
@@ -122,18 +97,14 @@ class SaveRequestWatcher:
         due, stop = self._agreement.due(step)
         if stop:
             self._stop_requested = True
-            self._clock.job_ends = None
+            self._job_ends = None
         if due or self._interval.due_at_step(step):
-            self._clock.saved_at = time.monotonic()
+            self._saved_at = time.monotonic()
             return True
         return False
 
     def request_save(self, *, stop: bool = False) -> None:
-        """Asks all ranks to save; from any thread, but not from a signal handler.
-
-        Args:
-            stop: Whether `stop_requested` is to become true at that save.
-        """
+        """Asks all ranks to save; from any thread, but not from a signal handler."""
         self._asked.append(SaveRequest(f"request_save on rank {self._peers.rank}", stop))
         self._wake.set()
 
@@ -183,10 +154,21 @@ class SaveRequestWatcher:
         while (name := self._signals.take()) is not None:
             yield SaveRequest(f"{name} on rank {self._peers.rank}", stop=True)
         if self._peers.rank == 0:
-            for source in (self._clock.request, self._take_file):
-                request = source()
-                if request is not None:
+            for find in (self._due_request, self._take_file):
+                if (request := find()) is not None:
                     yield request
+
+    def _due_request(self) -> SaveRequest | None:
+        """Returns the request whose time has come, on rank 0."""
+        now, seconds = time.monotonic(), self._interval.seconds
+        ends = self._job_ends
+        if ends is not None and now >= max(ends, self._announced_at + _AGAIN_SECONDS):
+            self._announced_at = now
+            return SaveRequest("the job is about to end", stop=True)
+        if seconds is not None and now >= self._saved_at + seconds:
+            self._saved_at = now  # the save itself will set it again
+            return SaveRequest(f"{seconds:g} s have passed since the last save")
+        return None
 
     def _take_file(self) -> SaveRequest | None:
         now = time.monotonic()
@@ -211,33 +193,15 @@ def _job_ends(margin_seconds: float) -> float | None:
     return time.monotonic() + left - min(margin_seconds, left / 2)
 
 
-def open_requests(peers: Peers, run: TrainingRun[Any], settings: Settings) -> SaveRequestWatcher:
-    """Starts to gather requests to save; see `SaveRequestWatcher`."""
-    return SaveRequestWatcher(
-        peers,
-        run,
-        interval=settings.interval,
-        signals=settings.signals,
-        slurm_margin_seconds=settings.slurm_margin_seconds,
-        timeout_seconds=settings.timeout_seconds,
-    )
-
-
 _NEVER_POLLED = -1
 _MARGIN_SECONDS = 0.3  # between those who give up one after another, who look now and then
 
 
-@dataclass(frozen=True, slots=True)
-class SaveRequest:
-    """A request for a save.
+class SaveRequest(Struct, frozen=True):
+    """A request for a save."""
 
-    Attributes:
-        reason: What asked for it, for the log.
-        stop: Whether training is to end after it.
-    """
-
-    reason: str
-    stop: bool = False
+    reason: str  # what asked for it, for the log
+    stop: bool = False  # whether training is to end after it
 
     def joined(self, other: SaveRequest | None) -> SaveRequest:
         """Returns one request for both, which stops if one of them does."""
@@ -248,8 +212,7 @@ class SaveRequest:
         return SaveRequest(reason, self.stop or other.stop)
 
 
-@dataclass(slots=True)
-class _Round:
+class _Round(Struct):
     """An open round; `limit` is when this rank voids it."""
 
     number: int

@@ -15,11 +15,13 @@ import shlex
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, TypedDict
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptkit.conversion.source.open import check_path
 from ckptkit.core.arguments import refuse_unknown
@@ -34,7 +36,7 @@ from ckptkit.options import (
 )
 from ckptkit.plan.plan import Plan
 from ckptkit.storage.base import Row
-from ckptkit.storage.local.shared_target import SharedTarget
+from ckptkit.storage.local.target import SharedTarget
 from ckptkit.storage.locations import current_directory
 from ckptkit.storage.manifests import refuse_unnamed_in
 from ckptkit.storage.place_identity import find_filesystem_type, why_not_shared
@@ -85,8 +87,7 @@ SaveInstead = Callable[[BoundState, str], SaveHandle]
 """Saves the state sharded, under a name of its own."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Written:
+class _Written(Struct, frozen=True):
     """What this rank wrote."""
 
     plan: Plan

@@ -18,12 +18,13 @@ import operator
 import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec import Struct, field
+from msgspec.structs import replace
 from torch import nn
 
 from ckptkit.consumers.class_facts import find_kept_by_diffusers, kept_by_transformers
@@ -157,8 +158,7 @@ class ExportNames:
                     yield _moved(shared, place, window), _taken(local, box, shared, window)
 
 
-@dataclass(frozen=True, slots=True)
-class LiveModel:
+class LiveModel(Struct, frozen=True):
     """What is known of a live model without keeping it.
 
     Attributes:
@@ -242,8 +242,7 @@ _COMPUTED = frozenset(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class ExportRequest:
+class ExportRequest(Struct, frozen=True):
     """The request of an export.
 
     Attributes:
@@ -266,8 +265,7 @@ class ExportRequest:
         return self.out.parent if self.out.name == BESIDE_FILES else self.out
 
 
-@dataclass(frozen=True, slots=True)
-class OutputPlace:
+class OutputPlace(Struct, frozen=True):
     """Where a tensor is in the output: its file, first byte in it, and description."""
 
     path: str
@@ -421,8 +419,7 @@ def _literal(path: str, data: bytes) -> OutputFile:
     return lay_out_file(path, [(len(data), Literal(data), None)])
 
 
-@dataclass(frozen=True, slots=True)
-class ExportView:
+class ExportView(Struct, frozen=True):
     """What this rank holds of the exported model.
 
     Attributes:

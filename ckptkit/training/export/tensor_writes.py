@@ -16,11 +16,11 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from ckptkit.consumers.table import CONFIG
@@ -41,8 +41,7 @@ from ckptkit.plan.load_report import EXPORT
 from ckptkit.plan.plan import Literal, Plan
 from ckptkit.storage.base import Row
 from ckptkit.storage.local.disk import PAGE_BYTES
-from ckptkit.storage.local.shared_target import PartFile, SharedTarget
-from ckptkit.storage.local.target import MIN_DIRECT_BYTES
+from ckptkit.storage.local.target import MIN_DIRECT_BYTES, PartFile, SharedTarget
 from ckptkit.training.agree.peers import name_ranks, poll_until
 from ckptkit.training.export.output_plan import (
     ExportRequest,
@@ -91,8 +90,7 @@ WRITERS = 2
 _BUFFERS = WRITERS + 1
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
+class Block(Struct, frozen=True):
     """Elements of a box that are cast at once.
 
     Attributes:
@@ -108,8 +106,7 @@ class Block:
     run_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class BoxWrite:
+class BoxWrite(Struct, frozen=True):
     """A box of a tensor that this rank writes.
 
     Attributes:

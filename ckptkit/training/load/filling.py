@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
+from msgspec import Struct
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from ckptkit.conversion.source.open import OpenedCheckpoint
-from ckptkit.conversion.source.stored_digests import StoredDigest
+from ckptkit.conversion.source.open import OpenedCheckpoint, StoredDigest
 from ckptkit.core.checksums import digest_as
 from ckptkit.core.errors import (
     CkptkitError,
@@ -55,8 +55,7 @@ _MOST_PARTS = 256  # of a record that are kept, as in a resume
 _PROOF_SHARE = 64  # so much of what is needed is read for proofs alone
 
 
-@dataclass(frozen=True, slots=True)
-class LoadResult:
+class LoadResult(Struct, frozen=True):
     """What `load_into` did.
 
     Attributes:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from msgspec import Struct
 from torch import nn
 from torch.optim import Optimizer
 
@@ -35,8 +35,7 @@ from ckptkit.training.step_names import (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class LiveTensor:
+class LiveTensor(Struct, frozen=True):
     """A tensor of the whole model.
 
     Attributes:
@@ -49,7 +48,7 @@ class LiveTensor:
     names: tuple[Fqn, ...]
     shape: Shape
     dtype: DType
-    pieces: tuple[Piece, ...] = field(repr=False)
+    pieces: tuple[Piece, ...]
 
     @property
     def name(self) -> Fqn:

@@ -20,8 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ckptkit.conversion.mapped_names import convert_checkpoint
-from ckptkit.conversion.source.open import OpenedCheckpoint, open_checkpoint
-from ckptkit.conversion.source.stored_digests import read_stored_digests
+from ckptkit.conversion.source.open import OpenedCheckpoint, open_checkpoint, read_stored_digests
 from ckptkit.core.arguments import check_arguments
 from ckptkit.core.dtypes import DType, dtype_named
 from ckptkit.core.errors import LoadError

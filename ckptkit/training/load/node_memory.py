@@ -20,11 +20,11 @@ import threading
 import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from enum import Enum, auto
 from hashlib import blake2b
 
 import numpy as np
+from msgspec import Struct
 
 from ckptkit.core.crc import crc32
 from ckptkit.core.text import Closing
@@ -78,8 +78,7 @@ class BlockStatus(Enum):
     UNSHARED = auto()  # this process is to download it for itself
 
 
-@dataclass(frozen=True, slots=True)
-class BlockKey:
+class BlockKey(Struct, frozen=True):
     """A byte range of one version of a file, and who wants it.
 
     Attributes:

@@ -18,8 +18,8 @@ from hashlib import blake2b
 from ckptkit.core.geometry import widen
 from ckptkit.core.index import FileRange, FileRef, Key, TensorIndex
 from ckptkit.engine.box_reads import SpanRead
-from ckptkit.engine.reader import SHORT_DISTANT_RUN_BYTES, ChunkRead
-from ckptkit.storage.base import Source, distant, prefetch
+from ckptkit.engine.reader import SHORT_REMOTE_RUN_BYTES, ChunkRead
+from ckptkit.storage.base import Source
 from ckptkit.training.load.node_memory import BlockKey, BlockStatus, NodeMemory
 
 _BLOCK_BYTES = 16 << 20  # larger requests are not shared
@@ -35,7 +35,7 @@ Wants = Mapping[str, Sequence[tuple[int, int, int]]]
 _Read = tuple[BlockKey, FileRange, memoryview]
 
 
-class SharedSource:
+class SharedSource(Source):
     """A source that is read as before, and takes from other ranks what they have of it."""
 
     def __init__(self, source: Source, node: NodeMemory | None) -> None:
@@ -48,14 +48,10 @@ class SharedSource:
         self.location = source.location
         self._taken: deque[int] = deque()  # lengths; threads append
         self._source, self._node = source, node
-        self._distant = distant(source)
+        self.is_remote = source.is_remote
         self._wants: Wants = {}
         self._identities: dict[str, str] = {}
         self._waits_for_room = True
-
-    @property
-    def is_distant(self) -> bool:
-        return self._distant is not None
 
     @property
     def bytes_shared(self) -> int:
@@ -72,7 +68,7 @@ class SharedSource:
             chunks: The reads of chunks.
             spans: The reads of tensors that are computed or decoded.
         """
-        if self._node is None or self._distant is None:
+        if self._node is None or not self.is_remote:
             return
         self._wants = wants = _list_wants(index, chunks, spans)
         digests = {digest for records in wants.values() for _, _, digest in records}
@@ -95,7 +91,7 @@ class SharedSource:
             self.fetch([(FileRange(path, start, start + target.nbytes), target.cast("B"))])
 
     def prefetch(self, ranges: Collection[FileRange]) -> None:
-        prefetch(self._source, ranges)
+        self._source.prefetch(ranges)
 
     def fetch(self, reads: Sequence[tuple[FileRange, memoryview]]) -> None:
         """Fills each buffer from its range, many at a time."""
@@ -187,11 +183,7 @@ class SharedSource:
             node.finish([block for block, _, _ in (*claimed, *own)])
 
     def _download(self, reads: Sequence[tuple[FileRange, memoryview]]) -> None:
-        if self._distant is not None and reads:
-            self._distant.fetch(reads)
-            return
-        for wanted, view in reads:
-            self._source.read_into(wanted.path, wanted.start, view)
+        self._source.fetch(reads)
 
     def _lose_patience(self, node: NodeMemory, left: Sequence[_Read], seconds: float) -> None:
         """Ends waiting after so many seconds without progress; what it waited for is left out."""
@@ -208,7 +200,7 @@ def _list_wants(
     """Returns what is read of each record, so that ranks which read the same can see that."""
     parts: dict[int, list[str]] = defaultdict(list)
     for read in chunks:
-        short = SHORT_DISTANT_RUN_BYTES // read.entry.stored_dtype.itemsize
+        short = SHORT_REMOTE_RUN_BYTES // read.entry.stored_dtype.itemsize
         for overlap, _ in read.targets:
             box = overlap.source
             if read.chunks.strides.get(read.row) is None:

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from functools import cached_property
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import LoadError
@@ -26,8 +28,7 @@ Stored = Mapping[Fqn, TensorEntry]
 Rename = Callable[[Fqn], Fqn]
 
 
-@dataclass(frozen=True, slots=True)
-class PartSource:
+class PartSource(Struct, frozen=True):
     """A stored tensor that holds a live one, or a part of it.
 
     Attributes:
@@ -44,8 +45,7 @@ class PartSource:
 Parts = tuple[PartSource, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Naming:
+class Naming(Struct, frozen=True):
     """One way to find a model in a checkpoint.
 
     Attributes:
@@ -59,8 +59,7 @@ class Naming:
     empty: frozenset[Fqn] = frozenset()
 
 
-@dataclass(frozen=True, slots=True)
-class TensorSources:
+class TensorSources(Struct, frozen=True):
     """Where the tensors of a model come from.
 
     Attributes:

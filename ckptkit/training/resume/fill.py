@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Self
@@ -211,7 +211,7 @@ class StepLoader:
             difference = float("inf")
             if entry.shape == kept.shape and entry.dtype == kept.dtype:
                 read = torch.empty_like(piece.local)
-                other = replace(piece, key_path=entry.key_path, aliases=(), local=read)
+                other = dataclasses.replace(piece, key_path=entry.key_path, aliases=(), local=read)
                 load_pieces(index, self.stored.source, [other])
                 difference = _largest_difference(piece.local, read)
             if difference:
@@ -267,7 +267,7 @@ class StepLoader:
                 kept = [d for d in both if entry and str(d) == f"torch.{entry.dtype.name}"]
                 if kept and own.dtype in both and own.dtype not in kept:
                     read = torch.empty_like(own, dtype=kept[0])
-                    pieces[unit][number] = replace(piece, local=read)
+                    pieces[unit][number] = dataclasses.replace(piece, local=read)
                     yield partial(own.copy_, read)
 
     def _scale_changes(self, model: BoundModel, pieces: dict[str, list[Piece]]) -> list[Apply]:

@@ -12,14 +12,14 @@ from __future__ import annotations
 import base64
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypedDict
 
 import numpy as np
 import torch
+from msgspec import Struct
 from numpy.typing import NDArray
 
-from ckptkit.core.checksums import crc32_combine
+from ckptkit.core.crc import crc32_combine
 from ckptkit.core.dtypes import dtype_named
 from ckptkit.core.errors import ChecksumError, ResumeError
 from ckptkit.core.geometry import flat_offset
@@ -37,8 +37,7 @@ from ckptkit.training.state.pieces import Piece
 _MOST_PARTS = 256
 
 
-@dataclass(frozen=True, slots=True)
-class FillReport:
+class FillReport(Struct, frozen=True):
     """What filling the pieces took, and what was proven of the bytes.
 
     Attributes:

@@ -12,13 +12,13 @@ import hashlib
 import logging
 import random
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
+from msgspec import Struct
 from torch import nn
 
 from ckptkit.core.errors import ResumeError
@@ -46,8 +46,7 @@ Apply = Callable[[], object]
 _PLAIN = frozenset((torch.Tensor, nn.Parameter))
 
 
-@dataclass(frozen=True, slots=True)
-class ValueLocation:
+class ValueLocation(Struct, frozen=True):
     """Where a nested value is stored.
 
     Attributes:

@@ -8,10 +8,10 @@ import time
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from msgspec import Struct
 from torch import nn
 
 from ckptkit.core.errors import (
@@ -324,8 +324,7 @@ def _can_resume(stored: StoredStep, bound: BoundState) -> bool:
     return any(str(entry.key_path[-1]) in own or entry.key in own for entry in entries)
 
 
-@dataclass(frozen=True, slots=True)
-class _Attempt:
+class _Attempt(Struct, frozen=True):
     """One try to load one step."""
 
     bound: BoundState

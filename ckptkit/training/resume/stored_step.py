@@ -5,14 +5,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import posixpath
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Self, cast, get_args
+
+import msgspec.structs
+from msgspec import Struct
 
 from ckptkit.core.errors import ChecksumError, FormatError, MissingFileError, ResumeError
 from ckptkit.core.index import KeyPath, TensorIndex
@@ -22,7 +23,7 @@ from ckptkit.formats.base import Candidate
 from ckptkit.formats.dcp.reader import METADATA, DcpReader
 from ckptkit.runs.step_manifests import Findings, read_findings
 from ckptkit.runs.stored_proofs import digest_problems
-from ckptkit.storage.base import Folder
+from ckptkit.storage.base import Source
 from ckptkit.storage.manifests import read_manifest
 from ckptkit.storage.places import Place, open_source
 from ckptkit.training import step_names
@@ -42,8 +43,7 @@ Bound = BoundModel | BoundOptimizer | BoundObject
 _APART = PER_RANK | {"model", "optimizer"}  # all others have a file alike
 
 
-@dataclass(frozen=True, slots=True)
-class SavedEntry:
+class SavedEntry(Struct, frozen=True):
     """An entry of the mapping that a step was saved from.
 
     Attributes:
@@ -108,7 +108,7 @@ def _entry(document: Mapping[str, Any]) -> SavedEntry:
     if position is not None and type(position) is not int:
         raise TypeError(position)
     entry = SavedEntry(key, position, *texts)
-    return dataclasses.replace(entry, stages=document.get("stages") is True)
+    return msgspec.structs.replace(entry, stages=document.get("stages") is True)
 
 
 def bind_to_step(bound: BoundState, entries: Sequence[SavedEntry], *, where: str) -> BoundState:
@@ -180,16 +180,16 @@ def _at_places(bound: BoundState, saved: Mapping[str, SavedEntry]) -> BoundState
         adapter = adapter_names(model.module) if entry.base_unit else None
         base_unit = entry.base_unit if adapter else ""
         places = TensorPlaces(entry.unit, _path(model, entry), adapter, base_unit)
-        models.append(dataclasses.replace(model, places=places))
+        models.append(msgspec.structs.replace(model, places=places))
     optimizers = [
-        dataclasses.replace(o, unit=saved[_name(o)].unit, path=_path(o, saved[_name(o)]))
+        msgspec.structs.replace(o, unit=saved[_name(o)].unit, path=_path(o, saved[_name(o)]))
         for o in bound.optimizers
     ]
     others = [
-        dataclasses.replace(other, unit=saved[_name(other)].unit, file=saved[_name(other)].file)
+        msgspec.structs.replace(other, unit=saved[_name(other)].unit, file=saved[_name(other)].file)
         for other in bound.others
     ]
-    return dataclasses.replace(
+    return msgspec.structs.replace(
         bound,
         models=tuple(models),
         optimizers=tuple(optimizers),
@@ -217,7 +217,7 @@ class StoredStep(Closing):
             manifest: Its manifest, where that is known.
         """
         self.manifest = manifest
-        self.source: Folder = open_source(place)
+        self.source: Source = open_source(place)
         self._indexes: dict[str, TensorIndex] = {}
         self._facts: SavedFacts | None = None
         self._structures: dict[tuple[str, KeyPath], Nodes] | None = None

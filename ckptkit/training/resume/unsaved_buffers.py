@@ -14,18 +14,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 
 import torch
+from msgspec import Struct
 from torch import nn
 
 from ckptkit.core.errors import ResumeError
 from ckptkit.training.state.models import members_of
 
 
-@dataclass(frozen=True, slots=True)
-class UnsavedBuffers:
+class UnsavedBuffers(Struct, frozen=True):
     """The buffers of one module that are on the meta device and in no checkpoint.
 
     Attributes:

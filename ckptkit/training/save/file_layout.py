@@ -13,12 +13,13 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain, compress, pairwise
 from typing import Any, NamedTuple
 
 import torch
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptkit.core.dtypes import DType, dtype_named
 from ckptkit.core.errors import UnsupportedError, UsageError
@@ -34,29 +35,18 @@ _PARTS = 100  # of a frozen weight; each save checks one
 _PART_BYTES = 4096  # at least, except for smaller weights
 
 
-@dataclass(frozen=True, slots=True)
-class CopyStep:
-    """One copy from a piece into the buffer.
+class CopyStep(Struct, frozen=True):
+    """One copy from a piece into the buffer."""
 
-    Attributes:
-        piece: Index among the pieces that were planned.
-        first: First element, in the row-major order of the piece's `local`.
-        stop: First element after it.
-        start: First byte in the buffer; the elements are stored in row-major order.
-        dtype: Of the elements.
-        shape: Of the elements, as a part of `local`.
-        whole: Whether these are all elements of `local`.
-        prompt: Whether training may change them at any time, as a forward pass changes buffers,
-            instead of only in an optimizer step.
-    """
-
-    piece: int
-    first: int
-    stop: int
-    start: int
-    dtype: torch.dtype
-    shape: Shape
-    whole: bool
+    piece: int  # index among the pieces that were planned
+    first: int  # first element, in the row-major order of the piece's `local`
+    stop: int  # first element after it
+    start: int  # first byte in the buffer; the elements are stored in row-major order
+    dtype: torch.dtype  # of the elements
+    shape: Shape  # of the elements, as a part of `local`
+    whole: bool  # whether these are all elements of `local`
+    # Whether training may change them at any time, as a forward pass changes buffers, instead of
+    # only in an optimizer step
     prompt: bool
 
     @property
@@ -65,16 +55,11 @@ class CopyStep:
         return self.start + (self.stop - self.first) * self.dtype.itemsize
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """The elements of a frozen weight in one wave, cut into about a hundred parts.
+class Sample(Struct, frozen=True):
+    """The elements of a frozen weight in one wave, cut into about a hundred parts."""
 
-    Attributes:
-        step: The copy of all of them.
-        bounds: The start of each part, in elements of the step, and the end of the last one.
-    """
-
-    step: CopyStep
+    step: CopyStep  # the copy of all of them
+    # The start of each part, in elements of the step, and the end of the last one
     bounds: tuple[int, ...]
 
     def __len__(self) -> int:
@@ -102,21 +87,13 @@ class Sample:
 
 
 class ReplicaSample(NamedTuple):
-    """The first elements of a tensor that several ranks hold; one of them writes all of it.
+    """The first elements of a tensor that several ranks hold; one of them writes all of it."""
 
-    Attributes:
-        unit: The DCP directory of the tensor.
-        path: Its key path.
-        offsets: Of the first place that the rank has of it.
-        start: First byte in the buffer, while the first wave is there.
-        stop: First byte after the last one.
-    """
-
-    unit: str
-    path: KeyPath
-    offsets: tuple[int, ...]
-    start: int
-    stop: int
+    unit: str  # the DCP directory of the tensor
+    path: KeyPath  # its key path
+    offsets: tuple[int, ...]  # of the first place that the rank has of it
+    start: int  # first byte in the buffer, while the first wave is there
+    stop: int  # first byte after the last one
 
 
 def sample_of(step: CopyStep) -> Sample:
@@ -137,49 +114,36 @@ _ARCHIVE_ROOM_BYTES = 16 << 10  # more than the headers of any archive
 _SAVE_HINT = "convert it to a dense tensor, or leave it out of the state"
 
 
-@dataclass(frozen=True, slots=True)
-class SavePlan:
+class SavePlan(Struct, frozen=True):
     """The layout of a rank's files; valid as long as `signature_of` the pieces is equal.
 
     A state that does not fit into the allowed memory is written in waves, each from the start of
     the same buffer; otherwise there is one wave. Frozen weights are in files of their own, after
     all others.
-
-    Attributes:
-        images: The files of each wave.
-        literals: The bytes of each wave other than tensor data, each with its offset in the buffer.
-        copies: The copies of tensor data of each wave.
-        trained: The files of each wave without those of frozen weights; waves without other files
-            are left out, except the first one.
-        samples: The frozen weights of each wave.
-        ranges: Start and stop of the parts of these, in bytes of the buffer.
-        buffer_bytes: Required size of the buffer, a multiple of 4096.
-        data_bytes: Bytes of tensor data that this rank copies and writes.
-        frozen_bytes: How many of these belong to frozen weights.
-        record_units: The `units` of the rank's record, without objects.
-        replica_samples: Copied with the first wave. The commit compares their checksums between
-            ranks.
-        of_rank_0: Those among the samples' tensors that rank 0 writes for all ranks.
-        devices: The devices of the tensors, each once.
-        signature: Of the pieces.
-        frozen: Everything that the files of frozen weights depend on except the content of the
-            weights; compared with `==`.
     """
 
-    images: tuple[tuple[Image, ...], ...]
+    images: tuple[tuple[Image, ...], ...]  # the files of each wave
+    # The bytes of each wave other than tensor data, each with its offset in the buffer
     literals: tuple[tuple[tuple[int, bytes], ...], ...]
-    copies: tuple[tuple[CopyStep, ...], ...]
+    copies: tuple[tuple[CopyStep, ...], ...]  # the copies of tensor data of each wave
+    # The files of each wave without those of frozen weights; waves without other files are left
+    # out, except the first one
     trained: tuple[tuple[Image, ...], ...]
-    samples: tuple[tuple[Sample, ...], ...]
+    samples: tuple[tuple[Sample, ...], ...]  # the frozen weights of each wave
+    # Start and stop of the parts of these, in bytes of the buffer
     ranges: tuple[tuple[tuple[int, int], ...], ...]
-    buffer_bytes: int
-    data_bytes: int
-    frozen_bytes: int
+    buffer_bytes: int  # required size of the buffer, a multiple of 4096
+    data_bytes: int  # bytes of tensor data that this rank copies and writes
+    frozen_bytes: int  # how many of these belong to frozen weights
+    # The `units` of the rank's record, without objects
     record_units: Mapping[str, Mapping[str, Any]]
+    # Copied with the first wave. The commit compares their checksums between ranks.
     replica_samples: tuple[ReplicaSample, ...]
-    of_rank_0: frozenset[Entry]
-    devices: tuple[torch.device, ...]
-    signature: Signature
+    of_rank_0: frozenset[Entry]  # those among the samples' tensors that rank 0 writes for all ranks
+    devices: tuple[torch.device, ...]  # the devices of the tensors, each once
+    signature: Signature  # of the pieces
+    # Everything that the files of frozen weights depend on except the content of the weights;
+    # compared with `==`
     frozen: tuple[object, ...]
 
 
@@ -189,23 +153,19 @@ def plan_save(
     *,
     rank: int,
     limit_bytes: int | None = None,
-    restless: Collection[Entry] = (),
+    changing: Collection[Entry] = (),
 ) -> SavePlan:
-    """Lays out the pieces that this rank writes.
+    """Lays out the pieces that this rank writes: those of all its pieces that are `owned`.
 
-    Args:
-        pieces: All pieces of this rank.
-        owned: For each piece whether this rank writes it, rather than another one that has it too.
-        rank: For the names of files.
-        limit_bytes: Of the buffer; a larger state is cut into waves.
-        restless: Frozen weights that change nevertheless, and are written like trained ones.
+    A state that is larger than the limit of the buffer is cut into waves. `changing` are frozen
+    weights that change nevertheless, and are written like trained ones.
     """
     if limit_bytes is not None and limit_bytes < MIN_LIMIT_BYTES:
         raise UsageError(
             f"expected at least {MIN_LIMIT_BYTES:,} bytes, got {limit_bytes:,}",
             where="staging_limit",
         )
-    frozen = [piece.frozen and piece.entry not in restless for piece in pieces]
+    frozen = [piece.frozen and piece.entry not in changing for piece in pieces]
     waves = _Waves(limit_bytes)
     for number in sampled_replicas(pieces):
         waves.add_replica_sample(pieces[number], number)
@@ -227,8 +187,7 @@ def plan_save(
     return waves.plan(units, pieces, frozen, signature_of(pieces, owned))
 
 
-@dataclass(slots=True)
-class _OpenImage:
+class _OpenImage(Struct):
     """An image that grows."""
 
     path: str
@@ -458,12 +417,7 @@ class _Unit:
 
 
 def check_storable(tensor: torch.Tensor, where: str) -> DType:
-    """Returns the type of a tensor's elements.
-
-    Args:
-        tensor: The elements on this rank.
-        where: Its name, for messages.
-    """
+    """Returns the type of a tensor's elements."""
     if tensor.layout is not torch.strided or tensor.is_quantized or not has_data(tensor):
         kind = "a quantized" if tensor.is_quantized else f"a {tensor.layout}"
         raise UnsupportedError(
@@ -512,11 +466,7 @@ class Signatures:
         self._signature: Signature = ()
 
     def of(self, pieces: Sequence[Piece]) -> tuple[tuple[bool, ...], Signature]:
-        """Returns which of the pieces this rank writes, and their signature.
-
-        Args:
-            pieces: All pieces of this rank; see `select_owned`.
-        """
+        """Returns which of the pieces this rank writes, and their signature."""
         known, origins = self._origins, [piece.origin for piece in pieces]
         if len(known) == len(pieces) and all(map(operator.is_, origins, known)):
             return self._owned, self._signature
@@ -539,24 +489,16 @@ DATA_ALIGNMENT = 64
 _ARCHIVES = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class TensorArchive:
-    """The archive of one tensor without its data.
+class TensorArchive(Struct, frozen=True):
+    """The archive of one tensor without its data."""
 
-    Attributes:
-        head: The bytes before the data.
-        data_bytes: Length of the data.
-        tail: The bytes after it, with zeros up to the start of the next archive. The fields of the
-            data's checksum are 0, which is the checksum of no data.
-        size_bytes: Length of the archive, without this padding.
-        crc_at: Offsets in the archive of the fields for the data's CRC-32.
-    """
-
-    head: bytes
-    data_bytes: int
+    head: bytes  # the bytes before the data
+    data_bytes: int  # length of the data
+    # The bytes after it, with zeros up to the start of the next archive. The fields of the data's
+    # checksum are 0, which is the checksum of no data.
     tail: bytes
-    size_bytes: int
-    crc_at: tuple[int, ...]
+    size_bytes: int  # length of the archive, without this padding
+    crc_at: tuple[int, ...]  # offsets in the archive of the fields for the data's CRC-32
 
 
 @lru_cache(_ARCHIVES)

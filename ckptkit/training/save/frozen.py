@@ -11,103 +11,60 @@ written like trained ones, so that the rest can be linked.
 from __future__ import annotations
 
 import logging
-import os
 import shutil
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
+from msgspec import Struct, field
 
 from ckptkit.core.crc import crc32
 from ckptkit.storage.locations import MARKS_FOLDER
-from ckptkit.training.save.attempts import SaveAttempt
 from ckptkit.training.save.file_layout import SavePlan
 from ckptkit.training.save.staging import Stager
 from ckptkit.training.state.dtensors import memory_layout, unwrap_dtensor
 from ckptkit.training.state.pieces import Entry, Piece
 from ckptkit.writer.messages import Image, Link, Written
 
+if TYPE_CHECKING:
+    from ckptkit.training.save.saver import Save
+
 logger = logging.getLogger(__name__)
 _FOLDER = "frozen"
 _MOST_LINKS = 1000  # fewer than any file system allows that has hard links at all
 
 
-@dataclass(frozen=True, slots=True)
-class WaveFiles:
-    """The files of one wave.
+class WaveFiles(Struct, frozen=True):
+    """The files of one wave."""
 
-    Attributes:
-        images: Files to write from the buffer.
-        links: Files of an earlier save to link.
-        keeps: Files among the images that later saves may link.
-        ranges: Byte ranges of the buffer to checksum.
-        on_written: Called with the writer's answer, in the thread that waited for it.
-    """
-
-    images: tuple[Image, ...]
-    links: tuple[Link, ...] = ()
-    keeps: tuple[Link, ...] = ()
-    ranges: Sequence[tuple[int, int]] = ()
-    on_written: Callable[[Written], object] = lambda _: None
+    images: tuple[Image, ...]  # files to write from the buffer
+    links: tuple[Link, ...] = ()  # files of an earlier save to link
+    keeps: tuple[Link, ...] = ()  # files among the images that later saves may link
+    ranges: Sequence[tuple[int, int]] = ()  # byte ranges of the buffer to checksum
+    # The frozen weights that are linked, or written to be linked later
+    kept: _KeptFiles | None = None
+    is_last: bool = False  # whether it is the last wave of the save
 
 
-@dataclass(frozen=True, slots=True)
-class SaveFiles:
-    """The files of one save.
+class _KeptFiles(Struct):
+    """Files of frozen weights that later saves may link."""
 
-    Attributes:
-        waves: What is staged and written, in order.
-        frozen: Whether frozen weights are staged.
-    """
-
-    waves: tuple[WaveFiles, ...]
-    frozen: bool
-
-
-@dataclass(slots=True)
-class _KeptFiles:
-    """Files of frozen weights that later saves may link.
-
-    Attributes:
-        folder: Has the files.
-        run: The run's directory.
-        epoch: Replaced by each load of a state dict.
-        layout: Of the files, as in `SavePlan.frozen`.
-        watches: The weights as they were, in the order of their first bytes.
-        links: The files.
-        marks: Numbers by which the files are recognised.
-        sums: The CRC-32 of each part of each weight.
-        lent: Names of the attempts that are to link the files and have not done so yet.
-    """
-
-    folder: Path
-    run: Path
-    epoch: object
-    layout: tuple[object, ...]
-    watches: tuple[VersionWatch, ...]
-    links: list[Link] = field(default_factory=list)
-    marks: list[FileMark] = field(default_factory=list)
-    sums: list[int] = field(default_factory=list)
+    folder: Path  # has the files
+    run: Path  # the run's directory
+    epoch: object  # replaced by each load of a state dict
+    layout: tuple[object, ...]  # of the files, as in `SavePlan.frozen`
+    watches: tuple[VersionWatch, ...]  # the weights as they were, in the order of their first bytes
+    links: list[Link] = field(default_factory=list)  # the files
+    # Numbers by which the files are recognised; see `_mark_of`
+    marks: dict[Path, tuple[int, ...] | None] = field(default_factory=dict)
+    sums: list[int] = field(default_factory=list)  # the CRC-32 of each part of each weight
+    # Names of the attempts that are to link the files and have not done so yet
     lent: set[str] = field(default_factory=set)
-
-
-class _Doubt(NamedTuple):
-    """Why the files may not have the weights any more, and which weights have changed."""
-
-    reason: str
-    changed: frozenset[Entry] = frozenset()
-
-    @classmethod
-    def about(cls, pieces: Sequence[Piece], what: str) -> _Doubt:
-        more = f" and {len(pieces) - 1} more" if len(pieces) > 1 else ""
-        return cls(f"{pieces[0].key}{more} {what}", frozenset(piece.entry for piece in pieces))
 
 
 class FrozenFiles:
@@ -117,22 +74,16 @@ class FrozenFiles:
     single operation.
 
     Attributes:
-        restless: Weights that changed in two saves in a row; new plans have to treat them as
+        changing: Weights that changed in two saves in a row; new plans have to treat them as
             trained ones.
     """
 
     def __init__(self, nonce: str, rank: int, in_flight: int) -> None:
-        """Creates nothing yet.
-
-        Args:
-            nonce: Names the job's folder in the run.
-            rank: Of this process.
-            in_flight: How many saves may be under way, including the next one.
-        """
+        """Creates nothing yet."""
         self._place = Path(MARKS_FOLDER, nonce, _FOLDER)
         self._rank = rank
         self._in_flight = in_flight
-        self.restless: frozenset[Entry] = frozenset()
+        self.changing: frozenset[Entry] = frozenset()
         self._changed: frozenset[Entry] = frozenset()  # in the save before
         self._kept: _KeptFiles | None = None
         self._epoch = object()
@@ -149,40 +100,53 @@ class FrozenFiles:
         self._kept = None
 
     def files_for(
-        self, plan: SavePlan, pieces: Sequence[Piece], stager: Stager, attempt: SaveAttempt
-    ) -> SaveFiles:
-        """Returns the files of a save.
+        self, plan: SavePlan, pieces: Sequence[Piece], stager: Stager, save: Save
+    ) -> tuple[list[WaveFiles], bool]:
+        """Returns the files of each wave of a save, and whether frozen weights are staged.
 
-        Args:
-            plan: Of the save.
-            pieces: The pieces that were planned.
-            stager: Of the buffer, which is not in use.
-            attempt: The attempt.
+        The pieces are those that were planned, and the stager's buffer is not in use.
         """
         kept = self._kept
-        if not any(plan.samples):
-            return self._written(plan, pieces, attempt)
-        if kept is not None:
-            doubt = next(self._doubts(kept, plan, pieces, stager, attempt), None)
-            if doubt is None:
-                self._changed = frozenset()
-                kept.lent.add(attempt.name)
-                self._recent.append(kept.folder)
-                waves = list(map(WaveFiles, plan.trained))
-                linked = partial(self._on_linked, kept, attempt.name)
-                waves[-1] = WaveFiles(plan.trained[-1], tuple(kept.links), on_written=linked)
-                return SaveFiles(tuple(waves), frozen=False)
-            self._log_doubt(doubt, attempt)
-        elif self._forgotten:
-            self._log_doubt(_Doubt("a state was loaded"), attempt)
-        return self._written(plan, pieces, attempt)
+        if any(plan.samples):
+            if kept is not None:
+                doubt = next(self._doubts(kept, plan, pieces, stager, save), None)
+                if doubt is None:
+                    self._changed = frozenset()
+                    kept.lent.add(save.name)
+                    self._recent.append(kept.folder)
+                    waves = list(map(WaveFiles, plan.trained))
+                    links = tuple(kept.links)
+                    waves[-1] = WaveFiles(plan.trained[-1], links, kept=kept, is_last=True)
+                    return waves, False
+                self._log_doubt(*doubt, save)
+            elif self._forgotten:
+                self._log_doubt("a state was loaded", (), save)
+        return self._written(plan, pieces, save), True
+
+    def take_answer(self, files: WaveFiles, save: Save, answer: Written) -> None:
+        """Takes what the writer says of a wave, in the thread that waited for it.
+
+        Frozen files are used for later saves once those of all waves are written.
+        """
+        kept = files.kept
+        if kept is not None and files.links:
+            kept.lent.discard(save.name)
+        elif kept is not None:
+            self._refused |= not answer.kept
+            kept.links += files.keeps
+            kept.sums += answer.sums
+            kept.marks |= {path: _mark_of(path) for path in (Path(k.kept) for k in files.keeps)}
+            if files.is_last and not self._refused and None not in kept.marks.values():
+                self._kept = kept
+        if kept is not None or files.is_last:
+            self._remove_unused()
 
     def close(self) -> None:
         """Removes the kept files; the steps have links of their own."""
         self.forget()
         self._recent.clear()
         above = {folder for path in self._folders for folder in list(path.parents)[:2]}
-        self._clear()
+        self._remove_unused()
         for folder in sorted(above, reverse=True):
             with suppress(OSError):  # other ranks have files there, or have removed it
                 folder.rmdir()
@@ -193,25 +157,28 @@ class FrozenFiles:
         plan: SavePlan,
         pieces: Sequence[Piece],
         stager: Stager,
-        attempt: SaveAttempt,
-    ) -> Iterator[_Doubt]:
-        """Yields why the files may not have the weights; the slowest check comes last."""
+        save: Save,
+    ) -> Iterator[tuple[str, Sequence[Piece]]]:
+        """Yields why the files may not have the weights, and which have changed.
+
+        The slowest check comes last.
+        """
         if kept.epoch is not self._epoch:
-            yield _Doubt("a state was loaded")
+            yield "a state was loaded", ()
         if len(kept.lent) >= self._in_flight:  # more than can be under way
-            yield _Doubt("they could not be linked")
-        if kept.run != attempt.folder.parent or kept.layout != plan.frozen:
-            yield _Doubt("other weights are frozen, or their layout differs")
+            yield "they could not be linked", ()
+        if kept.run != save.folder.parent or kept.layout != plan.frozen:
+            yield "other weights are frozen, or their layout differs", ()
         there = zip(kept.watches, _frozen(plan, pieces), strict=True)
         changed = [piece for watch, piece in there if not watch.still_holds(piece)]
         if changed:
-            yield _Doubt.about(changed, "changed or was replaced by another tensor")
-        for mark in kept.marks:
-            if not mark.still_holds():
-                yield _Doubt(f"{mark.path} was changed, or has the maximum number of links")
+            yield "changed or was replaced by another tensor", changed
+        for path, mark in kept.marks.items():
+            if _mark_of(path) != mark:
+                yield f"{path} was changed, or has the maximum number of links", ()
         changed = self._other_bytes(kept, plan, pieces, stager)
         if changed:
-            yield _Doubt.about(changed, "changed without a new version counter")
+            yield "changed without a new version counter", changed
 
     def _other_bytes(
         self, kept: _KeptFiles, plan: SavePlan, pieces: Sequence[Piece], stager: Stager
@@ -229,29 +196,33 @@ class FrozenFiles:
                 at += len(sample)
         return changed
 
-    def _log_doubt(self, doubt: _Doubt, attempt: SaveAttempt) -> None:
+    def _log_doubt(self, reason: str, pieces: Sequence[Piece], save: Save) -> None:
         """Logs why everything is written, and stores which weights changed since the last save."""
-        logger.info("%s: frozen weights are written again: %s", attempt, doubt.reason)
-        again = self._changed & doubt.changed
-        self._changed = doubt.changed
+        if pieces:
+            more = f" and {len(pieces) - 1} more" if len(pieces) > 1 else ""
+            reason = f"{pieces[0].key}{more} {reason}"
+        logger.info("%s: frozen weights are written again: %s", save, reason)
+        changed = frozenset(piece.entry for piece in pieces)
+        again = self._changed & changed
+        self._changed = changed
         if again:
-            self.restless |= again
+            self.changing |= again
             logger.info(
                 "%d of them change from save to save and are written with each one from now on",
                 len(again),
             )
 
-    def _written(self, plan: SavePlan, pieces: Sequence[Piece], attempt: SaveAttempt) -> SaveFiles:
+    def _written(self, plan: SavePlan, pieces: Sequence[Piece], save: Save) -> list[WaveFiles]:
         """Returns the files of a save that writes everything; later ones may link the frozen."""
         self._kept, self._forgotten = None, False
         if not any(plan.samples) or self._refused:
-            if not self._folders:
-                return SaveFiles(tuple(map(WaveFiles, plan.images)), frozen=True)
-            self._recent.append(None)
-            last = WaveFiles(plan.images[-1], on_written=lambda _: self._clear())
-            return SaveFiles((*map(WaveFiles, plan.images[:-1]), last), frozen=True)
-        run = attempt.folder.parent
-        folder = run / self._place / f"{attempt.name}-{self._rank}"
+            waves = list(map(WaveFiles, plan.images))
+            if self._folders:
+                self._recent.append(None)
+                waves[-1] = WaveFiles(plan.images[-1], is_last=True)
+            return waves
+        run = save.folder.parent
+        folder = run / self._place / f"{save.name}-{self._rank}"
         self._folders[folder] = None
         self._recent.append(folder)
         watches = [VersionWatch.of(piece) for piece in _frozen(plan, pieces)]
@@ -263,28 +234,11 @@ class FrozenFiles:
                 Link(image.path, str(folder / image.path), image.size_bytes)
                 for image in images[trained:]
             )
-            on_written = partial(self._on_written, kept, keeps, last=number == len(plan.images) - 1)
-            waves.append(WaveFiles(images, (), keeps, plan.ranges[number], on_written))
-        return SaveFiles(tuple(waves), frozen=True)
+            is_last = number == len(plan.images) - 1
+            waves.append(WaveFiles(images, (), keeps, plan.ranges[number], kept, is_last))
+        return waves
 
-    def _on_linked(self, kept: _KeptFiles, attempt: str, _: Written) -> None:
-        kept.lent.discard(attempt)
-        self._clear()
-
-    def _on_written(
-        self, kept: _KeptFiles, keeps: Sequence[Link], answer: Written, *, last: bool
-    ) -> None:
-        """Adds the frozen files of one wave, and uses them once all are written."""
-        self._refused |= not answer.kept
-        kept.links += keeps
-        kept.sums += answer.sums
-        with suppress(OSError):  # removed already, so they are written again
-            kept.marks += [FileMark.of(Path(link.kept)) for link in keeps]
-        if last and not self._refused and len(kept.marks) == len(kept.links):
-            self._kept = kept
-        self._clear()
-
-    def _clear(self) -> None:
+    def _remove_unused(self) -> None:
         """Removes files that no save links any more."""
         kept = self._kept
         used = {*self._recent, *([kept.folder] if kept is not None else [])}
@@ -300,21 +254,15 @@ def _frozen(plan: SavePlan, pieces: Sequence[Piece]) -> list[Piece]:
     return [pieces[number] for number in dict.fromkeys(step.piece for step in steps)]
 
 
-@dataclass(frozen=True, slots=True)
-class VersionWatch:
-    """The state of a frozen weight at a save, as plain values.
+class VersionWatch(Struct, frozen=True):
+    """The state of a frozen weight at a save, as plain values."""
 
-    Attributes:
-        layout: Where its elements are in memory, and how.
-        identities: Of the tensors whose version counters are compared.
-        versions: How often each of them was changed in place; None where torch does not count.
-        storages: Their memory. The references are weak; those to tensors would keep torch from
-            swapping the contents of these.
-    """
-
-    layout: tuple[Any, ...] | None
-    identities: tuple[int, ...]
+    layout: tuple[Any, ...] | None  # where its elements are in memory, and how
+    identities: tuple[int, ...]  # of the tensors whose version counters are compared
+    # How often each of them was changed in place; None where torch does not count
     versions: tuple[int, ...] | None
+    # Their memory. The references are weak; those to tensors would keep torch from swapping the
+    # contents of these.
     storages: tuple[weakref.ref[torch.UntypedStorage], ...]
 
     @classmethod
@@ -348,27 +296,14 @@ def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
     return unwrap_dtensor(tensor).untyped_storage()
 
 
-@dataclass(frozen=True, slots=True)
-class FileMark:
-    """The identity of a file at a save."""
-
-    path: Path
-    status: tuple[int, ...]
-
-    @classmethod
-    def of(cls, path: Path) -> FileMark:
-        return cls(path, _status(path.stat()))
-
-    def still_holds(self) -> bool:
-        """Whether the file is unchanged, and may be linked once more."""
-        try:
-            status = self.path.stat()
-        except OSError:
-            return False
-        return _status(status) == self.status and status.st_nlink < _MOST_LINKS
-
-
-def _status(status: os.stat_result) -> tuple[int, ...]:
+def _mark_of(path: Path) -> tuple[int, ...] | None:
+    """Returns numbers by which a file is recognised, None if it cannot be linked once more."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    if status.st_nlink >= _MOST_LINKS:
+        return None
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 

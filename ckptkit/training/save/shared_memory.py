@@ -7,10 +7,10 @@ import mmap
 import os
 import tempfile
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from msgspec import Struct
 
 from ckptkit.core.errors import NoSpaceError
 from ckptkit.storage.local.control_groups import available_bytes
@@ -22,19 +22,14 @@ _PLACE_HINT = f"{_HINT}, or set TMPDIR to a folder with room"
 _NO_MEMORY = frozenset({errno.ENOMEM, errno.EFBIG})
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryPlaces:
-    """Sources of shared memory, in this order.
+class MemoryPlaces(Struct, frozen=True):
+    """Sources of shared memory, in this order."""
 
-    Attributes:
-        anonymous: Whether to request memory without a name, which no size of a mount limits.
-        memory_folder: A folder in memory, or None.
-        disk_folder: A folder on a disk; None for the system's temporary folder.
-    """
-
+    # Whether to request memory without a name, which no size of a mount limits
     anonymous: bool = hasattr(os, "memfd_create")
+    # A folder in memory, or None
     memory_folder: Path | None = Path("/dev/shm")  # noqa: S108  where Linux has it
-    disk_folder: Path | None = None
+    disk_folder: Path | None = None  # a folder on a disk; None for the system's temporary folder
 
 
 class SharedBuffer:
@@ -114,8 +109,8 @@ class SharedBuffer:
             os.close(self.descriptor)
         self.descriptor = -1
 
-    def leave(self) -> None:
-        """In a forked child: closes its copy of the descriptor, and leaves the content alone."""
+    def close_descriptor(self) -> None:
+        """Closes the descriptor and leaves the content alone, as in a forked child."""
         if self.descriptor != -1:
             os.close(self.descriptor)
         self.descriptor = -1

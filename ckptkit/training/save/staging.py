@@ -63,12 +63,7 @@ class Stager:
     """
 
     def __init__(self, buffer: SharedBuffer, *, pin: bool = True) -> None:
-        """Takes the buffer, which must not grow elsewhere while a plan is loaded.
-
-        Args:
-            buffer: The target.
-            pin: Whether to pin it if tensors are on CUDA devices.
-        """
+        """Takes the buffer, which must not grow elsewhere while a plan is loaded."""
         self._buffer = buffer
         self._cuda = _CudaCopies(pin=pin)
         self._plan: SavePlan | None = None
@@ -82,10 +77,6 @@ class Stager:
         """Prepares the buffer for a wave of a plan, and grows it if it is too small.
 
         The buffer must not be in use. Does nothing if the wave is loaded already.
-
-        Args:
-            plan: The plan.
-            wave: Whose literals are put in place; None for none.
         """
         if plan is not self._plan or self._descriptor != self._buffer.descriptor:
             self._staged.wait()
@@ -110,13 +101,7 @@ class Stager:
     def stage(
         self, plan: SavePlan, pieces: Sequence[Piece], wave: int = 0, *, frozen: bool = True
     ) -> Staged:
-        """Copies one wave into the buffer.
-
-        Args:
-            plan: Made for pieces of the same signature.
-            pieces: The sources.
-            wave: Its index; the buffer must not be in use by another one.
-            frozen: Whether to copy frozen weights too.
+        """Copies one wave into the buffer, which must not be in use by another one.
 
         Returns:
             The copies. Those from the CPU are complete; those from a device may still run.
@@ -132,12 +117,7 @@ class Stager:
     def fetch(
         self, plan: SavePlan, pieces: Sequence[Piece], steps: Sequence[CopyStep]
     ) -> list[memoryview]:
-        """Copies some elements to their places in the buffer, and waits for them.
-
-        Args:
-            plan: Made for pieces of the same signature.
-            pieces: The sources.
-            steps: The copies; the buffer must not be in use.
+        """Copies some elements to their places in the buffer, which is not in use, and waits.
 
         Returns:
             The bytes of each copy, valid until the next wave is staged.
@@ -231,9 +211,8 @@ class _CudaCopies:
     def copy(self, prompt: Sequence[Pair], rest: Sequence[Pair]) -> Staged:
         """Starts the copies.
 
-        Args:
-            prompt: Copies that the device completes before any later work.
-            rest: Copies that are complete only after `Staged.join` or `Staged.wait`.
+        The device completes the prompt ones before any later work; the rest is complete only after
+        `Staged.join` or `Staged.wait`.
         """
         pairs = [*prompt, *rest]
         events = []

@@ -12,7 +12,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from ckptkit.core.errors import WriterError, error_from_json
 from ckptkit.core.threads import weak_callback
@@ -38,19 +39,12 @@ Command = Callable[[int], Sequence[str]]
 """From the number of an inherited socket to the command that serves it."""
 
 
-@dataclass(frozen=True, slots=True)
-class WriterTimeouts:
-    """How long to wait for a writer, and what to start.
+class WriterTimeouts(Struct, frozen=True):
+    """How long to wait for a writer, and what to start."""
 
-    Attributes:
-        stall_seconds: A writer without any message for so long is killed.
-        idle_seconds: A writer that reports no further bytes for so long is killed.
-        command: The command to start; tests pass another one.
-    """
-
-    stall_seconds: float = 120.0
-    idle_seconds: float = 600.0
-    command: Command = writer_command
+    stall_seconds: float = 120.0  # a writer without any message for so long is killed
+    idle_seconds: float = 600.0  # a writer that reports no further bytes for so long is killed
+    command: Command = writer_command  # the command to start; tests pass another one
 
 
 class WriterProcess:
@@ -62,13 +56,7 @@ class WriterProcess:
     def __init__(
         self, timeouts: WriterTimeouts, buffer: SharedBuffer | None = None, *, name: str = "writer"
     ) -> None:
-        """Starts nothing yet.
-
-        Args:
-            timeouts: How long to wait, and what to start.
-            buffer: The memory that requests refer to; announced to every new process.
-            name: For messages.
-        """
+        """Starts nothing yet."""
         self._name = name
         self._timeouts = timeouts
         self._buffer = buffer
@@ -78,7 +66,7 @@ class WriterProcess:
         self._socket: socket.socket | None = None
         self._lock = threading.Lock()
         if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=weak_callback(self.leave))
+            os.register_at_fork(after_in_child=weak_callback(self.close_in_child))
 
     @property
     def pid(self) -> int | None:
@@ -227,12 +215,12 @@ class WriterProcess:
             return process.wait(_LEAVE_SECONDS)
         return None
 
-    def leave(self) -> None:
+    def close_in_child(self) -> None:
         """In a forked child: closes its copies of descriptors, without effect on the parent."""
         if self._socket is not None:
             self._socket.close()
         if self._buffer is not None:
-            self._buffer.leave()
+            self._buffer.close_descriptor()
         if self._process is not None:
             self._process.returncode = 0  # only the parent can wait for it
         self._process = self._channel = self._socket = None

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Literal
 
+from msgspec import Struct
 from torch import Generator, Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -163,8 +163,7 @@ class _BoundEntry:
         return f"state[{self.key!r}]" + ("" if self.position is None else f"[{self.position}]")
 
 
-@dataclass(frozen=True, slots=True)
-class BoundModel(_BoundEntry):
+class BoundModel(_BoundEntry, Struct, frozen=True):
     """A model in the mapping.
 
     Attributes:
@@ -191,8 +190,7 @@ class BoundModel(_BoundEntry):
         return self.places.path
 
 
-@dataclass(frozen=True, slots=True)
-class BoundOptimizer(_BoundEntry):
+class BoundOptimizer(_BoundEntry, Struct, frozen=True):
     """An optimizer in the mapping.
 
     Attributes:
@@ -216,8 +214,7 @@ class BoundOptimizer(_BoundEntry):
         return shown_name(*self.saved_as)
 
 
-@dataclass(frozen=True, slots=True)
-class BoundObject(_BoundEntry):
+class BoundObject(_BoundEntry, Struct, frozen=True):
     """Anything else in the mapping.
 
     Attributes:

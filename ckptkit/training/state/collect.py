@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from itertools import chain, compress
 from typing import Any
 
 import torch
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptkit.core.errors import CkptkitError, UsageError
 from ckptkit.core.index import KeyPath
@@ -65,8 +66,7 @@ logger = logging.getLogger(__name__)
 _BLOB_BYTES = 2_048  # headers and padding around one stored tensor, rounded up
 
 
-@dataclass(frozen=True, slots=True)
-class BoundState:
+class BoundState(Struct, frozen=True):
     """The user's state, checked and with a place on disk for everything.
 
     Gradients are no part of it: a save between two micro-batches keeps the parameters and the
@@ -90,8 +90,8 @@ class BoundState:
     models: tuple[BoundModel, ...]
     optimizers: tuple[BoundOptimizer, ...]
     others: tuple[BoundObject, ...]
-    _walks: tuple[ModelWalk, ...] = field(repr=False)
-    _optimizer_walks: tuple[OptimizerWalk, ...] = field(repr=False)
+    _walks: tuple[ModelWalk, ...]
+    _optimizer_walks: tuple[OptimizerWalk, ...]
     _files: tuple[Inline, ...] = ()
     unfit_optimizer: Unfit = "error"
     missing_groups: MissingGroups = "error"
@@ -426,7 +426,7 @@ def expected_state_bytes(bound: BoundState, pieces: Sequence[Piece], owners: Seq
             keys = bound.trained_by(optimizer)
             trained = [piece for piece in pieces if (piece.unit, piece.key_path) in keys]
             like = [torch.empty(0, dtype=kind) for kind in state_types(optimizer.optimizer)]
-            further += [replace(piece, local=local) for piece in trained for local in like]
+            further += [piece.holding(local, piece.watched) for piece in trained for local in like]
             counts += len(trained) if like else 0
     # State is dealt out together with the weights, which may thereby go to other ranks.
     later = [*pieces, *further]

@@ -21,13 +21,14 @@ import math
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from msgspec import Struct
+from msgspec.structs import replace
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -121,8 +122,7 @@ def _is_called(modules: set[int]) -> bool:
     return False
 
 
-@dataclass(frozen=True, slots=True)
-class FlatPart:
+class FlatPart(Struct, frozen=True):
     """One original parameter inside a flat one.
 
     Attributes:
@@ -152,8 +152,7 @@ class FlatPart:
         return (self.fqn, *self.aliases)
 
 
-@dataclass(frozen=True, slots=True)
-class FlatUnit:
+class FlatUnit(Struct, frozen=True):
     """A flat parameter.
 
     Attributes:
@@ -421,8 +420,7 @@ def _unit(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Group:
+class _Group(Struct, frozen=True):
     copies: Copies
     sharing: int
     rank: int

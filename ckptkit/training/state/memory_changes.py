@@ -16,12 +16,12 @@ import operator
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial, wraps
 from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
+from msgspec import Struct
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -128,8 +128,7 @@ class _Source(NamedTuple):
     watched: tuple[tuple[int, bool], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class KeptPieces:
+class KeptPieces(Struct, frozen=True):
     """Pieces without tensors, to be made again of the live ones as long as these have one form.
 
     Attributes:

@@ -9,11 +9,12 @@ import copy
 import operator
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from msgspec import Struct
+from msgspec.structs import replace
 from torch import nn
 from torch._C._dynamo import eval_frame
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -56,8 +57,7 @@ from ckptkit.training.state.structures import Structure, take_apart
 from ckptkit.training.step_names import TensorPlaces, clean_fqn, parallel_prefixes, wrapper_names
 
 
-@dataclass(frozen=True, slots=True)
-class _Structure:
+class _Structure(Struct, frozen=True):
     """The modules of a model, and how they are wrapped; kept as long as the modules stay the same.
 
     Attributes:

@@ -24,11 +24,11 @@ import logging
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
+from msgspec import Struct, field
 from torch.optim import Optimizer
 
 from ckptkit.core.errors import UnsupportedError, UsageError
@@ -183,8 +183,7 @@ class _States(NamedTuple):
     groups: tuple[_Group, ...] = ()
 
 
-@dataclass(slots=True)
-class CollectedState:
+class CollectedState(Struct):
     """What a walk over models and optimizers has collected.
 
     Attributes:

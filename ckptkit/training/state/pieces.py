@@ -17,6 +17,7 @@ from itertools import chain, islice
 from typing import Any
 
 import torch
+from msgspec import Struct
 
 from ckptkit.core.geometry import slabs
 from ckptkit.core.index import Box, KeyPath, Shape, Span
@@ -26,8 +27,7 @@ Entry = tuple[str, KeyPath]
 """The DCP directory of a tensor, and its key path there."""
 
 
-@dataclass(frozen=True, slots=True)
-class Replicas:
+class Replicas(Struct, frozen=True):
     """Which ranks hold the same elements.
 
     Attributes:
@@ -121,8 +121,7 @@ class Piece:
             at += count
 
 
-@dataclass(frozen=True, slots=True)
-class ObjectValue:
+class ObjectValue(Struct, frozen=True):
     """A value that is no tensor, stored in a DCP directory under a key of its own.
 
     Attributes:
@@ -135,11 +134,10 @@ class ObjectValue:
     unit: str
     key_path: KeyPath
     value: object
-    archive: bytes = field(default=b"", repr=False)
+    archive: bytes = b""
 
 
-@dataclass(frozen=True, slots=True)
-class Holdings:
+class Holdings(Struct, frozen=True):
     """All that one rank holds of the state.
 
     Attributes:
@@ -160,8 +158,7 @@ class Holdings:
     values: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class ShardLayout:
+class ShardLayout(Struct, frozen=True):
     """What this rank holds of one parameter, and of every tensor that is cut like it.
 
     Attributes:

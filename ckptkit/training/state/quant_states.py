@@ -12,11 +12,12 @@ Source: bitsandbytes/functional.py (`QuantState`) and utils.py (`pack_dict_to_te
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
+from msgspec import Struct, field
+from msgspec.structs import asdict, replace
 
 from ckptkit.core.errors import FormatError
 from ckptkit.core.index import Span, TensorEntry, TensorIndex
@@ -30,8 +31,7 @@ _MOST_JSON_BYTES = 1 << 16  # real ones have up to 300
 StoredScale = tuple[TensorIndex, Source, TensorEntry]
 
 
-@dataclass(frozen=True, slots=True)
-class ScalePlan:
+class ScalePlan(Struct, frozen=True):
     """What has to be done for scales.
 
     Attributes:

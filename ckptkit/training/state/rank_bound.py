@@ -29,10 +29,10 @@ import json
 import math
 import re
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
+from msgspec import Struct
 from torch import nn
 from torch.optim import Optimizer
 
@@ -54,8 +54,7 @@ COMPOSED = "composed"
 _LOW_BITS = 8
 
 
-@dataclass(frozen=True, slots=True)
-class ParameterState:
+class ParameterState(Struct, frozen=True):
     """A parameter of an optimizer with its state on this rank.
 
     Attributes:

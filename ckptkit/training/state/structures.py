@@ -19,10 +19,10 @@ from __future__ import annotations
 import copy
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
+from msgspec import Struct
 from torch import nn
 
 from ckptkit.core.errors import FormatError, UnsupportedError, UsageError
@@ -60,8 +60,7 @@ _SIMPLE = frozenset((torch.Tensor, DTensor, bool, int, float, str, type(None)))
 _KEYS = frozenset((bool, int, float, type(None)))
 
 
-@dataclass(frozen=True, slots=True)
-class Structure:
+class Structure(Struct, frozen=True):
     """The structure of a value whose leaves are in a DCP directory.
 
     Attributes:
@@ -75,8 +74,7 @@ class Structure:
     nodes: Nodes
 
 
-@dataclass(frozen=True, slots=True)
-class Leaf:
+class Leaf(Struct, frozen=True):
     """A value in a DCP directory.
 
     Attributes:

@@ -1,7 +1,7 @@
 """Saves that are durable on the nodes' own disks first and are drained from there.
 
-`Recovery` drains complete steps that an earlier job left on these disks. `open_save_backend`
-chooses the backend of a job: this one, or saves to shared storage.
+`Recovery` drains complete steps that an earlier job left on these disks. `open_committer` chooses
+what commits the saves of a job: `TieredBackend`, or `SaveCommitter` for shared storage alone.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ import logging
 import threading
 import time
 from collections import ChainMap
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from ckptkit.core.crc import crc32
 from ckptkit.core.errors import (
@@ -23,34 +25,242 @@ from ckptkit.core.errors import (
     InputError,
     NoSpaceError,
     OutputError,
+    RefusedError,
     SaveError,
+    UsageError,
     error_from_json,
 )
-from ckptkit.core.manifest import source_of_all
+from ckptkit.core.manifest import NODE_RANKS, NODE_RUN, Manifest, source_of_all
 from ckptkit.core.threads import WorkerThread
 from ckptkit.engine.progress import Stage
 from ckptkit.runs.marks import is_step_folder
+from ckptkit.runs.steps import save_number_of
+from ckptkit.storage.local.durable import remove_folder
+from ckptkit.storage.local.ownership import make_private, refuse_planted
+from ckptkit.storage.locations import MARKS_FOLDER
+from ckptkit.storage.manifests import read_local_manifest
 from ckptkit.training.agree.barrier import SaveBarrier
 from ckptkit.training.agree.peers import Peers, name_ranks
-from ckptkit.training.run_folders import TrainingRun
-from ckptkit.training.save.attempts import SaveAttempt, StepCommitter
-from ckptkit.training.save.saver import OURS, CommitCoordinator, Save, SaveBackend, outcome_here
+from ckptkit.training.run_folders import RunFolder, RunLock, TrainingRun
+from ckptkit.training.save.saver import OURS, Save, SaveCommitter, fail
 from ckptkit.training.save.writer_process import WriterProcess, WriterTimeouts
 from ckptkit.training.session import Session
 from ckptkit.training.settings import Settings
-from ckptkit.training.tiers.tier import LocalTier, open_tier
+from ckptkit.writer.commit import remove_steps
 from ckptkit.writer.drain import BESIDE
 from ckptkit.writer.messages import Commit, Discard, Drain, RecordProof
+from ckptkit.writer.process import as_failure
 from ckptkit.writer.record import RECORDS_FOLDER, parse_record
+from ckptkit.writer.sweep import sweep
 
 logger = logging.getLogger(__name__)
 _OF_STORAGE = frozenset({NoSpaceError.code, OutputError.code, SaveError.code})
 _NICENESS = 19  # the step is durable already
+_MARK = "node-"
+_DRAINED = f"{RECORDS_FOLDER}/drained"  # in a node's copy of a step that was drained
 _MOST_UNDRAINED = 1  # with which the next save may begin: a node's disk has room for two steps
 
 
-class TieredBackend(SaveBackend):
-    """The backend for saves to the nodes' disks: each node commits its part, which is then drained.
+class NodeCopy(Struct, frozen=True):
+    """The files of one node's ranks of a step."""
+
+    path: Path  # their folder
+    manifest: Manifest  # lists them
+    ranks: tuple[int, ...]  # the ranks of the node
+    identity: str  # of the run that they belong to; empty if unknown
+    run: str  # where that run was
+
+    @property
+    def is_drained(self) -> bool:
+        return (self.path / _DRAINED).exists()
+
+
+def _copies_in(folder: Path) -> Iterator[NodeCopy]:
+    for path in sorted(folder.iterdir()):
+        if path.name.startswith("."):
+            continue
+        try:
+            manifest = read_local_manifest(path)
+        except (CkptkitError, OSError):
+            continue
+        ranks, owner = (manifest.source.get(key) for key in (NODE_RANKS, NODE_RUN))
+        if isinstance(ranks, list) and all(isinstance(rank, int) for rank in ranks):
+            run: Mapping[str, Any] = owner if isinstance(owner, dict) else {}
+            names = str(run.get("identity", "")), str(run.get("path", ""))
+            yield NodeCopy(path, manifest, tuple(ranks), *names)
+
+
+class LocalTier(Struct, frozen=True):
+    """A node's own disk, from the view of one of its ranks."""
+
+    path: Path  # the directory
+    ranks: tuple[int, ...]  # the ranks that share it, in order
+    run: TrainingRun[Any]  # the run that its steps are drained to
+    identity: str  # of that run; a later one in the same place has another
+    leads: bool  # whether this rank, the first of them, acts for all
+    lock: RunLock | None  # of the directory; None on other ranks, and on file systems without locks
+
+    def final(self, save: Save) -> Path:
+        """Returns the folder of this node's part of a step once it is committed."""
+        return self.path / save.step_name
+
+    def copies(self) -> Iterator[NodeCopy]:
+        return _copies_in(self.path)
+
+    def note_drained(self, name: str) -> None:
+        """Marks a step as drained; only the leading rank does something."""
+        if self.leads:
+            with suppress(OSError):  # the step may not be here, and nothing depends on the mark
+                (self.path / name / _DRAINED).touch()
+
+    def newest_numbered(self) -> str:
+        """Returns the name of the newest step here that a resume would take; empty for none."""
+        with suppress(OSError):
+            numbered = [copy for copy in self.copies() if is_step_folder(copy.path.name)]
+            newest = max(numbered, key=lambda copy: save_number_of(copy.manifest), default=None)
+            return "" if newest is None else newest.path.name
+        return ""
+
+    def keep_only(self, find_names: Callable[[], Collection[str]], undrained: str) -> None:
+        """Removes all parts of steps but those that are named, on the leading rank.
+
+        One step stays as well until it is drained.
+        """
+        if not self.leads:
+            return
+        try:
+            copies = list(self.copies())
+        except OSError as error:
+            logger.warning("%s: old steps stay, since it cannot be listed: %s", self.path, error)
+            return
+        names = find_names()  # after the listing, since a step may be added in between
+        old = [
+            copy.path
+            for copy in copies
+            if copy.path.name not in names and (copy.path.name != undrained or copy.is_drained)
+        ]
+        for note in remove_steps(old)[1]:
+            logger.warning("%s: %s", self.path, note)
+
+    def close(self) -> None:
+        if self.lock is not None:
+            self.lock.close()
+
+
+def open_tier(
+    local: Path, run: TrainingRun[Any], peers: Peers, *, timeout_seconds: float
+) -> LocalTier:
+    """Opens, locks and sweeps the nodes' own directories; all ranks have to call this.
+
+    Each rank leaves a mark in its directory: the marks show which ranks share it. An error of one
+    rank is raised on all.
+    """
+    path = local.absolute()
+    mark = path / MARKS_FOLDER / f"{_MARK}{peers.nonce}-{peers.rank}"
+
+    def run_on_all(topic: str, work: Callable[[], None]) -> None:
+        problem: CkptkitError | None = None
+        try:
+            work()
+        except CkptkitError as error:
+            problem = error
+        except OSError as error:
+            problem = as_failure(error, str(path))
+        peers.raise_first(topic, problem, timeout_seconds=timeout_seconds)
+
+    def unmark() -> None:
+        with suppress(OSError):
+            mark.unlink(missing_ok=True)
+
+    ranks: list[int] = []
+    locks: list[RunLock] = []  # on the leading rank, unless the file system has none
+
+    def find_ranks() -> None:
+        marks = mark.parent.glob(f"{_MARK}{peers.nonce}-*")
+        ranks.extend(sorted(int(found.name.rpartition("-")[2]) for found in marks))
+        if ranks[0] == peers.rank:
+            lock = _take_directory(path, run, identity)
+            if lock is not None:
+                undo.callback(lock.close)
+                locks.append(lock)
+
+    identity: str = peers.agree(
+        "which run it is", None, lambda _: run.identity(), timeout_seconds=timeout_seconds
+    )
+    with ExitStack() as undo:
+        undo.callback(unmark)
+        run_on_all("the nodes' own directories", lambda: _create_directory(path, run, mark))
+        run_on_all("whose they are", find_ranks)
+        peers.agree("who shares them", ranks, _check_groups, timeout_seconds=timeout_seconds)
+        unmark()
+        undo.pop_all()
+    leads = ranks[0] == peers.rank
+    return LocalTier(path, tuple(ranks), run, identity, leads, locks[0] if locks else None)
+
+
+def _create_directory(path: Path, run: TrainingRun[Any], mark: Path) -> None:
+    """Creates a node's directory, and leaves this rank's mark there."""
+    place = run.place
+    if isinstance(place, Path) and path.resolve().is_relative_to(place.resolve()):
+        raise UsageError(
+            f"is {str(path)!r}, which is the directory of the run, or inside of it",
+            where="local",
+            hint="pass a directory on the node's own disk",
+        )
+    try:  # private, as the run may be: other users of the node have access to its disk
+        path.parent.mkdir(parents=True, exist_ok=True)
+        make_private(path)
+    except FileExistsError:
+        refuse_planted(path)
+    RunFolder(path, prefix=run.prefix)
+    mark.touch()
+
+
+def _take_directory(path: Path, run: TrainingRun[Any], identity: str) -> RunLock | None:
+    """Locks and sweeps a node's directory, and removes what other runs have drained from it."""
+    lock = RunFolder(path, prefix=run.prefix).lock()
+    try:
+        if lock is not None:
+            for note in sweep(path):
+                logger.info("%s: %s", path, note)
+        # A step of another run, or of an earlier one in the same place, must not be taken for a
+        # step of this run, and must not be removed before it is drained.
+        for copy in _copies_in(path):
+            if copy.identity == identity:
+                continue
+            name = copy.path.name
+            if lock is None or not copy.is_drained:
+                raise RefusedError(  # noqa: TRY301  the lock is closed
+                    f"has {name!r}, which was not drained yet, of another run, or an earlier"
+                    f" one, in {copy.run or 'an unknown place'}",
+                    where=f"local {path}",
+                    hint="give every run a directory of its own on the nodes; resume that run so"
+                    " that the step is drained, or remove what it left",
+                )
+            remove_folder(copy.path)
+            logger.info("%s: %s of the run %s was removed", path, name, copy.run)
+    except BaseException:
+        if lock is not None:
+            lock.close()
+        raise
+    return lock
+
+
+def _check_groups(of_ranks: Sequence[Sequence[int]]) -> None:
+    """Refuses directories in which ranks see different marks."""
+    for rank, group in enumerate(of_ranks):
+        other = next((member for member in group if of_ranks[member] != group), None)
+        if other is not None:
+            raise UsageError(
+                f"expected a disk that the ranks of one node share, found different files on rank"
+                f" {rank} and on rank {other}",
+                where="local",
+                hint="pass a directory on the node's own disk",
+            )
+
+
+class TieredBackend:
+    """Commits saves on the nodes' disks: each node commits its part, which is then drained.
 
     If a node's disk fails and the buffers still have everything, all ranks write to the shared
     storage instead: a full disk makes the save slower, but does not fail it.
@@ -58,42 +268,36 @@ class TieredBackend(SaveBackend):
 
     def __init__(
         self,
-        tier: LocalTier,
+        recovery: Recovery,
         barrier: SaveBarrier,
-        coordinator: CommitCoordinator,
+        committer: SaveCommitter,
         timeouts: WriterTimeouts,
-        recover: Callable[[], None],
         *,
         timeout_seconds: float,
     ) -> None:
         """Starts the thread that drains.
 
-        Args:
-            tier: This node's disk.
-            barrier: At which the ranks agree on what is durable there.
-            coordinator: Ends drained saves; it has a barrier of its own.
-            timeouts: Of the processes.
-            recover: Drains steps that are durable on the nodes only.
-            timeout_seconds: How long to wait for other ranks.
+        At the barrier the ranks agree on what is durable on the nodes; the committer of drained
+        saves has one of its own.
         """
-        self._tier = tier
+        self._tier = recovery.tier
+        self._recovery = recovery
         self._barrier = barrier
-        self._coordinator = coordinator
-        self._recover = recover
         self._timeout_seconds = timeout_seconds
-        self._keeper = WriterProcess(timeouts, name=f"committer of {tier.path}")
-        self._drain_queue = DrainQueue(tier, coordinator, timeouts)
+        self._node_committer = WriterProcess(timeouts, name=f"committer of {self._tier.path}")
+        self._drain_queue = DrainQueue(self._tier, committer, timeouts)
 
-    def placed(self, attempt: SaveAttempt) -> SaveAttempt:
-        """Returns an attempt whose files this rank writes to the node's own disk first."""
-        return self._tier.placed(attempt)
+    def place(self, save: Save) -> None:
+        """Has this rank write its files to the node's own disk first."""
+        save.shared, save.folder = save.folder, self._tier.path / save.folder.name
 
-    def recover(self) -> None:
-        self._recover()
+    def recover(self) -> int:
+        """Drains steps that are durable on the nodes' disks only; returns the last save number."""
+        return self._recovery.run_all()
 
     def end(self, save: Save) -> None:
         """Makes the save durable on the nodes, and queues its drain."""
-        name = save.attempt.step_name
+        name = save.step_name
         if save.after is not None:
             # A step that is saved again must not replace files while they are drained.
             wait = save.after.wait if self._drain_queue.holds(name) else save.after.wait_freed
@@ -104,43 +308,44 @@ class TieredBackend(SaveBackend):
                 self._write_directly(save)
             self._drain_queue.put(save)
         except CkptkitError as error:
-            self._give_up(save, error)
+            self._discard_and_fail(save, error)
         except Exception as error:  # a bug of ours must not leave the caller waiting
-            logger.exception("keeping %s on the node", save.attempt)
-            self._give_up(save, SaveError(f"{type(error).__name__}: {error}", hint=OURS))
+            logger.exception("keeping %s on the node", save)
+            self._discard_and_fail(save, SaveError(f"{type(error).__name__}: {error}", hint=OURS))
 
     def kill(self) -> None:
-        self._keeper.kill()
+        """Makes queued saves fail soon."""
+        self._node_committer.kill()
         self._drain_queue.kill()
 
     def close(self) -> None:
         """Waits for the last drain, and ends the thread and the processes."""
         self._drain_queue.close()
-        self._keeper.close()
+        self._node_committer.close()
         self._tier.close()
 
     def _commit_on_nodes(self, save: Save) -> bool:
         """Returns whether the step is durable on the nodes; if not, all ranks write again."""
-        written = self._agree(save, outcome_here(save))
+        written = self._agree_on_nodes(save, save.outcome())
         if "proofs" in written:
-            kept = self._agree(save, self._commit_this_node(save, written["proofs"]))
+            kept = self._agree_on_nodes(save, self._commit_this_node(save, written["proofs"]))
             if "proofs" in kept:
                 save.local_seconds = time.perf_counter() - save.began
-                self._drain_queue.kept(save.attempt.step_name)
-                save.handle.keep(self._tier.final(save.attempt))
+                self._drain_queue.note_durable(save.step_name)
+                save.handle.set_local(self._tier.final(save))
                 return True
             written = kept
         error = error_from_json(written["error"])
         if not written["again"]:
             raise error
         if self._barrier.rank == 0:
-            logger.warning("%s goes to shared storage at once: %s", save.attempt, error)
+            logger.warning("%s goes to shared storage at once: %s", save, error)
         return False
 
-    def _agree(self, save: Save, value: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _agree_on_nodes(self, save: Save, value: Mapping[str, Any]) -> Mapping[str, Any]:
         can_rewrite = self._tier.run.takes_saves and save.rewrite is not None
-        return self._barrier.agree(
-            save.attempt,
+        return self._barrier.agree_on(
+            save,
             {"proof": None, "again": can_rewrite, **value},
             _decide,
             timeout_seconds=self._timeout_seconds,
@@ -150,53 +355,52 @@ class TieredBackend(SaveBackend):
         """Commits the files of this node's ranks to its disk, if this rank leads."""
         if not self._tier.leads:
             return {}
-        attempt = save.attempt
+        owner = {"identity": self._tier.identity, "path": str(self._tier.run.place)}
+        source = {**save.manifest["source"], NODE_RUN: owner}
         request = Commit(
-            attempt=attempt.name,
-            folder=str(attempt.folder),
-            final=str(self._tier.final(attempt)),
+            attempt=save.name,
+            folder=str(save.folder),
+            final=str(self._tier.final(save)),
             proofs=tuple(RecordProof(**proofs[rank]) for rank in self._tier.ranks),
-            manifest=self._tier.signed(attempt.manifest),
-            beside=attempt.beside,
+            manifest={**save.manifest, "source": source},
+            beside=save.beside,
             node_ranks=self._tier.ranks,
         )
         try:
-            self._keeper.request(request)
+            self._node_committer.request(request)
         except CkptkitError as error:
             return {"error": error.to_json()}
         return {}
 
     def _write_directly(self, save: Save) -> None:
-        assert save.rewrite is not None and save.attempt.shared is not None  # noqa: S101, PT018
+        assert save.rewrite is not None and save.shared is not None  # noqa: S101, PT018
         self._discard(save)
-        save.attempt = replace(save.attempt, folder=save.attempt.shared, shared=None)
+        save.folder, save.shared = save.shared, None
         save.answers.clear()
         save.error = None
         save.rewrite()
         save.durable = time.perf_counter()
 
-    def _give_up(self, save: Save, error: CkptkitError) -> None:
+    def _discard_and_fail(self, save: Save, error: CkptkitError) -> None:
         self._discard(save)
-        self._coordinator.fail(save, error)
+        fail(save, error)
 
     def _discard(self, save: Save) -> None:
         if not self._tier.leads:
             return
         try:
-            self._keeper.request(Discard(save.attempt.name, str(save.attempt.folder)))
+            self._node_committer.request(Discard(save.name, str(save.folder)))
         except CkptkitError as error:
-            logger.warning("%s could not be removed: %s", save.attempt.folder, error)
+            logger.warning("%s could not be removed: %s", save.folder, error)
 
 
 class DrainQueue:
     """A thread that drains steps from the node's disk to the shared storage, one after another."""
 
-    def __init__(
-        self, tier: LocalTier, coordinator: CommitCoordinator, timeouts: WriterTimeouts
-    ) -> None:
+    def __init__(self, tier: LocalTier, committer: SaveCommitter, timeouts: WriterTimeouts) -> None:
         """Starts the thread; the process comes with the first step."""
         self._tier = tier
-        self._coordinator = coordinator
+        self._committer = committer
         self._process = tier.run.process(timeouts, f"drain of {tier.path}", niceness=_NICENESS)
         self._earlier = ""  # the last step that was drained
         self._waiting: list[Save] = []  # including the one under way
@@ -211,18 +415,18 @@ class DrainQueue:
     def names(self) -> set[str]:
         """Returns the names of the steps that must stay on the node's disk."""
         with self._lock:
-            waiting = {save.attempt.step_name for save in self._waiting}
+            waiting = {save.step_name for save in self._waiting}
             return {self._newest, self._coming, *waiting}
 
     def holds(self, name: str) -> bool:
         with self._lock:
-            return any(save.attempt.step_name == name for save in self._waiting)
+            return any(save.step_name == name for save in self._waiting)
 
     def expect(self, name: str) -> None:
         with self._lock:
             self._coming = name
 
-    def kept(self, name: str) -> None:
+    def note_durable(self, name: str) -> None:
         """Marks a step as durable on all nodes, and removes older ones."""
         with self._lock:
             self._newest = name
@@ -249,10 +453,10 @@ class DrainQueue:
 
     def _drain_and_end(self, save: Save) -> None:
         self._drain(save)
-        is_there = self._coordinator.settle(save)
+        is_there = self._committer.settle(save)
         if is_there:
-            self._earlier = str(save.attempt.final)
-            self._tier.note_drained(save.attempt.step_name)
+            self._earlier = str(save.final)
+            self._tier.note_drained(save.step_name)
         with self._lock:
             self._waiting.remove(save)
         self._free()
@@ -260,36 +464,32 @@ class DrainQueue:
             self._tier.keep_only(self.names, self._numbered)
 
     def _drain(self, save: Save) -> None:
-        attempt = save.attempt
-        if attempt.shared is None or save.error is not None:
+        if save.shared is None or save.error is not None:
             return
+        folder = self._tier.final(save)
         try:
+            if self._is_over:
+                raise SaveError(  # noqa: TRY301  the outcome of the save
+                    "the program ends before the step is drained",
+                    where=str(folder),
+                    hint="the next job drains it",
+                )
+            request = Drain(
+                attempt=save.name,
+                folder=str(folder),
+                target=str(save.shared),
+                records=(save.outcome()["proof"]["path"],),
+                earlier=self._earlier,
+            )
             size_bytes = sum(answer.size_bytes for answer in save.answers)
-            stage = Stage(f"draining step {attempt.step}, rank 0", size_bytes)
-            request = self._request(save, attempt.shared)
-            self._process.request(request, stage if self._coordinator.rank == 0 else None)
+            stage = Stage(f"draining step {save.step}, rank 0", size_bytes)
+            self._process.request(request, stage if self._committer.rank == 0 else None)
         except CkptkitError as error:
             save.error = error
         except Exception as error:  # a bug of ours must not leave the caller waiting
-            logger.exception("draining %s", attempt)
+            logger.exception("draining %s", save)
             save.error = SaveError(f"{type(error).__name__}: {error}", hint=OURS)
-        save.attempt = replace(attempt, folder=attempt.shared)
-
-    def _request(self, save: Save, target: Path) -> Drain:
-        folder = self._tier.final(save.attempt)
-        if self._is_over:
-            raise SaveError(
-                "the program ends before the step is drained",
-                where=str(folder),
-                hint="the next job drains it",
-            )
-        return Drain(
-            attempt=save.attempt.name,
-            folder=str(folder),
-            target=str(target),
-            records=(outcome_here(save)["proof"]["path"],),
-            earlier=self._earlier,
-        )
+        save.folder = save.shared
 
     def _free(self) -> None:
         with self._lock:
@@ -309,24 +509,15 @@ def _decide(values: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {"error": error_from_json(error).located(f"rank {rank}").to_json(), "again": again}
 
 
-@dataclass(frozen=True, slots=True)
-class Recovery:
-    """Drains what earlier jobs left on the nodes' disks.
+class Recovery(Struct, frozen=True):
+    """Drains what earlier jobs left on the nodes' disks."""
 
-    Attributes:
-        tier: This node's disk.
-        run: The run that is saved to.
-        peers: The ranks.
-        process: Copies, and commits on rank 0.
-        timeout_seconds: How long to wait for other ranks.
-        reported: The attempts that rank 0 has logged as lacking files.
-    """
-
-    tier: LocalTier
-    run: TrainingRun[Any]
-    peers: Peers
-    process: WriterProcess
-    timeout_seconds: float
+    tier: LocalTier  # this node's disk
+    run: TrainingRun[Any]  # the run that is saved to
+    peers: Peers  # the ranks
+    process: WriterProcess  # copies, and commits on rank 0
+    timeout_seconds: float  # how long to wait for other ranks
+    # The attempts that rank 0 has logged as lacking files
     reported: set[str] = field(default_factory=set)
 
     def run_all(self) -> int:
@@ -545,37 +736,32 @@ def _further(folder: Path, tier: LocalTier) -> dict[str, dict[str, Any]]:
     }
 
 
-def open_save_backend(session: Session, peers: Peers, settings: Settings) -> SaveBackend:
-    """Opens the backend of a job's saves; all ranks have to call this.
+def open_committer(
+    session: Session, peers: Peers, settings: Settings
+) -> SaveCommitter | TieredBackend:
+    """Opens what commits a job's saves; all ranks have to call this.
 
     With nodes' own disks, steps that an earlier job left there are drained first.
     """
     timeout = settings.timeout_seconds
-    committer = StepCommitter(session.committer, session.retired_by, timeout_seconds=timeout)
-
-    def coordinator(about: str) -> CommitCoordinator:
-        return CommitCoordinator(
-            SaveBarrier(peers, about),
-            committer if peers.rank == 0 else None,
-            timeout_seconds=timeout,
-            listener=session.listen,
-        )
-
+    committer = SaveCommitter(
+        SaveBarrier(peers, "save" if settings.local is None else "drain"),
+        session.committer if peers.rank == 0 else None,
+        retire=session.retired_by,
+        timeout_seconds=timeout,
+        listener=session.listen,
+    )
     if settings.local is None:
-        return coordinator("save")
+        return committer
     with ExitStack() as undo:
         tier = open_tier(settings.local, session.run, peers, timeout_seconds=timeout)
         undo.callback(tier.close)
         recovery = Recovery(tier, session.run, peers, session.committer, timeout)
-
-        def recover() -> None:
-            session.count_from(recovery.run_all())
-
-        recover()
+        session.count_from(recovery.run_all())
         if peers.rank == 0:
             session.run.sweep()
         timeouts = WriterTimeouts(settings.stall_seconds, settings.timeout_seconds)
-        barrier, drain = SaveBarrier(peers), coordinator("drain")
-        backend = TieredBackend(tier, barrier, drain, timeouts, recover, timeout_seconds=timeout)
+        barrier = SaveBarrier(peers)
+        backend = TieredBackend(recovery, barrier, committer, timeouts, timeout_seconds=timeout)
         undo.pop_all()
     return backend

@@ -11,22 +11,23 @@ import logging
 import posixpath
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path, PurePosixPath
+
+from msgspec.structs import replace
 
 from ckptkit.core.errors import CkptkitError, FormatError, InputError, UsageError
 from ckptkit.core.index import FileRange, FileRef
 from ckptkit.core.manifest import MANIFEST_NAME, Manifest, check_manifest_size, parse_manifest
-from ckptkit.core.text import Closing
 from ckptkit.engine.progress import Stage
 from ckptkit.runs.marks import STEP_PREFIXES, is_step_folder
 from ckptkit.runs.steps import KnownSteps, RunStep, list_saved_steps
-from ckptkit.storage.base import Folder, distant, prefetch
+from ckptkit.storage.base import Source
 from ckptkit.storage.local.source import LocalSource
 from ckptkit.storage.locations import WORK_INFIX
 from ckptkit.storage.manifests import read_local_manifest
 from ckptkit.storage.places import Place
+from ckptkit.storage.remote.store import ObjectInfo
 from ckptkit.training.run_folders import TrainingRun
 from ckptkit.training.save.writer_process import WriterProcess, WriterTimeouts
 from ckptkit.writer.messages import (
@@ -40,8 +41,8 @@ from ckptkit.writer.messages import (
     UploadFiles,
     Written,
 )
-from ckptkit.writer.upload.run_store import Entry, Store
-from ckptkit.writer.upload.step_objects import (
+from ckptkit.writer.upload.run_store import (
+    RunStore,
     newest_step,
     remove_unfinished,
     run_identity,
@@ -75,14 +76,8 @@ class NearPlace(Place):
         return NearPlace.of(self.beside(posixpath.join(self, name)), self.near / name)
 
 
-def with_near_files(far: Folder, near: Path, manifest: Manifest) -> Folder:
-    """Returns a step's source that reads from the node's own disk what it has of that save.
-
-    Args:
-        far: The step.
-        near: This node's part of it, which may not exist.
-        manifest: Of the step.
-    """
+def with_near_files(far: Source, near: Path, manifest: Manifest) -> Source:
+    """Returns a step's source that reads from the node's own disk what it has of that save."""
     try:
         copy = read_local_manifest(near)
     except (CkptkitError, OSError):
@@ -96,66 +91,56 @@ def with_near_files(far: Folder, near: Path, manifest: Manifest) -> Folder:
             with suppress(OSError):
                 if (near / name).stat().st_size == record.size_bytes:
                     names.append(name)
-    return _NearFirst(far, LocalSource(near), names)
+    return _LocalFirst(far, LocalSource(near), names)
 
 
-class _NearFirst(Closing):
+class _LocalFirst(Source):
     """A remote folder. Files that this node has are read locally, until a local read fails."""
 
-    def __init__(self, far: Folder, near: LocalSource, names: Collection[str]) -> None:
-        self.location = far.location
-        self._far = far
-        self._near = near
+    def __init__(self, remote: Source, local: LocalSource, names: Collection[str]) -> None:
+        self.location = remote.location
+        self.is_remote = remote.is_remote
+        self.closed_folders = remote.closed_folders
+        self._remote = remote
+        self._local = local
         self._names = frozenset(names)
 
     def walk(self, depth: int) -> Iterator[str]:
-        return self._far.walk(depth)
+        return self._remote.walk(depth)
 
     def stat(self, path: str) -> FileRef:
-        return self._far.stat(path)
+        return self._remote.stat(path)
 
     def read(self, path: str, start: int, stop: int) -> bytes:
         if path in self._names:
             try:
-                return self._near.read(path, start, stop)
+                return self._local.read(path, start, stop)
             except (InputError, OSError):
                 self._names -= {path}
-        return self._far.read(path, start, stop)
+        return self._remote.read(path, start, stop)
 
     def read_into(self, path: str, start: int, target: memoryview) -> None:
         if path in self._names:
             try:
-                self._near.read_into(path, start, target)
+                self._local.read_into(path, start, target)
             except (InputError, OSError):
                 self._names -= {path}
             else:
                 return
-        self._far.read_into(path, start, target)
-
-    @property
-    def is_distant(self) -> bool:
-        return distant(self._far) is not None
-
-    def fetch(self, reads: Sequence[tuple[FileRange, memoryview]]) -> None:
-        for wanted, target in reads:
-            self.read_into(wanted.path, wanted.start, target)
+        self._remote.read_into(path, start, target)
 
     def prefetch(self, ranges: Collection[FileRange]) -> None:
-        prefetch(self._far, [wanted for wanted in ranges if wanted.path not in self._names])
+        self._remote.prefetch([wanted for wanted in ranges if wanted.path not in self._names])
 
     def changed(self, refs: Sequence[FileRef]) -> FileRef | None:
-        return self._far.changed(refs)
+        return self._remote.changed(refs)
 
     def linked_folders(self) -> list[str]:
-        return self._far.linked_folders()
-
-    @property
-    def closed_folders(self) -> Collection[str]:
-        return self._far.closed_folders
+        return self._remote.linked_folders()
 
     def close(self) -> None:
-        self._near.close()
-        self._far.close()
+        self._local.close()
+        self._remote.close()
 
 
 class UploadProcess(WriterProcess):
@@ -164,14 +149,7 @@ class UploadProcess(WriterProcess):
     def __init__(
         self, timeouts: WriterTimeouts, name: str, remote: Remote, session: tuple[str, str]
     ) -> None:
-        """Starts nothing yet.
-
-        Args:
-            timeouts: How long to wait, and what to start.
-            name: For messages.
-            remote: The run.
-            session: The job's nonce, and a local directory for temporary files.
-        """
+        """Starts nothing yet."""
         super().__init__(timeouts, name=name)
         self._remote = remote
         self._job, self._scratch = session
@@ -236,14 +214,7 @@ class UrlRun(TrainingRun[Place]):
     def __init__(
         self, place: Place, local: Path, nonce: str, prefix: str = STEP_PREFIXES[0]
     ) -> None:
-        """Sends no request yet.
-
-        Args:
-            place: The URL.
-            local: The directory on the node's own disk.
-            nonce: Of the session.
-            prefix: Of the names of its steps, before the number.
-        """
+        """Sends no request yet."""
         self.path = local.absolute()
         self.place = NearPlace.of(place, self.path)
         self.prefix = prefix
@@ -252,8 +223,8 @@ class UrlRun(TrainingRun[Place]):
         self._known: KnownSteps = {}
 
     @cached_property
-    def store(self) -> Store:
-        return Store(self._remote)
+    def store(self) -> RunStore:
+        return RunStore(self._remote)
 
     def open(self) -> None:
         """Takes the run for this job: called once, by rank 0, before anything is saved."""
@@ -263,7 +234,7 @@ class UrlRun(TrainingRun[Place]):
         if count:
             logger.info("%s: %d unfinished uploads of earlier jobs were removed", self.place, count)
 
-    def look(self) -> None:
+    def check(self) -> None:
         run_identity(self.store)
 
     def sweep(self) -> None:
@@ -321,10 +292,10 @@ def check_place(place: Place) -> None:
 
 
 def steps_of_place(place: Place, prefix: str) -> tuple[RunStep, ...]:
-    return _steps_at(Store(Remote(str(place), place.options)), prefix, {})
+    return _steps_at(RunStore(Remote(str(place), place.options)), prefix, {})
 
 
-def _steps_at(store: Store, prefix: str, known: KnownSteps) -> tuple[RunStep, ...]:
+def _steps_at(store: RunStore, prefix: str, known: KnownSteps) -> tuple[RunStep, ...]:
     files = _StoredStepFiles(store)
     numbers = {
         name: int(name.removeprefix(prefix))
@@ -337,7 +308,7 @@ def _steps_at(store: Store, prefix: str, known: KnownSteps) -> tuple[RunStep, ..
 class _StoredStepFiles:
     """The files of steps in a store; see `StepFiles`. What its listing lacks is asked for."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: RunStore) -> None:
         self._store = store
         self._entries = store.entries()
         folders = {path.partition("/")[0] for path in self._entries if "/" in path}
@@ -347,7 +318,7 @@ class _StoredStepFiles:
     def location(self) -> str:
         return self._store.where("")
 
-    def identity(self, name: str) -> Entry | None:
+    def identity(self, name: str) -> ObjectInfo | None:
         return self._entry(f"{name}/{MANIFEST_NAME}")
 
     def manifest(self, name: str) -> Manifest | None:
@@ -361,14 +332,14 @@ class _StoredStepFiles:
         entry = self._entry(f"{name}/{file}")
         return None if entry is None else entry.size_bytes
 
-    def _entry(self, path: str) -> Entry | None:
-        entry = self._entries.get(path) or self._store.look(path)
+    def _entry(self, path: str) -> ObjectInfo | None:
+        entry = self._entries.get(path) or self._store.look_up(path)
         if entry is not None:
             self._entries[path] = entry
         return entry
 
 
-def _manifest_of(store: Store, name: str) -> Manifest | None:
+def _manifest_of(store: RunStore, name: str) -> Manifest | None:
     path = f"{name}/{MANIFEST_NAME}"
     data = store.get(path)
     return None if data is None else parse_manifest(data, where=store.where(path))

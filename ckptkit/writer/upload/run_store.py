@@ -1,150 +1,80 @@
-"""The objects of a run: requests with retries, uploads in parts, and errors without secrets."""
+"""A run at a URL: its objects, how files become objects, and the commit of a step.
+
+RUN/STEP/ckptkit.json         the manifest: a step is complete while it exists, so it is put last
+                              and removed first
+RUN/STEP/.ranks/uploading     put first: shows that a save of ours is under way, or was broken off
+RUN/STEP/.ranks/R.json        the record of rank R, after its files; removed after the commit
+RUN/.ckptkit/in-use/STEP/     marks of readers of a step, see ckptkit.runs.remote
+RUN/.ckptkit/newest           names the step that was committed last, since listings may lag behind
+RUN/.ckptkit/identity         differs between runs, also from an earlier run at the same URL
+RUN/.ckptkit/job              the nonce of the job that opened the run last
+"""
 
 from __future__ import annotations
 
-import posixpath
+import json
+import os
+import secrets
+import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import cached_property, partial
-from typing import Any, NamedTuple, Protocol, TypeVar
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct, field
 
 from ckptkit.core.crc import crc32
-from ckptkit.core.errors import CkptkitError, OutputError, SaveError, TruncatedFileError
+from ckptkit.core.errors import CkptkitError, OutputExistsError, RefusedError, TruncatedFileError
+from ckptkit.core.manifest import MANIFEST_NAME, FileRecord, parse_manifest
 from ckptkit.core.object_parts import PART_BYTES, cut_into_parts
-from ckptkit.storage.remote.errors import RetryPolicy, describe_error, is_transient, status_of
-from ckptkit.storage.remote.s3 import S3Uploads
-from ckptkit.storage.remote.s3_object import S3Object
-from ckptkit.storage.remote.store import ObjectInfo, RemoteStore
-from ckptkit.writer.messages import ByteCounter, Remote
-
-_DENIED = frozenset({401, 403})
-_REFUSED = "check that the credentials are valid, and allow to read, write and delete"
-_AWAY = "check that the store can be reached from this node; the step stays on the node's disk"
-
-
-def as_failure(error: BaseException, where: str, options: Mapping[str, Any]) -> CkptkitError:
-    """Turns what a store's client raised into an error of ours.
-
-    Args:
-        error: What was raised.
-        where: The object or prefix.
-        options: Of the storage; the error shows none of their values.
-    """
-    if isinstance(error, CkptkitError):
-        return error
-    text = f"{type(error).__name__}: {describe_error(error, options)}"
-    is_denied = isinstance(error, PermissionError) or status_of(error) in _DENIED
-    if is_denied or "Credential" in type(error).__name__:
-        return OutputError(f"the store refused access: {text}", where=where, hint=_REFUSED)
-    if isinstance(error, FileNotFoundError):
-        return OutputError(
-            f"the store has no such bucket: {text}",
-            where=where,
-            hint="create the bucket first, or correct the URL",
-        )
-    if isinstance(error, ImportError | ValueError | TypeError) and not is_transient(error):
-        return OutputError(
-            f"the store cannot be written to: {text}",
-            where=where,
-            hint="install what fsspec needs for such URLs (`pip install s3fs` for s3://), check"
-            " that the options are those of that library",
-        )
-    return SaveError(f"the store failed: {text}", where=where, hint=_AWAY)
-
+from ckptkit.plan.layouts.dcp_metadata import METADATA_NAME
+from ckptkit.storage.locations import MARKS_FOLDER, Place
+from ckptkit.storage.remote.errors import RetryPolicy, as_upload_error
+from ckptkit.storage.remote.s3 import S3Object, S3Uploads
+from ckptkit.storage.remote.store import ObjectInfo, RemoteFolder
+from ckptkit.writer.commit import (
+    RecordGatherer,
+    VisibilityTimeout,
+    crc_digest,
+    manifest_bytes,
+    write_index,
+)
+from ckptkit.writer.merge import Merged, MergedUnit, few_collections, with_findings
+from ckptkit.writer.messages import ByteCounter, FinishUpload, Remote, StepCommitted
+from ckptkit.writer.record import RECORDS_FOLDER
 
 UPLOAD_RETRIES = RetryPolicy(attempts=9, longest_wait_seconds=16.0)
 """About 40 seconds in all for each request."""
 _THREADS = 8
-_T = TypeVar("_T")
 
 
-class Entry(NamedTuple):
-    """An object of a store.
-
-    Attributes:
-        size_bytes: Its length.
-        identity: Changes with its content.
-    """
-
-    size_bytes: int
-    identity: str
-
-
-class Store:
-    """The objects below a URL. All methods raise errors of ours that show no option's value.
-
-    Attributes:
-        location: The URL, without a slash at its end.
-        filesystem: fsspec's.
-    """
-
+class RunStore(RemoteFolder):
     def __init__(self, remote: Remote, retry_policy: RetryPolicy = UPLOAD_RETRIES) -> None:
-        """Imports the store's client; connects with the first request.
+        """Imports the store's client; connects with the first request."""
 
-        Args:
-            remote: The URL and the options of its storage.
-            retry_policy: How often requests are repeated.
-        """
-        self.location = remote.url.rstrip("/")
-        protocol = self.location.partition("://")[0]
-        self._options = remote.options
-        self._store = RemoteStore(protocol, remote.options, self.location)
-        self._store.retry_policy = retry_policy
-        self.filesystem: Any = self._store.filesystem
-        self._root = self._made("", lambda: self._store.path_of(self.location))
+        def as_error(error: Exception, where: str, _verb: str) -> CkptkitError:
+            return as_upload_error(error, where=where, options=remote.options)
+
+        super().__init__(Place(remote.url, remote.options), as_error, retry_policy=retry_policy)
+        self.filesystem: Any = self.store.filesystem
 
     @cached_property
     def s3(self) -> S3Uploads | None:
-        """Requests of S3, None for other stores."""
-        if not self._store.is_s3:
+        if not self.store.is_s3:
             return None
-        return self._made("", lambda: S3Uploads(self._store, self._root))
-
-    def address(self, path: str) -> str:
-        return posixpath.join(self._root, path) if path else self._root
+        return self.perform("", lambda: S3Uploads(self.store, self.root))
 
     def key(self, path: str) -> str:
         return self.address(path).partition("/")[2]
 
-    def where(self, path: str) -> str:
-        return posixpath.join(self.location, path) if path else self.location
-
-    def perform(self, path: str, operation: Callable[[], _T]) -> _T:
-        """Runs an operation on an object, and translates its errors.
-
-        Args:
-            path: The object, for messages.
-            operation: Repeats its requests itself.
-        """
-        try:
-            return operation()
-        except CkptkitError:
-            raise
-        except Exception as error:  # noqa: BLE001  any error may show secrets
-            raise as_failure(error, self.where(path), self._options) from None
-
-    def entries(self, folder: str = "") -> dict[str, Entry]:
-        """Returns all objects below a folder, by their paths below the root."""
-        listing = partial(self._store.list_objects, self.address(folder))
-        objects = self.perform(folder, listing)
-        return {posixpath.join(folder, path): _entry(entry) for path, entry in objects.items()}
-
     def has_younger(self, folder: str, seconds: float) -> bool:
-        """Returns whether an object below a folder was written within the last seconds."""
-        objects = self.perform(folder, partial(self._store.list_objects, self.address(folder)))
         oldest = time.time() - seconds
-        return any(not entry.modified or entry.modified > oldest for entry in objects.values())
-
-    def look(self, path: str) -> Entry | None:
-        """Requests one object's size and identity; None if it does not exist."""
-        entry = self.perform(path, partial(self._store.look_up, self.address(path)))
-        return None if entry is None else _entry(entry)
-
-    def get(self, path: str) -> bytes | None:
-        return self.perform(path, partial(self._store.get_small, self.address(path)))
+        entries = self.entries(folder).values()
+        return any(not entry.modified or entry.modified > oldest for entry in entries)
 
     def get_many(self, paths: Collection[str]) -> Iterator[bytes | None]:
         """Yields small objects in order, with several requests at a time."""
@@ -155,30 +85,16 @@ class Store:
                 yield from pool.map(self.get, now)
 
     def put(self, path: str, data: bytes) -> None:
-        """Puts a small object, which becomes visible as a whole."""
         s3 = self.s3
-        if s3 is not None:
-            self.perform(path, partial(s3.put, self.key(path), data, crc32(data)))
+        if s3 is None:
+            super().put(path, data)
         else:
-            self.perform(path, partial(self._store.put_small, self.address(path), data))
+            self.perform(path, lambda: s3.put(self.key(path), data, crc32(data)))
 
     def copy(self, source: str, target: str) -> None:
         """Has the store copy an object; S3 copies one above 5 GB in parts."""
-        addresses = self.address(source), self.address(target)
-        self._made(target, partial(self.filesystem.cp_file, *addresses))
-
-    def remove(self, path: str) -> None:
-        self.remove_all([path])
-
-    def remove_all(self, paths: Collection[str]) -> None:
-        """Removes the objects that exist."""
-        names = list(paths)
-        where = names[0] if len(names) == 1 else ""
-        self.perform(where, partial(self._store.delete, self._root, names))
-
-    def folder_markers(self, folder: str) -> list[str]:
-        ask = partial(self._store.list_folder_markers, self.address(folder))
-        return [f"{folder}/{name}" for name in self.perform(folder, ask)]
+        ask = partial(self.filesystem.cp_file, self.address(source), self.address(target))
+        self.perform(target, lambda: self.store.retry(ask, self.where(target)))
 
     def abort_unfinished(self) -> int:
         """Removes the parts of unfinished uploads, and returns how many uploads there were.
@@ -193,104 +109,326 @@ class Store:
             self.perform("", partial(s3.abort, key, upload))
         return len(uploads)
 
-    def _made(self, path: str, ask: Callable[[], _T]) -> _T:
-        again = partial(self._store.retry, ask, self.where(path))
-        return self.perform(path, again)
-
-
-def _entry(stored: ObjectInfo) -> Entry:
-    return Entry(stored.size_bytes, stored.identity)
-
 
 _PARTS_AT_ONCE = 4
 
 
-class ReadableFile(Protocol):
-    """A local file."""
+def send_file(
+    store: RunStore,
+    counter: ByteCounter,
+    read: Callable[[int, int], bytes],
+    size_bytes: int,
+    path: str,
+) -> None:
+    """Uploads a file, which becomes visible as a whole.
 
-    def read_bytes(self, start: int, count: int) -> bytes:
-        """Returns `count` bytes, fewer at the end of the file."""
-        ...
+    `read` takes a start and a count. At most `_PARTS_AT_ONCE` + 1 parts are in memory.
+    """
+
+    def parts() -> Iterator[tuple[int, bytes]]:
+        for part in cut_into_parts(size_bytes) if size_bytes else ():
+            data = read(part.start, part.stop - part.start)
+            if len(data) != part.stop - part.start:
+                raise TruncatedFileError("it was cut short", where="a file that is uploaded")
+            yield part.start, data
+
+    s3, before = store.s3, counter.done_bytes
+    try:
+        if s3 is None:
+            store.perform(path, lambda: _stream(store, counter, parts(), path))
+        else:
+            key = store.key(path)
+            store.perform(path, lambda: _send_parts(s3, counter, parts(), key, size_bytes))
+    except BaseException:
+        counter.done_bytes = before
+        raise
 
 
-class ObjectSender:
-    """Uploads files; at most `_PARTS_AT_ONCE` + 1 parts are in memory."""
+def _send_parts(
+    s3: S3Uploads,
+    counter: ByteCounter,
+    parts: Iterator[tuple[int, bytes]],
+    key: str,
+    size_bytes: int,
+) -> None:
+    sent = S3Object.of_size(
+        s3, key, size_bytes, lambda sums: s3.begin(key, sums_parts=sums), sums_parts=False
+    )
 
-    def __init__(self, store: Store, counter: ByteCounter) -> None:
+    def write(start: int, data: bytes) -> None:
+        sent.write(start, memoryview(data))
+        counter.done_bytes += len(data)
+
+    under_way: deque[Future[None]] = deque()
+    try:
+        with ThreadPoolExecutor(_PARTS_AT_ONCE, thread_name_prefix="ckptkit-part") as pool:
+            try:
+                for part in parts:
+                    if len(under_way) >= _PARTS_AT_ONCE:
+                        under_way.popleft().result()
+                    under_way.append(pool.submit(write, *part))
+                while under_way:
+                    under_way.popleft().result()
+            finally:
+                for future in under_way:
+                    future.cancel()
+        sent.publish()
+    except BaseException:
+        with suppress(Exception):  # the next job that opens the run removes leftovers
+            sent.remove()
+        raise
+
+
+def _stream(
+    store: RunStore, counter: ByteCounter, parts: Iterator[tuple[int, bytes]], path: str
+) -> None:
+    """Uploads a file in order, through fsspec's file object."""
+    target: Any = store.filesystem.open(store.address(path), "wb", block_size=PART_BYTES)
+    try:
+        for _, data in parts:
+            target.write(data)
+            counter.done_bytes += len(data)
+        target.close()
+    except BaseException:
+        with suppress(Exception):  # or the garbage collector would complete the upload
+            target.closed = True
+        with suppress(Exception):
+            target.discard()
+        with suppress(Exception):  # some stores show an object from its first byte on
+            store.remove(path)
+        raise
+
+
+UPLOADING = f"{RECORDS_FOLDER}/uploading"
+_IDENTITY = f"{MARKS_FOLDER}/identity"
+_JOB = f"{MARKS_FOLDER}/job"
+_NEWEST = f"{MARKS_FOLDER}/newest"
+_IDENTITY_BYTES = 8
+IN_USE = f"{MARKS_FOLDER}/in-use"
+MARK_SECONDS = 3600.0
+"""A mark that was not renewed for so long belongs to a dead process."""
+
+
+def claim_step(store: RunStore, step: str, attempt: str) -> None:
+    """Prepares a step's folder for the objects of a save; every rank may call this.
+
+    The manifest of a step that is replaced is removed here, before any of its objects change.
+    """
+    manifest, mark = f"{step}/{MANIFEST_NAME}", f"{step}/{UPLOADING}"
+    is_whole = store.look_up(manifest) is not None
+    if not is_whole and store.entries(step) and store.look_up(mark) is None:
+        raise OutputExistsError(
+            f"expected a step or nothing, found something without a {MANIFEST_NAME}",
+            where=store.where(step),
+            hint="it may be a checkpoint of another tool; move it away, or save to another URL",
+        )
+    # Before the manifest is removed, since other ranks look for one of the two.
+    store.put(mark, attempt.encode())
+    if is_whole:
+        store.remove(manifest)
+
+
+def remove_unfinished(store: RunStore, step: str) -> None:
+    """Removes what an unfinished save of ours left of a step, if it left something."""
+    if store.look_up(f"{step}/{UPLOADING}") is None or store.look_up(f"{step}/{MANIFEST_NAME}"):
+        return
+    mark = f"{step}/{UPLOADING}"
+    store.remove(*(path for path in store.entries(step) if path != mark))
+    store.remove(mark)  # last: it shows that the rest is ours
+
+
+def unfinished_steps(paths: Collection[str]) -> list[str]:
+    steps = {path.partition("/")[0] for path in paths if path.endswith(f"/{UPLOADING}")}
+    return sorted(step for step in steps if f"{step}/{MANIFEST_NAME}" not in paths)
+
+
+def newest_step(store: RunStore) -> str:
+    """Returns the step that was committed last, if it is still complete; else an empty text."""
+    step = (store.get(_NEWEST) or b"").decode(errors="replace").strip()
+    return step if step and store.look_up(f"{step}/{MANIFEST_NAME}") is not None else ""
+
+
+def run_identity(store: RunStore) -> str:
+    stored = store.get(_IDENTITY)
+    if stored:
+        return stored.decode(errors="replace").strip()
+    identity = secrets.token_hex(_IDENTITY_BYTES)
+    store.put(_IDENTITY, identity.encode())
+    return identity
+
+
+def take_run(store: RunStore, nonce: str) -> None:
+    """Stores which job writes to a run, so that an earlier one is refused from now on."""
+    store.put(_JOB, nonce.encode())
+
+
+_SUFFIX = ".uploaded"
+_DAMAGED = (OSError, ValueError, LookupError, TypeError, RecursionError, OverflowError)
+
+
+class UploadedFiles(Struct):
+    """What of a step was uploaded before, in files next to the records on the node's own disk.
+
+    It only saves work: an entry counts if the store still has that very object. Each process writes
+    a file of its own and reads those of all others.
+
+    Attributes:
+        path: The file of this process.
+        identities: Of the objects, by URL.
+    """
+
+    path: Path
+    identities: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, folder: Path, record: str) -> UploadedFiles:
+        """Reads the entries of a node's copy of a step; `record` is the first of this process."""
+        uploaded = cls(folder / f"{record}{_SUFFIX}")
+        for path in sorted((folder / RECORDS_FOLDER).glob(f"*{_SUFFIX}")):
+            with suppress(*_DAMAGED):  # a kill may have cut the last line
+                for line in path.read_text(encoding="utf-8").splitlines():
+                    url, _, identity = json.loads(line)
+                    uploaded.identities[str(url)] = str(identity)
+        return uploaded
+
+    def add(self, url: str, entry: ObjectInfo) -> None:
+        self.identities[url] = entry.identity
+        with suppress(OSError), self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps([url, entry.size_bytes, entry.identity]) + "\n")
+
+
+def finish(request: FinishUpload, store: RunStore, counter: ByteCounter) -> StepCommitted:
+    """Commits a step whose ranks have all proved their records, then removes retired steps.
+
+    Before the manifest is put, no reader takes the step for a complete one.
+    """
+    began = time.monotonic()
+    step = _Step(request, store, counter)
+    with few_collections():
+        merged = step.write_all()
+    source = with_findings(request.manifest["source"], merged.lost, merged.notes)
+    size_bytes = step.publish({**request.manifest, "source": source})
+    # A step with lost values must not retire a complete one.
+    removed, notes = step.clear(() if merged.lost else request.remove, request.given_up)
+    return StepCommitted(
+        attempt=request.attempt,
+        size_bytes=size_bytes,
+        seconds=time.monotonic() - began,
+        removed=removed,
+        notes=(*merged.notes, *notes),
+        lost=merged.lost,
+    )
+
+
+class _Objects:
+    """A step's objects, listed once; objects that the listing lacks are requested one by one."""
+
+    def __init__(self, store: RunStore, step: str, records: tuple[str, ...]) -> None:
+        self.location = store.where(step)
+        self._store = store
+        self._step = step
+        self.listed: Mapping[str, ObjectInfo] = store.entries(step)
+        paths = [f"{step}/{record}" for record in records]
+        self._ahead = dict(zip(records, store.get_many(paths), strict=True))
+
+    def read(self, path: str) -> bytes | None:
+        ahead = self._ahead.pop(path, None)
+        return self._store.get(f"{self._step}/{path}") if ahead is None else ahead
+
+    def size_bytes(self, path: str) -> int | None:
+        name = f"{self._step}/{path}"
+        entry = self.listed.get(name) or self._store.look_up(name)
+        return None if entry is None else entry.size_bytes
+
+
+class _Step:
+    def __init__(self, request: FinishUpload, store: RunStore, counter: ByteCounter) -> None:
+        self._request = request
         self._store = store
         self._counter = counter
+        self._name = request.step
+        records = tuple(proof.path for proof in request.proofs)
+        self._objects = _Objects(store, self._name, records)
+        self._gathering = RecordGatherer(
+            self._objects, counter, VisibilityTimeout(request.visible_seconds)
+        )
 
-    def send(self, file: ReadableFile, size_bytes: int, path: str) -> None:
-        """Uploads a file, which becomes visible as a whole.
+    def write_all(self) -> Merged:
+        """Checks that all files exist, and adds what no rank writes."""
+        request, gathering = self._request, self._gathering
+        merged = gathering.merge(request.attempt, request.proofs)
+        where = self._store.where(self._name)
+        document = json.dumps(request.manifest).encode()
+        gathering.see(parse_manifest(document, where=where).files, where)
+        # The sidecar is put before any index: a reader that found only an index would take the step
+        # for a checkpoint of another tool.
+        self._put_side_files()
+        for name, unit in merged.units.items():
+            self._put_index(f"{name}/{METADATA_NAME}" if name else METADATA_NAME, unit)
+        return merged
 
-        Args:
-            file: The file, open.
-            size_bytes: Its size.
-            path: Of the object.
-        """
-        s3 = self._store.s3
-        if s3 is None:
-            self._store.perform(path, lambda: self._stream(file, size_bytes, path))
-        else:
-            self._store.perform(path, lambda: self._send_parts(s3, file, size_bytes, path))
+    def publish(self, document: Mapping[str, Any]) -> int:
+        """Puts the manifest; returns the bytes of all files."""
+        path = f"{self._name}/{MANIFEST_NAME}"
+        files = self._gathering.files
+        manifest = manifest_bytes(document, files, self._store.where(path))
+        stored = self._store.get(_JOB)
+        if stored is not None and stored != self._request.job.encode():
+            raise RefusedError(
+                "another job has opened the run since and saves to it",
+                where=self._store.location,
+                hint="give every job a URL of its own; this job's steps stay on the nodes' disks",
+            )
+        self._store.put(path, manifest)
+        return sum(file.size_bytes for file in files.values()) + len(manifest)
 
-    def _send_parts(self, s3: S3Uploads, file: ReadableFile, size_bytes: int, path: str) -> None:
-        before = self._counter.done_bytes
-        key = self._store.key(path)
-        sent = S3Object(s3, key, size_bytes, begun=lambda *_: None, sums_parts=False)
+    def clear(
+        self, retired: Sequence[str], given_up: Sequence[str]
+    ) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Removes retired steps and leftovers of uploads; returns the removed steps, and notes."""
+        notes: list[str] = []
+        removed: list[str] = []
         try:
-            with ThreadPoolExecutor(_PARTS_AT_ONCE, thread_name_prefix="ckptkit-part") as pool:
-                self._fill(sent, pool, file, size_bytes)
-            sent.publish()
-        except BaseException:
-            self._counter.done_bytes = before
-            with suppress(Exception):  # the next job that opens the run removes leftovers
-                sent.remove()
-            raise
+            self._store.put(_NEWEST, self._name.encode())
+            kept = {f"{self._name}/{path}" for path in (*self._gathering.files, MANIFEST_NAME)}
+            self._store.remove(*sorted(self._store.entries(self._name).keys() - kept))
+            for step in given_up:
+                remove_unfinished(self._store, step)
+        except CkptkitError as error:
+            notes.append(f"leftovers of uploads could not be removed: {error}")
+        for step in retired:
+            try:
+                if self._store.has_younger(f"{IN_USE}/{step}", MARK_SECONDS):
+                    notes.append(f"{step} stays for now: it is being read")
+                    continue
+                # First the manifest, so that no part of the step looks complete.
+                self._store.remove(f"{step}/{MANIFEST_NAME}")
+                self._store.remove(*self._store.entries(step))
+                self._store.remove(*self._store.folder_markers(step))
+            except CkptkitError as error:
+                notes.append(f"{step} could not be removed: {error}")
+            else:
+                removed.append(self._store.where(step))
+        return tuple(removed), tuple(notes)
 
-    def _fill(
-        self, sent: S3Object, pool: ThreadPoolExecutor, file: ReadableFile, size_bytes: int
-    ) -> None:
-        under_way: deque[Future[None]] = deque()
-        try:
-            for start, data in _read(file, size_bytes):
-                if len(under_way) >= _PARTS_AT_ONCE:
-                    under_way.popleft().result()
-                under_way.append(pool.submit(self._write, sent.write, start, data))
-            while under_way:
-                under_way.popleft().result()
-        finally:
-            for future in under_way:
-                future.cancel()
-
-    def _write(self, write: Callable[[int, memoryview], None], start: int, data: bytes) -> None:
-        write(start, memoryview(data))
-        self._counter.done_bytes += len(data)
-
-    def _stream(self, file: ReadableFile, size_bytes: int, path: str) -> None:
-        """Uploads a file in order, through fsspec's file object."""
-        address, before = self._store.address(path), self._counter.done_bytes
-        target: Any = self._store.filesystem.open(address, "wb", block_size=PART_BYTES)
-        try:
-            for _, data in _read(file, size_bytes):
-                target.write(data)
+    def _put_side_files(self) -> None:
+        folder = Path(self._request.beside) if self._request.beside else None
+        for path in sorted(folder.rglob("*")) if folder is not None else ():
+            if not path.is_dir():
+                data = path.read_bytes()
+                name = path.relative_to(folder or path).as_posix()
+                self._store.put(f"{self._name}/{name}", data)
+                self._gathering.files[name] = FileRecord(len(data), crc_digest(crc32(data)))
                 self._counter.done_bytes += len(data)
-            target.close()
-        except BaseException:
-            self._counter.done_bytes = before
-            with suppress(Exception):  # or the garbage collector would complete the upload
-                target.closed = True
-            with suppress(Exception):
-                target.discard()
-            with suppress(Exception):  # some stores show an object from its first byte on
-                self._store.remove(path)
-            raise
 
+    def _put_index(self, path: str, unit: MergedUnit) -> None:
+        """Writes an index, which may be large, to the local disk and uploads it."""
+        with tempfile.TemporaryFile(dir=self._request.scratch or None) as file:
+            record = write_index(file, unit, ByteCounter())  # what is sent counts
+            descriptor, target = file.fileno(), f"{self._name}/{path}"
 
-def _read(file: ReadableFile, size_bytes: int) -> Iterator[tuple[int, bytes]]:
-    """Yields the parts of a file, each with its offset."""
-    for part in cut_into_parts(size_bytes) if size_bytes else ():
-        data = file.read_bytes(part.start, part.stop - part.start)
-        if len(data) != part.stop - part.start:
-            raise TruncatedFileError("it was cut short", where="a file that is uploaded")
-        yield part.start, data
+            def read(start: int, count: int) -> bytes:
+                return os.pread(descriptor, count, start)
+
+            send_file(self._store, self._counter, read, record.size_bytes, target)
+        self._gathering.files[path] = record

@@ -15,6 +15,8 @@ from ckptkit.core.errors import CkptkitError, SaveError
 from ckptkit.storage.local.disk import Disk
 from ckptkit.storage.local.durable import naming
 from ckptkit.storage.locations import check_relative
+from ckptkit.storage.remote.errors import as_upload_error
+from ckptkit.storage.remote.store import ObjectInfo
 from ckptkit.writer.drain import Mark, open_written, read_small, recorded_files, shared_mark
 from ckptkit.writer.messages import (
     Answer,
@@ -30,30 +32,23 @@ from ckptkit.writer.messages import (
 )
 from ckptkit.writer.process import as_failure, run
 from ckptkit.writer.record import WrittenFile
-from ckptkit.writer.upload.run_store import Entry, ObjectSender, Store
-from ckptkit.writer.upload.run_store import as_failure as as_failure_of_store
-from ckptkit.writer.upload.step_objects import UploadedFiles, claim_step, finish
+from ckptkit.writer.upload.run_store import (
+    RunStore,
+    UploadedFiles,
+    claim_step,
+    finish,
+    send_file,
+)
 
 
 class Uploader:
-    """Uploads the files of one step after another."""
-
     def __init__(self, disk: Disk) -> None:
         self._disk = disk
         # The last upload of files with several links, such as frozen weights, by path.
-        self._shared: dict[str, tuple[Mark, Entry]] = {}
+        self._shared: dict[str, tuple[Mark, ObjectInfo]] = {}
 
-    def upload(self, request: UploadFiles, store: Store, counter: ByteCounter) -> Written:
-        """Uploads files, then the records that prove them.
-
-        Args:
-            request: What to upload.
-            store: The run.
-            counter: Counts the bytes done.
-
-        Returns:
-            The sizes and times.
-        """
+    def upload(self, request: UploadFiles, store: RunStore, counter: ByteCounter) -> Written:
+        """Uploads files, then the records that prove them."""
         began, processor = time.monotonic(), time.process_time()
         folder = Path(request.folder)
         records = {path: read_small(folder, path) for path in request.records}
@@ -65,7 +60,7 @@ class Uploader:
         claim_step(store, request.step, request.attempt)
         step = _Step(self._disk, request, store, counter, self._shared)
         for file in listed:
-            step.bring(file)
+            step.upload(file)
         for path, data in records.items():
             store.put(f"{request.step}/{path}", data)
         return Written(
@@ -79,15 +74,13 @@ class Uploader:
 
 
 class _Step:
-    """The upload of one step."""
-
     def __init__(
         self,
         disk: Disk,
         request: UploadFiles,
-        store: Store,
+        store: RunStore,
         counter: ByteCounter,
-        shared: dict[str, tuple[Mark, Entry]],
+        shared: dict[str, tuple[Mark, ObjectInfo]],
     ) -> None:
         self.sent_bytes = self.copied_bytes = 0
         self.notes: list[str] = []
@@ -96,38 +89,39 @@ class _Step:
         self._store = store
         self._counter = counter
         self._shared = shared
-        self._sender = ObjectSender(store, counter)
         self._uploaded = UploadedFiles.of(Path(request.folder), request.records[0])
 
-    def bring(self, file: WrittenFile) -> None:
+    def upload(self, file: WrittenFile) -> None:
         """Uploads a file, unless it was uploaded before or the store can copy an earlier one."""
         source, target = Path(self._request.folder, file.path), f"{self._request.step}/{file.path}"
         url = self._store.where(target)
-        known = self._uploaded.entries.get(url)
-        if known is not None and self._store.look(target) == known:
+        known = self._uploaded.identities.get(url)
+        there = None if known is None else self._store.look_up(target)
+        if there is not None and there.identity == known:
             self._counter.done_bytes += file.size_bytes
             return
         mark = shared_mark(source, names=2)
         before = self._shared.pop(file.path, None)
         entry = None
         if mark is not None and before is not None and before[0] == mark:
-            entry = self._copied(f"{self._request.earlier}/{file.path}", target, before[1])
+            entry = self._copy_earlier(f"{self._request.earlier}/{file.path}", target, before[1])
         if entry is None:
-            entry = self._sent(source, target, file.size_bytes)
+            entry = self._send(source, target, file.size_bytes)
         if mark is not None:
             self._shared[file.path] = mark, entry
         self._uploaded.add(url, entry)
 
-    def _copied(self, earlier: str, target: str, expected: Entry) -> Entry | None:
+    def _copy_earlier(self, earlier: str, target: str, expected: ObjectInfo) -> ObjectInfo | None:
         """Has the store copy a file of the previous step; None if it has to be uploaded."""
         if not self._request.earlier:
             return None
         try:
-            if self._store.look(earlier) != expected:
+            before = self._store.look_up(earlier)
+            if before is None or before.identity != expected.identity:
                 return None
             if earlier != target:
                 self._store.copy(earlier, target)
-            entry = self._store.look(target)
+            entry = self._store.look_up(target)
         except CkptkitError as error:
             self.notes.append(f"frozen weights were uploaded again: {error.message}")
             return None
@@ -137,15 +131,15 @@ class _Step:
         self._counter.done_bytes += entry.size_bytes
         return entry
 
-    def _sent(self, source: Path, target: str, size_bytes: int) -> Entry:
+    def _send(self, source: Path, target: str, size_bytes: int) -> ObjectInfo:
         with naming(source):
             file = open_written(source, size_bytes, self._disk)
         try:
-            self._sender.send(file, size_bytes, target)
+            send_file(self._store, self._counter, file.read_bytes, size_bytes, target)
         finally:
             file.close()
         self.sent_bytes += size_bytes
-        entry = self._store.look(target)
+        entry = self._store.look_up(target)
         if entry is None or entry.size_bytes != size_bytes:
             raise SaveError(
                 f"uploaded {size_bytes:,} bytes, found {entry.size_bytes if entry else 0:,}",
@@ -163,19 +157,16 @@ def main() -> None:
 
 @dataclass(slots=True)
 class UploadRequestHandler:
-    """Serves requests to upload and to finish steps."""
-
     disk: Disk
     _uploader: Uploader | None = None
     _known: Remote | None = None
-    _store: Store | None = field(default=None, repr=False)
+    _store: RunStore | None = field(default=None, repr=False)
 
     def attach(self, message: Buffer, channel: Channel) -> None:  # noqa: ARG002
         """Closes the descriptor of a buffer, which this process does not use."""
         os.close(channel.take_descriptor())
 
     def do(self, message: Message, counter: ByteCounter) -> Answer:
-        """Serves a request and returns its answer, `Failed` if it failed."""
         attempt = str(getattr(message, "attempt", ""))
         try:
             return self._dispatch(message, counter)
@@ -184,7 +175,8 @@ class UploadRequestHandler:
             return Failed(attempt, as_failure(error, where).to_json())
         except Exception as error:  # noqa: BLE001  the trainer reports any error
             remote = getattr(message, "remote", None) or Remote("")
-            return Failed(attempt, as_failure_of_store(error, remote.url, remote.options).to_json())
+            failure = as_upload_error(error, where=remote.url, options=remote.options)
+            return Failed(attempt, failure.to_json())
 
     def _dispatch(self, message: Message, counter: ByteCounter) -> Answer:
         if isinstance(message, UploadFiles):
@@ -198,12 +190,12 @@ class UploadRequestHandler:
             hint="trainer and uploader have different versions; restart the job",
         )
 
-    def _store_of(self, remote: Remote) -> Store:
+    def _store_of(self, remote: Remote) -> RunStore:
         if self._store is None or (remote.url, remote.options) != (
             self._known and self._known.url,
             self._known and self._known.options,
         ):
-            self._known, self._store = remote, Store(remote)
+            self._known, self._store = remote, RunStore(remote)
         return self._store
 
 
@@ -218,10 +210,6 @@ def upload_command(descriptor: int, niceness: int = NICENESS) -> list[str]:
 
     Unlike the writer it needs packages, which it finds where the trainer finds them. The command
     has no credentials and no paths of the upload.
-
-    Args:
-        descriptor: Number of the inherited socket.
-        niceness: Added to its nice value.
     """
     folders = [folder for folder in sys.path if folder]
     return [

@@ -10,12 +10,13 @@ import hashlib
 import random
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 from safetensors.torch import load_file
 from torch import nn
 

@@ -25,8 +25,8 @@ from ckptkit.writer.messages import (
     WriteProgress,
     Written,
 )
-from ckptkit.writer.upload.run_store import Store
-from ckptkit.writer.upload.step_objects import (
+from ckptkit.writer.upload.run_store import (
+    RunStore,
     remove_unfinished,
     run_identity,
     take_run,
@@ -124,7 +124,7 @@ class Uploading:
         shutil.copytree(node_steps(str(self.place))[0], folder)
         self.bucket.clear()
         self.bucket.put_tree(model_of(str(self.place.with_name("model")))[0], "run")
-        store = Store(self.remote)
+        store = RunStore(self.remote)
         take_run(store, JOB)
         run_identity(store)
 
@@ -167,7 +167,7 @@ class Uploading:
 
     def _start_again(self) -> None:
         """Does what the next job does when it opens the run."""
-        store = Store(self.remote)
+        store = RunStore(self.remote)
         take_run(store, JOB)
         store.abort_unfinished()
         for step in unfinished_steps(store.entries().keys()):
@@ -394,12 +394,13 @@ class Watching:
     status: int = 0
 
     def prepare(self, folder: Path) -> None:
-        from tests.crash.test_watch_kills import add_step
+        from tests.crash.test_watch_kills import STEP
+        from tests.hub_models import add_step
 
         folder.mkdir()
         self.hub.clear()
         for step in (1, 2):
-            add_step(folder, step)
+            add_step(folder, step, STEP)
 
     def play(self, folder: Path, fault: Fault) -> None:
         self.status = self._run(folder, fault)

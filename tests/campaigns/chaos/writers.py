@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 import socket
 import sys
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from msgspec.structs import replace
 
 import ckptkit
 from ckptkit.core.manifest import MANIFEST_NAME
@@ -341,7 +344,7 @@ class Draining:
         sweep(folder / "run")
         require(that=leftovers(folder / "run") == (), otherwise="something is left after a sweep")
         with doomed_writer(None) as writer:
-            assert self._drain(writer, folder, "0123abcd-1", replace(fault, call=0))
+            assert self._drain(writer, folder, "0123abcd-1", dataclasses.replace(fault, call=0))
         seen = see_steps(folder / "run", whole, "again")
         require(that=seen == "new", otherwise=f"again: the step is {seen}")
         return RANKS + 2

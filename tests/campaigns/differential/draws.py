@@ -6,11 +6,14 @@ that a failure can be repeated, and made smaller, without the seed.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from msgspec.structs import replace
 
 FSDP1 = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
 STRATEGIES = ("fsdp2", "hsdp", "fsdp1", "ddp", "tp", "fsdp2_tp", "plain")
@@ -341,9 +344,9 @@ def simpler(draw: Draw) -> Iterator[Draw]:
     for at, one in enumerate(draw.units):
         rest = [u for u in draw.units if u is not one and not u.path.startswith(f"{one.path}.")]
         if any(not u.frozen for u in rest):
-            yield replace(draw, units=tuple(rest))
+            yield dataclasses.replace(draw, units=tuple(rest))
         for unit in _simpler_units(one):
-            yield replace(draw, units=(*draw.units[:at], unit, *draw.units[at + 1 :]))
+            yield dataclasses.replace(draw, units=(*draw.units[:at], unit, *draw.units[at + 1 :]))
     yield from _simpler_meshes(draw)
     for name, usual in USUAL.items():
         own = getattr(draw, name)
@@ -359,7 +362,7 @@ def _changed(one: Any, name: str, value: object) -> Any:
 def _simpler_units(unit: Unit) -> Iterator[Unit]:
     for spec in unit.tensors[::-1]:
         if len(unit.tensors) > 1:
-            yield replace(unit, tensors=tuple(s for s in unit.tensors if s is not spec))
+            yield dataclasses.replace(unit, tensors=tuple(s for s in unit.tensors if s is not spec))
     for name, plain in (("tied", ""), ("extra", False), ("group", 0), ("frozen", False)):
         if getattr(unit, name) != plain:
             yield _changed(unit, name, plain)
@@ -371,14 +374,14 @@ def _simpler_meshes(draw: Draw) -> Iterator[Draw]:
             if getattr(mesh, part):
                 yield _changed(draw, name, _changed(mesh, part, False))
     if draw.second != draw.first:
-        yield replace(draw, second=draw.first)
+        yield dataclasses.replace(draw, second=draw.first)
     for name, plain in (("scheduler", ""), ("real", False)):
         if getattr(draw, name) != plain:
             yield _changed(draw, name, plain)
     if draw.steps > 1:
-        yield replace(draw, steps=1)
+        yield dataclasses.replace(draw, steps=1)
     if draw.optimizer != "SGD":
-        yield replace(draw, optimizer="SGD", settings={"lr": 0.1, "momentum": 0.9})
+        yield dataclasses.replace(draw, optimizer="SGD", settings={"lr": 0.1, "momentum": 0.9})
 
 
 USUAL: dict[str, dict[str, Any]] = {

@@ -1,5 +1,5 @@
-"""What comes from a network or the command line: answers of S3 and of a Hub, requests to `serve`,
-and lines of a batch.
+"""What comes from a network or the command line: answers of S3 and of a Hub, and requests to
+`serve`.
 
 Answers of S3 go through botocore's own parser first, as they do in a run.
 """
@@ -13,7 +13,7 @@ import json
 import logging
 import lzma
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from functools import cache
 from random import Random
@@ -22,7 +22,6 @@ from typing import Any
 
 import botocore.parsers
 import botocore.session
-import typer
 from botocore.parsers import ResponseParserError
 from huggingface_hub.hf_api import RepoFile, RepoFolder
 
@@ -30,21 +29,15 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.hub.client import Hub, list_files, pause_before, tree_of
 from ckptkit.hub.secrets import secrets_in
 from ckptkit.plan.plan import OutputFile
-from ckptkit.serving.s3_api import answer_error, answer_request, parse_request
-from ckptkit.serving.s3_errors import S3Error
-from ckptkit.serving.served_objects import ServedObject
+from ckptkit.serving.planned_folder import PlannedFile
+from ckptkit.serving.s3_api import S3Error, answer_error, answer_request, parse_request
 from ckptkit.serving.signatures import AccessKeys, check_signature
 from ckptkit.storage.locations import check_relative
-from ckptkit.storage.places import Place
-from ckptkit.storage.remote.errors import RetryPolicy
+from ckptkit.storage.remote.errors import RetryPolicy, as_input_error
 from ckptkit.storage.remote.s3 import S3Uploads
-from ckptkit.storage.remote.source import RemoteSource
-from ckptkit.storage.remote.store import RemoteStore
-from ckptkit_cli._application import make_application
-from ckptkit_cli.batch.jobs import read_jobs
+from ckptkit.storage.remote.store import RemoteFolder, RemoteStore
 from tests.campaigns.fuzz.judge import Target
 from tests.campaigns.fuzz.mutation import (
-    Mutator,
     mutate_archive,
     mutate_bytes,
     mutate_json,
@@ -109,6 +102,13 @@ def _store(client: Any) -> RemoteStore:
     return store
 
 
+def _folder(store: RemoteStore) -> RemoteFolder:
+    folder = object.__new__(RemoteFolder)
+    folder.location, folder.store, folder.root = "s3://b/p", store, "b/p"
+    folder._as_error = lambda error, where, _: as_input_error(error, where=where, options={})
+    return folder
+
+
 def _run_s3(data: bytes) -> None:
     """Status and headers are JSON on the first line; the body follows."""
     first, _, body = data.partition(b"\n")
@@ -126,12 +126,8 @@ def _run_s3(data: bytes) -> None:
         return  # a fault of botocore, which RemoteStore reports as any other failure of a client
     client = _AnsweringClient(status, headers, body)
     store = _store(client)
-    source = object.__new__(RemoteSource)
-    source.__dict__.update(place=Place("s3://b/p"), location="s3://b/p", _store=store, _root="b/p")
-    for ask in (
-        lambda: source._ask_store("", lambda: store.list_objects("b/p")),
-        lambda: source._ask_store("x", lambda: store.look_up("b/p/x")),
-    ):
+    folder = _folder(store)
+    for ask in (folder.entries, lambda: folder.look_up("x")):
         try:
             found = ask()
         except CkptkitError as error:
@@ -265,19 +261,10 @@ _KEYS = AccessKeys("CKPT0123", "a-secret")
 _NOW = datetime(2026, 1, 1, tzinfo=UTC)
 
 
-class _Served:
-    def __init__(self) -> None:
-        made = (("m/config.json", 3), ("m/model.safetensors", 1 << 40))
-        self._all = [
-            ServedObject(key, '"e"', _NOW, OutputFile(key, size, ()), (), crc32=1)
-            for key, size in made
-        ]
-
-    def objects(self) -> list[ServedObject]:
-        return self._all
-
-    def find(self, key: str) -> ServedObject | None:
-        return next((one for one in self._all if one.key == key), None)
+_OBJECTS = {
+    key: PlannedFile(OutputFile(key, size, ()), '"e"', _NOW, crc32=1)
+    for key, size in (("m/config.json", 3), ("m/model.safetensors", 1 << 40))
+}
 
 
 def _run_request(data: bytes) -> None:
@@ -293,7 +280,7 @@ def _run_request(data: bytes) -> None:
         return
     for check in (
         lambda: check_signature(request, _KEYS, _NOW),
-        lambda: answer_request(request, _Served(), _NOW),
+        lambda: answer_request(request, _OBJECTS, _NOW),
     ):
         try:
             check()
@@ -321,50 +308,6 @@ def _request_seeds() -> list[bytes]:
     return [one.encode() for one in requests]
 
 
-# --- batches ---
-
-
-@cache
-def _commands() -> dict[str, Any]:
-    def walk(group: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-        for name, command in group.commands.items():
-            if hasattr(command, "commands"):
-                yield from walk(command, f"{prefix}{name} ")
-            else:
-                yield f"{prefix}{name}", command
-
-    return dict(walk(typer.main.get_command(make_application())))
-
-
-def _run_lines(data: bytes) -> None:
-    _, errors = read_jobs(data.decode("utf-8", "replace").splitlines()[:20], _commands(), {})
-    for error in errors:
-        str(error).encode()
-
-
-def _line_seeds() -> list[bytes]:
-    lines: list[dict[str, Any]] = [
-        {"command": "consolidate", "src": "a", "out": "b", "dtype": "bf16", "id": 3},
-        {"command": "convert", "src": "a", "out": "b", "to": "torch", "max-shard-size": "5GB"},
-        {"command": "merge", "adapter": "a", "out": "c", "base": "b"},
-        {"command": "push", "path": "a", "repo_id": "o/n", "private": True},
-        {"command": "prune", "run": "r", "keep-last": 2, "dry-run": True},
-        {"command": "consolidate", "src": "s3://b/p", "out": "x", "src-option": ["anon=true"]},
-        {"command": "average", "src": "a", "out": "d", "with": ["b=0.5"], "slice": "1/2"},
-    ]
-    _commands()  # made by typer, which evaluates annotations
-    return [json.dumps(one).encode() for one in lines]
-
-
-def _by_line(mutate: Mutator) -> Callable[[Random, bytes], bytes]:
-    def mutate_lines(rng: Random, data: bytes) -> bytes:
-        if rng.random() < 0.1:
-            return data + b"\n" + data
-        return mutate(rng, data)
-
-    return mutate_lines
-
-
 # --- secrets in what is pushed ---
 
 
@@ -386,5 +329,4 @@ TARGETS = (
     Target("s3-answers", _run_s3, _s3_seeds, _mutate_s3, share=4),
     Target("hub-answers", _run_hub, _hub_seeds, mutate_json, share=4),
     Target("serve-requests", _run_request, _request_seeds, mutate_bytes, share=6),
-    Target("batch-lines", _run_lines, _line_seeds, _by_line(mutate_json), share=2),
 )

@@ -22,9 +22,7 @@ _MODULES = {
         *("delta", "change-stream"),
     ),
     "resume_targets": ("run-files", "structures", "objects-of-a-step"),
-    "network_targets": (
-        *("s3-answers", "hub-answers", "serve-requests", "batch-lines", "secret-search"),
-    ),
+    "network_targets": (*("s3-answers", "hub-answers", "serve-requests", "secret-search"),),
     "folder_targets": (
         *("zero", "universal", "rank-files", "torch-files", "dcp", "safetensors", "torchsnapshot"),
         *("meta", "nanotron", "megatron", "torch-checkpointing"),

@@ -7,8 +7,9 @@ moments at which harm comes; how far a process has come by then is up to the mac
 
 from __future__ import annotations
 
+import dataclasses
 import random
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 STRATEGIES = {
@@ -239,7 +240,7 @@ def draw_chapter(seed: int, number: int, scope: Scope) -> Chapter:
         _Drawing(draw, chapter, scope).life() for _ in range(draw.randint(3, scope.most_lives))
     ]
     calm = Life(draw.choice((2, 3)), "fsdp2", (Step(save="wait"),), "close")
-    return replace(chapter, lives=(*lives, calm))
+    return dataclasses.replace(chapter, lives=(*lives, calm))
 
 
 _LAYOUTS = ("accelerate", "dcp", "trainer")
@@ -275,14 +276,14 @@ class _Drawing:
         )
         trouble = draw.choice(("none", "signals", "signals", "signals", "doom", "place", "place"))
         steps = [self.step(world, trouble) for _ in range(draw.randint(1, self.scope.most_steps))]
-        life = replace(life, steps=tuple(steps))
+        life = dataclasses.replace(life, steps=tuple(steps))
         if trouble == "doom":
-            life = replace(life, doom=self.doom(world))
+            life = dataclasses.replace(life, doom=self.doom(world))
         if trouble == "place" and self.chance(0.3):
-            life = replace(life, limit_bytes=draw.choice((1, 6_000, 20_000)))
+            life = dataclasses.replace(life, limit_bytes=draw.choice((1, 6_000, 20_000)))
         if self.chapter.place != "dir" and self.chance(0.12):
             nodes = 1 + (world - 1) // self.chapter.ranks_per_node
-            life = replace(life, lost_node=draw.randrange(nodes))
+            life = dataclasses.replace(life, lost_node=draw.randrange(nodes))
         return life
 
     def options(self) -> dict[str, Any]:
@@ -302,9 +303,11 @@ class _Drawing:
         save = draw.choice(SAVES) if self.chance(0.75) else ""
         step = Step(save=save, name=self.name() if save and self.chance(0.06) else "")
         if trouble in {"signals", "place"} and self.chance(0.45):
-            step = replace(step, harm=self.signal(world) if trouble == "signals" else self.place())
+            step = dataclasses.replace(
+                step, harm=self.signal(world) if trouble == "signals" else self.place()
+            )
         if self.chance(0.18):
-            step = replace(step, tool=self.tool())
+            step = dataclasses.replace(step, tool=self.tool())
         return step
 
     def name(self) -> str:

@@ -216,7 +216,7 @@ def _process(checkpointer: Checkpointer, who: str) -> int | None:
         return checkpointer._slots[0]._writer.pid
     if who == "committer":
         return checkpointer._session.committer.pid
-    process = backend._keeper if who == "keeper" else backend._drain_queue._process
+    process = backend._node_committer if who == "keeper" else backend._drain_queue._process
     pid: int | None = process.pid
     return pid
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from ckptkit.adapters.merge import kernel as merge_kernel

@@ -20,7 +20,7 @@ import ckptkit.hub
 import ckptkit.training
 from ckptkit.conversion.diff import Difference, TensorDifference
 from ckptkit.conversion.inspect import Inspection
-from ckptkit.conversion.values.stats import Statistics
+from ckptkit.conversion.stats import Statistics
 from ckptkit.conversion.verify import Verification
 from ckptkit.core.arguments import check_arguments, check_names
 from ckptkit.core.errors import ArgumentError, CkptkitError, UsageError

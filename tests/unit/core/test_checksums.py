@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from ckptkit.core.checksums import (
     RangeChecksum,
-    crc32_combine,
     digest_of,
     leaf_digest,
     leaf_ranges,
     tree_digest,
 )
+from ckptkit.core.crc import crc32_combine
 from ckptkit.core.manifest import LEAF_BYTES
 
 
@@ -64,24 +64,22 @@ def test_pieces_in_any_order_give_the_crc_of_the_range(
 
 
 @pytest.mark.parametrize(
-    ("pieces", "text"),
+    "pieces",
     [
-        ([(0, 4), (5, 3)], "piece starts at byte 5, expected 4"),
-        ([(0, 4), (3, 5)], "piece starts at byte 3, expected 4"),
-        ([(2, 6)], "piece starts at byte 2, expected 0"),
-        ([(0, 4), (0, 4), (4, 4)], "piece starts at byte 0, expected 4"),
-        ([(0, 4)], "pieces end at byte 4, expected 8"),
-        ([(0, 9)], "pieces end at byte 9, expected 8"),
-        ([], "pieces end at byte 0, expected 8"),
+        [(0, 4), (5, 3)],
+        [(0, 4), (3, 5)],
+        [(2, 6)],
+        [(0, 4), (0, 4), (4, 4)],
+        [(0, 4)],
+        [(0, 9)],
+        [],
     ],
 )
-def test_pieces_that_do_not_tile_the_range_are_an_error(
-    pieces: list[tuple[int, int]], text: str
-) -> None:
+def test_pieces_that_do_not_tile_the_range_are_an_error(pieces: list[tuple[int, int]]) -> None:
     collected = RangeChecksum()
     for start, length in pieces:
         collected.add(start, length, 0)
-    with pytest.raises(ValueError, match=f"^{text}$"):
+    with pytest.raises(ValueError, match="pieces of 8 bytes lack some, or overlap"):
         collected.value(8)
 
 

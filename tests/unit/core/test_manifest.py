@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 from pathlib import Path
 from typing import Any
 
+import msgspec.structs
 import pytest
 
 import ckptkit
@@ -70,7 +70,7 @@ def test_a_field_of_another_kind_is_refused_with_its_name(
     "path", ["../../../etc/hostname", "/etc/hostname", "a/../../b", "", ".", "a\0b", "..\\b"]
 )
 def test_a_file_outside_of_the_folder_is_refused(path: str) -> None:
-    manifest = dataclasses.replace(WRITTEN, files={path: FileRecord(1)})
+    manifest = msgspec.structs.replace(WRITTEN, files={path: FileRecord(1)})
     with pytest.raises(UnsafePathError, match="where a path inside the folder was expected"):
         parse_manifest(manifest.to_json(), where="here")
 
@@ -78,7 +78,7 @@ def test_a_file_outside_of_the_folder_is_refused(path: str) -> None:
 def test_numbers_that_json_cannot_hold_become_null() -> None:
     nan, endless = float("nan"), float("inf")
     source = {"metrics": {"loss": nan, "acc": 0.5}, "more": [endless, (-endless, 1)]}
-    text = dataclasses.replace(WRITTEN, source=source).to_json().decode()
+    text = msgspec.structs.replace(WRITTEN, source=source).to_json().decode()
 
     def refuse(constant: str) -> None:
         raise AssertionError(constant)

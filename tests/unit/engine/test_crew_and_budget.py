@@ -14,8 +14,18 @@ from typing import Any
 import pytest
 
 from ckptkit.core.errors import NoSpaceError
-from ckptkit.core.threads import Throttle, run_crew
+from ckptkit.core.threads import Throttle, repeat, run_crew
 from ckptkit.engine.executor import WORKER_BYTES, settle_workers
+
+
+def test_a_repeated_call_is_made_until_its_event_is_set() -> None:
+    calls = threading.Semaphore(0)
+    ended = repeat(0.001, calls.release, "repeated")
+    (thread,) = (thread for thread in threading.enumerate() if thread.name == "repeated")
+    assert all(calls.acquire(timeout=30) for _ in range(3))
+    ended.set()
+    thread.join(timeout=30)
+    assert not thread.is_alive()
 
 
 def test_the_first_error_of_a_crew_stops_the_others() -> None:

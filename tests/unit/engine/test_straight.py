@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -22,9 +22,9 @@ from ckptkit.core.index import (
     TensorEntry,
     TensorIndex,
 )
-from ckptkit.engine.distant import LEAST_BYTES, read_direct
 from ckptkit.engine.locate import Locator
 from ckptkit.engine.reader import Origin, TensorReader
+from ckptkit.engine.remote_reads import LEAST_BYTES, read_direct
 from ckptkit.plan.plan import SOURCE, TASK_BYTES, Copy, Plan, Task, TensorSpec, lay_out_file
 from ckptkit.storage.overlay import MemorySource
 
@@ -33,24 +33,19 @@ COLUMNS = 1024
 ROWS = 5 * TASK_BYTES // (4 * COLUMNS) // 2  # two and a half times what one task takes
 
 
-class FarSource(MemorySource):
-    """A directory in memory that counts what it is asked for, as one far away would be."""
+class RemoteFiles(MemorySource):
+    """A directory in memory that counts what it is asked for, as a remote one would be."""
+
+    is_remote = True
 
     def __init__(self, files: dict[str, bytes]) -> None:
         super().__init__(files)
         self.asked: list[FileRange] = []
 
-    @property
-    def is_distant(self) -> bool:
-        return True
-
     def fetch(self, reads: Sequence[tuple[FileRange, memoryview]]) -> None:
         for wanted, view in reads:
             self.asked.append(wanted)
             self.read_into(wanted.path, wanted.start, view)
-
-    def prefetch(self, ranges: Collection[FileRange]) -> None:
-        pass
 
 
 def _origin(tensor: np.ndarray, boxes: Sequence[Box], *, damaged: bool = False) -> Origin:
@@ -67,7 +62,7 @@ def _origin(tensor: np.ndarray, boxes: Sequence[Box], *, damaged: bool = False) 
         *(NAME, ("weight",), Fqn("weight"), "", "model", dtype_named("float32")),
         *(tensor.shape, ChunkTable.of(chunks, tensor.ndim)),
     )
-    source = FarSource(files)
+    source = RemoteFiles(files)
     stats = [source.stat(path) for path in files]
     return Origin(SOURCE, source, TensorIndex("t", stats, RecordTable.of(records), {NAME: entry}))
 
@@ -112,7 +107,7 @@ def test_runs_are_read_with_one_request_each_and_neighbours_together(tensor: np.
     assert data == tensor.tobytes()
     assert filled == [2, 1]
     source = origin.source
-    assert isinstance(source, FarSource)
+    assert isinstance(source, RemoteFiles)
     assert len(source.asked) == 4  # three chunks, the last of them in two tasks
     assert sum(one.size_bytes for one in source.asked) == tensor.nbytes
     origin.checksums.finish()

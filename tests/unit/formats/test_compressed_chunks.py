@@ -9,7 +9,6 @@ import random
 import threading
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import zstandard
+from msgspec.structs import replace
 from safetensors.torch import load_file
 from torch.distributed.checkpoint._extension import StreamTransformExtension, ZStandard
 from torch.distributed.checkpoint.filesystem import (

@@ -13,15 +13,40 @@ import numpy as np
 import pytest
 
 from ckptkit.core.errors import RefusedError
-from ckptkit.core.manifest import LEAF_BYTES
-from ckptkit.hub.folder_files import choose_step_files
-from ckptkit.hub.large_files import CheckedReader, LargeFile
-from ckptkit.hub.secrets import SecretSearch, secrets_in
-from ckptkit.storage.local.source import LocalSource
+from ckptkit.hub.contents import check_contents
+from ckptkit.hub.secrets import SecretSearch, find_secrets, redact_secrets, secrets_in
 from tests.planted_secrets import FILES, SECRETS
 
 ROOT = Path(__file__).parents[3]
 ODD_TOKEN = "corp7781tokenÄ"  # noqa: S105  no secret
+
+
+NAMED_KINDS = {
+    "a Hugging Face token": "hf_" + "aZ4kQ9xLmP2vR7tY" * 2 + "ab",
+    "an AWS access key": "AKIA" + "Q7ZK4M2XW9PLR5TB",
+    "an AWS secret key": 'aws_secret_access_key = "wJalrXUtnFEMI/K7MDENG/bPxRfiCYzzQ8rT1uVx"',
+    "a private key": "-----BEGIN OPENSSH PRIVATE" + " KEY-----",
+    "a Weights & Biases key": "WANDB_API_KEY=" + "0123456789abcdef0123456789abcdef01234567",
+    "a GitHub token": "ghp_" + "x7Kq2mZp9Rt4Lw8Vn3Bc6Yd1Hf5Js0GaTu2E",
+    "a GitLab token": "glpat-" + "Zk7Qm2Xp9Rt4Lw8Vn3Bc",
+    "an OpenAI or Anthropic key": "sk-proj-" + "9xLmP2vR7tYaZ4kQ9xLmP2vR7tYaZ4kQ",
+    "a Google API key": "AIza" + "SyD9xLmP2vR7tYaZ4kQ9xLmP2vR7tYaZ4kQ",
+    "a Slack token": "xoxb-" + "123456789012-aBcDeFgHiJkLmN",
+    "a password in a URL": "postgres://trainer:" + "hunter2hunter2@db.internal",
+}
+
+
+@pytest.mark.parametrize("kind", NAMED_KINDS)
+def test_a_secret_is_told_by_its_kind_and_file_and_never_shown(kind: str) -> None:
+    secret = NAMED_KINDS[kind]
+    data = f'{{"note": "use {secret} for it"}}'.encode()
+    assert list(find_secrets(data)) == [kind]
+    with pytest.raises(RefusedError) as raised:
+        check_contents({"config.json": data}, "out", [])
+    assert kind in str(raised.value)
+    assert "config.json" in str(raised.value)
+    assert secret[-12:] not in f"{raised.value} {raised.value.__notes__} {raised.value!r}"
+    assert secret[-12:] not in redact_secrets(data.decode())
 
 
 @pytest.mark.parametrize("kind", SECRETS)
@@ -63,22 +88,6 @@ def test_a_secret_among_tensors_is_found_wherever_it_begins(offset: int) -> None
             assert search.kinds == ["a Hugging Face token"], (values.dtype, code)
 
 
-def test_a_file_is_searched_while_it_is_sent_and_the_block_with_the_secret_is_not(
-    tmp_path: Path,
-) -> None:
-    data = bytearray(np.random.default_rng(2).bytes(2 * LEAF_BYTES + 9))
-    secret = b" " + SECRETS["github classic"].encode() + b" "
-    data[LEAF_BYTES - 9 : LEAF_BYTES - 9 + len(secret)] = secret
-    (tmp_path / "model.safetensors").write_bytes(data)
-    sent: list[bytes] = []
-    with LocalSource(tmp_path) as source:
-        file = LargeFile("model.safetensors", len(data), ())
-        reading = CheckedReader(source, file, lambda _: None)
-        with pytest.raises(RefusedError, match=r"a GitHub token in model\.safetensors"):
-            reading.read_into(sent.append)
-    assert sum(map(len, sent)) <= LEAF_BYTES
-
-
 @pytest.mark.slow
 def test_ordinary_files_hold_no_secret() -> None:
     places = ("fixtures", "docs", "examples", "benchmarks", "ckptkit/hub/watch/watch.py")
@@ -106,6 +115,11 @@ def test_vocabularies_hashes_and_examples_are_no_secrets() -> None:
             }
         ),
         'client = OpenAI(api_key="EMPTY", base_url="http://localhost:8000/v1")',
+        "pass token=hf_xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx",
+        '"sk-learn": 3, "hf_hub": "task-oriented-language-models-are-few-shot"',
+        "see https://huggingface.co/meta-llama/Llama-3.1-8B@main",
+        "postgres://{user}:{password}@host, postgres://user:password@localhost",
+        "0123456789abcdef0123456789abcdef01234567",
         'api_key=os.environ["OPENAI_API_KEY"]; password=getpass.getpass(); token = "<HUB_TOKEN>"',
         'login(token="hf_xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx"); api_key = "YOUR_API_KEY_HERE_12"',
         '{"pad_token": "<|endoftext|>", "eos_token": "</s>", "secret_key": 12345678901234}',
@@ -115,21 +129,3 @@ def test_vocabularies_hashes_and_examples_are_no_secrets() -> None:
         "wandb: Run https://wandb.ai/org/project/runs/3k2j9x8a, commit " + "3f" * 20,
     ]
     assert [text[:60] for text in texts if secrets_in([text.encode()])] == []
-
-
-def test_what_a_step_is_made_of_goes_and_strangers_stay() -> None:
-    strangers = [".env", "train.sh", "train.log", "id.pem", "secrets.json", "a/b/c.txt", "core.1"]
-    for folder in sorted((ROOT / "fixtures").glob("*/checkpoint")):
-        paths = [p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()]
-        chosen = choose_step_files([*paths, *strangers], ())
-        left = {one.path for one in chosen.skipped} - set(strangers)
-        assert {path for path in left if not path.startswith(".ckptkit/")} == set(), folder
-        assert set(chosen.files).isdisjoint(strangers)
-
-
-def test_files_of_the_manifest_and_those_asked_for_go_with_a_step() -> None:
-    paths = ["notes/a.json", "notes/b.log", ".env", "training_args.bin", "ckptkit.json"]
-    assert choose_step_files(paths, ()).files == ("ckptkit.json",)
-    assert choose_step_files(paths, paths).files == ("ckptkit.json", "notes/a.json")
-    everything = choose_step_files(paths, (), ["*"])
-    assert [one.path for one in everything.skipped] == ["training_args.bin"]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from ckptkit.conversion.diff import Difference, NumericDifference, TensorDifference
 from ckptkit.core.index import Problem

@@ -21,7 +21,7 @@ from ckptkit.runs.pruning import Pruned, prune_run
 from ckptkit.runs.push_journal import WATCH_FOLDER, StepPush, open_journal
 from ckptkit.runs.run_paths import LocalRun, hold_step
 from ckptkit.runs.save_order import Retention
-from ckptkit.writer.commit import clear
+from ckptkit.writer.commit import remove_steps
 from tests.command_line import started
 from tests.made_up_runs import save_step, save_stock_step
 
@@ -130,10 +130,10 @@ def test_a_step_that_another_process_uses_stays_until_that_is_killed(run: Path) 
 
 def test_the_retention_of_training_leaves_a_step_that_is_being_read(run: Path) -> None:
     with hold_step(run / "checkpoint-100"):
-        removed, notes = clear(None, [run / "checkpoint-100", run / "checkpoint-200"])
+        removed, notes = remove_steps([run / "checkpoint-100", run / "checkpoint-200"])
     assert removed == [run / "checkpoint-200"]
     assert "being read" in notes[0]
-    assert clear(None, [run / "checkpoint-100"])[0] == [run / "checkpoint-100"]
+    assert remove_steps([run / "checkpoint-100"])[0] == [run / "checkpoint-100"]
 
 
 def test_who_comes_while_a_step_is_removed_is_told_so(run: Path) -> None:

@@ -16,14 +16,15 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ckptkit.plan.plan import Literal, lay_out_file
-from ckptkit.serving.s3_api import Answer, answer_error, answer_request, parse_request
-from ckptkit.serving.s3_errors import S3Error, make_xml
-from ckptkit.serving.served_objects import (
-    ListRequest,
-    ServedObject,
-    list_page,
-    list_tasks,
-    make_etag,
+from ckptkit.serving.planned_folder import PlannedFile, make_etag
+from ckptkit.serving.s3_api import (
+    Answer,
+    S3Error,
+    answer_error,
+    answer_request,
+    list_names,
+    make_xml,
+    parse_request,
 )
 
 NS = "{http://s3.amazonaws.com/doc/2006-03-01/}"
@@ -31,27 +32,13 @@ AT = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 DATA = bytes(range(100))
 
 
-def made(key: str, data: bytes = DATA) -> ServedObject:
+def made(key: str, data: bytes = DATA) -> PlannedFile:
     file = lay_out_file(key, [(len(data), Literal(data), None)])
-    return ServedObject(
-        key, make_etag(key, len(data)), AT, file, list_tasks(file), zlib.crc32(data)
-    )
+    return PlannedFile(file, make_etag(key, len(data)), AT, crc32=zlib.crc32(data))
 
 
-class Shelf:
-    """A bucket with some objects."""
-
-    def __init__(self, entries: Sequence[ServedObject]) -> None:
-        self._entries = tuple(sorted(entries, key=lambda entry: entry.key))
-
-    def objects(self) -> Sequence[ServedObject]:
-        return self._entries
-
-    def find(self, key: str) -> ServedObject | None:
-        return next((entry for entry in self._entries if entry.key == key), None)
-
-
-SHELF = Shelf([made("m/a.json"), made("m/b.safetensors"), made("m/empty", b""), made("n/s/x")])
+SHELF = {key: made(key) for key in ("m/a.json", "m/b.safetensors", "n/s/x")}
+SHELF = dict(sorted((SHELF | {"m/empty": made("m/empty", b"")}).items()))
 
 
 def ask(target: str, method: str = "GET", **headers: str) -> Answer:
@@ -208,16 +195,16 @@ def test_a_key_that_is_no_utf8_is_refused() -> None:
 @pytest.mark.parametrize("host", ["ckptkit.localhost:9000", "CKPTKIT.localhost", "Ckptkit.a"])
 def test_the_bucket_may_be_in_the_name_of_the_host(host: str) -> None:
     request = parse_request("GET", "/m/a.json", {"host": host})
-    assert answer_request(request, SHELF, AT).entry == SHELF.find("m/a.json")
+    assert answer_request(request, SHELF, AT).entry == SHELF["m/a.json"]
 
 
 def test_a_machine_may_have_the_name_of_the_bucket() -> None:
     for target in ("/ckptkit/m/a.json", "/ckptkit", "/"):
         request = parse_request("GET", target, {"host": "ckptkit.example.org:9000"})
         answer = answer_request(request, SHELF, AT)
-        assert answer.entry == SHELF.find(target.removeprefix("/ckptkit/"))
+        assert answer.entry == SHELF.get(target.removeprefix("/ckptkit/"))
         assert answer.entry is not None or texts(answer, "Contents/Key")
-    shelf = Shelf([made("ckptkit/a.json")])  # of a source with this name
+    shelf = {key: made(key) for key in ["ckptkit/a.json"]}  # of a source with this name
     for target, host in (("/ckptkit/a.json", "ckptkit.localhost"), ("/ckptkit/ckptkit/a.json", "")):
         request = parse_request("GET", target, {"host": host})
         assert answer_request(request, shelf, AT).entry is not None
@@ -231,7 +218,7 @@ def test_a_path_without_a_bucket_is_not_the_list_of_buckets(target: str) -> None
 
 @pytest.mark.parametrize("address", ["http://127.0.0.1:9000", "HTTPS://ckptkit.example"])
 def test_the_address_may_be_in_front_of_the_path(address: str) -> None:
-    assert ask(f"{address}/ckptkit/m/a.json").entry == SHELF.find("m/a.json")
+    assert ask(f"{address}/ckptkit/m/a.json").entry == SHELF["m/a.json"]
     assert texts(ask(address), "Buckets/Bucket/Name") == ["ckptkit"]
 
 
@@ -322,18 +309,15 @@ def list_plainly(keys: Sequence[str], prefix: str, delimiter: str, after: str) -
 def test_a_listing_is_that_of_its_definition(
     keys: list[str], prefix: str, delimiter: str, after: str
 ) -> None:
-    entries = [made(key) for key in sorted(keys)]
-    page = list_page(entries, ListRequest(prefix, delimiter, after))
-    found = sorted([*(entry.key for entry in page.objects), *page.prefixes])
-    assert found == sorted(list_plainly(keys, prefix, delimiter, after))
-    assert not page.last
+    found = list_names(sorted(keys), prefix, delimiter, after)
+    assert sorted(found) == sorted(list_plainly(keys, prefix, delimiter, after))
 
 
 @given(KEYS, st.sampled_from(["", "/"]), st.integers(1, 3), st.sampled_from(["1", "2"]))
 def test_pages_together_are_the_whole_listing(
     keys: list[str], delimiter: str, most: int, version: str
 ) -> None:
-    shelf = Shelf([made(key) for key in keys])
+    shelf = {key: made(key) for key in sorted(keys)}
     found: list[str] = []
     start = ""
     for _ in range(len(keys) + 1):

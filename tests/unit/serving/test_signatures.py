@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
-from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 from urllib.parse import urlsplit
@@ -16,10 +16,10 @@ from botocore.config import Config
 from botocore.credentials import Credentials
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
-from ckptkit.serving.s3_api import parse_request
-from ckptkit.serving.s3_errors import S3Error
-from ckptkit.serving.signatures import AccessKeys, SignedRequest, check_signature, make_keys
+from ckptkit.serving.s3_api import S3Error, S3Request, parse_request
+from ckptkit.serving.signatures import AccessKeys, check_signature, make_keys
 
 KEYS = AccessKeys("CKPT0123", "a-secret")
 HOST = "127.0.0.1:9000"
@@ -40,7 +40,7 @@ def signed(
     headers: Mapping[str, str] | None = None,
     *,
     region: str = "us-east-1",
-) -> SignedRequest:
+) -> S3Request:
     """Returns a request with the headers that botocore adds to it."""
     made = AWSRequest(method="GET", url=f"http://{HOST}{path}", headers=dict(headers or {}))
     S3SigV4Auth(Credentials(keys.access_key, keys.secret_key), "s3", region).add_auth(made)
@@ -48,14 +48,14 @@ def signed(
     return parse_request("GET", path, sent)
 
 
-def presigned(path: str, keys: AccessKeys = KEYS, *, expires: int = 60) -> SignedRequest:
+def presigned(path: str, keys: AccessKeys = KEYS, *, expires: int = 60) -> S3Request:
     made = AWSRequest(method="GET", url=f"http://{HOST}{path}")
     credentials = Credentials(keys.access_key, keys.secret_key)
     S3SigV4QueryAuth(credentials, "s3", "us-east-1", expires=expires).add_auth(made)
     return parse_request("GET", target_of(made.url), {"host": HOST})
 
 
-def refused(request: SignedRequest, at: datetime | None = None) -> S3Error:
+def refused(request: S3Request, at: datetime | None = None) -> S3Error:
     with pytest.raises(S3Error) as raised:
         check_signature(request, KEYS, at or now())
     return raised.value
@@ -94,13 +94,13 @@ def test_the_region_is_that_of_the_client() -> None:
 
 @pytest.mark.parametrize("make", [signed, presigned])
 def test_another_secret_is_refused(make: Any) -> None:
-    request = make("/ckptkit/key", replace(KEYS, secret_key="another"))  # noqa: S106
+    request = make("/ckptkit/key", dataclasses.replace(KEYS, secret_key="another"))  # noqa: S106
     assert refused(request).code == "SignatureDoesNotMatch"
 
 
 @pytest.mark.parametrize("make", [signed, presigned])
 def test_another_access_key_is_refused(make: Any) -> None:
-    request = make("/ckptkit/key", replace(KEYS, access_key="CKPT0124"))
+    request = make("/ckptkit/key", dataclasses.replace(KEYS, access_key="CKPT0124"))
     assert refused(request).code == "InvalidAccessKeyId"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import mmap
 import os
@@ -9,7 +10,6 @@ import shutil
 import subprocess
 import sys
 import threading
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -94,7 +94,7 @@ def test_a_new_file_has_its_size_and_is_never_an_old_one(
 @ON_LINUX
 def test_preallocation_reserves_the_blocks(tmp_path: Path) -> None:
     NATIVE.create_file(tmp_path / "x", 1 << 20)
-    replace(NATIVE, preallocation=False).create_file(tmp_path / "y", 1 << 20)
+    dataclasses.replace(NATIVE, preallocation=False).create_file(tmp_path / "y", 1 << 20)
     assert (tmp_path / "x").stat().st_blocks * 512 >= 1 << 20
     assert (tmp_path / "y").stat().st_blocks == 0
 
@@ -152,7 +152,7 @@ def test_a_link_is_not_followed_when_a_file_is_opened(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="symbolic links"):
         NATIVE.open_for_reading(tmp_path / "link")
     with pytest.raises(OSError, match="symbolic links"):
-        NATIVE.open_locked(tmp_path / "link")
+        NATIVE.try_lock(tmp_path / "link")
 
 
 def test_direct_io_is_off_where_it_is_not_offered(tmp_path: Path) -> None:
@@ -190,19 +190,20 @@ def test_two_directories_change_places(tmp_path: Path) -> None:
 @pytest.mark.skipif(not NATIVE.locks, reason="this platform has no such locks")
 def test_a_lock_is_held_until_closed_or_until_the_process_ends(tmp_path: Path) -> None:
     path = tmp_path / ".lock"
-    first = NATIVE.open_locked(path)
+    is_alone, first = NATIVE.try_lock(path)
+    assert is_alone
     assert first is not None
-    assert NATIVE.open_locked(path) is None
+    assert NATIVE.try_lock(path) == (False, None)
     first.close()
     code = (
         "import os, sys; from pathlib import Path; from ckptkit.storage.local.disk import *\n"
-        f"assert Disk().open_locked(Path({str(path)!r}))\n"
+        f"assert Disk().try_lock(Path({str(path)!r}))[0]\n"
         "os.kill(os.getpid(), 9)"
     )
     subprocess.run(
         [sys.executable, "-c", code], check=False, env={"PYTHONPATH": os.pathsep.join(sys.path)}
     )
-    second = NATIVE.open_locked(path)
+    _, second = NATIVE.try_lock(path)
     assert second is not None
     second.close()
 
@@ -218,7 +219,18 @@ def test_a_lock_on_a_removed_file_is_worth_nothing(tmp_path: Path) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("ckptkit.storage.local.disk.OpenFile", Unlucky)
-        assert NATIVE.open_locked(path) is None
+        assert NATIVE.try_lock(path) == (False, None)
+
+
+def test_without_locks_no_other_process_has_one(tmp_path: Path) -> None:
+    class Refusing(OpenFile):
+        def lock(self, *, shared: bool = False) -> bool:  # noqa: ARG002
+            raise OSError(errno.ENOLCK, "no locks available")
+
+    assert PORTABLE.try_lock(tmp_path / ".lock") == (True, None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ckptkit.storage.local.disk.OpenFile", Refusing)
+        assert NATIVE.try_lock(tmp_path / ".lock") == (True, None)
 
 
 def test_buffers_are_aligned_zeroed_and_writable() -> None:

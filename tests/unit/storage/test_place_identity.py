@@ -12,8 +12,10 @@ from ckptkit.storage.locations import Place
 from ckptkit.storage.place_identity import (
     PlaceIdentity,
     PlaceRelation,
+    find_filesystem_type,
     find_overlap,
     find_overlaps,
+    why_not_shared,
 )
 
 KEYS = {"key": "k", "secret": "secret-value"}
@@ -58,6 +60,9 @@ def no_configuration(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         (place("s3://b/p", HERE), place("s3://b//p/./", HERE)),
         (place("s3://b/p"), place("s3://arn:aws:s3:eu-1:123456789012:accesspoint/name/p")),
         (place("s3://b/p", endpoint="no URL at all"), place("s3://b/p")),
+        # Nothing shows that an address is not that of a name.
+        (place("s3://b/p", "http://10.0.0.5:9000"), place("s3://b/p", "http://minio:9000")),
+        (place("s3://b/p"), place("s3://b/p", "https://10.0.0.5")),
         (place("gs://b/p"), place("gcs://b/p", "https://storage.googleapis.com", style="top")),
         (Place("az://c/p", {"account_name": "a"}), Place("abfs://c@a.dfs.core.windows.net/p")),
         (Place("memory://a/p"), Place("memory:///a/p", {"any": "option"})),
@@ -66,11 +71,11 @@ def no_configuration(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 )
 def test_one_place_written_in_two_ways(first: Place, second: Place) -> None:
     one, two = PlaceIdentity(first), PlaceIdentity(second)
-    assert one.overlap(two) is PlaceRelation.SAME
-    assert two.overlap(one) is PlaceRelation.SAME
+    assert one.compare(two) is PlaceRelation.SAME
+    assert two.compare(one) is PlaceRelation.SAME
     below = PlaceIdentity(Place(f"{first.location}/checkpoint-4", first.options))
-    assert below.overlap(two) is PlaceRelation.INSIDE
-    assert two.overlap(below) is PlaceRelation.AROUND
+    assert below.compare(two) is PlaceRelation.INSIDE
+    assert two.compare(below) is PlaceRelation.AROUND
 
 
 @pytest.mark.parametrize(
@@ -79,6 +84,8 @@ def test_one_place_written_in_two_ways(first: Place, second: Place) -> None:
         (place("s3://b/p", HERE), place("s3://b/p", "http://127.0.0.1:9001")),
         (place("s3://b/p", HERE), place("s3://b/p")),
         (place("s3://b/p", "http://one.example"), place("s3://b/p", "http://two.example")),
+        (place("s3://b/p", "http://10.0.0.5"), place("s3://b/p", "http://10.0.0.6")),
+        (place("s3://b/p", "http://10.0.0.5:9000"), place("s3://b/p", "http://minio:9001")),
         (place("s3://b/p"), place("s3://b/p", "https://s3.cn-north-1.amazonaws.com.cn")),
         (place("s3://b/p", HERE), place("s3://b/pq", HERE)),
         (place("s3://b/p", HERE), place("s3://b2/p", HERE)),
@@ -93,12 +100,12 @@ def test_one_place_written_in_two_ways(first: Place, second: Place) -> None:
 )
 def test_places_that_are_two(first: Place, second: Place) -> None:
     one, two = PlaceIdentity(first), PlaceIdentity(second)
-    assert one.overlap(two) is PlaceRelation.NONE
-    assert two.overlap(one) is PlaceRelation.NONE
+    assert one.compare(two) is PlaceRelation.NONE
+    assert two.compare(one) is PlaceRelation.NONE
 
 
 def test_the_name_of_a_place_is_one_for_all_ways_to_write_it(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     amazon = [
         place("s3://b/p"),
@@ -112,11 +119,10 @@ def test_the_name_of_a_place_is_one_for_all_ways_to_write_it(
     ]
     example = [place("s3://b/p", "http://S3.Example/"), place("s3://b/p", "https://s3.example.")]
     other = [place("s3://b/p", "http://127.0.0.1:9001")]
-    local = [Place(tmp_path), Place(f"file://{tmp_path}/."), Place(f"local://{tmp_path}")]
     names = [{PlaceIdentity(one).name for one in group} for group in (amazon, ours, example)]
-    names += [{PlaceIdentity(one).name for one in group} for group in (other, local)]
-    assert [len(group) for group in names] == [1] * 5
-    assert len(set.union(*names)) == 5
+    names.append({PlaceIdentity(one).name for one in other})
+    assert [len(group) for group in names] == [1] * 4
+    assert len(set.union(*names)) == 4
     monkeypatch.setenv("AWS_ENDPOINT_URL", HERE)
     assert PlaceIdentity(place("s3://b/p")).name in names[1]
 
@@ -156,28 +162,6 @@ def test_paths_are_followed_to_what_they_name(tmp_path: Path) -> None:
     assert find_overlap(Place(run), Place(tmp_path / "run2")) is PlaceRelation.NONE
 
 
-def test_a_folder_that_is_mounted_twice_is_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    disk, mounted = tmp_path / "disk", tmp_path / "mounted here"
-    (disk / "runs" / "a").mkdir(parents=True)
-    mounted.mkdir()
-    table = tmp_path / "mountinfo"
-    escaped = str(mounted).replace(" ", "\\040")
-    table.write_text(
-        "22 1 8:1 / / rw - ext4 /dev/sda1 rw\n"
-        f"30 22 8:2 / {disk} rw - ext4 /dev/sdb1 rw\n"
-        f"31 22 8:2 /runs {escaped} rw - ext4 /dev/sdb1 rw\n"
-    )
-    found = place_identity.read_mounts(table)
-    monkeypatch.setattr(place_identity, "read_mounts", lambda: found)
-    out = mounted / "a" / "new"
-    assert find_overlap(Place(out), Place(disk / "runs" / "a")) is PlaceRelation.INSIDE
-    assert find_overlap(Place(disk), Place(out)) is PlaceRelation.AROUND
-    assert find_overlap(Place(mounted), Place(disk / "runs")) is PlaceRelation.SAME
-    assert find_overlap(Place(mounted), Place(tmp_path / "runs")) is PlaceRelation.NONE
-
-
 @pytest.mark.parametrize("name", ["a\u00a0disk", "a\u2028disk", "a\x85disk", "\x1f", "a\\disk"])
 def test_mounts_of_any_name_are_read(name: str, tmp_path: Path) -> None:
     """The system escapes spaces, tabs, newlines and backslashes alone."""
@@ -210,3 +194,44 @@ def test_of_many_places_those_that_overlap_are_found(tmp_path: Path) -> None:
     inside = [(one, two) for one, two, how in find_overlaps(places) if how is PlaceRelation.INSIDE]
     assert (5, 4) in inside
     assert (0, 2) in inside
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_shared"),
+    [
+        ("ext4", True),
+        ("lustre", True),
+        ("", True),
+        ("fuse.fuse-overlayfs", True),
+        ("nfs4", False),
+        ("cifs", False),
+        ("fuse.s3fs", False),
+    ],
+)
+def test_network_file_systems_with_caches_of_their_own_are_not_shared(
+    kind: str, *, is_shared: bool
+) -> None:
+    assert (why_not_shared(kind) == "") == is_shared
+    assert is_shared or kind in why_not_shared(kind)
+
+
+def test_the_ranks_of_one_machine_share_the_cache_of_a_network_file_system() -> None:
+    assert why_not_shared("nfs4", is_one_machine=True) == ""
+    assert "fuse.s3fs" in why_not_shared("fuse.s3fs", is_one_machine=True)
+
+
+def test_the_innermost_mount_tells_the_file_system(tmp_path: Path) -> None:
+    mounts = tmp_path / "mounts"
+    mounts.write_text(
+        "21 1 8:1 / / rw shared:1 - ext4 /dev/sda rw\n"
+        f"22 21 0:9 / {tmp_path} rw - tmpfs tmpfs rw\n"
+        f"23 22 0:7 / {tmp_path}/a\\040b rw,relatime - nfs4 host:/x rw\n"
+        f"24 22 0:7 / {tmp_path}/over rw - nfs4 host:/x rw\n"
+        f"25 22 0:8 / {tmp_path}/over rw - xfs /dev/sdb rw\n"
+    )
+    found = {
+        place: find_filesystem_type(tmp_path / place, mounts=mounts)
+        for place in ("a b/c/not/there", "a", "over/x", "..")
+    }
+    assert found == {"a b/c/not/there": "nfs4", "a": "tmpfs", "over/x": "xfs", "..": "ext4"}
+    assert not find_filesystem_type(tmp_path, mounts=tmp_path / "absent")

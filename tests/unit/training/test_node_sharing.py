@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 import uuid
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from hashlib import blake2b
 
 import numpy as np
@@ -48,7 +48,7 @@ def join() -> Iterator[Join]:
 class Store(MemorySource):
     """Files of a store, and what was read of them."""
 
-    is_distant = True
+    is_remote = True
 
     def __init__(self, data: bytes, version: str = "1") -> None:
         super().__init__({"file": data})
@@ -62,9 +62,6 @@ class Store(MemorySource):
         for wanted, view in reads:
             self.read_into(wanted.path, wanted.start, view)
             self.reads.append(wanted)
-
-    def prefetch(self, ranges: Collection[FileRange]) -> None:
-        """Reads nothing ahead."""
 
     @property
     def bytes_read(self) -> int:

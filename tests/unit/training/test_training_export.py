@@ -32,8 +32,7 @@ from ckptkit.core.errors import (
 from ckptkit.core.index import Fqn
 from ckptkit.options import ConsolidateRequest
 from ckptkit.plan.plan import TensorSpec
-from ckptkit.storage.local.shared_target import SharedTarget
-from ckptkit.storage.local.target import StagedFile
+from ckptkit.storage.local.target import SharedTarget, StagedFile
 from ckptkit.training import Checkpointer, load_into
 from ckptkit.training.export import export as export_attempt
 from ckptkit.training.export.output_plan import (

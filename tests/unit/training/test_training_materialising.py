@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
+import msgspec.structs
 import pytest
 import torch
 from torch import nn
@@ -139,7 +139,7 @@ def test_all_but_the_count_of_steps_lies_where_the_parameter_does(*, fused: bool
 def test_the_padding_of_a_flat_parameters_state_is_zero() -> None:
     flat = nn.Parameter(torch.ones(4))
     slot = whole_layout("weight", torch.ones(3), Replicas(), Replicas())
-    slots = {id(flat): (dataclasses.replace(slot, held=(4,), start=0, sharded=True),)}
+    slots = {id(flat): (msgspec.structs.replace(slot, held=(4,), start=0, sharded=True),)}
     optimizer = SGD([flat], lr=1.0, momentum=0.9)
     torch.use_deterministic_algorithms(True)  # it fills memory that is not initialised
     try:

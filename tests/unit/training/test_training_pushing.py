@@ -24,8 +24,8 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from torch import nn
-from typer.testing import CliRunner
 
 from ckptkit.core.errors import HubError, RefusedError, UsageError
 from ckptkit.hub.secrets import secrets_in
@@ -33,8 +33,7 @@ from ckptkit.runs.push_journal import WATCH_FOLDER
 from ckptkit.training import Checkpointer
 from ckptkit.training.pushing import HubSettings, HubStrategy, Pushing, program_end
 from ckptkit.training.settings import check_options
-from ckptkit_cli._application import make_application
-from tests.hub_models import running_hub
+from ckptkit_cli._program import make_application
 from tests.hub_server import TOKEN, HubServer
 from tests.planted_secrets import SECRETS
 from tests.sampled import sampled
@@ -44,19 +43,12 @@ WAIT = 240
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[HubServer]:
-    with running_hub(xet=False) as hub:
-        yield hub
-
-
 @pytest.fixture
-def hub(server: HubServer, monkeypatch: pytest.MonkeyPatch) -> HubServer:
-    server.clear()
-    settings = {"HF_ENDPOINT": server.url, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+def hub(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> HubServer:
+    settings = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
     for name, value in settings.items():
         monkeypatch.setenv(name, value)
-    return server
+    return hub
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import multiprocessing
 import os
@@ -282,8 +283,6 @@ def test_a_lock_whose_owner_cannot_be_written_is_released(tmp_path: Path) -> Non
 
 
 def test_a_platform_without_locks_has_none(tmp_path: Path) -> None:
-    import dataclasses
-
     able = dataclasses.replace(Disk(), locks=False)
     assert take_run_lock(tmp_path, able) is None
     assert run_is_live(tmp_path, able) is None

@@ -1,0 +1,620 @@
+"""`ckptkit.average`: the mean of several steps, tensor by tensor, without a step in memory.
+
+Each source is planned as a conversion of its own, and the plans are joined: a float of the output
+is computed from those of all sources. Everything else, such as names, files and configuration, is
+that of the last source.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import posixpath
+import shlex
+from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import ExitStack, contextmanager
+from typing import Any, Literal
+
+import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
+from numpy.typing import NDArray
+
+from ckptkit.conversion.prepare import ConversionJob
+from ckptkit.conversion.source.open import OpenedCheckpoint, resolve_path
+from ckptkit.conversion.write import (
+    PlannedOutput,
+    check_destination,
+    choose_settings,
+    estimate_plan,
+)
+from ckptkit.core.arrays import numpy_dtype
+from ckptkit.core.dtypes import BY_NAME
+from ckptkit.core.errors import AmbiguousSourceError, CannotPlanError, RefusedError, UsageError
+from ckptkit.core.index import Fqn, Key, Span
+from ckptkit.core.manifest import LEAF_BYTES
+from ckptkit.engine.casts import Caster
+from ckptkit.engine.kernels import ElementKernel, Operand, Preparations, StoredOperand, recast
+from ckptkit.engine.reader import same_bytes
+from ckptkit.engine.rearranged import ComputedOperand
+from ckptkit.engine.segment_reader import Inputs, SegmentReader
+from ckptkit.engine.values import BLOCK_ELEMENTS, wide_dtype, widen
+from ckptkit.options import matches
+from ckptkit.plan.load_report import AVERAGE
+from ckptkit.plan.plan import (
+    FILLING,
+    SOURCE,
+    Compute,
+    Copy,
+    Demand,
+    Kernel,
+    OutputFile,
+    Preparable,
+    Product,
+    RawCopy,
+    Reading,
+    Segment,
+    SegmentRange,
+    TensorSpec,
+)
+from ckptkit.plan.weight_kinds import is_quantized
+from ckptkit.runs.listing import list_run
+from ckptkit.runs.steps import abandoned
+from ckptkit.storage.places import PathLike, Place, place_of
+
+_FEWEST = 2  # sources
+_TINIEST = float(np.finfo(np.float32).smallest_subnormal)
+_LARGEST = float(np.finfo(np.float32).max)
+# What a worker reads of all sources for one block; the usual kernel reads as much of one.
+_INPUT_BYTES = 4 << 20
+_LEAST_ELEMENTS = 1 << 14
+Array = NDArray[Any]
+
+
+class Weighting(Struct, frozen=True):
+    """How much each source counts; sources are in order, the oldest first.
+
+    Attributes:
+        method: `uniform`, `weights`, or `ema`.
+        weights: For `weights`, the factor of each source; their sum is 1.
+        decay: For `ema`, how much of the average stays with each newer source.
+    """
+
+    method: Literal["uniform", "weights", "ema"] = "uniform"
+    weights: tuple[float, ...] = ()
+    decay: float = 0.0
+
+    @classmethod
+    def from_options(cls, weights: Sequence[float] | None, ema: float | None) -> Weighting:
+        """Reads `--weights` and `--ema`; weights are divided by their sum."""
+        if weights is not None and ema is not None:
+            raise UsageError(
+                "cannot be combined with --weights, which says how much each source counts",
+                where=f"--ema {ema}",
+                hint="leave one of the two out",
+            )
+        if ema is not None:
+            if not 0 < ema < 1:
+                raise UsageError(
+                    f"{ema!r} is not between 0 and 1",
+                    where="--ema",
+                    hint="pass the part of the average that each newer step keeps: --ema 0.9",
+                )
+            return cls("ema", decay=float(ema))
+        if weights is None:
+            return cls()
+        for weight in weights:
+            if not math.isfinite(weight) or weight == 0:
+                raise UsageError(
+                    f"{weight!r} is no weight that changes anything",
+                    where="--weights",
+                    hint="leave the source out, or give it a weight such as 0.5",
+                )
+        return cls("weights", weights=_divide_by_sum(weights))
+
+    def check_count(self, sources: int) -> None:
+        """Refuses weights for another number of sources, and an average of a single one."""
+        if self.method == "weights" and len(self.weights) != sources:
+            raise UsageError(
+                f"number of weights is {len(self.weights)} against {sources} sources",
+                where="--weights",
+                hint="pass one weight for each source, in the same order",
+            )
+        if sources < _FEWEST:
+            raise UsageError(
+                "one source was found where an average needs two",
+                where="SRC",
+                hint="name several steps, or the run with --last 5; `ckptkit consolidate` writes"
+                " the model of one",
+            )
+
+    def share_of(self, number: int, count: int) -> float:
+        """Returns how much a source counts in the end."""
+        if self.method == "uniform":
+            return 1 / count
+        if self.method == "weights":
+            return self.weights[number]
+        return self.decay ** (count - 1 - number) * (1 if number == 0 else 1 - self.decay)
+
+    def combine(self, values: Sequence[Array], total: Array, term: Array) -> None:
+        """Fills `total` with the average of some elements, in the type of `total`.
+
+        Each operation is rounded to that type, in the order of the sources: `uniform` adds them and
+        divides by their number; `weights` adds the products with the weights, rounded to the type;
+        `ema` starts with the first and, for each further `x`, becomes
+        `decay * total + (1 - decay) * x`.
+        """
+        kind = total.dtype.type
+        widen(values[0], total)
+        if self.method == "weights":
+            total *= kind(self.weights[0])
+        for number, further in enumerate(values[1:], 1):
+            widened = further
+            if further.dtype != term.dtype:
+                widen(further, term)
+                widened = term
+            if self.method == "weights":
+                widened = np.multiply(widened, kind(self.weights[number]), out=term)
+            elif self.method == "ema":
+                total *= kind(self.decay)
+                widened = np.multiply(widened, kind(1 - self.decay), out=term)
+            total += widened
+        if self.method == "uniform":
+            total /= kind(len(values))
+
+
+def _divide_by_sum(weights: Sequence[float]) -> tuple[float, ...]:
+    hint = "pass weights such as 0.5,0.3,0.2; some can be negative"
+    try:
+        total = math.fsum(weights)
+    except OverflowError:
+        total = math.inf
+    if not 0 < total < math.inf:
+        raise UsageError(
+            f"the sum of all weights is {total:g}, by which they are divided; expected more than 0,"
+            " and a finite number",
+            where="--weights",
+            hint=hint,
+        )
+    shares = tuple(weight / total for weight in weights)
+    for weight, share in zip(weights, shares, strict=True):
+        if not _TINIEST <= abs(share) <= _LARGEST:
+            raise UsageError(
+                f"{weight!r}, divided by the sum of all weights, {total:g}, is {share:g}; expected"
+                f" from {_TINIEST:g} to {_LARGEST:g}, so that it is a number in float32 too",
+                where="--weights",
+                hint=hint,
+            )
+    return shares
+
+
+class AverageKernel(ElementKernel, Struct, frozen=True):
+    """Averages tensors of floats, in the widest type that one of them needs, and rounds once."""
+
+    operands: tuple[Operand, ...]
+    weighting: Weighting
+
+    def demands(self, _out: TensorSpec, block: Span) -> tuple[Demand, ...]:
+        """Returns what is read of all sources."""
+        return tuple(demand for operand in self.operands for demand in operand.demands(block))
+
+    def run(self, out: TensorSpec, block: Span, inputs: Sequence[Array], target: Array) -> None:
+        """Averages one block, in parts that stay in the processor's cache."""
+        values, at = [], 0
+        for operand in self.operands:
+            count = len(operand.demands(block))
+            values.append(operand.values(block, inputs[at : at + count]))
+            at += count
+        types = (wide_dtype(operand.dtype) for operand in self.operands)
+        wide = max(types, key=lambda dtype: dtype.itemsize)
+        caster = Caster(BY_NAME[wide.name], out.dtype)
+        memory = np.empty((2, min(BLOCK_ELEMENTS, target.size)), wide)
+        for start in range(0, target.size, BLOCK_ELEMENTS):
+            part = slice(start, min(start + BLOCK_ELEMENTS, target.size))
+            total, term = memory[:, : part.stop - start]
+            with np.errstate(all="ignore"):
+                self.weighting.combine([own[part] for own in values], total, term)
+            if wide == numpy_dtype(out.dtype):
+                # A cast makes one NaN of all; without one, they are as the processor has made them.
+                total[np.isnan(total)] = np.nan
+            where = f"tensor {out.name!r}"
+            caster.cast_all(total, target[part], where=where, block_start=block.start + start)
+
+
+def _operand_of(product: Product, reading: Reading | None = None) -> Operand:
+    body, spec = product.body, product.spec
+    if isinstance(body, Copy):
+        return StoredOperand(body.origin, body.key, spec.dtype)
+    kernel = body.kernel
+    if isinstance(kernel, Preparable):
+        assert reading is not None  # noqa: S101  it is read in `prepare` only
+        kernel = kernel.prepare(spec, reading)
+    return ComputedOperand(kernel, spec, body.reads)
+
+
+class _PreparableAverage(Struct, frozen=True):
+    """An average of tensors; the kernels of some of them are prepared first."""
+
+    products: tuple[Product, ...]
+    weighting: Weighting
+
+    def prepare(self, _out: TensorSpec, reading: Reading) -> AverageKernel:
+        operands = (_operand_of(product, reading) for product in self.products)
+        return AverageKernel(tuple(operands), self.weighting)
+
+
+def average_products(products: Sequence[Product], weighting: Weighting) -> Compute:
+    """Returns how the average of a tensor is made; the memory does not depend on the sources."""
+    itemsize = max(product.spec.dtype.itemsize for product in products)
+    reads: list[tuple[str, Key]] = []
+    is_prepared = False
+    for product in products:
+        body = product.body
+        reads += [(body.origin, body.key)] if isinstance(body, Copy) else body.reads
+        is_prepared |= isinstance(body, Compute) and isinstance(body.kernel, Preparable)
+    kernel: Kernel | Preparable
+    if is_prepared:
+        kernel = _PreparableAverage(tuple(products), weighting)
+    else:
+        kernel = AverageKernel(tuple(map(_operand_of, products)), weighting)
+    elements = _INPUT_BYTES // (len(products) * itemsize)
+    return Compute(kernel, tuple(dict.fromkeys(reads)), max(_LEAST_ELEMENTS, elements))
+
+
+_LISTED = 3
+_WEIGHTS = (".safetensors", ".bin")
+_SCALES = "float8_e8m0fnu"  # powers of two without a sign
+
+
+class AverageJob(ConversionJob, frozen=True):
+    """An average as values; `src` is the last source, and the other options are for each source.
+
+    Attributes:
+        sources: All sources, the oldest first.
+        weighting: How much each counts.
+        take_last: Patterns of tensors that are taken from the last source as they are.
+    """
+
+    sources: tuple[PathLike, ...] = ()
+    weighting: Weighting = Weighting()
+    take_last: tuple[str, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        job: ConversionJob,
+        sources: Sequence[PathLike],
+        weighting: Weighting,
+        *,
+        last: int | None = None,
+        take_last: Sequence[str] = (),
+    ) -> AverageJob:
+        """Makes the job of an average."""
+        if last is not None:
+            if len(sources) != 1:
+                raise UsageError(
+                    f"takes the newest steps of one run, and {len(sources)} sources are named",
+                    where=f"--last {last}",
+                    hint="name one run, or leave --last out",
+                )
+            sources = find_last_steps(place_of(sources[0]), last)
+        weighting.check_count(len(sources))
+        values = {name: getattr(job, name) for name in ConversionJob.__struct_fields__}
+        values |= {"src": sources[-1], "advice": AVERAGE}
+        return cls(
+            **values, sources=tuple(sources), weighting=weighting, take_last=tuple(take_last)
+        )
+
+    def check_places(self) -> None:
+        """Refuses an output that could not be written, before any work is done."""
+        like = self.request.like
+        for source in self.sources:
+            check_destination(
+                source, self.destination, overwrite=self.overwrite, base=self.base, like=like
+            )
+
+    @contextmanager
+    def plan_output(self) -> Iterator[PlannedOutput]:
+        """Opens all sources, proves that they are alike, and plans the output; writes nothing."""
+        request, is_cast = self.request, self.request.dtype != "keep"
+        values = {name: getattr(self, name) for name in ConversionJob.__struct_fields__}
+        job = ConversionJob(**values)
+        unrounded = replace(job, request=replace(request, dtype="keep"), from_masters=is_cast)
+        with ExitStack() as stack:
+            plans = []
+            for number, source in enumerate(self.sources):
+                origins = f"{SOURCE}-{number}", f"{FILLING}-{number}"
+                own = replace(unrounded, src=source, origins=origins)
+                plans.append(stack.enter_context(own.plan_output()))
+            layout = stack.enter_context(job.plan_output()) if is_cast else plans[-1]
+            yield _Joint(self, plans, layout).plan()
+
+
+def find_last_steps(run: Place, count: int) -> tuple[Place, ...]:
+    """Returns the newest complete steps of a run, the oldest of them first.
+
+    Steps that training went back from do not count.
+    """
+    listing = list_run(run)
+    complete = [step for step in listing.steps if step.complete]
+    series = sorted({step.series for step in complete})
+    if len(series) > 1:
+        listed = " and ".join(f"'{name}N'" for name in series[:_LISTED])
+        raise AmbiguousSourceError(
+            f"holds steps of {len(series)} kinds: {listed}",
+            where=run.location,
+            hint="name the steps one by one, without --last",
+        )
+    left = abandoned(complete)
+    steps = [step for step in complete if step.step not in left]
+    if len(steps) < count:
+        others = len(listing.steps) - len(steps)
+        more = f", and {others:,} that are incomplete, or that training went back from"
+        raise RefusedError(
+            f"{len(steps):,} complete steps were found{more if others else ''}, {count:,} were"
+            " expected",
+            where=run.location,
+            hint=(f"pass --last {len(steps)}; " if steps else "")
+            + f"`ckptkit ls {shlex.quote(run.location)}` lists the steps, and what they lack",
+        )
+    return tuple(run.beside(step.path) for step in steps[-count:])
+
+
+def _digest_module_files(plan: PlannedOutput) -> dict[str, bytes]:
+    """Returns a digest of each weight file that stands in a folder of its own beside the model."""
+    files = {}
+    for file in plan.plan.files:
+        body = file.segments[0].body
+        if "/" in file.path and file.path.endswith(_WEIGHTS) and isinstance(body, RawCopy):
+            data = plan.inputs.folders[body.origin].read(body.path, 0, file.size_bytes)
+            files[file.path] = hashlib.blake2b(data).digest()
+    return files
+
+
+class _Joint:
+    """Joins the plans of all sources."""
+
+    def __init__(
+        self, job: AverageJob, plans: Sequence[PlannedOutput], layout: PlannedOutput
+    ) -> None:
+        """Takes the plan of each source, without casts, and that of the last with its casts."""
+        self._job = job
+        self._plans = plans
+        self._layout = layout
+        self._paths = [plan.checkpoint.path for plan in plans]
+        self._tensors = [
+            {
+                spec.name: Product(spec, segment.body)
+                for _, segment, spec in plan.plan.specs()
+                if isinstance(segment.body, (Copy, Compute))
+            }
+            for plan in plans
+        ]
+
+    def plan(self) -> PlannedOutput:
+        self._check_order()
+        self._check_likeness()
+        self._check_modules()
+        names = self._choose_averaged()
+        self._check_rest(names)
+        job, layout = self._job, self._layout
+        files = tuple(self._fill(file, names) for file in layout.plan.files)
+        plan = replace(layout.plan, files=files)
+        sources = tuple(plan.checkpoint for plan in reversed(self._plans))
+        settings = choose_settings(job.resources, plan, sources=sources, out=job.out)
+        settings = replace(settings, check=job.request.check)
+        read = sum(plan.estimate.bytes_read for plan in self._plans)
+        options: dict[str, Any] = {"average": self._describe_weighting()}
+        if job.take_last:
+            options["take_last"] = list(job.take_last)
+        return replace(
+            layout,
+            sources=sources,
+            plan=plan,
+            inputs=self._inputs(),
+            settings=settings,
+            estimate=estimate_plan(plan, settings, job.out, bytes_read=read),
+            options={**layout.options, **options},
+            facts={**layout.facts, "average": self._describe_sources()},
+        )
+
+    def _inputs(self) -> Inputs:
+        """Returns the origins of all plans, with checksums of their own."""
+        origins = {n: o for plan in self._plans for n, o in plan.inputs.origins.items()}
+        return Inputs(origins, self._layout.inputs.folders).with_own_checksums()
+
+    def _describe_weighting(self) -> dict[str, Any]:
+        weighting = self._job.weighting
+        described: dict[str, Any] = {"method": weighting.method}
+        if weighting.method == "weights":
+            described["weights"] = list(weighting.weights)
+        elif weighting.method == "ema":
+            described["decay"] = weighting.decay
+        return described
+
+    def _describe_sources(self) -> list[dict[str, Any]]:
+        count, share_of = len(self._plans), self._job.weighting.share_of
+        return [
+            {
+                "path": plan.checkpoint.path,
+                "step": plan.checkpoint.index.run.step,
+                "weight": share_of(number, count),
+            }
+            for number, plan in enumerate(self._plans)
+        ]
+
+    def _check_modules(self) -> None:
+        """Refuses weights of modules beside an encoder, unless files hold the same in all."""
+        modules = self._layout.facts.get("modules", ())
+        if modules:
+            raise RefusedError(
+                f"holds weights of modules beside an encoder, in {', '.join(map(repr, modules))},"
+                " which are not averaged",
+                where=self._paths[-1],
+                hint="average the encoder alone: `--strip-prefix 0.model. --exclude '[1-9]*'`",
+            )
+        *others, last = map(_digest_module_files, self._plans)
+        for path, digest in last.items():
+            if any(other.get(path) != digest for other in others):
+                folder = path.partition("/")[0]
+                raise RefusedError(
+                    f"{path!r} is of a module beside the encoder, and differs between the models:"
+                    " it is not averaged",
+                    where=self._paths[-1],
+                    hint=f"average copies of the models without {folder!r}, and these folders"
+                    " apart",
+                )
+
+    def _check_order(self) -> None:
+        held = [_files_of(plan.checkpoint) for plan in self._plans]
+        twice = next(
+            (path for path, own in zip(self._paths, held, strict=True) if held.count(own) > 1), None
+        )
+        if twice is not None:
+            raise UsageError(
+                "the same source is named twice",
+                where=f"SRC {twice}",
+                hint="name it once; --weights says how much it counts",
+            )
+        steps = [plan.checkpoint.index.run.step for plan in self._plans]
+        known = [step for step in steps if step is not None]
+        is_ordered = known == sorted(known) or len(known) < len(steps)
+        if self._job.weighting.method == "ema" and not is_ordered:
+            raise RefusedError(
+                f"the sources are of the steps {', '.join(map(str, steps))}, and the oldest has to"
+                " come first",
+                where="--ema",
+                hint=f"name them in the order of their steps, or the run with --last {len(steps)}",
+            )
+
+    def _check_likeness(self) -> None:
+        """Refuses sources whose tensors differ from the last one's in name, type or shape.
+
+        Floats of other types are averaged where `--dtype` names that of the output.
+        """
+        last, is_cast = self._tensors[-1], self._job.request.dtype != "keep"
+        for path, tensors in zip(self._paths[:-1], self._tensors, strict=False):
+            unlike = [
+                f"{name!r} is {_shown(tensors.get(name))} against {_shown(last.get(name))}"
+                for name in sorted(last.keys() | tensors.keys())
+                if not _is_alike(tensors.get(name), last.get(name), is_cast=is_cast)
+            ]
+            if unlike:
+                more = f"; and {len(unlike) - _LISTED:,} more" if len(unlike) > _LISTED else ""
+                raise CannotPlanError(
+                    f"tensor {'; '.join(unlike[:_LISTED])}{more} in {self._paths[-1]}",
+                    where=path,
+                    hint="an average needs the same tensors, with the same types and shapes, in all"
+                    " sources: leave others out with --exclude, or pass the type of the average"
+                    " with --dtype",
+                )
+
+    def _choose_averaged(self) -> set[Fqn]:
+        """Returns the tensors to average; the others are taken from the last source."""
+        specs = {name: product.spec for name, product in self._tensors[-1].items()}
+        for pattern in self._job.take_last:
+            if not any(matches(name, (pattern,)) for name in specs):
+                raise UsageError(
+                    f"none of {len(specs):,} tensors has such a name, the first is"
+                    f" {next(iter(specs), '')!r}",
+                    where=f"--take-last {pattern}",
+                    hint="patterns must fit whole names, such as '*.running_mean'",
+                )
+        dtypes = {name: spec.dtype for name, spec in specs.items()}
+        filled = self._layout.facts.get("filled", {}).get("tensors", ())  # the same in all sources
+        chosen = set()
+        for name, dtype in dtypes.items():
+            if dtype.kind != "float" or name in filled or matches(name, self._job.take_last):
+                continue
+            if is_quantized(name, dtypes) or dtype.name == _SCALES:
+                raise RefusedError(
+                    f"tensor {name!r} is quantized, or a scale of one that is: an average of packed"
+                    " numbers is none of the weights",
+                    where=self._paths[-1],
+                    hint="average steps that are not quantized, or keep the last with"
+                    f" --take-last '{name}'",
+                )
+            chosen.add(name)
+        return chosen
+
+    def _check_rest(self, averaged: AbstractSet[Fqn]) -> None:
+        """Refuses integers and other tensors without a mean that are not the same in all sources.
+
+        They are read here, and again when they are written.
+        """
+        rest = [
+            name
+            for name in self._tensors[-1]
+            if name not in averaged and not matches(name, self._job.take_last)
+        ]
+        with Preparations() as preparations:
+            reader = SegmentReader(self._inputs(), preparations)
+            for number, path in enumerate(self._paths[:-1]):
+                unlike = [name for name in rest if not self._is_same(name, number, reader)]
+                if unlike:
+                    raise self._unlike_error(path, unlike)
+
+    def _is_same(self, name: Fqn, number: int, reader: SegmentReader) -> bool:
+        """Compares a tensor of one source with that of the last."""
+        products = self._tensors[number][name], self._tensors[-1][name]
+        size = products[0].spec.size_bytes
+        segments = [Segment(0, size, product.body, product.spec) for product in products]
+        views = [memoryview(bytearray(min(size, LEAF_BYTES))) for _ in segments]
+        for start in range(0, size, LEAF_BYTES):
+            stop = min(start + LEAF_BYTES, size)
+            for segment, view in zip(segments, views, strict=True):
+                reader.fill(SegmentRange(0, segment, start, stop), view[: stop - start])
+            if not same_bytes(views[0][: stop - start], views[1][: stop - start]):
+                return False
+        return True
+
+    def _unlike_error(self, path: str, unlike: Sequence[Fqn]) -> RefusedError:
+        dtypes = {name: product.spec.dtype.name for name, product in self._tensors[-1].items()}
+        listed = [f"{name!r} ({dtypes[name]})" for name in unlike[:_LISTED]]
+        listed += [f"{len(unlike) - _LISTED:,} more"] if len(unlike) > _LISTED else []
+        rest, last = ", ".join(listed[:-1]), listed[-1]
+        subject = f"tensors {rest} and {last} have" if rest else f"tensor {last} has"
+        return RefusedError(
+            f"{subject} other elements than in {self._paths[-1]}, and only floats have a mean",
+            where=path,
+            hint=f"take them from the last source with --take-last '{unlike[0]}', or leave them out"
+            " with --exclude; both can be repeated",
+        )
+
+    def _fill(self, file: OutputFile, averaged: AbstractSet[Fqn]) -> OutputFile:
+        return replace(
+            file,
+            segments=tuple(
+                segment
+                if segment.spec is None
+                else replace(segment, body=self._body(segment.spec, averaged))
+                for segment in file.segments
+            ),
+        )
+
+    def _body(self, spec: TensorSpec, averaged: AbstractSet[Fqn]) -> Copy | Compute:
+        if spec.name not in averaged:
+            return recast(self._tensors[-1][spec.name], spec.dtype).body
+        return average_products(
+            [tensors[spec.name] for tensors in self._tensors], self._job.weighting
+        )
+
+
+def _files_of(checkpoint: OpenedCheckpoint) -> set[str]:
+    """Returns where the files are, which a folder and a file in it have in common."""
+    folder = checkpoint.source.location
+    paths = (posixpath.join(folder, file.path) for file in checkpoint.index.files)
+    return set(map(resolve_path, paths))
+
+
+def _is_alike(product: Product | None, last: Product | None, *, is_cast: bool) -> bool:
+    if is_cast and product is not None and last is not None:
+        dtypes = product.spec.dtype, last.spec.dtype
+        if all(dtype.kind == "float" and dtype.itemsize > 1 for dtype in dtypes):
+            return product.spec.shape == last.spec.shape
+    return _shown(product) == _shown(last)
+
+
+def _shown(product: Product | None) -> str:
+    return "absent" if product is None else f"{product.spec.dtype.name} {list(product.spec.shape)}"

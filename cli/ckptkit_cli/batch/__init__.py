@@ -1,1 +1,0 @@
-"""`ckptkit batch`: many jobs, each in a process of its own."""

@@ -1,1 +1,0 @@
-"""`ckptkit delta`, and what other commands show of deltas."""

@@ -1,0 +1,111 @@
+"""`ckptkit prune`: removes the steps of a run that no rule keeps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from ckptkit.core.errors import OutputError
+from ckptkit.core.text import size_text
+from ckptkit.options import BestMode, parse_total
+from ckptkit.storage.locations import place_of
+from ckptkit_cli._options import BEST_MODE, JSON, KEPT, OUTPUT, RETENTION, RUN, SRC_OPTION, STATE
+from ckptkit_cli._output import Output, counted, escaped, exit_unless, table, wrapped
+from ckptkit_cli._program import Option, command
+from ckptkit_cli.ls import RIGHT, find_the_run, step_facts
+
+if TYPE_CHECKING:
+    from ckptkit.runs.pruning import Pruned
+
+
+@command(
+    RUN,
+    *RETENTION,
+    BEST_MODE,
+    Option(
+        "--max-total-size",
+        KEPT,
+        "Remove the oldest steps until all together fit into SIZE, such as 500GB, also those that"
+        " --keep-last and --keep-every name.",
+        "SIZE",
+        parse=partial(parse_total, option="--max-total-size"),
+    ),
+    Option(
+        "--incomplete",
+        KEPT,
+        "Remove incomplete steps too, if a complete one exists and nothing was written to them in"
+        " the last 10 minutes.",
+    ),
+    Option("--dry-run", OUTPUT, "Show what would be removed; remove nothing."),
+    STATE,
+    SRC_OPTION,
+    JSON,
+    order=10,
+)
+def prune(
+    output: Output,
+    run: str,
+    keep_last: int | None,
+    keep_every: int | None,
+    keep_best: str | None,
+    best_mode: BestMode,
+    max_total_size: int | None,
+    *,
+    incomplete: bool,
+    dry_run: bool,
+    state: str | None,
+    src_option: Mapping[str, Any],
+) -> None:
+    """Remove the steps of a run that no rule keeps.
+
+        ckptkit prune runs/llama --keep-last 3 --keep-best eval_loss --dry-run
+        ckptkit prune runs/llama --max-total-size 500GB --incomplete
+
+    A step stays if any rule keeps it. The newest complete step always stays, and so do steps that
+    are being read or pushed, or that the Trainer calls its best, and without --incomplete those
+    that are not complete. If the command is killed, each step is either whole or gone.
+    """
+    from ckptkit.runs.pruning import PruneLimits, prune_run
+    from ckptkit.runs.save_order import Retention
+    from ckptkit_cli._progress import Progress
+
+    retention = Retention(keep_last, keep_every, keep_best, best_mode)
+    place = find_the_run(output, place_of(run, src_option))
+    limits = PruneLimits(incomplete, max_total_size)
+    with Progress(output, "prune") as progress:
+        pruned = prune_run(
+            place,
+            retention,
+            dry_run=dry_run,
+            state=state,
+            limits=limits,
+            listener=progress.listen,
+        )
+    now = time.time()
+    output.document(pruned.to_json(now=now))
+    output.lines(pruned_page(output, pruned, now=now))
+    for failure in pruned.failed:
+        output.warn(f"{failure.step.path} was not removed: {failure.why}")
+    exit_unless(not pruned.failed, OutputError)
+
+
+def pruned_page(output: Output, pruned: Pruned, *, now: float) -> Iterator[str]:
+    """Yields the lines of `ckptkit prune`; a dry run shows the same table."""
+    yield output.styled(escaped(pruned.location), "bold")
+    rows: list[tuple[str, ...]] = [("step", "verdict", "size", "age", "metrics", "why")]
+    removed = "would go" if pruned.dry_run else "removed"
+    verdicts = {"keep": "stays", "remove": removed, "failed": "not removed"}
+    for entry in pruned.steps:
+        step, verdict = entry.step, verdicts[entry.action]
+        rows.append((escaped(step.name), verdict, *step_facts(step, now), escaped(entry.why)))
+    yield from table(rows, width=output.width, right=RIGHT, elastic=(5, 4, 0))
+    for name in pruned.cleared:
+        verb = "would be removed" if pruned.dry_run else "was removed"
+        yield escaped(f"  {name}: the rest of an interrupted removal {verb}")
+    for note in pruned.notes:
+        yield from wrapped(escaped(note), width=output.width)
+    count, size = counted(len(pruned.removed), "step"), size_text(pruned.freed_bytes)
+    verb = "would be removed, which frees" if pruned.dry_run else "removed,"
+    yield f"  {count} {verb} {size}{'' if pruned.dry_run else ' freed'}"

@@ -1,1 +1,0 @@
-"""The commands for the steps of a run."""

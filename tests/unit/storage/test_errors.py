@@ -1,0 +1,116 @@
+"""When a store is asked again, and how errors of its clients are told apart."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+
+from ckptkit.core.errors import (
+    AccessError,
+    MissingFileError,
+    SourceChangedError,
+    StorageError,
+    UsageError,
+)
+from ckptkit.storage.remote.errors import (
+    RetryPolicy,
+    as_input_error,
+    call_with_retries,
+    is_transient,
+)
+
+
+class AnswerError(Exception):
+    """As many clients raise it: with the answer of the server."""
+
+    def __init__(self, status: int, text: str = "no") -> None:
+        super().__init__(text)
+        self.status_code = status
+
+
+class ReadTimeoutError(Exception):
+    """Called as the one of botocore."""
+
+
+class NoCredentialsError(Exception):
+    """Called as the one of botocore."""
+
+
+def caused(error: Exception, by: Exception) -> Exception:
+    error.__cause__ = by
+    return error
+
+
+def test_passing_trouble_is_asked_away_and_waits_double() -> None:
+    waits: list[float] = []
+    answers = iter([AnswerError(503), TimeoutError(), ConnectionResetError(), EOFError(), "here"])
+
+    def ask() -> str:
+        answer = next(answers)
+        if isinstance(answer, Exception):
+            raise answer
+        return str(answer)
+
+    policy = RetryPolicy(first_wait_seconds=1.0, longest_wait_seconds=3.0)
+    wait_before = partial(policy.wait_before, what="it")
+    assert call_with_retries(ask, wait_before, sleep=waits.append) == "here"
+    limits = [1.0, 2.0, 3.0, 3.0]
+    assert all(limit / 2 <= wait <= limit for wait, limit in zip(waits, limits, strict=True))
+
+
+@pytest.mark.parametrize("error", [AnswerError(404), AnswerError(412), FileNotFoundError("x")])
+def test_what_will_not_change_is_asked_once(error: Exception) -> None:
+    asked = []
+
+    def ask() -> None:
+        asked.append(1)
+        raise error
+
+    wait_before = partial(RetryPolicy().wait_before, what="it")
+    with pytest.raises(type(error)):
+        call_with_retries(ask, wait_before, sleep=lambda _: None)
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "transient"),
+    [
+        (AnswerError(500), True),
+        (AnswerError(429), True),
+        (AnswerError(403), False),
+        (caused(OSError(121, "x"), AnswerError(503)), True),
+        (caused(PermissionError("x"), AnswerError(503)), False),
+        (ReadTimeoutError(), True),
+        (caused(OSError("x"), ReadTimeoutError()), True),
+        (OSError(5, "input/output error"), False),
+        (ValueError("x"), False),
+    ],
+)
+def test_passing_trouble_is_told_from_what_stays(error: Exception, transient: bool) -> None:
+    assert is_transient(error) == transient
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (AnswerError(401), AccessError),
+        (PermissionError("x"), AccessError),
+        (NoCredentialsError("x"), AccessError),
+        (AnswerError(404), MissingFileError),
+        (FileNotFoundError("x"), MissingFileError),
+        (AnswerError(412), SourceChangedError),
+        (TypeError("x"), UsageError),
+        (AnswerError(500), StorageError),
+        (OSError("x"), StorageError),
+    ],
+)
+def test_errors_of_clients_become_ours(error: Exception, kind: type[Exception]) -> None:
+    assert type(as_input_error(error, where="s3://b/k", options={})) is kind
+
+
+def test_no_secret_is_in_an_error_that_a_client_wrote() -> None:
+    url = "https://cdn.example/x?X-Amz-Signature=deadbeef&token=t"
+    error = AnswerError(500, f"no answer for my-secret-key from {url}\nsecond line")
+    told = as_input_error(error, where="s3://b/k", options={"a": {"b": "my-secret-key"}})
+    assert str(told) == "s3://b/k: cannot be read: no answer for *** from https://cdn.example/x?…"
