@@ -15,7 +15,12 @@ _MOST_ROWS = 20
 
 def plain_fields(record: Struct) -> dict[str, Any]:
     """Returns the fields of a record as values of JSON, records in it too."""
-    return cast("dict[str, Any]", to_builtins(record, enc_hook=str))  # of subclasses of `str`
+    return cast("dict[str, Any]", to_builtins(record, enc_hook=_plain))
+
+
+def _plain(value: object) -> str:
+    # `str` of a place is the place again.
+    return str.__str__(value) if isinstance(value, str) else str(value)
 
 
 class Facts(NamedTuple):
