@@ -156,7 +156,8 @@ def test_a_writer_that_is_killed_between_link_and_record_costs_that_save_only(
     def command(descriptor: int) -> list[str]:
         words = writer_command(descriptor)
         program = KILLED.format(root=str(ROOT), file=str(mark))
-        words[words.index("-c") + 1] = program
+        paths, at = words[words.index("-c") + 1].partition("; from ")[0], words.index("-c")
+        words[at + 1] = f"{paths}\n{program}"
         return words
 
     model = nn.Sequential(nn.Linear(500, 500), nn.Linear(500, 2))

@@ -92,7 +92,9 @@ class Doom:
 
     def command(self, descriptor: int) -> Sequence[str]:
         command = writer_command(descriptor, 0)
-        command[command.index("-c") + 1] = PROGRAM.format(
+        at = command.index("-c") + 1
+        paths = command[at].partition("; from ")[0]
+        command[at] = f"{paths}\n" + PROGRAM.format(
             root=str(ROOT), call=self.call, act=self.act, request=self.request, kinds=self.kinds
         )
         self.call += self.rising

@@ -102,7 +102,8 @@ class Trouble:
 
         def command(descriptor: int) -> Sequence[str]:
             usual = writer_command(descriptor, 0)
-            usual[usual.index("-c") + 1] = program
+            paths, at = usual[usual.index("-c") + 1].partition("; from ")[0], usual.index("-c")
+            usual[at + 1] = f"{paths}\n{program}"
             return usual
 
         timeouts = partial(WriterTimeouts, command=command)

@@ -186,7 +186,11 @@ class Writer:
         ours, theirs = socket.socketpair()
         command = writer_command(theirs.fileno(), 0)
         if program is not None:
-            command[command.index("-c") + 1] = program
+            paths, at = (
+                command[command.index("-c") + 1].partition("; from ")[0],
+                command.index("-c"),
+            )
+            command[at + 1] = f"{paths}\n{program}"
         kept = (theirs.fileno(),) if descriptor is None else (theirs.fileno(), descriptor)
         self.process = subprocess.Popen(command, pass_fds=kept)
         theirs.close()

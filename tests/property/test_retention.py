@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -14,7 +13,7 @@ from ckptkit.runs.steps import RunStep, abandoned
 METRICS = st.dictionaries(st.sampled_from(["loss", "accuracy"]), st.none() | st.floats())
 STEPS = st.lists(
     st.builds(
-        partial(RunStep),  # whose annotations Hypothesis could not resolve
+        lambda **facts: RunStep(**facts),  # noqa: PLW0108  hides annotations of type checkers
         step=st.integers(0, 60),
         complete=st.booleans(),
         metrics=METRICS,

@@ -55,7 +55,9 @@ class CallDoom(Doom):
 
     def command(self, descriptor: int) -> Sequence[str]:
         command = writer_command(descriptor, 0)
-        command[command.index("-c") + 1] = PROGRAM.format(
+        at = command.index("-c") + 1
+        paths = command[at].partition("; from ")[0]
+        command[at] = f"{paths}\n" + PROGRAM.format(
             root=str(ROOT), kinds=self.kinds, request=self.request, fault=vars(self.fault)
         )
         return command
