@@ -37,19 +37,12 @@ _NESTING = 3  # of the parts of a configuration; real ones nest twice
 
 
 class FolderTexts(Struct, frozen=True, kw_only=True):
-    """The small files of a model folder, parsed; those that are absent are None or empty.
-
-    Attributes:
-        config: `config.json`.
-        generation: `generation_config.json`.
-        tokenizer: `tokenizer.json`.
-        tokenizer_config: `tokenizer_config.json`, with what `special_tokens_map.json` adds.
-        template: The chat template.
-    """
+    """The small files of a model folder, parsed; those that are absent are None or empty."""
 
     config: Document | None = None
     generation: Document | None = None
     tokenizer: Document | None = None
+    # with what `special_tokens_map.json` adds
     tokenizer_config: Document = field(default_factory=dict)
     template: str = ""
 
@@ -71,12 +64,7 @@ TELLING = {
 
 
 def parse_texts(contents: Mapping[str, bytes], where: str = "") -> FolderTexts:
-    """Parses the files of `TELLING`; those but `config.json` that cannot be parsed are left out.
-
-    Args:
-        contents: The contents by name; all other files are ignored.
-        where: The folder, for messages.
-    """
+    """Parses the files of `TELLING`; those but `config.json` that cannot be parsed are left out."""
     parsed: dict[str, dict[str, Any]] = {}
     for name in (GENERATION, TOKENIZER, TOKENIZER_CONFIG, SPECIAL_TOKENS, PROCESSOR_TEMPLATE):
         if name in contents:
@@ -109,13 +97,9 @@ def _default_template(value: object) -> str:
 
 
 class Truth(Struct, frozen=True):
-    """What a folder has to say instead.
+    """What a folder has to say instead."""
 
-    Attributes:
-        changed: The files with another content, or that are new, by name.
-        notes: What was put right, and what is not.
-    """
-
+    # files with another content, or that are new, by name
     changed: Mapping[str, bytes] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
@@ -140,15 +124,7 @@ def tell_truth(
 ) -> Truth:
     """Compares the files of a folder with each other, with its tensors, and with the base.
 
-    Args:
-        folder: The folder, as it would be written.
-        base: The model that training began from, or None.
-        names: Of the tensors that are written.
-        keep_generation: Whether `generation_config.json` is left as it is.
-        writes: Whether the folder is written; else notes say what it should have.
-
-    Returns:
-        The configurations to write, and notes for the user.
+    Without `writes`, notes say what the folder should have.
     """
     if folder.config is None:
         return Truth()
@@ -489,12 +465,7 @@ def find_unkept_promises(config: Document, names: Iterable[str]) -> Iterator[str
 
 
 def is_for_further_tokens(name: str, layers: int) -> bool:
-    """Returns whether a tensor belongs to layers that predict further tokens.
-
-    Args:
-        name: Of the tensor.
-        layers: How many layers the model has besides them.
-    """
+    """Returns whether a tensor belongs to layers that predict further tokens."""
     match = _LAYER.search(name)
     return bool(_PREDICTING.search(name)) or (match is not None and int(match[1]) >= layers)
 
@@ -506,14 +477,7 @@ _VALUE = re.compile(r"(?:^|\.)(v_head|value_head|score)\.")
 
 
 def describe_lacking(base: str, lacking: Collection[str], config: Document, *, option: str) -> str:
-    """Describes tensors that a base has and an output lacks.
-
-    Args:
-        base: The base, as the user named it.
-        lacking: Their names.
-        config: The configuration of the output.
-        option: What takes them from the base.
-    """
+    """Describes tensors that a base has and an output lacks."""
     ordered = sorted(lacking)
     parts = [part for part in (config, config.get("text_config")) if isinstance(part, Mapping)]
     counts = [part.get("num_hidden_layers") for part in parts]

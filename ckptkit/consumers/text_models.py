@@ -32,12 +32,7 @@ _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def find_text_config(config: Mapping[str, Any], names: Collection[str]) -> dict[str, Any] | None:
-    """Returns the configuration of the text model whose tensors these are; None if they are not.
-
-    Args:
-        config: The configuration of a multimodal model.
-        names: Of the tensors, as training holds them.
-    """
+    """Returns the configuration of the text model whose tensors these are; None if they are not."""
     part = next((config[k] for k in _PARTS if isinstance(config.get(k), Mapping)), None)
     if part is None or not names or any(map(_OF_WHOLE.search, names)):
         return None
@@ -55,16 +50,11 @@ def find_text_config(config: Mapping[str, Any], names: Collection[str]) -> dict[
 def find_class(config: Mapping[str, Any], names: Collection[str]) -> str:
     """Returns the text model whose tensors these are, for a configuration that names no class.
 
-    Args:
-        config: The configuration.
-        names: Of the tensors on disk.
-
-    Returns:
-        The class; empty where others of its type may have these names too: those with an encoder,
-        with another head, or without one.
-
     Source: transformers 5.23, whose only classes with a head named so beside one decoder are those
     of `AutoModelForCausalLM`.
+
+    Empty where others of its type may have these names too: those with an encoder, with another
+    head, or without one.
     """
     kind = config.get("model_type")
     found = find_text_model(kind) if isinstance(kind, str) else ""
@@ -78,15 +68,7 @@ def find_class(config: Mapping[str, Any], names: Collection[str]) -> str:
 
 
 def take_from_whole(config: Mapping[str, Any], names: Collection[str]) -> dict[str, str] | None:
-    """Returns which tensors of a multimodal model are those of its text model; None if none are.
-
-    Args:
-        config: The configuration of the text model.
-        names: Of the tensors of the multimodal model, as training holds them.
-
-    Returns:
-        The names that the text model has, by those in the whole.
-    """
+    """Returns which tensors of a multimodal model are those of its text model; None if none are."""
     kind = config.get("model_type")
     is_text = isinstance(kind, str) and bool(find_text_model(kind))
     is_text = is_text and architecture_of(config).endswith("ForCausalLM")
@@ -105,12 +87,7 @@ def take_from_whole(config: Mapping[str, Any], names: Collection[str]) -> dict[s
 
 
 def place_in_whole(names: Collection[str], base: Collection[str]) -> dict[str, str] | None:
-    """Returns the names of a text model's tensors in the multimodal model; None if none fit.
-
-    Args:
-        names: As the text model has them.
-        base: The names in the files of the multimodal model.
-    """
+    """Returns the names of a text model's tensors in the multimodal model; None if none fit."""
     stems = {name: name.removeprefix(_ROOT) for name in names if name.startswith(_ROOT)}
     first = next(iter(stems.values()), "")
     there = set(base)

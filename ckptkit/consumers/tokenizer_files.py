@@ -62,17 +62,11 @@ _LISTED = 3
 
 
 class TokenizerChange(Struct, frozen=True):
-    """What training changed in a tokenizer whose tokens are those of the base.
+    """What training changed in a tokenizer whose tokens are those of the base."""
 
-    Attributes:
-        settings: Keys of `tokenizer_config.json`, with their new values.
-        template: The new chat template; empty where it is that of the base.
-        parts: The parts of `tokenizer.json` that are written in another way.
-    """
-
-    settings: Mapping[str, Any]
-    template: str
-    parts: tuple[str, ...]
+    settings: Mapping[str, Any]  # of `tokenizer_config.json`, with their new values
+    template: str  # empty where it is that of the base
+    parts: tuple[str, ...]  # of `tokenizer.json` that are written in another way
 
 
 def compare_tokenizers(step: FolderTexts, base: FolderTexts) -> TokenizerChange | str:
@@ -212,8 +206,8 @@ def _listed(value: object) -> list[Any]:
 def read_old_files(contents: Mapping[str, bytes]) -> dict[str, Any] | None:
     """Returns what the files of `OLD_FILES` say of a tokenizer, as `tokenizer.json` would.
 
-    Returns:
-        The parts `model`, without its kind, and `added_tokens`; None where no file names tokens.
+    These are the parts `model`, without its kind, and `added_tokens`; None where no file names
+    tokens.
     """
     documents: dict[str, dict[str, Any]] = {}
     for name in (VOCABULARY, ADDED):
@@ -318,13 +312,7 @@ def _flags(texts: FolderTexts, roles: Collection[object]) -> dict[str, list[bool
 def change_settings(
     name: str, document: Mapping[str, Any], change: TokenizerChange
 ) -> dict[str, Any]:
-    """Returns a configuration of the base's tokenizer with what training changed.
-
-    Args:
-        name: `tokenizer_config.json` or `special_tokens_map.json`.
-        document: Its content.
-        change: What is changed.
-    """
+    """Returns a configuration of the base's tokenizer with what training changed."""
     changed = dict(document)
     if name == SPECIAL_TOKENS:
         changed |= {key: change.settings[key] for key in _ROLES if key in change.settings}

@@ -38,39 +38,18 @@ _Counts = Mapping[tuple[str, int, int], int]  # of layers, by prefix, virtual st
 
 
 class LocalTensor(Struct, frozen=True):
-    """A tensor as one rank has it.
-
-    Attributes:
-        file: The rank's file.
-        name: Its name there.
-        tensor: The tensor.
-        part: Which part of tensor parallelism it is, if the tensor is cut.
-        parts: How many there are.
-        neighbours: The tensors of the same part of the model, by their names in the file.
-    """
+    """A tensor as one rank has it."""
 
     file: ModelFile
     name: str
     tensor: TensorRef
-    part: int
+    part: int  # of tensor parallelism, if the tensor is cut
     parts: int
-    neighbours: Mapping[str, TensorRef]
+    neighbours: Mapping[str, TensorRef]  # of the same part of the model, by their names in the file
 
 
 def collect_tensors(files: ModelFiles, where: str) -> tuple[dict[str, list[LocalTensor]], int]:
-    """Returns what all ranks have of each tensor, by its name in the whole model.
-
-    Args:
-        files: The files of a step.
-        where: The step, for messages.
-
-    Returns:
-        The tensors, and how many states of layers were ignored.
-
-    Raises:
-        FormatError: If ranks of a stage have different tensors, or layers or experts are missing.
-        UnsupportedError: If a value of the model is no plain tensor.
-    """
+    """Returns what all ranks have of each tensor, by its name in the whole model."""
     held: dict[tuple[int, int], dict[str, TensorRef]] = {}  # by file and virtual stage
     ignored = 0
     for number, file in enumerate(files.files):

@@ -51,22 +51,14 @@ class Position(Struct, frozen=True):
 
 
 class Parallelism(Struct, frozen=True):
-    """In how many parts a model was cut, and how.
-
-    Attributes:
-        tensor: Parts of a tensor.
-        pipeline: Stages.
-        expert: Groups of experts.
-        expert_tensor: Parts of a tensor of an expert.
-        layers: How many there are; None if unknown.
-        is_tied: Whether the last stage has a copy of the embeddings; None if unknown.
-    """
+    """In how many parts a model was cut, and how."""
 
     tensor: int
     pipeline: int
-    expert: int
-    expert_tensor: int
-    layers: int | None = None
+    expert: int  # groups of experts
+    expert_tensor: int  # parts of a tensor of an expert
+    layers: int | None = None  # None if unknown
+    # whether the last stage has a copy of the embeddings; None if unknown
     is_tied: bool | None = None
 
     @property
@@ -83,19 +75,12 @@ class Parallelism(Struct, frozen=True):
 
 
 class ModelFile(Struct, frozen=True):
-    """An opened file.
-
-    Attributes:
-        position: Its place.
-        archive: The opened archive.
-        root: The dictionary in it.
-        models: The tensors of each part of the model that this stage has; more than one with
-            virtual stages.
-    """
+    """An opened file."""
 
     position: Position
     archive: TorchArchive
     root: Mapping[Any, Any]
+    # tensors of each part of the model; more than one with virtual stages
     models: Sequence[Mapping[Any, Any]]
 
     @property
@@ -115,19 +100,7 @@ class ModelFiles(Struct, frozen=True):
 def open_files(
     table: ArchiveTable, source: Source, numbers: Mapping[str, Sequence[int]], where: str
 ) -> ModelFiles:
-    """Opens all files of a step.
-
-    Args:
-        table: The opened files.
-        source: The source of the files.
-        numbers: By file the numbers in the name of its folder.
-        where: The step, for messages.
-
-    Raises:
-        MissingFileError: If a rank's file is not there.
-        FormatError: If files are of two steps, or of runs of other sizes.
-        UnsupportedError: If the model is of Megatron-LM before Megatron-Core.
-    """
+    """Opens all files of a step."""
     opened = [(path, table.open(source, path, TRAINING_VALUES)) for path in numbers]
     roots = [(archive, archive.dictionary().values) for _, archive in opened]
     arguments = find_arguments(roots[0][1])

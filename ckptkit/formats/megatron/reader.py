@@ -103,12 +103,7 @@ class _Assembly(Struct):
     replicas: list[tuple[str, LocalTensor, LocalTensor]] = field(default_factory=list)
 
     def add(self, name: str, tensors: Sequence[LocalTensor]) -> None:
-        """Adds a tensor.
-
-        Args:
-            name: Its name in the whole model.
-            tensors: What the ranks have of it.
-        """
+        """Adds a tensor."""
         first = tensors[0]
         for local in tensors:
             same = first.tensor.dtype, first.tensor.shape
@@ -220,11 +215,7 @@ class _Assembly(Struct):
         )
 
     def _compare(self) -> tuple[list[Problem], int]:
-        """Compares copies of tensors that several ranks have.
-
-        Returns:
-            The problems, and how many copies were not compared.
-        """
+        """Compares copies of tensors that several ranks have."""
         pairs = [
             (
                 StoredTensor(kept.file.archive, kept.tensor),

@@ -52,13 +52,7 @@ def find_cut(name: str) -> Cut | None:
 
 
 def is_gated(name: str, tensors: Mapping[str, TensorRef], *, where: str) -> bool:
-    """Returns whether the rows of a `linear_fc1` are those of a gate and of an up projection.
-
-    Args:
-        name: The weight or the bias of the layer.
-        tensors: The tensors of the same rank.
-        where: The rank's file, for messages.
-    """
+    """Returns whether the rows of a `linear_fc1` are those of a gate and of an up projection."""
     base = name[: name.rindex(_FC1)]
     shape, outer = tensors[name].shape, _shape_of(tensors, base + _FC2)
     if shape and len(outer) == _MATRIX and shape[0] in {outer[1], 2 * outer[1]}:
@@ -77,13 +71,6 @@ def has_whole_rows(
 
     They are the columns of the up projection, and for keys and values those of the rotary
     embedding besides.
-
-    Args:
-        name: The weight of the down projection.
-        tensors: The tensors of the same rank.
-        parts: The ranks of tensor parallelism.
-        rotary: The size of the rotary embedding of a head, or None.
-        where: The rank's file, for messages.
     """
     up = name.replace("_down_proj", "_up_proj")
     shape, outer = tensors[name].shape, _shape_of(tensors, up)

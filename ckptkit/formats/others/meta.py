@@ -146,23 +146,14 @@ def _rank_of(path: str) -> int:
 
 
 class _Sizes(Struct, frozen=True):
-    """What `params.json` says, in elements.
-
-    Attributes:
-        hidden: The width of the model.
-        layers: How many layers it has.
-        heads: How many query heads.
-        groups: How many heads of keys and of values.
-        head: The width of a head.
-        words: The size of the vocabulary; -1 where it is not said.
-    """
+    """What `params.json` says, in elements."""
 
     hidden: int
     layers: int
     heads: int
-    groups: int
-    head: int
-    words: int
+    groups: int  # heads of keys and of values
+    head: int  # the width of a head
+    words: int  # the size of the vocabulary; -1 where it is not said
 
     @classmethod
     def read(cls, source: Source, path: str) -> _Sizes:
@@ -218,14 +209,7 @@ class _Sizes(Struct, frozen=True):
 
 
 def _check(shapes: Mapping[str, Shape], sizes: _Sizes, count: int, where: str) -> None:
-    """Refuses whole tensors that do not fit `params.json`; other names than Meta's are left alone.
-
-    Args:
-        shapes: Shapes by name.
-        sizes: What `params.json` says.
-        count: The number of files.
-        where: The checkpoint, for messages.
-    """
+    """Refuses whole tensors that do not fit `params.json`, but for names that are not Meta's."""
     layers = set()
     for name, shape in shapes.items():
         found = _NAME.fullmatch(name)

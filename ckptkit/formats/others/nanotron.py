@@ -147,21 +147,13 @@ class NanotronReader:
 
 
 class _StepFacts(Struct, frozen=True):
-    """What the files beside the parameters say.
-
-    Attributes:
-        where: The folder of the step, for messages.
-        version: Version of the format.
-        sizes: Ranks along each dimension; some may be unknown.
-        step: The last training step, or None.
-        model: The configuration of the model; empty if it is not there.
-    """
+    """What the files beside the parameters say."""
 
     where: str
     version: str
-    sizes: Mapping[str, int]
-    step: int | None
-    model: Mapping[str, Any]
+    sizes: Mapping[str, int]  # ranks along each dimension; some may be unknown
+    step: int | None  # the last training step
+    model: Mapping[str, Any]  # its configuration; empty if it is not there
 
     @classmethod
     def read(cls, source: Source, candidate: Candidate) -> _StepFacts:

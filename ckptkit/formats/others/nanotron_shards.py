@@ -53,31 +53,19 @@ _SIZE = re.compile(r"(?:np\.int\d+\((\d{1,18})\)|(\d{1,18}))")
 
 
 class _Shard(Struct, frozen=True):
-    """What one file has of a parameter.
-
-    Attributes:
-        path: The file.
-        stored: The tensor in it.
-        ranks: By kind of rank, the rank and their number; empty for a whole parameter.
-        shape: The shape of the whole parameter.
-        pairs: The boxes of the stored tensor, and those of the whole one, which they are.
-    """
+    """What one file has of a parameter."""
 
     path: str
     stored: HeaderTensor
+    # by kind of rank, the rank and their number; empty for a whole parameter
     ranks: Mapping[str, tuple[int, int]]
-    shape: Shape
+    shape: Shape  # of the whole parameter
+    # boxes of the stored tensor, and those of the whole one that they are
     pairs: tuple[tuple[Box, Box], ...]
 
 
 class ShardTable:
-    """The files of all parameters.
-
-    Attributes:
-        files: Every file, in the order of `records`.
-        records: The bytes of the one tensor of each.
-        sizes: Numbers of ranks, by dimension, as the names of files have them.
-    """
+    """The files of all parameters."""
 
     def __init__(self, source: Source, version: str, sizes: Mapping[str, int]) -> None:
         """Begins with the version of the format, and the sizes that are known."""
@@ -87,7 +75,8 @@ class ShardTable:
         self._by_name: dict[str, list[_Shard]] = defaultdict(list)
         self._positions: dict[str, int] = {}
         self.files: list[FileRef] = []
-        self.records: list[Record] = []
+        self.records: list[Record] = []  # the bytes of the one tensor of each file
+        # numbers of ranks, by dimension, as the names of files have them
         self.sizes: dict[str, int] = {}
 
     def add(self, path: str, inside: str) -> None:
@@ -220,9 +209,7 @@ def _first_of(place: Box | Span) -> str:
 def _parse_path(inside: str, where: str) -> tuple[str, dict[str, tuple[int, int]]]:
     """Returns the parameter of a file, and its ranks.
 
-    Args:
-        inside: The path in the folder of the step; its folders below `model` are of the name.
-        where: The file, for messages.
+    Folders below `model` are of the name.
     """
     _, *folders, file = inside.split("/")
     match = _FILE.fullmatch(file)

@@ -92,19 +92,12 @@ _EXPERIMENTAL = "torch.distributed.checkpoint's experimental checkpointer"
 
 
 class Sharding(Struct, frozen=True):
-    """The distribution of a tensor over a mesh of ranks.
+    """The distribution of a tensor over a mesh of ranks."""
 
-    Attributes:
-        shape: Of the whole tensor.
-        ranks: The ranks of the mesh, row-major.
-        mesh: Sizes of its dimensions.
-        placements: One for each dimension of the mesh.
-    """
-
-    shape: Shape
-    ranks: tuple[int, ...]
+    shape: Shape  # of the whole tensor
+    ranks: tuple[int, ...]  # of the mesh, row-major
     mesh: Shape
-    placements: tuple[Placement, ...]
+    placements: tuple[Placement, ...]  # one for each dimension of the mesh
 
 
 class ItemFile(Struct, frozen=True):
@@ -115,15 +108,10 @@ class ItemFile(Struct, frozen=True):
 
 
 class ShardedItem(Struct, frozen=True):
-    """An item of the state, such as the model.
+    """An item of the state, such as the model."""
 
-    Attributes:
-        files: By rank.
-        tensors: By path of keys.
-    """
-
-    files: Mapping[int, ItemFile]
-    tensors: Mapping[KeyPath, Sharding]
+    files: Mapping[int, ItemFile]  # by rank
+    tensors: Mapping[KeyPath, Sharding]  # by path of keys
 
 
 class ShardingMetadata(Struct, frozen=True):
@@ -273,14 +261,7 @@ class _LocalTensor(Struct, frozen=True):
 
 
 class LocalImages:
-    """Assembles the tensors of safetensors files; each file holds the local ones of a rank.
-
-    Attributes:
-        where: The checkpoint, for messages.
-        files: The opened files.
-        records: One for each local tensor.
-        entries: The whole tensors, by key.
-    """
+    """Assembles the tensors of safetensors files; each file holds the local ones of a rank."""
 
     def __init__(self, source: Source, where: str) -> None:
         self._source = source
@@ -407,12 +388,7 @@ class TorchCheckpointingReader:
 
 
 class _ItemFiles(Struct, frozen=True):
-    """The files of a checkpoint, by item and rank.
-
-    Attributes:
-        archives: Those that `torch.save` wrote.
-        images: Those in safetensors.
-    """
+    """The files of a checkpoint, by item and rank."""
 
     archives: Mapping[str, Mapping[int, str]]
     images: Mapping[str, Mapping[int, str]]

@@ -57,47 +57,31 @@ _LISTED_NAMES = 3  # tensors in a note
 
 
 class MergedTensor(Struct, frozen=True):
-    """A tensor of the whole checkpoint.
+    """A tensor of the whole checkpoint."""
 
-    Attributes:
-        key: Its path in the manifest, with the rank if only that rank has it.
-        path: The same as keys.
-        shape: Its full shape.
-        blocks: Its blocks, each with the rank that lists it; at least one.
-    """
-
-    key: str
-    path: KeyPath
+    key: str  # its path in the manifest, with the rank if only that rank has it
+    path: KeyPath  # the same as keys
     shape: Shape
-    blocks: Sequence[tuple[int, SavedBlock]]
+    blocks: Sequence[tuple[int, SavedBlock]]  # each with the rank that lists it; at least one
 
 
 class MergedManifest(Struct):
-    """The entries of all ranks.
-
-    Attributes:
-        tensors: Every tensor once.
-        values: All other values, by path; those in which a rank differs, below its number.
-        unread: Why tensors of an incomplete state cannot be read, by key.
-        notes: Notes on the ranks' own tensors.
-    """
+    """The entries of all ranks."""
 
     tensors: list[MergedTensor] = field(default_factory=list)
+    # those in which a rank differs, below its number
     values: dict[KeyPath, object] = field(default_factory=dict)
+    # why tensors of an incomplete state cannot be read, by key
     unread: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
 
 class _State(Struct):
-    """The tensors of one object of the application, such as the model.
+    """The tensors of one object of the application, such as the model."""
 
-    Attributes:
-        shared: Sharded and replicated tensors, with the ranks that list them.
-        own: By rank, its own tensors.
-    """
-
+    # sharded and replicated tensors, with the ranks that list them
     shared: dict[str, list[tuple[int, SavedTensor]]] = field(default_factory=dict)
-    own: dict[int, dict[str, SavedTensor]] = field(default_factory=dict)
+    own: dict[int, dict[str, SavedTensor]] = field(default_factory=dict)  # by rank, its own tensors
 
     def first_difference(self) -> str:
         """Returns a tensor in which the ranks' own tensors differ; usually empty."""
@@ -123,12 +107,7 @@ class _State(Struct):
 
 
 def merge_ranks(ranks: Sequence[RankManifest], where: str) -> MergedManifest:
-    """Merges the entries of ranks.
-
-    Args:
-        ranks: The entries of each rank, in order.
-        where: The snapshot, for messages.
-    """
+    """Merges the entries of ranks."""
     merged = MergedManifest()
     for rank, manifest in enumerate(ranks):
         for key, value in manifest.values.items():

@@ -73,34 +73,20 @@ Share = Literal["own", "replicated", "sharded"]
 
 
 class SavedBlock(Struct, frozen=True):
-    """A stored block of a tensor.
-
-    Attributes:
-        box: Its position in the tensor, in elements.
-        location: Its file, relative to the snapshot's folder.
-        dtype: Element type.
-        byte_range: Of the file, if it holds more than this block; None for all of it.
-        is_archive: Whether `torch.save` wrote it; else the file holds the plain values.
-    """
+    """A stored block of a tensor."""
 
     box: Box
-    location: str
+    location: str  # its file, relative to the snapshot's folder
     dtype: DType
-    byte_range: tuple[int, int] | None
-    is_archive: bool
+    byte_range: tuple[int, int] | None  # of the file, if it holds more than this block
+    is_archive: bool  # whether `torch.save` wrote it; else plain values
 
 
 class SavedTensor(Struct, frozen=True):
-    """A tensor as a rank lists it.
-
-    Attributes:
-        share: Whether the tensor is that rank's own, the same on all, or sharded over ranks.
-        shape: Its shape; None if only the blocks of all ranks together determine it.
-        blocks: The blocks that the rank lists.
-    """
+    """A tensor as a rank lists it."""
 
     share: Share
-    shape: Shape | None
+    shape: Shape | None  # None if only the blocks of all ranks together determine it
     blocks: tuple[SavedBlock, ...]
 
 
@@ -111,26 +97,16 @@ class SavedObject(Struct, frozen=True):
 
 
 class RankManifest(Struct, frozen=True):
-    """The entries of one rank, by path without the rank.
-
-    Attributes:
-        tensors: Its tensors.
-        values: Other values: plain ones, and `SavedObject`.
-        key_paths: The path of keys of each entry, with integers distinguished from texts.
-    """
+    """The entries of one rank, by path without the rank."""
 
     tensors: dict[str, SavedTensor] = field(default_factory=dict)
-    values: dict[str, object] = field(default_factory=dict)
+    values: dict[str, object] = field(default_factory=dict)  # plain ones, and `SavedObject`
+    # with integers distinguished from texts
     key_paths: dict[str, KeyPath] = field(default_factory=dict)
 
 
 class SnapshotManifest(Struct, frozen=True):
-    """A checked manifest.
-
-    Attributes:
-        version: Of torchsnapshot.
-        ranks: The entries of each rank.
-    """
+    """A checked manifest."""
 
     version: str
     ranks: tuple[RankManifest, ...]

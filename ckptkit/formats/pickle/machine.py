@@ -98,19 +98,12 @@ class Global(Struct, frozen=True):
 
 
 class InertObject(ByIdentity, Struct, eq=False):
-    """An instance of a class, or what a function returned, represented by its parts.
-
-    Attributes:
-        cls: The class, or the function.
-        args: The arguments.
-        state: The state that BUILD set; None before that.
-        items: What was appended, or keys and values that alternate; None if nothing was.
-    """
+    """An instance of a class, or what a function returned, represented by its parts."""
 
     cls: Global
     args: tuple[object, ...]
-    state: object = None
-    items: list[Any] | None = None
+    state: object = None  # what BUILD set; None before that
+    items: list[Any] | None = None  # what was appended, or keys and values that alternate
 
 
 def class_of(value: InertObject | Global) -> Global:
@@ -194,11 +187,7 @@ class Machine:
         self.running = True
 
     def run(self) -> object:
-        """Executes the pickle.
-
-        Returns:
-            Its value.
-        """
+        """Executes the pickle."""
         value, end = self.run_first()
         if end != len(self.data):
             left = len(self.data) - end
@@ -206,11 +195,7 @@ class Machine:
         return value
 
     def run_first(self) -> tuple[object, int]:
-        """Executes a pickle that other bytes may follow.
-
-        Returns:
-            Its value, and the position after its last byte.
-        """
+        """Executes a pickle that other bytes may follow."""
         data, table, end = self.data, self.table, len(self.data)
         while self.running:
             at = self.at = self.pos

@@ -353,19 +353,15 @@ def parse_pickle(
     of it. Integers have at most 1,024 bytes. Dictionary keys are scalars, short tuples of scalars,
     or compared by identity.
 
-    Args:
-        data: The whole pickle; bytes after its end are refused.
-        allowed: Maps the module and name of globals to values. A callable is called where the
-            pickle calls or instantiates the global, with the pickle's arguments, which it has to
-            check: any number of any of the values above. It may keep no copy of them all, and its
-            time and memory must depend on their number, not on their size. A callable that is only
-            named is represented by a `Global`, as any global that is not here is. Any other value
-            replaces the global.
-        where: The file, for messages.
-        persistent: Maps a persistent id to a value; None where the pickle may contain none.
+    `allowed` maps the module and name of globals to values. A callable is called where the pickle
+    calls or instantiates the global, with the pickle's arguments, which it has to check: any number
+    of any of the values above. It may keep no copy of them all, and its time and memory must depend
+    on their number, not on their size. A callable that is only named is represented by a `Global`,
+    as any global that is not here is. Any other value replaces the global. `persistent` maps a
+    persistent id to a value; it is None where the pickle may contain none.
 
-    Returns:
-        The value. Parsing takes time and memory within a multiple of the length of `data`.
+    Bytes after the pickle's end are refused. Parsing takes time and memory within a multiple of the
+    length of `data`.
     """
     return Machine(data, allowed, OPCODES, where=where, persistent=persistent).run()
 
@@ -377,13 +373,7 @@ def parse_first_pickle(
     where: str,
     persistent: Callable[[object], object] | None,
 ) -> tuple[object, int]:
-    """Parses the pickle at the start of `data`, which other bytes may follow.
-
-    Arguments and errors are those of `parse_pickle`.
-
-    Returns:
-        The value, and the position of the first byte after the pickle.
-    """
+    """Parses the pickle at the start of `data`; also returns the first position after it."""
     return Machine(data, allowed, OPCODES, where=where, persistent=persistent).run_first()
 
 
@@ -395,13 +385,7 @@ def ordered_dict(*args: object) -> InertDict:
 
 
 def walk_values(root: object, *, limit: int, where: str) -> Iterator[tuple[KeyPath, object]]:
-    """Yields the values in nested containers, each with the path of keys to it.
-
-    Args:
-        root: Nested dictionaries, lists and tuples, which may be shared.
-        limit: The largest number of values that is accepted.
-        where: The file, for messages.
-    """
+    """Yields the values in nested containers, at most `limit`, each with the path of keys to it."""
     visited = 0
     waiting: list[tuple[KeyPath, object]] = [((), root)]
     while waiting:

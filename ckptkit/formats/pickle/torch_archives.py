@@ -37,15 +37,10 @@ _LEAST_VALUES = 1 << 16
 
 
 class PickledDict(Struct, frozen=True):
-    """A dictionary of a pickle, whose values are checked when they are read.
-
-    Attributes:
-        values: The dictionary.
-        where: The file and the keys that lead to the dictionary, for messages.
-    """
+    """A dictionary of a pickle, whose values are checked when they are read."""
 
     values: Mapping[Any, Any]
-    where: str
+    where: str  # the file and the keys that lead to the dictionary, for messages
 
     def inner(self, key: str | int) -> PickledDict:
         """Returns the dictionary under a key; an empty one if the key is absent."""
@@ -126,19 +121,11 @@ class StorageExtents(Protocol):
 
 
 class TorchArchive(Struct, frozen=True):
-    """An opened file.
-
-    Attributes:
-        path: Its path, relative to the source.
-        number: Its position among the files of the index.
-        root: The value of its pickle, in which tensors are `TensorRef`s.
-        pickle_bytes: The length of the pickle.
-        archive: The positions of its storages.
-    """
+    """An opened file."""
 
     path: str
-    number: int
-    root: object
+    number: int  # its position among the files of the index
+    root: object  # in which tensors are `TensorRef`s
     pickle_bytes: int
     archive: StorageExtents
 
@@ -172,13 +159,7 @@ class ArchiveTable(Struct):
     def open(
         self, source: Source, path: str, allowed: Mapping[tuple[str, str], object] = ALLOWED
     ) -> TorchArchive:
-        """Opens a file and parses its pickle.
-
-        Args:
-            source: The source of the file.
-            path: The file.
-            allowed: The globals that the pickle may name, as in `parse_pickle`.
-        """
+        """Opens a file and parses its pickle."""
         file = source.stat(path)
         where = posixpath.join(source.location, path)
         root, pickle_bytes, archive = _open(
@@ -263,18 +244,11 @@ def is_legacy(head: bytes) -> bool:
 
 
 class LegacyArchive(Struct, frozen=True):
-    """An opened file of the legacy layout.
-
-    Attributes:
-        read: Returns the bytes `[start, stop)` of the file.
-        storages: The storages that the pickle refers to, by key.
-        starts: The first byte of the elements of each storage.
-        where: The file, for messages.
-    """
+    """An opened file of the legacy layout."""
 
     read: Read
     storages: Mapping[str, StorageRef]
-    starts: Mapping[str, int]
+    starts: Mapping[str, int]  # the first byte of the elements of each storage
     where: str
 
     def extent(self, storage: StorageRef) -> tuple[int, int, None]:
@@ -294,17 +268,7 @@ class LegacyArchive(Struct, frozen=True):
 def open_legacy(
     read: Read, size_bytes: int, allowed: Mapping[tuple[str, str], object], *, where: str
 ) -> tuple[object, int, LegacyArchive]:
-    """Opens a file of the legacy layout and parses its pickles.
-
-    Args:
-        read: Returns the bytes `[start, stop)` of the file.
-        size_bytes: The file's length.
-        allowed: The globals that the pickle may name, as in `parse_pickle`.
-        where: The file, for messages.
-
-    Returns:
-        The object in the file, the length of its pickle, and the positions of its storages.
-    """
+    """Opens a file of the legacy layout and parses its pickles."""
     pickles = _PickleSequence(read, size_bytes, where)
     if pickles.next({}, None) != _MAGIC_NUMBER:
         raise FormatError("does not begin with torch's magic number", where=where)
@@ -359,11 +323,7 @@ class _StorageCollector:
 
 
 class _PickleSequence:
-    """Reads pickles that follow one another, whose lengths are stored nowhere.
-
-    Attributes:
-        at: The first byte of the next one.
-    """
+    """Reads pickles that follow one another, whose lengths are stored nowhere."""
 
     def __init__(self, read: Read, size_bytes: int, where: str) -> None:
         self.at = 0

@@ -34,17 +34,7 @@ class StoredTensor(Struct, frozen=True):
 def find_differing_copies(
     source: Source, table: ArchiveTable, pairs: Sequence[tuple[StoredTensor, StoredTensor]]
 ) -> tuple[list[int], int]:
-    """Compares tensors of equal shapes and element types, pair by pair.
-
-    Args:
-        source: The source of the files.
-        table: The records in them.
-        pairs: The pairs.
-
-    Returns:
-        The positions of the pairs that differ, and how many pairs were too large to be read and
-        have no checksums of their own.
-    """
+    """Compares tensors of equal shapes and element types, pair by pair."""
     differing, unknown = [], []
     for position, (mine, theirs) in enumerate(pairs):
         is_equal = _compare_checksums(table, mine, theirs)

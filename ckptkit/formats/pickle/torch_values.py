@@ -57,17 +57,11 @@ class StorageClass(Struct, frozen=True):
 
 
 class StorageRef(Struct, frozen=True):
-    """A storage that a pickle refers to.
+    """A storage that a pickle refers to."""
 
-    Attributes:
-        key: Its record is `data/<key>`.
-        dtype: Element type, or None for an untyped storage.
-        elements: Number of elements; of bytes for an untyped storage.
-    """
-
-    key: str
-    dtype: DType | None
-    elements: int
+    key: str  # its record is `data/<key>`
+    dtype: DType | None  # None for an untyped storage
+    elements: int  # bytes for an untyped storage
 
     @property
     def size_bytes(self) -> int:
@@ -90,19 +84,12 @@ class TensorRef(Struct, frozen=True):
 
 
 class UnreadTensor(ByIdentity, Struct, frozen=True, eq=False):
-    """A tensor whose elements are not those of one plain storage.
+    """A tensor whose elements are not those of one plain storage."""
 
-    Attributes:
-        kind: What it is, to follow "tensor is".
-        hint: How to get one that can be read.
-        dtype: Element type that it has for its users; None where it is not known.
-        shape: In elements; empty where it is not known.
-    """
-
-    kind: str
-    hint: str
-    dtype: DType | None = None
-    shape: Shape = ()
+    kind: str  # to follow "tensor is"
+    hint: str  # how to get one that can be read
+    dtype: DType | None = None  # that it has for its users; None where it is not known
+    shape: Shape = ()  # empty where it is not known
 
     def error(self, where: str = "") -> UnsupportedError:
         return UnsupportedError(f"tensor is {self.kind}", where=where, hint=self.hint)

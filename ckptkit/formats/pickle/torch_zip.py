@@ -51,13 +51,7 @@ _CRC_BYTES = 4
 
 
 class ArchiveEnds(Struct, frozen=True):
-    """The first and the last bytes of an archive; for a small archive, both are all of it.
-
-    Attributes:
-        size_bytes: The archive's length.
-        head: Its first bytes.
-        tail: Its last bytes.
-    """
+    """The first and the last bytes of an archive; for a small archive, both are all of it."""
 
     size_bytes: int
     head: bytes
@@ -65,12 +59,7 @@ class ArchiveEnds(Struct, frozen=True):
 
     @classmethod
     def of(cls, read: Read, size_bytes: int) -> ArchiveEnds:
-        """Reads both, in one or two reads.
-
-        Args:
-            read: Returns the bytes `[start, stop)` of the archive.
-            size_bytes: The archive's length.
-        """
+        """Reads both, in one or two reads."""
         if size_bytes <= 2 * WINDOW_BYTES:
             whole = read(0, size_bytes)
             return cls(size_bytes, whole, whole)
@@ -102,14 +91,7 @@ class ArchiveTemplate:
     __slots__ = ("_crc_at", "_fixed", "_head", "_mask", "_stop")
 
     def __init__(self, ends: ArchiveEnds, start: int, storage: ZipEntry, free: list[range]) -> None:
-        """Keeps the bytes around the data.
-
-        Args:
-            ends: The ends of the archive.
-            start: First byte of the data; all bytes before it are in the head.
-            storage: The record of the data.
-            free: Positions in the tail that may differ.
-        """
+        """Keeps the bytes around the data."""
         self._head = ends.head[:start]
         self._stop = start + storage.size_bytes
         self._crc_at = storage.crc_at - self._stop
@@ -152,26 +134,15 @@ _TEMPLATES_OF_A_SIZE = 8
 
 
 class Payload(Struct, frozen=True):
-    """The position of the bytes of an archive's only tensor, and how to view them.
+    """The position of the bytes of an archive's only tensor, and how to view them."""
 
-    Attributes:
-        start: First byte of its storage, from the archive's start.
-        stop: First byte after the storage.
-        crc32: Checksum of the whole storage, or None where none was stored.
-        dtype: Element type.
-        shape: Sizes, in elements.
-        strides: Steps between neighbours of each dimension, in elements of the storage.
-        storage_offset: The tensor's first element, in elements from the storage's start.
-        row_major: Whether the elements are stored contiguously in row-major order.
-    """
-
-    start: int
+    start: int  # of its storage, from the archive's start
     stop: int
-    crc32: int | None
+    crc32: int | None  # of the whole storage, or None where none was stored
     dtype: DType
     shape: Shape
-    strides: Shape
-    storage_offset: int
+    strides: Shape  # in elements of the storage
+    storage_offset: int  # in elements
     row_major: bool
 
 
@@ -254,18 +225,11 @@ class TensorCache:
 
 
 class ZipArchive(Struct, frozen=True):
-    """An opened archive: its directory is read and checked, its pickle is not.
-
-    Attributes:
-        read: Returns the bytes `[start, stop)` of the archive.
-        entries: Its records by full name.
-        prefix: The common start of all record names, `/` included.
-        where: The file, for messages.
-    """
+    """An opened archive: its directory is read and checked, its pickle is not."""
 
     read: Read
     entries: Mapping[str, ZipEntry]
-    prefix: str
+    prefix: str  # the common start of all record names, `/` included
     where: str
 
     def pickle(self, *, max_bytes: int = MAX_PICKLE_BYTES) -> bytes:
@@ -311,13 +275,7 @@ class ZipArchive(Struct, frozen=True):
 
 
 def open_archive(read: Read, size_bytes: int, *, where: str) -> ZipArchive:
-    """Opens an archive that is exactly the bytes `[0, size_bytes)`.
-
-    Args:
-        read: Returns the bytes `[start, stop)` of the archive.
-        size_bytes: The archive's length.
-        where: The file, for messages.
-    """
+    """Opens an archive that is exactly the bytes `[0, size_bytes)`."""
     entries = read_directory(read, size_bytes, where=where)
     prefix = next(iter(entries), "").partition("/")[0] + "/"
     if prefix + "constants.pkl" in entries:
@@ -345,12 +303,6 @@ def locate_tensor(
 
     A small archive is read at once, of others the first and the last `WINDOW_BYTES`; more is read
     only where names are longer.
-
-    Args:
-        read: Returns the bytes `[start, stop)` of the archive.
-        size_bytes: The archive's length.
-        where: The file or tensor, for messages.
-        cache: Shared by all archives that are located, so that equal ones are parsed once.
     """
     ends = ArchiveEnds.of(read, size_bytes)
     cache = TensorCache() if cache is None else cache

@@ -44,25 +44,15 @@ _DESCRIPTOR_SIZES = (16, 24)  # with signature; 24 where the sizes are zip64
 
 
 class ZipEntry(Struct, frozen=True):
-    """A record as the directory describes it.
+    """A record as the directory describes it."""
 
-    Attributes:
-        name: The full name, such as `archive/data/0`.
-        header_start: First byte of the local header, from the archive's start.
-        size_bytes: Length of the record's data.
-        crc32: Checksum of the data, or None where the writer did not compute checksums.
-        limit: First byte after the record, its descriptor included.
-        flags: General purpose bits, which the local header has to repeat.
-        crc_at: Position of the checksum in the directory, from the archive's start.
-    """
-
-    name: str
-    header_start: int
+    name: str  # the full name, such as `archive/data/0`
+    header_start: int  # of the local header, from the archive's start
     size_bytes: int
-    crc32: int | None
-    limit: int
-    flags: int
-    crc_at: int
+    crc32: int | None  # None where the writer did not compute checksums
+    limit: int  # first byte after the record, its descriptor included
+    flags: int  # which the local header has to repeat
+    crc_at: int  # position of the checksum in the directory, from the archive's start
 
     @property
     def has_descriptor(self) -> bool:
@@ -71,16 +61,7 @@ class ZipEntry(Struct, frozen=True):
 
 
 def read_directory(read: Read, size_bytes: int, *, where: str) -> Mapping[str, ZipEntry]:
-    """Reads the directory of an archive that is exactly the bytes `[0, size_bytes)`.
-
-    Args:
-        read: Returns the bytes `[start, stop)` of the archive.
-        size_bytes: The archive's length.
-        where: The file, for messages.
-
-    Returns:
-        The records by full name, in their order in the archive.
-    """
+    """Reads the directory of an archive that is exactly the bytes `[0, size_bytes)`."""
     count, directory_start, directory_stop = _read_end(read, size_bytes, where)
     data = read(directory_start, directory_stop)
     rows = _read_rows(data, count, directory_start, where)
@@ -108,16 +89,7 @@ def read_directory(read: Read, size_bytes: int, *, where: str) -> Mapping[str, Z
 
 
 def data_start(read: Read, entry: ZipEntry, *, where: str) -> int:
-    """Finds the first byte of a record's data from its local header.
-
-    Args:
-        read: Returns the bytes `[start, stop)` of the archive.
-        entry: The record.
-        where: The file, for messages.
-
-    Returns:
-        The position from the archive's start; the data ends `entry.size_bytes` later.
-    """
+    """Finds the first byte of a record's data from its local header."""
     name = entry.name.encode()
     stop = entry.header_start + _LOCAL.size + len(name)
     head = read(entry.header_start, stop)
@@ -147,11 +119,7 @@ def data_start(read: Read, entry: ZipEntry, *, where: str) -> int:
 
 
 def _read_end(read: Read, size_bytes: int, where: str) -> tuple[int, int, int]:
-    """Reads the end record, and the zip64 one before it where there is one.
-
-    Returns:
-        The number of entries, and the directory's first byte and the byte after its last.
-    """
+    """Reads the end record, and the zip64 one before it where there is one."""
     if size_bytes < _END.size:
         raise TruncatedFileError(
             f"{size_bytes:,} bytes are fewer than the {_END.size} of an empty zip archive",

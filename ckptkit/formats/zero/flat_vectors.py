@@ -38,37 +38,22 @@ _FLAT = "fp32_flat_groups"
 
 
 class VectorSlice(Struct, frozen=True):
-    """Elements of a parameter that are contiguous in a file.
-
-    Attributes:
-        file: The file.
-        tensor: The flat tensor with the elements.
-        group: Its position among the vectors of the file, 0 if the file has no list of them.
-        first: The first element, counted in that tensor.
-        start: The first element, counted row-major in the parameter.
-        count: The number of elements.
-    """
+    """Elements of a parameter that are contiguous in a file."""
 
     file: ZeroFile
     tensor: TensorRef
-    group: int
-    first: int
-    start: int
+    group: int  # position among the vectors of the file, 0 if it has no list of them
+    first: int  # counted in the tensor
+    start: int  # counted row-major in the parameter
     count: int
 
 
 class FlatParameter(Struct, frozen=True):
-    """A parameter, or its master copy, in slices of flat tensors.
-
-    Attributes:
-        shape: Its full shape.
-        dtype: Element type of the slices.
-        slices: Slices that contain each element exactly once.
-    """
+    """A parameter, or its master copy, in slices of flat tensors."""
 
     shape: Shape
     dtype: DType
-    slices: tuple[VectorSlice, ...]
+    slices: tuple[VectorSlice, ...]  # which contain each element exactly once
 
 
 def make_chunks(table: ArchiveTable, parameter: FlatParameter) -> ChunkTable:
@@ -98,12 +83,7 @@ def read_partition_counts(optimizer: PickledDict) -> set[int]:
 def find_sliced(
     groups: Sequence[Mapping[str, Shape]], ranks: Sequence[tuple[ZeroFile, PickledDict]]
 ) -> dict[str, FlatParameter]:
-    """Finds the master copies of parameters in the vectors of stages 1 and 2.
-
-    Args:
-        groups: The shapes of parameters, group by group.
-        ranks: The files of optimizer states in the order of their ranks, with their states.
-    """
+    """Finds the master copies of parameters in the vectors of stages 1 and 2."""
     slices: dict[str, list[VectorSlice]] = {name: [] for group in groups for name in group}
     for file, state in ranks:
         vectors = state.vectors(_FLAT_SLICES)
@@ -152,12 +132,7 @@ def _parse_slices(vector: TensorRef, mapping: PickledDict) -> Iterator[tuple[str
 def find_partitioned(
     groups: Sequence[Mapping[str, Shape]], ranks: Sequence[tuple[ZeroFile, PickledDict]]
 ) -> dict[str, FlatParameter]:
-    """Finds the master copies of parameters in the vectors of stage 3.
-
-    Args:
-        groups: The shapes of parameters, group by group.
-        ranks: The files of optimizer states in the order of their ranks, with their states.
-    """
+    """Finds the master copies of parameters in the vectors of stage 3."""
     shapes = {name: shape for group in groups for name, shape in group.items()}
     slices: dict[str, list[VectorSlice]] = {name: [] for name in shapes}
     for rank, (file, state) in enumerate(ranks):
@@ -177,11 +152,7 @@ def find_partitioned(
 
 
 class _VectorCursor:
-    """Takes the parts of one parameter after another from the vectors of a rank.
-
-    Attributes:
-        vectors: All of them.
-    """
+    """Takes the parts of one parameter after another from the vectors of a rank."""
 
     def __init__(self, state: PickledDict) -> None:
         self._state = state
@@ -217,11 +188,7 @@ class _VectorCursor:
 
 
 def find_frozen(models: Sequence[ZeroFile]) -> dict[str, FlatParameter]:
-    """Finds the frozen parameters of stage 3; each rank has a part of each.
-
-    Args:
-        models: The files of weights in the order of their ranks.
-    """
+    """Finds the frozen parameters of stage 3; each rank has a part of each."""
     shapes = models[0].content.inner("frozen_param_shapes").shapes()
     frozen: dict[str, FlatParameter] = {}
     for name, shape in shapes.items():
@@ -271,17 +238,11 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 class RankStates(Struct, frozen=True):
-    """The optimizer's states in one rank's file.
-
-    Attributes:
-        file: The file.
-        vectors: The states of each vector, by its position.
-        groups: The parameter groups; empty if the file has none.
-    """
+    """The optimizer's states in one rank's file."""
 
     file: ZeroFile
-    vectors: Mapping[int, PickledDict]
-    groups: Sequence[PickledDict]
+    vectors: Mapping[int, PickledDict]  # the states of each vector, by its position
+    groups: Sequence[PickledDict]  # the parameter groups; empty if the file has none
 
 
 def find_rank_states(file: ZeroFile, state: PickledDict) -> RankStates:
@@ -319,15 +280,7 @@ def collect_states(
     names: Mapping[str, Fqn],
     groups: Sequence[Sequence[str]],
 ) -> ZeroStates:
-    """Collects the states of every trained parameter under its name.
-
-    Args:
-        table: The files.
-        ranks: The states of the ranks.
-        parameters: The master copies of trained parameters, by name.
-        names: The names of parameters in the index, by name in the files.
-        groups: The names of parameters, vector by vector.
-    """
+    """Collects the states of every trained parameter under its name."""
     seen: dict[int, tuple[object, str]] = {}
     for rank in ranks:
         for number, vector in rank.vectors.items():
@@ -366,12 +319,7 @@ def fingerprint_step(file: TorchArchive, value: object) -> object:
 
 
 class _StateCollector:
-    """Makes entries and values of one parameter after another.
-
-    Attributes:
-        entries: The tensors.
-        values: The numbers, by path.
-    """
+    """Makes entries and values of one parameter after another."""
 
     def __init__(self, table: ArchiveTable, ranks: Mapping[str, RankStates]) -> None:
         self.entries: list[TensorEntry] = []
@@ -431,14 +379,7 @@ class _StateCollector:
 def make_state_entry(
     path: KeyPath, like: TensorRef, shape: Shape, chunks: ChunkTable
 ) -> TensorEntry:
-    """Returns the entry of a tensor in an optimizer's state.
-
-    Args:
-        path: `optimizer`, `state`, the parameter's name, and the kind of state.
-        like: A tensor of its element type.
-        shape: Its whole shape.
-        chunks: Its chunks.
-    """
+    """Returns an entry; `path` is `optimizer`, `state`, the parameter's name, the kind of state."""
     membership = Membership(OPTIMIZER, "optimizer", Fqn(join_path(path[1:])))
     return membership.entry(path, like.dtype, shape, chunks)
 

@@ -128,13 +128,6 @@ def drop_older_tags(
     """Drops all tags but the one that `latest` names, where tags are not numbered by step.
 
     Universal checkpoints next to the tags from which they were made are dropped too.
-
-    Args:
-        source: The source of the candidates.
-        candidates: All candidates.
-
-    Returns:
-        The remaining candidates, and notes about the others.
     """
     zero = {candidate.folder for candidate in candidates if candidate.format == ZeroReader.name}
     dropped = [

@@ -85,17 +85,11 @@ _PARTITIONED_STAGE = 3
 
 @dataclass(slots=True)
 class DeepSpeedSave(ABC):
-    """The files of one save.
+    """The files of one save."""
 
-    Attributes:
-        models: The files of weights: of each rank in stage 3, else one.
-        where: The folder, for messages.
-        experts: The files of experts, all of the model's.
-    """
-
-    models: Sequence[ZeroFile]
+    models: Sequence[ZeroFile]  # of each rank in stage 3, else one
     where: str
-    experts: Sequence[ZeroFile] = field(default=(), kw_only=True)
+    experts: Sequence[ZeroFile] = field(default=(), kw_only=True)  # all of the model's
 
     @abstractmethod
     def masters(self) -> Mapping[str, FlatParameter]:
@@ -134,13 +128,9 @@ class DeepSpeedSave(ABC):
 
 @dataclass(slots=True)
 class ZeroSave(DeepSpeedSave):
-    """The files that DeepSpeed itself wrote.
+    """The files that DeepSpeed itself wrote."""
 
-    Attributes:
-        ranks: The files of optimizer states, by rank; none if there are none.
-    """
-
-    ranks: Sequence[ZeroFile]
+    ranks: Sequence[ZeroFile]  # the files of optimizer states, by rank
 
     @property
     def states(self) -> list[PickledDict]:
@@ -211,23 +201,7 @@ class ZeroSave(DeepSpeedSave):
 
 
 class WeightEntries:
-    """The weights of a save as entries of an index, with their master copies.
-
-    Args:
-        table: The opened files.
-        save: Their contents.
-
-    Attributes:
-        entries: The live tensors, then the masters.
-        values: The values of the module's state dict that are not tensors.
-        names: The names of parameters in the index, by their names in the module.
-        masters: The master copies of trained parameters, by name.
-        aliases: Groups of keys that share one storage.
-
-    Raises:
-        FormatError: If the files contradict each other.
-        IncompleteCheckpointError: If a weight is in no file.
-    """
+    """The weights of a save as entries of an index, with their master copies."""
 
     def __init__(self, table: ArchiveTable, save: DeepSpeedSave) -> None:
         self._table = table
@@ -235,7 +209,7 @@ class WeightEntries:
         self.masters = save.masters()
         self._frozen = save.frozen()
         self._shared = read_shared_parameters(save.first)
-        self.values: dict[KeyPath, Any] = {}
+        self.values: dict[KeyPath, Any] = {}  # of the module's state dict that are not tensors
         module = save.first.inner(MODULE)
         whole = save.first.values.get(MODULE)
         if isinstance(whole, InertObject):
@@ -266,6 +240,7 @@ class WeightEntries:
             entry, master = self._entry(name, *stored[name], membership)
             live.append(entry)
             masters += [] if master is None else [master]
+        # in the index, by the names in the module
         self.names = {name: m.name for name, m in zip(names, memberships, strict=True)}
         self.entries = (*live, *masters)
         # DeepSpeed does not distinguish empty tensors, so that they are not known to be tied.
@@ -337,10 +312,7 @@ def _find_expert(
 ) -> dict[str, TensorRef]:
     """Returns the tensors of an expert, whose names have its number among all of its layer.
 
-    Args:
-        file: The expert's file.
-        known: The names that other files have.
-        layers: The shapes of an expert of each layer, by names without the number; it is filled.
+    `layers` has the shapes of an expert of each layer, by names without the number; it is filled.
     """
     layer, number = file.info.expert or (0, 0)
     tensors, shapes = {}, {}
@@ -365,15 +337,7 @@ def _find_expert(
 def make_index(
     name: str, table: ArchiveTable, weights: WeightEntries, states: ZeroStates, run: RunFacts
 ) -> TensorIndex:
-    """Returns the index of weights and of their optimizer's states.
-
-    Args:
-        name: The format.
-        table: The opened files.
-        weights: The weights.
-        states: The states.
-        run: What is known of the run.
-    """
+    """Returns the index of weights and of their optimizer's states."""
     return TensorIndex(
         format=name,
         files=tuple(table.files),
@@ -394,17 +358,11 @@ _PARTITIONED = "optimizer_state_dict"  # only stage 3 leaves this key in the com
 
 
 class ParameterFile(Struct, frozen=True):
-    """The value in a file of a parameter.
-
-    Attributes:
-        file: The file.
-        value: A tensor, or a number for a step that is stored as one.
-        is_vocabulary: Whether rows that padded the vocabulary were removed.
-    """
+    """The value in a file of a parameter."""
 
     file: TorchArchive
-    value: object
-    is_vocabulary: bool = False
+    value: object  # a tensor, or a number for a step that is stored as one
+    is_vocabulary: bool = False  # whether rows that padded the vocabulary were removed
 
     def tensor(self) -> TensorRef:
         if not isinstance(self.value, TensorRef):
@@ -420,16 +378,10 @@ class ParameterFile(Struct, frozen=True):
 
 @dataclass(slots=True)
 class UniversalSave(DeepSpeedSave):
-    """The files of a universal checkpoint.
+    """The files of a universal checkpoint."""
 
-    Attributes:
-        files: The files of each parameter, by its name and by their kind.
-        common: The states that all parameters share.
-        notes: Notes for `inspect`.
-    """
-
-    files: Mapping[str, Mapping[str, ParameterFile]]
-    common: ZeroFile
+    files: Mapping[str, Mapping[str, ParameterFile]]  # by parameter and kind
+    common: ZeroFile  # the states that all parameters share
     notes: list[str] = field(default_factory=list)
 
     @classmethod
@@ -483,12 +435,7 @@ class UniversalSave(DeepSpeedSave):
         return masters
 
     def states(self, table: ArchiveTable, names: Mapping[str, Fqn]) -> ZeroStates:
-        """Collects the states of the optimizer.
-
-        Args:
-            table: The opened files.
-            names: The names of parameters in the index, by name in the files.
-        """
+        """Collects the states of the optimizer."""
         content = self.common.content
         if _PARTITIONED in content.values:
             common = find_rank_states(self.common, content)

@@ -54,20 +54,13 @@ _UNIVERSAL = re.compile(
 
 
 class TagFile(Struct, frozen=True):
-    """A file of a tag, as its name describes it.
-
-    Attributes:
-        path: The file.
-        kind: Whether it holds weights, optimizer states, or the weights of an expert.
-        rank: The data-parallel rank that wrote it; None for the only file of its kind.
-        slice: The slice of tensor parallelism.
-        expert: The number of the layer, among those with experts, and of the expert in it.
-    """
+    """A file of a tag, as its name describes it."""
 
     path: str
     kind: Kind
-    rank: int | None
-    slice: int
+    rank: int | None  # data-parallel; None for the only file of its kind
+    slice: int  # of tensor parallelism
+    # the number of the layer, among those with experts, and of the expert in it
     expert: tuple[int, int] | None = None
 
 
@@ -93,16 +86,10 @@ def find_unsupported_part(path: str) -> str | None:
 
 
 class UniversalFile(Struct, frozen=True):
-    """A file of a universal checkpoint, as its path describes it.
-
-    Attributes:
-        folder: The folder of the checkpoint.
-        parameter: The parameter; empty for the states that all parameters share.
-        kind: Which of the parameter's values it holds.
-    """
+    """A file of a universal checkpoint, as its path describes it."""
 
     folder: str
-    parameter: str
+    parameter: str  # empty for the states that all parameters share
     kind: str
 
 
@@ -125,13 +112,7 @@ _ALLOWED = {**ALLOWED, ("deepspeed.runtime.zero.config", "ZeroStageEnum"): _stag
 
 
 class ZeroFile(Struct, frozen=True):
-    """An opened file.
-
-    Attributes:
-        info: The file's name, parsed.
-        content: The dictionary in its pickle.
-        archive: The opened archive.
-    """
+    """An opened file."""
 
     info: TagFile
     content: PickledDict
@@ -149,12 +130,7 @@ def open_zero_archive(table: ArchiveTable, source: Source, path: str) -> TorchAr
 
 
 def sort_tag_files(paths: Sequence[str], where: str) -> Mapping[Kind, list[TagFile]]:
-    """Sorts the files of a tag into those of weights and of optimizer states, by rank.
-
-    Args:
-        paths: The files of one tag.
-        where: Its folder, for messages.
-    """
+    """Sorts the files of a tag into those of weights and of optimizer states, by rank."""
     parsed = [file for file in map(parse_name, paths) if file is not None]
     has_experts = any(file.kind == "expert" for file in parsed)
     for path in paths:
