@@ -15,8 +15,7 @@ import pytest
 
 import ckptkit
 from ckptkit.core.errors import CkptkitError, InputError, UnsupportedError
-from ckptkit.formats.pickle.torch_zip import locate_tensor, open_archive
-from ckptkit.formats.pickle.zip_directory import read_directory
+from ckptkit.formats.pickle.torch_zip import locate_tensor, open_archive, read_directory
 from tests.campaigns.fuzz.archive_targets import TENSOR
 from tests.campaigns.fuzz.mutation import pack_archive
 from tests.campaigns.fuzz.seeds import strict

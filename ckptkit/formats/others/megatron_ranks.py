@@ -55,8 +55,7 @@ from ckptkit.formats.dcp.megatron import compare_iterations, find_arguments, is_
 from ckptkit.formats.parsing import COPY_BACK, MIXED_SAVES, TWO_SAVES, is_count, list_first
 from ckptkit.formats.pickle.machine import InertObject, class_of
 from ckptkit.formats.pickle.objects import find_unread
-from ckptkit.formats.pickle.torch_archives import ArchiveTable, TorchArchive
-from ckptkit.formats.pickle.torch_copies import StoredTensor, find_differing_copies
+from ckptkit.formats.pickle.torch_archives import ArchiveTable, TorchArchive, find_differing_copies
 from ckptkit.formats.pickle.torch_values import TensorRef
 from ckptkit.formats.trees import EXTRA_STATE, TRAINING_VALUES, classify, describe_objects_in
 from ckptkit.storage.base import Source
@@ -721,10 +720,7 @@ def _compare(
 ) -> tuple[Sequence[Problem], int]:
     """Compares copies of tensors that several ranks have; also counts those that are too large."""
     pairs = [
-        (
-            StoredTensor(kept.file.archive, kept.tensor),
-            StoredTensor(other.file.archive, other.tensor),
-        )
+        ((kept.file.archive, kept.tensor), (other.file.archive, other.tensor))
         for _, kept, other in replicas
     ]
     differing, unread = find_differing_copies(source, table, pairs)

@@ -50,8 +50,7 @@ from ckptkit.formats.parsing import (
     refuse_missing_ranks,
     stat_or_missing,
 )
-from ckptkit.formats.pickle.torch_archives import ArchiveTable, TorchArchive
-from ckptkit.formats.pickle.torch_copies import StoredTensor, find_differing_copies
+from ckptkit.formats.pickle.torch_archives import ArchiveTable, TorchArchive, find_differing_copies
 from ckptkit.formats.pickle.torch_values import TensorRef
 from ckptkit.formats.torch_files import TorchFileReader
 from ckptkit.formats.trees import TRAINING_VALUES, classify
@@ -311,9 +310,9 @@ class _RankFiles(Struct):
     def _refuse_differing_copies(self) -> None:
         """Refuses tensors that two ranks should have in common, and do not."""
 
-        def find(name: str, rank: int) -> StoredTensor:
+        def find(name: str, rank: int) -> tuple[TorchArchive, TensorRef]:
             archive, tensors = self._files[rank]
-            return StoredTensor(archive, tensors[name])
+            return archive, tensors[name]
 
         pairs = [(find(name, owner), find(name, rank)) for name, owner, rank in self._copies]
         differing, unread = find_differing_copies(self.source, self.table, pairs)

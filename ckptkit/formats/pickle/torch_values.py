@@ -358,32 +358,23 @@ def _deque(*args: object) -> InertDeque | InertObject:
 
 # Classes and functions whose instances are values, and no objects of other code. Below protocol 3
 # (torch.save uses 2) `int` is called `long`, and `str` `unicode`.
+_TYPES = "set frozenset bytearray complex slice list dict tuple int float str bool object type"
+_PATHS = "Path PosixPath WindowsPath PurePosixPath PureWindowsPath"
 VALUE_CLASSES = frozenset(
-    {
-        *(("__builtin__", n) for n in ("set", "frozenset", "bytearray", "complex", "slice")),
-        *(("__builtin__", n) for n in ("xrange", "list", "dict", "tuple", "int", "float", "str")),
-        *(("__builtin__", n) for n in ("long", "unicode", "bool", "object", "type")),
-        *(("builtins", n) for n in ("set", "frozenset", "bytearray", "complex", "slice", "range")),
-        *(("builtins", n) for n in ("list", "dict", "tuple", "int", "float", "str", "bool")),
-        *(("builtins", n) for n in ("object", "type")),
+    (module, name)
+    for modules, names in (
+        ("builtins __builtin__", _TYPES),
+        ("builtins", "range"),
+        ("__builtin__", "xrange long unicode"),
         ("argparse", "Namespace"),
         ("types", "SimpleNamespace"),
         ("collections", "Counter"),
-        *(("datetime", n) for n in ("date", "datetime", "time", "timedelta", "timezone")),
+        ("datetime", "date datetime time timedelta timezone"),
         ("decimal", "Decimal"),
         ("fractions", "Fraction"),
-        *(
-            (module, n)
-            for module in ("pathlib", "pathlib._local")
-            for n in ("Path", "PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
-        ),
-        ("numpy", "dtype"),
-        ("numpy", "ndarray"),
-        *(
-            (f"numpy.{core}.multiarray", n)
-            for core in ("core", "_core")
-            for n in ("scalar", "_reconstruct")
-        ),
+        ("pathlib pathlib._local", _PATHS),
+        ("numpy", "dtype ndarray"),
+        ("numpy.core.multiarray numpy._core.multiarray", "scalar _reconstruct"),
         ("torch", "device"),
         ("torch.serialization", "_get_layout"),
         ("torch.torch_version", "TorchVersion"),
@@ -391,9 +382,10 @@ VALUE_CLASSES = frozenset(
         ("omegaconf.listconfig", "ListConfig"),
         ("_io", "BytesIO"),
         ("signal", "Signals"),
-        ("uuid", "UUID"),
-        ("uuid", "SafeUUID"),
-    }
+        ("uuid", "UUID SafeUUID"),
+    )
+    for module in modules.split()
+    for name in names.split()
 )
 _TENSOR_GLOBALS: dict[tuple[str, str], object] = {
     ("torch._utils", "_rebuild_tensor_v2"): rebuild_tensor_v2,

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ckptkit.core.errors import FormatError, LimitError
-from ckptkit.formats.pickle.zip_directory import ZipEntry, data_start, read_directory
+from ckptkit.formats.pickle.torch_zip import ZipEntry, data_start, read_directory
 
 
 def reader(blob: bytes) -> Callable[[int, int], bytes]:

@@ -12,7 +12,7 @@ import torch
 
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import InputError
-from ckptkit.formats.pickle import torch_zip, zip_directory
+from ckptkit.formats.pickle import torch_zip
 from ckptkit.formats.pickle.torch_zip import Payload, TensorCache, locate_tensor
 from ckptkit.training.save.file_layout import archive_of_tensor
 
@@ -50,7 +50,7 @@ def outcome(blob: bytes, cache: TensorCache | None = None) -> object:
 def parsed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Lengths of the archives that were parsed."""
     found: list[int] = []
-    parse = zip_directory.read_directory
+    parse = torch_zip.read_directory
 
     def counted(read: Callable[[int, int], bytes], size_bytes: int, *, where: str) -> object:
         found.append(size_bytes)
