@@ -16,9 +16,13 @@ from typing import Any
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from ckptkit.consumers.class_facts import caches_by_default, find_text_model, generation_of
+from ckptkit.consumers.class_facts import (
+    caches_by_default,
+    find_class,
+    find_text_model,
+    generation_of,
+)
 from ckptkit.consumers.table import CONFIG, GENERATION
-from ckptkit.consumers.text_models import find_class
 from ckptkit.core.errors import FormatError
 from ckptkit.core.model_configs import (
     CLASS_NAME,
@@ -29,7 +33,7 @@ from ckptkit.core.model_configs import (
     parse_model_config,
     to_json,
 )
-from ckptkit.core.text import Aside, counted
+from ckptkit.core.text import Aside, counted, list_first
 
 Document = Mapping[str, Any]
 _LISTED = 3
@@ -136,7 +140,10 @@ def tell_truth(
     config = _name_class(config, names, notes)
     generation = folder.generation
     if generation is not None and not keep_generation:
-        generation = _undo_training_of_generation(generation, base, notes)
+        stated = {} if base is None or base.generation is None else base.generation
+        if generation.get(_CACHE) is False and stated.get(_CACHE) is not False:
+            generation = {**generation, _CACHE: True}
+            notes.lines.append(f"'use_cache' of {GENERATION} {notes.set_to} true")
     told = replace(folder, config=config, generation=generation)
     generation = _settle_stopping(told, notes, keep=keep_generation)
     notes.lines.extend(_find_lost_tokens(told))
@@ -201,8 +208,10 @@ def _undo_in_part(
 ) -> dict[str, Any]:
     changed = dict(config)
     # A part of the base that states nothing has the defaults of its class; without a base, training
-    # explains it where the model generates at all.
-    usual = _caches_by_default(changed)
+    # explains `use_cache: false` where the model generates at all: the Trainer of Transformers 5
+    # sets it for each model, gradient checkpointing in all versions.
+    kind = changed.get("model_type")
+    usual = isinstance(kind, str) and caches_by_default(kind)
     caches = usual and generates if base is None else base.get(_CACHE, usual) is True
     if changed.get(_CACHE) is False and caches:
         changed[_CACHE] = True
@@ -228,39 +237,17 @@ def _undo_in_part(
             notes.lines.append(
                 f"'{where}{key}' of config.json {notes.set_to} false, as in the base"
             )
-    notes.lines.extend(_dropouts(changed, base or {}, where))
+    for key in filter(_DROPOUT.search, changed):
+        here, there = changed[key], (base or {}).get(key)
+        if {type(here), type(there)} <= {int, float} and here != there:
+            notes.lines.append(
+                f"'{where}{key}' of config.json is {here} against {there} in the base"
+            )
     for key, value in changed.items():
         if isinstance(value, Mapping) and where.count(".") < _NESTING:
             inner = None if base is None else base.get(key)
             part = inner if isinstance(inner, Mapping) else None if base is None else {}
             changed[key] = _undo_in_part(value, part, notes, f"{where}{key}.", generates=generates)
-    return changed
-
-
-def _dropouts(config: Document, base: Document, where: str) -> Iterator[str]:
-    for key in filter(_DROPOUT.search, config):
-        here, there = config[key], base.get(key)
-        if {type(here), type(there)} <= {int, float} and here != there:
-            yield f"'{where}{key}' of config.json is {here} against {there} in the base"
-
-
-def _caches_by_default(config: Document) -> bool:
-    """Returns whether `use_cache: false` is a mark of training.
-
-    The Trainer of Transformers 5 sets it for each model, gradient checkpointing in all versions.
-    """
-    model_type = config.get("model_type")
-    return isinstance(model_type, str) and caches_by_default(model_type)
-
-
-def _undo_training_of_generation(
-    generation: Document, base: FolderTexts | None, notes: _Notes
-) -> dict[str, Any]:
-    changed = dict(generation)
-    stated = {} if base is None or base.generation is None else base.generation
-    if changed.get(_CACHE) is False and stated.get(_CACHE) is not False:
-        changed[_CACHE] = True
-        notes.lines.append(f"'use_cache' of {GENERATION} {notes.set_to} true")
     return changed
 
 
@@ -424,17 +411,13 @@ def _find_lost_tokens(folder: FolderTexts) -> Iterator[str]:
     vocabulary = model.get("vocab") if isinstance(model, Mapping) else None
     whole = vocabulary if isinstance(vocabulary, Mapping) else {}
     written = dict.fromkeys(_SPECIAL.findall(folder.template))
-    split = [t for t in written if t not in known and t not in whole and _looks_special(t)]
+    special = (t for t in written if t.startswith(("<|", "<\uff5c")) or _END_OF_TURN.search(t))
+    split = [token for token in special if token not in known and token not in whole]
     if split:
-        more = f" and {len(split) - _LISTED:,} more" if len(split) > _LISTED else ""
         yield (
-            f"the chat template writes {', '.join(map(repr, split[:_LISTED]))}{more}, for which the"
-            " tokenizer has no token of its own"
+            f"the chat template writes {list_first(split, _LISTED)}, for which the tokenizer has no"
+            " token of its own"
         )
-
-
-def _looks_special(text: str) -> bool:
-    return text.startswith(("<|", "<\uff5c")) or bool(_END_OF_TURN.search(text))
 
 
 _PREDICTING = re.compile(r"(?:^|\.)(?:mtp\w*|nextn\w*)\.")
@@ -455,12 +438,11 @@ def find_unkept_promises(config: Document, names: Iterable[str]) -> Iterator[str
                 continue
             if any(is_for_further_tokens(name, layers) for name in listed):
                 continue
-            what = counted(count, "layer")
+            what, them = counted(count, "layer"), "it" if count == 1 else "them"
             yield (
                 f"'{where}{key}' of config.json promises {what} for further tokens, and no tensor"
-                f" of {'it' if count == 1 else 'them'} is written; --fill-from MODEL takes"
-                f" {'it' if count == 1 else 'them'} from a model that has"
-                f" {'it' if count == 1 else 'them'}"
+                f" of {them} is written; --fill-from MODEL takes {them} from a model that has"
+                f" {them}"
             )
 
 
@@ -488,9 +470,8 @@ def describe_lacking(base: str, lacking: Collection[str], config: Document, *, o
         "a value head": sum(bool(_VALUE.search(name)) for name in ordered),
     }
     said = " and ".join(kind for kind, count in kinds.items() if count)
-    more = f" and {len(ordered) - _LISTED:,} more" if len(ordered) > _LISTED else ""
     return (
         f"{base} has {counted(len(ordered), 'tensor')} that the output lacks"
-        f"{f', of {said}' if said else ''}: {', '.join(map(repr, ordered[:_LISTED]))}{more};"
+        f"{f', of {said}' if said else ''}: {list_first(ordered, _LISTED)};"
         f" {option} takes {'it' if len(ordered) == 1 else 'them'} from there"
     )

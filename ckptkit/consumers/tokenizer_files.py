@@ -25,22 +25,14 @@ from ckptkit.consumers.folder_truth import (
 )
 from ckptkit.core.errors import FormatError
 from ckptkit.core.model_configs import parse_json_object
-from ckptkit.core.text import counted
+from ckptkit.core.text import counted, list_first
 
 VOCABULARY, MERGES, ADDED = "vocab.json", "merges.txt", "added_tokens.json"
 PIECES = "tokenizer.model"
 OLD_FILES = (VOCABULARY, MERGES, ADDED, PIECES)
 """What describes a tokenizer where there is no `tokenizer.json`."""
 
-_ROLES = (
-    "bos_token",
-    "eos_token",
-    "unk_token",
-    "sep_token",
-    "pad_token",
-    "cls_token",
-    "mask_token",
-)
+_ROLES = tuple(f"{role}_token" for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 # What a reader does with texts, and what it does where a configuration says nothing.
 _SETTINGS: Mapping[str, Any] = {
     "add_bos_token": None,
@@ -103,24 +95,18 @@ def compare_tokenizers(step: FolderTexts, base: FolderTexts) -> TokenizerChange 
 
 
 def _describe_tokens(tokens: _Tokens, there: _Tokens, added: set[str]) -> str:
-    known, names = _names(there.vocabulary), _names(tokens.vocabulary)
-    further = [name for name in names if name not in known]
-    lacking = [name for name in known if name not in names]
+    further = [name for name in tokens.vocabulary if name not in there.vocabulary]
+    lacking = [name for name in there.vocabulary if name not in tokens.vocabulary]
     for differing, said in (
         (further, "has {} that the base lacks"),
         (lacking, "lacks {} of the base"),
     ):
         if differing:
-            named = ", ".join(map(repr, differing[:_LISTED]))
-            more = f" and {len(differing) - _LISTED:,} more" if len(differing) > _LISTED else ""
-            return f"it {said.format(counted(len(differing), 'token'))}: {named}{more}"
+            count = counted(len(differing), "token")
+            return f"it {said.format(count)}: {list_first(differing, _LISTED)}"
     if added:
         return f"it splits {', '.join(map(repr, sorted(added)[:_LISTED]))} otherwise"
     return "its tokens have other numbers"
-
-
-def _names(vocabulary: object) -> dict[str, None]:
-    return dict.fromkeys(vocabulary) if isinstance(vocabulary, Mapping) else {}
 
 
 def _changed_settings(
@@ -274,10 +260,7 @@ class _Tokens(Struct, frozen=True):
 def _tokens(tokenizer: Mapping[str, Any]) -> _Tokens:
     model = _mapping(tokenizer.get("model"))
     merges, vocabulary = model.get("merges"), model.get("vocab")
-    pairs = [
-        merge.split(" ", 1) if isinstance(merge, str) else merge
-        for merge in (merges if isinstance(merges, list) else ())
-    ]
+    pairs = [merge.split(" ", 1) if isinstance(merge, str) else merge for merge in _listed(merges)]
     if isinstance(vocabulary, list):  # a Unigram's tokens are numbered in order
         pieces = (
             (n, str(text)) for n, piece in enumerate(vocabulary) for text in _listed(piece)[:1]
@@ -288,8 +271,7 @@ def _tokens(tokenizer: Mapping[str, Any]) -> _Tokens:
 
 def _added(tokenizer: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the numbers of added tokens."""
-    listed = tokenizer.get("added_tokens")
-    tokens = (token for token in (listed if isinstance(listed, list) else ()))
+    tokens = _listed(tokenizer.get("added_tokens"))
     return {token_text(t): t.get("id") for t in tokens if isinstance(t, Mapping)}
 
 
