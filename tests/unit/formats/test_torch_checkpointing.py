@@ -238,8 +238,8 @@ def test_ranks_that_many_meshes_share_are_kept_once(tmp_path: Path) -> None:
     document = {"version": "2.0", "world_size": count, "metadata": {"model": item}}
     (tmp_path / "metadata.pkl").write_bytes(pickle.dumps(document))
     with LocalSource(tmp_path) as source:
-        found = torch_checkpointing.read_sharding_metadata(source, "metadata.pkl")
-    assert len({id(spread.ranks) for spread in found.items["model"].tensors.values()}) == 1
+        _, found = torch_checkpointing.read_sharding_metadata(source, "metadata.pkl")
+    assert len({id(spread.ranks) for spread in found["model"].tensors.values()}) == 1
 
 
 def test_metadata_beyond_all_size_is_not_read(
