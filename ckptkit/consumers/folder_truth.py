@@ -447,7 +447,6 @@ def find_unkept_promises(config: Document, names: Iterable[str]) -> Iterator[str
 
 
 def is_for_further_tokens(name: str, layers: int) -> bool:
-    """Returns whether a tensor belongs to layers that predict further tokens."""
     match = _LAYER.search(name)
     return bool(_PREDICTING.search(name)) or (match is not None and int(match[1]) >= layers)
 
@@ -459,7 +458,6 @@ _VALUE = re.compile(r"(?:^|\.)(v_head|value_head|score)\.")
 
 
 def describe_lacking(base: str, lacking: Collection[str], config: Document, *, option: str) -> str:
-    """Describes tensors that a base has and an output lacks."""
     ordered = sorted(lacking)
     parts = [part for part in (config, config.get("text_config")) if isinstance(part, Mapping)]
     counts = [part.get("num_hidden_layers") for part in parts]

@@ -26,8 +26,6 @@ _WEIGHTS = (".safetensors", ".bin")
 
 
 class SentenceModule(Struct, frozen=True):
-    """A module."""
-
     folder: str  # empty for the root
     prefix: str  # what the names of its tensors begin with in training
     is_model: bool  # whether its tensors are the model that is written at the root
@@ -99,7 +97,6 @@ def find_lacking_modules(listed: Any, taken: Collection[str], files: Collection[
 
 
 def has_router(listed: Any) -> bool:
-    """Returns whether several encoders stand behind a router."""
     return any(kind.endswith(_ROUTERS) for _, _, kind in _read_rows(listed))
 
 

@@ -66,7 +66,6 @@ def is_tokenizer_file(name: str) -> bool:
 
 
 def is_of_tokenizer(name: str) -> bool:
-    """Says whether a file is part of a tokenizer."""
     return _fits(name, (*_TOKENIZER, *_BESIDE_TOKENIZER))
 
 
@@ -200,7 +199,6 @@ def rewrite_side_file(name: str, size_bytes: int, read: Callable[[], bytes]) -> 
 
 
 def drop_auto_map(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a configuration that names no python file."""
     return {key: value for key, value in document.items() if key != _AUTO_MAP}
 
 
@@ -209,7 +207,6 @@ def has_auto_map(document: Mapping[str, Any]) -> bool:
 
 
 def sum_bytes_by_dtype(sizes: Iterable[tuple[DType, int]]) -> dict[DType, int]:
-    """Sums sizes in bytes per element type."""
     total: dict[DType, int] = {}
     for dtype, size_bytes in sizes:
         total[dtype] = total.get(dtype, 0) + size_bytes

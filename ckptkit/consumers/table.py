@@ -35,8 +35,6 @@ def _keeps_nothing(_config: Mapping[str, Any]) -> KeptDtypes:
 
 
 class Consumer(Struct, frozen=True, kw_only=True):
-    """A library that loads an output."""
-
     name: str  # for messages
     library: str = ""  # its name on the Hub; empty where cards say nothing
     stem: str = "model"  # what the names of weight files begin with
@@ -166,7 +164,6 @@ CONSUMERS = (
 def find_consumer(
     config: Mapping[str, Any] | None, files: Collection[str] = (), writer: str = ""
 ) -> Consumer:
-    """Returns the library that loads a folder."""
     if ADAPTER_CONFIG in files:
         return PEFT
     if config is None and f"{DIFFUSERS_LORA.stem}.safetensors" in files:
@@ -196,7 +193,6 @@ def name_model(config: Mapping[str, Any]) -> str:
 
 
 def name_class(consumer: Consumer, document: Mapping[str, Any], *, has_head: bool) -> str:
-    """Returns the class that loads a folder."""
     if consumer is SENTENCE_TRANSFORMERS:
         kind = document.get("model_type")
         return kind if kind in _OF_SENTENCES else _OF_SENTENCES[0]

@@ -270,7 +270,6 @@ def _tokens(tokenizer: Mapping[str, Any]) -> _Tokens:
 
 
 def _added(tokenizer: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the numbers of added tokens."""
     tokens = _listed(tokenizer.get("added_tokens"))
     return {token_text(t): t.get("id") for t in tokens if isinstance(t, Mapping)}
 

@@ -106,7 +106,6 @@ class Parallelism(Struct, frozen=True):
         return math.lcm(self.tensor, self.expert_tensor * self.expert)
 
     def positions(self) -> Iterator[Position]:
-        """Yields the positions of all files, each once."""
         for stage in range(self.pipeline):
             for rank in range(self.period):
                 expert = rank // self.expert_tensor % self.expert
@@ -114,8 +113,6 @@ class Parallelism(Struct, frozen=True):
 
 
 class ModelFile(Struct, frozen=True):
-    """An opened file."""
-
     position: Position
     archive: TorchArchive
     root: Mapping[Any, Any]
@@ -348,8 +345,6 @@ _Counts = Mapping[tuple[str, int, int], int]  # of layers, by prefix, virtual st
 
 
 class LocalTensor(Struct, frozen=True):
-    """A tensor as one rank has it."""
-
     file: ModelFile
     name: str
     tensor: TensorRef
@@ -466,7 +461,6 @@ def _count_layers(
 
 
 def _count_experts(names: Collection[str], file: ModelFile) -> Mapping[str, int]:
-    """Returns how many experts each layer has on a rank."""
     numbers: dict[str, set[int]] = defaultdict(set)
     for match in filter(None, map(_EXPERT.fullmatch, names)):
         numbers[match[1]].add(int(match[2]))

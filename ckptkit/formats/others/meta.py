@@ -79,7 +79,6 @@ class MetaReader:
     name = "meta"
 
     def find(self, paths: Sequence[str]) -> list[Candidate]:
-        """Groups such files by folder."""
         there = set(paths)
         own = [path for path in paths if _FILE.fullmatch(posixpath.basename(path))]
         found = []
@@ -250,7 +249,6 @@ class _RankFiles(Struct):
     _copies: list[tuple[str, int, int]] = field(default_factory=list)
 
     def add(self, archive: TorchArchive) -> None:
-        """Adds the file of the next rank."""
         tensors = {}
         for name, value in archive.dictionary().values.items():
             if not isinstance(name, str) or not isinstance(value, TensorRef):
@@ -279,7 +277,6 @@ class _RankFiles(Struct):
         self._files.append((archive, tensors))
 
     def join(self) -> dict[Key, TensorEntry]:
-        """Returns the whole tensors, by key."""
         self._refuse_equal_files()
         first = self._files[0][1]
         joined = {name: self._join(name, tensor.shape) for name, tensor in first.items()}

@@ -143,7 +143,6 @@ class NanotronReader:
         ]
 
     def read_index(self, source: Source, candidate: Candidate) -> TensorIndex:
-        """Parses the metadata, the configurations and the header of every parameter's file."""
         folder = candidate.folder
         where = posixpath.join(source.location, folder).rstrip("/")
         if posixpath.join(folder, METADATA) not in candidate.files:
@@ -178,8 +177,6 @@ class NanotronReader:
 
 
 class _StepFacts(Struct, frozen=True):
-    """What the files beside the parameters say."""
-
     where: str
     version: str
     sizes: Mapping[str, int]  # ranks along each dimension; some may be unknown
@@ -188,7 +185,6 @@ class _StepFacts(Struct, frozen=True):
 
     @classmethod
     def read(cls, source: Source, candidate: Candidate) -> _StepFacts:
-        """Reads the metadata and, if they are there, the configurations."""
         where = posixpath.join(source.location, candidate.folder).rstrip("/")
         metadata = _read_object(source, posixpath.join(candidate.folder, METADATA))
         version = metadata.get("version")
@@ -267,7 +263,6 @@ class _StepFacts(Struct, frozen=True):
             )
 
     def describe(self, found: Mapping[str, int]) -> RunFacts:
-        """Returns the facts of the run."""
         sizes = {**self.sizes, **found}
         kinds = ("tensor", "pipeline", "context", "data", "expert")
         world_size = None
@@ -342,8 +337,6 @@ _SIZE = re.compile(r"(?:np\.int\d+\((\d{1,18})\)|(\d{1,18}))")
 
 
 class _Shard(Struct, frozen=True):
-    """What one file has of a parameter."""
-
     path: str
     record: int
     stored: HeaderTensor
@@ -355,10 +348,7 @@ class _Shard(Struct, frozen=True):
 
 
 class _ShardTable:
-    """The files of all parameters."""
-
     def __init__(self, source: Source, version: str, sizes: Mapping[str, int]) -> None:
-        """Begins with the version of the format, and the sizes that are known."""
         self._source = source
         self._version = version
         self._known = sizes

@@ -101,8 +101,6 @@ class Sharding(Struct, frozen=True):
 
 
 class ShardedItem(Struct, frozen=True):
-    """An item of the state, such as the model."""
-
     # By rank, the path relative to the checkpoint, and whether it is safetensors.
     files: Mapping[int, tuple[str, bool]]
     tensors: Mapping[KeyPath, Sharding]  # by path of keys
@@ -253,7 +251,6 @@ class LocalImages:
         self.entries: dict[Key, TensorEntry] = {}
 
     def add(self, item: str, sharded: ShardedItem, by_rank: Mapping[int, str]) -> None:
-        """Adds the tensors of an item of the state."""
         tensors = {rank: self._open(rank, path) for rank, path in sorted(by_rank.items())}
         names = {join_path(path): path for path in sharded.tensors}
         for rank, of_rank in tensors.items():

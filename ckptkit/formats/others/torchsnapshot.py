@@ -105,8 +105,6 @@ Share = Literal["own", "replicated", "sharded"]
 
 
 class SavedBlock(Struct, frozen=True):
-    """A stored block of a tensor."""
-
     box: Box
     location: str  # its file, relative to the snapshot's folder
     dtype: DType
@@ -115,8 +113,6 @@ class SavedBlock(Struct, frozen=True):
 
 
 class SavedTensor(Struct, frozen=True):
-    """A tensor as a rank lists it."""
-
     share: Share
     shape: Shape | None  # None if only the blocks of all ranks together determine it
     blocks: tuple[SavedBlock, ...]
@@ -155,8 +151,6 @@ def read_manifest(source: Source, path: str) -> tuple[str, Sequence[RankManifest
 
 
 class _ManifestParser:
-    """Checks the JSON of a manifest."""
-
     def __init__(self, where: str) -> None:
         self._where = where
         self._lists: frozenset[str] = frozenset()
@@ -194,7 +188,6 @@ class _ManifestParser:
         return version, ranks
 
     def _add(self, ranks: tuple[RankManifest, ...], path: str, entry: Mapping[str, Any]) -> None:
-        """Adds one entry to those of its rank."""
         first, _, logical = path.partition("/")
         rank = int(first) if re.fullmatch(r"\d{1,9}", first) else -1
         if not logical or not 0 <= rank < len(ranks):
@@ -340,8 +333,6 @@ _LISTED_NAMES = 3  # tensors in a note
 
 
 class MergedTensor(Struct, frozen=True):
-    """A tensor of the whole checkpoint."""
-
     key: str  # its path in the manifest, with the rank if only that rank has it
     path: KeyPath  # the same as keys
     shape: Shape
@@ -541,8 +532,6 @@ def _make_entry(
 
 
 class _SnapshotFiles:
-    """The files of a snapshot, and the records in them."""
-
     def __init__(self, source: Source, folder: str) -> None:
         self._source = source
         self._folder = folder

@@ -62,21 +62,11 @@ def _pop(machine: Machine) -> None:
 
 
 def _constant(value: object) -> Handler:
-    def handler(machine: Machine) -> None:
-        machine.stack.append(value)
-
-    return handler
+    return lambda machine: machine.stack.append(value)
 
 
 def _unsigned(width: int) -> Handler:
-    def handler(machine: Machine) -> None:
-        machine.stack.append(int.from_bytes(machine.take(width), "little"))
-
-    return handler
-
-
-def _binint(machine: Machine) -> None:
-    machine.stack.append(int.from_bytes(machine.take(4), "little", signed=True))
+    return lambda machine: machine.stack.append(int.from_bytes(machine.take(width), "little"))
 
 
 def _long(width: int) -> Handler:
@@ -95,10 +85,6 @@ def _int_line(machine: Machine) -> None:
     machine.stack.append(line == b"01" if line in {b"00", b"01"} else machine.integer(line))
 
 
-def _long_line(machine: Machine) -> None:
-    machine.stack.append(machine.integer(machine.line().removesuffix(b"L")))
-
-
 def _float_line(machine: Machine) -> None:
     try:
         machine.stack.append(float(machine.line()))
@@ -114,15 +100,8 @@ def _text(width: int, encoding: str = "utf-8") -> Handler:
     return handler
 
 
-def _text_line(machine: Machine) -> None:
-    machine.stack.append(machine.text(machine.line(), "raw-unicode-escape"))
-
-
 def _bytes(width: int) -> Handler:
-    def handler(machine: Machine) -> None:
-        machine.stack.append(machine.take(machine.number(width)))
-
-    return handler
+    return lambda machine: machine.stack.append(machine.take(machine.number(width)))
 
 
 def _tuple_of(count: int) -> Handler:
@@ -163,10 +142,7 @@ def _setitems(machine: Machine) -> None:
 
 
 def _put(width: int) -> Handler:
-    def handler(machine: Machine) -> None:
-        machine.store(machine.number(width))
-
-    return handler
+    return lambda machine: machine.store(machine.number(width))
 
 
 def _get(width: int) -> Handler:
@@ -275,15 +251,21 @@ OPCODES = with_handlers(
         b"\x88": _constant(True),  # noqa: FBT003
         b"\x89": _constant(False),  # noqa: FBT003
         b"I": _int_line,
-        b"L": _long_line,
+        b"L": lambda machine: machine.stack.append(
+            machine.integer(machine.line().removesuffix(b"L"))
+        ),  # LONG
         b"K": _unsigned(1),
         b"M": _unsigned(2),
-        b"J": _binint,
+        b"J": lambda machine: machine.stack.append(
+            int.from_bytes(machine.take(4), "little", signed=True)
+        ),  # BININT
         b"\x8a": _long(1),
         b"\x8b": _long(4),
         b"F": _float_line,
         b"G": lambda machine: machine.stack.append(_FLOAT.unpack(machine.take(8))[0]),  # BINFLOAT
-        b"V": _text_line,
+        b"V": lambda machine: machine.stack.append(
+            machine.text(machine.line(), "raw-unicode-escape")
+        ),  # UNICODE
         b"X": _text(4),
         b"\x8c": _text(1),
         b"\x8d": _text(8),
@@ -309,7 +291,7 @@ OPCODES = with_handlers(
         b"p": lambda machine: machine.store(_slot(machine)),  # PUT
         b"q": _put(1),
         b"r": _put(4),
-        b"\x94": lambda machine: machine.memoize(),
+        b"\x94": Machine.memoize,
         b"g": lambda machine: machine.stack.append(machine.fetch(_slot(machine))),  # GET
         b"h": _get(1),
         b"j": _get(4),

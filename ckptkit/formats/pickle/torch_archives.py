@@ -48,7 +48,6 @@ class PickledDict(Struct, frozen=True):
         return _to_dict(self.values.get(key), f"{self.where}, {key!r}")
 
     def inner_list(self, key: str) -> list[PickledDict]:
-        """Returns the dictionaries in the list under a key; none if the key is absent."""
         where = f"{self.where}, {key!r}"
         return [_to_dict(item, where) for item in self.sequence(key)]
 
@@ -62,7 +61,6 @@ class PickledDict(Struct, frozen=True):
         return value
 
     def vectors(self, key: str) -> list[TensorRef]:
-        """Returns the one-dimensional tensors in the list under a key."""
         items = self.sequence(key)
         for item in items:
             if not (isinstance(item, TensorRef) and len(item.shape) == 1 and item.row_major):
@@ -81,7 +79,6 @@ class PickledDict(Struct, frozen=True):
         return value if isinstance(value, str) else ""
 
     def shapes(self) -> dict[str, Shape]:
-        """Returns the dictionary as shapes by name."""
         for name, shape in self.values.items():
             is_short = isinstance(shape, tuple) and len(shape) <= MAX_DIMENSIONS
             if not (isinstance(name, str) and is_short and all(map(is_count, shape))):
@@ -109,8 +106,6 @@ def _to_dict(value: object, where: str) -> PickledDict:
 
 
 class TorchArchive(Struct, frozen=True):
-    """An opened file."""
-
     path: str
     number: int  # its position among the files of the index
     root: object  # in which tensors are `TensorRef`s
@@ -147,7 +142,6 @@ class ArchiveTable(Struct):
     def open(
         self, source: Source, path: str, allowed: Mapping[tuple[str, str], object] = ALLOWED
     ) -> TorchArchive:
-        """Opens a file and parses its pickle."""
         file = source.stat(path)
         where = posixpath.join(source.location, path)
         read, size_bytes = read_from(source, path), file.size_bytes
@@ -182,7 +176,6 @@ class ArchiveTable(Struct):
         return number
 
     def chunk(self, file: TorchArchive, tensor: TensorRef, rank: int | None = None) -> Chunk:
-        """Returns a whole tensor as a chunk."""
         return Chunk(
             Box((0,) * len(tensor.shape), tensor.shape),
             self.record(file, tensor),
@@ -225,8 +218,6 @@ def is_legacy(head: bytes) -> bool:
 
 
 class LegacyArchive(Struct, frozen=True):
-    """An opened file of the legacy layout."""
-
     read: Read
     storages: Mapping[str, StorageRef]
     starts: Mapping[str, int]  # the first byte of the elements of each storage
@@ -249,7 +240,6 @@ class LegacyArchive(Struct, frozen=True):
 def open_legacy(
     read: Read, size_bytes: int, allowed: Mapping[tuple[str, str], object], *, where: str
 ) -> tuple[object, int, LegacyArchive]:
-    """Opens a file of the legacy layout and parses its pickles."""
     pickles = _PickleSequence(read, size_bytes, where)
     if pickles.next({}, None) != _MAGIC_NUMBER:
         raise FormatError("does not begin with torch's magic number", where=where)

@@ -57,8 +57,6 @@ class StorageClass(Struct, frozen=True):
 
 
 class StorageRef(Struct, frozen=True):
-    """A storage that a pickle refers to."""
-
     key: str  # its record is `data/<key>`
     dtype: DType | None  # None for an untyped storage
     elements: int  # bytes for an untyped storage
@@ -79,7 +77,6 @@ class TensorRef(Struct, frozen=True):
 
     @property
     def row_major(self) -> bool:
-        """Whether its elements are stored contiguously in row-major order."""
         return is_row_major(self.shape, self.strides)
 
 
@@ -208,7 +205,6 @@ _OTHER_TENSORS = {
 
 
 def tensor_of_class(cls: Global, dtype: DType | None = None, shape: Shape = ()) -> UnreadTensor:
-    """Returns a tensor of a class that is not modelled."""
     what, hint = _PACKAGES.get(cls.module.partition(".")[0], _OTHERS)
     return UnreadTensor(f"a {quote(str(cls))}, {what}", hint, dtype, shape)
 
@@ -272,7 +268,6 @@ def _unread(kind: str) -> Builder:
 
 
 def explain_value(value: object, where: str) -> CkptkitError:
-    """Returns the error for a value where a tensor is wanted."""
     if isinstance(value, UnreadTensor):
         return value.error(where)
     if isinstance(value, InertObject):

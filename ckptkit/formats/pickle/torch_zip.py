@@ -71,8 +71,6 @@ _DESCRIPTOR_SIZES = (16, 24)  # with signature; 24 where the sizes are zip64
 
 
 class ZipEntry(Struct, frozen=True):
-    """A record as the directory describes it."""
-
     name: str  # the full name, such as `archive/data/0`
     header_start: int  # of the local header, from the archive's start
     size_bytes: int
@@ -210,7 +208,6 @@ def _read_end64(read: Read, start: int, tail: bytes, where: str) -> tuple[int, i
 
 
 def _read_rows(data: bytes, count: int, start_of_data: int, where: str) -> list[_Row]:
-    """Reads every entry of a directory."""
     rows = []
     position = 0
     for number in range(count):
@@ -249,7 +246,6 @@ def _read_rows(data: bytes, count: int, start_of_data: int, where: str) -> list[
 
 
 def torchscript_error(where: str) -> UnsupportedError:
-    """Returns the error for an archive of `torch.jit.save`."""
     return UnsupportedError(
         "archive holds a TorchScript program, not values",
         where=where,
@@ -307,7 +303,6 @@ class ArchiveEnds(Struct, frozen=True):
 
     @classmethod
     def of(cls, read: Read, size_bytes: int) -> ArchiveEnds:
-        """Reads both, in one or two reads."""
         if size_bytes <= 2 * WINDOW_BYTES:
             whole = read(0, size_bytes)
             return cls(size_bytes, whole, whole)
@@ -316,7 +311,6 @@ class ArchiveEnds(Struct, frozen=True):
 
     @property
     def tail_start(self) -> int:
-        """Position of the tail's first byte."""
         return self.size_bytes - len(self.tail)
 
     def cache(self, read: Read) -> Read:
@@ -339,7 +333,6 @@ class ArchiveTemplate:
     __slots__ = ("_crc_at", "_fixed", "_head", "_mask", "_stop")
 
     def __init__(self, ends: ArchiveEnds, start: int, storage: ZipEntry, free: list[range]) -> None:
-        """Keeps the bytes around the data."""
         self._head = ends.head[:start]
         self._stop = start + storage.size_bytes
         self._crc_at = storage.crc_at - self._stop
@@ -473,7 +466,6 @@ class ZipArchive(Struct, frozen=True):
     where: str
 
     def pickle(self, *, max_bytes: int = MAX_PICKLE_BYTES) -> bytes:
-        """Returns the checked bytes of `data.pkl`."""
         entry = self.entries[self.prefix + _PICKLE]
         if entry.size_bytes > max_bytes:
             raise LimitError(
@@ -499,7 +491,6 @@ class ZipArchive(Struct, frozen=True):
         return start, start + entry.size_bytes, entry.crc32
 
     def record(self, storage: StorageRef) -> ZipEntry:
-        """Returns the record of a storage."""
         entry = self.entries.get(f"{self.prefix}data/{storage.key}")
         if entry is None:
             raise FormatError(

@@ -61,7 +61,6 @@ class FlatParameter(Struct, frozen=True):
 
 
 def make_chunks(table: ArchiveTable, parameter: FlatParameter) -> ChunkTable:
-    """Returns the slices of a parameter as chunks."""
     itemsize = parameter.dtype.itemsize
     chunks = [
         Chunk(
@@ -183,7 +182,6 @@ class _VectorCursor:
         return 0 if at_end else self.vectors[self._number].shape[0] - self._at
 
     def check_end(self) -> None:
-        """Refuses elements that belong to no parameter."""
         left = sum(vector.shape[0] for vector in self.vectors[self._number :]) - self._at
         if left:
             raise self._state.error(
@@ -242,15 +240,12 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 class RankStates(Struct, frozen=True):
-    """The optimizer's states in one rank's file."""
-
     archive: TorchArchive
     vectors: Mapping[int, PickledDict]  # the states of each vector, by its position
     groups: Sequence[PickledDict]  # the parameter groups; empty if the file has none
 
 
 def find_rank_states(archive: TorchArchive, state: PickledDict) -> RankStates:
-    """Finds the optimizer's states in the file of a rank."""
     base = state.values.get(_WHOLE)
     if isinstance(base, (list, tuple)):  # with `elastic_checkpoint`
         states = RankStates(archive, dict(enumerate(state.inner_list(_WHOLE))), ())

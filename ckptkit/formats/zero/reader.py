@@ -118,8 +118,6 @@ _STEP = "step"
 
 
 class TagFile(Struct, frozen=True):
-    """A file of a tag, as its name describes it."""
-
     path: str
     kind: Kind
     rank: int | None  # data-parallel; None for the only file of its kind
@@ -129,7 +127,6 @@ class TagFile(Struct, frozen=True):
 
 
 def parse_name(path: str) -> TagFile | None:
-    """Parses the name of a file; None if DeepSpeed does not use such names."""
     match = _NAME.fullmatch(posixpath.basename(path))
     if match is None:
         return None
@@ -173,8 +170,6 @@ _ALLOWED = {**ALLOWED, ("deepspeed.runtime.zero.config", "ZeroStageEnum"): _stag
 
 
 class ZeroFile(Struct, frozen=True):
-    """An opened file."""
-
     info: TagFile
     content: PickledDict
     archive: TorchArchive
@@ -468,7 +463,6 @@ class _Weights:
         stage: int | None,
         tool: str = "",
     ) -> TensorIndex:
-        """Returns the index of the weights and of their optimizer's states."""
         content = self._first.content
         # DeepSpeed does not distinguish empty tensors, so that they are not known to be tied.
         filled = {entry.key for entry in self._entries if entry.elements}
@@ -643,7 +637,6 @@ class _UniversalFiles(Struct):
         return masters
 
     def states(self, table: ArchiveTable, names: Mapping[str, Fqn]) -> States:
-        """Collects the states of the optimizer, under the names of parameters in the index."""
         content = self.common.dictionary()
         if _STATES in content.values:
             common = find_rank_states(self.common, content)
