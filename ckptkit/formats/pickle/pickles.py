@@ -291,7 +291,7 @@ OPCODES = with_handlers(
         b"p": lambda machine: machine.store(_slot(machine)),  # PUT
         b"q": _put(1),
         b"r": _put(4),
-        b"\x94": Machine.memoize,
+        b"\x94": lambda machine: machine.memoize(),  # which machines with shortcuts replace
         b"g": lambda machine: machine.stack.append(machine.fetch(_slot(machine))),  # GET
         b"h": _get(1),
         b"j": _get(4),
