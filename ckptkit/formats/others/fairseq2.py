@@ -22,14 +22,9 @@ from msgspec.structs import replace
 from ckptkit.core.errors import FormatError, IncompleteCheckpointError, UnsupportedError
 from ckptkit.core.index import (
     Box,
-    Chunk,
-    ChunkTable,
-    Key,
     KeyPath,
     RecordTable,
     RunFacts,
-    Shape,
-    TensorEntry,
     TensorIndex,
 )
 from ckptkit.core.text import counted, quote
@@ -38,7 +33,7 @@ from ckptkit.formats.parsing import TWO_SAVES, refuse_missing_ranks
 from ckptkit.formats.pickle.pickles import walk_values
 from ckptkit.formats.pickle.torch_archives import ArchiveTable, TorchArchive
 from ckptkit.formats.pickle.torch_values import TensorRef
-from ckptkit.formats.trees import TRAINING_VALUES, classify
+from ckptkit.formats.trees import TRAINING_VALUES, Stored, make_entries
 from ckptkit.storage.base import Source
 
 _PART = re.compile(
@@ -129,7 +124,7 @@ class Fairseq2Reader:
                 hint=_JOIN,
             )
         table = ArchiveTable()
-        joined: dict[KeyPath, tuple[TensorRef, Shape, list[Chunk]]] = {}
+        joined: dict[KeyPath, Stored] = {}
         for stage in range(counts[0]):
             held: dict[KeyPath, list[tuple[TorchArchive, TensorRef]]] = defaultdict(list)
             for rank in range(counts[2]):
@@ -145,11 +140,6 @@ class Fairseq2Reader:
                         f"two pipeline stages have {name}", where=where, hint=TWO_SAVES
                     )
                 joined[keys] = _join(held_parts, table, f"{where}, {name}")
-        entries: dict[Key, TensorEntry] = {}
-        memberships = classify(list(joined), where=where)
-        for (keys, (first, shape, chunks)), member in zip(joined.items(), memberships, strict=True):
-            entry = member.entry(keys, first.dtype, shape, ChunkTable.of(chunks, len(shape)))
-            entries[entry.key] = entry
         notes = []
         trainers = sum(path.rpartition("/")[0].endswith("trainer") for path in candidate.files)
         if counts[2] > 1 or not (of_optimizer or trainers == counts[0]):
@@ -160,7 +150,7 @@ class Fairseq2Reader:
             format=self.name,
             files=tuple(table.files),
             records=RecordTable.of(table.records),
-            tensors=entries,
+            tensors=make_entries(joined, where=where),
             run=RunFacts(
                 world_size=len(parts),
                 writer="fairseq2, one file a rank",
@@ -191,8 +181,8 @@ def _refuse_lone(candidate: Candidate, where: str, *, has_optimizer: bool) -> No
 
 def _join(
     parts: Sequence[tuple[TorchArchive, TensorRef]], table: ArchiveTable, where: str
-) -> tuple[TensorRef, Shape, list[Chunk]]:
-    """Returns the tensor of the first rank, the whole shape and the chunks."""
+) -> Stored:
+    """Returns the element type, the whole shape and the chunks."""
     first = parts[0][1]
     like = first.dtype, first.shape[1:], len(first.shape)
     for archive, tensor in parts[1:]:
@@ -207,11 +197,11 @@ def _join(
     if not first.shape:
         if len({table.records[chunk.record].crc32 for chunk in chunks}) > 1:
             raise FormatError("a number differs between ranks", where=where, hint=TWO_SAVES)
-        return first, (), chunks[:1]
+        return first.dtype, (), chunks[:1]
     placed, at = [], 0
     for chunk, (_, tensor) in zip(chunks, parts, strict=True):
         offsets = (at, *(0 for _ in first.shape[1:]))
         if 0 not in tensor.shape:
             placed.append(replace(chunk, place=Box(offsets, tensor.shape)))
         at += tensor.shape[0]
-    return first, (at, *first.shape[1:]), placed
+    return first.dtype, (at, *first.shape[1:]), placed

@@ -40,13 +40,11 @@ from ckptkit.core.geometry import is_row_major
 from ckptkit.core.index import (
     Box,
     Chunk,
-    ChunkTable,
-    Key,
+    KeyPath,
     Problem,
     RecordTable,
     RunFacts,
     Shape,
-    TensorEntry,
     TensorIndex,
 )
 from ckptkit.core.text import quote
@@ -57,7 +55,13 @@ from ckptkit.formats.pickle.machine import InertObject, class_of
 from ckptkit.formats.pickle.objects import find_unread
 from ckptkit.formats.pickle.torch_archives import ArchiveTable, TorchArchive, find_differing_copies
 from ckptkit.formats.pickle.torch_values import TensorRef
-from ckptkit.formats.trees import EXTRA_STATE, TRAINING_VALUES, classify, describe_objects_in
+from ckptkit.formats.trees import (
+    EXTRA_STATE,
+    TRAINING_VALUES,
+    Stored,
+    describe_objects_in,
+    make_entries,
+)
 from ckptkit.storage.base import Source
 
 _FILE = "model_optim_rng.pt"
@@ -599,7 +603,7 @@ class MegatronReader:
         files, sizes = _open_files(table, source, numbers, where)
         tensors, ignored = _collect_tensors(files, sizes, where)
         root = files[0].root
-        pieces: dict[str, tuple[LocalTensor, Shape, list[Chunk]]] = {}
+        pieces: dict[KeyPath, Stored] = {}
         replicas: list[tuple[str, LocalTensor, LocalTensor]] = []
         for name, held in sorted(tensors.items()):
             first = held[0]
@@ -616,14 +620,7 @@ class MegatronReader:
                 axis = 1 if cut == "columns" else 0
                 shape = (*shape[:axis], shape[axis] * first.parts, *shape[axis + 1 :])
             chunks = [c for local in by_part.values() for c in _chunks(table, local, cut, shape)]
-            pieces[name] = first, shape, chunks
-        memberships = classify([(name,) for name in pieces], where=where)
-        entries: dict[Key, TensorEntry] = {}
-        for (name, piece), membership in zip(pieces.items(), memberships, strict=True):
-            first, shape, chunks = piece
-            chunk_table = ChunkTable.of(chunks, len(shape))
-            entry = membership.entry((name,), first.tensor.dtype, shape, chunk_table)
-            entries[entry.key] = entry
+            pieces[name,] = first.tensor.dtype, shape, chunks
         problems, unread = _compare(source, table, replicas)
         notes = ["optimizer states and random states were left alone"]
         if ignored:
@@ -645,7 +642,7 @@ class MegatronReader:
             format=self.name,
             files=tuple(table.files),
             records=RecordTable.of(table.records),
-            tensors=entries,
+            tensors=make_entries(pieces, where=where),
             run=run,
             problems=(*problems, *compare_iterations(run.step, where, _FILE)),
         )

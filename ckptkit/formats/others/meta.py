@@ -30,8 +30,8 @@ from ckptkit.core.errors import (
 from ckptkit.core.index import (
     Box,
     Chunk,
-    ChunkTable,
     Key,
+    KeyPath,
     RecordTable,
     RunFacts,
     Shape,
@@ -53,7 +53,7 @@ from ckptkit.formats.parsing import (
 from ckptkit.formats.pickle.torch_archives import ArchiveTable, TorchArchive, find_differing_copies
 from ckptkit.formats.pickle.torch_values import TensorRef
 from ckptkit.formats.torch_files import TorchFileReader
-from ckptkit.formats.trees import TRAINING_VALUES, classify
+from ckptkit.formats.trees import TRAINING_VALUES, Stored, make_entries
 from ckptkit.storage.base import Source
 
 PARAMS = "params.json"
@@ -283,13 +283,10 @@ class _RankFiles(Struct):
         whole = {name: shape for name, (shape, _) in joined.items()}
         _check(whole, self.sizes, len(self._files), self.where)
         self._refuse_differing_copies()
-        entries = {}
-        memberships = classify([(name,) for name in first], where=self.where)
-        for (name, (shape, chunks)), member in zip(joined.items(), memberships, strict=True):
-            table = ChunkTable.of(chunks, len(shape))
-            entry = member.entry((name,), first[name].dtype, shape, table)
-            entries[entry.key] = entry
-        return entries
+        held: dict[KeyPath, Stored] = {
+            (name,): (first[name].dtype, *found) for name, found in joined.items()
+        }
+        return make_entries(held, where=self.where)
 
     def _refuse_equal_files(self) -> None:
         """Refuses one rank's file under the names of two."""

@@ -41,13 +41,14 @@ from ckptkit.core.errors import (
     MissingFileError,
     UnsupportedError,
 )
-from ckptkit.core.geometry import find_defect, row_major_strides
+from ckptkit.core.geometry import Defect, find_defect, row_major_strides
 from ckptkit.core.index import (
     Box,
     Chunk,
     ChunkTable,
     FileRef,
     Key,
+    KeyPath,
     Record,
     RecordTable,
     RunFacts,
@@ -67,7 +68,7 @@ from ckptkit.formats.parsing import (
     read_limited,
 )
 from ckptkit.formats.safetensors.reader import HeaderTensor, read_header
-from ckptkit.formats.trees import classify
+from ckptkit.formats.trees import Stored, make_entries
 from ckptkit.storage.base import Source
 
 METADATA, MODEL_CONFIG, RUN_CONFIG = "checkpoint_metadata.json", "model_config.json", "config.yaml"
@@ -402,18 +403,13 @@ class _ShardTable:
 
     def entries(self, where: str) -> dict[Key, TensorEntry]:
         """Returns the parameters, each of whose elements is in one file."""
-        names = list(self._by_name)
-        entries = {}
-        for name, membership in zip(
-            names, classify([(name,) for name in names], where=where), strict=True
-        ):
-            shards = self._by_name[name]
+        held: dict[KeyPath, Stored] = {}
+        for name, shards in self._by_name.items():
             first = self._check_agreement(name, shards)
-            chunks = ChunkTable.of([c for s in shards for c in self._chunks(s)], len(first.shape))
+            chunks = [chunk for shard in shards for chunk in self._chunks(shard)]
             self._check_coverage(name, shards, chunks)
-            entry = membership.entry((name,), first.stored.dtype, first.shape, chunks)
-            entries[entry.key] = entry
-        return entries
+            held[name,] = first.stored.dtype, first.shape, chunks
+        return make_entries(held, where=where)
 
     def _chunks(self, shard: _Shard) -> Iterator[Chunk]:
         strides = row_major_strides(shard.stored.shape)
@@ -450,9 +446,9 @@ class _ShardTable:
                 )
         return first
 
-    def _check_coverage(self, name: str, shards: Sequence[_Shard], chunks: ChunkTable) -> None:
+    def _check_coverage(self, name: str, shards: Sequence[_Shard], chunks: Sequence[Chunk]) -> None:
         shape = shards[0].shape
-        defect = find_defect(chunks.take(np.flatnonzero(chunks.elements() > 0)), shape)
+        defect = _find_defect(chunks, shape)
         if defect is None:
             return
         where = posixpath.join(self._source.location, posixpath.dirname(shards[0].path))
@@ -478,6 +474,11 @@ class _ShardTable:
             where=where,
             hint=COPY_BACK,
         )
+
+
+def _find_defect(chunks: Sequence[Chunk], shape: Shape) -> Defect | None:
+    table = ChunkTable.of(chunks, len(shape))
+    return find_defect(table.take(np.flatnonzero(table.elements() > 0)), shape)
 
 
 def _first_of(place: Box | Span) -> str:
@@ -537,8 +538,7 @@ def _parse_slices(
                 where=where,
             )
         pairs.append(boxes)
-    used = ChunkTable.of([Chunk(local, 0) for local, _ in pairs], len(stored))
-    defect = find_defect(used.take(np.flatnonzero(used.elements() > 0)), stored)
+    defect = _find_defect([Chunk(local, 0) for local, _ in pairs], stored)
     if defect is not None:
         raise FormatError(
             f"slices use the elements of shape {list(stored)} from {_first_of(defect.place)} on"

@@ -30,7 +30,6 @@ from ckptkit.core.errors import (
 from ckptkit.core.geometry import flat_offset, row_major_strides
 from ckptkit.core.index import (
     Chunk,
-    ChunkTable,
     FileRef,
     Key,
     KeyPath,
@@ -79,7 +78,7 @@ from ckptkit.formats.ranks.rank_files import (
 )
 from ckptkit.formats.ranks.reader import RankAssembly, drop_first_key, have_state_dicts
 from ckptkit.formats.safetensors.reader import HeaderTensor, read_header
-from ckptkit.formats.trees import classify, join_path
+from ckptkit.formats.trees import Stored, join_path, make_entries
 from ckptkit.storage.base import Source
 
 MAX_METADATA_BYTES = 2**28
@@ -261,14 +260,13 @@ class LocalImages:
                     " metadata does not describe",
                     where=self.where,
                 )
-        paths: list[KeyPath] = [(item, *path) for path in names.values()]
-        memberships = classify(paths, where=self.where)
-        for (name, path), membership in zip(names.items(), memberships, strict=True):
+        held: dict[KeyPath, Stored] = {}
+        for name, path in names.items():
             sharding = sharded.tensors[path]
-            chunks = ChunkTable.of(list(self._chunks(name, sharding, tensors)), len(sharding.shape))
+            chunks = list(self._chunks(name, sharding, tensors))
             dtype = tensors[sharding.ranks[0]][name][1].dtype
-            entry = membership.entry((item, *path), dtype, sharding.shape, chunks)
-            self.entries[entry.key] = entry
+            held[item, *path] = dtype, sharding.shape, chunks
+        self.entries |= make_entries(held, where=self.where)
 
     def _open(self, rank: int, path: str) -> Mapping[str, _LocalTensor]:
         file = stat_or_missing(self._source, path)
