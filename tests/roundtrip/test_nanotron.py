@@ -18,7 +18,6 @@ from safetensors.torch import load_file, save_file
 
 import ckptkit
 from ckptkit.core.errors import CkptkitError
-from tests.command_line import run_command
 from tests.tensor_images import same
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
@@ -60,39 +59,6 @@ def test_a_model_becomes_that_of_transformers(model: str, tmp_path: Path) -> Non
     assert same(out / "model.safetensors", case / "truth.safetensors")
     assert any(name.startswith("map nanotron-") for name in manifest.versions)
     ckptkit.verify(out)
-
-
-@pytest.mark.parametrize("model", MODELS)
-def test_the_command_writes_the_same(model: str, tmp_path: Path) -> None:
-    case, out = FIXTURES / model, tmp_path / "out"
-    result = run_command("consolidate", case / "checkpoint" / "7", out, "--base", case)
-    assert result.returncode == 0, result.stderr
-    assert same(out / "model.safetensors", case / "truth.safetensors")
-
-
-@pytest.mark.parametrize("model", MODELS)
-def test_transformers_loads_what_was_written(model: str, tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    case, out = FIXTURES / model, tmp_path / "out"
-    ckptkit.consolidate(case / "checkpoint", out, base=case)
-    _, report = transformers.AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
-    assert not report["missing_keys"]
-    assert not report["unexpected_keys"]
-    assert not report["mismatched_keys"]
-
-
-def test_slices_write_the_same_model(tmp_path: Path) -> None:
-    whole, sliced = tmp_path / "whole", tmp_path / "sliced"
-    options: dict[str, Any] = {"base": LLAMA, "max_shard_size": "4KB"}
-    ckptkit.consolidate(LLAMA / "checkpoint", whole, **options)
-    for number in range(3):
-        part = ["--base", LLAMA, "--max-shard-size", "4KB", "--slice", f"{number}/3"]
-        result = run_command("consolidate", LLAMA / "checkpoint", sliced, *part)
-        assert result.returncode == 0, result.stderr
-    files = sorted(path.name for path in whole.glob("*.safetensors"))
-    assert len(files) > 1
-    for name in files:
-        assert (sliced / name).read_bytes() == (whole / name).read_bytes()
 
 
 def test_names_are_kept_where_no_map_is_wanted(tmp_path: Path) -> None:

@@ -152,11 +152,9 @@ def parse_universal_path(path: str) -> tuple[str, str, str] | None:
     The last two are empty for the states that all parameters share.
     """
     match = _UNIVERSAL.fullmatch(path)
-    return (
-        None
-        if match is None
-        else (match["folder"] or "", match["parameter"] or "", match["kind"] or "")
-    )
+    if match is None:
+        return None
+    return match["folder"] or "", match["parameter"] or "", match["kind"] or ""
 
 
 def _stage(*args: object) -> int:

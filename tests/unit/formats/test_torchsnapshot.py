@@ -141,11 +141,7 @@ BAD: dict[str, tuple[Change, type[CkptkitError], str]] = {
         FormatError,
         "overflows",
     ),
-    "a block that is missing": (
-        lambda d: d["manifest"].pop(WEIGHT),
-        FormatError,
-        "are of none",
-    ),
+    "a block that is missing": (lambda d: d["manifest"].pop(WEIGHT), FormatError, "are of none"),
     "a block that is somewhere else": (
         lambda d: shard(d, "1/model/first.weight").update(offsets=[6, 0]),
         IncompleteCheckpointError,
