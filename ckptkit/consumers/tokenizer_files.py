@@ -65,23 +65,25 @@ def compare_tokenizers(step: FolderTexts, base: FolderTexts) -> TokenizerChange 
     """Compares the tokenizers of two folders; where they are not the same, returns what differs."""
     if step.tokenizer is None or base.tokenizer is None:
         return "one of both has no file that says which tokens it has"
-    tokens, there = _tokens(step.tokenizer), _tokens(base.tokenizer)
-    if not tokens.vocabulary:
+    (kind, tokens, merges), (kind_there, tokens_there, merges_there) = (
+        _read_model(texts.tokenizer) for texts in (step, base)
+    )
+    if not tokens:
         return "it names no token"
     added, added_there = _added(step.tokenizer), _added(base.tokenizer)
     # Added ones are never split. A role makes one of a token of the vocabulary, in any reader.
     roles = {token_text(step.tokenizer_config.get(role)) for role in _ROLES}
-    is_old = there.kind is None  # its files say nothing of what follows
+    is_old = kind_there is None  # its files say nothing of what follows
     is_same = is_old or added_there.keys() <= added.keys() <= added_there.keys() | roles
-    if tokens.vocabulary != there.vocabulary or not is_same:
-        return _describe_tokens(tokens, there, added.keys() ^ added_there.keys())
+    if tokens != tokens_there or not is_same:
+        return _describe_tokens(tokens, tokens_there, added.keys() ^ added_there.keys())
     flags, flags_there = (_flags(texts, roles) for texts in (step, base))
     changed = sorted(t for t in flags.keys() & flags_there if flags[t] != flags_there[t])
     if changed and not is_old:
         return f"it finds {', '.join(map(repr, changed[:_LISTED]))} otherwise"
-    if not is_old and tokens.kind != there.kind:
+    if not is_old and kind != kind_there:
         return "its model is of another kind"
-    if tokens.merges != there.merges and (there.merges or not is_old):
+    if merges != merges_there and (merges_there or not is_old):
         return "it joins pieces in another order"
     parts = () if is_old else tuple(_differing_parts(step.tokenizer, base.tokenizer))
     differing = parts and _cuts_otherwise(step, base, parts)
@@ -94,9 +96,9 @@ def compare_tokenizers(step: FolderTexts, base: FolderTexts) -> TokenizerChange 
     )
 
 
-def _describe_tokens(tokens: _Tokens, there: _Tokens, added: set[str]) -> str:
-    further = [name for name in tokens.vocabulary if name not in there.vocabulary]
-    lacking = [name for name in there.vocabulary if name not in tokens.vocabulary]
+def _describe_tokens(tokens: Collection[str], there: Collection[str], added: set[str]) -> str:
+    further = [name for name in tokens if name not in there]
+    lacking = [name for name in there if name not in tokens]
     for differing, said in (
         (further, "has {} that the base lacks"),
         (lacking, "lacks {} of the base"),
@@ -249,15 +251,9 @@ def _plain(value: object) -> object:
     return token_text(value) if isinstance(value, (str, Mapping)) else value
 
 
-class _Tokens(Struct, frozen=True):
-    """The tokens of a tokenizer: those of its model, with added ones, and how it finds them."""
-
-    kind: object
-    vocabulary: Mapping[str, Any]
-    merges: list[Any]
-
-
-def _tokens(tokenizer: Mapping[str, Any]) -> _Tokens:
+def _read_model(tokenizer: object) -> tuple[object, dict[str, Any], list[Any]]:
+    """Returns the kind of a tokenizer's model, the numbers of all tokens, and the merges."""
+    tokenizer = _mapping(tokenizer)
     model = _mapping(tokenizer.get("model"))
     merges, vocabulary = model.get("merges"), model.get("vocab")
     pairs = [merge.split(" ", 1) if isinstance(merge, str) else merge for merge in _listed(merges)]
@@ -266,7 +262,7 @@ def _tokens(tokenizer: Mapping[str, Any]) -> _Tokens:
             (n, str(text)) for n, piece in enumerate(vocabulary) for text in _listed(piece)[:1]
         )
         pairs, vocabulary = [vocabulary], {text: n for n, text in pieces}
-    return _Tokens(model.get("type"), {**_mapping(vocabulary), **_added(tokenizer)}, pairs)
+    return model.get("type"), {**_mapping(vocabulary), **_added(tokenizer)}, pairs
 
 
 def _added(tokenizer: Mapping[str, Any]) -> dict[str, Any]:

@@ -139,54 +139,34 @@ def find_partitioned(
     shapes = {name: shape for group in groups for name, shape in group.items()}
     slices: dict[str, list[VectorSlice]] = {name: [] for name in shapes}
     for rank, (archive, _, state) in enumerate(ranks):
-        cursor = _VectorCursor(state)
+        vectors = state.vectors(_FLAT)
+        sizes = [vector.shape[0] for vector in vectors]
+        group = first = 0  # the next element
         for name, shape in shapes.items():
             elements = math.prod(shape)
             part = -(-elements // len(ranks))
-            group, first = cursor.take(name, part)
+            while part and group < len(sizes) and first == sizes[group]:
+                group, first = group + 1, 0
+            if group == len(sizes):
+                raise state.error(f"ends before its part of {quote(name)}")
+            if part > sizes[group] - first:
+                raise state.error(
+                    f"{_FLAT!r} has {sizes[group] - first:,} elements where the part of"
+                    f" {quote(name)} has {part:,}: sizes do not add up"
+                )
             start = rank * part
             count = max(0, min(part, elements - start))
             if count:
-                vector = cursor.vectors[group]
-                slices[name].append(VectorSlice(archive, rank, vector, group, first, start, count))
-        cursor.check_end()
-    where = ranks[0][2].where
-    return {name: _join_slices(name, shape, slices[name], where) for name, shape in shapes.items()}
-
-
-class _VectorCursor:
-    """Takes the parts of one parameter after another from the vectors of a rank."""
-
-    def __init__(self, state: PickledDict) -> None:
-        self._state = state
-        self.vectors = state.vectors(_FLAT)
-        self._number = 0
-        self._at = 0
-
-    def take(self, name: str, count: int) -> tuple[int, int]:
-        """Returns the number of the vector with the next elements, and the first of them in it."""
-        while count and self._left() == 0 and self._number < len(self.vectors):
-            self._number, self._at = self._number + 1, 0
-        if self._number == len(self.vectors):
-            raise self._state.error(f"ends before its part of {quote(name)}")
-        if count > self._left():
-            raise self._state.error(
-                f"{_FLAT!r} has {self._left():,} elements where the part of"
-                f" {quote(name)} has {count:,}: sizes do not add up"
-            )
-        first, self._at = self._at, self._at + count
-        return self._number, first
-
-    def _left(self) -> int:
-        at_end = self._number == len(self.vectors)
-        return 0 if at_end else self.vectors[self._number].shape[0] - self._at
-
-    def check_end(self) -> None:
-        left = sum(vector.shape[0] for vector in self.vectors[self._number :]) - self._at
+                held = VectorSlice(archive, rank, vectors[group], group, first, start, count)
+                slices[name].append(held)
+            first += part
+        left = sum(sizes[group:]) - first
         if left:
-            raise self._state.error(
+            raise state.error(
                 f"{_FLAT!r} has {left:,} elements more than its parameters: sizes do not add up"
             )
+    where = ranks[0][2].where
+    return {name: _join_slices(name, shape, slices[name], where) for name, shape in shapes.items()}
 
 
 def find_frozen(models: Sequence[OfRank]) -> dict[str, FlatParameter]:
