@@ -16,9 +16,13 @@ from typing import Any
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from ckptkit.consumers.class_facts import caches_by_default, find_text_model, generation_of
+from ckptkit.consumers.class_facts import (
+    caches_by_default,
+    find_class,
+    find_text_model,
+    generation_of,
+)
 from ckptkit.consumers.table import CONFIG, GENERATION
-from ckptkit.consumers.text_models import find_class
 from ckptkit.core.errors import FormatError
 from ckptkit.core.model_configs import (
     CLASS_NAME,
@@ -29,7 +33,7 @@ from ckptkit.core.model_configs import (
     parse_model_config,
     to_json,
 )
-from ckptkit.core.text import Aside, counted
+from ckptkit.core.text import Aside, counted, list_first
 
 Document = Mapping[str, Any]
 _LISTED = 3
@@ -37,19 +41,12 @@ _NESTING = 3  # of the parts of a configuration; real ones nest twice
 
 
 class FolderTexts(Struct, frozen=True, kw_only=True):
-    """The small files of a model folder, parsed; those that are absent are None or empty.
-
-    Attributes:
-        config: `config.json`.
-        generation: `generation_config.json`.
-        tokenizer: `tokenizer.json`.
-        tokenizer_config: `tokenizer_config.json`, with what `special_tokens_map.json` adds.
-        template: The chat template.
-    """
+    """The small files of a model folder, parsed; those that are absent are None or empty."""
 
     config: Document | None = None
     generation: Document | None = None
     tokenizer: Document | None = None
+    # with what `special_tokens_map.json` adds
     tokenizer_config: Document = field(default_factory=dict)
     template: str = ""
 
@@ -71,12 +68,7 @@ TELLING = {
 
 
 def parse_texts(contents: Mapping[str, bytes], where: str = "") -> FolderTexts:
-    """Parses the files of `TELLING`; those but `config.json` that cannot be parsed are left out.
-
-    Args:
-        contents: The contents by name; all other files are ignored.
-        where: The folder, for messages.
-    """
+    """Parses the files of `TELLING`; those but `config.json` that cannot be parsed are left out."""
     parsed: dict[str, dict[str, Any]] = {}
     for name in (GENERATION, TOKENIZER, TOKENIZER_CONFIG, SPECIAL_TOKENS, PROCESSOR_TEMPLATE):
         if name in contents:
@@ -109,13 +101,9 @@ def _default_template(value: object) -> str:
 
 
 class Truth(Struct, frozen=True):
-    """What a folder has to say instead.
+    """What a folder has to say instead."""
 
-    Attributes:
-        changed: The files with another content, or that are new, by name.
-        notes: What was put right, and what is not.
-    """
-
+    # files with another content, or that are new, by name
     changed: Mapping[str, bytes] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
@@ -140,15 +128,7 @@ def tell_truth(
 ) -> Truth:
     """Compares the files of a folder with each other, with its tensors, and with the base.
 
-    Args:
-        folder: The folder, as it would be written.
-        base: The model that training began from, or None.
-        names: Of the tensors that are written.
-        keep_generation: Whether `generation_config.json` is left as it is.
-        writes: Whether the folder is written; else notes say what it should have.
-
-    Returns:
-        The configurations to write, and notes for the user.
+    Without `writes`, notes say what the folder should have.
     """
     if folder.config is None:
         return Truth()
@@ -160,7 +140,10 @@ def tell_truth(
     config = _name_class(config, names, notes)
     generation = folder.generation
     if generation is not None and not keep_generation:
-        generation = _undo_training_of_generation(generation, base, notes)
+        stated = {} if base is None or base.generation is None else base.generation
+        if generation.get(_CACHE) is False and stated.get(_CACHE) is not False:
+            generation = {**generation, _CACHE: True}
+            notes.lines.append(f"'use_cache' of {GENERATION} {notes.set_to} true")
     told = replace(folder, config=config, generation=generation)
     generation = _settle_stopping(told, notes, keep=keep_generation)
     notes.lines.extend(_find_lost_tokens(told))
@@ -225,8 +208,10 @@ def _undo_in_part(
 ) -> dict[str, Any]:
     changed = dict(config)
     # A part of the base that states nothing has the defaults of its class; without a base, training
-    # explains it where the model generates at all.
-    usual = _caches_by_default(changed)
+    # explains `use_cache: false` where the model generates at all: the Trainer of Transformers 5
+    # sets it for each model, gradient checkpointing in all versions.
+    kind = changed.get("model_type")
+    usual = isinstance(kind, str) and caches_by_default(kind)
     caches = usual and generates if base is None else base.get(_CACHE, usual) is True
     if changed.get(_CACHE) is False and caches:
         changed[_CACHE] = True
@@ -252,39 +237,17 @@ def _undo_in_part(
             notes.lines.append(
                 f"'{where}{key}' of config.json {notes.set_to} false, as in the base"
             )
-    notes.lines.extend(_dropouts(changed, base or {}, where))
+    for key in filter(_DROPOUT.search, changed):
+        here, there = changed[key], (base or {}).get(key)
+        if {type(here), type(there)} <= {int, float} and here != there:
+            notes.lines.append(
+                f"'{where}{key}' of config.json is {here} against {there} in the base"
+            )
     for key, value in changed.items():
         if isinstance(value, Mapping) and where.count(".") < _NESTING:
             inner = None if base is None else base.get(key)
             part = inner if isinstance(inner, Mapping) else None if base is None else {}
             changed[key] = _undo_in_part(value, part, notes, f"{where}{key}.", generates=generates)
-    return changed
-
-
-def _dropouts(config: Document, base: Document, where: str) -> Iterator[str]:
-    for key in filter(_DROPOUT.search, config):
-        here, there = config[key], base.get(key)
-        if {type(here), type(there)} <= {int, float} and here != there:
-            yield f"'{where}{key}' of config.json is {here} against {there} in the base"
-
-
-def _caches_by_default(config: Document) -> bool:
-    """Returns whether `use_cache: false` is a mark of training.
-
-    The Trainer of Transformers 5 sets it for each model, gradient checkpointing in all versions.
-    """
-    model_type = config.get("model_type")
-    return isinstance(model_type, str) and caches_by_default(model_type)
-
-
-def _undo_training_of_generation(
-    generation: Document, base: FolderTexts | None, notes: _Notes
-) -> dict[str, Any]:
-    changed = dict(generation)
-    stated = {} if base is None or base.generation is None else base.generation
-    if changed.get(_CACHE) is False and stated.get(_CACHE) is not False:
-        changed[_CACHE] = True
-        notes.lines.append(f"'use_cache' of {GENERATION} {notes.set_to} true")
     return changed
 
 
@@ -448,17 +411,13 @@ def _find_lost_tokens(folder: FolderTexts) -> Iterator[str]:
     vocabulary = model.get("vocab") if isinstance(model, Mapping) else None
     whole = vocabulary if isinstance(vocabulary, Mapping) else {}
     written = dict.fromkeys(_SPECIAL.findall(folder.template))
-    split = [t for t in written if t not in known and t not in whole and _looks_special(t)]
+    special = (t for t in written if t.startswith(("<|", "<\uff5c")) or _END_OF_TURN.search(t))
+    split = [token for token in special if token not in known and token not in whole]
     if split:
-        more = f" and {len(split) - _LISTED:,} more" if len(split) > _LISTED else ""
         yield (
-            f"the chat template writes {', '.join(map(repr, split[:_LISTED]))}{more}, for which the"
-            " tokenizer has no token of its own"
+            f"the chat template writes {list_first(split, _LISTED)}, for which the tokenizer has no"
+            " token of its own"
         )
-
-
-def _looks_special(text: str) -> bool:
-    return text.startswith(("<|", "<\uff5c")) or bool(_END_OF_TURN.search(text))
 
 
 _PREDICTING = re.compile(r"(?:^|\.)(?:mtp\w*|nextn\w*)\.")
@@ -479,22 +438,15 @@ def find_unkept_promises(config: Document, names: Iterable[str]) -> Iterator[str
                 continue
             if any(is_for_further_tokens(name, layers) for name in listed):
                 continue
-            what = counted(count, "layer")
+            what, them = counted(count, "layer"), "it" if count == 1 else "them"
             yield (
                 f"'{where}{key}' of config.json promises {what} for further tokens, and no tensor"
-                f" of {'it' if count == 1 else 'them'} is written; --fill-from MODEL takes"
-                f" {'it' if count == 1 else 'them'} from a model that has"
-                f" {'it' if count == 1 else 'them'}"
+                f" of {them} is written; --fill-from MODEL takes {them} from a model that has"
+                f" {them}"
             )
 
 
 def is_for_further_tokens(name: str, layers: int) -> bool:
-    """Returns whether a tensor belongs to layers that predict further tokens.
-
-    Args:
-        name: Of the tensor.
-        layers: How many layers the model has besides them.
-    """
     match = _LAYER.search(name)
     return bool(_PREDICTING.search(name)) or (match is not None and int(match[1]) >= layers)
 
@@ -506,14 +458,6 @@ _VALUE = re.compile(r"(?:^|\.)(v_head|value_head|score)\.")
 
 
 def describe_lacking(base: str, lacking: Collection[str], config: Document, *, option: str) -> str:
-    """Describes tensors that a base has and an output lacks.
-
-    Args:
-        base: The base, as the user named it.
-        lacking: Their names.
-        config: The configuration of the output.
-        option: What takes them from the base.
-    """
     ordered = sorted(lacking)
     parts = [part for part in (config, config.get("text_config")) if isinstance(part, Mapping)]
     counts = [part.get("num_hidden_layers") for part in parts]
@@ -524,9 +468,8 @@ def describe_lacking(base: str, lacking: Collection[str], config: Document, *, o
         "a value head": sum(bool(_VALUE.search(name)) for name in ordered),
     }
     said = " and ".join(kind for kind, count in kinds.items() if count)
-    more = f" and {len(ordered) - _LISTED:,} more" if len(ordered) > _LISTED else ""
     return (
         f"{base} has {counted(len(ordered), 'tensor')} that the output lacks"
-        f"{f', of {said}' if said else ''}: {', '.join(map(repr, ordered[:_LISTED]))}{more};"
+        f"{f', of {said}' if said else ''}: {list_first(ordered, _LISTED)};"
         f" {option} takes {'it' if len(ordered) == 1 else 'them'} from there"
     )

@@ -26,34 +26,15 @@ _WEIGHTS = (".safetensors", ".bin")
 
 
 class SentenceModule(Struct, frozen=True):
-    """A module.
-
-    Attributes:
-        folder: Where its files are; empty for the root.
-        prefix: What the names of its tensors begin with in training.
-        is_model: Whether its tensors are the model whose files are written at the root.
-    """
-
-    folder: str
-    prefix: str
-    is_model: bool
+    folder: str  # empty for the root
+    prefix: str  # what the names of its tensors begin with in training
+    is_model: bool  # whether its tensors are the model that is written at the root
 
 
 def find_modules(
     listed: Any, names: Collection[str], where: str, *, base: str = "", router: Any = None
 ) -> Sequence[SentenceModule]:
-    """Returns the modules that the tensors of a checkpoint belong to; none for an encoder alone.
-
-    Args:
-        listed: The content of `modules.json`.
-        names: Of the tensors, as training holds them.
-        where: The source, for messages.
-        base: The folder of the base; empty for none.
-        router: The content of its `router_config.json`, or None.
-
-    Raises:
-        RefusedError: If they are of several encoders, which would be several model folders.
-    """
+    """Returns the modules that the tensors of a checkpoint belong to; none for an encoder alone."""
     found = []
     for position, (name, folder, kind) in enumerate(_read_rows(listed)):
         own = [one for one in names if one.startswith(f"{name}.")]
@@ -81,11 +62,8 @@ def find_modules(
 def find_wrapper(listed: Any, names: Collection[str], stripped: Sequence[str]) -> str | None:
     """Returns what the names of all modules begin with; None where none is known.
 
-    Args:
-        listed: The content of `modules.json`.
-        names: Of the tensors, as the checkpoint has them.
-        stripped: The prefixes that a user takes off. One that has that of the first module in it
-            stands for what is before: the tensors of the other modules are there too.
+    Of the prefixes that a user takes off, one that has that of the first module in it stands for
+    what is before: the tensors of the other modules are there too.
     """
     if has_router(listed):  # whose encoders are written one by one
         return None if stripped else ""
@@ -119,7 +97,6 @@ def find_lacking_modules(listed: Any, taken: Collection[str], files: Collection[
 
 
 def has_router(listed: Any) -> bool:
-    """Returns whether several encoders stand behind a router."""
     return any(kind.endswith(_ROUTERS) for _, _, kind in _read_rows(listed))
 
 

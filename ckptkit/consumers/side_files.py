@@ -66,7 +66,6 @@ def is_tokenizer_file(name: str) -> bool:
 
 
 def is_of_tokenizer(name: str) -> bool:
-    """Says whether a file is part of a tokenizer."""
     return _fits(name, (*_TOKENIZER, *_BESIDE_TOKENIZER))
 
 
@@ -96,15 +95,8 @@ def choose_side_files(
     Files that only make sense together come from one folder: those of a tokenizer, those of a
     processor, and python files, which belong to the configuration that names them.
 
-    Args:
-        folders: Those that are searched, nearest to the weights first.
-        allow_code: Whether python files are taken too.
-        config: The folder whose configuration goes first, if the user named one.
-        tokenizer: The folder whose tokenizer and processor go first, if the user named one.
-
-    Returns:
-        The files, sorted by name, and the names of python files in the folder of the
-        configuration that were left out.
+    The nearest to the weights are first; `config` and `tokenizer` are those that the user named.
+    Returns python files of the folder of the configuration that were left out, too.
     """
     chosen: dict[str, SideFile] = {}
 
@@ -139,10 +131,7 @@ def choose_side_files(
 def choose_companions(folders: Sequence[Listed], consumer: Consumer, config: str) -> list[SideFile]:
     """Takes the files that a consumer has besides those of all models, from one folder.
 
-    Args:
-        folders: Those that are searched, nearest to the weights first.
-        consumer: Who loads the output.
-        config: The folder of the configuration, behind which none is searched; empty for none.
+    Behind `config`, the folder of the configuration, none is searched.
     """
     for origin, names in folders:
         own = [name for name in names if consumer.has_companion(name)]
@@ -178,13 +167,7 @@ def drop_stale_quantization(
 def update_config(
     config: Mapping[str, Any], dtypes: Mapping[DType, int], *, allow_code: bool
 ) -> dict[str, Any]:
-    """Returns a model's configuration with the dtype of the written weights.
-
-    Args:
-        config: The configuration at the source.
-        dtypes: Bytes written per element type; the floating one with most bytes is named.
-        allow_code: Whether `auto_map`, which names python files, stays.
-    """
+    """Returns a model's configuration with the dtype of the written weights."""
     changed = dict(config)
     # Floats of 8 bits are stored and not computed with: with such a type no model is built. What
     # packed weights are computed in, no other tensor tells.
@@ -216,7 +199,6 @@ def rewrite_side_file(name: str, size_bytes: int, read: Callable[[], bytes]) -> 
 
 
 def drop_auto_map(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a configuration that names no python file."""
     return {key: value for key, value in document.items() if key != _AUTO_MAP}
 
 
@@ -225,7 +207,6 @@ def has_auto_map(document: Mapping[str, Any]) -> bool:
 
 
 def sum_bytes_by_dtype(sizes: Iterable[tuple[DType, int]]) -> dict[DType, int]:
-    """Sums sizes in bytes per element type."""
     total: dict[DType, int] = {}
     for dtype, size_bytes in sizes:
         total[dtype] = total.get(dtype, 0) + size_bytes

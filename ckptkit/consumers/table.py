@@ -35,40 +35,24 @@ def _keeps_nothing(_config: Mapping[str, Any]) -> KeptDtypes:
 
 
 class Consumer(Struct, frozen=True, kw_only=True):
-    """A library that loads an output.
-
-    Attributes:
-        name: The library, for messages.
-        library: Its name on the Hub; empty where cards say nothing.
-        stem: What the names of weight files begin with.
-        is_split: Whether it reads weights that are in several files.
-        companions: Patterns of files that belong to the model besides those of `side_files`; they
-            are taken from the folder of the configuration, or a nearer one.
-        leading: The companion without which the others mean nothing; empty for none.
-        names_class: The file that names the class.
-        owns_config: Whether keys of `config.json` follow from the weights, so that it is written
-            anew; else it is copied as it is.
-        is_renamed: Whether names in files may differ from those of training.
-        comparing: What names and shapes are compared with.
-        find_kept: Returns what its class of a configuration keeps in float32.
-        without_config: What becomes of an output without a configuration.
-        load: The line of Python that loads the folder; `{out}` is its path as a literal, `{name}`
-            a class.
-    """
-
-    name: str
-    library: str = ""
-    stem: str = "model"
-    is_split: bool = True
+    name: str  # for messages
+    library: str = ""  # its name on the Hub; empty where cards say nothing
+    stem: str = "model"  # what the names of weight files begin with
+    is_split: bool = True  # whether it reads weights that are in several files
+    # patterns of files besides those of `side_files`, taken from the folder of the configuration or
+    # a nearer one
     companions: tuple[str, ...] = ()
-    leading: str = ""
-    names_class: str = CONFIG
+    leading: str = ""  # the companion without which the others mean nothing
+    names_class: str = CONFIG  # the file that names the class
+    # whether keys of `config.json` follow from the weights, so that it is written anew
     owns_config: bool = False
-    is_renamed: bool = False
-    comparing: Comparing = "nothing"
+    is_renamed: bool = False  # whether names in files may differ from those of training
+    comparing: Comparing = "nothing"  # what names and shapes are compared with
+    # what its class of a configuration keeps in float32
     find_kept: Callable[[Mapping[str, Any]], KeptDtypes] = _keeps_nothing
+    # what becomes of an output without a configuration
     without_config: str = "without which from_pretrained does not load the output"
-    load: str = ""
+    load: str = ""  # Python; `{out}` is the folder's path as a literal, `{name}` a class
 
     def has_companion(self, path: str) -> bool:
         """Returns whether a file, by its path in the folder, belongs to the model."""
@@ -180,13 +164,6 @@ CONSUMERS = (
 def find_consumer(
     config: Mapping[str, Any] | None, files: Collection[str] = (), writer: str = ""
 ) -> Consumer:
-    """Returns the library that loads a folder.
-
-    Args:
-        config: Its parsed `config.json`, or None.
-        files: The files of the folder, by their paths in it.
-        writer: What wrote the weights, as far as the source shows.
-    """
     if ADAPTER_CONFIG in files:
         return PEFT
     if config is None and f"{DIFFUSERS_LORA.stem}.safetensors" in files:
@@ -216,13 +193,6 @@ def name_model(config: Mapping[str, Any]) -> str:
 
 
 def name_class(consumer: Consumer, document: Mapping[str, Any], *, has_head: bool) -> str:
-    """Returns the class that loads a folder.
-
-    Args:
-        consumer: The library.
-        document: The content of the file that names the class.
-        has_head: Whether the weights hold, or tie, a language model's head.
-    """
     if consumer is SENTENCE_TRANSFORMERS:
         kind = document.get("model_type")
         return kind if kind in _OF_SENTENCES else _OF_SENTENCES[0]

@@ -25,22 +25,14 @@ from ckptkit.consumers.folder_truth import (
 )
 from ckptkit.core.errors import FormatError
 from ckptkit.core.model_configs import parse_json_object
-from ckptkit.core.text import counted
+from ckptkit.core.text import counted, list_first
 
 VOCABULARY, MERGES, ADDED = "vocab.json", "merges.txt", "added_tokens.json"
 PIECES = "tokenizer.model"
 OLD_FILES = (VOCABULARY, MERGES, ADDED, PIECES)
 """What describes a tokenizer where there is no `tokenizer.json`."""
 
-_ROLES = (
-    "bos_token",
-    "eos_token",
-    "unk_token",
-    "sep_token",
-    "pad_token",
-    "cls_token",
-    "mask_token",
-)
+_ROLES = tuple(f"{role}_token" for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 # What a reader does with texts, and what it does where a configuration says nothing.
 _SETTINGS: Mapping[str, Any] = {
     "add_bos_token": None,
@@ -62,40 +54,36 @@ _LISTED = 3
 
 
 class TokenizerChange(Struct, frozen=True):
-    """What training changed in a tokenizer whose tokens are those of the base.
+    """What training changed in a tokenizer whose tokens are those of the base."""
 
-    Attributes:
-        settings: Keys of `tokenizer_config.json`, with their new values.
-        template: The new chat template; empty where it is that of the base.
-        parts: The parts of `tokenizer.json` that are written in another way.
-    """
-
-    settings: Mapping[str, Any]
-    template: str
-    parts: tuple[str, ...]
+    settings: Mapping[str, Any]  # of `tokenizer_config.json`, with their new values
+    template: str  # empty where it is that of the base
+    parts: tuple[str, ...]  # of `tokenizer.json` that are written in another way
 
 
 def compare_tokenizers(step: FolderTexts, base: FolderTexts) -> TokenizerChange | str:
     """Compares the tokenizers of two folders; where they are not the same, returns what differs."""
     if step.tokenizer is None or base.tokenizer is None:
         return "one of both has no file that says which tokens it has"
-    tokens, there = _tokens(step.tokenizer), _tokens(base.tokenizer)
-    if not tokens.vocabulary:
+    (kind, tokens, merges), (kind_there, tokens_there, merges_there) = (
+        _read_model(texts.tokenizer) for texts in (step, base)
+    )
+    if not tokens:
         return "it names no token"
     added, added_there = _added(step.tokenizer), _added(base.tokenizer)
     # Added ones are never split. A role makes one of a token of the vocabulary, in any reader.
     roles = {token_text(step.tokenizer_config.get(role)) for role in _ROLES}
-    is_old = there.kind is None  # its files say nothing of what follows
+    is_old = kind_there is None  # its files say nothing of what follows
     is_same = is_old or added_there.keys() <= added.keys() <= added_there.keys() | roles
-    if tokens.vocabulary != there.vocabulary or not is_same:
-        return _describe_tokens(tokens, there, added.keys() ^ added_there.keys())
+    if tokens != tokens_there or not is_same:
+        return _describe_tokens(tokens, tokens_there, added.keys() ^ added_there.keys())
     flags, flags_there = (_flags(texts, roles) for texts in (step, base))
     changed = sorted(t for t in flags.keys() & flags_there if flags[t] != flags_there[t])
     if changed and not is_old:
         return f"it finds {', '.join(map(repr, changed[:_LISTED]))} otherwise"
-    if not is_old and tokens.kind != there.kind:
+    if not is_old and kind != kind_there:
         return "its model is of another kind"
-    if tokens.merges != there.merges and (there.merges or not is_old):
+    if merges != merges_there and (merges_there or not is_old):
         return "it joins pieces in another order"
     parts = () if is_old else tuple(_differing_parts(step.tokenizer, base.tokenizer))
     differing = parts and _cuts_otherwise(step, base, parts)
@@ -108,25 +96,19 @@ def compare_tokenizers(step: FolderTexts, base: FolderTexts) -> TokenizerChange 
     )
 
 
-def _describe_tokens(tokens: _Tokens, there: _Tokens, added: set[str]) -> str:
-    known, names = _names(there.vocabulary), _names(tokens.vocabulary)
-    further = [name for name in names if name not in known]
-    lacking = [name for name in known if name not in names]
+def _describe_tokens(tokens: Collection[str], there: Collection[str], added: set[str]) -> str:
+    further = [name for name in tokens if name not in there]
+    lacking = [name for name in there if name not in tokens]
     for differing, said in (
         (further, "has {} that the base lacks"),
         (lacking, "lacks {} of the base"),
     ):
         if differing:
-            named = ", ".join(map(repr, differing[:_LISTED]))
-            more = f" and {len(differing) - _LISTED:,} more" if len(differing) > _LISTED else ""
-            return f"it {said.format(counted(len(differing), 'token'))}: {named}{more}"
+            count = counted(len(differing), "token")
+            return f"it {said.format(count)}: {list_first(differing, _LISTED)}"
     if added:
         return f"it splits {', '.join(map(repr, sorted(added)[:_LISTED]))} otherwise"
     return "its tokens have other numbers"
-
-
-def _names(vocabulary: object) -> dict[str, None]:
-    return dict.fromkeys(vocabulary) if isinstance(vocabulary, Mapping) else {}
 
 
 def _changed_settings(
@@ -212,8 +194,8 @@ def _listed(value: object) -> list[Any]:
 def read_old_files(contents: Mapping[str, bytes]) -> dict[str, Any] | None:
     """Returns what the files of `OLD_FILES` say of a tokenizer, as `tokenizer.json` would.
 
-    Returns:
-        The parts `model`, without its kind, and `added_tokens`; None where no file names tokens.
+    These are the parts `model`, without its kind, and `added_tokens`; None where no file names
+    tokens.
     """
     documents: dict[str, dict[str, Any]] = {}
     for name in (VOCABULARY, ADDED):
@@ -269,33 +251,22 @@ def _plain(value: object) -> object:
     return token_text(value) if isinstance(value, (str, Mapping)) else value
 
 
-class _Tokens(Struct, frozen=True):
-    """The tokens of a tokenizer: those of its model, with added ones, and how it finds them."""
-
-    kind: object
-    vocabulary: Mapping[str, Any]
-    merges: list[Any]
-
-
-def _tokens(tokenizer: Mapping[str, Any]) -> _Tokens:
+def _read_model(tokenizer: object) -> tuple[object, dict[str, Any], list[Any]]:
+    """Returns the kind of a tokenizer's model, the numbers of all tokens, and the merges."""
+    tokenizer = _mapping(tokenizer)
     model = _mapping(tokenizer.get("model"))
     merges, vocabulary = model.get("merges"), model.get("vocab")
-    pairs = [
-        merge.split(" ", 1) if isinstance(merge, str) else merge
-        for merge in (merges if isinstance(merges, list) else ())
-    ]
+    pairs = [merge.split(" ", 1) if isinstance(merge, str) else merge for merge in _listed(merges)]
     if isinstance(vocabulary, list):  # a Unigram's tokens are numbered in order
         pieces = (
             (n, str(text)) for n, piece in enumerate(vocabulary) for text in _listed(piece)[:1]
         )
         pairs, vocabulary = [vocabulary], {text: n for n, text in pieces}
-    return _Tokens(model.get("type"), {**_mapping(vocabulary), **_added(tokenizer)}, pairs)
+    return model.get("type"), {**_mapping(vocabulary), **_added(tokenizer)}, pairs
 
 
 def _added(tokenizer: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the numbers of added tokens."""
-    listed = tokenizer.get("added_tokens")
-    tokens = (token for token in (listed if isinstance(listed, list) else ()))
+    tokens = _listed(tokenizer.get("added_tokens"))
     return {token_text(t): t.get("id") for t in tokens if isinstance(t, Mapping)}
 
 
@@ -318,13 +289,7 @@ def _flags(texts: FolderTexts, roles: Collection[object]) -> dict[str, list[bool
 def change_settings(
     name: str, document: Mapping[str, Any], change: TokenizerChange
 ) -> dict[str, Any]:
-    """Returns a configuration of the base's tokenizer with what training changed.
-
-    Args:
-        name: `tokenizer_config.json` or `special_tokens_map.json`.
-        document: Its content.
-        change: What is changed.
-    """
+    """Returns a configuration of the base's tokenizer with what training changed."""
     changed = dict(document)
     if name == SPECIAL_TOKENS:
         changed |= {key: change.settings[key] for key in _ROLES if key in change.settings}

@@ -12,7 +12,12 @@ from typing import Any, Self
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from ckptkit.consumers.class_facts import adapt_kept
+from ckptkit.consumers.class_facts import (
+    adapt_kept,
+    find_text_config,
+    place_in_whole,
+    take_from_whole,
+)
 from ckptkit.consumers.folder_truth import FolderTexts, describe_lacking
 from ckptkit.consumers.sentence_modules import (
     ROUTER_CONFIG,
@@ -31,7 +36,6 @@ from ckptkit.consumers.side_files import (
     update_config,
 )
 from ckptkit.consumers.table import MODULES, PLAIN, Consumer
-from ckptkit.consumers.text_models import find_text_config, place_in_whole, take_from_whole
 from ckptkit.conversion.compare_names import (
     LIVE_NAMES,
     Comparison,

@@ -46,8 +46,7 @@ from ckptkit.engine.reader import Origin
 from ckptkit.formats.dcp.megatron import INTEGRITY, check_integrity
 from ckptkit.formats.dcp.reader import BlobRef, open_blob
 from ckptkit.formats.discovery import ITSELF, find_step, step_of_files
-from ckptkit.formats.pickle.torch_zip import open_archive
-from ckptkit.formats.pickle.zip_directory import data_start
+from ckptkit.formats.pickle.torch_zip import data_start, open_archive
 from ckptkit.formats.registry import read_index, recognise
 from ckptkit.formats.torch_files import TorchOptimizerReader
 from ckptkit.plan.coverage import find_problems_by_key

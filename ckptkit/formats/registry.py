@@ -24,8 +24,8 @@ from ckptkit.core.index import TensorIndex
 from ckptkit.formats.base import Candidate, CheckpointReader
 from ckptkit.formats.dcp.reader import METADATA, DcpReader
 from ckptkit.formats.discovery import is_certain
-from ckptkit.formats.megatron.reader import MegatronReader
 from ckptkit.formats.others.fairseq2 import Fairseq2Reader, find_deep_steps
+from ckptkit.formats.others.megatron_ranks import MegatronReader
 from ckptkit.formats.others.meta import MetaReader
 from ckptkit.formats.others.nanotron import NanotronReader, find_deep_folders
 from ckptkit.formats.others.torch_checkpointing import TorchCheckpointingReader

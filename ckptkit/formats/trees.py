@@ -32,7 +32,17 @@ from ckptkit.core.errors import (
     UnsafePickleError,
     UnsupportedError,
 )
-from ckptkit.core.index import ChunkTable, Fqn, Key, KeyPath, Part, Problem, Shape, TensorEntry
+from ckptkit.core.index import (
+    Chunk,
+    ChunkTable,
+    Fqn,
+    Key,
+    KeyPath,
+    Part,
+    Problem,
+    Shape,
+    TensorEntry,
+)
 from ckptkit.core.wrapper_names import MODULE, without_wrappers
 from ckptkit.formats.parsing import is_count
 from ckptkit.formats.pickle.machine import Global, InertObject
@@ -143,6 +153,19 @@ def classify(
                 hint="names must stay distinct when wrapper segments are removed",
             )
     return memberships
+
+
+Stored = tuple[DType, Shape, Sequence[Chunk]]
+"""The element type of a tensor, its whole shape, and its chunks."""
+
+
+def make_entries(tensors: Mapping[KeyPath, Stored], *, where: str) -> dict[Key, TensorEntry]:
+    entries = {}
+    memberships = classify(list(tensors), where=where)
+    for (path, (dtype, shape, chunks)), member in zip(tensors.items(), memberships, strict=True):
+        entry = member.entry(path, dtype, shape, ChunkTable.of(chunks, len(shape)))
+        entries[entry.key] = entry
+    return entries
 
 
 def _split(path: KeyPath, optimizers: AbstractSet[KeyPath]) -> tuple[KeyPath, str, Part | None]:

@@ -18,6 +18,13 @@ __all__ = ["blobs", "change_metadata", "copied", "out", "refusal"]
 
 
 @pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """An empty folder for what an attacker has written."""
+    (tmp_path / "source").mkdir()
+    return tmp_path / "source"
+
+
+@pytest.fixture
 def witness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A file that comes into being when the witness module is imported, or a command runs.
 

@@ -32,12 +32,8 @@ def found_in(out: Path) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("prefix", PREFIXES)
-def test_no_tensor_is_lost_when_a_prefix_is_taken_off(
-    prefix: str, tmp_path: Path, out: Path
-) -> None:
+def test_no_tensor_is_lost_when_a_prefix_is_taken_off(prefix: str, source: Path, out: Path) -> None:
     """One name with the prefix, one without: both come out, or nothing does."""
-    source = tmp_path / "source"
-    source.mkdir()
     state = {f"{prefix}w": torch.full((2,), 1.0), "w": torch.full((2,), 2.0)}
     torch.save(state, source / "model.pt")
     try:
@@ -67,9 +63,7 @@ def test_no_tensor_of_an_adapter_is_lost_when_its_prefix_is_taken_off(
     assert list(out.parent.iterdir()) == []
 
 
-def test_names_that_differ_in_case_are_two_tensors(tmp_path: Path, out: Path) -> None:
-    source = tmp_path / "source"
-    source.mkdir()
+def test_names_that_differ_in_case_are_two_tensors(source: Path, out: Path) -> None:
     save_file(
         {"W": np.ones(2, np.float32), "w": np.zeros(2, np.float32)}, source / "model.safetensors"
     )
@@ -84,10 +78,8 @@ def shard(number: float) -> bytes:
     return struct.pack("<Q", len(raw)) + raw + struct.pack("<f", number)
 
 
-def test_files_that_differ_in_case_do_not_replace_one_another(tmp_path: Path, out: Path) -> None:
+def test_files_that_differ_in_case_do_not_replace_one_another(source: Path, out: Path) -> None:
     """The names of written files are ckptkit's own, so that no two are equal without case."""
-    source = tmp_path / "source"
-    source.mkdir()
     for name, number in (("A.safetensors", 1), ("a.safetensors", 2)):
         (source / name).write_bytes(shard(number))
     index = {"weight_map": {"w1": "A.safetensors", "w2": "a.safetensors"}}
@@ -102,9 +94,7 @@ def test_files_that_differ_in_case_do_not_replace_one_another(tmp_path: Path, ou
     assert found_in(out) == {"w1": 1.0, "w2": 2.0}
 
 
-def test_side_files_that_differ_in_case_are_not_both_taken(tmp_path: Path, out: Path) -> None:
-    source = tmp_path / "source"
-    source.mkdir()
+def test_side_files_that_differ_in_case_are_not_both_taken(source: Path, out: Path) -> None:
     (source / "model.safetensors").write_bytes(shard(1))
     (source / "tokenizer.json").write_text('{"right": 1}')
     (source / "Tokenizer.JSON").write_text('{"wrong": 1}')
@@ -114,10 +104,8 @@ def test_side_files_that_differ_in_case_are_not_both_taken(tmp_path: Path, out: 
     assert (out / "tokenizer.json").read_text() == '{"right": 1}'
 
 
-def test_two_ranks_that_hold_one_tensor_differently_are_refused(tmp_path: Path, out: Path) -> None:
+def test_two_ranks_that_hold_one_tensor_differently_are_refused(source: Path, out: Path) -> None:
     """Files of the same names from two runs, under prefixes that are both taken off."""
-    source = tmp_path / "source"
-    source.mkdir()
     state = {"model.module.w": torch.ones(2), "model._orig_mod.w": torch.zeros(2)}
     torch.save(state, source / "model.pt")
     try:

@@ -52,12 +52,10 @@ SHAPES = (
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: repr(shape)[:30])
 def test_no_shape_of_a_safetensors_file_is_believed(
-    shape: Any, tmp_path: Path, out: Path, bounded: Callable[..., Any]
+    shape: Any, source: Path, out: Path, bounded: Callable[..., Any]
 ) -> None:
     header = {"a": {"dtype": "F32", "shape": shape, "data_offsets": [0, 16]}}
     raw = json.dumps(header).encode()
-    source = tmp_path / "source"
-    source.mkdir()
     (source / "model.safetensors").write_bytes(struct.pack("<Q", len(raw)) + raw + bytes(16))
     with bounded(seconds=5, most_bytes=32 << 20), pytest.raises(CkptkitError):
         ckptkit.consolidate(source, out)

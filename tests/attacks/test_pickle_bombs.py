@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import struct
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import islice, product
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,45 @@ BOMBS: dict[str, bytes] = {
 }
 
 
+MANY = 100_000
+GETATTR = b"c__builtin__\ngetattr\n"
+ENCODE = (
+    b"c_codecs\nencode\nq\x00(X\x40\x42\x0f\x00"
+    + b"x" * 1_000_000
+    + b"X\x06\x00\x00\x00latin1tq\x01"
+)
+FLOODS = (  # too many to be converted each, as the bombs are
+    b"(" * MANY,
+    b"]" * MANY,
+    b"}" * MANY,
+    b"N" + b"\x85" * MANY + b".",  # a deep tuple
+    b"](" * MANY,
+    b"]" * MANY + b"a" * (MANY - 1) + b".",  # a deep list
+    b"]q\x00" + b"h\x00a" * MANY + b".",  # a list that holds itself
+    b"}N" + b"\x85" * MANY + b"Ns.",  # a deep tuple as a key
+    b"cgeometry\nPoint\n)\x81" + b"N)\x81b" * MANY,
+    b"]\x94]\x94" + b"h\x00h\x01ah\x00ah\x000" * 20_000,
+    b"X\x40\x42\x0f\x00" + b"x" * 1_000_000 + b"\x94" + b"h\x00" * 100_000 + b".",
+    b"X\x40\x42\x0f\x00" + b"x" * 1_000_000,
+    b"\x8b\x00\x04\x00\x00" + b"\x7f" * 1024 + b"\x94" + b"h\x00" * 100_000 + b".",
+    b"}(" + b"".join(b"J" + struct.pack("<i", i << 13) + b"N" for i in range(50_000)) + b"u.",
+    b"cgeometry\nPoint\n\x94" + b"h\x00(" * MANY + b"t\x81" * MANY + b".",  # deep objects
+    b"cgeometry\nPoint\n)\x81" + b"Na" * MANY + b".",
+    b"(" + b"N" * MANY + b"tq\x00(" + b"cg\nP\nh\x00R" * 10_000 + b"t.",  # shared arguments
+    b"(" + b"N" * MANY + b"tq\x00(" + b"ccopyreg\n__newobj__\nh\x00R" * 10_000 + b"t.",
+    ENCODE + b"(" + b"h\x00h\x01R" * 100_000 + b"t.",  # the same bytes over and over
+    GETATTR + b"q\x00(cg\nP\nq\x01" + b"h\x00h\x01X\x01\x00\x00\x00a\x86Rq\x01" * 20_000 + b"t.",
+)
+
+
+@pytest.mark.parametrize("data", FLOODS, ids=range(len(FLOODS)))
+def test_a_flood_of_opcodes_takes_a_multiple_of_its_size(
+    data: bytes, bounded: Callable[..., Any]
+) -> None:
+    with bounded(seconds=20, most_bytes=200 * len(data) + 1_000_000), suppress(InputError):
+        parse_pickle(data, {}, where="x")
+
+
 @pytest.mark.parametrize("kind", BOMBS)
 def test_a_bomb_takes_no_more_than_a_multiple_of_its_size(
     kind: str, bounded: Callable[..., Any]
@@ -69,12 +109,10 @@ def test_a_bomb_takes_no_more_than_a_multiple_of_its_size(
 
 @pytest.mark.parametrize("kind", BOMBS)
 def test_as_metadata_or_a_torch_file_it_is_refused(
-    kind: str, copied: Copied, tmp_path: Path, out: Path, bounded: Callable[..., Any]
+    kind: str, copied: Copied, source: Path, out: Path, bounded: Callable[..., Any]
 ) -> None:
     checkpoint = copied("fsdp2_hsdp")
     (checkpoint / ".metadata").write_bytes(BOMBS[kind])
-    source = tmp_path / "source"
-    source.mkdir()
     (source / "pytorch_model.bin").write_bytes(archive_with(BOMBS[kind]))
     import ckptkit
 

@@ -148,10 +148,8 @@ def test_in_metadata_it_is_refused(
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "_get_layout"])
 def test_in_a_torch_file_it_is_refused(
-    kind: str, tmp_path: Path, refusal: Refusal, witness: Path
+    kind: str, source: Path, refusal: Refusal, witness: Path
 ) -> None:
-    source = tmp_path / "source"
-    source.mkdir()
     (source / "pytorch_model.bin").write_bytes(archive_with(hostile_pickles(witness)[kind]))
     is_of_torch = kind in {"torch.Size", "BINPERSID"}
     error = refusal(source, FormatError if is_of_torch else UnsafePickleError)
@@ -243,10 +241,8 @@ class _Call:
     ids=["overflow", "no_storage", "negative_offset", "negative_stride", "none"],
 )
 def test_an_allowed_name_with_hostile_arguments_is_refused(
-    arguments: tuple[Any, ...], tmp_path: Path, out: Path
+    arguments: tuple[Any, ...], source: Path, out: Path
 ) -> None:
-    source = tmp_path / "source"
-    source.mkdir()
     rebuild = torch._utils._rebuild_tensor_v2
     pickled = pickle.dumps({"weight": _Call(rebuild, *arguments)}, protocol=2)
     (source / "pytorch_model.bin").write_bytes(archive_with(pickled))

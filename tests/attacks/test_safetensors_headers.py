@@ -77,12 +77,8 @@ HEADERS: dict[str, tuple[bytes, type[CkptkitError], str]] = {
 
 
 @pytest.mark.parametrize("kind", HEADERS)
-def test_a_hostile_safetensors_header_is_refused(
-    kind: str, tmp_path: Path, refusal: Refusal
-) -> None:
+def test_a_hostile_safetensors_header_is_refused(kind: str, source: Path, refusal: Refusal) -> None:
     data, error_kind, told = HEADERS[kind]
-    source = tmp_path / "source"
-    source.mkdir()
     (source / "model.safetensors").write_bytes(data)
     error = refusal(source, error_kind)
     assert "model.safetensors" in error.where

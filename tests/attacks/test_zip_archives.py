@@ -15,8 +15,7 @@ import pytest
 
 import ckptkit
 from ckptkit.core.errors import CkptkitError, InputError, UnsupportedError
-from ckptkit.formats.pickle.torch_zip import locate_tensor, open_archive
-from ckptkit.formats.pickle.zip_directory import read_directory
+from ckptkit.formats.pickle.torch_zip import locate_tensor, open_archive, read_directory
 from tests.campaigns.fuzz.archive_targets import TENSOR
 from tests.campaigns.fuzz.mutation import pack_archive
 from tests.campaigns.fuzz.seeds import strict
@@ -25,9 +24,7 @@ Refusal = Callable[..., CkptkitError]
 LOCAL, CENTRAL, END = b"PK\3\4", b"PK\1\2", b"PK\5\6"
 
 
-def test_a_zip_bomb_is_refused_before_it_is_unpacked(tmp_path: Path, refusal: Refusal) -> None:
-    source = tmp_path / "source"
-    source.mkdir()
+def test_a_zip_bomb_is_refused_before_it_is_unpacked(source: Path, refusal: Refusal) -> None:
     with zipfile.ZipFile(source / "pytorch_model.bin", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("archive/data.pkl", bytes(64 << 20))
     tracemalloc.start()
@@ -42,9 +39,7 @@ def test_a_zip_bomb_is_refused_before_it_is_unpacked(tmp_path: Path, refusal: Re
 
 
 @pytest.mark.parametrize("method", [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
-def test_any_compression_is_refused(method: int, tmp_path: Path, refusal: Refusal) -> None:
-    source = tmp_path / "source"
-    source.mkdir()
+def test_any_compression_is_refused(method: int, source: Path, refusal: Refusal) -> None:
     with zipfile.ZipFile(source / "pytorch_model.bin", "w", method) as archive:
         archive.writestr("archive/data.pkl", b"\x80\x02N.")
         archive.writestr("archive/data/0", bytes(1 << 20))
@@ -103,11 +98,9 @@ def lies() -> dict[str, bytes]:
 
 @pytest.mark.parametrize("kind", lies())
 def test_an_archive_that_says_two_things_is_refused(
-    kind: str, tmp_path: Path, out: Path, bounded: Callable[..., Any]
+    kind: str, source: Path, out: Path, bounded: Callable[..., Any]
 ) -> None:
     data = lies()[kind]
-    source = tmp_path / "source"
-    source.mkdir()
     (source / "pytorch_model.bin").write_bytes(data)
     with bounded(seconds=5, most_bytes=32 << 20):
         with pytest.raises(InputError):

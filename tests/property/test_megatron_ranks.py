@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 
 import ckptkit
 from ckptkit.core.errors import CkptkitError
-from ckptkit.formats.megatron.model_files import Parallelism
-from ckptkit.formats.megatron.reader import MegatronReader
+from ckptkit.formats.others.megatron_ranks import MegatronReader, Parallelism
 from tests.property.examples import examples
 
 NAMES = st.sampled_from(

@@ -20,8 +20,7 @@ from hypothesis import strategies as st
 from ckptkit.core.errors import InputError
 from ckptkit.core.index import Key, TensorIndex
 from ckptkit.formats.pickle.torch_values import parse_values
-from ckptkit.formats.pickle.torch_zip import locate_tensor, open_archive
-from ckptkit.formats.pickle.zip_directory import read_directory
+from ckptkit.formats.pickle.torch_zip import locate_tensor, open_archive, read_directory
 from ckptkit.formats.safetensors.reader import SafetensorsReader
 from ckptkit.formats.torch_files import TorchFileReader
 from ckptkit.storage.overlay import MemorySource

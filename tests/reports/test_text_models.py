@@ -15,7 +15,7 @@ import transformers
 from safetensors.torch import load_file
 
 import ckptkit
-from ckptkit.consumers.text_models import find_text_config, place_in_whole
+from ckptkit.consumers.class_facts import find_text_config, place_in_whole
 from ckptkit.core.errors import RefusedError, UsageError
 from ckptkit_cli.main import main
 from tests.reports.folders import REPORTS, notes_of, save, weights

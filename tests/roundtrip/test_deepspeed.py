@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 import ckptkit
 from ckptkit.core.errors import ChecksumError, RefusedError
 from tests.sampled import sampled
+from tests.tensor_images import Image, images
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 STAGES = (
@@ -43,14 +44,6 @@ QUICK = (  # without most releases between the oldest and the newest: `make test
 FROZEN = frozenset({"frozen.weight", "frozen.bias"})
 WHOLE_NUMBERS = frozenset({"positions", "mask", "bn.num_batches_tracked"})
 MIXED_UP = frozenset({"bn.bias", "bn.weight", "embed.weight", "head.weight", "up.weight"})
-Image = tuple[torch.dtype, torch.Size, bytes]
-
-
-def images(tensors: Mapping[str, torch.Tensor]) -> dict[str, Image]:
-    return {
-        name: (t.dtype, t.shape, t.contiguous().flatten().view(torch.uint8).numpy().tobytes())
-        for name, t in tensors.items()
-    }
 
 
 def truth(case: str, name: str) -> dict[str, Image]:

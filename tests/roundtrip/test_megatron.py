@@ -20,18 +20,11 @@ from safetensors.torch import load_file, save_file
 import ckptkit
 from ckptkit.core.errors import ChecksumError, CkptkitError, OutputExistsError
 from tests.command_line import run_command
+from tests.tensor_images import same
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 MODELS = sorted(path.parent.name for path in FIXTURES.glob("megatron_model_*/config.json"))
 LLAMA = FIXTURES / "megatron_model_llama_tp2_pp2"
-
-
-def equal(out: Path, truth: dict[str, torch.Tensor]) -> bool:
-    got = load_file(out / "model.safetensors")
-    return got.keys() == truth.keys() and all(
-        got[name].dtype == tensor.dtype and torch.equal(got[name], tensor)
-        for name, tensor in truth.items()
-    )
 
 
 def own_map(path: Path, constant: float) -> Path:
@@ -47,7 +40,7 @@ def own_map(path: Path, constant: float) -> Path:
 def test_a_model_becomes_that_of_transformers(model: str, tmp_path: Path) -> None:
     case, out = FIXTURES / model, tmp_path / "out"
     manifest = ckptkit.consolidate(case / "checkpoint", out, base=case)
-    assert equal(out, load_file(case / "truth.safetensors"))
+    assert same(out / "model.safetensors", case / "truth.safetensors")
     assert any(name.startswith("map megatron-") for name in manifest.versions)
     ckptkit.verify(out)
 
@@ -83,7 +76,7 @@ def test_a_map_of_ones_own_replaces_rules_of_another(tmp_path: Path) -> None:
     truth = load_file(LLAMA / "truth.safetensors")
     norm = truth["model.norm.weight"]
     truth["model.norm.weight"] = (norm.float() + 0.5).to(norm.dtype)
-    assert equal(out, truth)
+    assert same(out / "model.safetensors", truth)
 
 
 REFUSED: Mapping[str, tuple[dict[str, Any] | None, dict[str, Any], str]] = {
@@ -198,7 +191,7 @@ def test_arguments_that_agree_are_of_no_matter(tmp_path: Path) -> None:
     agreeing = {"group_query_attention": True, "num_query_groups": 2, "kv_channels": 8}
     put_arguments(step, rotary_interleaved=False, apply_layernorm_1p=False, **agreeing)
     ckptkit.consolidate(tmp_path / "run", tmp_path / "out", base=LLAMA)
-    assert equal(tmp_path / "out", load_file(LLAMA / "truth.safetensors"))
+    assert same(tmp_path / "out" / "model.safetensors", LLAMA / "truth.safetensors")
 
 
 def write_integrity(step: Path) -> None:
@@ -285,4 +278,4 @@ def test_a_tied_head_that_is_stored_too_is_written_once(tmp_path: Path) -> None:
     (base / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
     ckptkit.consolidate(case / "model.safetensors", tmp_path / "out", base=base)
     truth.pop("lm_head.weight", None)
-    assert equal(tmp_path / "out", truth)
+    assert same(tmp_path / "out" / "model.safetensors", truth)

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 import ckptkit
 from ckptkit.core.errors import CkptkitError
+from tests.tensor_images import same
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 DENSE, MOE = "megatron_ranks_llama_tp2_pp2", "megatron_ranks_qwen2_moe_tp2_ep2"
@@ -48,10 +49,7 @@ def change_all(step: Path, edit: Callable[[State], object]) -> None:
 
 
 def is_truth(out: Path, name: str) -> bool:
-    got, truth = (load_file(p) for p in (out / "model.safetensors", truth_of(name)))
-    return got.keys() == truth.keys() and all(
-        got[n].dtype == tensor.dtype and torch.equal(got[n], tensor) for n, tensor in truth.items()
-    )
+    return same(out / "model.safetensors", truth_of(name))
 
 
 def truth_of(name: str) -> Path:

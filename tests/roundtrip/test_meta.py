@@ -18,19 +18,13 @@ from safetensors.torch import load_file, save_file
 import ckptkit
 from ckptkit.core.errors import CkptkitError
 from tests.command_line import run_command
+from tests.tensor_images import same
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 CASES = sorted(path.parent.name for path in FIXTURES.glob("meta_llama_*/config.json"))
 TWO, THREE, ONE = (FIXTURES / f"meta_llama_{kind}" for kind in ("2", "3", "3_one_file"))
 Tensors = dict[str, torch.Tensor]
 FIRST, SECOND, PARAMS = "consolidated.00.pth", "consolidated.01.pth", "params.json"
-
-
-def same(got: Tensors, truth: Tensors) -> bool:
-    return got.keys() == truth.keys() and all(
-        got[name].dtype == tensor.dtype and torch.equal(got[name], tensor)
-        for name, tensor in truth.items()
-    )
 
 
 def copied(case: Path, to: Path) -> Path:
@@ -51,7 +45,7 @@ def change_params(folder: Path, **changed: Any) -> None:
 def test_files_become_what_transformers_makes_of_them(case: str, tmp_path: Path) -> None:
     base, out = FIXTURES / case, tmp_path / "out"
     ckptkit.consolidate(base / "checkpoint", out, base=base)
-    assert same(load_file(out / "model.safetensors"), load_file(base / "truth.safetensors"))
+    assert same(out / "model.safetensors", base / "truth.safetensors")
     ckptkit.verify(out)
 
 
@@ -96,7 +90,7 @@ def test_a_configuration_beside_the_files_is_enough(tmp_path: Path) -> None:
     shutil.copy(THREE / "config.json", source)
     ckptkit.consolidate(source, tmp_path / "out")
     truth = load_file(THREE / "truth.safetensors")
-    assert same(load_file(tmp_path / "out/model.safetensors"), truth)
+    assert same(tmp_path / "out/model.safetensors", truth)
 
 
 def test_beside_the_model_of_transformers_metas_files_are_left_alone(tmp_path: Path) -> None:
@@ -107,9 +101,9 @@ def test_beside_the_model_of_transformers_metas_files_are_left_alone(tmp_path: P
     held = {name: tensor + 1 for name, tensor in truth.items()}
     save_file(held, model / "model.safetensors", metadata={"format": "pt"})
     ckptkit.consolidate(model, tmp_path / "out")
-    assert same(load_file(tmp_path / "out/model.safetensors"), held)
+    assert same(tmp_path / "out/model.safetensors", held)
     ckptkit.consolidate(model, tmp_path / "other", select="original")
-    assert same(load_file(tmp_path / "other/model.safetensors"), truth)
+    assert same(tmp_path / "other/model.safetensors", truth)
 
 
 def test_in_mistrals_folders_the_model_of_transformers_is_taken(tmp_path: Path) -> None:
@@ -123,7 +117,7 @@ def test_in_mistrals_folders_the_model_of_transformers_is_taken(tmp_path: Path) 
     ckptkit.consolidate(model, tmp_path / "other", select="consolidated.safetensors")
     truth = load_file(ONE / "truth.safetensors")
     for out in ("out", "other"):
-        assert same(load_file(tmp_path / out / "model.safetensors"), truth)
+        assert same(tmp_path / out / "model.safetensors", truth)
 
 
 def test_one_file_of_safetensors_is_converted_as_mistral_publishes_it(tmp_path: Path) -> None:
@@ -136,7 +130,7 @@ def test_one_file_of_safetensors_is_converted_as_mistral_publishes_it(tmp_path: 
     (base / "config.json").write_text(json.dumps(config | changed))
     ckptkit.consolidate(source, tmp_path / "out", base=base)
     truth = load_file(ONE / "truth.safetensors")
-    assert same(load_file(tmp_path / "out/model.safetensors"), truth)
+    assert same(tmp_path / "out/model.safetensors", truth)
 
 
 def test_one_file_with_other_contents_is_read_as_any_file_of_torch(tmp_path: Path) -> None:
@@ -147,7 +141,7 @@ def test_one_file_with_other_contents_is_read_as_any_file_of_torch(tmp_path: Pat
     torch.save({"model": weights}, source / FIRST)
     shutil.copy(THREE / "checkpoint" / PARAMS, source)
     ckptkit.consolidate(source, tmp_path / "out")
-    assert same(load_file(tmp_path / "out/model.safetensors"), weights)
+    assert same(tmp_path / "out/model.safetensors", weights)
 
 
 def split_over_four(folder: Path) -> Path:
@@ -169,7 +163,7 @@ def test_more_ranks_than_heads_of_keys_have_them_in_common(tmp_path: Path) -> No
     source = split_over_four(tmp_path)
     ckptkit.consolidate(source, tmp_path / "out", base=ONE)
     truth = load_file(ONE / "truth.safetensors")
-    assert same(load_file(tmp_path / "out/model.safetensors"), truth)
+    assert same(tmp_path / "out/model.safetensors", truth)
     third = load(source / "consolidated.03.pth")
     third["layers.1.attention.wk.weight"] += 1
     torch.save(third, source / "consolidated.03.pth")

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 import ckptkit
 from ckptkit.core.errors import UnsupportedError
+from tests.tensor_images import Image, images
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 WITH_FSDP = ("2_4", "2_6", "2_9")
@@ -21,14 +22,6 @@ FILES = [
     *((release, part) for release in RELEASES for part in ("plain", "legacy", "dtypes")),
     *((release, "full") for release in WITH_FSDP),
 ]
-Image = tuple[torch.dtype, tuple[int, ...], bytes]
-
-
-def images(path: Path) -> dict[str, Image]:
-    return {
-        name: (t.dtype, tuple(t.shape), t.flatten().view(torch.uint8).numpy().tobytes())
-        for name, t in load_file(path).items()
-    }
 
 
 def consolidated(source: Path, out: Path) -> dict[str, Image]:

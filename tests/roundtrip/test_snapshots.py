@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 import ckptkit
 from ckptkit.core.errors import AmbiguousSourceError, RefusedError, TruncatedFileError
+from tests.tensor_images import image_of, images
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 SNAPSHOTS = (
@@ -24,16 +25,6 @@ OF_RANKS = (
     "torch_checkpointing_bare",
     "torch_checkpointing_safetensors",
 )
-Image = tuple[torch.dtype, tuple[int, ...], bytes]
-
-
-def image_of(tensor: torch.Tensor) -> Image:
-    data = tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
-    return tensor.dtype, tuple(tensor.shape), data
-
-
-def images(path: Path) -> dict[str, Image]:
-    return {name: image_of(tensor) for name, tensor in load_file(path).items()}
 
 
 @pytest.mark.parametrize("case", [*SNAPSHOTS, *OF_RANKS])

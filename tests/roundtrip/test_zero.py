@@ -27,11 +27,11 @@ from ckptkit.core.errors import (
     UnsafePickleError,
     UnsupportedError,
 )
+from tests.tensor_images import Image, images
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 NETS = ("zero1_bf16", "zero1_bf16_optimizer", "zero2_round_robin", "zero3_bf16", "zero3_float32")
 ADAPTERS = ("peft_zero2", "peft_zero3")
-Tensors = Mapping[str, torch.Tensor]
 Change = Callable[[dict[str, Any]], None]
 
 SHAPES: list[dict[str, tuple[int, ...]]] = [
@@ -41,14 +41,7 @@ SHAPES: list[dict[str, tuple[int, ...]]] = [
 FROZEN: dict[str, tuple[int, ...]] = {"frozen.weight": (3, 3)}
 
 
-def images(tensors: Tensors) -> dict[str, tuple[Any, ...]]:
-    return {
-        name: (t.dtype, t.shape, t.contiguous().flatten().view(torch.uint8).numpy().tobytes())
-        for name, t in tensors.items()
-    }
-
-
-def written(source: Path, out: Path, **options: Any) -> dict[str, tuple[Any, ...]]:
+def written(source: Path, out: Path, **options: Any) -> dict[str, Image]:
     ckptkit.consolidate(source, out, names="live", **options)
     return images(load_file(out / "model.safetensors"))
 

@@ -25,8 +25,7 @@ from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import FormatError, LimitError
 from ckptkit.core.index import Shape
 from ckptkit.formats.parsing import Read
-from ckptkit.formats.pickle.torch_zip import Payload, TensorCache, locate_tensor
-from ckptkit.formats.pickle.zip_directory import LOCAL_SIGNATURE
+from ckptkit.formats.pickle.torch_zip import LOCAL_SIGNATURE, Payload, TensorCache, locate_tensor
 
 if TYPE_CHECKING:
     from zstandard import ZstdDecompressionReader

@@ -15,21 +15,16 @@ from __future__ import annotations
 import posixpath
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from msgspec.structs import replace
 
 from ckptkit.core.errors import FormatError, IncompleteCheckpointError, UnsupportedError
 from ckptkit.core.index import (
     Box,
-    Chunk,
-    ChunkTable,
-    Key,
     KeyPath,
     RecordTable,
     RunFacts,
-    Shape,
-    TensorEntry,
     TensorIndex,
 )
 from ckptkit.core.text import counted, quote
@@ -38,7 +33,7 @@ from ckptkit.formats.parsing import TWO_SAVES, refuse_missing_ranks
 from ckptkit.formats.pickle.pickles import walk_values
 from ckptkit.formats.pickle.torch_archives import ArchiveTable, TorchArchive
 from ckptkit.formats.pickle.torch_values import TensorRef
-from ckptkit.formats.trees import TRAINING_VALUES, classify
+from ckptkit.formats.trees import TRAINING_VALUES, Stored, make_entries
 from ckptkit.storage.base import Source
 
 _PART = re.compile(
@@ -116,9 +111,20 @@ class Fairseq2Reader:
             _refuse_lone(candidate, where, has_optimizer=bool(of_optimizer))
         counts = [max(own) + 1 for own in zip(*parts, strict=True)]
         counts[2] = max(counts[2], max(of_optimizer, default=0) + 1)
-        _check_ranks(parts, counts, where)
+        for stage in range(counts[0]):
+            for split in range(counts[1]):
+                ranks = [sdp for pp, tp, sdp in parts if (pp, tp) == (stage, split)]
+                what = f"weights below 'pp_{stage:02d}/tp_{split:02d}'"
+                refuse_missing_ranks(ranks, counts[2], what, where)
+        if counts[1] > 1:
+            raise UnsupportedError(
+                f"{counts[1]} tensor parallel ranks split the tensors, along dimensions that are in"
+                " no file",
+                where=where,
+                hint=_JOIN,
+            )
         table = ArchiveTable()
-        stages: list[dict[KeyPath, list[tuple[TorchArchive, TensorRef]]]] = []
+        joined: dict[KeyPath, Stored] = {}
         for stage in range(counts[0]):
             held: dict[KeyPath, list[tuple[TorchArchive, TensorRef]]] = defaultdict(list)
             for rank in range(counts[2]):
@@ -127,8 +133,13 @@ class Fairseq2Reader:
                 for keys, value in walk_values(archive.root, limit=limit, where=archive.where):
                     if isinstance(value, TensorRef):
                         held[keys].append((archive, value))
-            stages.append(held)
-        tensors = _join_stages(stages, table, where)
+            for keys, held_parts in held.items():
+                name = quote(".".join(map(str, keys)))
+                if keys in joined:
+                    raise FormatError(
+                        f"two pipeline stages have {name}", where=where, hint=TWO_SAVES
+                    )
+                joined[keys] = _join(held_parts, table, f"{where}, {name}")
         notes = []
         trainers = sum(path.rpartition("/")[0].endswith("trainer") for path in candidate.files)
         if counts[2] > 1 or not (of_optimizer or trainers == counts[0]):
@@ -139,7 +150,7 @@ class Fairseq2Reader:
             format=self.name,
             files=tuple(table.files),
             records=RecordTable.of(table.records),
-            tensors=_make_entries(tensors, where),
+            tensors=make_entries(joined, where=where),
             run=RunFacts(
                 world_size=len(parts),
                 writer="fairseq2, one file a rank",
@@ -168,41 +179,10 @@ def _refuse_lone(candidate: Candidate, where: str, *, has_optimizer: bool) -> No
     )
 
 
-def _check_ranks(
-    parts: Mapping[tuple[int, int, int], str], counts: Sequence[int], where: str
-) -> None:
-    for stage in range(counts[0]):
-        for split in range(counts[1]):
-            ranks = [sdp for pp, tp, sdp in parts if (pp, tp) == (stage, split)]
-            what = f"weights below 'pp_{stage:02d}/tp_{split:02d}'"
-            refuse_missing_ranks(ranks, counts[2], what, where)
-    if counts[1] > 1:
-        raise UnsupportedError(
-            f"{counts[1]} tensor parallel ranks split the tensors, along dimensions that are in no"
-            " file",
-            where=where,
-            hint=_JOIN,
-        )
-
-
-_Parts = Sequence[tuple[TorchArchive, TensorRef]]
-
-
-def _join_stages(
-    stages: Sequence[Mapping[KeyPath, _Parts]], table: ArchiveTable, where: str
-) -> dict[KeyPath, tuple[TensorRef, Shape, list[Chunk]]]:
-    """Returns a tensor of the first rank, the whole shape and the chunks, by path."""
-    joined: dict[KeyPath, tuple[TensorRef, Shape, list[Chunk]]] = {}
-    for held in stages:
-        for path, parts in held.items():
-            name = quote(".".join(map(str, path)))
-            if path in joined:
-                raise FormatError(f"two pipeline stages have {name}", where=where, hint=TWO_SAVES)
-            joined[path] = _join(parts, table, f"{where}, {name}")
-    return joined
-
-
-def _join(parts: _Parts, table: ArchiveTable, where: str) -> tuple[TensorRef, Shape, list[Chunk]]:
+def _join(
+    parts: Sequence[tuple[TorchArchive, TensorRef]], table: ArchiveTable, where: str
+) -> Stored:
+    """Returns the element type, the whole shape and the chunks."""
     first = parts[0][1]
     like = first.dtype, first.shape[1:], len(first.shape)
     for archive, tensor in parts[1:]:
@@ -217,22 +197,11 @@ def _join(parts: _Parts, table: ArchiveTable, where: str) -> tuple[TensorRef, Sh
     if not first.shape:
         if len({table.records[chunk.record].crc32 for chunk in chunks}) > 1:
             raise FormatError("a number differs between ranks", where=where, hint=TWO_SAVES)
-        return first, (), chunks[:1]
+        return first.dtype, (), chunks[:1]
     placed, at = [], 0
     for chunk, (_, tensor) in zip(chunks, parts, strict=True):
         offsets = (at, *(0 for _ in first.shape[1:]))
         if 0 not in tensor.shape:
             placed.append(replace(chunk, place=Box(offsets, tensor.shape)))
         at += tensor.shape[0]
-    return first, (at, *first.shape[1:]), placed
-
-
-def _make_entries(
-    tensors: Mapping[KeyPath, tuple[TensorRef, Shape, list[Chunk]]], where: str
-) -> dict[Key, TensorEntry]:
-    entries = {}
-    memberships = classify(list(tensors), where=where)
-    for (path, (first, shape, chunks)), member in zip(tensors.items(), memberships, strict=True):
-        entry = member.entry(path, first.dtype, shape, ChunkTable.of(chunks, len(shape)))
-        entries[entry.key] = entry
-    return entries
+    return first.dtype, (at, *first.shape[1:]), placed

@@ -30,8 +30,8 @@ from ckptkit.core.errors import (
 from ckptkit.core.index import (
     Box,
     Chunk,
-    ChunkTable,
     Key,
+    KeyPath,
     RecordTable,
     RunFacts,
     Shape,
@@ -50,11 +50,10 @@ from ckptkit.formats.parsing import (
     refuse_missing_ranks,
     stat_or_missing,
 )
-from ckptkit.formats.pickle.torch_archives import ArchiveTable, TorchArchive
-from ckptkit.formats.pickle.torch_copies import StoredTensor, find_differing_copies
+from ckptkit.formats.pickle.torch_archives import ArchiveTable, TorchArchive, find_differing_copies
 from ckptkit.formats.pickle.torch_values import TensorRef
 from ckptkit.formats.torch_files import TorchFileReader
-from ckptkit.formats.trees import TRAINING_VALUES, classify
+from ckptkit.formats.trees import TRAINING_VALUES, Stored, make_entries
 from ckptkit.storage.base import Source
 
 PARAMS = "params.json"
@@ -80,7 +79,6 @@ class MetaReader:
     name = "meta"
 
     def find(self, paths: Sequence[str]) -> list[Candidate]:
-        """Groups such files by folder."""
         there = set(paths)
         own = [path for path in paths if _FILE.fullmatch(posixpath.basename(path))]
         found = []
@@ -146,23 +144,14 @@ def _rank_of(path: str) -> int:
 
 
 class _Sizes(Struct, frozen=True):
-    """What `params.json` says, in elements.
-
-    Attributes:
-        hidden: The width of the model.
-        layers: How many layers it has.
-        heads: How many query heads.
-        groups: How many heads of keys and of values.
-        head: The width of a head.
-        words: The size of the vocabulary; -1 where it is not said.
-    """
+    """What `params.json` says, in elements."""
 
     hidden: int
     layers: int
     heads: int
-    groups: int
-    head: int
-    words: int
+    groups: int  # heads of keys and of values
+    head: int  # the width of a head
+    words: int  # the size of the vocabulary; -1 where it is not said
 
     @classmethod
     def read(cls, source: Source, path: str) -> _Sizes:
@@ -218,14 +207,7 @@ class _Sizes(Struct, frozen=True):
 
 
 def _check(shapes: Mapping[str, Shape], sizes: _Sizes, count: int, where: str) -> None:
-    """Refuses whole tensors that do not fit `params.json`; other names than Meta's are left alone.
-
-    Args:
-        shapes: Shapes by name.
-        sizes: What `params.json` says.
-        count: The number of files.
-        where: The checkpoint, for messages.
-    """
+    """Refuses whole tensors that do not fit `params.json`, but for names that are not Meta's."""
     layers = set()
     for name, shape in shapes.items():
         found = _NAME.fullmatch(name)
@@ -267,7 +249,6 @@ class _RankFiles(Struct):
     _copies: list[tuple[str, int, int]] = field(default_factory=list)
 
     def add(self, archive: TorchArchive) -> None:
-        """Adds the file of the next rank."""
         tensors = {}
         for name, value in archive.dictionary().values.items():
             if not isinstance(name, str) or not isinstance(value, TensorRef):
@@ -296,20 +277,16 @@ class _RankFiles(Struct):
         self._files.append((archive, tensors))
 
     def join(self) -> dict[Key, TensorEntry]:
-        """Returns the whole tensors, by key."""
         self._refuse_equal_files()
         first = self._files[0][1]
         joined = {name: self._join(name, tensor.shape) for name, tensor in first.items()}
         whole = {name: shape for name, (shape, _) in joined.items()}
         _check(whole, self.sizes, len(self._files), self.where)
         self._refuse_differing_copies()
-        entries = {}
-        memberships = classify([(name,) for name in first], where=self.where)
-        for (name, (shape, chunks)), member in zip(joined.items(), memberships, strict=True):
-            table = ChunkTable.of(chunks, len(shape))
-            entry = member.entry((name,), first[name].dtype, shape, table)
-            entries[entry.key] = entry
-        return entries
+        held: dict[KeyPath, Stored] = {
+            (name,): (first[name].dtype, *found) for name, found in joined.items()
+        }
+        return make_entries(held, where=self.where)
 
     def _refuse_equal_files(self) -> None:
         """Refuses one rank's file under the names of two."""
@@ -327,9 +304,9 @@ class _RankFiles(Struct):
     def _refuse_differing_copies(self) -> None:
         """Refuses tensors that two ranks should have in common, and do not."""
 
-        def find(name: str, rank: int) -> StoredTensor:
+        def find(name: str, rank: int) -> tuple[TorchArchive, TensorRef]:
             archive, tensors = self._files[rank]
-            return StoredTensor(archive, tensors[name])
+            return archive, tensors[name]
 
         pairs = [(find(name, owner), find(name, rank)) for name, owner, rank in self._copies]
         differing, unread = find_differing_copies(self.source, self.table, pairs)

@@ -30,7 +30,6 @@ from ckptkit.core.errors import (
 from ckptkit.core.geometry import flat_offset, row_major_strides
 from ckptkit.core.index import (
     Chunk,
-    ChunkTable,
     FileRef,
     Key,
     KeyPath,
@@ -79,7 +78,7 @@ from ckptkit.formats.ranks.rank_files import (
 )
 from ckptkit.formats.ranks.reader import RankAssembly, drop_first_key, have_state_dicts
 from ckptkit.formats.safetensors.reader import HeaderTensor, read_header
-from ckptkit.formats.trees import classify, join_path
+from ckptkit.formats.trees import Stored, join_path, make_entries
 from ckptkit.storage.base import Source
 
 MAX_METADATA_BYTES = 2**28
@@ -92,49 +91,22 @@ _EXPERIMENTAL = "torch.distributed.checkpoint's experimental checkpointer"
 
 
 class Sharding(Struct, frozen=True):
-    """The distribution of a tensor over a mesh of ranks.
+    """The distribution of a tensor over a mesh of ranks."""
 
-    Attributes:
-        shape: Of the whole tensor.
-        ranks: The ranks of the mesh, row-major.
-        mesh: Sizes of its dimensions.
-        placements: One for each dimension of the mesh.
-    """
-
-    shape: Shape
-    ranks: tuple[int, ...]
+    shape: Shape  # of the whole tensor
+    ranks: tuple[int, ...]  # of the mesh, row-major
     mesh: Shape
-    placements: tuple[Placement, ...]
-
-
-class ItemFile(Struct, frozen=True):
-    """The file of a rank: its path relative to the checkpoint, and whether it is safetensors."""
-
-    path: str
-    is_safetensors: bool
+    placements: tuple[Placement, ...]  # one for each dimension of the mesh
 
 
 class ShardedItem(Struct, frozen=True):
-    """An item of the state, such as the model.
-
-    Attributes:
-        files: By rank.
-        tensors: By path of keys.
-    """
-
-    files: Mapping[int, ItemFile]
-    tensors: Mapping[KeyPath, Sharding]
+    # By rank, the path relative to the checkpoint, and whether it is safetensors.
+    files: Mapping[int, tuple[str, bool]]
+    tensors: Mapping[KeyPath, Sharding]  # by path of keys
 
 
-class ShardingMetadata(Struct, frozen=True):
-    """The number of ranks, and the items whose tensors are described."""
-
-    world_size: int
-    items: Mapping[str, ShardedItem]
-
-
-def read_sharding_metadata(source: Source, path: str) -> ShardingMetadata:
-    """Parses a `metadata.pkl`."""
+def read_sharding_metadata(source: Source, path: str) -> tuple[int, Mapping[str, ShardedItem]]:
+    """Parses a `metadata.pkl`: the number of ranks, and the items that it describes."""
     where = posixpath.join(source.location, path)
     data = read_limited(source, path, MAX_METADATA_BYTES, "metadata")
     root = parse_pickle(data, {}, where=where)
@@ -152,7 +124,7 @@ class _MetadataParser:
         self._meshes: dict[int, tuple[Shape, tuple[int, ...]]] = {}
         self._ranks: dict[int, tuple[int, ...]] = {}
 
-    def parse(self, root: object) -> ShardingMetadata:
+    def parse(self, root: object) -> tuple[int, Mapping[str, ShardedItem]]:
         content = _dictionary(root, "metadata")
         version = content.get("version", "1.0")
         if version != _VERSION:
@@ -164,10 +136,9 @@ class _MetadataParser:
         if not is_count(world_size, MAX_RANKS) or not world_size:
             raise FormatError("metadata does not contain the number of ranks")
         items = _dictionary(content.get("metadata"), "items")
-        return ShardingMetadata(
-            world_size,
-            {str(name): self._item(str(name), item, world_size) for name, item in items.items()},
-        )
+        return world_size, {
+            str(name): self._item(str(name), item, world_size) for name, item in items.items()
+        }
 
     def _item(self, name: str, value: object, world_size: int) -> ShardedItem:
         content = _dictionary(value, f"item {quote(name)}")
@@ -179,10 +150,10 @@ class _MetadataParser:
             raise LimitError("unfolds into more values than it has bytes")
         if len(layouts) != world_size or not all(rank in layouts for rank in range(world_size)):
             raise FormatError(f"item {quote(name)} does not name the files of {world_size} ranks")
-        files: dict[int, ItemFile] = {}
+        files: dict[int, tuple[str, bool]] = {}
         for rank in range(world_size):
             if layouts[rank] is None:
-                files[rank] = ItemFile(f"{name}_{rank}.pt", is_safetensors=False)
+                files[rank] = f"{name}_{rank}.pt", False
                 continue
             layout = _dictionary(layouts[rank], "layout")
             path = layout.get("file_path")
@@ -192,7 +163,7 @@ class _MetadataParser:
                 raise UnsafePathError(f"layout names {named}, which may be outside the folder")
             if str(kind) not in _LAYOUTS:  # a damaged pickle has values that have no hash
                 raise UnsupportedError(f"tensors of {quote(name)} are stored by {quote(str(kind))}")
-            files[rank] = ItemFile(path, _LAYOUTS[str(kind)])
+            files[rank] = path, _LAYOUTS[str(kind)]
         shardings: dict[KeyPath, Sharding] = {}
         for path, ways in tensors.items():
             keys = parse_json(path.encode(), where="metadata") if isinstance(path, str) else None
@@ -265,22 +236,11 @@ def _counts(value: object, most: int = MAX_DIMENSIONS) -> Shape:
     return tuple(numbers)
 
 
-class _LocalTensor(Struct, frozen=True):
-    """A tensor of one file, and the position of that file."""
-
-    file: int
-    stored: HeaderTensor
+_LocalTensor = tuple[int, HeaderTensor]  # the position of its file, and what the header says
 
 
 class LocalImages:
-    """Assembles the tensors of safetensors files; each file holds the local ones of a rank.
-
-    Attributes:
-        where: The checkpoint, for messages.
-        files: The opened files.
-        records: One for each local tensor.
-        entries: The whole tensors, by key.
-    """
+    """Assembles the tensors of safetensors files; each file holds the local ones of a rank."""
 
     def __init__(self, source: Source, where: str) -> None:
         self._source = source
@@ -290,7 +250,6 @@ class LocalImages:
         self.entries: dict[Key, TensorEntry] = {}
 
     def add(self, item: str, sharded: ShardedItem, by_rank: Mapping[int, str]) -> None:
-        """Adds the tensors of an item of the state."""
         tensors = {rank: self._open(rank, path) for rank, path in sorted(by_rank.items())}
         names = {join_path(path): path for path in sharded.tensors}
         for rank, of_rank in tensors.items():
@@ -301,14 +260,13 @@ class LocalImages:
                     " metadata does not describe",
                     where=self.where,
                 )
-        paths: list[KeyPath] = [(item, *path) for path in names.values()]
-        memberships = classify(paths, where=self.where)
-        for (name, path), membership in zip(names.items(), memberships, strict=True):
+        held: dict[KeyPath, Stored] = {}
+        for name, path in names.items():
             sharding = sharded.tensors[path]
-            chunks = ChunkTable.of(list(self._chunks(name, sharding, tensors)), len(sharding.shape))
-            dtype = tensors[sharding.ranks[0]][name].stored.dtype
-            entry = membership.entry((item, *path), dtype, sharding.shape, chunks)
-            self.entries[entry.key] = entry
+            chunks = list(self._chunks(name, sharding, tensors))
+            dtype = tensors[sharding.ranks[0]][name][1].dtype
+            held[item, *path] = dtype, sharding.shape, chunks
+        self.entries |= make_entries(held, where=self.where)
 
     def _open(self, rank: int, path: str) -> Mapping[str, _LocalTensor]:
         file = stat_or_missing(self._source, path)
@@ -320,7 +278,7 @@ class LocalImages:
             )
         self.files.append(file)
         header = read_header(self._source, file)
-        return {t.name: _LocalTensor(len(self.files) - 1, t) for t in header.tensors}
+        return {t.name: (len(self.files) - 1, t) for t in header.tensors}
 
     def _chunks(
         self, name: str, sharding: Sharding, tensors: Mapping[int, Mapping[str, _LocalTensor]]
@@ -330,7 +288,7 @@ class LocalImages:
         if absent is not None:
             raise FormatError(f"rank {absent} has no part of {quote(name)}", where=self.where)
         local = [tensors[rank][name] for rank in sharding.ranks]
-        if len({tensor.stored.dtype for tensor in local}) > 1:
+        if len({stored.dtype for _, stored in local}) > 1:
             raise FormatError(f"ranks have {quote(name)} in several types", where=self.where)
         highest = max(sharding.ranks)
         meshes = (
@@ -339,8 +297,8 @@ class LocalImages:
         )
         parts = find_local_parts(
             [
-                (tensor.stored.shape, sharding.shape, mesh, sharding.placements)
-                for tensor, mesh in zip(local, meshes, strict=True)
+                (stored.shape, sharding.shape, mesh, sharding.placements)
+                for (_, stored), mesh in zip(local, meshes, strict=True)
             ],
             where=f"{self.where}: {quote(name)}",
         )
@@ -350,16 +308,16 @@ class LocalImages:
                 " placements give: sizes do not add up",
                 where=self.where,
             )
-        for rank, tensor, part in zip(sharding.ranks, local, parts, strict=True):
+        for rank, (file, stored), part in zip(sharding.ranks, local, parts, strict=True):
             if 0 in part.shape:
                 continue
             strides = row_major_strides(part.shape)
-            self.records.append(Record(tensor.file, tensor.stored.start, tensor.stored.stop))
+            self.records.append(Record(file, stored.start, stored.stop))
             for block in part.blocks:
                 yield Chunk(
                     block.box,
                     len(self.records) - 1,
-                    byte_offset=flat_offset(block.local, strides) * tensor.stored.dtype.itemsize,
+                    byte_offset=flat_offset(block.local, strides) * stored.dtype.itemsize,
                     strides=None if block.box.sizes == part.shape else strides,
                     rank=rank,
                 )
@@ -378,81 +336,75 @@ class TorchCheckpointingReader:
         where = posixpath.join(source.location, candidate.folder)
         path = posixpath.join(candidate.folder, METADATA_PICKLE)
         has_metadata = path in candidate.files
-        metadata = read_sharding_metadata(source, path) if has_metadata else ShardingMetadata(0, {})
-        files = _ItemFiles.of(candidate, metadata)
-        index = _torch_index(source, candidate.folder, files, where)
-        world_size = metadata.world_size or index.run.world_size or 1
-        if metadata.world_size and index.run.world_size is not None:
+        recorded, items = read_sharding_metadata(source, path) if has_metadata else (0, {})
+        by_archive, by_image = _sort_files(candidate, items)
+        index = _torch_index(source, candidate.folder, by_archive, where)
+        world_size = recorded or index.run.world_size or 1
+        if recorded and index.run.world_size is not None:
             refuse_mixed_sizes({index.run.world_size, world_size}, where)
-        for by_rank in (*files.archives.values(), *files.images.values()):
+        for by_rank in (*by_archive.values(), *by_image.values()):
             refuse_stale_ranks(by_rank.items(), world_size, where)
         images = LocalImages(source, where)
-        for item, by_rank in files.images.items():
-            if item not in metadata.items:
+        for item, by_rank in by_image.items():
+            if item not in items:
                 raise UnsupportedError(
                     f"no {METADATA_PICKLE!r} describes how the tensors of {quote(item)} are spread,"
                     f" and {posixpath.basename(min(by_rank.values()))!r} does not either",
                     where=where,
                     hint="torch_checkpointing describes items that are given a resharder",
                 )
-            images.add(item, metadata.items[item], by_rank)
+            images.add(item, items[item], by_rank)
         joined = _join(index, images)
         writer = joined.run.writer  # any program may number the files of ranks
         if has_metadata:
             writer = "torch_checkpointing"
             joined = replace(joined, files=(*joined.files, source.stat(path)))
-        elif _ALL_ITEMS in files.archives:
+        elif _ALL_ITEMS in by_archive:
             writer = _EXPERIMENTAL
         return replace(joined, run=replace(joined.run, world_size=world_size, writer=writer))
 
 
-class _ItemFiles(Struct, frozen=True):
-    """The files of a checkpoint, by item and rank.
+_Files = Mapping[str, Mapping[int, str]]  # by item and rank
 
-    Attributes:
-        archives: Those that `torch.save` wrote.
-        images: Those in safetensors.
+
+def _sort_files(candidate: Candidate, items: Mapping[str, ShardedItem]) -> tuple[_Files, _Files]:
+    """Returns the files of `torch.save`, and those in safetensors.
+
+    The metadata says which they are where it names them, else their names do.
     """
-
-    archives: Mapping[str, Mapping[int, str]]
-    images: Mapping[str, Mapping[int, str]]
-
-    @classmethod
-    def of(cls, candidate: Candidate, metadata: ShardingMetadata) -> _ItemFiles:
-        """Sorts files: by the metadata where it names them, else by their names."""
-        archives: dict[str, dict[int, str]] = defaultdict(dict)
-        images: dict[str, dict[int, str]] = defaultdict(dict)
-        listed = set()
-        for item, sharded in metadata.items.items():
-            for rank, file in sharded.files.items():
-                path = posixpath.join(candidate.folder, file.path)
-                (images if file.is_safetensors else archives)[item][rank] = path
-                listed.add(path)
-        for parsed in filter(None, map(parse_numbered_name, candidate.files)):
-            if parsed.path not in listed:
-                kind = images if parsed.is_safetensors else archives
-                kind[parsed.item].setdefault(parsed.rank, parsed.path)
-        return cls(archives, images)
+    archives: dict[str, dict[int, str]] = defaultdict(dict)
+    images: dict[str, dict[int, str]] = defaultdict(dict)
+    listed = set()
+    for item, sharded in items.items():
+        for rank, (inside, is_safetensors) in sharded.files.items():
+            path = posixpath.join(candidate.folder, inside)
+            (images if is_safetensors else archives)[item][rank] = path
+            listed.add(path)
+    for parsed in filter(None, map(parse_numbered_name, candidate.files)):
+        if parsed.path not in listed:
+            kind = images if parsed.is_safetensors else archives
+            kind[parsed.item].setdefault(parsed.rank, parsed.path)
+    return archives, images
 
 
-def _torch_index(source: Source, folder: str, files: _ItemFiles, where: str) -> TensorIndex:
+def _torch_index(source: Source, folder: str, files: _Files, where: str) -> TensorIndex:
     """Returns the index of the files that `torch.save` wrote."""
     loader = RankFileLoader(source)
     contents: list[RankContents] = []  # those of the model first
     distributed: dict[str, set[int]] = {}  # by item the ranks that have parts of its tensors
-    for item in sorted(files.archives, key=lambda item: (item != "model", item)):
+    for item in sorted(files, key=lambda item: (item != "model", item)):
         prefix = () if item == _ALL_ITEMS else (item,)
-        for rank, path in sorted(files.archives[item].items()):
+        for rank, path in sorted(files[item].items()):
             contents.append(loader.load(RankFile(path, "model", rank), prefix))
             if contents[-1].is_distributed:
                 distributed.setdefault(item, set()).add(rank)
-    of_model = len(files.archives.get("model", ()))
+    of_model = len(files.get("model", ()))
     if have_state_dicts(contents[:of_model]):
         contents[:of_model] = map(drop_first_key, contents[:of_model])
     if not contents:
         return TensorIndex(FORMAT, (), RecordTable.of([]), {}, run=RunFacts())
     if _ALL_ITEMS in distributed and len(distributed) > 1:
-        first, second = (min(files.archives[item].values()) for item in [*distributed][:2])
+        first, second = (min(files[item].values()) for item in [*distributed][:2])
         raise FormatError(
             f"{posixpath.basename(first)!r} and {posixpath.basename(second)!r} are of two"
             " checkpoints",
@@ -462,8 +414,8 @@ def _torch_index(source: Source, folder: str, files: _ItemFiles, where: str) -> 
     check_counters(contents)
     values = {p: v for held in contents if held.file.rank == 0 for p, v in held.values.items()}
     contents[0] = replace(contents[0], values=values)
-    owner = next(iter(distributed), next(iter(files.archives)))
-    owned = (RankFile(path, "model", rank) for rank, path in files.archives[owner].items())
+    owner = next(iter(distributed), next(iter(files)))
+    owned = (RankFile(path, "model", rank) for rank, path in files[owner].items())
     file_set = RankFileSet(folder, "", owner, tuple(owned))
     by_kind: dict[Kind, list[RankContents]] = {"model": contents, "optimizer": [], "extra": []}
     index = replace(RankAssembly(loader, file_set, by_kind, where).index(), format=FORMAT)

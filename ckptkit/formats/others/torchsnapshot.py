@@ -6,21 +6,32 @@ their own (the buffers of a model that FSDP shards, the state of a random number
 taken from rank 0 if all ranks have the same ones; otherwise, as in a pipeline, each rank has a
 state of its own, and the names of its tensors begin with the rank.
 
-Source: torchsnapshot/snapshot.py, manifest_ops.py, batcher.py, 0.1.0 and nightly 2024.7.26.
+The manifest is JSON since 0.1.0 (YAML before): for every rank the containers, tensors and objects
+of its application state, by paths such as `0/model/layers.0.weight`, in which slashes are escaped.
+Plain values are texts.
+
+Source: torchsnapshot/snapshot.py, manifest_ops.py, batcher.py, manifest.py (`PrimitiveEntry` for
+plain values), flatten.py and io_preparers, 0.1.0 and nightly 2024.7.26.
 """
 
 from __future__ import annotations
 
+import base64
 import math
 import posixpath
 import re
-from collections.abc import Iterator, Sequence
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Literal
 
 from msgspec import Struct, field
 
+from ckptkit.core.dtypes import DType, dtype_named
 from ckptkit.core.errors import (
     FormatError,
     IncompleteCheckpointError,
+    UnsafePathError,
     UnsupportedError,
 )
 from ckptkit.core.index import (
@@ -41,63 +52,299 @@ from ckptkit.core.index import (
 from ckptkit.core.text import quote
 from ckptkit.formats.base import Candidate
 from ckptkit.formats.dcp.reader import BlobRef
-from ckptkit.formats.others.torchsnapshot_manifest import (
-    RankManifest,
-    SavedBlock,
-    SavedObject,
-    SavedTensor,
-    SnapshotManifest,
-    read_manifest,
+from ckptkit.formats.parsing import (
+    MAX_DIMENSIONS,
+    is_count,
+    overflows,
+    parse_json,
+    read_limited,
+    stat_or_missing,
+    stays_inside,
 )
-from ckptkit.formats.parsing import overflows, stat_or_missing
 from ckptkit.formats.trees import Membership, classify
 from ckptkit.storage.base import Source
+
+PRIMITIVES = frozenset({"int", "str", "bool", "bytes", "float"})
+_INTEGER = re.compile(r"-?[0-9]{1,4000}")  # Python refuses to parse longer ones
+_BOOLS = {"True": True, "False": False}
+_DOUBLE = struct.Struct("<d")
+
+
+def parse_plain(kind: str, text: object) -> object:
+    """Parses the text of a value whose kind is one of `PRIMITIVES`.
+
+    >>> parse_plain("float", "exSuR+F6hD8="), parse_plain("bool", "False")
+    (0.01, False)
+    """
+    if not isinstance(text, str):
+        raise FormatError(f"value of the kind {quote(kind)} is not a text")
+    if kind == "str":
+        return text
+    if kind == "bool" and text in _BOOLS:
+        return _BOOLS[text]
+    if kind == "int" and _INTEGER.fullmatch(text):
+        return int(text)
+    if kind in {"bytes", "float"}:
+        with suppress(ValueError):
+            data = base64.b64decode(text, validate=True)
+            if kind == "bytes":
+                return data
+            if len(data) == _DOUBLE.size:
+                return _DOUBLE.unpack(data)[0]
+    raise FormatError(f"text {quote(text)} is no value of the kind {quote(kind)}")
+
+
+MAX_MANIFEST_BYTES = 2**28
+_MAX_NUMBER = 2**62 - 1  # the sum of two fits int64
+_MAX_DEPTH = 32
+_NUMBER = re.compile(r"-?\d{1,18}")
+_VERSION = re.compile(r"0\.1\.\d+.*")
+_RAW, _ARCHIVE = "buffer_protocol", "torch_save"
+_CONTAINERS = frozenset({"list", "dict", "OrderedDict"})
+Share = Literal["own", "replicated", "sharded"]
+
+
+class SavedBlock(Struct, frozen=True):
+    box: Box
+    location: str  # its file, relative to the snapshot's folder
+    dtype: DType
+    byte_range: tuple[int, int] | None  # of the file, if it holds more than this block
+    is_archive: bool  # whether `torch.save` wrote it; else plain values
+
+
+class SavedTensor(Struct, frozen=True):
+    share: Share
+    shape: Shape | None  # None if only the blocks of all ranks together determine it
+    blocks: tuple[SavedBlock, ...]
+
+
+class SavedObject(Struct, frozen=True):
+    """An object that `torch.save` wrote to a file of its own."""
+
+    location: str
+
+
+class RankManifest(Struct, frozen=True):
+    """The entries of one rank, by path without the rank."""
+
+    tensors: dict[str, SavedTensor] = field(default_factory=dict)
+    values: dict[str, object] = field(default_factory=dict)  # plain ones, and `SavedObject`
+    # with integers distinguished from texts
+    key_paths: dict[str, KeyPath] = field(default_factory=dict)
+
+
+def read_manifest(source: Source, path: str) -> tuple[str, Sequence[RankManifest]]:
+    """Returns the version of torchsnapshot, and the checked entries of each rank."""
+    where = posixpath.join(source.location, path)
+    data = read_limited(source, path, MAX_MANIFEST_BYTES, "manifest")
+    if data.lstrip()[:8].startswith(b"version:"):
+        raise UnsupportedError(
+            "manifest is YAML, as torchsnapshot wrote it before 0.1.0, where JSON was expected",
+            where=where,
+            hint="rewrite it as JSON, which YAML readers accept too:"
+            " `json.dump(yaml.safe_load(open(path)), ...)`",
+        )
+    content = parse_json(data, where=where)
+    if not isinstance(content, dict) or content.keys() != {"version", "world_size", "manifest"}:
+        raise FormatError("has other fields than version, world_size and manifest", where=where)
+    return _ManifestParser(where).parse(content)
+
+
+class _ManifestParser:
+    def __init__(self, where: str) -> None:
+        self._where = where
+        self._lists: frozenset[str] = frozenset()
+        self._numbers: Mapping[str, frozenset[int]] = {}
+        self._parsers: Mapping[str, Callable[[Any], SavedTensor]] = {
+            "Tensor": self._tensor,
+            "ChunkedTensor": self._chunked,
+            "ShardedTensor": self._sharded,
+            "DTensor": self._sharded,  # a replicated one has one block
+        }
+
+    def parse(self, content: Mapping[str, Any]) -> tuple[str, Sequence[RankManifest]]:
+        version, world, entries = (content[k] for k in ("version", "world_size", "manifest"))
+        if not isinstance(version, str) or not _VERSION.fullmatch(version):
+            raise UnsupportedError(
+                f"manifest is of version {quote(str(version))}; read is 0.1", where=self._where
+            )
+        if not isinstance(entries, dict) or not all(isinstance(e, dict) for e in entries.values()):
+            raise FormatError("'manifest' is not a map of entries", where=self._where)
+        if type(world) is not int or not 0 < world <= max(len(entries), 1):
+            raise IncompleteCheckpointError(
+                f"'world_size' is {quote(str(world))}, with {len(entries):,} entries of all ranks",
+                where=self._where,
+            )
+        ranks = tuple(RankManifest() for _ in range(world))
+        self._lists = frozenset(path for path, e in entries.items() if e.get("type") == "list")
+        self._numbers = {path: _numbers(e) for path, e in entries.items() if "keys" in e}
+        for path, entry in entries.items():
+            self._add(ranks, path, entry)
+        bare = next((rank for rank, held in enumerate(ranks) if not held.key_paths), None)
+        if bare is not None:
+            raise IncompleteCheckpointError(
+                f"lists nothing of rank {bare}, where the run had {world} ranks", where=self._where
+            )
+        return version, ranks
+
+    def _add(self, ranks: tuple[RankManifest, ...], path: str, entry: Mapping[str, Any]) -> None:
+        first, _, logical = path.partition("/")
+        rank = int(first) if re.fullmatch(r"\d{1,9}", first) else -1
+        if not logical or not 0 <= rank < len(ranks):
+            raise FormatError(
+                f"path {quote(path)} is of no rank of a run of {len(ranks)}", where=self._where
+            )
+        manifest, kind = ranks[rank], entry.get("type")
+        manifest.key_paths[logical] = self._key_path(path)
+        if isinstance(kind, str) and kind in _CONTAINERS:
+            return
+        where = f"{self._where}: {quote(path)}"
+        parse = self._parsers.get(kind) if isinstance(kind, str) else None
+        is_plain = isinstance(kind, str) and kind in PRIMITIVES
+        if kind != "object" and not is_plain and parse is None:
+            message = f"entry is of the kind {quote(str(kind))}, not modelled"
+            raise UnsupportedError(message, where=where)
+        value: object
+        try:
+            if parse is not None:
+                value = parse(entry)
+            elif isinstance(kind, str) and is_plain:
+                value = parse_plain(kind, entry.get("serialized_value"))
+            else:
+                value = SavedObject(_location(entry.get("location")))
+        except (FormatError, UnsupportedError, UnsafePathError) as error:
+            raise error.located(where) from None
+        if isinstance(value, SavedTensor):
+            manifest.tensors[logical] = value
+        else:
+            manifest.values[logical] = value
+
+    def _key_path(self, path: str) -> KeyPath:
+        """Returns the keys of a path: integers where the container has such keys."""
+        tokens = path.split("/")
+        if len(tokens) > _MAX_DEPTH:
+            raise FormatError(
+                f"containers are nested more than {_MAX_DEPTH} deep", where=self._where
+            )
+        keys: list[str | int] = []
+        for depth, token in enumerate(tokens[1:], 1):
+            above = "/".join(tokens[:depth])
+            number = int(token) if _NUMBER.fullmatch(token) else None
+            if number is not None and (
+                above in self._lists or number in self._numbers.get(above, ())
+            ):
+                keys.append(number)
+            else:
+                keys.append(token.replace("%2F", "/").replace("%25", "%"))
+        return tuple(keys)
+
+    def _tensor(self, entry: Mapping[str, Any]) -> SavedTensor:
+        shape = _counts(entry.get("shape"))
+        block = _parse_block(entry, (0,) * len(shape), shape)
+        return SavedTensor(_share(entry), shape, (block,))
+
+    def _chunked(self, entry: Mapping[str, Any]) -> SavedTensor:
+        shape = _counts(entry.get("shape"))
+        blocks = tuple(_parse_blocks(entry.get("chunks")))
+        dtype = _dtype(entry.get("dtype"))
+        for block in blocks:
+            box = block.box
+            if block.dtype != dtype or len(box.sizes) != len(shape):
+                raise FormatError(f"a chunk is not of the {dtype.name} {list(shape)} of the tensor")
+            if any(o + s > n for o, s, n in zip(box.offsets, box.sizes, shape, strict=True)):
+                raise FormatError(f"a chunk is outside the {list(shape)} of the tensor")
+        return SavedTensor(_share(entry), shape, blocks)
+
+    def _sharded(self, entry: Mapping[str, Any]) -> SavedTensor:
+        return SavedTensor("sharded", None, tuple(_parse_blocks(entry.get("shards"))))
+
+
+def _numbers(entry: Mapping[str, Any]) -> frozenset[int]:
+    keys = entry["keys"]
+    return frozenset(k for k in keys if type(k) is int) if isinstance(keys, list) else frozenset()
+
+
+def _share(entry: Mapping[str, Any]) -> Share:
+    replicated = entry.get("replicated")
+    if not isinstance(replicated, bool):
+        raise FormatError("does not state whether it is replicated")
+    return "replicated" if replicated else "own"
+
+
+def _parse_blocks(shards: object) -> Iterator[SavedBlock]:
+    if not isinstance(shards, list):
+        raise FormatError("has no list of blocks")
+    for shard in shards:
+        inner = shard.get("tensor") if isinstance(shard, dict) else None
+        if not isinstance(inner, dict):
+            raise FormatError("has a block without a tensor")
+        sizes, shape = _counts(shard.get("sizes")), _counts(inner.get("shape"))
+        offsets = _counts(shard.get("offsets"))
+        if sizes != shape or len(offsets) != len(sizes):
+            raise FormatError(f"has a block of {list(sizes)} that is stored as {list(shape)}")
+        yield _parse_block(inner, offsets, sizes)
+
+
+def _parse_block(entry: Mapping[str, Any], offsets: Shape, sizes: Shape) -> SavedBlock:
+    serializer, extent = entry.get("serializer"), entry.get("byte_range")
+    if serializer not in (_RAW, _ARCHIVE):  # a file may hold what has no hash
+        raise UnsupportedError(
+            f"is stored by {quote(str(serializer))}, not modelled",
+            hint="save the tensor without quantization",
+        )
+    byte_range = None
+    if extent is not None:
+        bounds = _counts(extent)
+        if len(bounds) != 2 or bounds[0] > bounds[1] or serializer == _ARCHIVE:  # noqa: PLR2004
+            raise FormatError(f"has the byte range {list(bounds)}")
+        byte_range = bounds[0], bounds[1]
+    return SavedBlock(
+        Box(offsets, sizes),
+        _location(entry.get("location")),
+        _dtype(entry.get("dtype")),
+        byte_range,
+        serializer == _ARCHIVE,
+    )
+
+
+def _dtype(name: object) -> DType:
+    if not isinstance(name, str) or not name.startswith("torch."):
+        raise FormatError("has no dtype")
+    return dtype_named(name)
+
+
+def _counts(value: object) -> Shape:
+    if not isinstance(value, list) or not all(is_count(item, _MAX_NUMBER) for item in value):
+        raise FormatError("has a shape, offsets or a range that is no list of natural numbers")
+    if len(value) > MAX_DIMENSIONS:
+        raise FormatError(f"has {len(value):,} dimensions, more than {MAX_DIMENSIONS}")
+    return tuple(value)
+
+
+def _location(value: object) -> str:
+    if not isinstance(value, str):
+        raise FormatError("names no file")
+    if not stays_inside(value):
+        raise UnsafePathError(f"names the file {quote(value)}, which may be outside the snapshot")
+    return value
+
 
 _LISTED_NAMES = 3  # tensors in a note
 
 
 class MergedTensor(Struct, frozen=True):
-    """A tensor of the whole checkpoint.
-
-    Attributes:
-        key: Its path in the manifest, with the rank if only that rank has it.
-        path: The same as keys.
-        shape: Its full shape.
-        blocks: Its blocks, each with the rank that lists it; at least one.
-    """
-
-    key: str
-    path: KeyPath
+    key: str  # its path in the manifest, with the rank if only that rank has it
+    path: KeyPath  # the same as keys
     shape: Shape
-    blocks: Sequence[tuple[int, SavedBlock]]
-
-
-class MergedManifest(Struct):
-    """The entries of all ranks.
-
-    Attributes:
-        tensors: Every tensor once.
-        values: All other values, by path; those in which a rank differs, below its number.
-        unread: Why tensors of an incomplete state cannot be read, by key.
-        notes: Notes on the ranks' own tensors.
-    """
-
-    tensors: list[MergedTensor] = field(default_factory=list)
-    values: dict[KeyPath, object] = field(default_factory=dict)
-    unread: dict[str, str] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
+    blocks: Sequence[tuple[int, SavedBlock]]  # each with the rank that lists it; at least one
 
 
 class _State(Struct):
-    """The tensors of one object of the application, such as the model.
+    """The tensors of one object of the application, such as the model."""
 
-    Attributes:
-        shared: Sharded and replicated tensors, with the ranks that list them.
-        own: By rank, its own tensors.
-    """
-
+    # sharded and replicated tensors, with the ranks that list them
     shared: dict[str, list[tuple[int, SavedTensor]]] = field(default_factory=dict)
-    own: dict[int, dict[str, SavedTensor]] = field(default_factory=dict)
+    own: dict[int, dict[str, SavedTensor]] = field(default_factory=dict)  # by rank, its own tensors
 
     def first_difference(self) -> str:
         """Returns a tensor in which the ranks' own tensors differ; usually empty."""
@@ -122,47 +369,45 @@ class _State(Struct):
         return [f"{count} that each rank saved for itself {verb} rank 0's: {names}"]
 
 
-def merge_ranks(ranks: Sequence[RankManifest], where: str) -> MergedManifest:
+def merge_ranks(
+    ranks: Sequence[RankManifest], where: str
+) -> tuple[list[MergedTensor], dict[KeyPath, object], dict[str, str], list[str]]:
     """Merges the entries of ranks.
 
-    Args:
-        ranks: The entries of each rank, in order.
-        where: The snapshot, for messages.
+    Returns every tensor once; all other values by path, those in which a rank differs below its
+    number; by key, why tensors of an incomplete state cannot be read; and notes.
     """
-    merged = MergedManifest()
+    tensors: list[MergedTensor] = []
+    values: dict[KeyPath, object] = {}
+    unread: dict[str, str] = {}
+    notes: list[str] = []
     for rank, manifest in enumerate(ranks):
         for key, value in manifest.values.items():
             path = manifest.key_paths[key]
-            if merged.values.setdefault(path, value) != value:
-                merged.values[str(rank), *path] = value
+            if values.setdefault(path, value) != value:
+                values[str(rank), *path] = value
     for name, state in _states(ranks).items():
         for key, parts in state.shared.items():
             if any(key in held for held in state.own.values()):
                 raise FormatError(f"ranks disagree on whether {quote(key)} is shared", where=where)
             path = ranks[parts[0][0]].key_paths[key]
-            merged.tensors.append(_merge_tensor(key, path, parts, where))
+            tensors.append(_merge_tensor(key, path, parts, where))
         difference = state.first_difference()
         if difference:
             why = f"is shared by ranks whose own tensors in {name!r} differ, such as {difference!r}"
-            merged.unread |= dict.fromkeys(state.shared, why)
-            merged.notes.append(f"each rank saved a {name!r} of its own; names begin with the rank")
+            unread |= dict.fromkeys(state.shared, why)
+            notes.append(f"each rank saved a {name!r} of its own; names begin with the rank")
         else:
-            merged.notes += state.note()
-        merged.tensors += _own_tensors(state, ranks, where, by_rank=bool(difference))
-    return merged
-
-
-def _own_tensors(
-    state: _State, ranks: Sequence[RankManifest], where: str, *, by_rank: bool
-) -> Iterator[MergedTensor]:
-    """Yields the ranks' own tensors: of each rank, under its number, or of the first only."""
-    for rank in state.own if by_rank else [min(state.own)]:
-        for key, tensor in state.own[rank].items():
-            path = ranks[rank].key_paths[key]
-            if by_rank:
-                yield _merge_tensor(f"{rank}/{key}", (str(rank), *path), [(rank, tensor)], where)
-            else:
-                yield _merge_tensor(key, path, [(rank, tensor)], where)
+            notes += state.note()
+        for rank in state.own if difference else [min(state.own)]:
+            for key, tensor in state.own[rank].items():
+                path, parts = ranks[rank].key_paths[key], [(rank, tensor)]
+                if difference:  # each rank has a state of its own
+                    own_path = str(rank), *path
+                    tensors.append(_merge_tensor(f"{rank}/{key}", own_path, parts, where))
+                else:
+                    tensors.append(_merge_tensor(key, path, parts, where))
+    return tensors, values, unread, notes
 
 
 def _states(ranks: Sequence[RankManifest]) -> dict[str, _State]:
@@ -231,81 +476,71 @@ class TorchsnapshotReader:
     def read_index(self, source: Source, candidate: Candidate) -> TensorIndex:
         """Parses the manifest; data files are only looked up."""
         path = posixpath.join(candidate.folder, SNAPSHOT_METADATA)
-        manifest = read_manifest(source, path)
+        version, ranks = read_manifest(source, path)
         where = posixpath.join(source.location, candidate.folder)
-        return _Assembly(source, candidate.folder, manifest, where).index(source.stat(path))
-
-
-class _Assembly:
-    """Makes the index of a manifest."""
-
-    def __init__(self, source: Source, folder: str, manifest: SnapshotManifest, where: str) -> None:
-        self._source = source
-        self._folder = folder
-        self._manifest = manifest
-        self._where = where
-        self._files: dict[str, int] = {}
-        self._refs: list[FileRef] = []
-        self._record_numbers: dict[tuple[str, tuple[int, int] | None], int] = {}
-        self._records: list[Record] = []
-
-    def index(self, manifest_file: FileRef) -> TensorIndex:
-        merged = merge_ranks(self._manifest.ranks, self._where)
-        memberships = classify([tensor.path for tensor in merged.tensors], where=self._where)
+        tensors, values, unread, notes = merge_ranks(ranks, where)
+        files = _SnapshotFiles(source, candidate.folder)
+        memberships = classify([tensor.path for tensor in tensors], where=where)
         entries = {
-            Key(tensor.key): self._entry(tensor, membership)
-            for tensor, membership in zip(merged.tensors, memberships, strict=True)
+            Key(tensor.key): _make_entry(files, tensor, membership, where)
+            for tensor, membership in zip(tensors, memberships, strict=True)
         }
         # Further copies, which are not read, use bytes of the files too.
-        for rank in self._manifest.ranks:
-            for path, tensor in rank.tensors.items():
-                for block in tensor.blocks:
-                    self._record(block, f"{self._where}: tensor {quote(path)}")
-        self._check_extents()
-        values = merged.values
+        for rank in ranks:
+            for name, saved in rank.tensors.items():
+                for block in saved.blocks:
+                    files.record(block, f"{where}: tensor {quote(name)}")
+        files.check_extents()
         for key, value in values.items():
             if isinstance(value, SavedObject):
-                file = self._refs[self._file(value.location)]
+                file = files.refs[files.number(value.location)]
                 values[key] = BlobRef(file.path, 0, max(file.size_bytes, 0))
         return TensorIndex(
-            format=TorchsnapshotReader.name,
-            files=(*self._refs, manifest_file),
-            records=RecordTable.of(self._records),
+            format=self.name,
+            files=(*files.refs, source.stat(path)),
+            records=RecordTable.of(files.records),
             tensors=entries,
             values=values,
             run=RunFacts(
-                world_size=len(self._manifest.ranks),
-                writer="torchsnapshot",
-                version=self._manifest.version,
-                notes=tuple(merged.notes),
+                world_size=len(ranks), writer="torchsnapshot", version=version, notes=tuple(notes)
             ),
-            problems=tuple(
-                Problem(UnsupportedError.code, key, why) for key, why in merged.unread.items()
-            ),
+            problems=tuple(Problem(UnsupportedError.code, key, why) for key, why in unread.items()),
         )
 
-    def _entry(self, tensor: MergedTensor, membership: Membership) -> TensorEntry:
-        where = f"{self._where}: tensor {quote(tensor.key)}"
-        shape = tensor.shape
-        dtype = tensor.blocks[0][1].dtype
-        if any(block.dtype != dtype for _, block in tensor.blocks):
-            raise FormatError("is stored in several element types", where=where)
-        if overflows(shape, dtype):
-            raise FormatError(f"size of shape {list(shape)} overflows", where=where)
-        chunks = [
-            Chunk(
-                # The chunks of a scalar have one dimension.
-                block.box if shape else Box((), ()),
-                self._record(block, where),
-                byte_offset=None if block.is_archive else 0,
-                rank=rank,
-            )
-            for rank, block in tensor.blocks
-        ]
-        table = ChunkTable.of(chunks, len(shape))
-        return membership.entry(tensor.path, dtype, shape, table, key=tensor.key)
 
-    def _record(self, block: SavedBlock, where: str) -> int:
+def _make_entry(
+    files: _SnapshotFiles, tensor: MergedTensor, membership: Membership, where: str
+) -> TensorEntry:
+    where = f"{where}: tensor {quote(tensor.key)}"
+    shape, dtype = tensor.shape, tensor.blocks[0][1].dtype
+    if any(block.dtype != dtype for _, block in tensor.blocks):
+        raise FormatError("is stored in several element types", where=where)
+    if overflows(shape, dtype):
+        raise FormatError(f"size of shape {list(shape)} overflows", where=where)
+    chunks = [
+        Chunk(
+            # The chunks of a scalar have one dimension.
+            block.box if shape else Box((), ()),
+            files.record(block, where),
+            byte_offset=None if block.is_archive else 0,
+            rank=rank,
+        )
+        for rank, block in tensor.blocks
+    ]
+    table = ChunkTable.of(chunks, len(shape))
+    return membership.entry(tensor.path, dtype, shape, table, key=tensor.key)
+
+
+class _SnapshotFiles:
+    def __init__(self, source: Source, folder: str) -> None:
+        self._source = source
+        self._folder = folder
+        self._numbers: dict[str, int] = {}
+        self._record_numbers: dict[tuple[str, tuple[int, int] | None], int] = {}
+        self.refs: list[FileRef] = []
+        self.records: list[Record] = []
+
+    def record(self, block: SavedBlock, where: str) -> int:
         """Returns the position of the record of a block, which is added if new."""
         needed = math.prod(block.box.sizes) * block.dtype.itemsize
         start, stop = block.byte_range or (0, needed)
@@ -317,31 +552,31 @@ class _Assembly:
             )
         number = self._record_numbers.get((block.location, block.byte_range))
         if number is None:
-            file = self._file(block.location)
+            file = self.number(block.location)
             if block.is_archive:
-                record = Record(file, 0, max(self._refs[file].size_bytes, 0), "torch_zip")
+                record = Record(file, 0, max(self.refs[file].size_bytes, 0), "torch_zip")
             else:
                 record = Record(file, start, stop)
-            number = self._record_numbers[block.location, block.byte_range] = len(self._records)
-            self._records.append(record)
+            number = self._record_numbers[block.location, block.byte_range] = len(self.records)
+            self.records.append(record)
         return number
 
-    def _file(self, location: str) -> int:
+    def number(self, location: str) -> int:
         """Returns the position of a file of the snapshot; a missing one has size -1."""
-        number = self._files.get(location)
+        number = self._numbers.get(location)
         if number is None:
-            number = self._files[location] = len(self._refs)
+            number = self._numbers[location] = len(self.refs)
             path = posixpath.join(self._folder, location)
-            self._refs.append(stat_or_missing(self._source, path))
+            self.refs.append(stat_or_missing(self._source, path))
         return number
 
-    def _check_extents(self) -> None:
+    def check_extents(self) -> None:
         """Checks that every byte of a file is of one tensor; the plan refuses short files."""
         at, of_file = 0, -1
-        rows = sorted((r.file, r.start, r.stop) for r in self._records if r.stop > r.start)
+        rows = sorted((r.file, r.start, r.stop) for r in self.records if r.stop > r.start)
         for file, start, stop in [*rows, (-1, 0, 0)]:
             if file != of_file:
-                held = self._refs[of_file] if of_file >= 0 else None
+                held = self.refs[of_file] if of_file >= 0 else None
                 if held is not None and held.size_bytes > at:
                     raise FormatError(
                         f"has {held.size_bytes:,} bytes, and the manifest lists {at:,}: sizes"
@@ -355,6 +590,6 @@ class _Assembly:
                 first, last = sorted((start, at))
                 raise FormatError(
                     f"bytes [{first:,}, {last:,}) are of {'two tensors' if start < at else 'none'}",
-                    where=posixpath.join(self._source.location, self._refs[file].path),
+                    where=posixpath.join(self._source.location, self.refs[file].path),
                 )
             at = stop

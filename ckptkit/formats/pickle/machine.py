@@ -98,19 +98,12 @@ class Global(Struct, frozen=True):
 
 
 class InertObject(ByIdentity, Struct, eq=False):
-    """An instance of a class, or what a function returned, represented by its parts.
-
-    Attributes:
-        cls: The class, or the function.
-        args: The arguments.
-        state: The state that BUILD set; None before that.
-        items: What was appended, or keys and values that alternate; None if nothing was.
-    """
+    """An instance of a class, or what a function returned, represented by its parts."""
 
     cls: Global
     args: tuple[object, ...]
-    state: object = None
-    items: list[Any] | None = None
+    state: object = None  # what BUILD set; None before that
+    items: list[Any] | None = None  # what was appended, or keys and values that alternate
 
 
 def class_of(value: InertObject | Global) -> Global:
@@ -194,11 +187,6 @@ class Machine:
         self.running = True
 
     def run(self) -> object:
-        """Executes the pickle.
-
-        Returns:
-            Its value.
-        """
         value, end = self.run_first()
         if end != len(self.data):
             left = len(self.data) - end
@@ -206,11 +194,7 @@ class Machine:
         return value
 
     def run_first(self) -> tuple[object, int]:
-        """Executes a pickle that other bytes may follow.
-
-        Returns:
-            Its value, and the position after its last byte.
-        """
+        """Executes a pickle that other bytes may follow."""
         data, table, end = self.data, self.table, len(self.data)
         while self.running:
             at = self.at = self.pos
@@ -242,7 +226,6 @@ class Machine:
         )
 
     def cut_short(self) -> TruncatedFileError:
-        """Returns the error for a pickle that ends too early."""
         return TruncatedFileError(
             f"pickle ends at byte {len(self.data):,}, in the middle of a value",
             where=self.place(),
@@ -250,7 +233,6 @@ class Machine:
         )
 
     def take(self, count: int) -> bytes:
-        """Returns the next bytes."""
         start = self.pos
         stop = start + count
         if stop > len(self.data):
@@ -281,13 +263,11 @@ class Machine:
         return value
 
     def integer(self, line: bytes) -> int:
-        """Reads a decimal integer."""
         if not _INTEGER.fullmatch(line):
             raise self.malformed("integer is not in decimal digits, or too long")
         return int(line)
 
     def pop(self) -> object:
-        """Removes the topmost value from the stack and returns it."""
         if len(self.stack) <= self.fence:
             raise self.malformed("pickle takes a value from an empty stack")
         return self.stack.pop()
@@ -309,7 +289,6 @@ class Machine:
         return items
 
     def memoize(self) -> None:
-        """Stores the topmost value in the next slot of the memo."""
         if self.filled == len(self.memo):
             self.memo.append(self.top())
             self.filled += 1
@@ -317,7 +296,6 @@ class Machine:
             self.store(self.filled)
 
     def store(self, slot: int) -> None:
-        """Stores the topmost value in a slot of the memo."""
         if slot > len(self.data):
             raise self.malformed(f"memo slot {slot:,} is beyond anything a pickle can fill")
         missing = slot + 1 - len(self.memo)
@@ -327,14 +305,12 @@ class Machine:
         self.memo[slot] = self.top()
 
     def fetch(self, slot: int) -> object:
-        """Returns the value in a slot of the memo."""
         value = self.memo[slot] if slot < len(self.memo) else _UNSET
         if value is _UNSET:
             raise self.malformed(f"memo slot {slot:,} is empty")
         return value
 
     def name(self, module: object, name: object) -> object:
-        """Returns the value that represents a global."""
         if not isinstance(module, str) or not isinstance(name, str):
             raise self.malformed("name of a global is not a string")
         value = self.allowed.get((module, name), _UNSET)
@@ -374,7 +350,6 @@ class Machine:
         return InertObject(function, args)
 
     def refer(self, identity: object) -> object:
-        """Returns the value that represents a persistent id."""
         if self.persistent is None:
             raise self.unsafe("pickle refers to something outside itself")
         try:
@@ -383,7 +358,6 @@ class Machine:
             raise error.located(self.place()) from error
 
     def build(self, target: object, state: object) -> None:
-        """Sets the state of an inert object."""
         if isinstance(target, InertObject) and target.state is None:
             target.state = state
         elif isinstance(target, InertDict) and isinstance(state, dict):
@@ -392,7 +366,6 @@ class Machine:
             raise self.unsafe("pickle sets the state of something that has none to be set")
 
     def extend(self, target: object, items: list[Any]) -> None:
-        """Appends to a list."""
         if isinstance(target, InertObject):
             target.items = target.items or []
             target.items += items

@@ -44,7 +44,6 @@ def is_object(value: object) -> TypeGuard[InertObject | Global]:
 
 
 def is_array(value: InertObject) -> bool:
-    """Returns whether an object is an array of numpy."""
     is_of_numpy = value.cls.module.partition(".")[0] == "numpy"
     return is_of_numpy and value.cls.name in {"_reconstruct", "_frombuffer"}
 
@@ -145,7 +144,6 @@ def _printable(text: str) -> str:
 
 
 def whole_object_error(value: InertObject, where: str) -> UnsafePickleError:
-    """Returns the error for an object that holds the tensors of a model."""
     cls = quote(str(class_of(value)))
     is_module = isinstance(value.state, dict) and value.state.keys() >= _MODULE_MARKS
     what = "a whole module" if is_module else "an object in place of a state dict"

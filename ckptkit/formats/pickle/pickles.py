@@ -62,21 +62,11 @@ def _pop(machine: Machine) -> None:
 
 
 def _constant(value: object) -> Handler:
-    def handler(machine: Machine) -> None:
-        machine.stack.append(value)
-
-    return handler
+    return lambda machine: machine.stack.append(value)
 
 
 def _unsigned(width: int) -> Handler:
-    def handler(machine: Machine) -> None:
-        machine.stack.append(int.from_bytes(machine.take(width), "little"))
-
-    return handler
-
-
-def _binint(machine: Machine) -> None:
-    machine.stack.append(int.from_bytes(machine.take(4), "little", signed=True))
+    return lambda machine: machine.stack.append(int.from_bytes(machine.take(width), "little"))
 
 
 def _long(width: int) -> Handler:
@@ -95,10 +85,6 @@ def _int_line(machine: Machine) -> None:
     machine.stack.append(line == b"01" if line in {b"00", b"01"} else machine.integer(line))
 
 
-def _long_line(machine: Machine) -> None:
-    machine.stack.append(machine.integer(machine.line().removesuffix(b"L")))
-
-
 def _float_line(machine: Machine) -> None:
     try:
         machine.stack.append(float(machine.line()))
@@ -114,15 +100,8 @@ def _text(width: int, encoding: str = "utf-8") -> Handler:
     return handler
 
 
-def _text_line(machine: Machine) -> None:
-    machine.stack.append(machine.text(machine.line(), "raw-unicode-escape"))
-
-
 def _bytes(width: int) -> Handler:
-    def handler(machine: Machine) -> None:
-        machine.stack.append(machine.take(machine.number(width)))
-
-    return handler
+    return lambda machine: machine.stack.append(machine.take(machine.number(width)))
 
 
 def _tuple_of(count: int) -> Handler:
@@ -163,10 +142,7 @@ def _setitems(machine: Machine) -> None:
 
 
 def _put(width: int) -> Handler:
-    def handler(machine: Machine) -> None:
-        machine.store(machine.number(width))
-
-    return handler
+    return lambda machine: machine.store(machine.number(width))
 
 
 def _get(width: int) -> Handler:
@@ -275,15 +251,21 @@ OPCODES = with_handlers(
         b"\x88": _constant(True),  # noqa: FBT003
         b"\x89": _constant(False),  # noqa: FBT003
         b"I": _int_line,
-        b"L": _long_line,
+        b"L": lambda machine: machine.stack.append(
+            machine.integer(machine.line().removesuffix(b"L"))
+        ),  # LONG
         b"K": _unsigned(1),
         b"M": _unsigned(2),
-        b"J": _binint,
+        b"J": lambda machine: machine.stack.append(
+            int.from_bytes(machine.take(4), "little", signed=True)
+        ),  # BININT
         b"\x8a": _long(1),
         b"\x8b": _long(4),
         b"F": _float_line,
         b"G": lambda machine: machine.stack.append(_FLOAT.unpack(machine.take(8))[0]),  # BINFLOAT
-        b"V": _text_line,
+        b"V": lambda machine: machine.stack.append(
+            machine.text(machine.line(), "raw-unicode-escape")
+        ),  # UNICODE
         b"X": _text(4),
         b"\x8c": _text(1),
         b"\x8d": _text(8),
@@ -309,7 +291,7 @@ OPCODES = with_handlers(
         b"p": lambda machine: machine.store(_slot(machine)),  # PUT
         b"q": _put(1),
         b"r": _put(4),
-        b"\x94": lambda machine: machine.memoize(),
+        b"\x94": lambda machine: machine.memoize(),  # which machines with shortcuts replace
         b"g": lambda machine: machine.stack.append(machine.fetch(_slot(machine))),  # GET
         b"h": _get(1),
         b"j": _get(4),
@@ -353,19 +335,15 @@ def parse_pickle(
     of it. Integers have at most 1,024 bytes. Dictionary keys are scalars, short tuples of scalars,
     or compared by identity.
 
-    Args:
-        data: The whole pickle; bytes after its end are refused.
-        allowed: Maps the module and name of globals to values. A callable is called where the
-            pickle calls or instantiates the global, with the pickle's arguments, which it has to
-            check: any number of any of the values above. It may keep no copy of them all, and its
-            time and memory must depend on their number, not on their size. A callable that is only
-            named is represented by a `Global`, as any global that is not here is. Any other value
-            replaces the global.
-        where: The file, for messages.
-        persistent: Maps a persistent id to a value; None where the pickle may contain none.
+    `allowed` maps the module and name of globals to values. A callable is called where the pickle
+    calls or instantiates the global, with the pickle's arguments, which it has to check: any number
+    of any of the values above. It may keep no copy of them all, and its time and memory must depend
+    on their number, not on their size. A callable that is only named is represented by a `Global`,
+    as any global that is not here is. Any other value replaces the global. `persistent` maps a
+    persistent id to a value; it is None where the pickle may contain none.
 
-    Returns:
-        The value. Parsing takes time and memory within a multiple of the length of `data`.
+    Bytes after the pickle's end are refused. Parsing takes time and memory within a multiple of the
+    length of `data`.
     """
     return Machine(data, allowed, OPCODES, where=where, persistent=persistent).run()
 
@@ -377,13 +355,7 @@ def parse_first_pickle(
     where: str,
     persistent: Callable[[object], object] | None,
 ) -> tuple[object, int]:
-    """Parses the pickle at the start of `data`, which other bytes may follow.
-
-    Arguments and errors are those of `parse_pickle`.
-
-    Returns:
-        The value, and the position of the first byte after the pickle.
-    """
+    """Parses the pickle at the start of `data`; also returns the first position after it."""
     return Machine(data, allowed, OPCODES, where=where, persistent=persistent).run_first()
 
 
@@ -395,13 +367,7 @@ def ordered_dict(*args: object) -> InertDict:
 
 
 def walk_values(root: object, *, limit: int, where: str) -> Iterator[tuple[KeyPath, object]]:
-    """Yields the values in nested containers, each with the path of keys to it.
-
-    Args:
-        root: Nested dictionaries, lists and tuples, which may be shared.
-        limit: The largest number of values that is accepted.
-        where: The file, for messages.
-    """
+    """Yields the values in nested containers, at most `limit`, each with the path of keys to it."""
     visited = 0
     waiting: list[tuple[KeyPath, object]] = [((), root)]
     while waiting:

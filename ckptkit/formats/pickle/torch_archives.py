@@ -11,9 +11,10 @@ Source: torch/serialization.py (`_legacy_save`, `_legacy_load`), torch/csrc/seri
 
 from __future__ import annotations
 
+import math
 import posixpath
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from msgspec import Struct, field
 
@@ -24,35 +25,29 @@ from ckptkit.core.errors import (
     TruncatedFileError,
     UnsupportedError,
 )
-from ckptkit.core.index import Box, Chunk, FileRef, Record, Shape
+from ckptkit.core.index import Box, Chunk, FileRange, FileRef, Record, Shape
 from ckptkit.core.text import quote
 from ckptkit.formats.parsing import MAX_DIMENSIONS, Read, is_count, read_from
 from ckptkit.formats.pickle.machine import Global, InertObject
 from ckptkit.formats.pickle.pickles import parse_first_pickle, parse_pickle
 from ckptkit.formats.pickle.torch_values import ALLOWED, StorageRef, TensorRef, storage_ref
-from ckptkit.formats.pickle.torch_zip import MAX_PICKLE_BYTES, open_archive
+from ckptkit.formats.pickle.torch_zip import MAX_PICKLE_BYTES, ZipArchive, open_archive
 from ckptkit.storage.base import Source
 
 _LEAST_VALUES = 1 << 16
 
 
 class PickledDict(Struct, frozen=True):
-    """A dictionary of a pickle, whose values are checked when they are read.
-
-    Attributes:
-        values: The dictionary.
-        where: The file and the keys that lead to the dictionary, for messages.
-    """
+    """A dictionary of a pickle, whose values are checked when they are read."""
 
     values: Mapping[Any, Any]
-    where: str
+    where: str  # the file and the keys that lead to the dictionary, for messages
 
     def inner(self, key: str | int) -> PickledDict:
         """Returns the dictionary under a key; an empty one if the key is absent."""
         return _to_dict(self.values.get(key), f"{self.where}, {key!r}")
 
     def inner_list(self, key: str) -> list[PickledDict]:
-        """Returns the dictionaries in the list under a key; none if the key is absent."""
         where = f"{self.where}, {key!r}"
         return [_to_dict(item, where) for item in self.sequence(key)]
 
@@ -66,7 +61,6 @@ class PickledDict(Struct, frozen=True):
         return value
 
     def vectors(self, key: str) -> list[TensorRef]:
-        """Returns the one-dimensional tensors in the list under a key."""
         items = self.sequence(key)
         for item in items:
             if not (isinstance(item, TensorRef) and len(item.shape) == 1 and item.row_major):
@@ -85,7 +79,6 @@ class PickledDict(Struct, frozen=True):
         return value if isinstance(value, str) else ""
 
     def shapes(self) -> dict[str, Shape]:
-        """Returns the dictionary as shapes by name."""
         for name, shape in self.values.items():
             is_short = isinstance(shape, tuple) and len(shape) <= MAX_DIMENSIONS
             if not (isinstance(name, str) and is_short and all(map(is_count, shape))):
@@ -112,35 +105,12 @@ def _to_dict(value: object, where: str) -> PickledDict:
     raise FormatError("is not a dictionary", where=where)
 
 
-class StorageExtents(Protocol):
-    """The positions of the storages in a file."""
-
-    @property
-    def where(self) -> str:
-        """The file, for messages."""
-        ...
-
-    def extent(self, storage: StorageRef) -> tuple[int, int, int | None]:
-        """Returns the first byte of a storage, the byte after its last, and its stored checksum."""
-        ...
-
-
 class TorchArchive(Struct, frozen=True):
-    """An opened file.
-
-    Attributes:
-        path: Its path, relative to the source.
-        number: Its position among the files of the index.
-        root: The value of its pickle, in which tensors are `TensorRef`s.
-        pickle_bytes: The length of the pickle.
-        archive: The positions of its storages.
-    """
-
     path: str
-    number: int
-    root: object
+    number: int  # its position among the files of the index
+    root: object  # in which tensors are `TensorRef`s
     pickle_bytes: int
-    archive: StorageExtents
+    archive: ZipArchive | LegacyArchive
 
     @property
     def is_legacy(self) -> bool:
@@ -172,18 +142,21 @@ class ArchiveTable(Struct):
     def open(
         self, source: Source, path: str, allowed: Mapping[tuple[str, str], object] = ALLOWED
     ) -> TorchArchive:
-        """Opens a file and parses its pickle.
-
-        Args:
-            source: The source of the file.
-            path: The file.
-            allowed: The globals that the pickle may name, as in `parse_pickle`.
-        """
         file = source.stat(path)
         where = posixpath.join(source.location, path)
-        root, pickle_bytes, archive = _open(
-            read_from(source, path), file.size_bytes, allowed, where
-        )
+        read, size_bytes = read_from(source, path), file.size_bytes
+        try:
+            legacy = is_legacy(read(0, min(HEAD_BYTES, size_bytes)))
+        except CkptkitError as error:
+            raise error.located(where) from error
+        archive: ZipArchive | LegacyArchive
+        if legacy:
+            root, pickle_bytes, archive = open_legacy(read, size_bytes, allowed, where=where)
+        else:
+            archive = open_archive(read, size_bytes, where=where)
+            pickle = archive.pickle()
+            root = parse_pickle(pickle, allowed, where=where, persistent=storage_ref)
+            pickle_bytes = len(pickle)
         self.files.append(file)
         return TorchArchive(path, len(self.files) - 1, root, pickle_bytes, archive)
 
@@ -203,7 +176,6 @@ class ArchiveTable(Struct):
         return number
 
     def chunk(self, file: TorchArchive, tensor: TensorRef, rank: int | None = None) -> Chunk:
-        """Returns a whole tensor as a chunk."""
         return Chunk(
             Box((0,) * len(tensor.shape), tensor.shape),
             self.record(file, tensor),
@@ -211,23 +183,6 @@ class ArchiveTable(Struct):
             strides=None if tensor.row_major else tensor.strides,
             rank=rank,
         )
-
-
-def _open(
-    read: Read, size_bytes: int, allowed: Mapping[tuple[str, str], object], where: str
-) -> tuple[object, int, StorageExtents]:
-    """Returns the value of a file's pickle, the pickle's length, and the storages' positions."""
-    head = read(0, min(HEAD_BYTES, size_bytes))
-    try:
-        legacy = is_legacy(head)
-    except CkptkitError as error:
-        raise error.located(where) from error
-    if legacy:
-        return open_legacy(read, size_bytes, allowed, where=where)
-    archive = open_archive(read, size_bytes, where=where)
-    pickle = archive.pickle()
-    root = parse_pickle(pickle, allowed, where=where, persistent=storage_ref)
-    return root, len(pickle), archive
 
 
 HEAD_BYTES = 512  # enough to distinguish the layouts
@@ -263,18 +218,9 @@ def is_legacy(head: bytes) -> bool:
 
 
 class LegacyArchive(Struct, frozen=True):
-    """An opened file of the legacy layout.
-
-    Attributes:
-        read: Returns the bytes `[start, stop)` of the file.
-        storages: The storages that the pickle refers to, by key.
-        starts: The first byte of the elements of each storage.
-        where: The file, for messages.
-    """
-
     read: Read
     storages: Mapping[str, StorageRef]
-    starts: Mapping[str, int]
+    starts: Mapping[str, int]  # the first byte of the elements of each storage
     where: str
 
     def extent(self, storage: StorageRef) -> tuple[int, int, None]:
@@ -294,17 +240,6 @@ class LegacyArchive(Struct, frozen=True):
 def open_legacy(
     read: Read, size_bytes: int, allowed: Mapping[tuple[str, str], object], *, where: str
 ) -> tuple[object, int, LegacyArchive]:
-    """Opens a file of the legacy layout and parses its pickles.
-
-    Args:
-        read: Returns the bytes `[start, stop)` of the file.
-        size_bytes: The file's length.
-        allowed: The globals that the pickle may name, as in `parse_pickle`.
-        where: The file, for messages.
-
-    Returns:
-        The object in the file, the length of its pickle, and the positions of its storages.
-    """
     pickles = _PickleSequence(read, size_bytes, where)
     if pickles.next({}, None) != _MAGIC_NUMBER:
         raise FormatError("does not begin with torch's magic number", where=where)
@@ -359,11 +294,7 @@ class _StorageCollector:
 
 
 class _PickleSequence:
-    """Reads pickles that follow one another, whose lengths are stored nowhere.
-
-    Attributes:
-        at: The first byte of the next one.
-    """
+    """Reads pickles that follow one another, whose lengths are stored nowhere."""
 
     def __init__(self, read: Read, size_bytes: int, where: str) -> None:
         self.at = 0
@@ -424,3 +355,70 @@ def _locate_storages(
     if at < size_bytes:
         raise FormatError(f"{size_bytes - at:,} bytes follow the last storage", where=where)
     return starts
+
+
+_COMPARED_BYTES = 256 << 20  # of copies without comparable checksums, in all
+_WINDOW_BYTES = 8 << 20
+Stored = tuple[TorchArchive, TensorRef]
+"""A file, and a tensor in it."""
+
+
+def find_differing_copies(
+    source: Source, table: ArchiveTable, pairs: Sequence[tuple[Stored, Stored]]
+) -> tuple[list[int], int]:
+    """Compares tensors of equal shapes and element types that files have in common.
+
+    The checksums of storages decide where they can; elsewhere, as where all tensors of a file are
+    views of one storage, the bytes are read, up to a limit. Returns the positions of the pairs that
+    differ, and how many pairs were too large to be read.
+    """
+    differing, unknown = [], []
+    for position, (mine, theirs) in enumerate(pairs):
+        is_equal = _compare_checksums(table, mine, theirs)
+        if is_equal is None:
+            unknown.append(position)
+        elif not is_equal:
+            differing.append(position)
+    left, unread = _COMPARED_BYTES, 0
+    wanted: list[tuple[int, FileRange, FileRange]] = []
+    for position in sorted(unknown, key=lambda position: _size_bytes(pairs[position][0][1])):
+        mine, theirs = pairs[position]
+        left -= _size_bytes(mine[1])
+        if left < 0 or not (mine[1].row_major and theirs[1].row_major):
+            unread += 1
+        else:
+            wanted.append((position, _range_of(table, *mine), _range_of(table, *theirs)))
+    source.prefetch([place for _, *places in wanted for place in places])
+    differing += [n for n, mine, theirs in wanted if not _have_equal_bytes(source, mine, theirs)]
+    return sorted(differing), unread
+
+
+def _size_bytes(tensor: TensorRef) -> int:
+    return math.prod(tensor.shape) * tensor.dtype.itemsize
+
+
+def _compare_checksums(table: ArchiveTable, mine: Stored, theirs: Stored) -> bool | None:
+    """Returns whether stored checksums show that two tensors are equal; None if they do not."""
+    crcs = [table.records[table.record(*stored)].crc32 for stored in (mine, theirs)]
+    a, b = ((t.storage.size_bytes, t.storage_offset, t.strides) for _, t in (mine, theirs))
+    if None in crcs or a != b:
+        return None
+    if crcs[0] == crcs[1]:
+        return True
+    return False if a[0] == _size_bytes(mine[1]) else None
+
+
+def _range_of(table: ArchiveTable, archive: TorchArchive, tensor: TensorRef) -> FileRange:
+    start = table.records[table.record(archive, tensor)].start
+    start += tensor.storage_offset * tensor.dtype.itemsize
+    return FileRange(archive.path, start, start + _size_bytes(tensor))
+
+
+def _have_equal_bytes(source: Source, mine: FileRange, theirs: FileRange) -> bool:
+    def read(place: FileRange, at: int) -> bytes:
+        start = place.start + at
+        return source.read(place.path, start, min(start + _WINDOW_BYTES, place.stop))
+
+    return all(
+        read(mine, at) == read(theirs, at) for at in range(0, mine.size_bytes, _WINDOW_BYTES)
+    )

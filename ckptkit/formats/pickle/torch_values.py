@@ -57,17 +57,9 @@ class StorageClass(Struct, frozen=True):
 
 
 class StorageRef(Struct, frozen=True):
-    """A storage that a pickle refers to.
-
-    Attributes:
-        key: Its record is `data/<key>`.
-        dtype: Element type, or None for an untyped storage.
-        elements: Number of elements; of bytes for an untyped storage.
-    """
-
-    key: str
-    dtype: DType | None
-    elements: int
+    key: str  # its record is `data/<key>`
+    dtype: DType | None  # None for an untyped storage
+    elements: int  # bytes for an untyped storage
 
     @property
     def size_bytes(self) -> int:
@@ -85,24 +77,16 @@ class TensorRef(Struct, frozen=True):
 
     @property
     def row_major(self) -> bool:
-        """Whether its elements are stored contiguously in row-major order."""
         return is_row_major(self.shape, self.strides)
 
 
 class UnreadTensor(ByIdentity, Struct, frozen=True, eq=False):
-    """A tensor whose elements are not those of one plain storage.
+    """A tensor whose elements are not those of one plain storage."""
 
-    Attributes:
-        kind: What it is, to follow "tensor is".
-        hint: How to get one that can be read.
-        dtype: Element type that it has for its users; None where it is not known.
-        shape: In elements; empty where it is not known.
-    """
-
-    kind: str
-    hint: str
-    dtype: DType | None = None
-    shape: Shape = ()
+    kind: str  # to follow "tensor is"
+    hint: str  # how to get one that can be read
+    dtype: DType | None = None  # that it has for its users; None where it is not known
+    shape: Shape = ()  # empty where it is not known
 
     def error(self, where: str = "") -> UnsupportedError:
         return UnsupportedError(f"tensor is {self.kind}", where=where, hint=self.hint)
@@ -221,7 +205,6 @@ _OTHER_TENSORS = {
 
 
 def tensor_of_class(cls: Global, dtype: DType | None = None, shape: Shape = ()) -> UnreadTensor:
-    """Returns a tensor of a class that is not modelled."""
     what, hint = _PACKAGES.get(cls.module.partition(".")[0], _OTHERS)
     return UnreadTensor(f"a {quote(str(cls))}, {what}", hint, dtype, shape)
 
@@ -285,7 +268,6 @@ def _unread(kind: str) -> Builder:
 
 
 def explain_value(value: object, where: str) -> CkptkitError:
-    """Returns the error for a value where a tensor is wanted."""
     if isinstance(value, UnreadTensor):
         return value.error(where)
     if isinstance(value, InertObject):
@@ -371,32 +353,23 @@ def _deque(*args: object) -> InertDeque | InertObject:
 
 # Classes and functions whose instances are values, and no objects of other code. Below protocol 3
 # (torch.save uses 2) `int` is called `long`, and `str` `unicode`.
+_TYPES = "set frozenset bytearray complex slice list dict tuple int float str bool object type"
+_PATHS = "Path PosixPath WindowsPath PurePosixPath PureWindowsPath"
 VALUE_CLASSES = frozenset(
-    {
-        *(("__builtin__", n) for n in ("set", "frozenset", "bytearray", "complex", "slice")),
-        *(("__builtin__", n) for n in ("xrange", "list", "dict", "tuple", "int", "float", "str")),
-        *(("__builtin__", n) for n in ("long", "unicode", "bool", "object", "type")),
-        *(("builtins", n) for n in ("set", "frozenset", "bytearray", "complex", "slice", "range")),
-        *(("builtins", n) for n in ("list", "dict", "tuple", "int", "float", "str", "bool")),
-        *(("builtins", n) for n in ("object", "type")),
+    (module, name)
+    for modules, names in (
+        ("builtins __builtin__", _TYPES),
+        ("builtins", "range"),
+        ("__builtin__", "xrange long unicode"),
         ("argparse", "Namespace"),
         ("types", "SimpleNamespace"),
         ("collections", "Counter"),
-        *(("datetime", n) for n in ("date", "datetime", "time", "timedelta", "timezone")),
+        ("datetime", "date datetime time timedelta timezone"),
         ("decimal", "Decimal"),
         ("fractions", "Fraction"),
-        *(
-            (module, n)
-            for module in ("pathlib", "pathlib._local")
-            for n in ("Path", "PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
-        ),
-        ("numpy", "dtype"),
-        ("numpy", "ndarray"),
-        *(
-            (f"numpy.{core}.multiarray", n)
-            for core in ("core", "_core")
-            for n in ("scalar", "_reconstruct")
-        ),
+        ("pathlib pathlib._local", _PATHS),
+        ("numpy", "dtype ndarray"),
+        ("numpy.core.multiarray numpy._core.multiarray", "scalar _reconstruct"),
         ("torch", "device"),
         ("torch.serialization", "_get_layout"),
         ("torch.torch_version", "TorchVersion"),
@@ -404,9 +377,10 @@ VALUE_CLASSES = frozenset(
         ("omegaconf.listconfig", "ListConfig"),
         ("_io", "BytesIO"),
         ("signal", "Signals"),
-        ("uuid", "UUID"),
-        ("uuid", "SafeUUID"),
-    }
+        ("uuid", "UUID SafeUUID"),
+    )
+    for module in modules.split()
+    for name in names.split()
 )
 _TENSOR_GLOBALS: dict[tuple[str, str], object] = {
     ("torch._utils", "_rebuild_tensor_v2"): rebuild_tensor_v2,

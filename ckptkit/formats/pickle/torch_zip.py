@@ -4,19 +4,28 @@ A DCP file is a sequence of such archives, one per chunk; a `.pt` file is one ar
 reads a storage's bytes: positions come from the archive's directory, from two or three local
 headers and from the pickle, and the caller checks the CRC while it copies.
 
+Only archives that `torch.save` can produce are accepted: stored (never compressed) records without
+gaps from the archive's first byte to its directory, and an end record without a comment. All others
+are refused, so that a record's bytes can be found in one way only.
+
 Archives of chunks of one dtype and shape differ only in the data, their checksums, and a
 serialization id. So the directory of the first one is parsed and kept as a template; of further
 archives every other byte is compared with it. The bytes that are not compared are bytes that the
 parser accepts in any form.
 
-Source: torch/serialization.py (`_save`, `_load`), caffe2/serialize/inline_container.cc.
+Source: torch/serialization.py (`_save`, `_load`), caffe2/serialize/inline_container.cc;
+APPNOTE.TXT 6.3.10, sections 4.3 and 4.5.3, https://pkware.cachefly.net/webdocs/APPNOTE/
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator, Mapping
+from operator import itemgetter
+from types import MappingProxyType
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptkit.core.crc import crc32
 from ckptkit.core.dtypes import DType
@@ -24,6 +33,7 @@ from ckptkit.core.errors import (
     ChecksumError,
     FormatError,
     LimitError,
+    TruncatedFileError,
     UnsupportedError,
 )
 from ckptkit.core.index import Shape
@@ -35,12 +45,246 @@ from ckptkit.formats.pickle.torch_values import (
     explain_value,
     parse_values,
 )
-from ckptkit.formats.pickle.zip_directory import (
-    ZipEntry,
-    data_start,
-    read_directory,
-    torchscript_error,
-)
+
+_Row = tuple[str, int, int, int, int, int]  # name, header start, size, CRC, flags, place of the CRC
+
+# A record's entry takes 46 bytes, its name and, above 4 GiB, 28 more; torch's names are short.
+MAX_NAME_BYTES = 1_024
+MAX_ENTRY_BYTES = 2 * MAX_NAME_BYTES
+LOCAL_SIGNATURE = b"PK\3\4"
+_LOCAL = struct.Struct("<4s2xHH4xIIIHH")
+_CENTRAL = struct.Struct("<4s4xHH4xIIIHHHH6xI")
+_CENTRAL_CRC = 16  # position in an entry
+_END = struct.Struct("<4sHHHHIIH")
+_END64 = struct.Struct("<4sQ4xIIQQQQ")
+_LOCATOR = struct.Struct("<4sIQI")
+_CENTRAL_SIGNATURE = b"PK\1\2"
+_END_SIGNATURE = b"PK\5\6"
+_END64_SIGNATURE = b"PK\6\6"
+_LOCATOR_SIGNATURE = b"PK\6\7"
+_IN_EXTRA = 0xFFFFFFFF
+_IN_END64 = 0xFFFF
+_ZIP64_EXTRA = 1
+_DESCRIPTOR_FLAG = 0x0008
+_KNOWN_FLAGS = 0x0808  # sizes follow in a descriptor; the name is UTF-8
+_DESCRIPTOR_SIZES = (16, 24)  # with signature; 24 where the sizes are zip64
+
+
+class ZipEntry(Struct, frozen=True):
+    name: str  # the full name, such as `archive/data/0`
+    header_start: int  # of the local header, from the archive's start
+    size_bytes: int
+    crc32: int | None  # None where the writer did not compute checksums
+    limit: int  # first byte after the record, its descriptor included
+    flags: int  # which the local header has to repeat
+    crc_at: int  # position of the checksum in the directory, from the archive's start
+
+    @property
+    def has_descriptor(self) -> bool:
+        """Whether the checksum comes after the data, and not before."""
+        return bool(self.flags & _DESCRIPTOR_FLAG)
+
+
+def read_directory(read: Read, size_bytes: int, *, where: str) -> Mapping[str, ZipEntry]:
+    """Reads the directory of an archive that is exactly the bytes `[0, size_bytes)`."""
+    count, directory_start, directory_stop = _read_end(read, size_bytes, where)
+    data = read(directory_start, directory_stop)
+    rows = _read_rows(data, count, directory_start, where)
+    rows.sort(key=itemgetter(1))
+    limits = [*(row[1] for row in rows), directory_start][1:]
+    entries: dict[str, ZipEntry] = {}
+    expected = 0
+    for (name, start, size, crc, flags, crc_at), limit in zip(rows, limits, strict=True):
+        if start < expected or expected == 0 < start:
+            raise FormatError(
+                f"record {name!r} starts at byte {start:,} but {expected:,} is the first free one",
+                where=where,
+            )
+        expected = start + _LOCAL.size + len(name) + size
+        if name in entries:
+            raise FormatError(f"two records are called {name!r}", where=where)
+        stored = None if crc == 0 < size else crc
+        entries[name] = ZipEntry(name, start, size, stored, limit, flags, crc_at)
+    if expected > directory_start:
+        raise FormatError(
+            f"records reach byte {expected:,} but the directory starts at {directory_start:,}",
+            where=where,
+        )
+    return MappingProxyType(entries)
+
+
+def data_start(read: Read, entry: ZipEntry, *, where: str) -> int:
+    """Finds the first byte of a record's data from its local header."""
+    name = entry.name.encode()
+    stop = entry.header_start + _LOCAL.size + len(name)
+    head = read(entry.header_start, stop)
+    signature, flags, method, crc32, packed, size, name_bytes, extra_bytes = _LOCAL.unpack_from(
+        head
+    )
+    if (
+        signature != LOCAL_SIGNATURE
+        or (flags, method, name_bytes) != (entry.flags, 0, len(name))
+        or head[_LOCAL.size :] != name
+    ):
+        raise FormatError(f"local header of {entry.name!r} contradicts the directory", where=where)
+    start: int = stop + extra_bytes
+    gap = entry.limit - start - entry.size_bytes
+    if entry.has_descriptor:
+        agrees = gap in _DESCRIPTOR_SIZES
+    else:
+        agrees = gap == 0 and packed == size and size in {entry.size_bytes, _IN_EXTRA}
+        agrees = agrees and crc32 == (entry.crc32 or 0)
+    if not agrees:
+        raise FormatError(
+            f"{entry.size_bytes:,} bytes of {entry.name!r} from byte {start:,} do not end where "
+            f"the directory has them end, at {entry.limit:,}",
+            where=where,
+        )
+    return start
+
+
+def _read_end(read: Read, size_bytes: int, where: str) -> tuple[int, int, int]:
+    """Reads the end record, and the zip64 one before it where there is one."""
+    if size_bytes < _END.size:
+        raise TruncatedFileError(
+            f"{size_bytes:,} bytes are fewer than the {_END.size} of an empty zip archive",
+            where=where,
+        )
+    stop = size_bytes - _END.size
+    both = _LOCATOR.size + _END.size
+    tail = read(max(0, size_bytes - both), size_bytes)
+    signature, disk, first, here, count, length, start, comment = _END.unpack(tail[-_END.size :])
+    if signature != _END_SIGNATURE or comment:
+        if read(0, 4) == LOCAL_SIGNATURE:
+            raise TruncatedFileError(
+                f"zip archive has no end record in the last bytes of its {size_bytes:,}",
+                where=where,
+                hint="the file was cut short or appended to; compare its size with the original's",
+            )
+        raise FormatError("neither starts nor ends like a zip archive", where=where)
+    fields = (count, length, start)
+    if (disk, first, here) != (0, 0, count):
+        raise FormatError("end record names several disks, which torch never writes", where=where)
+    if len(tail) == both and tail.startswith(_LOCATOR_SIGNATURE):
+        stop -= _LOCATOR.size + _END64.size
+        count, length, start = _read_end64(read, stop, tail, where)
+        limits = (_IN_END64, _IN_EXTRA, _IN_EXTRA)
+        pairs = zip(fields, (count, length, start), limits, strict=True)
+        if any(short not in {full, limit} for short, full, limit in pairs):
+            raise FormatError("the two end records of the zip archive disagree", where=where)
+    if start + length != stop:
+        raise FormatError(
+            f"directory of {length:,} bytes from byte {start:,} does not end at {stop:,}",
+            where=where,
+        )
+    if not count * _CENTRAL.size <= length or (count == 0 < length):
+        raise FormatError(
+            f"{count:,} records do not fit a directory of {length:,} bytes", where=where
+        )
+    if length > count * MAX_ENTRY_BYTES:
+        raise LimitError(
+            f"directory of {count:,} records takes {length:,} bytes, at most "
+            f"{count * MAX_ENTRY_BYTES:,} were expected",
+            where=where,
+        )
+    return count, start, stop
+
+
+def _read_end64(read: Read, start: int, tail: bytes, where: str) -> tuple[int, int, int]:
+    """Reads the zip64 end record, which has to be right before its locator."""
+    _, disk, located, disks = _LOCATOR.unpack_from(tail)
+    if start < 0 or (disk, located, disks) != (0, start, 1):
+        raise FormatError(
+            f"zip64 end record is said to be at byte {located:,}, not at {start:,}",
+            where=where,
+        )
+    fields = _END64.unpack(read(start, start + _END64.size))
+    signature, length, disk, first, here, count, directory_bytes, directory_start = fields
+    if (signature, length, disk, first) != (_END64_SIGNATURE, _END64.size - 12, 0, 0):
+        raise FormatError("zip64 end record is damaged", where=where)
+    if here != count:
+        raise FormatError(f"zip64 end record counts {here:,} and {count:,} records", where=where)
+    return count, directory_bytes, directory_start
+
+
+def _read_rows(data: bytes, count: int, start_of_data: int, where: str) -> list[_Row]:
+    rows = []
+    position = 0
+    for number in range(count):
+        crc_at = start_of_data + position + _CENTRAL_CRC
+        if position + _CENTRAL.size > len(data):
+            raise FormatError(f"directory ends inside entry {number:,}", where=where)
+        fields = _CENTRAL.unpack_from(data, position)
+        signature, flags, method, crc32, packed, size, name_bytes, extra_bytes = fields[:8]
+        comment_bytes, disk, start = fields[8:]
+        name_start = position + _CENTRAL.size
+        extra_start = name_start + name_bytes
+        position = extra_start + extra_bytes + comment_bytes
+        if signature != _CENTRAL_SIGNATURE or disk or comment_bytes or position > len(data):
+            raise FormatError(f"entry {number:,} of the directory is damaged", where=where)
+        name = _checked_name(data[name_start:extra_start], where)
+        if _IN_EXTRA in {size, packed, start}:
+            extra = data[extra_start:position]
+            size, packed, start = _from_extra(extra, (size, packed, start), f"{where}: {name!r}")
+        if method or size != packed or flags & ~_KNOWN_FLAGS:
+            if name.split("/")[1:2] == ["code"]:  # `torch.jit.save` alone writes it, compressed
+                raise torchscript_error(where)
+            raise UnsupportedError(
+                f"record {name!r} is compressed or encrypted, which torch never does"
+                f" (method {method}, flags {flags:#06x})",
+                where=where,
+                hint="a flipped bit looks like this: take another copy of the file; if another tool"
+                " has packed it, save it again with torch.save",
+            )
+        rows.append((name, start, size, crc32, flags, crc_at))
+    if position != len(data):
+        raise FormatError(
+            f"{len(data) - position:,} bytes follow the last of {count:,} entries",
+            where=where,
+        )
+    return rows
+
+
+def torchscript_error(where: str) -> UnsupportedError:
+    return UnsupportedError(
+        "archive holds a TorchScript program, not values",
+        where=where,
+        hint="load it with `torch.jit.load` and save its `state_dict()` with `torch.save`",
+    )
+
+
+def _checked_name(raw: bytes, where: str) -> str:
+    if len(raw) > MAX_NAME_BYTES:
+        raise LimitError(
+            f"record name has {len(raw):,} bytes, {MAX_NAME_BYTES:,} at most",
+            where=where,
+        )
+    # Names are ASCII in every archive torch writes under an ASCII file name; others are UTF-8.
+    try:
+        name = raw.decode()
+    except UnicodeDecodeError as error:
+        raise FormatError(f"record name {raw!r} is not UTF-8", where=where) from error
+    if not name or "\\" in name or "\0" in name or ".." in name.split("/") or name[0] == "/":
+        raise FormatError(f"record name {name!r} is not a relative path", where=where)
+    return name
+
+
+def _from_extra(extra: bytes, fields: tuple[int, ...], where: str) -> tuple[int, ...]:
+    """Replaces the fields that did not fit in 32 bits by those of the zip64 extra field."""
+    position = 0
+    while position + 4 <= len(extra):
+        kind, length = struct.unpack_from("<HH", extra, position)
+        body = extra[position + 4 : position + 4 + length]
+        position += 4 + length
+        if kind != _ZIP64_EXTRA:
+            continue
+        wanted = fields.count(_IN_EXTRA)
+        if len(body) != length or length != 8 * wanted:
+            break
+        values = iter(struct.unpack(f"<{wanted}Q", body))
+        return tuple(next(values) if field == _IN_EXTRA else field for field in fields)
+    raise FormatError("zip64 extra field is missing or damaged", where=where)
+
 
 WINDOW_BYTES = 1_024
 """In archives of one tensor everything but the storage is in the first 800 and the last 900 bytes,
@@ -51,13 +295,7 @@ _CRC_BYTES = 4
 
 
 class ArchiveEnds(Struct, frozen=True):
-    """The first and the last bytes of an archive; for a small archive, both are all of it.
-
-    Attributes:
-        size_bytes: The archive's length.
-        head: Its first bytes.
-        tail: Its last bytes.
-    """
+    """The first and the last bytes of an archive; for a small archive, both are all of it."""
 
     size_bytes: int
     head: bytes
@@ -65,12 +303,6 @@ class ArchiveEnds(Struct, frozen=True):
 
     @classmethod
     def of(cls, read: Read, size_bytes: int) -> ArchiveEnds:
-        """Reads both, in one or two reads.
-
-        Args:
-            read: Returns the bytes `[start, stop)` of the archive.
-            size_bytes: The archive's length.
-        """
         if size_bytes <= 2 * WINDOW_BYTES:
             whole = read(0, size_bytes)
             return cls(size_bytes, whole, whole)
@@ -79,7 +311,6 @@ class ArchiveEnds(Struct, frozen=True):
 
     @property
     def tail_start(self) -> int:
-        """Position of the tail's first byte."""
         return self.size_bytes - len(self.tail)
 
     def cache(self, read: Read) -> Read:
@@ -102,14 +333,6 @@ class ArchiveTemplate:
     __slots__ = ("_crc_at", "_fixed", "_head", "_mask", "_stop")
 
     def __init__(self, ends: ArchiveEnds, start: int, storage: ZipEntry, free: list[range]) -> None:
-        """Keeps the bytes around the data.
-
-        Args:
-            ends: The ends of the archive.
-            start: First byte of the data; all bytes before it are in the head.
-            storage: The record of the data.
-            free: Positions in the tail that may differ.
-        """
         self._head = ends.head[:start]
         self._stop = start + storage.size_bytes
         self._crc_at = storage.crc_at - self._stop
@@ -152,26 +375,15 @@ _TEMPLATES_OF_A_SIZE = 8
 
 
 class Payload(Struct, frozen=True):
-    """The position of the bytes of an archive's only tensor, and how to view them.
+    """The position of the bytes of an archive's only tensor, and how to view them."""
 
-    Attributes:
-        start: First byte of its storage, from the archive's start.
-        stop: First byte after the storage.
-        crc32: Checksum of the whole storage, or None where none was stored.
-        dtype: Element type.
-        shape: Sizes, in elements.
-        strides: Steps between neighbours of each dimension, in elements of the storage.
-        storage_offset: The tensor's first element, in elements from the storage's start.
-        row_major: Whether the elements are stored contiguously in row-major order.
-    """
-
-    start: int
+    start: int  # of its storage, from the archive's start
     stop: int
-    crc32: int | None
+    crc32: int | None  # of the whole storage, or None where none was stored
     dtype: DType
     shape: Shape
-    strides: Shape
-    storage_offset: int
+    strides: Shape  # in elements of the storage
+    storage_offset: int  # in elements
     row_major: bool
 
 
@@ -194,16 +406,8 @@ class TensorCache:
             stored = template.crc32_in(ends)
             if stored is None:
                 continue
-            return Payload(  # takes a fifth of the time of `dataclasses.replace`
-                payload.start,
-                payload.stop,
-                None if stored == 0 and payload.stop > payload.start else stored,
-                payload.dtype,
-                payload.shape,
-                payload.strides,
-                payload.storage_offset,
-                payload.row_major,
-            )
+            is_unknown = stored == 0 and payload.stop > payload.start
+            return replace(payload, crc32=None if is_unknown else stored)
         return None
 
     def parse(self, ends: ArchiveEnds, read: Read, *, where: str) -> Payload:
@@ -254,22 +458,14 @@ class TensorCache:
 
 
 class ZipArchive(Struct, frozen=True):
-    """An opened archive: its directory is read and checked, its pickle is not.
-
-    Attributes:
-        read: Returns the bytes `[start, stop)` of the archive.
-        entries: Its records by full name.
-        prefix: The common start of all record names, `/` included.
-        where: The file, for messages.
-    """
+    """An opened archive: its directory is read and checked, its pickle is not."""
 
     read: Read
     entries: Mapping[str, ZipEntry]
-    prefix: str
+    prefix: str  # the common start of all record names, `/` included
     where: str
 
     def pickle(self, *, max_bytes: int = MAX_PICKLE_BYTES) -> bytes:
-        """Returns the checked bytes of `data.pkl`."""
         entry = self.entries[self.prefix + _PICKLE]
         if entry.size_bytes > max_bytes:
             raise LimitError(
@@ -295,7 +491,6 @@ class ZipArchive(Struct, frozen=True):
         return start, start + entry.size_bytes, entry.crc32
 
     def record(self, storage: StorageRef) -> ZipEntry:
-        """Returns the record of a storage."""
         entry = self.entries.get(f"{self.prefix}data/{storage.key}")
         if entry is None:
             raise FormatError(
@@ -311,13 +506,7 @@ class ZipArchive(Struct, frozen=True):
 
 
 def open_archive(read: Read, size_bytes: int, *, where: str) -> ZipArchive:
-    """Opens an archive that is exactly the bytes `[0, size_bytes)`.
-
-    Args:
-        read: Returns the bytes `[start, stop)` of the archive.
-        size_bytes: The archive's length.
-        where: The file, for messages.
-    """
+    """Opens an archive that is exactly the bytes `[0, size_bytes)`."""
     entries = read_directory(read, size_bytes, where=where)
     prefix = next(iter(entries), "").partition("/")[0] + "/"
     if prefix + "constants.pkl" in entries:
@@ -345,12 +534,6 @@ def locate_tensor(
 
     A small archive is read at once, of others the first and the last `WINDOW_BYTES`; more is read
     only where names are longer.
-
-    Args:
-        read: Returns the bytes `[start, stop)` of the archive.
-        size_bytes: The archive's length.
-        where: The file or tensor, for messages.
-        cache: Shared by all archives that are located, so that equal ones are parsed once.
     """
     ends = ArchiveEnds.of(read, size_bytes)
     cache = TensorCache() if cache is None else cache

@@ -30,7 +30,6 @@ from ckptkit.core.text import quote
 from ckptkit.formats.pickle.torch_archives import ArchiveTable, PickledDict, TorchArchive
 from ckptkit.formats.pickle.torch_values import TensorRef
 from ckptkit.formats.trees import Membership, join_path
-from ckptkit.formats.zero.tag_files import ZeroFile
 
 _SLICES = "param_slice_mappings"
 _FLAT_SLICES = "single_partition_of_fp32_groups"
@@ -38,48 +37,37 @@ _FLAT = "fp32_flat_groups"
 
 
 class VectorSlice(Struct, frozen=True):
-    """Elements of a parameter that are contiguous in a file.
+    """Elements of a parameter that are contiguous in a file."""
 
-    Attributes:
-        file: The file.
-        tensor: The flat tensor with the elements.
-        group: Its position among the vectors of the file, 0 if the file has no list of them.
-        first: The first element, counted in that tensor.
-        start: The first element, counted row-major in the parameter.
-        count: The number of elements.
-    """
-
-    file: ZeroFile
+    archive: TorchArchive
+    rank: int | None
     tensor: TensorRef
-    group: int
-    first: int
-    start: int
+    group: int  # position among the vectors of the file, 0 if it has no list of them
+    first: int  # counted in the tensor
+    start: int  # counted row-major in the parameter
     count: int
 
 
-class FlatParameter(Struct, frozen=True):
-    """A parameter, or its master copy, in slices of flat tensors.
+OfRank = tuple[TorchArchive, int | None, PickledDict]
+"""A file of a rank, the rank, and a dictionary in the file."""
 
-    Attributes:
-        shape: Its full shape.
-        dtype: Element type of the slices.
-        slices: Slices that contain each element exactly once.
-    """
+
+class FlatParameter(Struct, frozen=True):
+    """A parameter, or its master copy, in slices of flat tensors."""
 
     shape: Shape
     dtype: DType
-    slices: tuple[VectorSlice, ...]
+    slices: tuple[VectorSlice, ...]  # which contain each element exactly once
 
 
 def make_chunks(table: ArchiveTable, parameter: FlatParameter) -> ChunkTable:
-    """Returns the slices of a parameter as chunks."""
     itemsize = parameter.dtype.itemsize
     chunks = [
         Chunk(
             Span(part.start, part.start + part.count),
-            table.record(part.file.archive, part.tensor),
+            table.record(part.archive, part.tensor),
             byte_offset=(part.tensor.storage_offset + part.first) * itemsize,
-            rank=part.file.info.rank,
+            rank=part.rank,
         )
         for part in parameter.slices
     ]
@@ -96,16 +84,11 @@ def read_partition_counts(optimizer: PickledDict) -> set[int]:
 
 
 def find_sliced(
-    groups: Sequence[Mapping[str, Shape]], ranks: Sequence[tuple[ZeroFile, PickledDict]]
+    groups: Sequence[Mapping[str, Shape]], ranks: Sequence[OfRank]
 ) -> dict[str, FlatParameter]:
-    """Finds the master copies of parameters in the vectors of stages 1 and 2.
-
-    Args:
-        groups: The shapes of parameters, group by group.
-        ranks: The files of optimizer states in the order of their ranks, with their states.
-    """
+    """Finds the master copies of parameters in the vectors of stages 1 and 2."""
     slices: dict[str, list[VectorSlice]] = {name: [] for group in groups for name in group}
-    for file, state in ranks:
+    for archive, rank, state in ranks:
         vectors = state.vectors(_FLAT_SLICES)
         if state.values.get(_SLICES) is None:
             raise UnsupportedError(
@@ -128,8 +111,8 @@ def find_sliced(
                     )
                 before = slices[name][-1] if slices[name] else None
                 start = before.start + before.count if before else 0
-                slices[name].append(VectorSlice(file, vector, group, first, start, count))
-    where = ranks[0][1].where
+                slices[name].append(VectorSlice(archive, rank, vector, group, first, start, count))
+    where = ranks[0][2].where
     return {
         name: _join_slices(name, shape, slices[name], where)
         for group in groups
@@ -150,95 +133,61 @@ def _parse_slices(vector: TensorRef, mapping: PickledDict) -> Iterator[tuple[str
 
 
 def find_partitioned(
-    groups: Sequence[Mapping[str, Shape]], ranks: Sequence[tuple[ZeroFile, PickledDict]]
+    groups: Sequence[Mapping[str, Shape]], ranks: Sequence[OfRank]
 ) -> dict[str, FlatParameter]:
-    """Finds the master copies of parameters in the vectors of stage 3.
-
-    Args:
-        groups: The shapes of parameters, group by group.
-        ranks: The files of optimizer states in the order of their ranks, with their states.
-    """
+    """Finds the master copies of parameters in the vectors of stage 3."""
     shapes = {name: shape for group in groups for name, shape in group.items()}
     slices: dict[str, list[VectorSlice]] = {name: [] for name in shapes}
-    for rank, (file, state) in enumerate(ranks):
-        cursor = _VectorCursor(state)
+    for rank, (archive, _, state) in enumerate(ranks):
+        vectors = state.vectors(_FLAT)
+        sizes = [vector.shape[0] for vector in vectors]
+        group = first = 0  # the next element
         for name, shape in shapes.items():
             elements = math.prod(shape)
             part = -(-elements // len(ranks))
-            group, first = cursor.take(name, part)
+            while part and group < len(sizes) and first == sizes[group]:
+                group, first = group + 1, 0
+            if group == len(sizes):
+                raise state.error(f"ends before its part of {quote(name)}")
+            if part > sizes[group] - first:
+                raise state.error(
+                    f"{_FLAT!r} has {sizes[group] - first:,} elements where the part of"
+                    f" {quote(name)} has {part:,}: sizes do not add up"
+                )
             start = rank * part
             count = max(0, min(part, elements - start))
             if count:
-                vector = cursor.vectors[group]
-                slices[name].append(VectorSlice(file, vector, group, first, start, count))
-        cursor.check_end()
-    where = ranks[0][1].where
+                held = VectorSlice(archive, rank, vectors[group], group, first, start, count)
+                slices[name].append(held)
+            first += part
+        left = sum(sizes[group:]) - first
+        if left:
+            raise state.error(
+                f"{_FLAT!r} has {left:,} elements more than its parameters: sizes do not add up"
+            )
+    where = ranks[0][2].where
     return {name: _join_slices(name, shape, slices[name], where) for name, shape in shapes.items()}
 
 
-class _VectorCursor:
-    """Takes the parts of one parameter after another from the vectors of a rank.
-
-    Attributes:
-        vectors: All of them.
-    """
-
-    def __init__(self, state: PickledDict) -> None:
-        self._state = state
-        self.vectors = state.vectors(_FLAT)
-        self._number = 0
-        self._at = 0
-
-    def take(self, name: str, count: int) -> tuple[int, int]:
-        """Returns the number of the vector with the next elements, and the first of them in it."""
-        while count and self._left() == 0 and self._number < len(self.vectors):
-            self._number, self._at = self._number + 1, 0
-        if self._number == len(self.vectors):
-            raise self._state.error(f"ends before its part of {quote(name)}")
-        if count > self._left():
-            raise self._state.error(
-                f"{_FLAT!r} has {self._left():,} elements where the part of"
-                f" {quote(name)} has {count:,}: sizes do not add up"
-            )
-        first, self._at = self._at, self._at + count
-        return self._number, first
-
-    def _left(self) -> int:
-        at_end = self._number == len(self.vectors)
-        return 0 if at_end else self.vectors[self._number].shape[0] - self._at
-
-    def check_end(self) -> None:
-        """Refuses elements that belong to no parameter."""
-        left = sum(vector.shape[0] for vector in self.vectors[self._number :]) - self._at
-        if left:
-            raise self._state.error(
-                f"{_FLAT!r} has {left:,} elements more than its parameters: sizes do not add up"
-            )
-
-
-def find_frozen(models: Sequence[ZeroFile]) -> dict[str, FlatParameter]:
-    """Finds the frozen parameters of stage 3; each rank has a part of each.
-
-    Args:
-        models: The files of weights in the order of their ranks.
-    """
-    shapes = models[0].content.inner("frozen_param_shapes").shapes()
+def find_frozen(models: Sequence[OfRank]) -> dict[str, FlatParameter]:
+    """Finds the frozen parameters of stage 3; each rank has a part of each."""
+    where = models[0][2].where
     frozen: dict[str, FlatParameter] = {}
-    for name, shape in shapes.items():
+    for name, shape in models[0][2].inner("frozen_param_shapes").shapes().items():
         elements = math.prod(shape)
         part = -(-elements // len(models))
         slices = []
-        for rank, file in enumerate(models):
-            tensor = file.content.inner("frozen_param_fragments").tensor(name)
+        for rank, (archive, _, content) in enumerate(models):
+            tensor = content.inner("frozen_param_fragments").tensor(name)
             held = math.prod(tensor.shape)
             if held != part or not tensor.row_major:
-                raise file.content.error(
+                raise content.error(
                     f"has {held:,} elements of the frozen {quote(name)}, where its part has"
                     f" {part:,}: sizes do not add up"
                 )
             count = max(0, min(part, elements - rank * part))
-            slices.append(VectorSlice(file, tensor, 0, 0, rank * part, count))
-        frozen[name] = _join_slices(name, shape, slices, models[0].content.where)
+            slices.append(VectorSlice(archive, rank, tensor, 0, 0, rank * part, count))
+        frozen[name] = _join_slices(name, shape, slices, where)
     return frozen
 
 
@@ -271,29 +220,20 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 class RankStates(Struct, frozen=True):
-    """The optimizer's states in one rank's file.
-
-    Attributes:
-        file: The file.
-        vectors: The states of each vector, by its position.
-        groups: The parameter groups; empty if the file has none.
-    """
-
-    file: ZeroFile
-    vectors: Mapping[int, PickledDict]
-    groups: Sequence[PickledDict]
+    archive: TorchArchive
+    vectors: Mapping[int, PickledDict]  # the states of each vector, by its position
+    groups: Sequence[PickledDict]  # the parameter groups; empty if the file has none
 
 
-def find_rank_states(file: ZeroFile, state: PickledDict) -> RankStates:
-    """Finds the optimizer's states in the file of a rank."""
+def find_rank_states(archive: TorchArchive, state: PickledDict) -> RankStates:
     base = state.values.get(_WHOLE)
     if isinstance(base, (list, tuple)):  # with `elastic_checkpoint`
-        states = RankStates(file, dict(enumerate(state.inner_list(_WHOLE))), ())
+        states = RankStates(archive, dict(enumerate(state.inner_list(_WHOLE))), ())
     else:
         inner = state.inner(_WHOLE if _WHOLE in state.values else _PARTITIONED)
         held = inner.inner(_STATE)
         vectors = {number: held.inner(number) for number in held.values if type(number) is int}
-        states = RankStates(file, vectors, inner.inner_list(_GROUPS))
+        states = RankStates(archive, vectors, inner.inner_list(_GROUPS))
     for vector in states.vectors.values():
         if len(vector.values) > _MAX_KINDS:
             raise LimitError(
@@ -304,12 +244,8 @@ def find_rank_states(file: ZeroFile, state: PickledDict) -> RankStates:
     return states
 
 
-class ZeroStates(Struct, frozen=True):
-    """The whole state of the optimizer: entries of an index, and values that are not tensors."""
-
-    entries: tuple[TensorEntry, ...]
-    values: Mapping[KeyPath, Any]
-    notes: tuple[str, ...]
+States = tuple[Sequence[TensorEntry], Mapping[KeyPath, Any], Sequence[str]]
+"""The state of an optimizer: tensors, other values, and notes on what is left out."""
 
 
 def collect_states(
@@ -318,20 +254,12 @@ def collect_states(
     parameters: Mapping[str, FlatParameter],
     names: Mapping[str, Fqn],
     groups: Sequence[Sequence[str]],
-) -> ZeroStates:
-    """Collects the states of every trained parameter under its name.
-
-    Args:
-        table: The files.
-        ranks: The states of the ranks.
-        parameters: The master copies of trained parameters, by name.
-        names: The names of parameters in the index, by name in the files.
-        groups: The names of parameters, vector by vector.
-    """
+) -> States:
+    """Collects the states of every trained parameter under its name in the index."""
     seen: dict[int, tuple[object, str]] = {}
     for rank in ranks:
         for number, vector in rank.vectors.items():
-            step = fingerprint_step(rank.file.archive, vector.values.get(_STEP))
+            step = fingerprint_step(rank.archive, vector.values.get(_STEP))
             if step is None:
                 continue
             before = seen.setdefault(number, (step, vector.where))
@@ -343,13 +271,40 @@ def collect_states(
                     hint="a save was cut short, or went into the folder of another one; take an"
                     " earlier checkpoint",
                 )
-    collector = _StateCollector(table, {rank.file.info.path: rank for rank in ranks})
-    for name, parameter in parameters.items():
-        collector.add(names[name], parameter)
-    values = dict(collector.values)
+    by_path = {rank.archive.path: rank for rank in ranks}
+    entries: list[TensorEntry] = []
+    values: dict[KeyPath, Any] = {}
+    left_out: dict[str, Fqn] = {}  # kinds of states, each with an example
+    for own_name, parameter in parameters.items():
+        name = names[own_name]
+        states = [
+            by_path[part.archive.path].vectors.get(part.group)
+            or PickledDict({}, part.archive.where)
+            for part in parameter.slices
+        ]
+        for state in states:
+            if state.values.keys() != states[0].values.keys():
+                raise state.error(
+                    f"does not keep the states of {quote(name)} that other ranks keep"
+                )
+        for kind in states[0].values if states else ():
+            path = (OPTIMIZER, _STATE, name, str(kind))
+            held = [state.values[kind] for state in states]
+            entry = _join_state(table, path, parameter, held)
+            if entry is not None:
+                entries.append(entry)
+            elif isinstance(held[0], _PLAIN):
+                values[path] = held[0]
+            else:
+                left_out.setdefault(str(kind), name)
     if ranks:
         values |= collect_group_values(ranks[0], [[names[n] for n in group] for group in groups])
-    return ZeroStates(tuple(collector.entries), values, tuple(collector.notes()))
+    notes = [
+        f"the optimizer keeps {kind!r} of each rank's own part of {name!r} and others, which means"
+        " nothing for the whole: it is left out"
+        for kind, name in left_out.items()
+    ]
+    return entries, values, notes
 
 
 def fingerprint_step(file: TorchArchive, value: object) -> object:
@@ -365,80 +320,32 @@ def fingerprint_step(file: TorchArchive, value: object) -> object:
     return value if isinstance(value, (int, float)) else None
 
 
-class _StateCollector:
-    """Makes entries and values of one parameter after another.
-
-    Attributes:
-        entries: The tensors.
-        values: The numbers, by path.
-    """
-
-    def __init__(self, table: ArchiveTable, ranks: Mapping[str, RankStates]) -> None:
-        self.entries: list[TensorEntry] = []
-        self.values: dict[KeyPath, Any] = {}
-        self._table = table
-        self._ranks = ranks
-        self._left_out: dict[str, str] = {}  # kinds of states, each with an example
-
-    def add(self, name: Fqn, parameter: FlatParameter) -> None:
-        """Adds the states of a parameter."""
-        states = []
-        for part in parameter.slices:
-            rank = self._ranks[part.file.info.path]
-            empty = PickledDict({}, rank.file.content.where)
-            states.append(rank.vectors.get(part.group) or empty)
-        kinds = [set(state.values) for state in states]
-        if any(of_state != kinds[0] for of_state in kinds):
-            odd = next(s for s, of_state in zip(states, kinds, strict=True) if of_state != kinds[0])
-            raise odd.error(f"does not keep the states of {quote(name)} that other ranks keep")
-        for kind in states[0].values if states else ():
-            self._add(name, str(kind), parameter, [state.values[kind] for state in states])
-
-    def notes(self) -> Iterator[str]:
-        """Yields a note for each kind of state that cannot be assigned to parameters."""
-        for kind, name in self._left_out.items():
-            yield (
-                f"the optimizer keeps {kind!r} of each rank's own part of {name!r} and others,"
-                " which means nothing for the whole: it is left out"
-            )
-
-    def _add(
-        self, name: Fqn, kind: str, parameter: FlatParameter, values: Sequence[object]
-    ) -> None:
-        path = (OPTIMIZER, _STATE, name, kind)
-        first = values[0]
-        if isinstance(first, TensorRef) and first.shape == ():
-            file = parameter.slices[0].file
-            chunk = self._table.chunk(file.archive, first, rank=file.info.rank)
-            self.entries.append(make_state_entry(path, first, (), ChunkTable.of([chunk], 0)))
-        elif all(map(_is_elementwise, values, parameter.slices)):
-            tensors = [tensor for tensor in values if isinstance(tensor, TensorRef)]
-            dtypes = {tensor.dtype for tensor in tensors}
-            if len(dtypes) != 1:
-                where = parameter.slices[0].file.content.where
-                raise FormatError(f"{quote(kind)} has several element types", where=where)
-            parts = zip(parameter.slices, tensors, strict=True)
-            slices = tuple(replace(part, tensor=tensor) for part, tensor in parts)
-            state = replace(parameter, dtype=dtypes.pop(), slices=slices)
-            chunks = make_chunks(self._table, state)
-            self.entries.append(make_state_entry(path, tensors[0], parameter.shape, chunks))
-        elif isinstance(first, _PLAIN):
-            self.values[path] = first
-        else:
-            self._left_out.setdefault(kind, name)
+def _join_state(
+    table: ArchiveTable, path: KeyPath, parameter: FlatParameter, held: Sequence[object]
+) -> TensorEntry | None:
+    """Returns the state that the slices of a parameter have; None if it is no tensor."""
+    first, of_first = held[0], parameter.slices[0]
+    if isinstance(first, TensorRef) and first.shape == ():
+        chunk = table.chunk(of_first.archive, first, rank=of_first.rank)
+        return make_state_entry(path, first, (), ChunkTable.of([chunk], 0))
+    if not all(map(_is_elementwise, held, parameter.slices)):
+        return None
+    tensors = [tensor for tensor in held if isinstance(tensor, TensorRef)]
+    dtypes = {tensor.dtype for tensor in tensors}
+    if len(dtypes) != 1:
+        raise FormatError(
+            f"{quote(str(path[-1]))} has several element types", where=of_first.archive.where
+        )
+    parts = zip(parameter.slices, tensors, strict=True)
+    slices = tuple(replace(part, tensor=tensor) for part, tensor in parts)
+    chunks = make_chunks(table, replace(parameter, dtype=dtypes.pop(), slices=slices))
+    return make_state_entry(path, tensors[0], parameter.shape, chunks)
 
 
 def make_state_entry(
     path: KeyPath, like: TensorRef, shape: Shape, chunks: ChunkTable
 ) -> TensorEntry:
-    """Returns the entry of a tensor in an optimizer's state.
-
-    Args:
-        path: `optimizer`, `state`, the parameter's name, and the kind of state.
-        like: A tensor of its element type.
-        shape: Its whole shape.
-        chunks: Its chunks.
-    """
+    """Returns an entry; `path` is `optimizer`, `state`, the parameter's name, the kind of state."""
     membership = Membership(OPTIMIZER, "optimizer", Fqn(join_path(path[1:])))
     return membership.entry(path, like.dtype, shape, chunks)
 
@@ -460,12 +367,12 @@ def collect_group_values(rank: RankStates, groups: Sequence[Sequence[Fqn]]) -> d
     values: dict[KeyPath, Any] = {}
     seen: set[int] = set()
     # Groups may share values over and over; every real setting takes bytes of its own.
-    limit = rank.file.archive.pickle_bytes
+    limit = rank.archive.pickle_bytes
     counts = (len(group.values) + len(group.sequence("params")) for group in rank.groups)
     if any(count > limit for count in accumulate(counts)):
         raise LimitError(
             f"groups of the optimizer unfold into more than {limit:,} values",
-            where=rank.file.archive.where,
+            where=rank.archive.where,
         )
     for number, group in enumerate(rank.groups):
         for key, value in group.values.items():

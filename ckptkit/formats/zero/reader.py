@@ -1,41 +1,724 @@
 """The readers of DeepSpeed's checkpoints, and the choice of a tag.
 
 ZeRO checkpoints are of stages 1 to 3, or without ZeRO. Of a model with experts the weights are
-read, up to stage 2: optimizer states of experts belong to groups of ranks. Universal checkpoints
-are made of them by `ds_to_universal.py`: every parameter has a folder below `zero/`, with its
-master copy and the optimizer's states in a file each; the files of weights of the save are copied
-as they were. Up to stage 2 a file holds the tensor in its shape, and values that a change of tensor
-parallelism needs; in stage 3 it holds the elements only, without steps and frozen parameters. Those
-are in the files of weights, and the steps in `zero/optimizer_state.pt`.
+read, up to stage 2: optimizer states of experts belong to groups of ranks. Experts of
+`deepspeed.moe` have a file each, with the number of the layer that has experts and the number of
+the expert among those of all ranks, which is also in the names of its tensors.
+
+Universal checkpoints are made of them by `ds_to_universal.py`: every parameter has a folder below
+`zero/`, with its master copy and the optimizer's states in a file each; the files of weights of the
+save are copied as they were. Up to stage 2 a file holds the tensor in its shape, and values that a
+change of tensor parallelism needs; in stage 3 it holds the elements only, without steps and frozen
+parameters. Those are in the files of weights, and the steps in `zero/optimizer_state.pt`.
+
+The live weights are the model. Up to stage 2 they are stored whole; in stage 3 they are rounded
+from the optimizer's master copies, as DeepSpeed does after each step. The master copies are tensors
+of the index too, so that casts can start from them.
 
 A run has one folder per tag, and the file `latest` with the last tag; `latest_universal` names a
 universal checkpoint, whose folder usually is next to its tag's, with a suffix in its name.
 
-Source: deepspeed/runtime/engine.py (`save_checkpoint`, which writes `latest` last),
-deepspeed/checkpoint/ds_to_universal.py (`main`, `merge_tp_slices`, `merge_zero3_slices`,
-`_save_optimizer_state`), deepspeed 0.14 to 0.19.
+Source: deepspeed/runtime/engine.py (`save_checkpoint`, which writes `latest` last,
+`_get_zero_ckpt_name`, `_get_ckpt_name`, `_save_moe_checkpoint`, `_get_expert_ckpt_name`),
+deepspeed/runtime/pipe/module.py (`ckpt_layer_path`), deepspeed/checkpoint/ds_to_universal.py
+(`main`, `merge_tp_slices`, `merge_zero3_slices`, `_save_optimizer_state`), deepspeed 0.14 to 0.19.
 """
 
 from __future__ import annotations
 
+import math
 import posixpath
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any, Literal
 
-from ckptkit.core.errors import InputError
-from ckptkit.core.index import TensorIndex
+from msgspec import Struct, field
+from msgspec.structs import replace
+
+from ckptkit.core.errors import (
+    FormatError,
+    IncompleteCheckpointError,
+    InputError,
+    MissingFileError,
+    UnsupportedError,
+)
+from ckptkit.core.index import (
+    ChunkTable,
+    Fqn,
+    Key,
+    KeyPath,
+    Master,
+    RecordTable,
+    RunFacts,
+    Shape,
+    TensorEntry,
+    TensorIndex,
+)
+from ckptkit.core.text import quote
 from ckptkit.formats.base import Candidate
 from ckptkit.formats.discovery import is_unit_folder, parse_step
-from ckptkit.formats.parsing import group_by_folder
-from ckptkit.formats.zero.tag_files import (
-    find_unsupported_part,
-    open_zero_file,
-    parse_name,
-    parse_universal_path,
-    sort_tag_files,
+from ckptkit.formats.parsing import (
+    MIXED_SAVES,
+    group_by_folder,
+    is_count,
+    list_first,
+    refuse_missing_ranks,
+    refuse_mixed_sizes,
+    refuse_stale_ranks,
+)
+from ckptkit.formats.pickle.machine import InertObject
+from ckptkit.formats.pickle.objects import find_unread, whole_object_error
+from ckptkit.formats.pickle.torch_archives import ArchiveTable, PickledDict, TorchArchive
+from ckptkit.formats.pickle.torch_values import ALLOWED, TensorRef
+from ckptkit.formats.trees import Membership, classify, describe_objects_in
+from ckptkit.formats.zero.flat_vectors import (
+    OPTIMIZER,
+    FlatParameter,
+    RankStates,
+    States,
+    VectorSlice,
+    collect_group_values,
+    collect_states,
+    find_frozen,
+    find_partitioned,
+    find_rank_states,
+    find_sliced,
+    fingerprint_step,
+    make_chunks,
+    make_state_entry,
+    read_partition_counts,
 )
 from ckptkit.storage.base import Source
+
+_MODULE = "module"
+Kind = Literal["model", "optim", "expert"]
+_NAME = re.compile(
+    r"(bf16_)?(?:zero_pp_rank_(?P<rank>\d{1,7})_|layer_(?P<layer>\d{1,7})_expert_(?P<expert>\d{1,7})_)?"
+    r"mp_rank_(?P<slice>\d{1,7})_(?P<kind>optim|model)_states\.pt"
+)
+_NOT_MODELLED = {
+    "experts in files of their own": re.compile(
+        r"(layer_-?\d+_)?expert_\d+_.*\.pt|expp_rank_.*\.pt"
+    ),
+    "the layers of a pipeline": re.compile(r"layer_\d+-.*model_states\.pt"),
+}
+_AUTO_EXPERTS = "experts of AutoEP, in files of their own or in the optimizer's states"
+_LISTED_EXPERTS = 4
+_UNIVERSAL = re.compile(
+    r"(?:(?P<folder>.*)/)?zero/"
+    r"(?:(?P<parameter>[^/]+)/(?P<kind>fp32|exp_avg|exp_avg_sq|step)|optimizer_state)\.pt"
+)
+_MASTER = "fp32"  # the state dict of the master copies, and their kind among universal files
+_STATES = "optimizer_state_dict"
+_PARTITIONED_STAGE = 3
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_STEP = "step"
+
+
+class TagFile(Struct, frozen=True):
+    path: str
+    kind: Kind
+    rank: int | None  # data-parallel; None for the only file of its kind
+    slice: int  # of tensor parallelism
+    # the number of the layer, among those with experts, and of the expert in it
+    expert: tuple[int, int] | None = None
+
+
+def parse_name(path: str) -> TagFile | None:
+    match = _NAME.fullmatch(posixpath.basename(path))
+    if match is None:
+        return None
+    kind: Kind = "model" if match["kind"] == "model" else "optim"
+    rank = None if match["rank"] is None else int(match["rank"])
+    if match["expert"] is None:
+        return TagFile(path, kind, rank, int(match["slice"]))
+    expert = int(match["layer"]), int(match["expert"])
+    return TagFile(path, "expert", None, int(match["slice"]), expert)
+
+
+def find_unsupported_part(path: str) -> str | None:
+    """Returns which part of a model that is not supported a file holds; None for other files."""
+    name = posixpath.basename(path)
+    if _NAME.fullmatch(name):
+        return None
+    return next((what for what, pattern in _NOT_MODELLED.items() if pattern.fullmatch(name)), None)
+
+
+def parse_universal_path(path: str) -> tuple[str, str, str] | None:
+    """Returns the folder of a universal checkpoint, the parameter and the kind of a file in it.
+
+    The last two are empty for the states that all parameters share.
+    """
+    match = _UNIVERSAL.fullmatch(path)
+    if match is None:
+        return None
+    return match["folder"] or "", match["parameter"] or "", match["kind"] or ""
+
+
+def _stage(*args: object) -> int:
+    match args:
+        case (int(stage),):
+            return stage
+    raise FormatError("ZeRO's stage is not a number")
+
+
+_ALLOWED = {**ALLOWED, ("deepspeed.runtime.zero.config", "ZeroStageEnum"): _stage}
+
+
+class ZeroFile(Struct, frozen=True):
+    info: TagFile
+    content: PickledDict
+    archive: TorchArchive
+
+
+def open_zero_file(table: ArchiveTable, source: Source, file: TagFile) -> ZeroFile:
+    archive = table.open(source, file.path, _ALLOWED)
+    return ZeroFile(file, archive.dictionary(), archive)
+
+
+def sort_tag_files(paths: Sequence[str], where: str) -> Mapping[Kind, list[TagFile]]:
+    """Sorts the files of a tag into those of weights and of optimizer states, by rank."""
+    parsed = [file for file in map(parse_name, paths) if file is not None]
+    has_experts = any(file.kind == "expert" for file in parsed)
+    for path in paths:
+        part = find_unsupported_part(path)
+        # Beside experts, this is what an optimizer without ZeRO wrote; states of theirs are unread.
+        if part is not None and not (has_experts and path.endswith("_optim_states.pt")):
+            raise unsupported_part_error(part, path, where)
+    sliced = next((file for file in parsed if file.slice), None)
+    if sliced is not None:
+        raise unsupported_part_error("slices of tensor parallelism", sliced.path, where)
+    files: dict[Kind, list[TagFile]] = {"model": [], "optim": [], "expert": []}
+    for file in sorted(parsed, key=lambda file: -1 if file.rank is None else file.rank):
+        if file.expert is not None:
+            files["expert"].append(file)
+            continue
+        before = files[file.kind][-1:]
+        if before and (before[0].rank is None or before[0].rank == file.rank):
+            raise FormatError(
+                f"{posixpath.basename(before[0].path)!r} and {posixpath.basename(file.path)!r}"
+                " are of two checkpoints",
+                where=where,
+                hint=MIXED_SAVES,
+            )
+        files[file.kind].append(file)
+    if not files["model"]:
+        raise MissingFileError(
+            "there are optimizer states, and no file of weights ('…model_states.pt')",
+            where=where,
+            hint="give the directory that holds the files of every rank",
+        )
+    return files
+
+
+def unsupported_part_error(part: str, path: str, where: str) -> UnsupportedError:
+    has_converter = not part.startswith("experts")  # DeepSpeed has none for these
+    other = ", or use the converter of what trained it" if has_converter else ""
+    return UnsupportedError(
+        f"holds {part} ({posixpath.basename(path)!r}), which this version does not read",
+        where=where,
+        hint="load it where it was trained, and save the gathered state dict of the whole model"
+        f" with `torch.save`{other}; read are ZeRO 1 to 3 without pipeline and tensor parallelism,"
+        " and the experts of `deepspeed.moe` up to ZeRO 2",
+    )
+
+
+def _check_experts(model: PickledDict, experts: Sequence[TagFile], where: str) -> None:
+    """Refuses files of experts that are missing, or that the model does not have."""
+    counts = model.values.get("num_experts") or []
+    counts = counts if isinstance(counts, list) else [counts]
+    if not all(map(is_count, counts)):
+        raise model.error("'num_experts' is not a list of numbers")
+    there = {file.expert for file in experts}
+    if not counts and there:
+        raise FormatError(
+            f"{posixpath.basename(experts[0].path)!r} is beside a model without experts",
+            where=where,
+            hint=MIXED_SAVES,
+        )
+    # A hostile file may claim any number of experts, so that no list of them is made.
+    expected = ((layer, n) for layer, count in enumerate(counts) for n in range(count))
+    some = islice(expected, len(there) + _LISTED_EXPERTS)
+    absent = [place for place in some if place not in there]
+    if absent:
+        names = (f"expert {expert} of layer {layer}" for layer, expert in absent)
+        count = sum(counts)
+        raise MissingFileError(
+            f"{len(there):,} of the files of {count:,} experts are there; missing are"
+            f" {list_first(names, count - len(there), _LISTED_EXPERTS)}",
+            where=where,
+            hint="copy 'layer_L_expert_E_mp_rank_00_model_states.pt' of every rank's node beside"
+            " them; layers with experts are counted from 0",
+        )
+    if len(there) > sum(counts):
+        known = {(layer, n) for layer, count in enumerate(counts) for n in range(count)}
+        odd = next(file for file in experts if file.expert not in known)
+        raise FormatError(
+            f"{posixpath.basename(odd.path)!r} is of an expert that the model does not have",
+            where=where,
+            hint=MIXED_SAVES,
+        )
+
+
+def _check_ranks(files: Sequence[ZeroFile], world_size: int, what: str, where: str) -> None:
+    """Refuses files that are missing, and files of ranks that the run did not have."""
+    ranks = {file.info.rank for file in files}
+    refuse_missing_ranks(ranks, world_size, what, where)
+    refuse_stale_ranks(((file.info.rank, file.info.path) for file in files), world_size, where)
+
+
+def _refuse_parallelism(models: Sequence[ZeroFile], where: str) -> None:
+    """Refuses files of weights that hold only a part of the model."""
+    for model in models:
+        content, path = model.content, model.info.path
+        degrees = content.inner("checkpoint_parallel_dimensions")
+        sizes = {content.count("mp_world_size"), *map(degrees.count, degrees.values)}
+        if sizes - {None, 1}:
+            raise unsupported_part_error("slices of a model-parallel run", path, where)
+        if content.values.get("autoep_layers") or content.values.get("ds_autoep_layers"):
+            raise unsupported_part_error(_AUTO_EXPERTS, path, where)
+        if content.values.get(_MODULE) is None:
+            raise unsupported_part_error("the layers of a pipeline", path, where)
+
+
+def _check_same_run(models: Sequence[ZeroFile], where: str) -> None:
+    """Refuses files of weights of several steps, or of several runs."""
+    for key in ("global_steps", "dp_world_size"):
+        if len({file.content.count(key) for file in models}) > 1:
+            raise FormatError(f"the files of ranks have several {key!r}", where=where)
+
+
+def _read_groups(model: PickledDict) -> list[dict[str, Shape]]:
+    """Returns the shapes of trained parameters, by name, for each vector of the ranks."""
+    groups: list[dict[str, Shape]] = []
+    seen: set[str] = set()
+    for document in model.inner_list("param_shapes"):
+        group = document.shapes()
+        twice = next((name for name in group if name in seen), None)
+        if twice is not None:
+            raise document.error(f"has {quote(twice)} in two groups")
+        seen.update(group)
+        groups.append(group)
+    return groups
+
+
+def _check_save(
+    models: Sequence[ZeroFile],
+    experts: Sequence[ZeroFile],
+    ranks: Sequence[tuple[ZeroFile, PickledDict]],
+    where: str,
+) -> None:
+    """Checks that the files of all ranks are there, and that all are of one save."""
+    first = models[0].content
+    is_partitioned = models[0].info.rank is not None
+    _refuse_parallelism(models, where)
+    _check_experts(first, [file.info for file in experts], where)
+    if experts and is_partitioned:
+        raise unsupported_part_error(
+            "experts beside weights of ZeRO 3", experts[0].info.path, where
+        )
+    for file, state in ranks:
+        if state.values.get("ds_zero_partition_groups"):
+            raise unsupported_part_error("expert groups", file.info.path, where)
+    counts = {count for _, state in ranks for count in read_partition_counts(state)}
+    recorded = first.count("dp_world_size")
+    if ranks and recorded is not None:
+        counts.add(recorded)
+    refuse_mixed_sizes(
+        counts,
+        where,
+        hint="files of a run of another size, or of expert groups, are among them; take away"
+        " those that do not belong here",
+    )
+    world_size = counts.pop() if counts else recorded or 1
+    if is_partitioned:
+        _check_ranks(models, world_size, "weights", where)
+    if ranks or is_partitioned:
+        _check_ranks([file for file, _ in ranks], world_size, "optimizer states", where)
+    _check_same_run(models, where)
+    stages = {state.count("zero_stage") for _, state in ranks}
+    if stages and (len(stages) > 1 or (_PARTITIONED_STAGE in stages) != is_partitioned):
+        raise FormatError(
+            f"optimizer states are of stage {' and '.join(map(str, stages))}, and the weights"
+            " of another",
+            where=where,
+            hint=MIXED_SAVES,
+        )
+
+
+class _Weights:
+    """The weights of a save as entries of an index, the live tensors and then the master copies."""
+
+    def __init__(
+        self,
+        table: ArchiveTable,
+        models: Sequence[ZeroFile],  # of each rank in stage 3, else one
+        masters: Mapping[str, FlatParameter],
+        where: str,
+        experts: Sequence[ZeroFile] = (),
+    ) -> None:
+        self._table = table
+        self._first = models[0]
+        self._masters = masters
+        self._is_partitioned = models[0].info.rank is not None
+        ranks = [(file.archive, file.info.rank, file.content) for file in models]
+        self._frozen = find_frozen(ranks) if self._is_partitioned else {}
+        content = models[0].content
+        # The further names of tied parameters, each with the first name.
+        self._shared: Mapping[str, str] = content.inner("shared_params").values
+        if not all(isinstance(name, str) for pair in self._shared.items() for name in pair):
+            raise content.error("'shared_params' names something that is not a text")
+        self.values: dict[KeyPath, Any] = {}  # of the module's state dict that are not tensors
+        module = content.inner(_MODULE)
+        whole = content.values.get(_MODULE)
+        if isinstance(whole, InertObject):
+            raise whole_object_error(whole, module.where)
+        stored: dict[str, tuple[ZeroFile, TensorRef]] = {}
+        for name, value in module.values.items():
+            if isinstance(value, TensorRef) and isinstance(name, str):
+                stored[name] = models[0], value
+            elif (unread := find_unread(value)) is not None:
+                raise unread.error(f"{module.where}, {quote(str(name))}")
+            else:
+                self.values[_MODULE, str(name)] = value
+        layers: dict[int, dict[str, Shape]] = {}
+        for file in experts:
+            tensors = _find_expert(file, stored, layers)
+            stored |= {name: (file, tensor) for name, tensor in tensors.items()}
+        for name in masters:
+            if name not in module.values:
+                raise module.error(f"holds a master copy of {quote(name)} but not the parameter")
+        for name in (name for group in _read_groups(content) for name in group):
+            if name not in stored and not _EXPERT.fullmatch(name):
+                raise module.error(f"trains {quote(name)}, which is in no file")
+        memberships = classify([(_MODULE, name) for name in stored], where=where)
+        live, copies = [], []
+        for (name, (file, tensor)), membership in zip(stored.items(), memberships, strict=True):
+            entry = self._live_entry(name, file, tensor, membership)
+            entry, copy = self._add_master(name, entry)
+            live.append(entry)
+            copies += [] if copy is None else [copy]
+        self._entries = (*live, *copies)
+        # In the index, by the names in the module.
+        self.names = {name: m.name for name, m in zip(stored, memberships, strict=True)}
+
+    def _live_entry(
+        self, name: str, file: ZeroFile, tensor: TensorRef, membership: Membership
+    ) -> TensorEntry:
+        """Returns the live tensor; a tensor that stage 3 partitions is stored as an empty one."""
+        owner = self._shared.get(name, name)
+        parameter = self._frozen.get(owner) or self._masters.get(owner)
+        rank = 0 if file.info.expert is None else None
+        chunk = self._table.chunk(file.archive, tensor, rank)
+        table = ChunkTable.of([chunk], len(tensor.shape))
+        entry = membership.entry((_MODULE, name), tensor.dtype, tensor.shape, table)
+        if not self._is_partitioned or parameter is None:
+            buffers = self._first.content.sequence("buffer_names")
+            if self._is_partitioned and tensor.shape == (0,) and name not in buffers:
+                raise IncompleteCheckpointError(
+                    f"weight {quote(name)} is empty here, and no rank has a part of it",
+                    where=self._first.content.where,
+                )
+            return entry
+        chunks = make_chunks(self._table, parameter)
+        if owner in self._frozen or parameter.dtype == tensor.dtype:
+            return replace(entry, dtype=parameter.dtype, shape=parameter.shape, chunks=chunks)
+        return replace(entry, shape=parameter.shape, chunks=chunks, rounded_from=parameter.dtype)
+
+    def _add_master(self, name: str, entry: TensorEntry) -> tuple[TensorEntry, TensorEntry | None]:
+        """Returns a live tensor with its master copy, which has an entry if its type is another."""
+        parameter = self._masters.get(self._shared.get(name, name))
+        if parameter is None:
+            return entry, None
+        if parameter.shape != entry.shape:
+            raise self._first.content.error(
+                f"{quote(name)} has shape {list(entry.shape)}, its master copy"
+                f" {list(parameter.shape)}"
+            )
+        if parameter.dtype == entry.dtype:
+            return entry, None
+        key = Key(f"{_MASTER}.{name}")
+        master = replace(
+            entry,
+            key=key,
+            key_path=(_MASTER, name),
+            tree=_MASTER,
+            part="other",
+            dtype=parameter.dtype,
+            chunks=make_chunks(self._table, parameter),
+            rounded_from=None,
+        )
+        return replace(entry, master=Master(key, parameter.dtype)), master
+
+    def index(
+        self,
+        format_name: str,
+        states: States,
+        notes: Sequence[str],
+        *,
+        stage: int | None,
+        tool: str = "",
+    ) -> TensorIndex:
+        content = self._first.content
+        # DeepSpeed does not distinguish empty tensors, so that they are not known to be tied.
+        filled = {entry.key for entry in self._entries if entry.elements}
+        tied: dict[Key, set[Key]] = defaultdict(set)
+        for name, owner in self._shared.items():
+            keys = Key(f"{_MODULE}.{name}"), Key(f"{_MODULE}.{owner}")
+            if filled.issuperset(keys):
+                tied[keys[1]] |= {*keys}
+        version = content.text("ds_version")
+        said = "" if stage is None else f"ZeRO stage {stage}"
+        run = RunFacts(
+            world_size=content.count("dp_world_size"),
+            step=content.count("global_steps"),
+            writer=", ".join(filter(None, [f"DeepSpeed {version}".strip(), said, tool])),
+            version=version,
+            notes=tuple(notes),
+            warnings=describe_objects_in(self._first.archive),
+        )
+        entries, values, _ = states
+        return TensorIndex(
+            format=format_name,
+            files=tuple(self._table.files),
+            tensors={entry.key: entry for entry in (*self._entries, *entries)},
+            records=RecordTable.of(self._table.records),
+            values={**self.values, **values},
+            aliases=tuple(frozenset(keys) for keys in tied.values()),
+            run=run,
+        )
+
+
+_EXPERT = re.compile(r"(.*\.deepspeed_moe\.experts\.deepspeed_experts)\.(\d{1,7})\.(.+)")
+
+
+def _find_expert(
+    file: ZeroFile, known: Mapping[str, object], layers: dict[int, dict[str, Shape]]
+) -> dict[str, TensorRef]:
+    """Returns the tensors of an expert, whose names have its number among all of its layer.
+
+    `layers` has the shapes of an expert of each layer, by names without the number; it is filled.
+    """
+    layer, number = file.info.expert or (0, 0)
+    tensors, shapes = {}, {}
+    for name, value in file.content.values.items():
+        match = _EXPERT.fullmatch(name) if isinstance(name, str) else None
+        if match is None or int(match[2]) != number or not isinstance(value, TensorRef):
+            unread = find_unread(value)
+            if unread is not None:
+                raise unread.error(f"{file.content.where}, {quote(str(name))}")
+            raise file.content.error(
+                f"holds {quote(str(name))}, which is no tensor of expert {number}"
+            )
+        if name in known:
+            raise file.content.error(f"holds {quote(name)}, which another file holds too")
+        tensors[name] = value
+        shapes[f"{match[1]}.{match[3]}"] = value.shape
+    if layers.setdefault(layer, shapes) != shapes:
+        raise file.content.error(f"has other tensors than the other experts of layer {layer}")
+    return tensors
+
+
+class _ParameterFile(Struct, frozen=True):
+    """The value in a file of a parameter, in a dictionary or by itself."""
+
+    file: TorchArchive
+    value: object  # a tensor, or a number for a step that is stored as one
+    is_vocabulary: bool = False  # whether rows that padded the vocabulary were removed
+
+    def tensor(self) -> TensorRef:
+        if not isinstance(self.value, TensorRef):
+            raise FormatError("holds no tensor", where=self.file.where)
+        if not self.value.row_major:
+            raise UnsupportedError(
+                "its elements are not stored contiguously",
+                where=self.file.where,
+                hint="ds_to_universal.py writes none like that; make the checkpoint anew with it",
+            )
+        return self.value
+
+    def parameter(self, name: str, shape: Shape) -> FlatParameter:
+        """Returns the tensor as a parameter of its shape, which stage 3 does not store."""
+        tensor = self.tensor()
+        count = math.prod(shape)
+        if tensor.shape not in {shape, (count,)}:
+            raise FormatError(
+                f"holds {list(tensor.shape)} where {quote(name)} has {list(shape)}: sizes do not"
+                " add up",
+                where=self.file.where,
+            )
+        slices = (VectorSlice(self.file, None, tensor, 0, 0, 0, count),) if count else ()
+        return FlatParameter(shape, tensor.dtype, slices)
+
+
+class _UniversalFiles(Struct):
+    """The files below `zero/` of a universal checkpoint."""
+
+    where: str
+    models: Sequence[ZeroFile]
+    groups: Sequence[Mapping[str, Shape]]
+    files: Mapping[str, Mapping[str, _ParameterFile]]  # by parameter and kind
+    common: TorchArchive  # the states that all parameters share
+    notes: list[str] = field(default_factory=list)
+
+    @classmethod
+    def open(
+        cls, table: ArchiveTable, source: Source, paths: Sequence[str], where: str
+    ) -> _UniversalFiles:
+        """Opens the files, and checks that they are of one save that is supported."""
+        tag = sort_tag_files([p for p in paths if parse_universal_path(p) is None], where)
+        if tag["optim"]:
+            raise FormatError(
+                f"{posixpath.basename(tag['optim'][0].path)!r}, of a rank's optimizer states, is"
+                " beside the files of a universal checkpoint",
+                where=where,
+                hint="one was written into the folder of the other; take away the files of one",
+            )
+        models = [open_zero_file(table, source, file) for file in tag["model"]]
+        _refuse_parallelism(models, where)
+        for file in tag["expert"]:
+            raise unsupported_part_error("experts in files of their own", file.path, where)
+        files: dict[str, dict[str, _ParameterFile]] = defaultdict(dict)
+        common = None
+        for path in paths:
+            parsed = parse_universal_path(path)
+            if parsed is None:
+                continue
+            _, parameter, kind = parsed
+            archive = table.open(source, path, _ALLOWED)
+            root = archive.root
+            if not parameter:
+                archive.dictionary()
+                common = archive
+            elif isinstance(root, dict):
+                tensor = archive.dictionary().tensor("param")
+                is_vocabulary = bool(root.get("vocab_tensor"))
+                files[parameter][kind] = _ParameterFile(archive, tensor, is_vocabulary)
+            elif isinstance(root, (TensorRef, int, float)):
+                files[parameter][kind] = _ParameterFile(archive, root)
+            else:
+                raise FormatError("holds neither a tensor nor a number", where=archive.where)
+        if common is None:
+            raise MissingFileError(
+                "'zero/optimizer_state.pt' is not there",
+                where=where,
+                hint="make the checkpoint anew with ds_to_universal.py",
+            )
+        _check_same_run(models, where)
+        is_partitioned = models[0].info.rank is not None
+        if is_partitioned:
+            world_size = models[0].content.count("dp_world_size") or 1
+            _check_ranks(models, world_size, "weights", where)
+        # Only stage 3 leaves this key in the common states.
+        if (_STATES in common.dictionary().values) != is_partitioned:
+            raise FormatError(
+                "files of weights and files of parameters are of different stages",
+                where=where,
+                hint="take away the files of one of the two checkpoints",
+            )
+        return cls(where, models, _read_groups(models[0].content), files, common)
+
+    def masters(self) -> Mapping[str, FlatParameter]:
+        masters = {}
+        for group in self.groups:
+            for name, shape in group.items():
+                file = self._file(name, _MASTER)
+                if self._lacks_rows(file, shape):
+                    self.notes.append(
+                        f"the master copy of {name!r} lacks the rows that padded the vocabulary:"
+                        " it is made from the weights as the model has them"
+                    )
+                    continue
+                masters[name] = file.parameter(name, shape)
+        return masters
+
+    def states(self, table: ArchiveTable, names: Mapping[str, Fqn]) -> States:
+        content = self.common.dictionary()
+        if _STATES in content.values:
+            common = find_rank_states(self.common, content)
+        else:
+            common = RankStates(self.common, {}, content.inner_list("param_groups"))
+        self._check_steps()
+        entries: list[TensorEntry] = []
+        values: dict[KeyPath, Any] = {}
+        for name in (name for group in self.groups for name in group if name not in names):
+            raise self.models[0].content.error(
+                f"holds optimizer states of {quote(name)} but not the parameter"
+            )
+        for number, group in enumerate(self.groups):
+            for name, shape in group.items():
+                path = (OPTIMIZER, "state", names[name])
+                entries += self._moments(table, path, name, shape)
+                step = self.files[name].get(_STEP)
+                vector = common.vectors.get(number)
+                if step is None and vector is not None and vector.values.get(_STEP) is not None:
+                    step = _ParameterFile(self.common, vector.values[_STEP])
+                if step is not None and isinstance(step.value, TensorRef):
+                    tensor = step.tensor()
+                    chunks = ChunkTable.of([table.chunk(step.file, tensor)], len(tensor.shape))
+                    entries.append(make_state_entry((*path, _STEP), tensor, tensor.shape, chunks))
+                elif step is not None:
+                    values[*path, _STEP] = step.value
+        members = [[names[name] for name in group] for group in self.groups]
+        return entries, values | collect_group_values(common, members), ()
+
+    @property
+    def _is_partitioned(self) -> bool:
+        return self.models[0].info.rank is not None
+
+    def _file(self, name: str, kind: str) -> _ParameterFile:
+        file = self.files.get(name, {}).get(kind)
+        if file is None:
+            raise MissingFileError(
+                f"'zero/{name}/{kind}.pt' is not there",
+                where=self.where,
+                hint="copy the file back, or make the checkpoint anew with ds_to_universal.py",
+            )
+        return file
+
+    def _lacks_rows(self, file: _ParameterFile, shape: Shape) -> bool:
+        """Returns whether a tensor lacks padding rows of the vocabulary that the weights have."""
+        stored = file.tensor().shape
+        return (
+            file.is_vocabulary
+            and not self._is_partitioned
+            and len(stored) == len(shape)
+            and stored[1:] == shape[1:]
+            and stored[0] < shape[0]
+        )
+
+    def _moments(
+        self, table: ArchiveTable, path: KeyPath, name: str, shape: Shape
+    ) -> Iterator[TensorEntry]:
+        has_moments = any(kind in self.files[name] for kind in _MOMENTS)
+        for kind in _MOMENTS if has_moments or self._is_partitioned else ():
+            file = self._file(name, kind)
+            whole = file.tensor().shape if self._lacks_rows(file, shape) else shape
+            chunks = make_chunks(table, file.parameter(name, whole))
+            yield make_state_entry((*path, kind), file.tensor(), whole, chunks)
+
+    def _check_steps(self) -> None:
+        """Refuses parameters of one group with different numbers of steps, and lost steps."""
+        names = [name for group in self.groups for name in group]
+        if not any(_STEP in self.files[name] for name in names):
+            return
+        for group in self.groups:
+            first: tuple[object, str] | None = None
+            for name in group:
+                if not any(kind in self.files[name] for kind in (*_MOMENTS, _STEP)):
+                    continue  # a parameter that never had a gradient
+                file = self._file(name, _STEP)
+                step = fingerprint_step(file.file, file.value)
+                if first is not None and first[0] != step:
+                    raise FormatError(
+                        f"was stepped another number of times than {first[1]}: the files are of two"
+                        " checkpoints",
+                        where=file.file.where,
+                        hint="make the checkpoint anew with ds_to_universal.py",
+                    )
+                first = first or (step, file.file.where)
 
 
 class ZeroReader:
@@ -54,11 +737,6 @@ class ZeroReader:
         return candidates
 
     def read_index(self, source: Source, candidate: Candidate) -> TensorIndex:
-        # Imported late: every source is searched for this format, and few are of it.
-        from ckptkit.formats.pickle.torch_archives import ArchiveTable
-        from ckptkit.formats.zero.flat_vectors import collect_states, find_rank_states
-        from ckptkit.formats.zero.saves import WeightEntries, ZeroSave, make_index
-
         where = posixpath.join(source.location, candidate.folder)
         files = sort_tag_files(candidate.files, where)
         table = ArchiveTable()
@@ -66,14 +744,33 @@ class ZeroReader:
         experts = [open_zero_file(table, source, file) for file in files["expert"]]
         optimizers = [] if experts else files["optim"]
         ranks = [open_zero_file(table, source, file) for file in optimizers]
-        save = ZeroSave(models, where, ranks, experts=experts)
-        save.check()
-        weights = WeightEntries(table, save)
-        groups = [list(group) for group in save.groups()]
-        pairs = zip(save.ranks, save.states, strict=True)
-        of_ranks = [find_rank_states(*pair) for pair in pairs]
-        states = collect_states(table, of_ranks, weights.masters, weights.names, groups)
-        return make_index(self.name, table, weights, states, save.facts(states.notes))
+        states = [file.content.inner(_STATES) for file in ranks]
+        _check_save(models, experts, list(zip(ranks, states, strict=True)), where)
+        groups = _read_groups(models[0].content)
+        is_partitioned = models[0].info.rank is not None
+        masters: Mapping[str, FlatParameter] = {}
+        if ranks:
+            rows = [(f.archive, f.info.rank, s) for f, s in zip(ranks, states, strict=True)]
+            masters = (find_partitioned if is_partitioned else find_sliced)(groups, rows)
+        weights = _Weights(table, models, masters, where, experts)
+        of_ranks = [find_rank_states(f.archive, s) for f, s in zip(ranks, states, strict=True)]
+        names = [list(group) for group in groups]
+        collected = collect_states(table, of_ranks, masters, weights.names, names)
+        notes = [*collected[2]]
+        if experts:
+            notes.append(
+                "optimizer states are left alone, and so are master copies: those of experts are in"
+                " groups of ranks, under numbers of each group"
+            )
+        elif not ranks and models[0].content.values.get("optimizer"):
+            notes.append(
+                "without ZeRO, DeepSpeed keeps optimizer states and master copies by number:"
+                " nothing proves which parameter has which, and they are left out"
+            )
+        elif not ranks:
+            notes.append("there are no optimizer states, and so no master copies")
+        stage = states[0].count("zero_stage") if ranks else None
+        return weights.index(self.name, collected, notes, stage=stage)
 
 
 class UniversalReader:
@@ -87,7 +784,7 @@ class UniversalReader:
         for path in paths:
             parsed = parse_universal_path(path)
             if parsed is not None:
-                folders[parsed.folder].append(path)
+                folders[parsed[0]].append(path)
         counts = {folder: len(files) for folder, files in folders.items()}
         for path in paths:
             folder = posixpath.dirname(path)
@@ -104,15 +801,13 @@ class UniversalReader:
         ]
 
     def read_index(self, source: Source, candidate: Candidate) -> TensorIndex:
-        from ckptkit.formats.pickle.torch_archives import ArchiveTable
-        from ckptkit.formats.zero.saves import UniversalSave, WeightEntries, make_index
-
         where = posixpath.join(source.location, candidate.folder)
         table = ArchiveTable()
-        save = UniversalSave.open(table, source, candidate.files, where)
-        weights = WeightEntries(table, save)
+        save = _UniversalFiles.open(table, source, candidate.files, where)
+        weights = _Weights(table, save.models, save.masters(), where)
         states = save.states(table, weights.names)
-        return make_index(self.name, table, weights, states, save.facts())
+        stage = save.common.dictionary().count("zero_stage")
+        return weights.index(self.name, states, save.notes, stage=stage, tool="ds_to_universal.py")
 
 
 _LATEST = {ZeroReader.name: "latest", UniversalReader.name: "latest_universal"}
@@ -128,13 +823,6 @@ def drop_older_tags(
     """Drops all tags but the one that `latest` names, where tags are not numbered by step.
 
     Universal checkpoints next to the tags from which they were made are dropped too.
-
-    Args:
-        source: The source of the candidates.
-        candidates: All candidates.
-
-    Returns:
-        The remaining candidates, and notes about the others.
     """
     zero = {candidate.folder for candidate in candidates if candidate.format == ZeroReader.name}
     dropped = [

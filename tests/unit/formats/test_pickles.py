@@ -5,20 +5,16 @@ from __future__ import annotations
 import enum
 import fractions
 import functools
-import os
 import pathlib
 import pickle
 import re
 import struct
-import time
-import tracemalloc
 from collections import OrderedDict
-from contextlib import suppress
 from typing import Any, Self
 
 import pytest
 
-from ckptkit.core.errors import FormatError, TruncatedFileError, UnsafePickleError
+from ckptkit.core.errors import FormatError, UnsafePickleError
 from ckptkit.formats.pickle.machine import (
     Global,
     InertDict,
@@ -125,24 +121,6 @@ def test_persistent_ids_go_to_the_callers_function() -> None:
     assert parse_pickle(data, {}, where="", persistent=lambda identity: [identity]) == [("a", 1)]
     with pytest.raises(UnsafePickleError, match="refers to something outside itself"):
         parse(data)
-
-
-class _Runs:
-    def __init__(self, function: Any, *args: Any) -> None:
-        self.call = (function, args)
-
-    def __reduce__(self) -> Any:
-        return self.call
-
-
-@pytest.mark.parametrize("protocol", PROTOCOLS)
-@pytest.mark.parametrize(
-    ("function", "name"),
-    [(os.system, "system"), (eval, "eval"), (__import__, "__import__"), (setattr, "setattr")],  # noqa: S307
-)
-def test_what_does_harm_is_refused_by_name(protocol: int, function: Any, name: str) -> None:
-    with pytest.raises(UnsafePickleError, match=rf"names '\w+\.{name}'"):
-        parse(pickle.dumps(_Runs(function, "touch /tmp/never"), protocol))
 
 
 def test_a_refusal_says_where_and_what_to_do() -> None:
@@ -390,83 +368,3 @@ def test_a_pickle_cut_anywhere_is_refused() -> None:
         for length in range(len(data)):
             with pytest.raises(FormatError):
                 parse(data[:length])
-
-
-def test_a_length_beyond_the_end_is_refused_before_anything_is_allocated() -> None:
-    for opcode, width in ((b"X", 4), (b"\x8d", 8), (b"B", 4), (b"\x8e", 8), (b"\x95", 8)):
-        with pytest.raises(TruncatedFileError):
-            parse(opcode + (2**31).to_bytes(width, "little") + b"x.")
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"Nr" + struct.pack("<I", 2**31) + b".",
-        b"Np2147483648\n.",
-        b"Nr\xff\xff\xff\xff.",
-    ],
-)
-def test_a_large_memo_slot_allocates_nothing(data: bytes) -> None:
-    tracemalloc.start()
-    with pytest.raises(FormatError, match="beyond anything"):
-        parse(data)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 100_000
-
-
-MANY = 100_000
-GETATTR = b"c__builtin__\ngetattr\n"
-ENCODE = (
-    b"c_codecs\nencode\nq\x00(X\x40\x42\x0f\x00"
-    + b"x" * 1_000_000
-    + b"X\x06\x00\x00\x00latin1tq\x01"
-)
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"(" * MANY,
-        b"]" * MANY,
-        b"}" * MANY,
-        b"N" + b"\x85" * MANY + b".",  # a deep tuple
-        b"](" * MANY,
-        b"]" * MANY + b"a" * (MANY - 1) + b".",  # a deep list
-        b"]q\x00" + b"h\x00a" * MANY + b".",  # a list that holds itself
-        b"}N" + b"\x85" * MANY + b"Ns.",  # a deep tuple as a key
-        b"cgeometry\nPoint\n)\x81" + b"N)\x81b" * MANY,
-        b"]\x94]\x94" + b"h\x00h\x01ah\x00ah\x000" * 20_000,
-        b"X\x40\x42\x0f\x00" + b"x" * 1_000_000 + b"\x94" + b"h\x00" * 100_000 + b".",
-        b"X\x40\x42\x0f\x00" + b"x" * 1_000_000,
-        b"\x8b\x00\x04\x00\x00" + b"\x7f" * 1024 + b"\x94" + b"h\x00" * 100_000 + b".",
-        b"}(" + b"".join(b"J" + struct.pack("<i", i << 13) + b"N" for i in range(50_000)) + b"u.",
-        b"cgeometry\nPoint\n\x94" + b"h\x00(" * MANY + b"t\x81" * MANY + b".",  # deep objects
-        b"cgeometry\nPoint\n)\x81" + b"Na" * MANY + b".",
-        b"(" + b"N" * MANY + b"tq\x00(" + b"cg\nP\nh\x00R" * 10_000 + b"t.",  # shared arguments
-        b"(" + b"N" * MANY + b"tq\x00(" + b"ccopyreg\n__newobj__\nh\x00R" * 10_000 + b"t.",
-        ENCODE + b"(" + b"h\x00h\x01R" * 100_000 + b"t.",  # the same bytes over and over
-        GETATTR
-        + b"q\x00(cg\nP\nq\x01"
-        + b"h\x00h\x01X\x01\x00\x00\x00a\x86Rq\x01" * 20_000
-        + b"t.",
-    ],
-    ids=range(20),
-)
-def test_hostile_pickles_take_bounded_time_and_memory(data: bytes) -> None:
-    tracemalloc.start()
-    began = time.perf_counter()
-    with suppress(FormatError, UnsafePickleError):
-        parse(data)
-    seconds = time.perf_counter() - began
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 200 * len(data) + 1_000_000
-    assert seconds < 20
-
-
-def test_the_number_of_tuple_keys_that_are_hashed_is_limited() -> None:
-    keys = b"".join(b"J" + struct.pack("<i", i) + b"\x85N" for i in range(10_001))
-    found = list(parse(b"}(" + keys + b"u."))
-    assert found[0] == (0,)
-    assert isinstance(found[-1], InertKey)

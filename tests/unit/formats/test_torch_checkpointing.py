@@ -45,8 +45,8 @@ def rewrite(folder: Path, change: Change) -> None:
 
 
 def group(document: dict[str, Any], path: str = '["up.weight"]') -> dict[str, Any]:
-    groups: list[dict[str, Any]] = document["metadata"]["model"]["nested_path_to_metadata"][path]
-    return groups[0]
+    found: dict[str, Any] = tensors_of(document)[path][0]
+    return found
 
 
 def packed(document: dict[str, Any]) -> dict[str, Any]:
@@ -57,6 +57,15 @@ def packed(document: dict[str, Any]) -> dict[str, Any]:
 def layouts(document: dict[str, Any]) -> dict[Any, Any]:
     found: dict[Any, Any] = document["metadata"]["model"]["rank_to_layout_info"]
     return found
+
+
+def tensors_of(document: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = document["metadata"]["model"]["nested_path_to_metadata"]
+    return found
+
+
+def data(**values: Any) -> Change:
+    return lambda document: packed(document)["data"].update(values)
 
 
 BAD: dict[str, tuple[Change, type[CkptkitError], str]] = {
@@ -82,48 +91,42 @@ BAD: dict[str, tuple[Change, type[CkptkitError], str]] = {
         "is spread as 'default_tensor_v1', where DTensors are read",
     ),
     "a placement that is not known": (
-        lambda d: packed(d)["data"].update(placements=[{"type": "Partial"}]),
+        data(placements=[{"type": "Partial"}]),
         UnsupportedError,
         "tensor is placed as 'Partial'",
     ),
     "a placement without a hash": (
-        lambda d: packed(d)["data"].update(placements=[{"type": {}}]),
+        data(placements=[{"type": {}}]),
         UnsupportedError,
         "tensor is placed as ",
     ),
     "a split along no dimension": (
-        lambda d: packed(d)["data"].update(placements=[{"type": "Shard", "dim": 2}]),
+        data(placements=[{"type": "Shard", "dim": 2}]),
         FormatError,
         "tensor of 2 dimensions is split along 2",
     ),
     "a strided split of nothing": (
-        lambda d: packed(d)["data"].update(
-            placements=[{"type": "StridedShard", "dim": 0, "split_factor": 0}]
-        ),
+        data(placements=[{"type": "StridedShard", "dim": 0, "split_factor": 0}]),
         FormatError,
         "strided split has no split factor",
     ),
     "placements for another mesh": (
-        lambda d: packed(d)["data"].update(placements=[]),
+        data(placements=[]),
         FormatError,
         "has not one placement for each dimension",
     ),
     "a mesh of other ranks": (
-        lambda d: packed(d)["data"].update(
-            mesh_spec={"mesh_shape": (2,), "mesh_data": (0, 7), "device_type": "cpu"}
-        ),
+        data(mesh_spec={"mesh_shape": (2,), "mesh_data": (0, 7), "device_type": "cpu"}),
         FormatError,
         "a mesh has other ranks than the run of 2",
     ),
     "another shape than the parts have": (
-        lambda d: packed(d)["data"].update(global_shape=[14, 7]),
+        data(global_shape=[14, 7]),
         FormatError,
         "has parts of other shapes than its placements give",
     ),
     "several ways at once": (
-        lambda d: d["metadata"]["model"]["nested_path_to_metadata"].update(
-            {'["up.weight"]': [group(d), group(d)]}
-        ),
+        lambda d: tensors_of(d).update({'["up.weight"]': [group(d), group(d)]}),
         UnsupportedError,
         "is spread by ranks in several ways",
     ),
@@ -148,27 +151,21 @@ BAD: dict[str, tuple[Change, type[CkptkitError], str]] = {
         "tensors of 'model' are stored by ",
     ),
     "a tensor less": (
-        lambda d: d["metadata"]["model"]["nested_path_to_metadata"].pop('["up.weight"]'),
+        lambda d: tensors_of(d).pop('["up.weight"]'),
         FormatError,
         "'model_0.safetensors' holds 'up.weight', which the metadata does not describe",
     ),
     "a tensor more": (
-        lambda d: d["metadata"]["model"]["nested_path_to_metadata"].update(
-            {'["more"]': [group(d)]}
-        ),
+        lambda d: tensors_of(d).update({'["more"]': [group(d)]}),
         FormatError,
         "rank 0 has no part of 'more'",
     ),
     "no path": (
-        lambda d: d["metadata"]["model"]["nested_path_to_metadata"].update({"{}": [group(d)]}),
+        lambda d: tensors_of(d).update({"{}": [group(d)]}),
         FormatError,
         "names a tensor by something that is no path",
     ),
-    "no dictionary": (
-        lambda d: d.update(metadata=[]),
-        FormatError,
-        "items is not a dictionary",
-    ),
+    "no dictionary": (lambda d: d.update(metadata=[]), FormatError, "items is not a dictionary"),
 }
 
 
@@ -189,28 +186,21 @@ def test_metadata_with_an_object_in_place_of_a_value_is_refused(tmp_path: Path) 
         ckptkit.consolidate(folder, tmp_path / "out")
 
 
-def test_metadata_of_shared_parts_does_not_take_time(tmp_path: Path) -> None:
+def shared_items(document: dict[str, Any]) -> None:
+    document["metadata"] = dict.fromkeys(map(str, range(5_000)), document["metadata"]["model"])
+
+
+def shared_path(document: dict[str, Any]) -> None:
+    spread = {"nested_path_to_metadata": {f'["{"w" * 10_000}"]': [group(document)]}}
+    item = document["metadata"]["model"] | spread
+    document["metadata"] = {f"{number}": dict(item) for number in range(50)}
+
+
+@pytest.mark.parametrize("bomb", [shared_items, shared_path])
+def test_shared_parts_of_metadata_take_neither_time_nor_memory(
+    bomb: Change, tmp_path: Path
+) -> None:
     folder = copied("torch_checkpointing_safetensors", tmp_path)
-
-    def bomb(document: dict[str, Any]) -> None:
-        item = document["metadata"]["model"]
-        document["metadata"] = {f"{number}": item for number in range(5_000)}
-
-    rewrite(folder, bomb)
-    with pytest.raises(LimitError, match="unfolds into more values than it has bytes"):
-        ckptkit.consolidate(folder, tmp_path / "out")
-
-
-def test_a_path_that_many_items_share_does_not_take_memory(tmp_path: Path) -> None:
-    folder = copied("torch_checkpointing_safetensors", tmp_path)
-
-    def bomb(document: dict[str, Any]) -> None:
-        item = document["metadata"]["model"]
-        spread = {f'["{"w" * 10_000}"]': [group(document)]}
-        document["metadata"] = {
-            f"{number}": {**item, "nested_path_to_metadata": spread} for number in range(50)
-        }
-
     rewrite(folder, bomb)
     with pytest.raises(LimitError, match="unfolds into more values than it has bytes"):
         ckptkit.consolidate(folder, tmp_path / "out")
@@ -238,8 +228,8 @@ def test_ranks_that_many_meshes_share_are_kept_once(tmp_path: Path) -> None:
     document = {"version": "2.0", "world_size": count, "metadata": {"model": item}}
     (tmp_path / "metadata.pkl").write_bytes(pickle.dumps(document))
     with LocalSource(tmp_path) as source:
-        found = torch_checkpointing.read_sharding_metadata(source, "metadata.pkl")
-    assert len({id(spread.ranks) for spread in found.items["model"].tensors.values()}) == 1
+        _, found = torch_checkpointing.read_sharding_metadata(source, "metadata.pkl")
+    assert len({id(spread.ranks) for spread in found["model"].tensors.values()}) == 1
 
 
 def test_metadata_beyond_all_size_is_not_read(

@@ -21,7 +21,7 @@ from ckptkit.core.errors import (
     UnsafePathError,
     UnsupportedError,
 )
-from ckptkit.formats.others import torchsnapshot_manifest
+from ckptkit.formats.others import torchsnapshot
 
 FIXTURES = Path(__file__).resolve().parents[3] / "fixtures"
 Change = Callable[[dict[str, Any]], object]
@@ -141,11 +141,7 @@ BAD: dict[str, tuple[Change, type[CkptkitError], str]] = {
         FormatError,
         "overflows",
     ),
-    "a block that is missing": (
-        lambda d: d["manifest"].pop(WEIGHT),
-        FormatError,
-        "are of none",
-    ),
+    "a block that is missing": (lambda d: d["manifest"].pop(WEIGHT), FormatError, "are of none"),
     "a block that is somewhere else": (
         lambda d: shard(d, "1/model/first.weight").update(offsets=[6, 0]),
         IncompleteCheckpointError,
@@ -209,7 +205,7 @@ def test_a_manifest_in_yaml_is_refused_with_what_to_do(snapshot: Path, tmp_path:
 def test_a_manifest_beyond_all_size_is_not_read(
     snapshot: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torchsnapshot_manifest, "MAX_MANIFEST_BYTES", 100)
+    monkeypatch.setattr(torchsnapshot, "MAX_MANIFEST_BYTES", 100)
     with pytest.raises(LimitError, match="at most 100 are read"):
         ckptkit.consolidate(snapshot, tmp_path / "out")
 
@@ -271,3 +267,30 @@ def test_files_of_any_name_inside_a_snapshot_are_not_taken_for_others(
     (snapshot / "0" / "pytorch_model.bin").write_bytes(b"")
     ckptkit.consolidate(snapshot, tmp_path / "out")
     assert (tmp_path / "out" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "value"),
+    [
+        *[("int", "-3", -3), ("str", "3", "3"), ("bool", "True", True), ("bool", "False", False)],
+        *[("bytes", "AAE=", b"\0\1"), ("float", "exSuR+F6hD8=", 0.01)],
+    ],
+)
+def test_a_text_of_the_manifest_is_the_value_that_it_stands_for(
+    kind: str, text: str, value: object
+) -> None:
+    found = torchsnapshot.parse_plain(kind, text)
+    assert found == value
+    assert type(found) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        *[("int", "3.0"), ("int", "9" * 5000), ("bool", "1"), ("bytes", "A"), ("float", "AAE=")],
+        *[("float", "\u00e9"), ("str", None), ("int", 3)],
+    ],
+)
+def test_a_text_that_stands_for_no_value_is_refused(kind: str, text: object) -> None:
+    with pytest.raises(FormatError):
+        torchsnapshot.parse_plain(kind, text)

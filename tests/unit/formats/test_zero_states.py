@@ -21,7 +21,6 @@ from ckptkit.core.errors import (
     AmbiguousSourceError,
     CkptkitError,
     FormatError,
-    IncompleteCheckpointError,
     LimitError,
     MissingFileError,
     UnsafePickleError,
@@ -266,15 +265,6 @@ def test_among_universal_checkpoints_the_file_latest_universal_chooses(tmp_path:
     assert "stage 3" in ckptkit.inspect(tmp_path / "run").writer
 
 
-def test_a_rank_without_its_states_makes_a_checkpoint_incomplete(tmp_path: Path) -> None:
-    def emptied(state: dict[str, Any]) -> None:
-        state["param_slice_mappings"] = [{}, {}]
-
-    source = changed("zero1_adam", tmp_path, {f"*{STATES}": states(emptied)})
-    with pytest.raises(IncompleteCheckpointError, match="elements, and the ranks hold"):
-        ckptkit.inspect(source)
-
-
 def _groups(groups: list[Any]) -> Change:
     return states(lambda state: state["base_optimizer_state"].update(param_groups=groups))
 
@@ -302,11 +292,6 @@ UNFOLDING: dict[str, tuple[str, Change, type[CkptkitError], str]] = {
         "*model_states.pt",
         lambda document: document | {"param_shapes": [_SHAPES] * 2000},
         *(FormatError, "'name0' in two groups"),
-    ),
-    "slices": (
-        "*zero_pp_rank_0_*optim*",
-        states(lambda state: state["param_slice_mappings"].reverse()),
-        *(FormatError, "and that group has no shape of it"),
     ),
 }
 

@@ -1,1 +1,0 @@
-"""Reader of the files that each rank of Megatron-LM wrote before `torch_dist`."""
