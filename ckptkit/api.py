@@ -861,7 +861,7 @@ def merge_adapter(src: PathLike, out: PathLike, **options: Unpack[MergeOptions])
         RefusedError: If the adapter does not fit the base, or if the request cannot be met.
         OutputExistsError: If `out` is not empty.
     """
-    from ckptkit.adapters.merge.merge_adapters import list_choices, run_merge
+    from ckptkit.adapters.merge import list_choices, run_merge
     from ckptkit.adapters.sources import AdapterRequest
     from ckptkit.engine.progress import report_to
     from ckptkit.lora.changes import MergeRequest

@@ -15,11 +15,44 @@ from typing import Any, Literal, TypeGuard, TypeVar, get_args
 
 from msgspec import Struct
 
-from ckptkit.core.errors import FormatError, UnsupportedError
+from ckptkit.core.errors import FormatError, LimitError, UnsupportedError
 from ckptkit.core.index import Fqn, Shape, TensorEntry
 from ckptkit.core.text import quote
-from ckptkit.lora.patterns import match_expression
 from ckptkit.plan.weight_kinds import advice_on, refusal_of
+
+# A brace that begins no repetition is a character to `re`, and an approximate match to `regex`.
+_BRACES = re.compile(r"\\N\{[^}]*\}|\\.|\{(?:\d+(?:,\d*)?|,\d*)\}|\{", re.DOTALL)
+_MOST_SECONDS = 1.0
+# An expression without any of these is compared with a name in one way only.
+_REPEATS = frozenset("*+?{|")
+
+
+def match_expression(expression: str, name: str, form: str = "{}") -> re.Match[str] | None:
+    """Matches the beginning of a name, within a second.
+
+    `form` is what PEFT puts around the expression, without repetitions that nest with it.
+    """
+    whole = form.replace("{}", expression)
+    if _REPEATS.isdisjoint(expression):
+        return re.match(whole, name)
+    import regex  # late: few configurations have more than names
+
+    whole = form.replace("{}", _BRACES.sub(_escape, expression))
+    try:
+        found: Any = regex.match(whole, name, timeout=_MOST_SECONDS)
+    except TimeoutError as error:
+        raise LimitError(
+            f"the expression {quote(expression)} takes longer than {_MOST_SECONDS:g} s to compare"
+            f" with the module {quote(name)}",
+            where="adapter_config.json",
+            hint="write it without repetitions inside repetitions, or list the modules",
+        ) from error
+    return found  # type: ignore[no-any-return]  # its objects have the methods of `re`
+
+
+def _escape(found: re.Match[str]) -> str:
+    return rf"\{found[0]}" if found[0] == "{" else found[0]
+
 
 ALPHA, RSLORA = "lora_alpha", "use_rslora"
 RANK, TASK = "r", "task_type"
@@ -180,59 +213,32 @@ _EMBEDDINGS = ("embed_tokens", "lm_head")  # PEFT's `EMBEDDING_LAYER_NAMES`
 
 
 class LoraSettings(Struct, frozen=True, kw_only=True):
-    """The configuration of a LoRA adapter, as `adapter_config.json` holds it.
-
-    Attributes:
-        r: The rank of modules that no pattern matches.
-        lora_alpha: The numerator of the scaling of modules that no pattern matches.
-        use_rslora: Whether the scaling is alpha / sqrt(rank) instead of alpha / rank.
-        use_dora: Whether directions and magnitudes are trained separately.
-        rank_pattern: Ranks by regular expression, in the order of the file.
-        alpha_pattern: Alphas by regular expression, in the order of the file.
-        target_modules: A regular expression, or ends of module names; None where only
-            parameters are targeted.
-        target_parameters: Ends of the names of parameters, such as those of fused experts.
-        exclude_modules: Exceptions from `target_modules`.
-        layers_to_transform: The only layers to which `target_modules` applies; None for all.
-        layers_pattern: Names of the lists of layers, for `layers_to_transform`.
-        modules_to_save: Ends of the names of modules that were trained whole.
-        trainable_token_indices: Trained rows by the name of the embedding; the name is empty
-            where the file has only a list, which means the input embedding.
-        bias: Which biases of the base were trained.
-        lora_bias: Whether the up-projections have biases.
-        fan_in_fan_out: Whether targeted weights are stored as [in, out].
-        init_lora_weights: How the adapter was initialized.
-        ensure_weight_tying: Whether tied modules share what was trained for one of them.
-        base_model_name_or_path: The base that was trained on, or None.
-        revision: Its commit, or None.
-        task_type: PEFT's name for what the model does, or None.
-        peft_version: The version that wrote the file; None before 0.18.
-        document: The parsed file.
-    """
+    """The configuration of a LoRA adapter, as `adapter_config.json` holds it."""
 
     r: int
     lora_alpha: float
     use_rslora: bool
     use_dora: bool
-    rank_pattern: Mapping[str, int]
+    rank_pattern: Mapping[str, int]  # by regular expression, in the order of the file
     alpha_pattern: Mapping[str, float]
-    target_modules: str | tuple[str, ...] | None
-    target_parameters: tuple[str, ...]
+    target_modules: str | tuple[str, ...] | None  # an expression, or ends of names
+    target_parameters: tuple[str, ...]  # ends of names, such as those of fused experts
     exclude_modules: str | tuple[str, ...] | None
-    layers_to_transform: tuple[int, ...] | None
-    layers_pattern: tuple[str, ...]
-    modules_to_save: tuple[str, ...]
+    layers_to_transform: tuple[int, ...] | None  # None for all
+    layers_pattern: tuple[str, ...]  # names of the lists of layers
+    modules_to_save: tuple[str, ...]  # ends of the names of modules that were trained whole
+    # By embedding; an empty name is the input embedding.
     trainable_token_indices: Mapping[str, tuple[int, ...]]
-    bias: Bias
-    lora_bias: bool
-    fan_in_fan_out: bool
+    bias: Bias  # which biases of the base were trained
+    lora_bias: bool  # the up-projections have biases
+    fan_in_fan_out: bool  # targeted weights are stored as [in, out]
     init_lora_weights: str | bool
     ensure_weight_tying: bool
     base_model_name_or_path: str | None
-    revision: str | None
+    revision: str | None  # the commit of the base
     task_type: str | None
-    peft_version: str | None
-    document: Mapping[str, Any]
+    peft_version: str | None  # None before 0.18
+    document: Mapping[str, Any]  # the parsed file
 
     @property
     def shares_with_tied(self) -> bool:
@@ -368,20 +374,12 @@ def _parse_expressions(document: Mapping[str, Any], key: str, where: str) -> tup
 
 
 class Adapter(Struct, frozen=True):
-    """One LoRA adapter of a checkpoint.
-
-    Attributes:
-        name: Its name in the run, "default" unless it chose another.
-        settings: Its configuration.
-        origin: The name of the source of its tensors in a plan.
-        tensors: Its tensors by the names that PEFT's files give them, such as
-            `base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight`, in natural order.
-    """
+    """One LoRA adapter of a checkpoint."""
 
     name: str
     settings: LoraSettings
-    origin: str
-    tensors: Mapping[Fqn, TensorEntry]
+    origin: str  # the source of its tensors in a plan
+    tensors: Mapping[Fqn, TensorEntry]  # by the names that PEFT's files give them, in natural order
 
     @property
     def shapes(self) -> dict[str, Shape]:

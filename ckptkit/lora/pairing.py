@@ -32,9 +32,14 @@ from ckptkit.lora.changes import (
     TokenRowsChange,
 )
 from ckptkit.lora.config import EXPERTS_BY_CLASS, Adapter, parse_version
-from ckptkit.lora.dialects import is_frozen_name, is_input_embedding, make_plain_name
+from ckptkit.lora.dialects import (
+    LoraLayer,
+    build_table,
+    is_frozen_name,
+    is_input_embedding,
+    make_plain_name,
+)
 from ckptkit.lora.inference import find_target_parameters, fits_target, is_conv1d, is_saved
-from ckptkit.lora.layers import LoraLayer, build_table
 from ckptkit.plan.vocabulary import is_head
 
 _Value = TypeVar("_Value")
@@ -97,14 +102,8 @@ def find_text_model(
 
     It is the one with the input embedding: towers for images may have layers of the same names.
     Files of some multimodal models, such as Qwen2.5-VL's, have the names of the text model alone.
-
-    Args:
-        modules: The modules of the adapter.
-        owners: The modules of the base that have tensors.
-        config: The configuration of the base, or None.
-
-    Returns:
-        None where there is no such model, or where more than one fits.
+    None where there is no such model, or where more than one fits. `owners` are the modules of the
+    base that have tensors.
     """
     if not isinstance((config or {}).get("text_config"), Mapping):
         return None
@@ -344,28 +343,15 @@ _TRANSPOSED_EXPERTS = frozenset({"gpt_oss", "openai_privacy_filter", "aria", "ar
 
 
 class FactorShapes(Struct, frozen=True):
-    """The shapes of a weight and its factors, and what else decides how they fit.
-
-    Attributes:
-        weight: Shape of the weight.
-        down: Shape of A.
-        up: Shape of B.
-        rank: The rank of the module by the configuration.
-        module: Its path.
-        fan_in_fan_out: The option of the configuration, which PEFT sets by the last module.
-        is_old: Whether PEFT before 0.19 wrote the adapter, for which every fused weight of experts
-            was [experts, in, out].
-        model_types: See `find_model_types`.
-        where: The adapter's name in errors.
-    """
+    """The shapes of a weight and its factors, and what else decides how they fit."""
 
     weight: Shape
     down: Shape
     up: Shape
     rank: int
     module: str
-    fan_in_fan_out: bool
-    is_old: bool
+    fan_in_fan_out: bool  # which PEFT sets by the last module
+    is_old: bool  # PEFT before 0.19, for which all fused experts were [experts, in, out]
     model_types: frozenset[str]
     where: str
 

@@ -12,7 +12,7 @@ from typing import Any, Self
 import msgspec.structs
 from msgspec.structs import replace
 
-from ckptkit.adapters.merge.merge_adapters import AdapterChoice, list_choices, prepare_merge
+from ckptkit.adapters.merge import AdapterChoice, list_choices, prepare_merge
 from ckptkit.adapters.sources import AdapterRequest
 from ckptkit.conversion.prepare import ConversionJob
 from ckptkit.conversion.source.adapters import describe_adapters

@@ -36,7 +36,7 @@ from ckptkit_cli._program import OUTPUT as OUTPUT  # noqa: PLC0414  a group as t
 from ckptkit_cli._program import Argument, Option
 
 if TYPE_CHECKING:
-    from ckptkit.adapters.merge.merge_adapters import AdapterChoice
+    from ckptkit.adapters.merge import AdapterChoice
     from ckptkit.conversion.prepare import ConversionJob
 
 READ = "What is read"
@@ -561,7 +561,7 @@ def values_with_places(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def choose_adapters(values: Mapping[str, Any], resources: Resources) -> list[AdapterChoice]:
     """Returns the adapters that the options of a merge name, in the order of merging."""
-    from ckptkit.adapters.merge.merge_adapters import list_choices
+    from ckptkit.adapters.merge import list_choices
     from ckptkit.adapters.sources import AdapterRequest
 
     first = AdapterRequest.from_options(values, limit_bytes=resources.memory_limit_bytes)

@@ -17,8 +17,7 @@ from ckptkit_cli._program import Argument, Option, command, make_group
 
 if TYPE_CHECKING:
     from ckptkit.adapters.extract import ExtractedAdapter
-    from ckptkit.adapters.merge.merge_adapters import MergedModel
-    from ckptkit.adapters.merge.report import MergedLayer
+    from ckptkit.adapters.merge import MergedLayer, MergedModel
     from ckptkit.core.manifest import Manifest
     from ckptkit.lora.accounting import ModuleRow
     from ckptkit_cli._pages import Consolidated
@@ -244,7 +243,7 @@ def merge(output: Output, **values: Any) -> None:
     as a whole. Each tensor of the adapters is used exactly once, and each of the base is written
     exactly once. OUT appears when it is complete and durable, or not at all.
     """
-    from ckptkit.adapters.merge.merge_adapters import (
+    from ckptkit.adapters.merge import (
         check_merge_destination,
         prepare_merge,
         run_merge,

@@ -20,7 +20,7 @@ import safetensors.numpy
 from msgspec.structs import replace
 
 import ckptkit
-from ckptkit.adapters.merge.merge_adapters import AdapterChoice, prepare_merge, run_merge
+from ckptkit.adapters.merge import AdapterChoice, prepare_merge, run_merge
 from ckptkit.conversion import job as jobs
 from ckptkit.conversion.job import JobResult, run_job
 from ckptkit.conversion.prepare import ConversionJob

@@ -17,11 +17,13 @@ from numpy.typing import NDArray
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from ckptkit.adapters.merge.kernel import MergeKernel, NormOf, Rounding
-from ckptkit.adapters.merge.low_rank import (
+from ckptkit.adapters.merge_kernel import (
     BiasUpdate,
     Factor,
     LowRankUpdate,
+    MergeKernel,
+    NormOf,
+    Rounding,
     Stride,
     TokenRowsUpdate,
     Update,

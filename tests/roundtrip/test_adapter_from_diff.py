@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import ckptkit
-from ckptkit.adapters import compare_models as tuned_sides
+from ckptkit.adapters import from_diff as tuned_sides
 from ckptkit.conversion.names_on_disk import DiskNames
 from ckptkit.core.errors import (
     AdapterError,

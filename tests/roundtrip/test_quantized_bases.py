@@ -19,15 +19,15 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
 
 import ckptkit
-from ckptkit.adapters.merge.base_model import (
+from ckptkit.adapters.base_model import (
     BASE,
     Alignment,
     BaseSource,
     PlacedTensor,
     make_base_tensors,
 )
-from ckptkit.adapters.merge.merge_adapters import AdapterChoice, MergedModel, run_merge
-from ckptkit.adapters.quantized.bases import ModelWeights, QuantizedBase, plan_quantized
+from ckptkit.adapters.merge import AdapterChoice, MergedModel, run_merge
+from ckptkit.adapters.packed_bases import ModelWeights, QuantizedBase, plan_quantized
 from ckptkit.adapters.sources import AdapterRequest
 from ckptkit.conversion.source.open import open_checkpoint
 from ckptkit.core.errors import CkptkitError, FormatError, RefusedError, UnsupportedError

@@ -50,9 +50,14 @@ from ckptkit.lora.config import (
     is_dimension,
     is_finite,
 )
-from ckptkit.lora.dialects import BASE_LAYER, DEFAULT, SortedTensors, sort_entries
+from ckptkit.lora.dialects import (
+    BASE_LAYER,
+    DEFAULT,
+    SortedTensors,
+    build_table,
+    sort_entries,
+)
 from ckptkit.lora.foreign import ForeignAdapter, find_foreign
-from ckptkit.lora.layers import build_table
 from ckptkit.lora.pipeline_names import SETTINGS, WRITER
 from ckptkit.options import SOME_MODEL, ConsolidateRequest
 from ckptkit.plan.selection import model_trees, select_model
@@ -70,8 +75,7 @@ from ckptkit.storage.manifests import read_manifest
 from ckptkit.storage.places import PathLike, open_source, place_of
 
 if TYPE_CHECKING:
-    from ckptkit.lora.quantized import Quantization
-    from ckptkit.lora.recorded_base import BaseRecord
+    from ckptkit.lora.quantized import BaseRecord, Quantization
 
 
 _FACTOR = re.compile(r"(^|\.)lora_(A|B|embedding_A|embedding_B)\.")
@@ -149,9 +153,8 @@ def select_with_base(
 ) -> tuple[dict[str, TensorEntry], dict[str, Role]]:
     """Returns the tensors of the selected model; of an adapter with its base, those of both.
 
-    Returns:
-        The tensors by their names, and what each belongs to, if PEFT trained the model. A name
-        that is in several state dicts begins with that of its own.
+    With them comes what each belongs to, if PEFT trained the model. A name that is in several state
+    dicts begins with that of its own.
     """
     chosen = replace(request, select=checkpoint.select)
     roles = find_roles(checkpoint)
@@ -344,41 +347,22 @@ _OF_PEFT = re.compile(r"adapter_model\.(safetensors|bin)")
 
 
 class AdapterFacts(Struct, frozen=True):
-    """The adapters of one model in a checkpoint.
+    """The adapters of one model in a checkpoint."""
 
-    Attributes:
-        names: Their names, PEFT's default name first.
-        holds_base: Whether the checkpoint has the weights of the base, with all that is needed to
-            read them.
-        configured: Whether there is a configuration of the first adapter.
-        is_ready: Whether its files have the names of the library that loads it.
-        is_compared: Whether its modules were compared with those of the base.
-        folders: Where its files are, and those of the others, in the checkpoint.
-        library: The library that loads it.
-        packing: How the base was packed in training, if a folder of the adapter has a record.
-        base: The model that it was trained on, as the configuration names it: a folder that is
-            there, or an id on the Hub; else empty.
-        form: Whose form the factors have; see `ForeignAdapter`.
-        framework: Whose names the modules have; empty for those of Transformers.
-        is_extractable: Whether PEFT has a form of it.
-        lost: Its modules that the base does not have, which PEFT leaves out.
-        of_text: Its modules that only the text model of the base has under these names, so that
-            PEFT leaves them out of the multimodal one.
-    """
-
-    names: tuple[str, ...]
-    holds_base: bool
-    configured: bool
-    is_ready: bool = False
-    is_compared: bool = False
-    folders: tuple[str, ...] = ()
+    names: tuple[str, ...]  # PEFT's default name first
+    holds_base: bool  # with all that is needed to read it
+    configured: bool  # there is a configuration of the first adapter
+    is_ready: bool = False  # its files have the names of the library that loads it
+    is_compared: bool = False  # its modules were compared with those of the base
+    folders: tuple[str, ...] = ()  # of its files, and of the others, in the checkpoint
     library: str = PEFT
-    packing: Quantization | None = None
-    base: str = ""
-    form: str = PEFT
-    framework: str = ""
-    is_extractable: bool = True
-    lost: tuple[str, ...] = ()
+    packing: Quantization | None = None  # how the base was packed in training, if that is recorded
+    base: str = ""  # as the configuration names it: a folder that is there, or an id
+    form: str = PEFT  # whose form the factors have; see `ForeignAdapter`
+    framework: str = ""  # whose names the modules have; empty for those of Transformers
+    is_extractable: bool = True  # PEFT has a form of it
+    lost: tuple[str, ...] = ()  # modules that the base lacks, which PEFT leaves out
+    # Modules that only the text model of the base has under these names.
     of_text: tuple[str, ...] = ()
 
     def extract(self, source: str, out: str = "OUT", *, chosen: Sequence[str] = ()) -> str:
@@ -438,19 +422,12 @@ class AdapterFacts(Struct, frozen=True):
 
 
 class PeftFinding(Struct, frozen=True):
-    """An adapter of PEFT, of any method, or a model that PEFT wraps.
+    """An adapter of PEFT, of any method, or a model that PEFT wraps."""
 
-    Attributes:
-        method: Its `peft_type`; empty where it is not known.
-        tensor: A tensor of it; empty where only PEFT's files show it.
-        folder: The folder that PEFT wrote; empty for other checkpoints.
-        foreign: What is not PEFT's about its names; None where nothing is.
-    """
-
-    method: str
-    tensor: str
-    folder: str
-    foreign: ForeignAdapter | None = None
+    method: str  # its `peft_type`; empty where it is not known
+    tensor: str  # empty where only PEFT's files show it
+    folder: str  # that PEFT wrote; empty for other checkpoints
+    foreign: ForeignAdapter | None = None  # what is not PEFT's about its names
 
     @property
     def is_of_lora(self) -> bool:
@@ -724,7 +701,7 @@ def _named_base(record: AdapterRecord | None) -> str:
 def read_record_of_base(checkpoint: OpenedCheckpoint) -> BaseRecord:
     """Reads what the manifest of an extracted adapter records of its base, if there is one."""
     # Imported late: only a source with an adapter needs it, and `inspect` has to start fast.
-    from ckptkit.lora.recorded_base import BaseRecord, parse_base_record
+    from ckptkit.lora.quantized import BaseRecord, parse_base_record
 
     if not is_there(checkpoint.source, posixpath.join(checkpoint.folder, MANIFEST_NAME)):
         return BaseRecord()
@@ -754,17 +731,11 @@ _OPTION = "--adapter-config"
 
 
 class AdapterRecord(Struct, frozen=True):
-    """The configuration of an adapter.
-
-    Attributes:
-        document: Its content.
-        path: Its path.
-        is_own: Whether the run wrote it into the step itself, with the weights.
-    """
+    """The configuration of an adapter."""
 
     document: Mapping[str, Any]
     path: str
-    is_own: bool = False
+    is_own: bool = False  # the run wrote it into the step itself, with the weights
 
 
 def find_record(
@@ -787,17 +758,11 @@ def find_record(
 
 
 class RecordedValues(Struct, frozen=True):
-    """What files other than `adapter_config.json` record of an adapter.
+    """What files other than `adapter_config.json` record of an adapter."""
 
-    Attributes:
-        values: Values by the keys of `adapter_config.json`.
-        path: The file that has them; empty where the framework itself implies them.
-        are_of_peft: Whether they are options of PEFT, which has its defaults where one is missing.
-    """
-
-    values: Mapping[str, Any]
-    path: str = ""
-    are_of_peft: bool = False
+    values: Mapping[str, Any]  # by the keys of `adapter_config.json`
+    path: str = ""  # empty where the framework itself implies them
+    are_of_peft: bool = False  # options of PEFT, which has its defaults where one is missing
 
     @property
     def record(self) -> AdapterRecord | None:

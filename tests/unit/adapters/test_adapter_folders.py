@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
 import ckptkit
-from ckptkit.adapters.merge import base_model as merge_base
+from ckptkit.adapters import base_model as merge_base
 from ckptkit.conversion.names_on_disk import DiskNames
 
 GENERATIONS = Path(__file__).resolve().parents[3] / "fixtures" / "peft_generations"

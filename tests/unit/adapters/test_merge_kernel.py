@@ -14,12 +14,13 @@ import torch
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from ckptkit.adapters.merge import kernel as merge_kernel
-from ckptkit.adapters.merge import low_rank as products
-from ckptkit.adapters.merge.kernel import MergeKernel, NormOf, Rounding
-from ckptkit.adapters.merge.low_rank import (
+from ckptkit.adapters import merge_kernel
+from ckptkit.adapters.merge_kernel import (
     BiasUpdate,
     Factor,
+    MergeKernel,
+    NormOf,
+    Rounding,
     Stride,
     TokenRowsUpdate,
     Update,
@@ -187,12 +188,12 @@ def test_a_shift_that_holds_no_number_is_refused() -> None:
     ],
 )
 def test_products_of_any_size_are_those_of_torch(rows: int, rank: int, columns: int) -> None:
-    if rank > products._TERMS and not products.mkl_has_avx512():
+    if rank > merge_kernel._TERMS and not merge_kernel.mkl_has_avx512():
         pytest.skip("how many terms MKL adds up at a time was tried with AVX-512 of Intel")
     held = Tensors({"a": normal((rank, columns), 1), "b": normal((rows, rank), 2)})
     update = linear_update(held.factor("a"), held.factor("b"), 1.0, FLOAT32)
     found = np.empty((rows, columns), np.float32)
-    products.FactorProduct(update, held, FLOAT32).rows(0, rows, found)
+    merge_kernel.FactorProduct(update, held, FLOAT32).rows(0, rows, found)
     expected = torch.mm(*(torch.from_numpy(held.arrays[name]) for name in "ba"))
     assert (found == expected.numpy()).all()
 
@@ -202,7 +203,7 @@ def test_rows_multiplied_in_pairs_add_up_to_the_same(monkeypatch: pytest.MonkeyP
     kernel = MergeKernel(held.stored("weight"), (lora(held),))
     found = []
     for pairs in (False, True):
-        monkeypatch.setattr(products, "_needs_pairs", lambda pairs=pairs: pairs)
+        monkeypatch.setattr(merge_kernel, "_needs_pairs", lambda pairs=pairs: pairs)
         found.append(merged(held, kernel))
     np.testing.assert_allclose(found[0], found[1], rtol=0, atol=1e-6)
 

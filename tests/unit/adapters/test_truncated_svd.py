@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from ckptkit.adapters import compare_models as truncated_svd
-from ckptkit.adapters.compare_models import (
+from ckptkit.adapters import from_diff as truncated_svd
+from ckptkit.adapters.from_diff import (
     LowRankFactors,
     compute_squared_distance,
     compute_squared_norm,

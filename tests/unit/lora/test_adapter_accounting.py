@@ -13,9 +13,14 @@ from ckptkit.core.errors import AdapterError, CannotPlanError, FormatError, Unsu
 from ckptkit.core.index import ChunkTable, Fqn, Key, Shape, TensorEntry
 from ckptkit.lora.accounting import ModuleRow, account, note_old_alphas
 from ckptkit.lora.config import Adapter, LoraSettings
-from ckptkit.lora.dialects import DEFAULT, rename_plainly, select_adapter_tensors, sort_entries
+from ckptkit.lora.dialects import (
+    DEFAULT,
+    build_table,
+    rename_plainly,
+    select_adapter_tensors,
+    sort_entries,
+)
 from ckptkit.lora.inference import infer_config
-from ckptkit.lora.layers import build_table
 
 P = "base_model.model."
 Q, V = "layers.0.q_proj", "layers.0.v_proj"

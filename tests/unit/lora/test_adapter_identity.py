@@ -16,7 +16,7 @@ from ckptkit.lora.changes import (
     resize_vocabulary,
 )
 from ckptkit.lora.config import LoraSettings
-from ckptkit.lora.recorded_base import (
+from ckptkit.lora.quantized import (
     GivenBase,
     RecordedBase,
     compare_bases,

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptkit.adapters.merge.base_model import find_prefixes, list_modules
+from ckptkit.adapters.base_model import find_prefixes, list_modules
 from ckptkit.core.dtypes import dtype_named
 from ckptkit.core.errors import AdapterError, CkptkitError, RefusedError
 from ckptkit.core.index import ChunkTable, Fqn, Key, Shape, TensorEntry

@@ -14,18 +14,20 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ckptkit.adapters.array_reader import ArrayReader
-from ckptkit.adapters.quantized.bases import ModelWeights, QuantizedBase, collect_facts
-from ckptkit.adapters.quantized.scales import (
+from ckptkit.adapters.packed_bases import (
+    ModelWeights,
+    PackedLocation,
+    QuantizedBase,
+    UnpackedWeight,
+    collect_facts,
+    cut_blocks,
+    list_likely_settings,
+)
+from ckptkit.adapters.packed_operands import (
     NESTED_BLOCKSIZE,
     RequantizedEightBit,
     RequantizedFourBit,
     compute_float32_mean,
-)
-from ckptkit.adapters.quantized.unpack import (
-    PackedLocation,
-    UnpackedWeight,
-    cut_blocks,
-    list_likely_settings,
 )
 from ckptkit.core.crc import crc32
 from ckptkit.core.dtypes import BY_NAME
@@ -55,16 +57,8 @@ def find_packings(
 ) -> tuple[Packing, ...]:
     """Finds how the weights of a checkpoint were packed; only their states are read.
 
-    Args:
-        origin: Their source.
-        base: All tensors of the base, by their names in the plain model.
-        packed: The packed weights among them.
-        configured: The checkpoint's configuration, for weights without a state.
-        crcs: Known checksums of packed bytes, by name of the weight.
-
-    Returns:
-        The weights, grouped by settings; nothing where one of them was packed in a way that is not
-        modelled, or has a damaged state: the base is no part of the adapter.
+    Nothing where one of them was packed in a way that is not modelled, or has a damaged state: the
+    base is no part of the adapter.
     """
     location = PackedLocation(origin.name, origin.source.location, ArrayReader(origin))
     groups: dict[tuple[FourBitSettings | None, str], dict[str, PackedRecord]] = {}
@@ -130,12 +124,7 @@ def requantize(
 ) -> QuantizedBase:
     """Derives the weights of a base as training used them.
 
-    Args:
-        packings: How they were packed.
-        base: The base before, by the names of the plain model.
-        nested: Whether scales were quantized too, if it is not recorded; None if unknown.
-        where: The adapter's name in errors.
-        workers: How many threads may read at once.
+    `nested` says whether scales were quantized too, where that is not recorded.
     """
     try:
         return _Requantizing(base, nested=nested, workers=workers).run(packings)

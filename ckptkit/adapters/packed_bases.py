@@ -4,46 +4,55 @@
 are those of `--base`. Either may be packed, or be absent; names are those of the plain model. Where
 nothing is packed, the result of `plan_quantized` is empty.
 
-Tensors in `QuantizedBase.hidden` (packed weights and their companions) are not written as they are;
-the operand of the same name, with `shapes` and `dtypes`, replaces a packed weight.
+The original of packed weights is read once, to prove that it is the one that was packed. Memory is
+bounded by a few blocks and, for one weight at a time, four bytes for every block of elements that
+shares a scale.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from msgspec import Struct, field
 from msgspec.structs import replace
 
 from ckptkit.adapters.array_reader import ArrayReader
-from ckptkit.adapters.quantized.unpack import (
-    FLOAT16,
-    PackedLocation,
-    PackingProof,
-    UnpackedWeight,
-    derive_eight_bits,
-    derive_four_bits,
-    find_settings,
-    make_claim,
-    measure_change,
-    prove_eight_bits,
-    prove_four_bits,
-    prove_same_bytes,
-    unpack_eight_bits,
-    unpack_four_bits,
+from ckptkit.adapters.packed_operands import (
+    NESTED_BLOCKSIZE,
+    DerivedNestedScales,
+    DerivedScales,
+    EightBitWeight,
+    FourBitWeight,
+    NestedScales,
+    Scales,
+    StoredScales,
+    compute_float32_mean,
+    count_mismatches,
+    count_row_mismatches,
+    find_block_maxima,
 )
 from ckptkit.core.dtypes import BY_NAME, DType
-from ckptkit.core.errors import CkptkitError, RefusedError
-from ckptkit.core.index import Shape, TensorEntry
+from ckptkit.core.errors import CkptkitError, FormatError, RefusedError
+from ckptkit.core.index import Shape, Span, TensorEntry
 from ckptkit.core.threads import run_crew
 from ckptkit.engine.kernels import Operand, StoredOperand
 from ckptkit.engine.reader import Origin
 from ckptkit.lora.changes import QloraBase
 from ckptkit.lora.quantized import (
+    BLOCKSIZES,
+    DTYPES,
     EIGHT_BITS,
+    MAX_STATE_BYTES,
+    QUANT_TYPES,
+    SCALES_OF_ROWS,
+    FourBitSettings,
     FourBitState,
+    FourBitType,
     PackedWeight,
     find_packed_weights,
     list_companions,
@@ -57,30 +66,16 @@ _RIGHT_BASE = "pass as --base the model, and the revision of it, that training s
 
 
 class ModelWeights(Struct, frozen=True):
-    """The weights of a plain model.
+    """The weights of a plain model."""
 
-    Attributes:
-        origin: The opened source; its `name` is the origin of operands and demands.
-        entries: The tensors by their names in the plain model, with the companions of packed
-            weights (`model.….q_proj.weight.absmax`, `model.….q_proj.SCB`).
-        config: Their `config.json`, if any.
-        location: The source, for messages.
-    """
-
-    origin: Origin
-    entries: Mapping[str, TensorEntry]
+    origin: Origin  # its name is the origin of operands
+    entries: Mapping[str, TensorEntry]  # by plain names, with the companions of packed weights
     config: Mapping[str, Any] | None = None
-    location: str = ""
+    location: str = ""  # for messages
 
 
 class PackedBases:
-    """The packed weights of the checkpoint and the base.
-
-    Attributes:
-        names: Their names.
-        hidden: Names of packed weights and their companions.
-        assumed_nested: Whether it was assumed, without a record, that scales were quantized too.
-    """
+    """The packed weights of the checkpoint and the base."""
 
     def __init__(
         self,
@@ -270,28 +265,18 @@ _EIGHT = "8 bits"
 
 
 class QuantizedBase(Struct, frozen=True):
-    """The packed weights of a base model, as operands.
+    """The packed weights of a base model, as operands."""
 
-    Attributes:
-        operands: The operand of each of them, by the name of the weight.
-        shapes: The shapes of those weights.
-        dtypes: The element types in which to write them: those of the original model if it was
-            given, else those before packing.
-        hidden: Names of packed weights and their companions.
-        notes: Messages for the user.
-        dequantized: The same weights dequantized, whatever was chosen.
-        originals: The same weights in the original model, if it was given.
-        facts: For the manifest: settings of the quantization, and results of the comparison.
-    """
-
-    operands: Mapping[str, Operand] = field(default_factory=dict)
+    operands: Mapping[str, Operand] = field(default_factory=dict)  # by the name of the weight
     shapes: Mapping[str, Shape] = field(default_factory=dict)
+    # To write: of the original model if given, else before packing.
     dtypes: Mapping[str, DType] = field(default_factory=dict)
-    hidden: frozenset[str] = frozenset()
+    hidden: frozenset[str] = frozenset()  # packed weights and their companions
     notes: tuple[str, ...] = ()
-    dequantized: Mapping[str, Operand] = field(default_factory=dict)
+    dequantized: Mapping[str, Operand] = field(default_factory=dict)  # whatever was chosen
+    # In the original model, if it was given.
     originals: Mapping[str, Operand] = field(default_factory=dict)
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict)  # for the manifest
 
     @property
     def is_proven(self) -> bool:
@@ -313,16 +298,8 @@ def plan_quantized(
 
     Quantization states are read where they are stored with the weights, and else derived from
     `original`, block by block. Where packed weights and their original are both given, the packed
-    bytes are compared with the original, which is read once.
-
-    Args:
-        trained: The base weights in the adapter's own checkpoint; None where it has none.
-        original: The weights of `--base`; None where it was not given.
-        shapes: Shapes `(out, in)` of weights by the adapter's factors, by weight name.
-        choice: `--qlora-base`, None by default.
-        nested: Whether scales were quantized too, for weights without a quantization state; None
-            if the user did not say.
-        workers: How many threads may read at once, about 40 MB each.
+    bytes are compared with the original, which is read once. `shapes` are [out, in], by the
+    adapter's factors. A worker takes about 40 MB.
     """
     for weights in filter(None, (trained, original)):
         refuse_unmodelled(weights.entries, weights.config, location=weights.location)
@@ -458,4 +435,293 @@ def _notes(bases: PackedBases, facts: Mapping[str, Any], choice: QloraBase | Non
             "it is not recorded whether the scales were quantized too, and packed bytes cannot show"
             " it: double quantization was assumed, as in PEFT's recipes for FSDP; pass"
             " --double-quant or --no-double-quant to decide it"
+        )
+
+
+FLOAT16 = BY_NAME["float16"]
+_BLOCK_ELEMENTS = 1 << 20  # whole groups of blocks, whatever their size
+# A GPU rounds divisions differently, so elements between two codes may get either: at most one in
+# thousands, and never many in one block. Other weights differ in whole blocks, or everywhere.
+_TOLERATED = 1e-3
+_TOLERATED_OF_BLOCK = 1 / 8
+
+
+class PackingProof(Struct, frozen=True):
+    """The result of comparing a packed weight with its original."""
+
+    differing: int  # elements that would be packed differently
+    elements: int  # that were compared
+    crowded: bool  # one block has more of them than rounding explains
+    mean: float = 0.0  # of the scales, as float32
+
+    @property
+    def holds(self) -> bool:
+        return not self.crowded and self.differing <= _TOLERATED * self.elements
+
+
+class FourBitClaim(Struct, frozen=True):
+    """A packed weight, and how it is assumed to have been packed."""
+
+    packed: Operand
+    original: Operand
+    elements: int
+    quant_type: FourBitType
+    blocksize: int
+    dtype: DType  # to which the original was cast first
+
+
+def prove_four_bits(
+    reader: ArrayReader, claim: FourBitClaim, *, at_most: int | None = None
+) -> PackingProof:
+    """Counts the codes into which the original would not be packed.
+
+    `at_most` limits the number of compared elements.
+    """
+    elements = claim.elements if at_most is None else min(at_most, claim.elements)
+    codes_per_item = 2 * claim.packed.dtype.itemsize
+    differing, crowded, maxima = 0, False, []
+    for span in cut_blocks(elements):
+        codes = reader.compute(
+            claim.packed, Span(span.start // codes_per_item, -(-span.stop // codes_per_item))
+        )
+        numbers = reader.compute(claim.original, span)
+        blocks, scales = find_block_maxima(numbers, claim.dtype, claim.blocksize)
+        mismatches = count_mismatches(
+            codes.view(np.uint8), blocks, scales, claim.quant_type, elements=numbers.size
+        )
+        differing += int(mismatches.sum())
+        crowded |= bool(mismatches.max() > _TOLERATED_OF_BLOCK * claim.blocksize)
+        maxima.append(scales)
+    return PackingProof(
+        differing, elements, crowded, float(compute_float32_mean(np.concatenate(maxima)))
+    )
+
+
+def prove_eight_bits(
+    reader: ArrayReader, packed: Operand, original: Operand, shape: Shape
+) -> PackingProof:
+    """Counts the codes of a matrix into which the original would not be packed."""
+    differing, crowded = 0, False
+    columns, elements = shape[1], math.prod(shape)
+    step = max(1, _BLOCK_ELEMENTS // columns) * columns
+    for start in range(0, elements, step):
+        span = Span(start, min(start + step, elements))
+        rows, scales = find_block_maxima(reader.compute(original, span), FLOAT16, columns)
+        codes = reader.compute(packed, span).view(np.int8).reshape(rows.shape)
+        mismatches = count_row_mismatches(codes, rows, scales)
+        differing += int(mismatches.sum())
+        crowded |= bool(mismatches.max() > max(1, _TOLERATED_OF_BLOCK * columns))
+    return PackingProof(differing, elements, crowded)
+
+
+def prove_same_bytes(
+    reader: ArrayReader, first: tuple[str, TensorEntry], second: tuple[str, TensorEntry]
+) -> PackingProof:
+    """Compares the codes of two packed weights, whatever types they are stored as."""
+    size = first[1].size_bytes
+    if second[1].size_bytes != size:
+        return PackingProof(2 * size, 2 * size, crowded=True)
+    differing = 0
+    for span in cut_blocks(size):
+        codes = []
+        for origin, entry in (first, second):  # a range begins and ends between stored elements
+            item = entry.dtype.itemsize
+            part = Span(span.start // item, span.stop // item)
+            codes.append(reader.read(origin, entry.key, part).view(np.uint8))
+        differing += int(np.count_nonzero(codes[0] != codes[1]))
+    return PackingProof(differing, 2 * size, crowded=differing > 0)
+
+
+def measure_change(
+    reader: ArrayReader, original: Operand, dequantized: Operand, shape: Shape
+) -> float:
+    """Returns the Frobenius norm of what quantizing changed in a weight."""
+    total = 0.0
+    for span in cut_blocks(math.prod(shape)):
+        change = reader.compute(dequantized, span).astype(np.float64)
+        change -= reader.compute(original, span)
+        total += float(change @ change)
+    return math.sqrt(total)
+
+
+def cut_blocks(elements: int) -> Iterator[Span]:
+    for start in range(0, elements, _BLOCK_ELEMENTS):
+        yield Span(start, min(start + _BLOCK_ELEMENTS, elements))
+
+
+_TRIAL_ELEMENTS = 1 << 18
+_LIKELY_BLOCKSIZES = tuple(sorted(BLOCKSIZES, key=lambda size: (size not in {64, 128}, size)))
+
+
+class UnpackedWeight(Struct, frozen=True):
+    """A packed weight as an operand."""
+
+    operand: Operand
+    shape: Shape
+    dtype: DType  # before packing
+    state: FourBitState | None = None  # None for eight bits
+    derived: bool = False  # its scales are derived from the original weight
+    proof: PackingProof | None = None  # None without an original
+
+
+class PackedLocation(Struct, frozen=True):
+    """The source of a packed weight."""
+
+    origin: str
+    location: str
+    reader: ArrayReader
+
+    def stored(self, entry: TensorEntry) -> StoredOperand:
+        return StoredOperand(self.origin, entry.key, entry.dtype)
+
+    def state(self, entry: TensorEntry) -> FourBitState:
+        where = f"{self.location}, tensor {entry.name!r}"
+        if entry.size_bytes > MAX_STATE_BYTES:
+            raise FormatError(f"has {entry.size_bytes:,} bytes, too many for a state", where=where)
+        return FourBitState.parse(self.reader.read_whole(self.origin, entry).tobytes(), where=where)
+
+
+def unpack_eight_bits(weight: PackedWeight, place: PackedLocation, dtype: DType) -> UnpackedWeight:
+    """Unpacks an 8-bit weight by its stored scales; `dtype` is that of the weight before."""
+    scales = weight.companions[SCALES_OF_ROWS]
+    rows, columns = weight.packed.shape
+    _check_size(scales, rows, place.location)
+    stored = StoredScales(place.stored(scales))
+    operand = EightBitWeight(place.stored(weight.packed), stored, columns)
+    return UnpackedWeight(operand, weight.packed.shape, dtype)
+
+
+def derive_eight_bits(
+    weight: PackedWeight, place: PackedLocation, original: StoredOperand
+) -> UnpackedWeight:
+    """Unpacks an 8-bit weight by scales that are derived from its original."""
+    columns = weight.packed.shape[1]
+    rows = DerivedScales(original, FLOAT16, columns, weight.packed.elements)
+    operand = EightBitWeight(place.stored(weight.packed), rows, columns)
+    return UnpackedWeight(operand, weight.packed.shape, original.dtype, derived=True)
+
+
+def unpack_four_bits(
+    weight: PackedWeight, place: PackedLocation, state: FourBitState
+) -> UnpackedWeight:
+    """Unpacks a 4-bit weight by its stored scales."""
+    if weight.packed.size_bytes != -(-state.elements // 2):
+        raise FormatError(
+            f"{weight.packed.name!r} has {weight.packed.size_bytes:,} bytes, but its state is"
+            f" that of a weight of shape {state.shape}",
+            where=place.location,
+        )
+    blocks = -(-state.elements // state.blocksize)
+    absmax = weight.companions["absmax"]
+    _check_size(absmax, blocks, place.location)
+    scales: Scales = StoredScales(place.stored(absmax))
+    if state.nested_blocksize:
+        shared = _get_companion(weight, "nested_absmax", place.location)
+        table = _get_companion(weight, "nested_quant_map", place.location)
+        _check_size(shared, -(-blocks // state.nested_blocksize), place.location)
+        _check_size(table, 256, place.location)
+        _check_scales(absmax, place.location, are_bytes=True)
+        scales = NestedScales(
+            place.stored(absmax),
+            place.stored(shared),
+            place.stored(table),
+            state.nested_blocksize,
+            state.nested_offset,
+        )
+    else:
+        _check_scales(absmax, place.location, are_bytes=False)
+    return _four_bits(place.stored(weight.packed), scales, state)
+
+
+def derive_four_bits(
+    weight: PackedWeight, place: PackedLocation, original: StoredOperand, state: FourBitState
+) -> UnpackedWeight:
+    """Unpacks a 4-bit weight by scales that are derived from its original."""
+    dtype = BY_NAME[state.dtype]
+    maxima = DerivedScales(original, dtype, state.blocksize, state.elements)
+    scales: Scales = maxima
+    if state.nested_blocksize:
+        scales = DerivedNestedScales(maxima, state.nested_offset)
+    return replace(_four_bits(place.stored(weight.packed), scales, state), derived=True)
+
+
+def find_settings(
+    packed: StoredOperand,
+    original: StoredOperand,
+    shape: Shape,
+    known: FourBitSettings,
+    reader: ArrayReader,
+) -> tuple[FourBitState, PackingProof]:
+    """Finds how a weight was packed, by comparing some of it with its original.
+
+    Known settings are tried first, and used where the bytes do not decide: whether the scales were
+    quantized too, and which of two element types that fit equally well the weight had. The mean of
+    the scales is not found.
+    """
+    tried: list[tuple[FourBitState, PackingProof]] = []
+    nested = NESTED_BLOCKSIZE if known.nested is not False else 0
+    for likely in list_likely_settings(known, packed.dtype, original.dtype):
+        if likely.quant_type is None or likely.blocksize is None or likely.dtype is None:
+            continue
+        state = FourBitState(likely.quant_type, likely.blocksize, likely.dtype, shape, nested)
+        claim = make_claim(packed, original, state)
+        proof = prove_four_bits(reader, claim, at_most=_TRIAL_ELEMENTS)
+        tried.append((state, proof))
+        if not proof.differing:
+            break
+    return min(tried, key=lambda trial: (trial[1].crowded, trial[1].differing))
+
+
+def list_likely_settings(
+    known: FourBitSettings, storage: DType, original: DType
+) -> Iterator[FourBitSettings]:
+    """Yields settings with which a weight may have been packed, the likeliest first.
+
+    FSDP takes parameters of one type only, so a float type of storage is that of the model.
+    """
+    types = dict.fromkeys(QUANT_TYPES[t] for t in filter(None, (known.quant_type, *QUANT_TYPES)))
+    sizes = dict.fromkeys(filter(None, (known.blocksize, *_LIKELY_BLOCKSIZES)))
+    names = (known.dtype, storage.name, original.name, *DTYPES)
+    dtypes = dict.fromkeys(name for name in names if name in DTYPES)
+    for size, dtype, quant_type in itertools.product(sizes, dtypes, types):
+        yield FourBitSettings(quant_type, known.nested, size, dtype)
+
+
+def make_claim(packed: StoredOperand, original: StoredOperand, state: FourBitState) -> FourBitClaim:
+    return FourBitClaim(
+        packed, original, state.elements, state.quant_type, state.blocksize, BY_NAME[state.dtype]
+    )
+
+
+def _four_bits(packed: StoredOperand, scales: Scales, state: FourBitState) -> UnpackedWeight:
+    dtype = BY_NAME[state.dtype]
+    operand = FourBitWeight(
+        packed, scales, state.quant_type, state.blocksize, state.elements, dtype
+    )
+    return UnpackedWeight(operand, state.shape, dtype, state)
+
+
+def _get_companion(weight: PackedWeight, kind: str, location: str) -> TensorEntry:
+    if kind not in weight.companions:
+        raise FormatError(
+            f"{weight.name!r} is doubly quantized, but {kind!r} was not stored with it",
+            where=location,
+        )
+    return weight.companions[kind]
+
+
+def _check_size(entry: TensorEntry, elements: int, location: str) -> None:
+    if entry.elements != elements:
+        raise FormatError(
+            f"{entry.name!r} has {entry.elements:,} elements, expected {elements:,} for its weight",
+            where=location,
+        )
+
+
+def _check_scales(entry: TensorEntry, location: str, *, are_bytes: bool) -> None:
+    expected = "bytes of double quantization" if are_bytes else "floating numbers"
+    if (entry.dtype.itemsize != 1) if are_bytes else (entry.dtype.kind != "float"):
+        raise FormatError(
+            f"{entry.name!r} has element type {entry.dtype.name}, expected scales as {expected}",
+            where=location,
         )
