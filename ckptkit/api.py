@@ -861,22 +861,15 @@ def merge_adapter(src: PathLike, out: PathLike, **options: Unpack[MergeOptions])
         RefusedError: If the adapter does not fit the base, or if the request cannot be met.
         OutputExistsError: If `out` is not empty.
     """
-    from ckptkit.adapters.merge import list_choices, run_merge
-    from ckptkit.adapters.sources import AdapterRequest
+    from ckptkit.adapters.merge import list_adapters, run_merge
     from ckptkit.engine.progress import report_to
     from ckptkit.lora.changes import MergeRequest
 
     values = resolve_places(src, out, options)
     resources = Resources.from_options(options)
-    sources = Sources(src, options.get("src_options"))
-    first = AdapterRequest.from_options(values, limit_bytes=resources.memory_limit_bytes)
-    further = [
-        (sources.place(one[0]), one[1]) if isinstance(one, tuple) else sources.place(one)
-        for one in options.get("further", ())
-    ]
     with report_to("merge_adapter", options) as listener:
         merged = run_merge(
-            list_choices(sources.first, first, options.get("adapters", ()), further),
+            list_adapters(values, resources),
             values["out"],
             MergeRequest.from_options(values),
             base=values["base"],

@@ -39,10 +39,10 @@ from ckptkit.lora.config import LoraSettings
 from ckptkit.lora.dialects import build_table, find_linear_shapes, make_plain_name
 from ckptkit.lora.quantized import (
     FOUR_BITS,
+    BaseIdentity,
     BaseRecord,
     PackedWeight,
     Quantization,
-    RecordedBase,
     WeightDigest,
     compare_bases,
     find_packed_weights,
@@ -58,7 +58,7 @@ _ANYWAY = (
 )
 
 
-def find_recorded_base(settings: LoraSettings, checkpoint: OpenedCheckpoint) -> RecordedBase:
+def find_recorded_base(settings: LoraSettings, checkpoint: OpenedCheckpoint) -> BaseIdentity:
     """Returns the base that an adapter's configuration, or the run that saved it, records."""
     expected = parse_recorded_base(settings)
     path = posixpath.join(checkpoint.folder, RUN_FACTS)
@@ -73,7 +73,7 @@ def find_recorded_base(settings: LoraSettings, checkpoint: OpenedCheckpoint) -> 
     if not isinstance(recorded, Mapping):
         return expected
     name, commit = recorded.get("id"), recorded.get("commit_hash")
-    return RecordedBase(
+    return BaseIdentity(
         expected.name or (name if isinstance(name, str) else ""),
         expected.commit or (commit if isinstance(commit, str) else ""),
     )
@@ -90,7 +90,7 @@ def refuse_other_base(reasons: Collection[str], path: str, *, where: str, allowe
 
 
 def open_recorded_base(
-    stack: ExitStack, expected: RecordedBase, base: BaseSource
+    stack: ExitStack, expected: BaseIdentity, base: BaseSource
 ) -> BaseSource | None:
     """Opens the folder that an adapter records as its base, if it still exists.
 
@@ -212,19 +212,15 @@ class BaseChecks:
             given = identify_base(make_absolute(path), config)
             if not given.repository:
                 given = identify_base(resolve_path(path), config)
-            comparison = compare_bases(expected, given)
-            if comparison.contradictions:
-                refuse_other_base(
-                    comparison.contradictions, path, where=where, allowed=self._allowed
-                )
+            contradictions, note = compare_bases(expected, given)
+            if contradictions:
+                refuse_other_base(contradictions, path, where=where, allowed=self._allowed)
             recorded = open_recorded_base(self._stack, expected, self._given)
             if recorded is None or not self._compare(
                 take_weights(recorded), take_weights(self._given), adapter, most=_SAMPLE
             ):
-                self._unproven[adapter.source.position] = list(comparison.notes)
-            self._notes += [
-                f"merged onto another base: {text}" for text in comparison.contradictions
-            ]
+                self._unproven[adapter.source.position] = [note] if note else []
+            self._notes += [f"merged onto another base: {text}" for text in contradictions]
 
     def compare(
         self,

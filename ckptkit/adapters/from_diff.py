@@ -59,7 +59,7 @@ from ckptkit.engine.segment_reader import Inputs
 from ckptkit.hub_names.disk_tensors import HubNames
 from ckptkit.lora.changes import find_model_types
 from ckptkit.lora.config import PEFT_PREFIX
-from ckptkit.lora.inference import is_conv1d, is_saved
+from ckptkit.lora.inference import find_shortest_names, is_conv1d, is_saved
 from ckptkit.lora.quantized import BaseRecord, identify_base
 from ckptkit.options import (
     FACTOR_DTYPES,
@@ -638,7 +638,7 @@ class _Output:
         patterns: dict[str, int] = {}  # names that match the modules of one rank each
         for own in sorted(set(capped.values())):
             of_rank = {module for module, r in capped.items() if r == own}
-            names = find_short_names(of_rank, content.ranks.keys())
+            names = find_shortest_names(of_rank, content.ranks.keys())
             patterns |= dict.fromkeys(map(re.escape, names), own)
         listed = (config or {}).get("architectures")
         name = str(listed[0]) if isinstance(listed, Sequence) and listed else ""
@@ -660,7 +660,7 @@ class _Output:
             "rank_pattern": patterns,
             "alpha_pattern": patterns,
             "revision": identity.commit or None,
-            "target_modules": find_short_names(content.ranks.keys(), modules),
+            "target_modules": find_shortest_names(content.ranks.keys(), modules),
             "task_type": next((task for end, task in _TASKS.items() if name.endswith(end)), None),
             "use_dora": False,
             "use_rslora": False,
@@ -826,24 +826,3 @@ def plan_content(
                 hint="leave it out of --full, or match both with it",
             )
     return AdapterContent(ranks, frozenset(biased), tuple(whole), bool(ties))
-
-
-def find_short_names(chosen: Collection[str], modules: Iterable[str]) -> list[str]:
-    """Returns the shortest names by which PEFT finds these modules and no others.
-
-    Numbers are not used: modules without tensors, which are unknown here, may have them too.
-    `modules` is every module of the model that has a tensor.
-
-    >>> find_short_names({"l.0.q", "l.1.q", "l.0.k"}, {"l.0.q", "l.1.q", "l.0.k", "l.1.k"})
-    ['l.0.k', 'q']
-    """
-    ends: dict[str, set[str]] = {}
-    for module in {*modules, *chosen}:
-        parts = module.split(".")
-        for stop, part in enumerate(parts, 1):
-            ends.setdefault(part, set()).add(".".join(parts[:stop]))
-    names = []
-    for end, meant in ends.items():
-        matched = meant & set(chosen)
-        names += [end] if matched == meant and not end.isdecimal() else sorted(matched)
-    return sorted(names)

@@ -38,7 +38,6 @@ from ckptkit.adapters.merge_kernel import (
     Factor,
     LowRankUpdate,
     MergeKernel,
-    NormOf,
     Rounding,
     TokenRowsUpdate,
     Update,
@@ -90,6 +89,7 @@ from ckptkit.lora.changes import (
     Changes,
     LowRankChange,
     MergeRequest,
+    NormOf,
     Replacement,
     TiedPair,
     TokenRowsChange,
@@ -108,7 +108,7 @@ from ckptkit.lora.changes import (
     share_changes,
 )
 from ckptkit.lora.dialects import build_table, find_linear_shapes
-from ckptkit.lora.pairing import BaseShapes, Renaming, find_changes
+from ckptkit.lora.pairing import Renaming, find_changes
 from ckptkit.lora.quantized import Packing, identify_base
 from ckptkit.options import Resources
 from ckptkit.plan.layouts.hf import layout_hf_weights
@@ -124,6 +124,7 @@ from ckptkit.plan.ties import choose_ties_to_drop, untie_config
 from ckptkit.plan.vocabulary import is_head
 from ckptkit.plan.weight_kinds import ADAPTER_OF_TORCHTUNE
 from ckptkit.storage.base import is_there
+from ckptkit.storage.locations import Sources
 from ckptkit.storage.manifests import read_manifest
 from ckptkit.storage.places import PathLike, open_source, open_target
 
@@ -144,13 +145,6 @@ class MergedModel(Struct, frozen=True):
     notes: tuple[str, ...]
 
 
-class PlannedMerge(Struct, frozen=True):
-    """A merge before its first byte is written."""
-
-    prepared: PlannedOutput
-    layers: Sequence[MergedLayer]
-
-
 def run_merge(
     adapters: Sequence[AdapterChoice],
     out: PathLike,
@@ -169,10 +163,13 @@ def run_merge(
     resources, listener = resources or Resources(), listener or ignore
     with (
         SingleProcess(open_target(out, overwrite=overwrite), listener) as strategy,
-        prepare_merge(adapters, out, request, base=base, resources=resources) as merge,
+        prepare_merge(adapters, out, request, base=base, resources=resources) as (
+            planned,
+            layers,
+        ),
     ):
-        manifest = write_output(merge.prepared, strategy, listener)
-        return MergedModel(manifest, merge.layers, merge.prepared.plan.notes)
+        manifest = write_output(planned, strategy, listener)
+        return MergedModel(manifest, layers, planned.plan.notes)
 
 
 class MergeJob(Struct, frozen=True, kw_only=True):
@@ -204,33 +201,33 @@ class MergeJob(Struct, frozen=True, kw_only=True):
             self.request,
             base=self.base,
             resources=self.resources,
-        ) as merge:
-            yield merge.prepared
+        ) as (planned, _):
+            yield planned
 
 
-def list_choices(
-    src: PathLike,
-    first: AdapterRequest,
-    names: Sequence[str | tuple[str, float]],
-    further: Sequence[PathLike | tuple[PathLike, float]],
-) -> list[AdapterChoice]:
-    """Returns the chosen adapters, in the order of merging; weights are optional."""
-    named = [name if isinstance(name, tuple) else (name, 1.0) for name in names]
-    others_with_weights = [path if isinstance(path, tuple) else (path, 1.0) for path in further]
-    chosen = [
-        AdapterChoice(path=src, request=replace(first, adapter=name), weight=weight)
-        for name, weight in named
-    ]
+def list_adapters(options: Mapping[str, Any], resources: Resources) -> list[AdapterChoice]:
+    """Returns the adapters that the options of a merge name, in the order of merging.
+
+    `options` are those of `ckptkit.api.MergeOptions`; see `resolve_places`.
+    """
+    src, sources = options["src"], Sources(options["src"], options.get("src_options"))
+    first = AdapterRequest.from_options(options, limit_bytes=resources.memory_limit_bytes)
     others = AdapterRequest(
         base=first.base, allow_untrained=first.allow_untrained, limit_bytes=first.limit_bytes
     )
-    return [
-        *(chosen or [AdapterChoice(path=src, request=first)]),
-        *(
-            AdapterChoice(path=path, request=others, weight=weight)
-            for path, weight in others_with_weights
-        ),
+    own = [
+        AdapterChoice(path=src, request=replace(first, adapter=name), weight=weight)
+        for name, weight in map(_split_weight, options.get("adapters", ()))
     ]
+    further = [
+        AdapterChoice(path=sources.place(path), request=others, weight=weight)
+        for path, weight in map(_split_weight, options.get("further", ()))
+    ]
+    return [*(own or [AdapterChoice(path=src, request=first)]), *further]
+
+
+def _split_weight(named: Any) -> tuple[Any, float]:
+    return named if isinstance(named, tuple) else (named, 1.0)
 
 
 def check_merge_destination(
@@ -250,7 +247,7 @@ def prepare_merge(
     *,
     base: PathLike | None,
     resources: Resources,
-) -> Iterator[PlannedMerge]:
+) -> Iterator[tuple[PlannedOutput, Sequence[MergedLayer]]]:
     """Opens adapters and base, proves that they fit, and plans the output; writes nothing."""
     for choice in adapters:
         if not math.isfinite(choice.weight) or choice.weight == 0:
@@ -285,9 +282,7 @@ def prepare_merge(
             place = find_component(find_model(base, "--base").place, own)
             given = open_base(stack, place, limit, names)
             _refuse_merged(given, opened)
-        preparation = MergePreparation(stack, opened, given, request, resources)
-        prepared, layers = preparation.run(out)
-        yield PlannedMerge(prepared, layers)
+        yield MergePreparation(stack, opened, given, request, resources).run(out)
 
 
 def _refuse_merged(base: BaseSource, adapters: Sequence[SourceAdapter]) -> None:
@@ -441,9 +436,9 @@ class MergePreparation:
         versions = [source.found.adapter.settings.peft_version for source in self._adapters]
         norm_of, note = choose_norms(versions, changes)
         self._notes += filter(None, [note])
-        rounding = Rounding.PEFT if self._request.match_peft else Rounding.ONCE
+        rounding: Rounding = "peft" if self._request.match_peft else "once"
         dtypes = DTypePolicy(self._request.dtype, kept=self._find_kept(tensors))
-        rules = MergeRules(dtypes, rounding, NormOf(norm_of))
+        rules = MergeRules(dtypes, rounding, norm_of)
         specs = [TensorSpec(t.live[0], t.dtype, t.shape) for t in tensors]
         self._notes += describe_kept(dtypes, specs)
         products = list(plan_products(tensors, changes, ties, shapes, rules, alignment.called))
@@ -531,7 +526,7 @@ class MergePreparation:
         self, alignment: Alignment, shapes: Mapping[Fqn, Shape], pairs: Sequence[TiedPair]
     ) -> dict[Fqn, list[Change]]:
         renaming = alignment.renaming
-        base = BaseShapes(renaming.to_adapter(shapes), find_model_types(self._config))
+        own, types = renaming.to_adapter(shapes), find_model_types(self._config)
         entries = {
             placed.live[0]: self._base.entries[placed.stored[0]]
             for placed in alignment.placed
@@ -549,7 +544,9 @@ class MergePreparation:
         for source in self._adapters:
             adapter, where = source.found.adapter, source.source.where
             try:
-                changes = find_changes(adapter, base, source.source, weight=source.weight)
+                changes = find_changes(
+                    *(adapter, own, source.source), model_types=types, weight=source.weight
+                )
             except RefusedError as error:
                 if source.found.converted is None:
                     raise
@@ -785,7 +782,7 @@ def _replace(tensor: BaseTensor, change: Replacement, rules: MergeRules) -> Base
     operand: Operand = StoredOperand(change.source.origin, entry.key, entry.dtype)
     if tensor.part is not None:
         shape, operand = tensor.shape, join_sources(tensor.part, [operand])
-    is_held = rules.dtypes.choice == "keep" or rules.rounding is Rounding.PEFT
+    is_held = rules.dtypes.choice == "keep" or rules.rounding == "peft"
     if is_held and entry.dtype != tensor.dtype and entry.dtype.kind == "float":
         operand = CastOperand(operand, tensor.dtype)
     return BaseTensor(tensor.name, tensor.live, shape, tensor.dtype, operand, tensor.part)

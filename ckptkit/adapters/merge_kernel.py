@@ -30,7 +30,6 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from enum import Enum
 from functools import cache
 from typing import Any, Literal, TypeGuard
 
@@ -46,26 +45,12 @@ from ckptkit.core.index import Key, Span, TensorEntry
 from ckptkit.core.threads import processor_words
 from ckptkit.engine.casts import Caster, Overflow, overflow_error
 from ckptkit.engine.kernels import Operand
+from ckptkit.lora.changes import NormOf
 from ckptkit.plan.plan import Compute, Demand, Reading, TensorSpec
 
 Axis = Literal["rows", "columns"]
 Floats = NDArray[np.float32]
-_FLOAT32 = BY_NAME["float32"]
-
-
-class Stride(Struct, frozen=True):
-    """Every `step`-th index of `[start, stop)`."""
-
-    start: int
-    stop: int
-    step: int = 1
-
-    @property
-    def count(self) -> int:
-        return len(range(self.start, self.stop, self.step))
-
-    def within(self, start: int, stop: int) -> Stride:
-        return Stride(self.start + start * self.step, self.start + stop * self.step, self.step)
+_FLOAT16, _BFLOAT16, _FLOAT32 = (BY_NAME[name] for name in ("float16", "bfloat16", "float32"))
 
 
 class Factor(Struct, frozen=True):
@@ -75,19 +60,19 @@ class Factor(Struct, frozen=True):
     key: Key
     dtype: DType
     width: int  # columns of the stored matrix: what follows a tensor's first axis, flattened
-    rows: Stride
-    columns: Stride
+    rows: range
+    columns: range
     transposed: bool = False  # after it was cut out
 
     @classmethod
     def whole(cls, origin: str, entry: TensorEntry) -> Factor:
         """Takes a stored tensor, flattened beyond its first axis; a vector is one row."""
         height, width = matrix_shape(entry.shape)
-        return cls(origin, entry.key, entry.dtype, width, Stride(0, height), Stride(0, width))
+        return cls(origin, entry.key, entry.dtype, width, range(height), range(width))
 
     @property
     def shape(self) -> tuple[int, int]:
-        shape = self.rows.count, self.columns.count
+        shape = len(self.rows), len(self.columns)
         return (shape[1], shape[0]) if self.transposed else shape
 
     @property
@@ -102,8 +87,8 @@ class Factor(Struct, frozen=True):
             rows, columns = columns, rows
         return replace(
             self,
-            rows=self.rows.within(*rows) if rows else self.rows,
-            columns=self.columns.within(*columns) if columns else self.columns,
+            rows=self.rows[slice(*rows)] if rows else self.rows,
+            columns=self.columns[slice(*columns)] if columns else self.columns,
         )
 
 
@@ -217,9 +202,9 @@ def select_expert_factors(update: LowRankUpdate, number: int) -> tuple[Factor, F
     turned = update.left.transposed
     a, b = (update.left.t, update.right.t) if turned else (update.right, update.left)
     count = update.experts
-    rank = a.rows.count // count
+    rank = len(a.rows) // count
     a = a.part(rows=(number * rank, (number + 1) * rank))
-    b = replace(b, columns=Stride(b.columns.start + number, b.columns.stop, count))
+    b = replace(b, columns=b.columns[number::count])
     return (a.t, b.t) if turned else (b, a)
 
 
@@ -315,7 +300,7 @@ class _StoredRows:
         low, high = factor.rows.start, factor.rows.stop
         demand = Demand(factor.origin, factor.key, Span(low * factor.width, high * factor.width))
         # Who takes some of the columns has neighbours who take the others.
-        shared = shared or factor.columns.count < factor.width
+        shared = shared or len(factor.columns) < factor.width
         data = reading.read_shared(demand) if shared else reading.read(demand)
         self._data = data.reshape(-1, factor.width)
         self._first = low
@@ -467,29 +452,15 @@ class ColumnSums:
         return np.sqrt(self.sums)
 
 
-class Rounding(Enum):
-    """How often a merge into a 16-bit weight rounds.
+Rounding = Literal["once", "peft"]
+"""How often a merge into a 16-bit weight rounds.
 
-    `ONCE`: every update is applied in float32, and the sum is cast once. `PEFT`: as PEFT's
-    `merge_and_unload` on a processor: to the weight's type after every adapter, and to the type of
-    the adapter, or of the weight, where PEFT does so before it adds; where DoRA needs the unmerged
-    weight, it is computed as in PEFT, by subtracting what was added. For one adapter that is held
-    in float32, on a float32 weight, the two are the same.
-    """
-
-    ONCE = "once"
-    PEFT = "peft"
-
-
-class NormOf(Enum):
-    """The weight whose norms DoRA takes when several adapters are merged in turn.
-
-    `BASE`: of the unmerged weight with the adapter's own product (PEFT from 0.21 on).
-    `RUNNING`: of the weight with all earlier adapters merged (before).
-    """
-
-    BASE = "base"
-    RUNNING = "running"
+`once`: every update is applied in float32, and the sum is cast once. `peft`: as PEFT's
+`merge_and_unload` on a processor: to the weight's type after every adapter, and to the type of
+the adapter, or of the weight, where PEFT does so before it adds; where DoRA needs the unmerged
+weight, it is computed as in PEFT, by subtracting what was added. For one adapter that is held
+in float32, on a float32 weight, the two are the same.
+"""
 
 
 class RowRange(Struct, frozen=True):
@@ -507,7 +478,7 @@ class LoraStep:
     def __init__(
         self, update: LowRankUpdate, base: DType, reading: Reading, rounding: Rounding
     ) -> None:
-        peft = rounding is Rounding.PEFT
+        peft = rounding == "peft"
         held = update.held if peft else _FLOAT32
         self._product = FactorProduct(update, reading, held)
         self._rounded = base if peft and update.rounded else None
@@ -565,7 +536,7 @@ class ShiftStep:
     """An update of a vector."""
 
     def __init__(self, update: BiasUpdate, reading: Reading, rounding: Rounding) -> None:
-        held = update.held if rounding is Rounding.PEFT else _FLOAT32
+        held = update.held if rounding == "peft" else _FLOAT32
         self._shift = read_vector(update.shift, reading, held)
         self._shift *= np.float32(update.scaling)
         if held != _FLOAT32:
@@ -599,44 +570,6 @@ Step = LoraStep | ShiftStep | TokenStep
 
 NormsOf = Callable[[int, Floats], Floats]
 """Returns the n-th norms that a block needs, for the matrix of its rows."""
-
-
-class Steps:
-    """The updates of a weight, to be applied to any of its rows."""
-
-    def __init__(
-        self, steps: Sequence[Step], base: DType, rounding: Rounding, norm_of: NormOf
-    ) -> None:
-        self._steps = steps
-        self._norm_of = norm_of
-        self._between = base if rounding is Rounding.PEFT else BY_NAME["float32"]
-        self._unmerges = rounding is Rounding.PEFT and norm_of is NormOf.BASE
-        self._remembers = (
-            rounding is Rounding.ONCE and norm_of is NormOf.BASE and any(map(_is_dora, steps[1:]))
-        )
-        self.whole_rows = any(map(_is_dora, steps))
-        self.may_overflow = self._between.name == "float16"
-
-    def apply(self, rows: RowRange, weight: Floats, norms: NormsOf) -> Floats:
-        """Merges into a run of elements."""
-        fold = _Fold(rows, norms, self._between)
-        shape = rows.stop - rows.start, rows.columns
-        original = weight.reshape(shape).copy() if self._remembers else None
-        for number, step in enumerate(self._steps):
-            if number:
-                round_to(weight, self._between)
-            if not _is_dora(step):
-                step.apply(rows, weight)
-                if isinstance(step, LoraStep):
-                    fold.merged.append((step, None))
-                continue
-            matrix = weight.reshape(shape)
-            base = matrix if original is None else original
-            if self._unmerges:
-                base = fold.unmerge(matrix)
-                matrix = fold.merge_again(base)
-            weight = fold.merge(step, matrix, base).reshape(-1)
-        return weight
 
 
 class _Fold:
@@ -745,7 +678,6 @@ class NormsUnknownError(Exception):
 _AT_ONCE = 1 << 18
 _AT_ONCE_WITH_NORMS = 1 << 17
 
-_BFLOAT16 = BY_NAME["bfloat16"]
 _SIGN = 1 << 31
 # Bits of the largest float32 that is finite, and of the largest that is so as bfloat16.
 _LARGEST = 0x7F7F_FFFF
@@ -762,8 +694,8 @@ class MergeKernel(Struct, frozen=True):
 
     base: Operand
     updates: tuple[Update, ...]
-    rounding: Rounding = Rounding.ONCE
-    norm_of: NormOf = NormOf.BASE  # what DoRA takes norms of
+    rounding: Rounding = "once"
+    norm_of: NormOf = "base"  # what DoRA takes norms of
 
     @property
     def reads(self) -> tuple[tuple[str, Key], ...]:
@@ -794,8 +726,9 @@ class MergeKernel(Struct, frozen=True):
                     prepared.append(ShiftStep(update, reading, self.rounding))
                 else:
                     prepared.append(TokenStep(update, reading))
-        steps = Steps(prepared, self.base.dtype, self.rounding, self.norm_of)
-        merge = BlockMerge(self.base, steps, rows, columns, _take_row_norms)
+        merge = BlockMerge(
+            self.base, prepared, self.rounding, self.norm_of, rows, columns, _take_row_norms
+        )
         if not any(u.magnitude and u.magnitude.of == "columns" for u in low_ranks):
             return merge
         norms = NormsOfColumns(columns)
@@ -820,10 +753,21 @@ class BlockMerge(Struct, frozen=True):
     """A merge kernel that has read its factors."""
 
     base: Operand
-    steps: Steps
+    steps: Sequence[Step]
+    rounding: Rounding
+    norm_of: NormOf
     rows: int  # of the tensor, seen as a matrix
     columns: int
     norms: NormsOf
+
+    @property
+    def _needs_whole_rows(self) -> bool:
+        return any(map(_is_dora, self.steps))
+
+    @property
+    def _between(self) -> DType:
+        """The element type to which the weight is rounded after every update."""
+        return self.base.dtype if self.rounding == "peft" else _FLOAT32
 
     def grain_elements(self, _out: TensorSpec) -> int:
         return max(1, self.columns)
@@ -837,7 +781,7 @@ class BlockMerge(Struct, frozen=True):
     ) -> None:
         span = self._widen(block)
         values = self.base.values(span, inputs)
-        caster = Caster(BY_NAME["float32"], out.dtype)
+        caster = Caster(_FLOAT32, out.dtype)
         where = f"tensor {out.name!r}"
         for rows, part in self.cut(span):
             base = values[part.start - span.start : part.stop - span.start]
@@ -847,13 +791,37 @@ class BlockMerge(Struct, frozen=True):
             with np.errstate(all="ignore"):
                 weight[:] = base
                 try:
-                    merged = self.steps.apply(rows, weight, self.norms)[wanted]
+                    merged = self._apply(rows, weight, self.norms)[wanted]
                 except AdapterError as error:
                     raise error.located(where) from error
             overflow = caster.cast(merged, target[low - block.start : high - block.start])
             if overflow is not None:
                 raise overflow_error(overflow, out.dtype, where=where, block_start=low)
             self._refuse_overflow(base[wanted], merged, out, low)
+
+    def _apply(self, rows: RowRange, weight: Floats, norms: NormsOf) -> Floats:
+        """Merges into a run of elements."""
+        is_onto_base = self.norm_of == "base"
+        # Later updates with norms need the unmerged weight.
+        remembers = self.rounding == "once" and is_onto_base and any(map(_is_dora, self.steps[1:]))
+        fold = _Fold(rows, norms, self._between)
+        shape = rows.stop - rows.start, rows.columns
+        original = weight.reshape(shape).copy() if remembers else None
+        for number, step in enumerate(self.steps):
+            if number:
+                round_to(weight, self._between)
+            if not _is_dora(step):
+                step.apply(rows, weight)
+                if isinstance(step, LoraStep):
+                    fold.merged.append((step, None))
+                continue
+            matrix = weight.reshape(shape)
+            base = matrix if original is None else original
+            if self.rounding == "peft" and is_onto_base:
+                base = fold.unmerge(matrix)
+                matrix = fold.merge_again(base)
+            weight = fold.merge(step, matrix, base).reshape(-1)
+        return weight
 
     def _refuse_overflow(
         self, base: NDArray[Any], merged: Floats, out: TensorSpec, start: int
@@ -871,9 +839,9 @@ class BlockMerge(Struct, frozen=True):
         if not count:
             return
         value, where = float(merged[first]), f"tensor {out.name!r}"
-        if self.steps.may_overflow:
+        if self._between == _FLOAT16:
             overflow = Overflow(count, first, value)
-            raise overflow_error(overflow, BY_NAME["float16"], where=where, block_start=start)
+            raise overflow_error(overflow, _FLOAT16, where=where, block_start=start)
         others = f" (with {count - 1:,} more near it)" if count > 1 else ""
         raise OverflowRefusedError(
             f"{value:g} at element {start + first:,} does not fit"
@@ -892,13 +860,13 @@ class BlockMerge(Struct, frozen=True):
         weight[:] = self.base.values(part, inputs)
         try:
             with np.errstate(all="ignore"):
-                self.steps.apply(rows, weight, norms)
+                self._apply(rows, weight, norms)
         except NormsUnknownError:
             return False
         return True
 
     def _widen(self, block: Span) -> Span:
-        if not self.steps.whole_rows or not self.columns:
+        if not self._needs_whole_rows or not self.columns:
             return block
         start = block.start // self.columns * self.columns
         return Span(start, -(-block.stop // self.columns) * self.columns)
@@ -906,7 +874,7 @@ class BlockMerge(Struct, frozen=True):
     def cut(self, span: Span) -> Iterator[tuple[RowRange, Span]]:
         """Cuts a run of elements between rows, each part small enough for a cache."""
         columns = self.columns
-        elements = _AT_ONCE_WITH_NORMS if self.steps.whole_rows else _AT_ONCE
+        elements = _AT_ONCE_WITH_NORMS if self._needs_whole_rows else _AT_ONCE
         at_once = max(1, elements // columns)
         row = span.start // columns
         while row * columns < span.stop:

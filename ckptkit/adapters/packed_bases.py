@@ -52,7 +52,6 @@ from ckptkit.lora.quantized import (
     SCALES_OF_ROWS,
     FourBitSettings,
     FourBitState,
-    FourBitType,
     PackedWeight,
     find_packed_weights,
     list_companions,
@@ -186,8 +185,7 @@ class PackedBases:
         self._check_shape(weight.name, weight.shape or ())
         packed = place.stored(weight.packed)
         state = self._find_state(weight, packed, plain, place.reader)
-        claim = make_claim(packed, plain, state)
-        proof = self._check(weight.name, prove_four_bits(place.reader, claim))
+        proof = self._check(weight.name, prove_four_bits(place.reader, packed, plain, state))
         if state.nested_blocksize:
             state = replace(state, nested_offset=proof.mean)
         return replace(derive_four_bits(weight, place, plain, state), proof=proof)
@@ -217,7 +215,7 @@ class PackedBases:
         if unpacked.state is None:
             proof = prove_eight_bits(reader, packed, plain, unpacked.shape)
         else:
-            proof = prove_four_bits(reader, make_claim(packed, plain, unpacked.state))
+            proof = prove_four_bits(reader, packed, plain, unpacked.state)
         return replace(unpacked, proof=self._check(weight.name, proof))
 
     def _check_shape(self, name: str, shape: Shape) -> None:
@@ -459,38 +457,31 @@ class PackingProof(Struct, frozen=True):
         return not self.crowded and self.differing <= _TOLERATED * self.elements
 
 
-class FourBitClaim(Struct, frozen=True):
-    """A packed weight, and how it is assumed to have been packed."""
-
-    packed: Operand
-    original: Operand
-    elements: int
-    quant_type: FourBitType
-    blocksize: int
-    dtype: DType  # to which the original was cast first
-
-
 def prove_four_bits(
-    reader: ArrayReader, claim: FourBitClaim, *, at_most: int | None = None
+    reader: ArrayReader,
+    packed: Operand,
+    original: Operand,
+    state: FourBitState,
+    *,
+    at_most: int | None = None,
 ) -> PackingProof:
     """Counts the codes into which the original would not be packed.
 
     `at_most` limits the number of compared elements.
     """
-    elements = claim.elements if at_most is None else min(at_most, claim.elements)
-    codes_per_item = 2 * claim.packed.dtype.itemsize
+    elements = state.elements if at_most is None else min(at_most, state.elements)
+    codes_per_item = 2 * packed.dtype.itemsize
     differing, crowded, maxima = 0, False, []
     for span in cut_blocks(elements):
-        codes = reader.compute(
-            claim.packed, Span(span.start // codes_per_item, -(-span.stop // codes_per_item))
-        )
-        numbers = reader.compute(claim.original, span)
-        blocks, scales = find_block_maxima(numbers, claim.dtype, claim.blocksize)
+        stored = Span(span.start // codes_per_item, -(-span.stop // codes_per_item))
+        codes = reader.compute(packed, stored).view(np.uint8)
+        numbers = reader.compute(original, span)
+        blocks, scales = find_block_maxima(numbers, BY_NAME[state.dtype], state.blocksize)
         mismatches = count_mismatches(
-            codes.view(np.uint8), blocks, scales, claim.quant_type, elements=numbers.size
+            codes, blocks, scales, state.quant_type, elements=numbers.size
         )
         differing += int(mismatches.sum())
-        crowded |= bool(mismatches.max() > _TOLERATED_OF_BLOCK * claim.blocksize)
+        crowded |= bool(mismatches.max() > _TOLERATED_OF_BLOCK * state.blocksize)
         maxima.append(scales)
     return PackingProof(
         differing, elements, crowded, float(compute_float32_mean(np.concatenate(maxima)))
@@ -664,8 +655,7 @@ def find_settings(
         if likely.quant_type is None or likely.blocksize is None or likely.dtype is None:
             continue
         state = FourBitState(likely.quant_type, likely.blocksize, likely.dtype, shape, nested)
-        claim = make_claim(packed, original, state)
-        proof = prove_four_bits(reader, claim, at_most=_TRIAL_ELEMENTS)
+        proof = prove_four_bits(reader, packed, original, state, at_most=_TRIAL_ELEMENTS)
         tried.append((state, proof))
         if not proof.differing:
             break
@@ -685,12 +675,6 @@ def list_likely_settings(
     dtypes = dict.fromkeys(name for name in names if name in DTYPES)
     for size, dtype, quant_type in itertools.product(sizes, dtypes, types):
         yield FourBitSettings(quant_type, known.nested, size, dtype)
-
-
-def make_claim(packed: StoredOperand, original: StoredOperand, state: FourBitState) -> FourBitClaim:
-    return FourBitClaim(
-        packed, original, state.elements, state.quant_type, state.blocksize, BY_NAME[state.dtype]
-    )
 
 
 def _four_bits(packed: StoredOperand, scales: Scales, state: FourBitState) -> UnpackedWeight:

@@ -201,15 +201,15 @@ class _Opening:
         if record is None:
             table = build_table(select_adapter_tensors(tree, choice.name, None))
             values = {**known.values, **request.overrides}
-            inferred = infer_config(table, base, values, where=checkpoint.path)
-            self._notes += inferred.notes
+            inferred, notes = infer_config(table, base, values, where=checkpoint.path)
+            self._notes += notes
             if known.path and not (known.are_of_peft or RSLORA in request.overrides):
                 self._notes.append(
                     f"{known.path} does not say whether the scaling is rsLoRA's: alpha / rank is"
                     " assumed"
                 )
             stated = known.values if known.are_of_peft else {}
-            document = {**inferred.document, **stated}
+            document = {**inferred, **stated}
             settings = LoraSettings.parse(document, where=checkpoint.path)
         else:
             settings = LoraSettings.parse(record.document, where=record.path)

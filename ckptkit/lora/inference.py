@@ -16,8 +16,6 @@ from collections.abc import Collection, Iterable, Mapping
 from functools import lru_cache
 from typing import Any
 
-from msgspec import Struct
-
 from ckptkit.core.errors import AdapterError, CannotPlanError
 from ckptkit.core.index import Fqn, Shape, TensorEntry
 from ckptkit.lora.config import (
@@ -127,20 +125,13 @@ _CONV1D_TYPES = frozenset({"gpt2", "openai-gpt", "imagegpt", "decision_transform
 _CONV1D_NAMES = frozenset({"c_attn", "c_proj", "c_fc", "q_attn"})
 
 
-class Inferred(Struct, frozen=True):
-    """An inferred configuration."""
-
-    document: Mapping[str, Any]  # the content of `adapter_config.json`
-    notes: tuple[str, ...]  # the assumptions that it is based on
-
-
 def infer_config(
     table: AdapterTable,
     base: Mapping[Fqn, TensorEntry],
     overrides: Mapping[str, Any],
     *,
     where: str,
-) -> Inferred:
+) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Infers the configuration of an adapter, by the keys of `overrides`; with its assumptions.
 
     An alpha of None is the rank of each module.
@@ -182,7 +173,7 @@ def infer_config(
     if parameters:
         document["target_parameters"] = find_shortest_names(parameters, set(base))
     document |= _in_use(table, overrides)
-    return Inferred(document, _notes(document, is_scaled=overrides.get(ALPHA, 0) is not None))
+    return document, _notes(document, is_scaled=overrides.get(ALPHA, 0) is not None)
 
 
 def _refuse_unknown(

@@ -341,40 +341,25 @@ _DIGESTS = "base_digests"
 _QUANTIZATION = "base_quantization"
 
 
-class RecordedBase(Struct, frozen=True):
-    """The base that an adapter was trained on, as far as it is recorded."""
+class BaseIdentity(Struct, frozen=True):
+    """A base, as far as it can be identified; unknown facts are empty."""
 
-    name: str = ""  # repository or path
+    name: str = ""  # the repository or path that is recorded, or the path that was given
     commit: str = ""  # the full one
+    repository: str = ""  # `org/name`, where the path that was given contains it
 
 
-class GivenBase(Struct, frozen=True):
-    """The base that was given, as far as it can be identified."""
-
-    path: str
-    repository: str = ""  # `org/name` where its path contains it
-    commit: str = ""  # the full one, from its path or its configuration
-
-
-class BaseComparison(Struct, frozen=True):
-    """The result of comparing a given base with the recorded one."""
-
-    contradictions: tuple[str, ...] = ()  # proofs that it is another base
-    proofs: tuple[str, ...] = ()  # that it is the same
-    notes: tuple[str, ...] = ()  # where nothing proves either
-
-
-def parse_recorded_base(settings: LoraSettings) -> RecordedBase:
+def parse_recorded_base(settings: LoraSettings) -> BaseIdentity:
     """Returns the base that an adapter's configuration records."""
     name = settings.base_model_name_or_path or ""
     cached = _CACHED.search(name)
     commit = settings.revision or ""
     if cached is not None:  # a run that was given a path of the Hub's cache
         name, commit = f"{cached[1]}/{cached[2]}", cached[3]
-    return RecordedBase(name, commit if _COMMIT.fullmatch(commit) else "")
+    return BaseIdentity(name, commit if _COMMIT.fullmatch(commit) else "")
 
 
-def identify_base(path: str, config: Mapping[str, Any] | None) -> GivenBase:
+def identify_base(path: str, config: Mapping[str, Any] | None) -> BaseIdentity:
     """Identifies a base by its path and its configuration.
 
     Links in `path` are resolved no further than the snapshot of the Hub's cache.
@@ -384,37 +369,34 @@ def identify_base(path: str, config: Mapping[str, Any] | None) -> GivenBase:
     recorded = (config or {}).get(_COMMIT_KEY)
     if not commit and isinstance(recorded, str):
         commit = recorded
-    return GivenBase(path, repository, commit if _COMMIT.fullmatch(commit) else "")
+    return BaseIdentity(path, commit if _COMMIT.fullmatch(commit) else "", repository)
 
 
-def compare_bases(expected: RecordedBase, base: GivenBase) -> BaseComparison:
-    """Compares the base that was trained on with the one that is given."""
+def compare_bases(expected: BaseIdentity, base: BaseIdentity) -> tuple[list[str], str]:
+    """Compares the base that was trained on with the one that is given.
+
+    Returns proofs that it is another one; and where nothing proves either, a note.
+    """
     contradictions: list[str] = []
-    proofs: list[str] = []
-    if expected.commit and base.commit:
-        same = expected.commit == base.commit
-        text = f"found commit {base.commit}, expected {expected.commit}"
-        (proofs if same else contradictions).append(text)
+    is_same = bool(expected.commit) and expected.commit == base.commit
+    if expected.commit and base.commit and not is_same:
+        contradictions.append(f"found commit {base.commit}, expected {expected.commit}")
     is_repository = _REPOSITORY.fullmatch(expected.name) is not None
     if base.repository and is_repository and base.repository != expected.name:
         contradictions.append(f"found repository {base.repository}, expected {expected.name}")
-    if contradictions or proofs:
-        return BaseComparison(tuple(contradictions), tuple(proofs))
+    if contradictions or is_same or expected.name.rstrip("/") == base.name.rstrip("/") != "":
+        return contradictions, ""
     if not expected.name:
-        note = f"the base that was trained on is not recorded; {base.path} is used unchecked"
-    elif base.repository == expected.name:
-        note = (
+        return [], f"the base that was trained on is not recorded; {base.name} is used unchecked"
+    if base.repository == expected.name:
+        return [], (
             f"the adapter records no commit of {expected.name}, so that nothing proves that"
-            f" {base.path} has the same weights"
+            f" {base.name} has the same weights"
         )
-    elif expected.name.rstrip("/") == base.path.rstrip("/"):
-        return BaseComparison()
-    else:
-        note = (
-            f"the adapter was trained on {expected.name}, and nothing proves that {base.path} has"
-            " the same weights"
-        )
-    return BaseComparison(notes=(note,))
+    return [], (
+        f"the adapter was trained on {expected.name}, and nothing proves that {base.name} has"
+        " the same weights"
+    )
 
 
 class WeightDigest(Struct, frozen=True):

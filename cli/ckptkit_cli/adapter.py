@@ -259,12 +259,15 @@ def merge(output: Output, **values: Any) -> None:
     adapters = options.choose_adapters(values, resources)
     if values["dry_run"]:
         check_merge_destination(adapters, out, base, overwrite=overwrite)
-        with prepare_merge(adapters, out, request, base=base, resources=resources) as plan:
-            layers = list(map(plain_fields, plan.layers))
-            output.document({**plan_json(plan.prepared, out), "layers": layers})
-            output.lines(plan_page(output, plan.prepared, out))
+        with prepare_merge(adapters, out, request, base=base, resources=resources) as (
+            planned,
+            layers,
+        ):
+            rows = list(map(plain_fields, layers))
+            output.document({**plan_json(planned, out), "layers": rows})
+            output.lines(plan_page(output, planned, out))
             if request.report:
-                output.lines(["", *_merge_table(output, plan.layers)])
+                output.lines(["", *_merge_table(output, layers)])
         return
     with Progress(output, "adapter merge") as progress:
         merged = run_merge(

@@ -140,10 +140,11 @@ class Merge:
 
     @contextmanager
     def plan_output(self) -> Iterator[PlannedOutput]:
-        with prepare_merge(
-            self.adapters, self.out, self.request, base=None, resources=ONE
-        ) as merge:
-            yield merge.prepared
+        with prepare_merge(self.adapters, self.out, self.request, base=None, resources=ONE) as (
+            planned,
+            _,
+        ):
+            yield planned
 
 
 def test_a_merge_can_be_sliced(tmp_path: Path) -> None:

@@ -419,7 +419,7 @@ KNOWN: Mapping[str, Any] = {"lora_alpha": 4, "use_rslora": False}
 def inferred(
     shapes: Mapping[str, Shape], base: Mapping[str, Shape] | None = None, **given: Any
 ) -> Mapping[str, Any]:
-    return infer_config(build_table(named(shapes)), named(base or {}), given, where="here").document
+    return infer_config(build_table(named(shapes)), named(base or {}), given, where="here")[0]
 
 
 def test_one_name_stands_for_all_modules_that_end_in_it_where_the_base_shows_them() -> None:

@@ -24,7 +24,7 @@ from ckptkit.lora.changes import (
     combine_changes,
 )
 from ckptkit.lora.config import PEFT_PREFIX, Adapter, LoraSettings
-from ckptkit.lora.pairing import BaseShapes, Renaming, find_changes, find_text_model
+from ckptkit.lora.pairing import Renaming, find_changes, find_text_model
 
 FLOAT = dtype_named("float32")
 SOURCE = AdapterSource(0, "adapter0", "adapter")
@@ -50,7 +50,7 @@ def paired(
     given: Adapter, base: Mapping[str, Shape], *types: str, weight: float = 1.0
 ) -> list[Change]:
     shapes = {Fqn(name): shape for name, shape in base.items()}
-    changes = find_changes(given, BaseShapes(shapes, frozenset(types)), SOURCE, weight=weight)
+    changes = find_changes(given, shapes, SOURCE, model_types=frozenset(types), weight=weight)
     check_used_once(given.tensors, changes, where="adapter")
     return changes
 
@@ -278,7 +278,7 @@ class TestNames:
 
 class TestSeveral:
     def _changes(self, position: int, shapes: Mapping[str, Shape], **config: Any) -> list[Change]:
-        base = BaseShapes({Fqn("q.weight"): (6, 8), Fqn("emb.weight"): (12, 4)})
+        base = {Fqn("q.weight"): (6, 8), Fqn("emb.weight"): (12, 4)}
         source = AdapterSource(position, f"adapter{position}", f"adapter{position}")
         return find_changes(adapter(shapes, **config), base, source)
 
@@ -294,7 +294,7 @@ class TestSeveral:
 
     def test_a_bias_is_replaced_and_then_shifted_by_the_same_adapter_alone(self) -> None:
         shapes = lora("q", 6, 8) | {"q.lora_B.bias": (6,), "q.base_layer.bias": (6,)}
-        base = BaseShapes({Fqn("q.weight"): (6, 8), Fqn("q.bias"): (6,)})
+        base = {Fqn("q.weight"): (6, 8), Fqn("q.bias"): (6,)}
         given = adapter(shapes, target_modules=["q"], bias="all", lora_bias=True)
         both = [
             find_changes(given, base, AdapterSource(n, f"adapter{n}", f"adapter{n}"))
