@@ -861,23 +861,22 @@ def merge_adapter(src: PathLike, out: PathLike, **options: Unpack[MergeOptions])
         RefusedError: If the adapter does not fit the base, or if the request cannot be met.
         OutputExistsError: If `out` is not empty.
     """
-    from ckptkit.adapters.merge import list_adapters, run_merge
+    from ckptkit.adapters.merge import MergeJob, list_adapters, run_merge
     from ckptkit.engine.progress import report_to
     from ckptkit.lora.changes import MergeRequest
 
     values = resolve_places(src, out, options)
     resources = Resources.from_options(options)
     with report_to("merge_adapter", options) as listener:
-        merged = run_merge(
-            list_adapters(values, resources),
-            values["out"],
-            MergeRequest.from_options(values),
+        job = MergeJob(
+            adapters=list_adapters(values, resources),
+            destination=values["out"],
+            request=MergeRequest.from_options(values),
             base=values["base"],
             overwrite=options.get("overwrite", False),
             resources=resources,
-            listener=listener,
         )
-    return merged.manifest
+        return run_merge(job, listener).manifest
 
 
 class SideOptions(SourceOptions, ProgressOptions, total=False):

@@ -101,25 +101,16 @@ _SETTLED = 1e-5  # of the energy: a round that adds less is the last
 _BLOCK_ELEMENTS = 1 << 20
 
 
-class LowRankFactors(Struct, frozen=True):
-    """A product `up @ down` of low rank."""
-
-    up: Matrix  # [rows, rank]
-    down: Matrix  # [rank, columns]
-
-
-def truncate_svd(matrix: Matrix, rank: int) -> LowRankFactors:
-    """Returns the factors of a rank whose product is nearest to a finite float32 matrix.
+def truncate_svd(matrix: Matrix, rank: int) -> tuple[Matrix, Matrix]:
+    """Returns factors [rows, rank] and [rank, columns] with the product nearest to a matrix.
 
     The singular values are shared evenly between the two, as in mergekit. The same matrix has the
     same factors in every run on one machine; their signs are fixed.
     """
     rows, columns = matrix.shape
     if rows < columns:  # the side that is projected is the longer one
-        turned = truncate_svd(matrix.T, rank)
-        return LowRankFactors(
-            np.ascontiguousarray(turned.down.T), np.ascontiguousarray(turned.up.T)
-        )
+        up, down = truncate_svd(matrix.T, rank)
+        return np.ascontiguousarray(down.T), np.ascontiguousarray(up.T)
     wanted = rank + _MORE
     if columns <= EXACT or 2 * wanted >= columns:
         left, values, right = np.linalg.svd(matrix, full_matrices=False)
@@ -132,7 +123,7 @@ def truncate_svd(matrix: Matrix, rank: int) -> LowRankFactors:
     signs = np.sign(np.take_along_axis(right, np.abs(right).argmax(axis=1)[:, None], axis=1))
     signs[signs == 0] = 1
     root = np.sqrt(values)
-    return LowRankFactors(left * signs.T * root, right * signs * root[:, None])
+    return left * signs.T * root, right * signs * root[:, None]
 
 
 def _find_range(matrix: Matrix, wanted: int, rank: int) -> Matrix:
@@ -159,13 +150,13 @@ def compute_squared_norm(matrix: NDArray[Any]) -> float:
     return total
 
 
-def compute_squared_distance(matrix: Matrix, factors: LowRankFactors) -> float:
+def compute_squared_distance(matrix: Matrix, up: Matrix, down: Matrix) -> float:
     """Returns the sum of the squares of `matrix - up @ down`, block by block."""
     rows = _rows_at_once(matrix)
     total = 0.0
     for start in range(0, matrix.shape[0], rows):
         block = slice(start, start + rows)
-        missed = matrix[block] - factors.up[block] @ factors.down
+        missed = matrix[block] - up[block] @ down
         total += compute_squared_norm(missed)
     return total
 
@@ -280,10 +271,10 @@ def approximate(change: Matrix, rank: int, dtype: DType, *, where: str) -> Appro
     norm = math.sqrt(compute_squared_norm(change))
     if norm == 0:
         return None
-    exact = truncate_svd(change, min(rank, *change.shape))
-    up, down = (_cast(factor, dtype, where) for factor in (exact.up, exact.down))
-    written = LowRankFactors(up.astype(np.float32), down.astype(np.float32))
-    return Approximation(up, down, norm, math.sqrt(compute_squared_distance(change, written)))
+    factors = truncate_svd(change, min(rank, *change.shape))
+    up, down = (_cast(factor, dtype, where) for factor in factors)
+    missed = compute_squared_distance(change, up.astype(np.float32), down.astype(np.float32))
+    return Approximation(up, down, norm, math.sqrt(missed))
 
 
 def _cast(factor: Matrix, dtype: DType, where: str) -> NDArray[Any]:
@@ -479,17 +470,29 @@ def make_diff_request(
     """Checks what was asked for."""
     number = positive_number(rank, option="--rank", example=16)
     dtype = choose_dtype(dtype, FACTOR_DTYPES)
-    patterns = DiffPatterns(tuple(include), tuple(exclude), tuple(full))
-    return DiffRequest(rank=number or 0, patterns=patterns, dtype=dtype, select=select)
+    return DiffRequest(
+        rank=number or 0,
+        dtype=dtype,
+        include=tuple(include),
+        exclude=tuple(exclude),
+        full=tuple(full),
+        select=select,
+    )
 
 
 class DiffRequest(Struct, frozen=True, kw_only=True):
     """Options of `adapter from-diff`."""
 
     rank: int  # of the factors, or the smaller side of a matrix if that is less
-    patterns: DiffPatterns
-    dtype: str
+    dtype: str  # of the factors
+    include: tuple[str, ...]  # patterns of matrices to approximate; empty for all but heads
+    exclude: tuple[str, ...]
+    full: tuple[str, ...]  # kept whole, with the rest of their modules
     select: str | None
+
+    def approximates(self, name: str) -> bool:
+        is_included = matches(name, self.include) if self.include else not is_head(name)
+        return is_included and not matches(name, self.exclude)
 
 
 def run_adapter_from_diff(
@@ -507,7 +510,7 @@ def run_adapter_from_diff(
         SingleProcess(open_target(out, overwrite=overwrite), listener) as strategy,
         ExitStack() as stack,
     ):
-        sides = open_models(stack, tuned, base, request.select, request.patterns.exclude)
+        sides = open_models(stack, tuned, base, request.select, request.exclude)
         listener(Started(sum(pair.tuned.size_bytes for pair in sides.pairs)))
         changes = _measured(sides, request, listener)
         planned = _Output(sides, changes, request, str(Path(base).absolute())).prepared(out)
@@ -526,15 +529,15 @@ class _Changes(Struct):
 def _measured(sides: ComparedModels, request: DiffRequest, listener: Listener) -> _Changes:
     """Reads both models once, and approximates the changes."""
     reader = ChangeReader(sides.tuned, sides.base, listener)
-    types, patterns = find_model_types(sides.config), request.patterns
+    types = find_model_types(sides.config)
     dtype = dtype_named(request.dtype)
     changes = _Changes()
     for pair in sides.pairs:
         role = classify_tensor(pair.name, pair.tuned.shape, types)
         if pair.name in sides.parts:
             role = "whole"
-        is_kept = matches(pair.name, patterns.full)
-        if role == "whole" or is_kept or not patterns.approximates(pair.name):
+        is_kept = matches(pair.name, request.full)
+        if role == "whole" or is_kept or not request.approximates(pair.name):
             if norm := reader.norm(pair):
                 changes.norms[pair.name] = norm
             continue
@@ -576,7 +579,7 @@ class _Output:
                 hint="choose others with --include, or publish the model itself",
             )
         ranks = {module: factors.rank for module, (_, factors) in changes.approximated.items()}
-        full = [n for n in changes.norms.keys() - sides.parts if matches(n, request.patterns.full)]
+        full = [n for n in changes.norms.keys() - sides.parts if matches(n, request.full)]
         names = [pair.name for pair in sides.pairs]
         self._content = plan_content(ranks, full, names, sides.tied)
 
@@ -668,11 +671,11 @@ class _Output:
         }
 
     def _options(self) -> dict[str, Any]:
-        request, patterns = self._request, self._request.patterns
+        request = self._request
         chosen = {
-            "include": list(patterns.include),
-            "exclude": list(patterns.exclude),
-            "full": list(patterns.full),
+            "include": list(request.include),
+            "exclude": list(request.exclude),
+            "full": list(request.full),
             "select": request.select,
             "dtype": request.dtype if request.dtype != FACTOR_DTYPES[0] else None,
         }
@@ -756,18 +759,6 @@ _TASKS = {
     "ForTokenClassification": "TOKEN_CLS",
     "ForQuestionAnswering": "QUESTION_ANS",
 }
-
-
-class DiffPatterns(Struct, frozen=True):
-    """Patterns of tensors by their form in the adapter."""
-
-    include: tuple[str, ...] = ()  # matrices to approximate; empty for all but heads
-    exclude: tuple[str, ...] = ()
-    full: tuple[str, ...] = ()  # kept whole, with the rest of their modules
-
-    def approximates(self, name: str) -> bool:
-        is_included = matches(name, self.include) if self.include else not is_head(name)
-        return is_included and not matches(name, self.exclude)
 
 
 def module_of(name: str) -> str:

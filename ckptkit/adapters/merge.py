@@ -72,12 +72,12 @@ from ckptkit.conversion.write import (
 from ckptkit.core.checksums import digest_of, join_leaves, leaf_digest
 from ckptkit.core.dtypes import dtype_named
 from ckptkit.core.errors import AdapterError, AmbiguousSourceError, RefusedError, UsageError
-from ckptkit.core.index import Fqn, Shape, Span, TensorEntry
+from ckptkit.core.index import Fqn, Shape, Span
 from ckptkit.core.manifest import LEAF_BYTES, MANIFEST_NAME, Manifest
 from ckptkit.core.text import counted
 from ckptkit.engine.kernels import CastOperand, Operand, OperandKernel, StoredOperand, recast
 from ckptkit.engine.outcome import Listener, ignore
-from ckptkit.engine.reader import Origin, same_bytes
+from ckptkit.engine.reader import Origin
 from ckptkit.engine.segment_reader import Inputs
 from ckptkit.hub_names.disk_tensors import Window, find_window
 from ckptkit.hub_names.known_models import is_made_by_model
@@ -145,38 +145,11 @@ class MergedModel(Struct, frozen=True):
     notes: tuple[str, ...]
 
 
-def run_merge(
-    adapters: Sequence[AdapterChoice],
-    out: PathLike,
-    request: MergeRequest,
-    *,
-    base: PathLike | None = None,
-    overwrite: bool = False,
-    resources: Resources | None = None,
-    listener: Listener | None = None,
-) -> MergedModel:
-    """Writes a base with adapters merged into it into the directory `out`, whole or not at all.
-
-    `base` is None where the first adapter's checkpoint holds it.
-    """
-    check_merge_destination(adapters, out, base, overwrite=overwrite)
-    resources, listener = resources or Resources(), listener or ignore
-    with (
-        SingleProcess(open_target(out, overwrite=overwrite), listener) as strategy,
-        prepare_merge(adapters, out, request, base=base, resources=resources) as (
-            planned,
-            layers,
-        ),
-    ):
-        manifest = write_output(planned, strategy, listener)
-        return MergedModel(manifest, layers, planned.plan.notes)
-
-
 class MergeJob(Struct, frozen=True, kw_only=True):
     """A merge as values, which is planned where a `ConversionJob` is."""
 
     adapters: Sequence[AdapterChoice]  # in the order of merging
-    destination: PathLike
+    destination: PathLike  # empty where the output is only planned
     request: MergeRequest = MergeRequest()
     base: PathLike | None = None  # None where the first adapter's checkpoint holds it
     overwrite: bool = False
@@ -187,22 +160,70 @@ class MergeJob(Struct, frozen=True, kw_only=True):
         return self.adapters[0].path
 
     def check_places(self) -> None:
-        """Refuses an output that could not be written, before any work is done."""
-        check_merge_destination(
-            self.adapters, self.destination, self.base, overwrite=self.overwrite
-        )
+        """Refuses an output that would overwrite a source of the merge, before any work is done."""
+        also = self.adapters[0].request.also
+        for adapter in self.adapters:
+            check_destination(
+                *(adapter.path, self.destination),
+                overwrite=self.overwrite,
+                also=also,
+                base=self.base,
+            )
 
     @contextmanager
     def plan_output(self) -> Iterator[PlannedOutput]:
-        """Plans the output; see `prepare_merge`."""
-        with prepare_merge(
-            self.adapters,
-            self.destination,
-            self.request,
-            base=self.base,
-            resources=self.resources,
-        ) as (planned, _):
+        with self.plan() as (planned, _):
             yield planned
+
+    @contextmanager
+    def plan(self) -> Iterator[tuple[PlannedOutput, list[MergedLayer]]]:
+        """Opens adapters and base, proves that they fit, and plans the output; writes nothing."""
+        for choice in self.adapters:
+            if not math.isfinite(choice.weight) or choice.weight == 0:
+                raise UsageError(
+                    f"{choice.weight} is no weight that changes anything",
+                    where=f"adapter {choice.path}",
+                    hint="leave the adapter out, or give it a weight such as 0.5",
+                )
+        request = self.request
+        with ExitStack() as stack:
+            opened: list[SourceAdapter] = []
+            seen = set()
+            for number, choice in enumerate(self.adapters):
+                found = _open(stack, choice, self.adapters[0])
+                path, origin = (
+                    found.opened.path,
+                    Origin(f"adapter{number}", found.opened.source, found.opened.index),
+                )
+                source = AdapterSource(number, origin.name, path)
+                opened.append(SourceAdapter(found, source, origin, choice.weight))
+                keys = frozenset(entry.key for entry in found.adapter.tensors.values())
+                identity = resolve_path(path), keys
+                if identity in seen:
+                    raise UsageError(
+                        "the same adapter is named twice",
+                        where=f"adapter {path}",
+                        hint="name it once; a weight of 2 doubles what it adds",
+                    )
+                seen.add(identity)
+            given = None
+            if self.base is not None:
+                names = NamesOfBase(request.map, request.model_config)
+                shapes = opened[0].found.adapter.shapes
+                place = find_component(find_model(self.base, "--base").place, shapes)
+                given = open_base(stack, place, self.resources.memory_limit_bytes, names)
+                _refuse_merged(given, opened)
+            preparation = MergePreparation(stack, opened, given, request, self.resources)
+            yield preparation.run(self.destination or None)
+
+
+def run_merge(job: MergeJob, listener: Listener = ignore) -> MergedModel:
+    """Writes a base with adapters merged into it, whole or not at all."""
+    job.check_places()
+    target = open_target(job.destination, overwrite=job.overwrite)
+    with SingleProcess(target, listener) as strategy, job.plan() as (planned, layers):
+        manifest = write_output(planned, strategy, listener)
+        return MergedModel(manifest, layers, planned.plan.notes)
 
 
 def list_adapters(options: Mapping[str, Any], resources: Resources) -> list[AdapterChoice]:
@@ -228,61 +249,6 @@ def list_adapters(options: Mapping[str, Any], resources: Resources) -> list[Adap
 
 def _split_weight(named: Any) -> tuple[Any, float]:
     return named if isinstance(named, tuple) else (named, 1.0)
-
-
-def check_merge_destination(
-    adapters: Sequence[AdapterChoice], out: PathLike, base: PathLike | None, *, overwrite: bool
-) -> None:
-    """Refuses an output that would overwrite a source of the merge."""
-    also = adapters[0].request.also
-    for adapter in adapters:
-        check_destination(adapter.path, out, overwrite=overwrite, also=also, base=base)
-
-
-@contextmanager
-def prepare_merge(
-    adapters: Sequence[AdapterChoice],
-    out: PathLike | None,
-    request: MergeRequest,
-    *,
-    base: PathLike | None,
-    resources: Resources,
-) -> Iterator[tuple[PlannedOutput, Sequence[MergedLayer]]]:
-    """Opens adapters and base, proves that they fit, and plans the output; writes nothing."""
-    for choice in adapters:
-        if not math.isfinite(choice.weight) or choice.weight == 0:
-            raise UsageError(
-                f"{choice.weight} is no weight that changes anything",
-                where=f"adapter {choice.path}",
-                hint="leave the adapter out, or give it a weight such as 0.5",
-            )
-    with ExitStack() as stack:
-        opened = []
-        for number, choice in enumerate(adapters):
-            found = _open(stack, choice, adapters[0])
-            origin = Origin(f"adapter{number}", found.opened.source, found.opened.index)
-            source = AdapterSource(number, origin.name, found.opened.path)
-            opened.append(SourceAdapter(found, source, origin, choice.weight))
-        seen = set()
-        for adapter in opened:
-            path, tensors = adapter.found.opened.path, adapter.found.adapter.tensors
-            identity = resolve_path(path), frozenset(entry.key for entry in tensors.values())
-            if identity in seen:
-                raise UsageError(
-                    "the same adapter is named twice",
-                    where=f"adapter {path}",
-                    hint="name it once; a weight of 2 doubles what it adds",
-                )
-            seen.add(identity)
-        limit = resources.memory_limit_bytes
-        given = None
-        if base is not None:
-            names = NamesOfBase(request.map, request.model_config)
-            own = opened[0].found.adapter.shapes
-            place = find_component(find_model(base, "--base").place, own)
-            given = open_base(stack, place, limit, names)
-            _refuse_merged(given, opened)
-        yield MergePreparation(stack, opened, given, request, resources).run(out)
 
 
 def _refuse_merged(base: BaseSource, adapters: Sequence[SourceAdapter]) -> None:
@@ -430,7 +396,7 @@ class MergePreparation:
         config = self._adapt_head(changes)
         by_live = {tensor.live[0]: tensor for tensor in tensors if tensor.part is None}
         judge = TieJudge(self._origins, by_live)
-        refuse_differing_bases(judge, changes)
+        judge.refuse_differing_bases(changes)
         ties = judge.judge(config, _find_pairs(config, tensors), changes)
         self._notes += describe_ties(config, ties)
         versions = [source.found.adapter.settings.peft_version for source in self._adapters]
@@ -960,12 +926,18 @@ class TieJudge:
             broken,
         )
 
-    def same_tensors(self, first: tuple[str, TensorEntry], second: tuple[str, TensorEntry]) -> bool:
-        """Compares two stored tensors of one element type and shape."""
-        blocks = zip(
-            self._reader.read_blocks(*first), self._reader.read_blocks(*second), strict=True
-        )
-        return all(same_bytes(a.view(np.uint8).data, b.view(np.uint8).data) for a, b in blocks)
+    def refuse_differing_bases(self, changes: Changes) -> None:
+        """Refuses adapters whose updates of one tensor have different frozen bases."""
+        for name, own in changes.items():
+            frozen = [(change.source.origin, change.tensor) for change in list_frozen(own)]
+            for other in frozen[1:]:
+                if not self._reader.are_equal(frozen[0], other):
+                    where = next(c.source.where for c in own if c.source.origin == other[0])
+                    raise RefusedError(
+                        f"two adapters have different frozen weights of {name!r}",
+                        where=where,
+                        hint="merge adapters that were trained on one base model",
+                    )
 
     def _base_agrees(self, pair: TiedPair) -> bool:
         if not pair.is_present:
@@ -979,13 +951,13 @@ class TieJudge:
                 return False
             entry = self._indexes[operand.origin].tensors[operand.key]
             stored.append((operand.origin, entry))
-        return self.same_tensors(*stored)
+        return self._reader.are_equal(*stored)
 
     def _are_changed_alike(self, ours: Sequence[Change], theirs: Sequence[Change]) -> bool:
         needed = find_equalities(ours, theirs)
         for equality in needed or ():
             if not equality.is_transposed:
-                if not self.same_tensors(equality.first, equality.second):
+                if not self._reader.are_equal(equality.first, equality.second):
                     return False
                 continue
             bits = f"u{equality.first[1].dtype.itemsize}"
@@ -996,22 +968,6 @@ class TieJudge:
             if not np.array_equal(first, second.T):
                 return False
         return needed is not None
-
-
-def refuse_differing_bases(judge: TieJudge, changes: Changes) -> None:
-    """Refuses adapters whose updates of one tensor have different frozen bases."""
-    for name, own in changes.items():
-        frozen = list_frozen(own)
-        for other in frozen[1:]:
-            first, second = frozen[0].tensor, other.tensor
-            is_same = (first.dtype, first.shape) == (second.dtype, second.shape)
-            origins = (frozen[0].source.origin, other.source.origin)
-            if not is_same or not judge.same_tensors((origins[0], first), (origins[1], second)):
-                raise RefusedError(
-                    f"two adapters have different frozen weights of {name!r}",
-                    where=other.source.where,
-                    hint="merge adapters that were trained on one base model",
-                )
 
 
 def describe_ties(config: Mapping[str, Any] | None, ties: MergedTies) -> Iterator[str]:
@@ -1049,7 +1005,11 @@ def collect_source_facts(
                 "name": adapter.found.adapter.name,
                 "weight": adapter.weight,
                 "config": adapter.found.config_path,
-                "settings": _digest_settings(adapter),
+                "settings": digest_of(
+                    memoryview(
+                        json.dumps(adapter.found.adapter.settings.document, sort_keys=True).encode()
+                    )
+                ),  # which were read or inferred
                 "digest": _digest_adapter(adapter),
             }
             for adapter in adapters
@@ -1057,12 +1017,6 @@ def collect_source_facts(
         "base": _collect_base_facts(base),
     }
     return facts | ({"quantization": dict(quantization)} if quantization else {})
-
-
-def _digest_settings(adapter: SourceAdapter) -> str:
-    """Digests the configuration that the adapter is merged with, read or inferred."""
-    document = adapter.found.adapter.settings.document
-    return digest_of(memoryview(json.dumps(document, sort_keys=True).encode()))
 
 
 def _digest_adapter(adapter: SourceAdapter) -> str:

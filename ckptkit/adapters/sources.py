@@ -494,12 +494,7 @@ class AdapterValues:
 
     def are_equal(self, first: TensorEntry, second: TensorEntry) -> bool:
         """Returns whether two tensors have the same bytes."""
-        if (first.dtype, first.shape) != (second.dtype, second.shape):
-            return False
-        return all(
-            np.array_equal(a.view(np.uint8), b.view(np.uint8))
-            for a, b in zip(self._blocks(first), self._blocks(second), strict=True)
-        )
+        return self._reader.are_equal((self._origin, first), (self._origin, second))
 
     def are_alike(self, first: TensorEntry, second: TensorEntry) -> bool:
         """Returns whether two tensors have the same numbers in the smaller of their types."""

@@ -12,7 +12,7 @@ from typing import Any, Self
 import msgspec.structs
 from msgspec.structs import replace
 
-from ckptkit.adapters.merge import AdapterChoice, list_adapters, prepare_merge
+from ckptkit.adapters.merge import AdapterChoice, MergeJob, list_adapters
 from ckptkit.conversion.prepare import ConversionJob
 from ckptkit.conversion.source.adapters import describe_adapters
 from ckptkit.conversion.source.open import open_checkpoint
@@ -113,8 +113,14 @@ class ServePlan:
                 )
         request = MergeRequest.from_options(self.options)
         job = self.job
-        merge = prepare_merge(self.adapters, None, request, base=job.base, resources=job.resources)
-        return stack.enter_context(merge)[0]
+        merge = MergeJob(
+            adapters=self.adapters,
+            destination="",
+            request=request,
+            base=job.base,
+            resources=job.resources,
+        )
+        return stack.enter_context(merge.plan_output())
 
     def _holds_adapter(self) -> bool:
         """Returns whether the source is an adapter, or a model with one in it."""

@@ -243,26 +243,25 @@ def merge(output: Output, **values: Any) -> None:
     as a whole. Each tensor of the adapters is used exactly once, and each of the base is written
     exactly once. OUT appears when it is complete and durable, or not at all.
     """
-    from ckptkit.adapters.merge import (
-        check_merge_destination,
-        prepare_merge,
-        run_merge,
-    )
+    from ckptkit.adapters.merge import MergeJob, run_merge
     from ckptkit.lora.changes import MergeRequest
     from ckptkit_cli._pages import Consolidated, plan_json, plan_page
     from ckptkit_cli._progress import Progress
 
     values = values_with_places(values)
-    out, base, overwrite = values["out"], values["base"], values["overwrite"]
-    request = MergeRequest.from_options(values)
+    out, request = values["out"], MergeRequest.from_options(values)
     resources = Resources.from_options(values)
-    adapters = options.choose_adapters(values, resources)
+    job = MergeJob(
+        adapters=options.choose_adapters(values, resources),
+        destination=out,
+        request=request,
+        base=values["base"],
+        overwrite=values["overwrite"],
+        resources=resources,
+    )
     if values["dry_run"]:
-        check_merge_destination(adapters, out, base, overwrite=overwrite)
-        with prepare_merge(adapters, out, request, base=base, resources=resources) as (
-            planned,
-            layers,
-        ):
+        job.check_places()
+        with job.plan() as (planned, layers):
             rows = list(map(plain_fields, layers))
             output.document({**plan_json(planned, out), "layers": rows})
             output.lines(plan_page(output, planned, out))
@@ -270,15 +269,7 @@ def merge(output: Output, **values: Any) -> None:
                 output.lines(["", *_merge_table(output, layers)])
         return
     with Progress(output, "adapter merge") as progress:
-        merged = run_merge(
-            adapters,
-            out,
-            request,
-            base=base,
-            overwrite=overwrite,
-            resources=resources,
-            listener=progress.listen,
-        )
+        merged = run_merge(job, progress.listen)
     done = Consolidated(out, merged.manifest, progress.seconds, merged.notes)
     progress.warn(merged.notes)
     output.document({**done.to_json(), "layers": list(map(plain_fields, merged.layers))})

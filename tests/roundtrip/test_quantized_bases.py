@@ -26,7 +26,7 @@ from ckptkit.adapters.base_model import (
     PlacedTensor,
     make_base_tensors,
 )
-from ckptkit.adapters.merge import AdapterChoice, MergedModel, run_merge
+from ckptkit.adapters.merge import AdapterChoice, MergedModel, MergeJob, run_merge
 from ckptkit.adapters.packed_bases import ModelWeights, QuantizedBase, plan_quantized
 from ckptkit.adapters.sources import AdapterRequest
 from ckptkit.conversion.source.open import open_checkpoint
@@ -72,7 +72,8 @@ def merged(
 ) -> tuple[Tensors, MergedModel]:
     """Merges one adapter."""
     choice = AdapterChoice(path=source, request=AdapterRequest(config=config))
-    report = run_merge([choice], out, MergeRequest(**options), base=base)
+    job = MergeJob(adapters=[choice], destination=out, request=MergeRequest(**options), base=base)
+    report = run_merge(job)
     return load_file(out / "model.safetensors"), report
 
 
