@@ -20,9 +20,7 @@ from ckptkit.adapters.base_model import find_prefixes
 from ckptkit.adapters.sources import AdapterRequest, OpenedAdapter, open_adapter
 from ckptkit.consumers.table import ADAPTER_CONFIG, CONFIG, DIFFUSERS, DIFFUSERS_LORA, find_consumer
 from ckptkit.conversion.source.adapters import (
-    find_lost,
     is_of_pipeline,
-    list_adapted,
     read_config,
 )
 from ckptkit.conversion.source.model_folders import read_names
@@ -36,7 +34,7 @@ from ckptkit.conversion.write import (
     estimate_plan,
     write_output,
 )
-from ckptkit.core.errors import RefusedError
+from ckptkit.core.errors import CkptkitError, RefusedError
 from ckptkit.core.index import Fqn
 from ckptkit.core.manifest import Manifest
 from ckptkit.core.model_configs import class_of
@@ -46,7 +44,9 @@ from ckptkit.engine.reader import Origin
 from ckptkit.engine.segment_reader import Inputs
 from ckptkit.lora.accounting import ModuleRow
 from ckptkit.lora.config import PEFT_PREFIX, LoraSettings
+from ckptkit.lora.dialects import build_table
 from ckptkit.lora.inference import move_config
+from ckptkit.lora.pairing import find_lost
 from ckptkit.lora.pipeline_names import SETTINGS
 from ckptkit.options import Resources
 from ckptkit.plan.layouts.hf import layout_adapter
@@ -196,14 +196,18 @@ def _name_as_base(found: OpenedAdapter, base: PathLike) -> OpenedAdapter:
     Refuses one some of whose modules PEFT would not find there.
     """
     adapter, place = found.adapter, find_model(base, "--base").place
-    modules = list_adapted(adapter.tensors)
-    lost = find_lost(modules, place) or ()
+    modules = build_table(adapter.tensors).modules
+    try:
+        names, config = read_names(place), read_config_in(place, "--base")
+    except CkptkitError:  # then they cannot be compared
+        return found
+    lost = find_lost(modules, names, config)
     if not lost:
         return found
-    prefix, _ = find_prefixes(modules, [Fqn(name) for name in read_names(place)])
+    prefix, _ = find_prefixes(modules, [Fqn(name) for name in names])
     start, origins = f"{PEFT_PREFIX}{prefix}", {m.removeprefix(prefix): m for m in modules}
     is_inside = all(name.startswith(start) for name in adapter.tensors)
-    if not (prefix and is_inside) or find_lost(list(origins), place):
+    if not (prefix and is_inside) or find_lost(list(origins), names, config):
         raise RefusedError(
             f"{counted(len(lost), 'module')} of {len(modules):,}, such as {lost[0]!r}, are not in"
             " the base, so that PEFT would leave them out",

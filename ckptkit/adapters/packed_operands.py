@@ -50,7 +50,7 @@ from numpy.typing import NDArray
 from ckptkit.core.arrays import numpy_dtype
 from ckptkit.core.dtypes import BY_NAME, DType
 from ckptkit.core.index import Key, Span
-from ckptkit.engine.kernels import Operand, StoredOperand
+from ckptkit.engine.kernels import Operand, StoredOperand, WrappingOperand
 from ckptkit.lora.quantized import FourBitType
 from ckptkit.plan.plan import Demand
 
@@ -104,20 +104,12 @@ class Scales(Protocol):
         ...
 
 
-class StoredScales(Struct, frozen=True):
+class StoredScales(WrappingOperand, frozen=True):
     """Scales as they are stored, one number for each block."""
 
-    absmax: StoredOperand
-
-    @property
-    def reads(self) -> tuple[tuple[str, Key], ...]:
-        return self.absmax.reads
-
-    def demands(self, blocks: Span) -> tuple[Demand, ...]:
-        return self.absmax.demands(blocks)
-
-    def values(self, _blocks: Span, inputs: Sequence[NDArray[Any]]) -> Floats:
-        return inputs[0].astype(np.float32, copy=False)
+    def values(self, span: Span, inputs: Sequence[NDArray[Any]]) -> Floats:
+        scales: Floats = self.operand.values(span, inputs).astype(np.float32, copy=False)
+        return scales
 
 
 class NestedScales(Struct, frozen=True):

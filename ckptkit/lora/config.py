@@ -76,95 +76,112 @@ _INPUT_EMBEDDING = ""
 _Value = TypeVar("_Value")
 
 
-def _parse_number(document: Mapping[str, Any], key: str, *, default: float, where: str) -> float:
-    value = document.get(key, default)
-    if not is_finite(value):
-        raise _wrong(key, value, "a number", where)
-    return value  # type: ignore[no-any-return]  # checked above
+class _Document(Struct, frozen=True):
+    """The content of a configuration, whose options are checked as they are read."""
 
+    options: Mapping[str, Any]
+    where: str
 
-def _parse_plain(
-    document: Mapping[str, Any], key: str, kind: type[_Value], where: str
-) -> _Value | None:
-    """Returns a flag or a text; None where there is none."""
-    value: _Value | None = document.get(key)
-    if value is not None and not isinstance(value, kind):
-        raise _wrong(key, value, "true or false" if kind is bool else "a text", where)
-    return value
-
-
-def _parse_patterns(
-    document: Mapping[str, Any], key: str, *, where: str
-) -> str | tuple[str, ...] | None:
-    """Returns a regular expression, a list of names, or None."""
-    value = document.get(key)
-    if isinstance(value, str):
-        _check_pattern(value, f"{key!r}", where)
+    def number(self, key: str, default: float) -> float:
+        value: float = self.options.get(key, default)
+        if not is_finite(value):
+            raise self.wrong(key, value, "a number")
         return value
-    return _parse_texts(document, key, where=where)
 
+    def flag(self, key: str) -> bool:
+        value = self.options.get(key)
+        if value is not None and not isinstance(value, bool):
+            raise self.wrong(key, value, "true or false")
+        return bool(value)
 
-def _parse_texts(document: Mapping[str, Any], key: str, *, where: str) -> tuple[str, ...] | None:
-    value = document.get(key)
-    if value is None:
-        return None
-    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        raise _wrong(key, value, "a list of texts", where)
-    return tuple(value)
+    def text(self, key: str) -> str | None:
+        value = self.options.get(key)
+        if value is not None and not isinstance(value, str):
+            raise self.wrong(key, value, "a text")
+        return value or None
 
+    def texts(self, key: str) -> tuple[str, ...] | None:
+        value = self.options.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise self.wrong(key, value, "a list of texts")
+        return tuple(value)
 
-def _parse_numbers_by_pattern(
-    document: Mapping[str, Any], key: str, *, where: str
-) -> dict[str, float]:
-    value = document.get(key) or {}
-    if not isinstance(value, Mapping):
-        raise _wrong(key, value, "an object", where)
-    for pattern, number in value.items():
-        _check_pattern(pattern, f"{key!r}", where, is_embedded=True)
-        if not is_finite(number):
-            raise _wrong(f"{key}[{pattern}]", number, "a number", where)
-    return dict(value)
+    def patterns(self, key: str) -> str | tuple[str, ...] | None:
+        """Returns a regular expression, a list of names, or None."""
+        value = self.options.get(key)
+        if isinstance(value, str):
+            self._check_pattern(value, key)
+            return value
+        return self.texts(key)
 
+    def expressions(self, key: str) -> tuple[str, ...]:
+        """Returns names that PEFT reads as regular expressions; a single one need not be a list."""
+        value = self.patterns(key) or ()
+        patterns = (value,) if isinstance(value, str) else value
+        for pattern in patterns:
+            self._check_pattern(pattern, key, is_embedded=True)
+        return patterns
 
-def _parse_ranks_by_pattern(document: Mapping[str, Any], key: str, *, where: str) -> dict[str, int]:
-    numbers = _parse_numbers_by_pattern(document, key, where=where)
-    for pattern, value in numbers.items():
-        if not is_dimension(value):
-            name = f"{key}[{pattern}]"
-            raise _wrong(name, value, "a positive whole number", where)
-    return {pattern: int(value) for pattern, value in numbers.items()}
+    def numbers_by_pattern(self, key: str) -> dict[str, float]:
+        value = self.options.get(key) or {}
+        if not isinstance(value, Mapping):
+            raise self.wrong(key, value, "an object")
+        for pattern, number in value.items():
+            self._check_pattern(pattern, key, is_embedded=True)
+            if not is_finite(number):
+                raise self.wrong(f"{key}[{pattern}]", number, "a number")
+        return dict(value)
 
+    def ranks_by_pattern(self, key: str) -> dict[str, int]:
+        numbers = self.numbers_by_pattern(key)
+        for pattern, value in numbers.items():
+            if not is_dimension(value):
+                raise self.wrong(f"{key}[{pattern}]", value, "a positive whole number")
+        return {pattern: int(value) for pattern, value in numbers.items()}
 
-def _parse_indices(document: Mapping[str, Any], key: str, *, where: str) -> tuple[int, ...] | None:
-    value = document.get(key)
-    if value is None or value == []:
-        return None
-    return _check_numbers(value if isinstance(value, list) else [value], key, where)
+    def indices(self, key: str) -> tuple[int, ...] | None:
+        value = self.options.get(key)
+        if value is None or value == []:
+            return None
+        return self._check_numbers(value if isinstance(value, list) else [value], key)
 
+    def token_rows(self, key: str) -> dict[str, tuple[int, ...]]:
+        """Returns the trained rows of embeddings, by the name of the embedding."""
+        value = self.options.get(key)
+        if not value:
+            return {}
+        if isinstance(value, Mapping):
+            return {str(name): self._check_numbers(rows, key) for name, rows in value.items()}
+        return {_INPUT_EMBEDDING: self._check_numbers(value, key)}
 
-def _parse_token_rows(document: Mapping[str, Any], *, where: str) -> dict[str, tuple[int, ...]]:
-    """Returns the trained rows of embeddings, by the name of the embedding."""
-    key = "trainable_token_indices"
-    value = document.get(key)
-    if not value:
-        return {}
-    if isinstance(value, Mapping):
-        return {str(name): _check_numbers(rows, key, where) for name, rows in value.items()}
-    return {_INPUT_EMBEDDING: _check_numbers(value, key, where)}
+    def wrong(self, key: str, value: Any, expected: str) -> FormatError:
+        return FormatError(
+            f"{key!r} is {str(value)[:80]!r} against {expected}",
+            where=self.where,
+            hint="compare it with the adapter_config.json that PEFT writes",
+        )
 
+    def _check_pattern(self, pattern: str, key: str, *, is_embedded: bool = False) -> None:
+        """Refuses what is no regular expression.
 
-def _check_pattern(pattern: str, what: str, where: str, *, is_embedded: bool = False) -> None:
-    """Refuses what is no regular expression.
+        `is_embedded` says that PEFT embeds it in a larger one, in which flags may not follow.
+        """
+        try:
+            re.compile(pattern)
+            re.compile(rf"(.*\.)?({pattern})$" if is_embedded else pattern)
+        except (re.error, RecursionError, OverflowError) as error:
+            raise FormatError(
+                f"{key!r} has {pattern[:80]!r}, which is no regular expression: {error}",
+                where=self.where,
+            ) from error
 
-    `is_embedded` says that PEFT embeds it in a larger one, in which flags may not follow.
-    """
-    try:
-        re.compile(pattern)
-        re.compile(rf"(.*\.)?({pattern})$" if is_embedded else pattern)
-    except (re.error, RecursionError, OverflowError) as error:
-        raise FormatError(
-            f"{what} has {pattern[:80]!r}, which is no regular expression: {error}", where=where
-        ) from error
+    def _check_numbers(self, value: Any, key: str) -> tuple[int, ...]:
+        is_list = isinstance(value, Sequence) and not isinstance(value, str)
+        if not is_list or not all(type(item) is int and item >= 0 for item in value):
+            raise self.wrong(key, value, "whole numbers")
+        return tuple(value)
 
 
 def is_dimension(value: object) -> TypeGuard[int]:
@@ -175,21 +192,6 @@ def is_dimension(value: object) -> TypeGuard[int]:
 def is_finite(value: Any) -> bool:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return is_number and abs(value) <= sys.float_info.max  # JSON has whole numbers of any size
-
-
-def _check_numbers(value: Any, key: str, where: str) -> tuple[int, ...]:
-    is_list = isinstance(value, Sequence) and not isinstance(value, str)
-    if not is_list or not all(type(item) is int and item >= 0 for item in value):
-        raise _wrong(key, value, "whole numbers", where)
-    return tuple(value)
-
-
-def _wrong(key: str, value: Any, expected: str, where: str) -> FormatError:
-    return FormatError(
-        f"{key!r} is {str(value)[:80]!r} against {expected}",
-        where=where,
-        hint="compare it with the adapter_config.json that PEFT writes",
-    )
 
 
 Bias = Literal["none", "all", "lora_only"]
@@ -263,38 +265,38 @@ class LoraSettings(Struct, frozen=True, kw_only=True):
         Missing keys have PEFT's defaults. Unknown keys are ignored where they are empty.
         """
         _refuse_unmodelled(document, where)
+        parsed = _Document(document, where)
         rank, bias = document.get("r", 8), document.get("bias", "none")
         if not is_dimension(rank):
-            raise _wrong("r", rank, "a positive whole number", where)
+            raise parsed.wrong("r", rank, "a positive whole number")
         if bias not in get_args(Bias):
-            raise _wrong("bias", bias, "'none', 'all' or 'lora_only'", where)
+            raise parsed.wrong("bias", bias, "'none', 'all' or 'lora_only'")
         start = document.get("init_lora_weights", True)
         if start is not None and not isinstance(start, (str, bool)):
-            raise _wrong("init_lora_weights", start, "true, false or a name", where)
+            raise parsed.wrong("init_lora_weights", start, "true, false or a name")
         return cls(
             r=rank,
-            lora_alpha=_parse_number(document, "lora_alpha", default=8, where=where),
-            use_rslora=bool(_parse_plain(document, "use_rslora", bool, where)),
-            use_dora=bool(_parse_plain(document, "use_dora", bool, where)),
-            rank_pattern=_parse_ranks_by_pattern(document, "rank_pattern", where=where),
-            alpha_pattern=_parse_numbers_by_pattern(document, "alpha_pattern", where=where),
-            target_modules=_parse_patterns(document, "target_modules", where=where),
-            target_parameters=_parse_texts(document, "target_parameters", where=where) or (),
-            exclude_modules=_parse_patterns(document, "exclude_modules", where=where),
-            layers_to_transform=_parse_indices(document, "layers_to_transform", where=where),
-            layers_pattern=_parse_expressions(document, "layers_pattern", where),
-            modules_to_save=_parse_expressions(document, "modules_to_save", where),
-            trainable_token_indices=_parse_token_rows(document, where=where),
+            lora_alpha=parsed.number("lora_alpha", 8),
+            use_rslora=parsed.flag("use_rslora"),
+            use_dora=parsed.flag("use_dora"),
+            rank_pattern=parsed.ranks_by_pattern("rank_pattern"),
+            alpha_pattern=parsed.numbers_by_pattern("alpha_pattern"),
+            target_modules=parsed.patterns("target_modules"),
+            target_parameters=parsed.texts("target_parameters") or (),
+            exclude_modules=parsed.patterns("exclude_modules"),
+            layers_to_transform=parsed.indices("layers_to_transform"),
+            layers_pattern=parsed.expressions("layers_pattern"),
+            modules_to_save=parsed.expressions("modules_to_save"),
+            trainable_token_indices=parsed.token_rows("trainable_token_indices"),
             bias=bias,
-            lora_bias=bool(_parse_plain(document, "lora_bias", bool, where)),
-            fan_in_fan_out=bool(_parse_plain(document, "fan_in_fan_out", bool, where)),
+            lora_bias=parsed.flag("lora_bias"),
+            fan_in_fan_out=parsed.flag("fan_in_fan_out"),
             init_lora_weights=False if start is None else start,
-            ensure_weight_tying=bool(_parse_plain(document, "ensure_weight_tying", bool, where)),
-            base_model_name_or_path=_parse_plain(document, "base_model_name_or_path", str, where)
-            or None,
-            revision=_parse_plain(document, "revision", str, where) or None,
-            task_type=_parse_plain(document, "task_type", str, where) or None,
-            peft_version=_parse_plain(document, "peft_version", str, where) or None,
+            ensure_weight_tying=parsed.flag("ensure_weight_tying"),
+            base_model_name_or_path=parsed.text("base_model_name_or_path"),
+            revision=parsed.text("revision"),
+            task_type=parsed.text("task_type"),
+            peft_version=parsed.text("peft_version"),
             document=document,
         )
 
@@ -362,15 +364,6 @@ def _refuse_unmodelled(document: Mapping[str, Any], where: str) -> None:
                 where=where,
                 hint="load it with PEFT, and save or merge it there",
             )
-
-
-def _parse_expressions(document: Mapping[str, Any], key: str, where: str) -> tuple[str, ...]:
-    """Returns names that PEFT reads as regular expressions; a single one need not be a list."""
-    value = _parse_patterns(document, key, where=where) or ()
-    patterns = (value,) if isinstance(value, str) else value
-    for pattern in patterns:
-        _check_pattern(pattern, repr(key), where, is_embedded=True)
-    return patterns
 
 
 class Adapter(Struct, frozen=True):

@@ -423,6 +423,11 @@ class AdapterTable(Struct, frozen=True):
     tokens: Mapping[str, TensorEntry]  # rows of embeddings, by path in the base
     whole: Mapping[Fqn, TensorEntry]  # tensors that replace the base's, by name in the file
 
+    @property
+    def modules(self) -> list[str]:
+        """The modules that factors and trained tokens belong to."""
+        return [*(layer.module for layer in self.layers), *self.tokens]
+
 
 def build_table(tensors: Mapping[Fqn, TensorEntry]) -> AdapterTable:
     """Groups the tensors of an adapter, given by the names of its file."""

@@ -18,8 +18,11 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import permutations
 from typing import Any, NamedTuple, TypeVar
 
+from ckptkit.consumers.class_facts import find_text_model as find_auto_class
 from ckptkit.core.errors import CkptkitError, RefusedError
 from ckptkit.core.index import Fqn, Shape, TensorEntry
+from ckptkit.hub_names.known_models import determine_need
+from ckptkit.hub_names.outlines_table import BASE_PREFIXES
 from ckptkit.lora.changes import (
     AdapterSource,
     BiasChange,
@@ -44,6 +47,10 @@ _Value = TypeVar("_Value")
 Shapes = Mapping[Fqn, Shape]
 _ATTENTION = "in_proj_weight"  # the target in torch's MultiheadAttention
 _INSIDE_ANOTHER = "language_model"  # in the names of text models in classes of multimodal ones
+_SINGLE_EXPERT = re.compile(r"\.experts\.\d+\.")
+_FUSED = {"gate_proj": "up_proj", "up_proj": "gate_proj", "w1": "w3", "w3": "w1"}
+_OF_TEXT_ALONE = ("", "model.")  # what names of text models begin with that are no part of another
+_TEXT_CLASS = "ForCausalLM"
 _LISTED = 5
 _EXPERTS = 3
 # Model types whose fused experts are stored as [experts, in, out].
@@ -115,6 +122,62 @@ def find_text_model(
         found = [r for r in fitting if all(module.startswith(r.own) for module in missing)]
         found = [r for r in found if all(r.to_base(module) in owners for module in missing)]
     return found[0] if len(found) == 1 else None
+
+
+def find_lost(
+    modules: Sequence[str], names: Collection[str], config: Mapping[str, Any] | None
+) -> Sequence[str] | None:
+    """Returns modules of an adapter that its base lacks; None where that cannot be said.
+
+    `names` are those of the base's files.
+    """
+    owners = list_owners(names)
+    parts = [owner.split(".") for owner in owners]
+    # With the modules around them, which PEFT compares too.
+    held = {".".join(path[:stop]) for path in parts for stop in range(1, len(path) + 1)}
+    missing = [module for module in modules if module not in held]
+    is_converted = determine_need(config, has_base=True).kind == "ask"
+    single = {m for m in modules if is_converted and _SINGLE_EXPERT.search(m) is not None}
+    if single:
+        # Transformers has them in one parameter: PEFT 0.21 joins the factors of all experts, for
+        # some families.
+        return sorted(single) if _are_some_experts(single, owners) else None
+    if not missing or find_text_model(modules, owners, config) is not None:
+        return ()
+    if is_converted or not names:
+        return None  # files and memory may have other names
+    known = {f"{prefix}.{owner}" for prefix in BASE_PREFIXES for owner in owners}
+    known |= {
+        o.removeprefix(f"{p}.") for o in owners for p in BASE_PREFIXES if o.startswith(f"{p}.")
+    }
+    return tuple(m for m in missing if m not in known)
+
+
+def _are_some_experts(modules: Collection[str], owners: Collection[str]) -> bool:
+    """Returns whether an adapter has one of several experts, or of gate and up, alone."""
+    needed = {_SINGLE_EXPERT.sub(".experts.*.", module) for module in modules}
+    parts = [module.rpartition(".") for module in needed]
+    needed |= {f"{home}.{_FUSED[name]}" for home, _, name in parts if name in _FUSED}
+    stored = (owner for owner in owners if _SINGLE_EXPERT.search(owner) is not None)
+    return any(o not in modules and _SINGLE_EXPERT.sub(".experts.*.", o) in needed for o in stored)
+
+
+def find_of_text(
+    modules: Sequence[str], names: Collection[str], config: Mapping[str, Any] | None
+) -> Sequence[str]:
+    """Returns modules that are those of the text model alone where the base is a multimodal one.
+
+    `AutoModelForCausalLM` gives the text model for some multimodal configurations, and PEFT then
+    places them. `names` are those of the base's files.
+    """
+    text = find_text_model(modules, list_owners(names), config)
+    given = find_auto_class(str((config or {}).get("model_type")))
+    if text is None or text.own not in _OF_TEXT_ALONE or given.endswith(_TEXT_CLASS):
+        return ()
+    # Files of some families have the names of the text model, and memory has others.
+    if text.own == text.base and determine_need(config, has_base=True).kind != "ask":
+        return ()
+    return [module for module in modules if module.startswith(text.own)]
 
 
 def find_changes(

@@ -7,7 +7,8 @@ import posixpath
 import re
 import shlex
 from collections import Counter
-from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -567,14 +568,20 @@ def _describe_own(checkpoint: OpenedCheckpoint, folders: SideFolders) -> Adapter
     is_ready = is_of_pipeline(checkpoint)
     if not is_ready and record is not None and all(map(_OF_PEFT.fullmatch, units)):
         is_ready = all(map(_is_as_peft, trees.values()))
-    modules = [module for tree in trees.values() for module in list_adapted(tree.stripped)]
+    modules = [module for tree in trees.values() for module in build_table(tree.stripped).modules]
     is_of_one = not is_of_pipeline(checkpoint) or len(trees) == 1  # else each has its own base
     place = folders.base or (find_local(base) if base else None)
     lost: Sequence[str] | None = None
     of_text: Sequence[str] = ()
     if is_ready and is_of_one and place is not None:
-        lost = find_lost(modules, place)
-        of_text = () if lost else find_of_text(modules, place)
+        # Imported late: few commands need them, and `inspect` has to start fast.
+        from ckptkit.conversion.source.model_folders import read_names
+        from ckptkit.lora.pairing import find_lost, find_of_text
+
+        with suppress(CkptkitError):  # then it cannot be compared
+            in_base, config = read_names(place), read_config_in(place, "--base")
+            lost = find_lost(modules, in_base, config)
+            of_text = () if lost else find_of_text(modules, in_base, config)
     return AdapterFacts(
         tuple(names),
         holds_base=bool(rest) and (scales or not packed),
@@ -601,95 +608,6 @@ def _is_as_peft(contents: SortedTensors) -> bool:
     """Returns whether tensors have the names that PEFT reads in a file, and its forms."""
     build_table(contents.stripped)
     return not contents.live and all(n == entry.name for n, entry in contents.stripped.items())
-
-
-def list_adapted(tensors: Mapping[Fqn, TensorEntry]) -> list[str]:
-    """Returns the modules that the factors of an adapter belong to."""
-    table = build_table(tensors)
-    return [*(layer.module for layer in table.layers), *table.tokens]
-
-
-def find_lost(modules: Sequence[str], place: PathLike) -> Sequence[str] | None:
-    """Returns modules of an adapter that its base lacks; None where that cannot be said.
-
-    Only headers of the base are read.
-    """
-    # Few commands need them, and `inspect` has to start fast.
-    from ckptkit.conversion.source.model_folders import read_names
-    from ckptkit.hub_names.known_models import determine_need
-    from ckptkit.hub_names.outlines_table import BASE_PREFIXES
-    from ckptkit.lora.pairing import find_text_model, list_owners
-
-    try:
-        names, config = read_names(place), read_config_in(place, "--base")
-    except CkptkitError:
-        return None
-    owners = list_owners(names)
-    held = {owner[:end] for owner in owners for end in _ends(owner)}
-    missing = [module for module in modules if module not in held]
-    is_converted = determine_need(config, has_base=True).kind == "ask"
-    single = {m for m in modules if is_converted and _SINGLE_EXPERT.search(m) is not None}
-    if single:
-        # Transformers has them in one parameter: PEFT 0.21 joins the factors of all experts, for
-        # some families.
-        return sorted(single) if _are_some_experts(single, owners) else None
-    if not missing or find_text_model(modules, owners, config) is not None:
-        return ()
-    if is_converted or not names:
-        return None  # files and memory may have other names
-    known = {f"{prefix}.{owner}" for prefix in BASE_PREFIXES for owner in owners}
-    known |= {
-        o.removeprefix(f"{p}.") for o in owners for p in BASE_PREFIXES if o.startswith(f"{p}.")
-    }
-    return tuple(m for m in missing if m not in known)
-
-
-_OF_TEXT_ALONE = ("", "model.")  # what names of text models begin with that are no part of another
-_TEXT_CLASS = "ForCausalLM"
-
-
-def find_of_text(modules: Sequence[str], place: PathLike) -> Sequence[str]:
-    """Returns modules that are those of the text model alone where the base is a multimodal one.
-
-    `AutoModelForCausalLM` gives the text model for some multimodal configurations, and PEFT then
-    places them.
-    """
-    from ckptkit.consumers.class_facts import find_text_model as find_auto_class
-    from ckptkit.conversion.source.model_folders import read_names
-    from ckptkit.hub_names.known_models import determine_need
-    from ckptkit.lora.pairing import find_text_model, list_owners
-
-    try:
-        names, config = read_names(place), read_config_in(place, "--base") or {}
-    except CkptkitError:
-        return ()
-    text = find_text_model(modules, list_owners(names), config)
-    given = find_auto_class(str(config.get("model_type")))
-    if text is None or text.own not in _OF_TEXT_ALONE or given.endswith(_TEXT_CLASS):
-        return ()
-    # Files of some families have the names of the text model, and memory has others.
-    if text.own == text.base and determine_need(config, has_base=True).kind != "ask":
-        return ()
-    return [module for module in modules if module.startswith(text.own)]
-
-
-_SINGLE_EXPERT = re.compile(r"\.experts\.\d+\.")
-_FUSED = {"gate_proj": "up_proj", "up_proj": "gate_proj", "w1": "w3", "w3": "w1"}
-
-
-def _are_some_experts(modules: Collection[str], owners: Collection[str]) -> bool:
-    """Returns whether an adapter has one of several experts, or of gate and up, alone."""
-    needed = {_SINGLE_EXPERT.sub(".experts.*.", module) for module in modules}
-    parts = [module.rpartition(".") for module in needed]
-    needed |= {f"{home}.{_FUSED[name]}" for home, _, name in parts if name in _FUSED}
-    stored = (owner for owner in owners if _SINGLE_EXPERT.search(owner) is not None)
-    return any(o not in modules and _SINGLE_EXPERT.sub(".experts.*.", o) in needed for o in stored)
-
-
-def _ends(path: str) -> Iterator[int]:
-    """Yields where the paths end that contain a module, itself included."""
-    yield from (match.start() for match in re.finditer(r"\.", path))
-    yield len(path)
 
 
 def _named_base(record: AdapterRecord | None) -> str:
