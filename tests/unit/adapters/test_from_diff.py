@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from ckptkit.adapters import from_diff as truncated_svd
+from ckptkit.adapters import from_diff
 from ckptkit.adapters.from_diff import (
     compute_squared_distance,
     compute_squared_norm,
@@ -35,7 +35,7 @@ def decaying(rows: int, columns: int) -> Array:
 def test_no_product_of_that_rank_is_nearer(
     shape: tuple[int, int], make: Any, exact: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(truncated_svd, "EXACT", exact)
+    monkeypatch.setattr(from_diff, "EXACT", exact)
     matrix = make(*shape)
     rank = min(5, *shape)
     up, down = truncate_svd(matrix, rank)
@@ -52,7 +52,7 @@ def test_no_product_of_that_rank_is_nearer(
 
 def test_a_product_of_low_rank_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     for exact in (512, 16):
-        monkeypatch.setattr(truncated_svd, "EXACT", exact)
+        monkeypatch.setattr(from_diff, "EXACT", exact)
         matrix = noise(300, 4) @ noise(4, 200)
         up, down = truncate_svd(matrix, 4)
         error = math.sqrt(compute_squared_distance(matrix, up, down) / compute_squared_norm(matrix))
