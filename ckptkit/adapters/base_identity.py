@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 
 from ckptkit.adapters.array_reader import ArrayReader
 from ckptkit.adapters.base_model import BaseSource, open_base, take_weights
-from ckptkit.adapters.packed_bases import ModelWeights, QuantizedBase
-from ckptkit.adapters.requantize import find_packings
+from ckptkit.adapters.packed_bases import ModelWeights, QuantizedBase, find_packings
 from ckptkit.adapters.sources import OpenedAdapter, SourceAdapter
 from ckptkit.consumers.folder_truth import MAX_JSON_BYTES
 from ckptkit.conversion.source.adapters import read_record_of_base

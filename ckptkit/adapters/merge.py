@@ -51,8 +51,8 @@ from ckptkit.adapters.packed_bases import (
     QuantizedBase,
     measure_quantization,
     plan_quantized,
+    requantize,
 )
-from ckptkit.adapters.requantize import requantize
 from ckptkit.adapters.sources import AdapterRequest, OpenedAdapter, SourceAdapter, open_adapter
 from ckptkit.consumers.class_facts import find_left_out
 from ckptkit.consumers.side_files import sum_bytes_by_dtype, update_config
@@ -379,6 +379,7 @@ class MergePreparation:
 
     def run(self, out: PathLike | None) -> tuple[PlannedOutput, list[MergedLayer]]:
         """Plans the output."""
+        # The base is known: names are paired.
         self._checks.check_identity()
         listed = (list_modules(source.found.adapter) for source in self._adapters)
         modules = list(dict.fromkeys(module for modules in listed for module in modules))
@@ -392,6 +393,7 @@ class MergePreparation:
         pairs = _find_pairs(self._config, tensors)
         shapes |= {tie.target: shapes[tie.source] for tie in pairs if not tie.is_present}
         self._notes += self._describe_outside(alignment.renaming, shapes)
+        # Names are paired: changes are planned, and which ties they leave.
         changes = self._find_changes(alignment, shapes, pairs)
         config = self._adapt_head(changes)
         by_live = {tensor.live[0]: tensor for tensor in tensors if tensor.part is None}
@@ -402,6 +404,7 @@ class MergePreparation:
         versions = [source.found.adapter.settings.peft_version for source in self._adapters]
         norm_of, note = choose_norms(versions, changes)
         self._notes += filter(None, [note])
+        # Changes are planned: each tensor becomes a product, a copy or a kernel.
         rounding: Rounding = "peft" if self._request.match_peft else "once"
         dtypes = DTypePolicy(self._request.dtype, kept=self._find_kept(tensors))
         rules = MergeRules(dtypes, rounding, norm_of)
@@ -411,6 +414,7 @@ class MergePreparation:
         layers = report_layers(
             self._adapters, tensors, changes, quantized, self._request, self._origins
         )
+        # Products are planned: the files around them.
         config = self._write_config(config, products, changes, shapes, ties)
         self._notes += [*alignment.notes, *self._checks.notes(quantized)]
         if self._base.opened.maps:

@@ -25,7 +25,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from msgspec import Struct, field
+from msgspec import Struct, convert, field, to_builtins
+from msgspec.structs import asdict
 
 from ckptkit.core.errors import FormatError, UnsupportedError
 from ckptkit.core.index import Shape, TensorEntry
@@ -230,7 +231,7 @@ def refuse_unmodelled(
         )
 
 
-class PackedRecord(Struct, frozen=True):
+class PackedRecord(Struct, frozen=True, array_like=True):
     """One weight that was packed, or may have been."""
 
     size_bytes: int  # packed
@@ -266,15 +267,12 @@ class Packing(Struct, frozen=True):
             "bits": 8 if four is None else 4,
             **settings,
             "storage": self.storage,
-            "weights": {
-                name: [weight.size_bytes, weight.offset, weight.crc32]
-                for name, weight in self.weights.items()
-            },
+            "weights": to_builtins(self.weights),
         }
 
 
 def _packing_from_json(document: Mapping[str, Any]) -> Packing:
-    weights = {str(name): PackedRecord(*row) for name, row in document["weights"].items()}
+    weights = convert(document["weights"], dict[str, PackedRecord])
     storage = str(document["storage"])
     if document["bits"] != FOUR_BITS:
         return Packing(None, storage, weights)
@@ -419,7 +417,7 @@ class BaseRecord(Struct, frozen=True):
         facts: dict[str, Any] = {}
         if self.digests:
             facts[_DIGESTS] = {
-                name: {"dtype": digest.dtype, "shape": list(digest.shape), "crc32": digest.crc32}
+                name: {**asdict(digest), "shape": list(digest.shape)}
                 for name, digest in self.digests.items()
             }
         if self.quantization is not None:
@@ -432,12 +430,7 @@ def parse_base_record(manifest: Manifest, where: str) -> BaseRecord:
     if manifest.kind != "adapter":
         return BaseRecord()
     try:
-        digests = {
-            str(name): WeightDigest(
-                str(digest["dtype"]), tuple(map(int, digest["shape"])), int(digest["crc32"])
-            )
-            for name, digest in manifest.source.get(_DIGESTS, {}).items()
-        }
+        digests = convert(manifest.source.get(_DIGESTS, {}), dict[str, WeightDigest])
         quantization = manifest.source.get(_QUANTIZATION)
         if quantization is None:
             return BaseRecord(digests)
