@@ -693,7 +693,7 @@ def extract_adapter(src: PathLike, out: PathLike, **options: Unpack[AdapterOptio
             AdapterRequest.from_options(values, adapter=options.get("adapter")),
             overwrite=options.get("overwrite", False),
             listener=listener,
-        ).manifest
+        )[0]
 
 
 class DiffOptions(ProgressOptions, total=False):

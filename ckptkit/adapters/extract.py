@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from msgspec import Struct
 from msgspec.structs import replace
 
 from ckptkit.adapters.base_identity import make_base_record
@@ -42,7 +41,6 @@ from ckptkit.core.text import counted
 from ckptkit.engine.outcome import Listener, ignore
 from ckptkit.engine.reader import Origin
 from ckptkit.engine.segment_reader import Inputs
-from ckptkit.lora.accounting import ModuleRow
 from ckptkit.lora.config import PEFT_PREFIX, LoraSettings
 from ckptkit.lora.dialects import build_table
 from ckptkit.lora.inference import move_config
@@ -101,17 +99,6 @@ _SAVED = "modules_to_save"
 _OF_MODELS = {CONFIG, "generation_config.json"}  # with these the folder would look like a model
 
 
-class ExtractedAdapter(Struct, frozen=True):
-    """An adapter that was written."""
-
-    manifest: Manifest
-    name: str  # in the run
-    config_path: str  # empty where the configuration was inferred
-    rows: tuple[ModuleRow, ...]
-    norms: Mapping[str, float]  # by module, the Frobenius norm of what its factors add
-    notes: tuple[str, ...]
-
-
 def run_extraction(
     src: PathLike,
     out: PathLike,
@@ -120,7 +107,7 @@ def run_extraction(
     overwrite: bool = False,
     resources: Resources | None = None,
     listener: Listener | None = None,
-) -> ExtractedAdapter:
+) -> tuple[Manifest, OpenedAdapter]:
     """Writes one adapter of a checkpoint into the directory `out`, whole or not at all."""
     check_destination(src, out, overwrite=overwrite, also=request.also)
     listener = listener or ignore
@@ -128,15 +115,7 @@ def run_extraction(
         SingleProcess(open_target(out, overwrite=overwrite), listener) as strategy,
         prepare_extraction(src, out, request, resources or Resources()) as (planned, found),
     ):
-        manifest = write_output(planned, strategy, listener)
-    return ExtractedAdapter(
-        manifest=manifest,
-        name=found.adapter.name,
-        config_path=found.config_path,
-        rows=found.rows,
-        norms=found.norms,
-        notes=found.notes,
-    )
+        return write_output(planned, strategy, listener), found
 
 
 @contextmanager

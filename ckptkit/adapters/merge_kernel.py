@@ -329,11 +329,6 @@ def read_rows(factor: Factor, reading: Reading, held: DType = _FLOAT32) -> Float
     return _StoredRows(factor, reading, shared=False).part(factor, held)
 
 
-def read_vector(factor: Factor, reading: Reading, held: DType) -> Floats:
-    """Reads a factor that is one row, however it is shaped, in float32."""
-    return read_rows(factor, reading, held).reshape(-1)
-
-
 def round_to(values: Floats, dtype: DType) -> None:
     """Rounds float32 values to those of a narrower type, in place."""
     if dtype == _FLOAT32:
@@ -434,24 +429,6 @@ def compute_row_norms(matrix: Floats) -> Floats:
     return norms
 
 
-class ColumnSums:
-    """Adds up the squares of the columns of a matrix that comes in blocks of rows."""
-
-    def __init__(self, columns: int) -> None:
-        self.sums = np.zeros(columns, np.float32)
-
-    def add(self, rows: Floats) -> None:
-        """Adds the next rows."""
-        shape = len(rows) + 1, rows.shape[1]
-        terms = workspace("squares", shape[0] * shape[1]).reshape(shape)
-        terms[0] = self.sums
-        np.square(rows, out=terms[1:])
-        np.add.reduce(terms, axis=0, out=self.sums)
-
-    def norms(self) -> Floats:
-        return np.sqrt(self.sums)
-
-
 Rounding = Literal["once", "peft"]
 """How often a merge into a 16-bit weight rounds.
 
@@ -488,7 +465,7 @@ class LoraStep:
         self.magnitude: Floats | None = None
         if update.magnitude is not None:
             self.axis = update.magnitude.of
-            self.magnitude = read_vector(update.magnitude.vector, reading, held)
+            self.magnitude = read_rows(update.magnitude.vector, reading, held).reshape(-1)
 
     def delta(self, rows: RowRange, into: Floats) -> Floats:
         """Computes what is added to whole rows, `[rows, columns]`."""
@@ -537,7 +514,7 @@ class ShiftStep:
 
     def __init__(self, update: BiasUpdate, reading: Reading, rounding: Rounding) -> None:
         held = update.held if rounding == "peft" else _FLOAT32
-        self._shift = read_vector(update.shift, reading, held)
+        self._shift = read_rows(update.shift, reading, held).reshape(-1)
         self._shift *= np.float32(update.scaling)
         if held != _FLOAT32:
             round_to(self._shift, held)
@@ -651,22 +628,26 @@ class NormsOfColumns:
     def __init__(self, columns: int) -> None:
         self._columns = columns
         self._found_norms: list[Floats] = []
-        self._sums: ColumnSums | None = None
+        self._sums: Floats | None = None  # of squares, while a pass is under way
 
     def __call__(self, number: int, matrix: Floats) -> Floats:
         if number < len(self._found_norms):
             return self._found_norms[number]
         if self._sums is not None:
-            self._sums.add(matrix)
+            shape = len(matrix) + 1, matrix.shape[1]
+            terms = workspace("squares", shape[0] * shape[1]).reshape(shape)
+            terms[0] = self._sums
+            np.square(matrix, out=terms[1:])
+            np.add.reduce(terms, axis=0, out=self._sums)
         raise NormsUnknownError
 
     @contextmanager
     def passing(self) -> Iterator[None]:
         """Sums up the rows that are merged inside the context, all of them in order."""
-        sums = self._sums = ColumnSums(self._columns)
+        sums = self._sums = np.zeros(self._columns, np.float32)
         yield
         self._sums = None
-        self._found_norms.append(sums.norms())
+        self._found_norms.append(np.sqrt(sums))
 
 
 class NormsUnknownError(Exception):
