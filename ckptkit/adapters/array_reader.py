@@ -53,7 +53,6 @@ class ArrayReader:
         return all(same_bytes(a.view(np.uint8).data, b.view(np.uint8).data) for a, b in blocks)
 
     def compute(self, operand: Operand, span: Span) -> NDArray[Any]:
-        """Returns elements of an operand."""
         inputs = [self.read(d.origin, d.key, d.place) for d in operand.demands(span)]
         return operand.values(span, inputs)
 

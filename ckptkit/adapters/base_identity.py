@@ -201,7 +201,6 @@ class BaseChecks:
         return [*self._notes, *unproven, *packed]
 
     def check_identity(self) -> None:
-        """Compares names, commits, and the recorded folders."""
         if self._given is None:
             return
         for adapter in self._adapters:

@@ -59,8 +59,6 @@ BASE = "base"
 
 
 class BaseSource(Struct, frozen=True):
-    """A base model."""
-
     opened: OpenedCheckpoint
     origin: Origin
     entries: Mapping[Fqn, TensorEntry]  # by their names in the checkpoint
@@ -82,8 +80,6 @@ class Alignment(Struct, frozen=True):
 
 
 class NamesOfBase(Struct, frozen=True):
-    """How the names of a base are converted."""
-
     map: str = "auto"  # see `ckptkit.api.Options`
     # A model folder with the configuration that the base lacks.
     model_config: PathLike | None = None
@@ -332,7 +328,6 @@ def make_base_tensors(
 def find_live_shapes(
     base: BaseSource, alignment: Alignment, quantized: QuantizedBase
 ) -> dict[Fqn, Shape]:
-    """Returns the shapes of the live model's tensors."""
     shapes = dict(alignment.shapes)
     for placed in alignment.placed:
         if placed.part is None or not placed.is_stored_so:

@@ -211,7 +211,6 @@ class ChangeReader:
         return math.sqrt(sum(compute_squared_norm(block) for _, block in self._blocks(pair)))
 
     def matrix(self, pair: ComparedTensor) -> Matrix:
-        """Returns the change of a matrix, float32."""
         whole = np.empty(pair.tuned.elements, np.float32)
         for span, block in self._blocks(pair):
             whole[span.start : span.stop] = block
@@ -290,8 +289,6 @@ _Tensors = dict[Fqn, TensorEntry]
 
 
 class ComparedModels(Struct, frozen=True):
-    """Two checkpoints of one model."""
-
     opened: tuple[OpenedCheckpoint, OpenedCheckpoint]  # the tuned model, and the base
     tuned: Origin
     base: Origin
@@ -467,7 +464,6 @@ def make_diff_request(
     full: Sequence[str] = (),
     select: str | None = None,
 ) -> DiffRequest:
-    """Checks what was asked for."""
     number = positive_number(rank, option="--rank", example=16)
     dtype = choose_dtype(dtype, FACTOR_DTYPES)
     return DiffRequest(
@@ -481,8 +477,6 @@ def make_diff_request(
 
 
 class DiffRequest(Struct, frozen=True, kw_only=True):
-    """Options of `adapter from-diff`."""
-
     rank: int  # of the factors, or the smaller side of a matrix if that is less
     dtype: str  # of the factors
     include: tuple[str, ...]  # patterns of matrices to approximate; empty for all but heads
@@ -518,8 +512,6 @@ def run_adapter_from_diff(
 
 
 class _Changes(Struct):
-    """The changes of a model."""
-
     # By module.
     approximated: dict[str, tuple[ComparedTensor, Approximation]] = field(default_factory=dict)
     norms: dict[Fqn, float] = field(default_factory=dict)  # of other changes, by name of the tensor
@@ -776,8 +768,6 @@ def classify_tensor(name: str, shape: Shape, model_types: frozenset[str]) -> str
 
 
 class AdapterContent(Struct, frozen=True):
-    """The content of an adapter of a fine-tune."""
-
     ranks: Mapping[str, int]  # of each module that is approximated
     biased: frozenset[str] = frozenset()  # approximated modules whose biases are kept
     whole: tuple[str, ...] = ()  # modules that are kept whole

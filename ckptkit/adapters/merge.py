@@ -130,16 +130,12 @@ from ckptkit.storage.places import PathLike, open_source, open_target
 
 
 class AdapterChoice(Struct, frozen=True, kw_only=True):
-    """One of the adapters that are merged."""
-
     path: PathLike  # any path in or above its checkpoint
     request: AdapterRequest = AdapterRequest()
     weight: float = 1.0  # the factor of its scaling
 
 
 class MergedModel(Struct, frozen=True):
-    """A merged model that was written."""
-
     manifest: Manifest
     layers: Sequence[MergedLayer]
     notes: tuple[str, ...]
@@ -336,8 +332,6 @@ _EXPERT = re.compile(r"\.experts\.\d+\.")  # disk names of experts that are fuse
 
 
 class MergePreparation:
-    """Plans a merge."""
-
     def __init__(
         self,
         stack: ExitStack,
@@ -378,7 +372,6 @@ class MergePreparation:
         self._notes = [note for adapter in adapters for note in adapter.found.notes]
 
     def run(self, out: PathLike | None) -> tuple[PlannedOutput, list[MergedLayer]]:
-        """Plans the output."""
         # The base is known: names are paired.
         self._checks.check_identity()
         listed = (list_modules(source.found.adapter) for source in self._adapters)
@@ -695,8 +688,6 @@ _EXPERTS = 3
 
 
 class MergeRules(Struct, frozen=True):
-    """How every tensor is merged and written."""
-
     dtypes: DTypePolicy
     rounding: Rounding
     norm_of: NormOf
@@ -891,8 +882,6 @@ class MergedTies(Struct, frozen=True):
 
 
 class TieJudge:
-    """Compares the tensors of tied names."""
-
     def __init__(self, origins: Mapping[str, Origin], base: Mapping[Fqn, BaseTensor]) -> None:
         self._base = base
         self._reader = ArrayReader(*origins.values())

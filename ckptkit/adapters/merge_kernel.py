@@ -237,7 +237,6 @@ class FactorProduct:
     """`scaling * left @ right`, for a tensor or for each of the experts that it stacks."""
 
     def __init__(self, update: LowRankUpdate, reading: Reading, held: DType) -> None:
-        """Reads the factors."""
         self._update = update
         self._held = held
         self._rows = update.left.shape[0]
@@ -407,7 +406,6 @@ _QUAD = 4
 
 
 def compute_row_norms(matrix: Floats) -> Floats:
-    """Returns the norm of every row of a float32 matrix."""
     rows, columns = matrix.shape
     whole = columns - columns % _LANES
     squares = workspace("squares", matrix.size).reshape(matrix.shape)
@@ -510,8 +508,6 @@ class LoraStep:
 
 
 class ShiftStep:
-    """An update of a vector."""
-
     def __init__(self, update: BiasUpdate, reading: Reading, rounding: Rounding) -> None:
         held = update.held if rounding == "peft" else _FLOAT32
         self._shift = read_rows(update.shift, reading, held).reshape(-1)
@@ -524,8 +520,6 @@ class ShiftStep:
 
 
 class TokenStep:
-    """An update that replaces rows."""
-
     def __init__(self, update: TokenRowsUpdate, reading: Reading) -> None:
         self._rows = read_rows(update.rows, reading)
         order = np.argsort(np.asarray(update.tokens, np.int64), kind="stable")
@@ -781,7 +775,6 @@ class BlockMerge(Struct, frozen=True):
             self._refuse_overflow(base[wanted], merged, out, low)
 
     def _apply(self, rows: RowRange, weight: Floats, norms: NormsOf) -> Floats:
-        """Merges into a run of elements."""
         is_onto_base = self.norm_of == "base"
         # Later updates with norms need the unmerged weight.
         remembers = self.rounding == "once" and is_onto_base and any(map(_is_dora, self.steps[1:]))

@@ -75,8 +75,6 @@ _RIGHT_BASE = "pass as --base the model, and the revision of it, that training s
 
 
 class ModelWeights(Struct, frozen=True):
-    """The weights of a plain model."""
-
     origin: Origin  # its name is the origin of operands
     entries: Mapping[str, TensorEntry]  # by plain names, with the companions of packed weights
     config: Mapping[str, Any] | None = None
@@ -219,7 +217,6 @@ class PackedBases:
         plain: StoredOperand,
         reader: ArrayReader,
     ) -> UnpackedWeight:
-        """Compares a weight with its original."""
         self._check_shape(weight.name, unpacked.shape)
         packed = self._place(self._trained, reader).stored(weight.packed)
         if unpacked.state is None:
@@ -402,7 +399,6 @@ def _unpack(bases: PackedBases, workers: int) -> dict[str, UnpackedWeight]:
 
 
 def collect_facts(unpacked: Mapping[str, UnpackedWeight]) -> dict[str, Any]:
-    """Returns the facts on packed weights for the manifest."""
     kinds = set()
     for state in (weight.state for weight in unpacked.values()):
         if state is None:
@@ -555,8 +551,6 @@ _LIKELY_BLOCKSIZES = tuple(sorted(BLOCKSIZES, key=lambda size: (size not in {64,
 
 
 class UnpackedWeight(Struct, frozen=True):
-    """A packed weight as an operand."""
-
     operand: Operand
     shape: Shape
     dtype: DType  # before packing
@@ -566,8 +560,6 @@ class UnpackedWeight(Struct, frozen=True):
 
 
 class PackedLocation(Struct, frozen=True):
-    """The source of a packed weight."""
-
     origin: str
     location: str
     reader: ArrayReader
@@ -605,7 +597,6 @@ def derive_eight_bits(
 def unpack_four_bits(
     weight: PackedWeight, place: PackedLocation, state: FourBitState
 ) -> UnpackedWeight:
-    """Unpacks a 4-bit weight by its stored scales."""
     if weight.packed.size_bytes != -(-state.elements // 2):
         raise FormatError(
             f"{weight.packed.name!r} has {weight.packed.size_bytes:,} bytes, but its state is"
@@ -778,8 +769,6 @@ _ORIGINAL = "pass --qlora-base original to merge onto the weights as they were b
 
 
 class _Weight(Struct, frozen=True):
-    """A weight of the base, and its record."""
-
     name: str
     original: StoredOperand
     shape: Shape

@@ -159,7 +159,6 @@ class FourBitWeight(Struct, frozen=True):
         return (*self.packed.reads, *self.scales.reads)
 
     def demands(self, span: Span) -> tuple[Demand, ...]:
-        """The codes and scales of the blocks that the range touches."""
         blocks = self._blocks(span)
         held = 2 * self.packed.dtype.itemsize  # codes in one stored element
         last = min(blocks.stop * self.blocksize, self.elements)
@@ -167,7 +166,6 @@ class FourBitWeight(Struct, frozen=True):
         return (*self.packed.demands(codes), *self.scales.demands(blocks))
 
     def values(self, span: Span, inputs: Sequence[NDArray[Any]]) -> NDArray[Any]:
-        """Looks up the codes and multiplies them by their scales."""
         blocks = self._blocks(span)
         scales = self.scales.values(blocks, inputs[1:])
         codes = inputs[0].view(np.uint8)
@@ -358,7 +356,6 @@ class DerivedNestedScales(Struct, frozen=True):
         return self.scales.demands(self._whole(blocks))
 
     def values(self, blocks: Span, inputs: Sequence[NDArray[Any]]) -> Floats:
-        """Quantizes the scales and turns them back."""
         whole = self._whole(blocks)
         scales = requantize_scales(self.scales.values(whole, inputs), self.offset)
         first = blocks.start - whole.start
@@ -489,7 +486,6 @@ class RequantizedFourBit(Struct, frozen=True):
         return self.original.demands(self._elements(self._blocks(span)))
 
     def values(self, span: Span, inputs: Sequence[NDArray[Any]]) -> NDArray[Any]:
-        """Packs and unpacks the blocks."""
         around = self._elements(self._blocks(span))
         blocks, maxima = self._scaled(around, inputs)
         scales = maxima
@@ -561,7 +557,6 @@ class RequantizedEightBit(Struct, frozen=True):
         return self.original.demands(self._rows(span))
 
     def values(self, span: Span, inputs: Sequence[NDArray[Any]]) -> NDArray[Any]:
-        """Packs and unpacks the rows."""
         around = self._rows(span)
         elements = self.original.values(around, inputs)
         rows, scales = find_block_maxima(elements, _FLOAT16, self.columns)

@@ -142,8 +142,6 @@ class OpenedAdapter(Struct, frozen=True):
 
 
 class SourceAdapter(Struct, frozen=True):
-    """An adapter to be merged."""
-
     found: OpenedAdapter
     source: AdapterSource
     origin: Origin  # its checkpoint, opened for reading tensors
@@ -170,8 +168,6 @@ def open_adapter(stack: ExitStack, path: PathLike, request: AdapterRequest = _AN
 
 
 class _Opening:
-    """Reads an adapter step by step."""
-
     def __init__(
         self, checkpoint: OpenedCheckpoint, folders: SideFolders, request: AdapterRequest
     ) -> None:
@@ -338,7 +334,6 @@ class _Opening:
         self._notes.append(f"{label} has the same factors as {choice.tree}")
 
     def _open_empty(self, choice: Choice, record: AdapterRecord | None) -> OpenedAdapter:
-        """Returns an adapter that was saved without tensors."""
         if record is None:
             raise RefusedError(
                 "an adapter without tensors does not show how it was configured",
@@ -493,7 +488,6 @@ class AdapterValues:
         return norms
 
     def are_equal(self, first: TensorEntry, second: TensorEntry) -> bool:
-        """Returns whether two tensors have the same bytes."""
         return self._reader.are_equal((self._origin, first), (self._origin, second))
 
     def are_alike(self, first: TensorEntry, second: TensorEntry) -> bool:

@@ -51,8 +51,6 @@ expert, as [experts, out, in]; `experts_transposed`: as [experts, in, out].
 
 
 class AdapterSource(Struct, frozen=True):
-    """One of the adapters that are merged."""
-
     position: int  # in the order of merging
     origin: str  # the source of its tensors in the plan
     where: str  # its name in errors
@@ -108,7 +106,6 @@ Changes = Mapping[Fqn, Sequence[Change]]
 
 
 def tensors_of(change: Change) -> tuple[TensorEntry, ...]:
-    """Returns the adapter's tensors that a change uses."""
     if isinstance(change, LowRankChange):
         factors = (change.down, change.up)
         return factors if change.magnitude is None else (*factors, change.magnitude)
@@ -132,8 +129,6 @@ NormOf = Literal["base", "running"]
 
 
 class MergeRequest(Struct, frozen=True, kw_only=True):
-    """Options of a merge."""
-
     dtype: MergeDType = "keep"
     max_file_bytes: int = DEFAULT_MAX_FILE_BYTES
     match_peft: bool = False  # round where `merge_and_unload` rounds, instead of once
@@ -370,7 +365,6 @@ def adapt_head(
 
 
 def drop_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Removes what a configuration says of packed weights."""
     return {
         key: drop_quantization(value) if isinstance(value, Mapping) else value
         for key, value in config.items()

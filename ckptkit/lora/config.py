@@ -367,8 +367,6 @@ def _refuse_unmodelled(document: Mapping[str, Any], where: str) -> None:
 
 
 class Adapter(Struct, frozen=True):
-    """One LoRA adapter of a checkpoint."""
-
     name: str
     settings: LoraSettings
     origin: str  # the source of its tensors in a plan

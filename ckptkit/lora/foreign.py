@@ -49,8 +49,6 @@ _WRAPPED = "to_wrap"  # what Megatron-Bridge calls PEFT's base_layer
 
 
 class Factor(Struct, frozen=True):
-    """A tensor of an adapter."""
-
     module: str  # by the framework's name
     part: str  # `lora_A`, `lora_B`, `lora_magnitude_vector`; empty for others
     adapter: str

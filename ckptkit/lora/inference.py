@@ -228,7 +228,6 @@ def _rank_pattern(ranks: Mapping[str, int], usual: int) -> dict[str, int]:
 
 
 def _in_use(table: AdapterTable, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the newer options that the adapter uses."""
     options: dict[str, Any] = {}
     if overrides.get(RSLORA):
         options[RSLORA] = True
@@ -357,7 +356,6 @@ def _set_of(names: tuple[str, ...]) -> frozenset[str]:
 
 
 def _in_layers(settings: LoraSettings, module: str) -> bool:
-    """Returns whether a module is in one of `layers_to_transform`."""
     layers = settings.layers_to_transform
     if layers is None:
         return True

@@ -92,7 +92,6 @@ SAME_NAMES = Renaming()
 
 
 def list_owners(names: Iterable[str]) -> set[str]:
-    """Returns the modules that tensors belong to."""
     return {name.rpartition(".")[0] for name in names}
 
 

@@ -53,8 +53,6 @@ class FourBitSettings(Struct, frozen=True):
 
 
 class FourBitState(Struct, frozen=True):
-    """How one weight was packed."""
-
     quant_type: FourBitType
     blocksize: int  # elements that share a scale
     dtype: str  # before packing
@@ -64,7 +62,6 @@ class FourBitState(Struct, frozen=True):
 
     @classmethod
     def parse(cls, data: bytes, *, where: str) -> FourBitState:
-        """Parses the bytes of a `quant_state` tensor."""
         document = parse_json_object(data, where=where)
         quant_type = _parse_choice(document, "quant_type", tuple(QUANT_TYPES), where)
         blocksize = _parse_choice(document, "blocksize", BLOCKSIZES, where)
@@ -121,8 +118,6 @@ _FOREIGN = re.compile(
 
 
 class PackedWeight(Struct, frozen=True):
-    """A weight that bitsandbytes packed."""
-
     name: str
     bits: Bits  # of each element
     packed: TensorEntry
@@ -212,7 +207,6 @@ def read_dtype(config: Mapping[str, Any] | None) -> str | None:
 def refuse_unmodelled(
     entries: Mapping[str, TensorEntry], config: Mapping[str, Any] | None, *, location: str
 ) -> None:
-    """Refuses weights that are packed in a way that is not modelled."""
     options = (config or {}).get("quantization_config") or {}
     is_parsed = isinstance(options, Mapping)
     method = options.get("quant_method", _BITSANDBYTES) if is_parsed else str(options)
@@ -255,7 +249,6 @@ class Packing(Struct, frozen=True):
         return any(weight.crc32 is not None for weight in self.weights.values())
 
     def to_json(self) -> dict[str, Any]:
-        """Returns it as plain values."""
         four = self.settings
         settings = {} if four is None else {
             "quant_type": four.quant_type,
@@ -310,7 +303,6 @@ class Quantization(Struct, frozen=True):
         return any(four is not None and four.nested is None for four in settings)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns it as plain values."""
         document: dict[str, Any] = {
             "kinds": list(self.kinds),
             "weights": self.weights,
@@ -348,7 +340,6 @@ class BaseIdentity(Struct, frozen=True):
 
 
 def parse_recorded_base(settings: LoraSettings) -> BaseIdentity:
-    """Returns the base that an adapter's configuration records."""
     name = settings.base_model_name_or_path or ""
     cached = _CACHED.search(name)
     commit = settings.revision or ""
@@ -406,8 +397,6 @@ class WeightDigest(Struct, frozen=True):
 
 
 class BaseRecord(Struct, frozen=True):
-    """The record of a base."""
-
     # Of a few weights, by name in the plain model.
     digests: Mapping[str, WeightDigest] = field(default_factory=dict)
     quantization: Quantization | None = None

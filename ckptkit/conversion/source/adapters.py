@@ -84,8 +84,6 @@ _BASE_UNIT = "base_model_"  # the base of a PEFT model in the layout of the Trai
 
 
 class Choice(Struct, frozen=True):
-    """One adapter of a checkpoint."""
-
     name: str
     tree: str
     is_named: bool
@@ -218,7 +216,6 @@ def choose_adapter(
     *,
     may_be_empty: bool = False,
 ) -> Choice:
-    """Returns the adapter that the user means."""
     adapters = list_adapters(trees, recorded)
     if not adapters and may_be_empty:
         holds_model = next(iter(checkpoint.index.of_part("model")), None) is not None
@@ -336,7 +333,6 @@ def _no_adapter_error(checkpoint: OpenedCheckpoint) -> RefusedError | Incomplete
 
 
 def _folders(checkpoint: OpenedCheckpoint) -> list[str]:
-    """Returns the names of the folders that a checkpoint was read from."""
     root = make_absolute(checkpoint.location)
     paths = (posixpath.join(root, unit.candidate.folder) for unit in checkpoint.units)
     return [posixpath.basename(path.rstrip("/")) for path in paths]
@@ -649,8 +645,6 @@ _OPTION = "--adapter-config"
 
 
 class AdapterRecord(Struct, frozen=True):
-    """The configuration of an adapter."""
-
     document: Mapping[str, Any]
     path: str
     is_own: bool = False  # the run wrote it into the step itself, with the weights
