@@ -57,7 +57,7 @@ from ckptkit.engine.outcome import BytesWritten, Listener, Started, ignore
 from ckptkit.engine.reader import Origin, TensorReader
 from ckptkit.engine.segment_reader import Inputs
 from ckptkit.hub_names.disk_tensors import HubNames
-from ckptkit.lora.changes import find_model_types
+from ckptkit.lora.changes import HEADS, find_model_types
 from ckptkit.lora.config import PEFT_PREFIX
 from ckptkit.lora.inference import find_shortest_names, is_conv1d, is_saved
 from ckptkit.lora.quantized import BaseRecord, identify_base
@@ -744,13 +744,8 @@ _TABLE = re.compile(
     r"(embed_(?!out$).*|.*embeddings?|.*_embed|wte|wpe|shared|tokens_embed|relative_attention_bias"
     r"|gate|router)"
 )
-_TASKS = {
-    "ForCausalLM": "CAUSAL_LM",
-    "LMHeadModel": "CAUSAL_LM",
-    "ForSequenceClassification": "SEQ_CLS",
-    "ForTokenClassification": "TOKEN_CLS",
-    "ForQuestionAnswering": "QUESTION_ANS",
-}
+_TASKS = {"ForCausalLM": "CAUSAL_LM", "LMHeadModel": "CAUSAL_LM"}
+_TASKS |= {end: task for task, end in HEADS.items()}
 
 
 def module_of(name: str) -> str:

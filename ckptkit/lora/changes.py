@@ -284,7 +284,7 @@ def choose_norms(versions: Sequence[str | None], changes: Changes) -> tuple[Norm
 
 _VOCABULARY = "vocab_size"
 _NESTING = 4
-_HEADS = {  # PEFT's task types that give a model another head, and the ends of class names
+HEADS = {  # PEFT's task types that give a model another head, and the ends of class names
     "SEQ_CLS": "ForSequenceClassification",
     "TOKEN_CLS": "ForTokenClassification",
     "QUESTION_ANS": "ForQuestionAnswering",
@@ -338,7 +338,7 @@ def adapt_head(
     changed, notes = dict(config), []
     listed = config.get("architectures")
     old = listed[0] if isinstance(listed, list) and listed else None
-    head = _HEADS.get(task_type or "")
+    head = HEADS.get(task_type or "")
     if head and isinstance(old, str) and _CLASSES.search(old) and not old.endswith(head):
         new = _CLASSES.sub(head, old)
         changed["architectures"] = [new]

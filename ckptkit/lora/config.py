@@ -211,7 +211,7 @@ _NOT_MODELLED = (
 )
 
 
-_EMBEDDINGS = ("embed_tokens", "lm_head")  # PEFT's `EMBEDDING_LAYER_NAMES`
+EMBEDDINGS = frozenset(("embed_tokens", "lm_head"))  # PEFT's `EMBEDDING_LAYER_NAMES`
 
 
 class LoraSettings(Struct, frozen=True, kw_only=True):
@@ -252,10 +252,10 @@ class LoraSettings(Struct, frozen=True, kw_only=True):
         """
         targets = self.target_modules
         if isinstance(targets, str):
-            is_named = any(match_expression(targets, name) for name in _EMBEDDINGS)
+            is_named = any(match_expression(targets, name) for name in EMBEDDINGS)
         else:
-            is_named = any(target.rpartition(".")[2] in _EMBEDDINGS for target in targets or ())
-        is_saved = any(name.rpartition(".")[2] in _EMBEDDINGS for name in self.modules_to_save)
+            is_named = any(target.rpartition(".")[2] in EMBEDDINGS for target in targets or ())
+        is_saved = any(name.rpartition(".")[2] in EMBEDDINGS for name in self.modules_to_save)
         return self.ensure_weight_tying and (is_named or is_saved)
 
     @classmethod

@@ -18,7 +18,7 @@ from msgspec import Struct, field
 from ckptkit.core.errors import AdapterError, FormatError, UnsupportedError
 from ckptkit.core.index import Fqn, Shape, TensorEntry
 from ckptkit.core.wrapper_names import MODULE, WRAPPERS
-from ckptkit.lora.config import PEFT_PREFIX, Adapter, Bias, LoraSettings
+from ckptkit.lora.config import EMBEDDINGS, PEFT_PREFIX, Adapter, Bias, LoraSettings
 from ckptkit.plan.weight_kinds import LORA, advice_on, find_adapter, refusal_of
 
 DEFAULT = "default"
@@ -36,7 +36,6 @@ _ORIGINAL = "original_module"
 _HOLDERS = {LORA_A, LORA_B, EMBEDDING_A, EMBEDDING_B, MAGNITUDE, TOKENS, _MODULES_TO_SAVE}
 _PARAMETERS = {"weight", "bias"}
 _ADAPTER_AND_BIAS = 3  # the length of `modules_to_save.default.bias`
-EMBEDDINGS = {"embed_tokens", "lm_head"}  # peft 0.21, EMBEDDING_LAYER_NAMES
 _PREFIX = tuple(PEFT_PREFIX.rstrip(".").split("."))
 
 
