@@ -693,7 +693,7 @@ def extract_adapter(src: PathLike, out: PathLike, **options: Unpack[AdapterOptio
             AdapterRequest.from_options(values, adapter=options.get("adapter")),
             overwrite=options.get("overwrite", False),
             listener=listener,
-        ).manifest
+        )[0]
 
 
 class DiffOptions(ProgressOptions, total=False):
@@ -861,30 +861,22 @@ def merge_adapter(src: PathLike, out: PathLike, **options: Unpack[MergeOptions])
         RefusedError: If the adapter does not fit the base, or if the request cannot be met.
         OutputExistsError: If `out` is not empty.
     """
-    from ckptkit.adapters.merge.merge_adapters import list_choices, run_merge
-    from ckptkit.adapters.sources import AdapterRequest
+    from ckptkit.adapters.merge import MergeJob, list_adapters, run_merge
     from ckptkit.engine.progress import report_to
     from ckptkit.lora.changes import MergeRequest
 
     values = resolve_places(src, out, options)
     resources = Resources.from_options(options)
-    sources = Sources(src, options.get("src_options"))
-    first = AdapterRequest.from_options(values, limit_bytes=resources.memory_limit_bytes)
-    further = [
-        (sources.place(one[0]), one[1]) if isinstance(one, tuple) else sources.place(one)
-        for one in options.get("further", ())
-    ]
     with report_to("merge_adapter", options) as listener:
-        merged = run_merge(
-            list_choices(sources.first, first, options.get("adapters", ()), further),
-            values["out"],
-            MergeRequest.from_options(values),
+        job = MergeJob(
+            adapters=list_adapters(values, resources),
+            destination=values["out"],
+            request=MergeRequest.from_options(values),
             base=values["base"],
             overwrite=options.get("overwrite", False),
             resources=resources,
-            listener=listener,
         )
-    return merged.manifest
+        return run_merge(job, listener).manifest
 
 
 class SideOptions(SourceOptions, ProgressOptions, total=False):

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from ckptkit.core.arrays import numpy_dtype
 from ckptkit.core.index import Key, Span, TensorEntry
 from ckptkit.engine.kernels import Operand
-from ckptkit.engine.reader import RUN_BYTES, Origin, TensorReader
+from ckptkit.engine.reader import RUN_BYTES, Origin, TensorReader, same_bytes
 
 
 class ArrayReader:
@@ -45,8 +45,14 @@ class ArrayReader:
         for start in range(0, entry.elements, step):
             yield self.read(origin, entry.key, Span(start, min(start + step, entry.elements)))
 
+    def are_equal(self, first: tuple[str, TensorEntry], second: tuple[str, TensorEntry]) -> bool:
+        """Compares two stored tensors, each with its origin: element types, shapes, bytes."""
+        if (first[1].dtype, first[1].shape) != (second[1].dtype, second[1].shape):
+            return False
+        blocks = zip(self.read_blocks(*first), self.read_blocks(*second), strict=True)
+        return all(same_bytes(a.view(np.uint8).data, b.view(np.uint8).data) for a, b in blocks)
+
     def compute(self, operand: Operand, span: Span) -> NDArray[Any]:
-        """Returns elements of an operand."""
         inputs = [self.read(d.origin, d.key, d.place) for d in operand.demands(span)]
         return operand.values(span, inputs)
 

@@ -1,7 +1,7 @@
 """The base that an adapter was trained on: what is recorded of it, and whether a given one is it.
 
 Commits, repositories and bytes are compared. The record of an extracted adapter has checksums of a
-few frozen weights, and how the base was packed; `ckptkit.lora.recorded_base` parses it.
+few frozen weights, and how the base was packed; `ckptkit.lora.quantized` parses it.
 """
 
 from __future__ import annotations
@@ -11,16 +11,15 @@ import posixpath
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ckptkit.adapters.array_reader import ArrayReader
-from ckptkit.adapters.merge.base_model import BaseSource, open_base, take_weights
-from ckptkit.adapters.merge.report import SourceAdapter
-from ckptkit.adapters.quantized.bases import ModelWeights, QuantizedBase
-from ckptkit.adapters.quantized.requantize import find_packings
+from ckptkit.adapters.base_model import BaseSource, open_base, take_weights
+from ckptkit.adapters.packed_bases import ModelWeights, QuantizedBase, find_packings
+from ckptkit.adapters.sources import OpenedAdapter, SourceAdapter
 from ckptkit.consumers.folder_truth import MAX_JSON_BYTES
 from ckptkit.conversion.source.adapters import read_record_of_base
 from ckptkit.conversion.source.open import OpenedCheckpoint, make_absolute, resolve_path
@@ -36,28 +35,21 @@ from ckptkit.engine.locate import Locator
 from ckptkit.engine.reader import RUN_BYTES, Origin
 from ckptkit.lora.changes import QloraBase
 from ckptkit.lora.config import LoraSettings
-from ckptkit.lora.dialects import make_plain_name
-from ckptkit.lora.layers import build_table, find_linear_shapes
+from ckptkit.lora.dialects import build_table, find_linear_shapes, make_plain_name
 from ckptkit.lora.quantized import (
     FOUR_BITS,
+    BaseIdentity,
+    BaseRecord,
     PackedWeight,
     Quantization,
-    find_packed_weights,
-    read_settings,
-)
-from ckptkit.lora.recorded_base import (
-    BaseRecord,
-    RecordedBase,
     WeightDigest,
     compare_bases,
+    find_packed_weights,
     identify_base,
     parse_recorded_base,
+    read_settings,
 )
 from ckptkit.storage.places import is_url
-
-if TYPE_CHECKING:
-    from ckptkit.adapters.sources import OpenedAdapter
-
 
 _LISTED = 3
 _ANYWAY = (
@@ -65,7 +57,7 @@ _ANYWAY = (
 )
 
 
-def find_recorded_base(settings: LoraSettings, checkpoint: OpenedCheckpoint) -> RecordedBase:
+def find_recorded_base(settings: LoraSettings, checkpoint: OpenedCheckpoint) -> BaseIdentity:
     """Returns the base that an adapter's configuration, or the run that saved it, records."""
     expected = parse_recorded_base(settings)
     path = posixpath.join(checkpoint.folder, RUN_FACTS)
@@ -80,7 +72,7 @@ def find_recorded_base(settings: LoraSettings, checkpoint: OpenedCheckpoint) -> 
     if not isinstance(recorded, Mapping):
         return expected
     name, commit = recorded.get("id"), recorded.get("commit_hash")
-    return RecordedBase(
+    return BaseIdentity(
         expected.name or (name if isinstance(name, str) else ""),
         expected.commit or (commit if isinstance(commit, str) else ""),
     )
@@ -97,7 +89,7 @@ def refuse_other_base(reasons: Collection[str], path: str, *, where: str, allowe
 
 
 def open_recorded_base(
-    stack: ExitStack, expected: RecordedBase, base: BaseSource
+    stack: ExitStack, expected: BaseIdentity, base: BaseSource
 ) -> BaseSource | None:
     """Opens the folder that an adapter records as its base, if it still exists.
 
@@ -119,16 +111,9 @@ def compare_weights(
 ) -> tuple[list[str], int]:
     """Compares the frozen weights of one base with those of another, bit by bit.
 
-    Where element types differ, the given weights are cast: training may use another type.
-
-    Args:
-        trained: The weights that the adapter was trained on.
-        given: The base that was given.
-        hidden: Names that are packed on either side.
-        most: How many elements of each are compared; None for all.
-
-    Returns:
-        The names of those that differ, and how many were compared.
+    Where element types differ, the given weights are cast: training may use another type. `hidden`
+    names are packed on either side; `most` limits the elements of each. Returns the names that
+    differ, and how many were compared.
     """
     readers = ArrayReader(trained.origin), ArrayReader(given.origin)
     count, differing = 0, []
@@ -216,7 +201,6 @@ class BaseChecks:
         return [*self._notes, *unproven, *packed]
 
     def check_identity(self) -> None:
-        """Compares names, commits, and the recorded folders."""
         if self._given is None:
             return
         for adapter in self._adapters:
@@ -226,19 +210,15 @@ class BaseChecks:
             given = identify_base(make_absolute(path), config)
             if not given.repository:
                 given = identify_base(resolve_path(path), config)
-            comparison = compare_bases(expected, given)
-            if comparison.contradictions:
-                refuse_other_base(
-                    comparison.contradictions, path, where=where, allowed=self._allowed
-                )
+            contradictions, note = compare_bases(expected, given)
+            if contradictions:
+                refuse_other_base(contradictions, path, where=where, allowed=self._allowed)
             recorded = open_recorded_base(self._stack, expected, self._given)
             if recorded is None or not self._compare(
                 take_weights(recorded), take_weights(self._given), adapter, most=_SAMPLE
             ):
-                self._unproven[adapter.source.position] = list(comparison.notes)
-            self._notes += [
-                f"merged onto another base: {text}" for text in comparison.contradictions
-            ]
+                self._unproven[adapter.source.position] = [note] if note else []
+            self._notes += [f"merged onto another base: {text}" for text in contradictions]
 
     def compare(
         self,
@@ -247,14 +227,7 @@ class BaseChecks:
         quantized: QuantizedBase,
         choice: QloraBase | None,
     ) -> None:
-        """Compares the given base with the bases that checkpoints contain, or record.
-
-        Args:
-            given: The base that was given, by the names of the live model.
-            trained: The base in the first adapter's checkpoint, or None.
-            quantized: The packed weights on both sides.
-            choice: `--qlora-base`, None by default.
-        """
+        """Compares the given base with the bases that checkpoints contain, or record."""
         if trained is not None:
             tables = [build_table(adapter.found.adapter.tensors) for adapter in self._adapters]
             whole = [make_plain_name(name) for table in tables for name in table.whole]

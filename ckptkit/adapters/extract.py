@@ -1,22 +1,25 @@
-"""`ckptkit.extract_adapter`: from a checkpoint to a folder that PEFT loads."""
+"""`ckptkit.extract_adapter`: from a checkpoint to a folder of PEFT, or a LoRA file of diffusers.
+
+Source: peft 0.21, `PeftModel.save_pretrained`; diffusers 0.42, `_save_lora_weights` in
+`loaders/lora_base.py` and `_create_lora_config` in `utils/peft_utils.py`, which passes the options
+in the header to `LoraConfig`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from msgspec import Struct
 from msgspec.structs import replace
 
 from ckptkit.adapters.base_identity import make_base_record
-from ckptkit.adapters.merge.base_model import find_prefixes
+from ckptkit.adapters.base_model import find_prefixes
 from ckptkit.adapters.sources import AdapterRequest, OpenedAdapter, open_adapter
-from ckptkit.consumers.table import CONFIG
+from ckptkit.consumers.table import ADAPTER_CONFIG, CONFIG, DIFFUSERS, DIFFUSERS_LORA, find_consumer
 from ckptkit.conversion.source.adapters import (
-    find_lost,
     is_of_pipeline,
-    list_adapted,
     read_config,
 )
 from ckptkit.conversion.source.model_folders import read_names
@@ -30,44 +33,70 @@ from ckptkit.conversion.write import (
     estimate_plan,
     write_output,
 )
-from ckptkit.core.errors import RefusedError
+from ckptkit.core.errors import CkptkitError, RefusedError
 from ckptkit.core.index import Fqn
 from ckptkit.core.manifest import Manifest
+from ckptkit.core.model_configs import class_of
 from ckptkit.core.text import counted
 from ckptkit.engine.outcome import Listener, ignore
 from ckptkit.engine.reader import Origin
 from ckptkit.engine.segment_reader import Inputs
-from ckptkit.lora.accounting import ModuleRow
-from ckptkit.lora.adapter_files import layout_adapter_files, name_component
 from ckptkit.lora.config import PEFT_PREFIX, LoraSettings
+from ckptkit.lora.dialects import build_table
 from ckptkit.lora.inference import move_config
+from ckptkit.lora.pairing import find_lost
+from ckptkit.lora.pipeline_names import SETTINGS
 from ckptkit.options import Resources
-from ckptkit.plan.plan import SOURCE, Copy, Plan, Product, TensorSpec
+from ckptkit.plan.layouts.hf import layout_adapter
+from ckptkit.plan.plan import (
+    SOURCE,
+    Copy,
+    Literal,
+    OutputFile,
+    Plan,
+    Product,
+    TensorSpec,
+    lay_out_file,
+)
 from ckptkit.storage.places import PathLike, open_target
+
+_UNET = "UNet"
+# Older versions of PEFT, which get the options as arguments, do not know it.
+_NEWER = {"peft_version"}
+
+
+def name_component(config: Mapping[str, Any] | None) -> str:
+    """Returns what pipelines call a model of diffusers; empty for a model of another library."""
+    if find_consumer(config) is not DIFFUSERS or config is None:
+        return ""
+    return "unet" if class_of(config).startswith(_UNET) else "transformer"
+
+
+def layout_adapter_files(
+    products: Sequence[Product], document: Mapping[str, Any], component: str
+) -> tuple[OutputFile, ...]:
+    """Lays an adapter out: a folder of PEFT, or the LoRA file of a pipeline's component."""
+    if not component:
+        data = json.dumps(document, indent=2, sort_keys=True).encode()
+        config = lay_out_file(ADAPTER_CONFIG, [(len(data), Literal(data), None)])
+        return (layout_adapter(products), config)
+    named = [
+        replace(product, spec=replace(product.spec, name=Fqn(f"{component}.{name}")))
+        for product in products
+        if (name := product.spec.name.removeprefix(PEFT_PREFIX))
+    ]
+    options = {
+        f"{component}.{key}": value
+        for key, value in document.items()
+        if value and key not in _NEWER
+    }
+    metadata = {SETTINGS: json.dumps(options, indent=2, sort_keys=True)}
+    return (layout_adapter(named, DIFFUSERS_LORA.stem, metadata),)
+
 
 _KIND = "adapter"
 _SAVED = "modules_to_save"
 _OF_MODELS = {CONFIG, "generation_config.json"}  # with these the folder would look like a model
-
-
-class ExtractedAdapter(Struct, frozen=True):
-    """An adapter that was written.
-
-    Attributes:
-        manifest: The manifest in the output.
-        name: The name of the adapter in the run.
-        config_path: The path of its configuration; empty where it was inferred.
-        rows: Its tensors for each module.
-        norms: By module, the Frobenius norm of what its factors add to the weight.
-        notes: Messages for the user.
-    """
-
-    manifest: Manifest
-    name: str
-    config_path: str
-    rows: tuple[ModuleRow, ...]
-    norms: Mapping[str, float]
-    notes: tuple[str, ...]
 
 
 def run_extraction(
@@ -78,38 +107,22 @@ def run_extraction(
     overwrite: bool = False,
     resources: Resources | None = None,
     listener: Listener | None = None,
-) -> ExtractedAdapter:
-    """Writes one adapter of a checkpoint into the directory `out`, whole or not at all.
-
-    Returns:
-        What was written.
-    """
+) -> tuple[Manifest, OpenedAdapter]:
+    """Writes one adapter of a checkpoint into the directory `out`, whole or not at all."""
     check_destination(src, out, overwrite=overwrite, also=request.also)
     listener = listener or ignore
     with (
         SingleProcess(open_target(out, overwrite=overwrite), listener) as strategy,
         prepare_extraction(src, out, request, resources or Resources()) as (planned, found),
     ):
-        manifest = write_output(planned, strategy, listener)
-    return ExtractedAdapter(
-        manifest=manifest,
-        name=found.adapter.name,
-        config_path=found.config_path,
-        rows=found.rows,
-        norms=found.norms,
-        notes=found.notes,
-    )
+        return write_output(planned, strategy, listener), found
 
 
 @contextmanager
 def prepare_extraction(
     src: PathLike, out: PathLike, request: AdapterRequest, resources: Resources
 ) -> Iterator[tuple[PlannedOutput, OpenedAdapter]]:
-    """Opens an adapter, checks it, and plans its folder; writes nothing.
-
-    Yields:
-        The plan, and the adapter.
-    """
+    """Opens an adapter, checks it, and plans its folder; writes nothing."""
     with ExitStack() as stack:
         found = open_adapter(stack, src, request)
         if found.converted is not None:
@@ -162,14 +175,18 @@ def _name_as_base(found: OpenedAdapter, base: PathLike) -> OpenedAdapter:
     Refuses one some of whose modules PEFT would not find there.
     """
     adapter, place = found.adapter, find_model(base, "--base").place
-    modules = list_adapted(adapter.tensors)
-    lost = find_lost(modules, place) or ()
+    modules = build_table(adapter.tensors).modules
+    try:
+        names, config = read_names(place), read_config_in(place, "--base")
+    except CkptkitError:  # then they cannot be compared
+        return found
+    lost = find_lost(modules, names, config)
     if not lost:
         return found
-    prefix, _ = find_prefixes(modules, [Fqn(name) for name in read_names(place)])
+    prefix, _ = find_prefixes(modules, [Fqn(name) for name in names])
     start, origins = f"{PEFT_PREFIX}{prefix}", {m.removeprefix(prefix): m for m in modules}
     is_inside = all(name.startswith(start) for name in adapter.tensors)
-    if not (prefix and is_inside) or find_lost(list(origins), place):
+    if not (prefix and is_inside) or find_lost(list(origins), names, config):
         raise RefusedError(
             f"{counted(len(lost), 'module')} of {len(modules):,}, such as {lost[0]!r}, are not in"
             " the base, so that PEFT would leave them out",

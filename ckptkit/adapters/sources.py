@@ -45,11 +45,14 @@ from ckptkit.core.index import Fqn, TensorEntry
 from ckptkit.core.model_configs import parse_model_config
 from ckptkit.engine.reader import Origin
 from ckptkit.lora.accounting import ModuleRow, account, note_old_alphas
+from ckptkit.lora.changes import AdapterSource
 from ckptkit.lora.config import RSLORA, TASK, Adapter, LoraSettings
 from ckptkit.lora.dialects import (
     DEFAULT,
     TOKENS,
+    LoraLayer,
     SortedTensors,
+    build_table,
     find_second_name,
     find_vocabulary,
     is_input_embedding,
@@ -65,7 +68,6 @@ from ckptkit.lora.inference import (
     is_of_all_layers,
     move_config,
 )
-from ckptkit.lora.layers import LoraLayer, build_table
 from ckptkit.name_maps.apply import Extent
 from ckptkit.plan.coverage import refuse_problems
 from ckptkit.plan.plan import SOURCE
@@ -78,28 +80,17 @@ if TYPE_CHECKING:
 
 
 class AdapterRequest(Struct, frozen=True, kw_only=True):
-    """Which adapter is read, and how.
+    """Which adapter is read, and how."""
 
-    Attributes:
-        adapter: Its name, or None for the only one.
-        config: An `adapter_config.json` to use instead of the checkpoint's own, or None.
-        overrides: Options that tensors do not show, by the keys of `adapter_config.json`; only
-            for checkpoints without a configuration.
-        base: A model whose configuration converts the names of another framework, or None.
-        select: Which state dict to use if there are several, or None.
-        also: Further directories of the checkpoint.
-        allow_untrained: Whether to accept an adapter that changes nothing.
-        limit_bytes: Memory that the process may use, or None.
-    """
-
-    adapter: str | None = None
-    config: PathLike | None = None
+    adapter: str | None = None  # None for the only one
+    config: PathLike | None = None  # instead of the checkpoint's own
+    # By the keys of `adapter_config.json`, for checkpoints without one.
     overrides: Mapping[str, Any] = field(default_factory=dict)
-    base: PathLike | None = None
+    base: PathLike | None = None  # whose configuration converts the names of another framework
     select: str | None = None
     also: Sequence[PathLike] = ()
     allow_untrained: bool = False
-    limit_bytes: int | None = None
+    limit_bytes: int | None = None  # memory that the process may use
 
     @classmethod
     def from_options(
@@ -134,34 +125,27 @@ _INSIDE = ("module ", "tensor ")  # errors that do not name the checkpoint
 
 
 class OpenedAdapter(Struct, frozen=True):
-    """An adapter that was read and checked.
-
-    Attributes:
-        opened: Its checkpoint.
-        folders: Folders with its side files.
-        adapter: Its settings and tensors; its origin is `SOURCE`.
-        base: The tensors of the base in the checkpoint, by plain names of the model; empty where
-            it has the adapter alone.
-        config_path: The path of the configuration; empty where it was inferred.
-        rows: The adapter's tensors for each module; every tensor is in one row.
-        norms: By module, the Frobenius norm of what its factors add to the weight.
-        notes: Messages for the user.
-        twice: Second names that tensors have in PEFT's file, each with the first name.
-        converted: How the names of another framework were converted; None for those of PEFT.
-        tree: The state dict that holds it.
-    """
+    """An adapter that was read and checked."""
 
     opened: OpenedCheckpoint
     folders: SideFolders
-    adapter: Adapter
-    base: Mapping[Fqn, TensorEntry]
-    config_path: str
-    rows: tuple[ModuleRow, ...]
-    norms: Mapping[str, float]
+    adapter: Adapter  # its origin is `SOURCE`
+    base: Mapping[Fqn, TensorEntry]  # in the checkpoint, by plain names; may be empty
+    config_path: str  # empty where the configuration was inferred
+    rows: tuple[ModuleRow, ...]  # every tensor is in one of them
+    norms: Mapping[str, float]  # by module, the Frobenius norm of what its factors add
     notes: tuple[str, ...]
+    # Second names in PEFT's file, each with the first.
     twice: Mapping[Fqn, Fqn] = field(default_factory=dict)
-    converted: ConvertedAdapter | None = None
-    tree: str = ""
+    converted: ConvertedAdapter | None = None  # None for the names of PEFT
+    tree: str = ""  # the state dict that holds it
+
+
+class SourceAdapter(Struct, frozen=True):
+    found: OpenedAdapter
+    source: AdapterSource
+    origin: Origin  # its checkpoint, opened for reading tensors
+    weight: float  # the factor of its scaling
 
 
 def open_adapter(stack: ExitStack, path: PathLike, request: AdapterRequest = _ANY) -> OpenedAdapter:
@@ -184,8 +168,6 @@ def open_adapter(stack: ExitStack, path: PathLike, request: AdapterRequest = _AN
 
 
 class _Opening:
-    """Reads an adapter step by step."""
-
     def __init__(
         self, checkpoint: OpenedCheckpoint, folders: SideFolders, request: AdapterRequest
     ) -> None:
@@ -215,15 +197,15 @@ class _Opening:
         if record is None:
             table = build_table(select_adapter_tensors(tree, choice.name, None))
             values = {**known.values, **request.overrides}
-            inferred = infer_config(table, base, values, where=checkpoint.path)
-            self._notes += inferred.notes
+            inferred, notes = infer_config(table, base, values, where=checkpoint.path)
+            self._notes += notes
             if known.path and not (known.are_of_peft or RSLORA in request.overrides):
                 self._notes.append(
                     f"{known.path} does not say whether the scaling is rsLoRA's: alpha / rank is"
                     " assumed"
                 )
             stated = known.values if known.are_of_peft else {}
-            document = {**inferred.document, **stated}
+            document = {**inferred, **stated}
             settings = LoraSettings.parse(document, where=checkpoint.path)
         else:
             settings = LoraSettings.parse(record.document, where=record.path)
@@ -352,7 +334,6 @@ class _Opening:
         self._notes.append(f"{label} has the same factors as {choice.tree}")
 
     def _open_empty(self, choice: Choice, record: AdapterRecord | None) -> OpenedAdapter:
-        """Returns an adapter that was saved without tensors."""
         if record is None:
             raise RefusedError(
                 "an adapter without tensors does not show how it was configured",
@@ -480,11 +461,7 @@ class AdapterValues:
         self._adapter = adapter
 
     def check(self, rows: Sequence[ModuleRow], *, allow_untrained: bool) -> Mapping[str, float]:
-        """Refuses values that are not finite, and adapters that change nothing.
-
-        Returns:
-            By module, the Frobenius norm of what its factors add to the weight.
-        """
+        """Refuses values that are not finite, and adapters that change nothing."""
         table = build_table(self._adapter.tensors)
         by_name = {name: row for row in rows for name in row.names}
         norms: dict[str, float] = {}
@@ -511,13 +488,7 @@ class AdapterValues:
         return norms
 
     def are_equal(self, first: TensorEntry, second: TensorEntry) -> bool:
-        """Returns whether two tensors have the same bytes."""
-        if (first.dtype, first.shape) != (second.dtype, second.shape):
-            return False
-        return all(
-            np.array_equal(a.view(np.uint8), b.view(np.uint8))
-            for a, b in zip(self._blocks(first), self._blocks(second), strict=True)
-        )
+        return self._reader.are_equal((self._origin, first), (self._origin, second))
 
     def are_alike(self, first: TensorEntry, second: TensorEntry) -> bool:
         """Returns whether two tensors have the same numbers in the smaller of their types."""

@@ -13,7 +13,14 @@ from ckptkit.core.errors import AdapterError
 from ckptkit.core.index import Fqn, Shape, TensorEntry
 from ckptkit.core.text import quote
 from ckptkit.lora.config import ALL_LINEAR, Adapter, LoraSettings, find_matches, find_old_alpha
-from ckptkit.lora.dialects import is_frozen_name, is_vocabulary, make_plain_name
+from ckptkit.lora.dialects import (
+    AdapterTable,
+    LoraLayer,
+    build_table,
+    is_frozen_name,
+    is_vocabulary,
+    make_plain_name,
+)
 from ckptkit.lora.inference import (
     find_target_parameters,
     fits_experts,
@@ -21,7 +28,6 @@ from ckptkit.lora.inference import (
     is_saved,
     is_target,
 )
-from ckptkit.lora.layers import AdapterTable, LoraLayer, build_table
 
 _MATRIX = 2
 _HINT = "pass the configuration that the run used with --adapter-config"
@@ -38,12 +44,9 @@ def refuse_targets_without_tensors(
 ) -> None:
     """Refuses a configuration with targets for which the adapter has no tensors.
 
-    Args:
-        table: The tensors of the adapter.
-        settings: Its configuration.
-        base: The tensors of the base by their plain names; empty where it is not at hand.
-        is_own_record: Whether the run itself wrote the configuration. PEFT ignores targets that a
-            model lacks, so these are accepted where the base is at hand.
+    `base` has the tensors of the base by their plain names, and is empty where it is not at hand.
+    PEFT ignores targets that a model lacks, so these are accepted in a configuration that the run
+    itself wrote (`is_own_record`).
     """
     modules = {_owner(name) for name in base} if is_own_record else set()
     for option, target in _list_unused(table, settings):
@@ -113,27 +116,15 @@ def _owner(name: str) -> str:
 
 
 class ModuleRow(Struct, frozen=True):
-    """The tensors of an adapter for one module.
+    """The tensors of an adapter for one module."""
 
-    Attributes:
-        module: The path in the base model; of a parameter of experts, the parameter's.
-        kind: `linear`, `embedding`, `convolution` or `parameter` for factors, `tokens` for
-            rows of an embedding, `whole` for a tensor that replaces the base's, `frozen` for
-            a tensor of the base that is saved with the adapter.
-        rank: Of factors, else None.
-        scaling: Of factors, else None.
-        is_dora: Whether there are magnitudes.
-        shape: Of the changed weight as [out, in, ...] for factors, else of the tensor itself.
-        names: The names of the tensors in the adapter's file.
-    """
-
-    module: str
-    kind: str
+    module: str  # in the base; of experts, the path of the parameter
+    kind: str  # linear, embedding, convolution, parameter; tokens; whole; frozen
     rank: int | None
     scaling: float | None
     is_dora: bool
-    shape: Shape
-    names: tuple[Fqn, ...]
+    shape: Shape  # of the weight as [out, in, ...]; without factors, of the tensor
+    names: tuple[Fqn, ...]  # in the adapter's file
 
 
 def account(
@@ -141,10 +132,7 @@ def account(
 ) -> tuple[ModuleRow, ...]:
     """Checks an adapter against its configuration and, if it is at hand, its base.
 
-    The arguments are those of `refuse_targets_without_tensors`.
-
-    Returns:
-        A row for every module, each tensor of the adapter in exactly one of them.
+    Each tensor of the adapter is in exactly one of the rows.
     """
     table = build_table(adapter.tensors)
     settings = adapter.settings

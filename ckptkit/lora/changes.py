@@ -51,99 +51,53 @@ expert, as [experts, out, in]; `experts_transposed`: as [experts, in, out].
 
 
 class AdapterSource(Struct, frozen=True):
-    """One of the adapters that are merged.
-
-    Attributes:
-        position: Its position in the order of merging.
-        origin: The name of the source of its tensors in the plan.
-        where: Its name in errors.
-    """
-
-    position: int
-    origin: str
-    where: str
+    position: int  # in the order of merging
+    origin: str  # the source of its tensors in the plan
+    where: str  # its name in errors
 
 
 class LowRankChange(Struct, frozen=True):
-    """Adds a product of two factors to a weight.
-
-    Attributes:
-        source: The adapter.
-        weight: The weight.
-        module: The module, or the targeted parameter, which patterns match.
-        form: How the product is stored in the weight.
-        down: The factor A: [rank, in], or [experts * rank, in], or [rank, in, *kernel].
-        up: The factor B: [out, rank], or [out, rank * experts], or [out, rank, 1, ...].
-        magnitude: DoRA's length of each output row, [out] or [1, out, 1, ...]; None for plain
-            LoRA.
-        rank: Of one product.
-        scaling: The factor of the product, which includes the weight of the adapter.
-    """
+    """Adds a product of two factors to a weight."""
 
     source: AdapterSource
     weight: Fqn
-    module: str
+    module: str  # or the targeted parameter, which patterns match
     form: Form
-    down: TensorEntry
-    up: TensorEntry
-    magnitude: TensorEntry | None
-    rank: int
-    scaling: float
+    down: TensorEntry  # A: [rank, in], [experts * rank, in] or [rank, in, *kernel]
+    up: TensorEntry  # B: [out, rank], [out, rank * experts] or [out, rank, 1, ...]
+    magnitude: TensorEntry | None  # DoRA's, [out] or [1, out, 1, ...]
+    rank: int  # of one product
+    scaling: float  # times the weight of the adapter
 
 
 class BiasChange(Struct, frozen=True):
-    """Adds the scaled bias of an up-projection to a bias.
-
-    Attributes:
-        source: The adapter.
-        weight: The bias of the base model.
-        module: The module.
-        bias: The added bias, [out].
-        scaling: Its factor.
-    """
+    """Adds the scaled bias of an up-projection to a bias."""
 
     source: AdapterSource
-    weight: Fqn
+    weight: Fqn  # a bias of the base
     module: str
-    bias: TensorEntry
+    bias: TensorEntry  # [out]
     scaling: float
 
 
 class TokenRowsChange(Struct, frozen=True):
-    """Replaces single rows of a weight: trained tokens.
-
-    Attributes:
-        source: The adapter.
-        weight: The weight, [vocabulary, dimension].
-        module: The module.
-        rows: Their new content, [number of indices, dimension].
-        indices: Which rows.
-    """
+    """Replaces single rows of a weight: trained tokens."""
 
     source: AdapterSource
-    weight: Fqn
+    weight: Fqn  # [vocabulary, dimension]
     module: str
-    rows: TensorEntry
+    rows: TensorEntry  # [len(indices), dimension]
     indices: tuple[int, ...]
 
 
 class Replacement(Struct, frozen=True):
-    """Takes a tensor from the adapter unchanged, whether or not the base has it.
-
-    Attributes:
-        source: The adapter.
-        weight: The tensor.
-        module: The module.
-        tensor: The tensor of the adapter.
-        frozen: Whether it was not trained itself: the base of other changes of the adapter, such as
-            the embedding under a LoRA.
-    """
+    """Takes a tensor from the adapter unchanged, whether or not the base has it."""
 
     source: AdapterSource
     weight: Fqn
     module: str
     tensor: TensorEntry
-    frozen: bool
+    frozen: bool  # not trained: the base of other changes, as under a LoRA
 
 
 Change = LowRankChange | BiasChange | TokenRowsChange | Replacement
@@ -152,7 +106,6 @@ Changes = Mapping[Fqn, Sequence[Change]]
 
 
 def tensors_of(change: Change) -> tuple[TensorEntry, ...]:
-    """Returns the adapter's tensors that a change uses."""
     if isinstance(change, LowRankChange):
         factors = (change.down, change.up)
         return factors if change.magnitude is None else (*factors, change.magnitude)
@@ -176,39 +129,17 @@ NormOf = Literal["base", "running"]
 
 
 class MergeRequest(Struct, frozen=True, kw_only=True):
-    """Options of a merge.
-
-    Attributes:
-        dtype: The element type of floating tensors, or `keep` for that of the base.
-        max_file_bytes: Bytes of tensor data after which a new weight file is begun.
-        match_peft: Whether to round where PEFT's `merge_and_unload` rounds, instead of once.
-        qlora_base: The base of an adapter of packed weights; None by default.
-        double_quant: Whether the scales of packed weights were quantized too, for weights without
-            a quantization state; None by default.
-        allow_other_base: Whether to accept a base that is not the recorded one.
-        allow_code: Whether `*.py` files and `auto_map` entries are copied.
-        names: `auto` refuses what would not load as the model of the configuration; `live`
-            compares nothing.
-        map: The map that converts the names of the base; see `ckptkit.api.Options`.
-        model_config: A model folder with the configuration of the base, or None.
-        report: Whether norms are measured, which reads the changed weights again.
-        check: The kinds of numbers that the output may not have.
-        cast_all: Whether tensors are cast too that the model keeps in float32.
-        generation_config: `keep` leaves `generation_config.json` as the base has it.
-        tokenizer_from: Whose tokenizer is written: that of the adapter, or of the base.
-    """
-
     dtype: MergeDType = "keep"
     max_file_bytes: int = DEFAULT_MAX_FILE_BYTES
-    match_peft: bool = False
+    match_peft: bool = False  # round where `merge_and_unload` rounds, instead of once
     qlora_base: QloraBase | None = None
-    double_quant: bool | None = None
+    double_quant: bool | None = None  # for weights without a quantization state
     allow_other_base: bool = False
     allow_code: bool = False
     names: MergeNames = "auto"
     map: str = "auto"
     model_config: str | None = None
-    report: bool = False
+    report: bool = False  # measure norms, which reads the changed weights again
     check: tuple[NotFinite, ...] = ()
     cast_all: bool = False
     generation_config: GenerationChoice = "align"
@@ -246,12 +177,7 @@ class MergeRequest(Struct, frozen=True, kw_only=True):
 def combine_changes(
     adapters: Sequence[Sequence[Change]], weights: Sequence[float]
 ) -> dict[Fqn, list[Change]]:
-    """Joins the changes of all adapters, in order, by the changed tensor.
-
-    Args:
-        adapters: The changes of each adapter.
-        weights: The weights of the adapters.
-    """
+    """Joins the changes of all adapters, in order, by the changed tensor."""
     combined: dict[Fqn, list[Change]] = {}
     for changes, weight in zip(adapters, weights, strict=True):
         for change in changes:
@@ -338,13 +264,8 @@ def check_used_once(
 def choose_norms(versions: Sequence[str | None], changes: Changes) -> tuple[NormOf, str]:
     """Chooses the weight whose norms DoRA takes where several adapters change one weight.
 
-    Args:
-        versions: The version of PEFT that wrote each adapter, if its file has one.
-        changes: The changes of all adapters.
-
-    Returns:
-        `base` for the unmerged weight, as PEFT does from 0.21 on, or `running` for the weight with
-        the earlier adapters merged, as it did before; and a note for the user, if it matters.
+    `base` is the unmerged weight, as PEFT has it from 0.21 on; `running` the one with the earlier
+    adapters merged, as before. With it comes a note for the user, if it matters.
     """
     low_rank = [[c for c in own if isinstance(c, LowRankChange)] for own in changes.values()]
     mattering = [own for own in low_rank if any(change.magnitude for change in own[1:])]
@@ -363,7 +284,7 @@ def choose_norms(versions: Sequence[str | None], changes: Changes) -> tuple[Norm
 
 _VOCABULARY = "vocab_size"
 _NESTING = 4
-_HEADS = {  # PEFT's task types that give a model another head, and the ends of class names
+HEADS = {  # PEFT's task types that give a model another head, and the ends of class names
     "SEQ_CLS": "ForSequenceClassification",
     "TOKEN_CLS": "ForTokenClassification",
     "QUESTION_ANS": "ForQuestionAnswering",
@@ -413,20 +334,11 @@ def find_vocabulary_sizes(config: Mapping[str, Any], depth: int = _NESTING) -> f
 def adapt_head(
     config: Mapping[str, Any], task_type: str | None, brought: Mapping[Fqn, Shape]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Adapts a configuration to the head of an adapter.
-
-    Args:
-        config: Of the base, or of the run; its model may have another head.
-        task_type: PEFT's name for the task.
-        brought: The tensors that the adapter replaces or adds whole.
-
-    Returns:
-        The configuration, and notes on what was changed.
-    """
+    """Adapts a configuration to the tensors that an adapter brings whole; with notes."""
     changed, notes = dict(config), []
     listed = config.get("architectures")
     old = listed[0] if isinstance(listed, list) and listed else None
-    head = _HEADS.get(task_type or "")
+    head = HEADS.get(task_type or "")
     if head and isinstance(old, str) and _CLASSES.search(old) and not old.endswith(head):
         new = _CLASSES.sub(head, old)
         changed["architectures"] = [new]
@@ -453,7 +365,6 @@ def adapt_head(
 
 
 def drop_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Removes what a configuration says of packed weights."""
     return {
         key: drop_quantization(value) if isinstance(value, Mapping) else value
         for key, value in config.items()
@@ -462,19 +373,12 @@ def drop_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class TiedPair(Struct, frozen=True):
-    """Two names that the configuration ties.
+    """Two names that the configuration ties."""
 
-    Attributes:
-        target: The name that `save_pretrained` omits.
-        source: The name that it writes.
-        is_present: Whether the base holds the target too.
-        may_agree: Whether the base's two tensors agree in element type and shape.
-    """
-
-    target: Fqn
-    source: Fqn
-    is_present: bool
-    may_agree: bool
+    target: Fqn  # the name that `save_pretrained` omits
+    source: Fqn  # the name that it writes
+    is_present: bool  # the base holds the target too
+    may_agree: bool  # the base's two tensors agree in element type and shape
 
 
 class Equality(Struct, frozen=True):

@@ -15,11 +15,44 @@ from typing import Any, Literal, TypeGuard, TypeVar, get_args
 
 from msgspec import Struct
 
-from ckptkit.core.errors import FormatError, UnsupportedError
+from ckptkit.core.errors import FormatError, LimitError, UnsupportedError
 from ckptkit.core.index import Fqn, Shape, TensorEntry
 from ckptkit.core.text import quote
-from ckptkit.lora.patterns import match_expression
 from ckptkit.plan.weight_kinds import advice_on, refusal_of
+
+# A brace that begins no repetition is a character to `re`, and an approximate match to `regex`.
+_BRACES = re.compile(r"\\N\{[^}]*\}|\\.|\{(?:\d+(?:,\d*)?|,\d*)\}|\{", re.DOTALL)
+_MOST_SECONDS = 1.0
+# An expression without any of these is compared with a name in one way only.
+_REPEATS = frozenset("*+?{|")
+
+
+def match_expression(expression: str, name: str, form: str = "{}") -> re.Match[str] | None:
+    """Matches the beginning of a name, within a second.
+
+    `form` is what PEFT puts around the expression, without repetitions that nest with it.
+    """
+    whole = form.replace("{}", expression)
+    if _REPEATS.isdisjoint(expression):
+        return re.match(whole, name)
+    import regex  # late: few configurations have more than names
+
+    whole = form.replace("{}", _BRACES.sub(_escape, expression))
+    try:
+        found: Any = regex.match(whole, name, timeout=_MOST_SECONDS)
+    except TimeoutError as error:
+        raise LimitError(
+            f"the expression {quote(expression)} takes longer than {_MOST_SECONDS:g} s to compare"
+            f" with the module {quote(name)}",
+            where="adapter_config.json",
+            hint="write it without repetitions inside repetitions, or list the modules",
+        ) from error
+    return found  # type: ignore[no-any-return]  # its objects have the methods of `re`
+
+
+def _escape(found: re.Match[str]) -> str:
+    return rf"\{found[0]}" if found[0] == "{" else found[0]
+
 
 ALPHA, RSLORA = "lora_alpha", "use_rslora"
 RANK, TASK = "r", "task_type"
@@ -43,95 +76,112 @@ _INPUT_EMBEDDING = ""
 _Value = TypeVar("_Value")
 
 
-def _parse_number(document: Mapping[str, Any], key: str, *, default: float, where: str) -> float:
-    value = document.get(key, default)
-    if not is_finite(value):
-        raise _wrong(key, value, "a number", where)
-    return value  # type: ignore[no-any-return]  # checked above
+class _Document(Struct, frozen=True):
+    """The content of a configuration, whose options are checked as they are read."""
 
+    options: Mapping[str, Any]
+    where: str
 
-def _parse_plain(
-    document: Mapping[str, Any], key: str, kind: type[_Value], where: str
-) -> _Value | None:
-    """Returns a flag or a text; None where there is none."""
-    value: _Value | None = document.get(key)
-    if value is not None and not isinstance(value, kind):
-        raise _wrong(key, value, "true or false" if kind is bool else "a text", where)
-    return value
-
-
-def _parse_patterns(
-    document: Mapping[str, Any], key: str, *, where: str
-) -> str | tuple[str, ...] | None:
-    """Returns a regular expression, a list of names, or None."""
-    value = document.get(key)
-    if isinstance(value, str):
-        _check_pattern(value, f"{key!r}", where)
+    def number(self, key: str, default: float) -> float:
+        value: float = self.options.get(key, default)
+        if not is_finite(value):
+            raise self.wrong(key, value, "a number")
         return value
-    return _parse_texts(document, key, where=where)
 
+    def flag(self, key: str) -> bool:
+        value = self.options.get(key)
+        if value is not None and not isinstance(value, bool):
+            raise self.wrong(key, value, "true or false")
+        return bool(value)
 
-def _parse_texts(document: Mapping[str, Any], key: str, *, where: str) -> tuple[str, ...] | None:
-    value = document.get(key)
-    if value is None:
-        return None
-    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        raise _wrong(key, value, "a list of texts", where)
-    return tuple(value)
+    def text(self, key: str) -> str | None:
+        value = self.options.get(key)
+        if value is not None and not isinstance(value, str):
+            raise self.wrong(key, value, "a text")
+        return value or None
 
+    def texts(self, key: str) -> tuple[str, ...] | None:
+        value = self.options.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise self.wrong(key, value, "a list of texts")
+        return tuple(value)
 
-def _parse_numbers_by_pattern(
-    document: Mapping[str, Any], key: str, *, where: str
-) -> dict[str, float]:
-    value = document.get(key) or {}
-    if not isinstance(value, Mapping):
-        raise _wrong(key, value, "an object", where)
-    for pattern, number in value.items():
-        _check_pattern(pattern, f"{key!r}", where, is_embedded=True)
-        if not is_finite(number):
-            raise _wrong(f"{key}[{pattern}]", number, "a number", where)
-    return dict(value)
+    def patterns(self, key: str) -> str | tuple[str, ...] | None:
+        """Returns a regular expression, a list of names, or None."""
+        value = self.options.get(key)
+        if isinstance(value, str):
+            self._check_pattern(value, key)
+            return value
+        return self.texts(key)
 
+    def expressions(self, key: str) -> tuple[str, ...]:
+        """Returns names that PEFT reads as regular expressions; a single one need not be a list."""
+        value = self.patterns(key) or ()
+        patterns = (value,) if isinstance(value, str) else value
+        for pattern in patterns:
+            self._check_pattern(pattern, key, is_embedded=True)
+        return patterns
 
-def _parse_ranks_by_pattern(document: Mapping[str, Any], key: str, *, where: str) -> dict[str, int]:
-    numbers = _parse_numbers_by_pattern(document, key, where=where)
-    for pattern, value in numbers.items():
-        if not is_dimension(value):
-            name = f"{key}[{pattern}]"
-            raise _wrong(name, value, "a positive whole number", where)
-    return {pattern: int(value) for pattern, value in numbers.items()}
+    def numbers_by_pattern(self, key: str) -> dict[str, float]:
+        value = self.options.get(key) or {}
+        if not isinstance(value, Mapping):
+            raise self.wrong(key, value, "an object")
+        for pattern, number in value.items():
+            self._check_pattern(pattern, key, is_embedded=True)
+            if not is_finite(number):
+                raise self.wrong(f"{key}[{pattern}]", number, "a number")
+        return dict(value)
 
+    def ranks_by_pattern(self, key: str) -> dict[str, int]:
+        numbers = self.numbers_by_pattern(key)
+        for pattern, value in numbers.items():
+            if not is_dimension(value):
+                raise self.wrong(f"{key}[{pattern}]", value, "a positive whole number")
+        return {pattern: int(value) for pattern, value in numbers.items()}
 
-def _parse_indices(document: Mapping[str, Any], key: str, *, where: str) -> tuple[int, ...] | None:
-    value = document.get(key)
-    if value is None or value == []:
-        return None
-    return _check_numbers(value if isinstance(value, list) else [value], key, where)
+    def indices(self, key: str) -> tuple[int, ...] | None:
+        value = self.options.get(key)
+        if value is None or value == []:
+            return None
+        return self._check_numbers(value if isinstance(value, list) else [value], key)
 
+    def token_rows(self, key: str) -> dict[str, tuple[int, ...]]:
+        """Returns the trained rows of embeddings, by the name of the embedding."""
+        value = self.options.get(key)
+        if not value:
+            return {}
+        if isinstance(value, Mapping):
+            return {str(name): self._check_numbers(rows, key) for name, rows in value.items()}
+        return {_INPUT_EMBEDDING: self._check_numbers(value, key)}
 
-def _parse_token_rows(document: Mapping[str, Any], *, where: str) -> dict[str, tuple[int, ...]]:
-    """Returns the trained rows of embeddings, by the name of the embedding."""
-    key = "trainable_token_indices"
-    value = document.get(key)
-    if not value:
-        return {}
-    if isinstance(value, Mapping):
-        return {str(name): _check_numbers(rows, key, where) for name, rows in value.items()}
-    return {_INPUT_EMBEDDING: _check_numbers(value, key, where)}
+    def wrong(self, key: str, value: Any, expected: str) -> FormatError:
+        return FormatError(
+            f"{key!r} is {str(value)[:80]!r} against {expected}",
+            where=self.where,
+            hint="compare it with the adapter_config.json that PEFT writes",
+        )
 
+    def _check_pattern(self, pattern: str, key: str, *, is_embedded: bool = False) -> None:
+        """Refuses what is no regular expression.
 
-def _check_pattern(pattern: str, what: str, where: str, *, is_embedded: bool = False) -> None:
-    """Refuses what is no regular expression.
+        `is_embedded` says that PEFT embeds it in a larger one, in which flags may not follow.
+        """
+        try:
+            re.compile(pattern)
+            re.compile(rf"(.*\.)?({pattern})$" if is_embedded else pattern)
+        except (re.error, RecursionError, OverflowError) as error:
+            raise FormatError(
+                f"{key!r} has {pattern[:80]!r}, which is no regular expression: {error}",
+                where=self.where,
+            ) from error
 
-    `is_embedded` says that PEFT embeds it in a larger one, in which flags may not follow.
-    """
-    try:
-        re.compile(pattern)
-        re.compile(rf"(.*\.)?({pattern})$" if is_embedded else pattern)
-    except (re.error, RecursionError, OverflowError) as error:
-        raise FormatError(
-            f"{what} has {pattern[:80]!r}, which is no regular expression: {error}", where=where
-        ) from error
+    def _check_numbers(self, value: Any, key: str) -> tuple[int, ...]:
+        is_list = isinstance(value, Sequence) and not isinstance(value, str)
+        if not is_list or not all(type(item) is int and item >= 0 for item in value):
+            raise self.wrong(key, value, "whole numbers")
+        return tuple(value)
 
 
 def is_dimension(value: object) -> TypeGuard[int]:
@@ -142,21 +192,6 @@ def is_dimension(value: object) -> TypeGuard[int]:
 def is_finite(value: Any) -> bool:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return is_number and abs(value) <= sys.float_info.max  # JSON has whole numbers of any size
-
-
-def _check_numbers(value: Any, key: str, where: str) -> tuple[int, ...]:
-    is_list = isinstance(value, Sequence) and not isinstance(value, str)
-    if not is_list or not all(type(item) is int and item >= 0 for item in value):
-        raise _wrong(key, value, "whole numbers", where)
-    return tuple(value)
-
-
-def _wrong(key: str, value: Any, expected: str, where: str) -> FormatError:
-    return FormatError(
-        f"{key!r} is {str(value)[:80]!r} against {expected}",
-        where=where,
-        hint="compare it with the adapter_config.json that PEFT writes",
-    )
 
 
 Bias = Literal["none", "all", "lora_only"]
@@ -176,63 +211,36 @@ _NOT_MODELLED = (
 )
 
 
-_EMBEDDINGS = ("embed_tokens", "lm_head")  # PEFT's `EMBEDDING_LAYER_NAMES`
+EMBEDDINGS = frozenset(("embed_tokens", "lm_head"))  # PEFT's `EMBEDDING_LAYER_NAMES`
 
 
 class LoraSettings(Struct, frozen=True, kw_only=True):
-    """The configuration of a LoRA adapter, as `adapter_config.json` holds it.
-
-    Attributes:
-        r: The rank of modules that no pattern matches.
-        lora_alpha: The numerator of the scaling of modules that no pattern matches.
-        use_rslora: Whether the scaling is alpha / sqrt(rank) instead of alpha / rank.
-        use_dora: Whether directions and magnitudes are trained separately.
-        rank_pattern: Ranks by regular expression, in the order of the file.
-        alpha_pattern: Alphas by regular expression, in the order of the file.
-        target_modules: A regular expression, or ends of module names; None where only
-            parameters are targeted.
-        target_parameters: Ends of the names of parameters, such as those of fused experts.
-        exclude_modules: Exceptions from `target_modules`.
-        layers_to_transform: The only layers to which `target_modules` applies; None for all.
-        layers_pattern: Names of the lists of layers, for `layers_to_transform`.
-        modules_to_save: Ends of the names of modules that were trained whole.
-        trainable_token_indices: Trained rows by the name of the embedding; the name is empty
-            where the file has only a list, which means the input embedding.
-        bias: Which biases of the base were trained.
-        lora_bias: Whether the up-projections have biases.
-        fan_in_fan_out: Whether targeted weights are stored as [in, out].
-        init_lora_weights: How the adapter was initialized.
-        ensure_weight_tying: Whether tied modules share what was trained for one of them.
-        base_model_name_or_path: The base that was trained on, or None.
-        revision: Its commit, or None.
-        task_type: PEFT's name for what the model does, or None.
-        peft_version: The version that wrote the file; None before 0.18.
-        document: The parsed file.
-    """
+    """The configuration of a LoRA adapter, as `adapter_config.json` holds it."""
 
     r: int
     lora_alpha: float
     use_rslora: bool
     use_dora: bool
-    rank_pattern: Mapping[str, int]
+    rank_pattern: Mapping[str, int]  # by regular expression, in the order of the file
     alpha_pattern: Mapping[str, float]
-    target_modules: str | tuple[str, ...] | None
-    target_parameters: tuple[str, ...]
+    target_modules: str | tuple[str, ...] | None  # an expression, or ends of names
+    target_parameters: tuple[str, ...]  # ends of names, such as those of fused experts
     exclude_modules: str | tuple[str, ...] | None
-    layers_to_transform: tuple[int, ...] | None
-    layers_pattern: tuple[str, ...]
-    modules_to_save: tuple[str, ...]
+    layers_to_transform: tuple[int, ...] | None  # None for all
+    layers_pattern: tuple[str, ...]  # names of the lists of layers
+    modules_to_save: tuple[str, ...]  # ends of the names of modules that were trained whole
+    # By embedding; an empty name is the input embedding.
     trainable_token_indices: Mapping[str, tuple[int, ...]]
-    bias: Bias
-    lora_bias: bool
-    fan_in_fan_out: bool
+    bias: Bias  # which biases of the base were trained
+    lora_bias: bool  # the up-projections have biases
+    fan_in_fan_out: bool  # targeted weights are stored as [in, out]
     init_lora_weights: str | bool
     ensure_weight_tying: bool
     base_model_name_or_path: str | None
-    revision: str | None
+    revision: str | None  # the commit of the base
     task_type: str | None
-    peft_version: str | None
-    document: Mapping[str, Any]
+    peft_version: str | None  # None before 0.18
+    document: Mapping[str, Any]  # the parsed file
 
     @property
     def shares_with_tied(self) -> bool:
@@ -244,10 +252,10 @@ class LoraSettings(Struct, frozen=True, kw_only=True):
         """
         targets = self.target_modules
         if isinstance(targets, str):
-            is_named = any(match_expression(targets, name) for name in _EMBEDDINGS)
+            is_named = any(match_expression(targets, name) for name in EMBEDDINGS)
         else:
-            is_named = any(target.rpartition(".")[2] in _EMBEDDINGS for target in targets or ())
-        is_saved = any(name.rpartition(".")[2] in _EMBEDDINGS for name in self.modules_to_save)
+            is_named = any(target.rpartition(".")[2] in EMBEDDINGS for target in targets or ())
+        is_saved = any(name.rpartition(".")[2] in EMBEDDINGS for name in self.modules_to_save)
         return self.ensure_weight_tying and (is_named or is_saved)
 
     @classmethod
@@ -257,38 +265,38 @@ class LoraSettings(Struct, frozen=True, kw_only=True):
         Missing keys have PEFT's defaults. Unknown keys are ignored where they are empty.
         """
         _refuse_unmodelled(document, where)
+        parsed = _Document(document, where)
         rank, bias = document.get("r", 8), document.get("bias", "none")
         if not is_dimension(rank):
-            raise _wrong("r", rank, "a positive whole number", where)
+            raise parsed.wrong("r", rank, "a positive whole number")
         if bias not in get_args(Bias):
-            raise _wrong("bias", bias, "'none', 'all' or 'lora_only'", where)
+            raise parsed.wrong("bias", bias, "'none', 'all' or 'lora_only'")
         start = document.get("init_lora_weights", True)
         if start is not None and not isinstance(start, (str, bool)):
-            raise _wrong("init_lora_weights", start, "true, false or a name", where)
+            raise parsed.wrong("init_lora_weights", start, "true, false or a name")
         return cls(
             r=rank,
-            lora_alpha=_parse_number(document, "lora_alpha", default=8, where=where),
-            use_rslora=bool(_parse_plain(document, "use_rslora", bool, where)),
-            use_dora=bool(_parse_plain(document, "use_dora", bool, where)),
-            rank_pattern=_parse_ranks_by_pattern(document, "rank_pattern", where=where),
-            alpha_pattern=_parse_numbers_by_pattern(document, "alpha_pattern", where=where),
-            target_modules=_parse_patterns(document, "target_modules", where=where),
-            target_parameters=_parse_texts(document, "target_parameters", where=where) or (),
-            exclude_modules=_parse_patterns(document, "exclude_modules", where=where),
-            layers_to_transform=_parse_indices(document, "layers_to_transform", where=where),
-            layers_pattern=_parse_expressions(document, "layers_pattern", where),
-            modules_to_save=_parse_expressions(document, "modules_to_save", where),
-            trainable_token_indices=_parse_token_rows(document, where=where),
+            lora_alpha=parsed.number("lora_alpha", 8),
+            use_rslora=parsed.flag("use_rslora"),
+            use_dora=parsed.flag("use_dora"),
+            rank_pattern=parsed.ranks_by_pattern("rank_pattern"),
+            alpha_pattern=parsed.numbers_by_pattern("alpha_pattern"),
+            target_modules=parsed.patterns("target_modules"),
+            target_parameters=parsed.texts("target_parameters") or (),
+            exclude_modules=parsed.patterns("exclude_modules"),
+            layers_to_transform=parsed.indices("layers_to_transform"),
+            layers_pattern=parsed.expressions("layers_pattern"),
+            modules_to_save=parsed.expressions("modules_to_save"),
+            trainable_token_indices=parsed.token_rows("trainable_token_indices"),
             bias=bias,
-            lora_bias=bool(_parse_plain(document, "lora_bias", bool, where)),
-            fan_in_fan_out=bool(_parse_plain(document, "fan_in_fan_out", bool, where)),
+            lora_bias=parsed.flag("lora_bias"),
+            fan_in_fan_out=parsed.flag("fan_in_fan_out"),
             init_lora_weights=False if start is None else start,
-            ensure_weight_tying=bool(_parse_plain(document, "ensure_weight_tying", bool, where)),
-            base_model_name_or_path=_parse_plain(document, "base_model_name_or_path", str, where)
-            or None,
-            revision=_parse_plain(document, "revision", str, where) or None,
-            task_type=_parse_plain(document, "task_type", str, where) or None,
-            peft_version=_parse_plain(document, "peft_version", str, where) or None,
+            ensure_weight_tying=parsed.flag("ensure_weight_tying"),
+            base_model_name_or_path=parsed.text("base_model_name_or_path"),
+            revision=parsed.text("revision"),
+            task_type=parsed.text("task_type"),
+            peft_version=parsed.text("peft_version"),
             document=document,
         )
 
@@ -358,30 +366,11 @@ def _refuse_unmodelled(document: Mapping[str, Any], where: str) -> None:
             )
 
 
-def _parse_expressions(document: Mapping[str, Any], key: str, where: str) -> tuple[str, ...]:
-    """Returns names that PEFT reads as regular expressions; a single one need not be a list."""
-    value = _parse_patterns(document, key, where=where) or ()
-    patterns = (value,) if isinstance(value, str) else value
-    for pattern in patterns:
-        _check_pattern(pattern, repr(key), where, is_embedded=True)
-    return patterns
-
-
 class Adapter(Struct, frozen=True):
-    """One LoRA adapter of a checkpoint.
-
-    Attributes:
-        name: Its name in the run, "default" unless it chose another.
-        settings: Its configuration.
-        origin: The name of the source of its tensors in a plan.
-        tensors: Its tensors by the names that PEFT's files give them, such as
-            `base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight`, in natural order.
-    """
-
     name: str
     settings: LoraSettings
-    origin: str
-    tensors: Mapping[Fqn, TensorEntry]
+    origin: str  # the source of its tensors in a plan
+    tensors: Mapping[Fqn, TensorEntry]  # by the names that PEFT's files give them, in natural order
 
     @property
     def shapes(self) -> dict[str, Shape]:

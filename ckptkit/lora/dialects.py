@@ -1,4 +1,4 @@
-"""The names of adapter tensors: in a live model, in a save of trained tensors, and in PEFT's files.
+"""The tensors of adapters by their names: which they are, and which weight of the base they change.
 
 Three dialects are in use: the names of the live model (`….lora_A.default.weight`, with the frozen
 base), the same of the trained tensors alone, and those of PEFT's files (`….lora_A.weight`), which
@@ -10,14 +10,15 @@ Source: peft 0.21, `get_peft_model_state_dict` in `utils/save_and_load.py` and
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 
 from msgspec import Struct, field
 
-from ckptkit.core.errors import FormatError, UnsupportedError
-from ckptkit.core.index import Fqn, TensorEntry
+from ckptkit.core.errors import AdapterError, FormatError, UnsupportedError
+from ckptkit.core.index import Fqn, Shape, TensorEntry
 from ckptkit.core.wrapper_names import MODULE, WRAPPERS
-from ckptkit.lora.config import PEFT_PREFIX, Bias, LoraSettings
+from ckptkit.lora.config import EMBEDDINGS, PEFT_PREFIX, Adapter, Bias, LoraSettings
 from ckptkit.plan.weight_kinds import LORA, advice_on, find_adapter, refusal_of
 
 DEFAULT = "default"
@@ -35,26 +36,20 @@ _ORIGINAL = "original_module"
 _HOLDERS = {LORA_A, LORA_B, EMBEDDING_A, EMBEDDING_B, MAGNITUDE, TOKENS, _MODULES_TO_SAVE}
 _PARAMETERS = {"weight", "bias"}
 _ADAPTER_AND_BIAS = 3  # the length of `modules_to_save.default.bias`
-EMBEDDINGS = {"embed_tokens", "lm_head"}  # peft 0.21, EMBEDDING_LAYER_NAMES
 _PREFIX = tuple(PEFT_PREFIX.rstrip(".").split("."))
 
 
 class SortedTensors(Struct, frozen=True):
-    """The tensors of one state dict, sorted by adapter.
+    """The tensors of one state dict, sorted by adapter."""
 
-    Attributes:
-        live: Tensors by adapter and by the name in its file, where their names have the adapter.
-        stripped: Tensors by the name in a PEFT file, where the names are those of a file.
-        rest: All others by their names without wrappers, with PEFT's prefix and segments.
-        cut_module: Whether segments `module` were removed as those of wrappers.
-        repeated: Second copies of tensors, by the name in a PEFT file that they share: PEFT
-            writes modules that were trained whole twice where it saves embeddings too.
-    """
-
+    # By adapter and name in its file.
     live: Mapping[str, Mapping[Fqn, TensorEntry]] = field(default_factory=dict)
+    # Whose names are those of a PEFT file.
     stripped: Mapping[Fqn, TensorEntry] = field(default_factory=dict)
+    # By names without wrappers, with PEFT's prefix and segments.
     rest: Mapping[Fqn, TensorEntry] = field(default_factory=dict)
-    cut_module: bool = False
+    cut_module: bool = False  # segments `module` were removed as those of wrappers
+    # Second copies: PEFT writes whole modules twice where it saves embeddings too.
     repeated: Mapping[Fqn, TensorEntry] = field(default_factory=dict)
 
     @property
@@ -109,12 +104,7 @@ def select_adapter_tensors(
 ) -> dict[Fqn, TensorEntry]:
     """Returns the tensors of one adapter by their names in its file.
 
-    Args:
-        tensors: The tensors of one state dict.
-        adapter: The adapter's name; ignored where the names are those of a file.
-        settings: Its configuration.
-        embeddings: Further modules that its file has whole, because their number of tokens
-            changed.
+    `embeddings` are further modules that its file has whole: their number of tokens changed.
     """
     if adapter not in tensors.live:
         return dict(tensors.stripped)
@@ -313,18 +303,11 @@ _SHARED = "shared"  # an input embedding that modules `embed_tokens` repeat
 
 
 class AdapterNames(Struct, frozen=True):
-    """Selects and names the tensors of a PEFT model that belong to one adapter.
-
-    Attributes:
-        adapter: Its name, "default" unless the user chose another.
-        bias: Which biases of the base model were trained with it; `bias` of its configuration.
-        embeddings: The embeddings that its files contain whole: those that it targets, and those
-            whose number of tokens changed.
-    """
+    """Selects and names the tensors of a PEFT model that belong to one adapter."""
 
     adapter: str = "default"
-    bias: Bias = "none"
-    embeddings: tuple[str, ...] = ()
+    bias: Bias = "none"  # which biases of the base were trained with it
+    embeddings: tuple[str, ...] = ()  # that its files have whole: targeted, or of another size
 
     def file_name(self, fqn: str) -> str | None:
         """Returns the name of a tensor in PEFT's files; None if it is not the adapter's.
@@ -374,3 +357,150 @@ def find_vocabulary(modules: Iterable[str]) -> set[str]:
     if _SHARED not in {module.rpartition(".")[2] for module in ends}:
         return ends
     return {module for module in ends if module.rpartition(".")[2] != "embed_tokens"}
+
+
+_MATRIX = 2
+_PARTS = {
+    f"{LORA_A}.weight": "down",
+    f"{LORA_B}.weight": "up",
+    f"{LORA_B}.bias": "up_bias",
+    EMBEDDING_A: "down",
+    EMBEDDING_B: "up",
+    MAGNITUDE: "magnitude",
+}
+_OUTPUT = f".{BASE_LAYER}.out_proj"
+_LONGEST = 2  # segments of a key of `_PARTS`
+
+
+class LoraLayer(Struct, frozen=True):
+    """The low-rank factors of one weight of the base."""
+
+    module: str  # the path in the base of the module with the weight
+    level: int  # `base_layer` segments before the factors: one module, several targeted parameters
+    down: TensorEntry  # [rank, in, ...], [rank, rows] of embeddings, [E * rank, in] of E experts
+    # [out, rank], [out, rank / G, 1, ...] of G groups, [out, rank * E] of E experts.
+    up: TensorEntry
+    is_embedding: bool
+    up_bias: TensorEntry | None
+    magnitude: TensorEntry | None  # DoRA's
+    names: tuple[Fqn, ...]
+    owner: str  # that a configuration names: of MultiheadAttention's output, the parent
+
+    @property
+    def times(self) -> int:
+        """How many times PEFT adds the product: twice in the output of MultiheadAttention.
+
+        Source: peft 0.21, `MultiheadAttention.merge`, which its `forward` calls as well.
+        """
+        return 1 if self.owner == self.module else 2
+
+    @property
+    def groups(self) -> int:
+        """The number of groups of a convolution; 1 of all other layers."""
+        return self.inner // self.up.shape[1] if self.is_convolution else 1
+
+    @property
+    def is_convolution(self) -> bool:
+        return len(self.down.shape) > _MATRIX
+
+    @property
+    def inner(self) -> int:
+        return self.down.shape[0]
+
+    @property
+    def shape(self) -> Shape:
+        """The weight's shape as [out, in, ...]; that of an embedding is [rows, features]."""
+        if self.is_embedding:
+            return (self.down.shape[1], self.up.shape[0])
+        return (self.up.shape[0], *self.down.shape[1:])
+
+
+class AdapterTable(Struct, frozen=True):
+    """Every tensor of an adapter, once."""
+
+    layers: tuple[LoraLayer, ...]
+    tokens: Mapping[str, TensorEntry]  # rows of embeddings, by path in the base
+    whole: Mapping[Fqn, TensorEntry]  # tensors that replace the base's, by name in the file
+
+    @property
+    def modules(self) -> list[str]:
+        """The modules that factors and trained tokens belong to."""
+        return [*(layer.module for layer in self.layers), *self.tokens]
+
+
+def build_table(tensors: Mapping[Fqn, TensorEntry]) -> AdapterTable:
+    """Groups the tensors of an adapter, given by the names of its file."""
+    factors: dict[str, dict[str, Fqn]] = defaultdict(dict)
+    tokens: dict[str, TensorEntry] = {}
+    whole: dict[Fqn, TensorEntry] = {}
+    for name, entry in tensors.items():
+        module, part = _split(name)
+        if part:
+            factors[module][part] = name
+        elif name.rpartition(".")[2] == TOKENS:
+            tokens[make_plain_name(name.rpartition(".")[0])] = entry
+        else:
+            whole[name] = entry
+    layers = tuple(_make_layer(module, parts, tensors) for module, parts in factors.items())
+    return AdapterTable(layers, tokens, whole)
+
+
+def find_linear_shapes(adapter: Adapter) -> dict[str, Shape]:
+    """Returns the shapes [out, in] of the linear weights that an adapter changes, by name."""
+    return {
+        f"{layer.module}.weight": layer.shape
+        for layer in build_table(adapter.tensors).layers
+        if not (layer.is_embedding or layer.is_convolution or layer.level)
+    }
+
+
+def _split(name: str) -> tuple[str, str]:
+    """Splits a name into module and part; the part is empty for what is no factor."""
+    segments = name.split(".")
+    for length in range(1, _LONGEST + 1):
+        part = _PARTS.get(".".join(segments[-length:]))
+        if part is not None:
+            return ".".join(segments[:-length]), part
+    return name, ""
+
+
+def _make_layer(
+    module: str, parts: Mapping[str, Fqn], tensors: Mapping[Fqn, TensorEntry]
+) -> LoraLayer:
+    missing = [factor for factor, part in (("A", "down"), ("B", "up")) if part not in parts]
+    if missing:
+        there = next(iter(parts.values()))
+        raise AdapterError(
+            f"{there!r} was found without LoRA's factor {missing[0]} of the same module",
+            where=f"module {make_plain_name(module)!r}",
+            hint="the save was cut short or lost tensors; take another checkpoint",
+        )
+    entries = {part: tensors[name] for part, name in parts.items()}
+    layer = LoraLayer(
+        module=make_plain_name(module),
+        level=module.removeprefix(PEFT_PREFIX).split(".").count(BASE_LAYER),
+        down=entries["down"],
+        up=entries["up"],
+        is_embedding=parts["down"].endswith(EMBEDDING_A),
+        up_bias=entries.get("up_bias"),
+        magnitude=entries.get("magnitude"),
+        names=tuple(parts.values()),
+        owner=make_plain_name(module.removesuffix(_OUTPUT) if module.endswith(_OUTPUT) else module),
+    )
+    down, up = layer.down.shape, layer.up.shape
+    same = len(down) == len(up) >= _MATRIX and 0 not in (*down, *up)
+    groups = down[0] // up[1] if same and len(down) > _MATRIX else 1
+    if not same or down[0] != groups * up[1] or up[0] % groups:
+        raise AdapterError(
+            f"LoRA's factor A of shape {list(down)} was found with a B of shape {list(up)}; the"
+            " rows of A have to be as many as the columns of B",
+            where=f"module {layer.module!r}",
+            hint="the factors are pieces of sharded tensors, or of different adapters",
+        )
+    for what, entry in (("bias", layer.up_bias), ("magnitude", layer.magnitude)):
+        if entry is not None and entry.elements != up[0]:
+            raise AdapterError(
+                f"a {what} of shape {list(entry.shape)} was found with a B of shape {list(up)}",
+                where=f"module {layer.module!r}",
+            )
+    return layer

@@ -49,37 +49,20 @@ _WRAPPED = "to_wrap"  # what Megatron-Bridge calls PEFT's base_layer
 
 
 class Factor(Struct, frozen=True):
-    """A tensor of an adapter.
-
-    Attributes:
-        module: The module that it changes, by the framework's name.
-        part: `lora_A`, `lora_B` or `lora_magnitude_vector`; empty for another kind.
-        adapter: The name of its adapter.
-        branch: The part of the module that has the adapter, such as `q`; empty for the whole.
-        ending: Its name after the module.
-    """
-
-    module: str
-    part: str
+    module: str  # by the framework's name
+    part: str  # `lora_A`, `lora_B`, `lora_magnitude_vector`; empty for others
     adapter: str
-    branch: str
-    ending: str
+    branch: str  # the part of the module that has the adapter, such as `q`
+    ending: str  # its name after the module
 
 
 class ForeignAdapter(Struct, frozen=True):
-    """What a state dict holds of an adapter that PEFT cannot place.
+    """What a state dict holds of an adapter that PEFT cannot place."""
 
-    Attributes:
-        form: Whose names the factors have: a key of `FACTORS`, or `TINKER`.
-        framework: Whose names the modules have; empty where that is not known.
-        factors: The factors by their names without wrappers.
-        rest: The names of all other tensors.
-    """
-
-    form: str
-    framework: str
-    factors: Mapping[Fqn, Factor]
-    rest: tuple[Fqn, ...]
+    form: str  # a key of `FACTORS`, or `TINKER`
+    framework: str  # whose names the modules have; empty where that is not known
+    factors: Mapping[Fqn, Factor]  # by names without wrappers
+    rest: tuple[Fqn, ...]  # the names of all other tensors
 
     @property
     def title(self) -> str:

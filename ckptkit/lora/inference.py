@@ -16,14 +16,19 @@ from collections.abc import Collection, Iterable, Mapping
 from functools import lru_cache
 from typing import Any
 
-from msgspec import Struct
-
 from ckptkit.core.errors import AdapterError, CannotPlanError
 from ckptkit.core.index import Fqn, Shape, TensorEntry
-from ckptkit.lora.config import ALL_LINEAR, ALPHA, MAKE_CONFIG, RANK, RSLORA, TASK, LoraSettings
-from ckptkit.lora.dialects import BASE_LAYER, make_plain_name
-from ckptkit.lora.layers import AdapterTable, LoraLayer
-from ckptkit.lora.patterns import match_expression
+from ckptkit.lora.config import (
+    ALL_LINEAR,
+    ALPHA,
+    MAKE_CONFIG,
+    RANK,
+    RSLORA,
+    TASK,
+    LoraSettings,
+    match_expression,
+)
+from ckptkit.lora.dialects import BASE_LAYER, AdapterTable, LoraLayer, make_plain_name
 
 _EXPERTS = "experts"  # Transformers' name of modules whose parameters hold all experts
 _MATRIX = 2
@@ -48,13 +53,7 @@ def fits_experts(layer: LoraLayer, experts: int, shape: Shape) -> bool:
 def infer_parameters(
     layers: Iterable[LoraLayer], base: Mapping[Fqn, TensorEntry], *, where: str
 ) -> dict[str, int]:
-    """Returns the targeted parameters, each with the rank of its factors.
-
-    Args:
-        layers: All factors of an adapter.
-        base: The tensors of the base by their plain names; empty where it is not at hand.
-        where: The checkpoint, for errors.
-    """
+    """Returns the targeted parameters, each with the rank of its factors."""
     groups: dict[str, list[LoraLayer]] = defaultdict(list)
     for layer in layers:
         if is_of_parameter(layer):
@@ -82,12 +81,8 @@ def infer_parameters(
 def find_shortest_names(meant: Collection[str], present: Collection[str]) -> list[str]:
     """Returns names that match the paths `meant` and no others of a model.
 
-    The last segment of a path is enough where the base shows that no other path ends in it. A
+    The last segment of a path is enough where `present` shows that no other path ends in it. A
     number is not: modules without tensors have numbers too.
-
-    Args:
-        meant: Paths of modules or parameters.
-        present: Those that the base shows.
     """
     others = {_last(path) for path in _with_containers(present) - set(meant)}
     is_whole = all(path in present for path in meant)
@@ -130,33 +125,16 @@ _CONV1D_TYPES = frozenset({"gpt2", "openai-gpt", "imagegpt", "decision_transform
 _CONV1D_NAMES = frozenset({"c_attn", "c_proj", "c_fc", "q_attn"})
 
 
-class Inferred(Struct, frozen=True):
-    """An inferred configuration.
-
-    Attributes:
-        document: The content of `adapter_config.json`.
-        notes: The assumptions that it is based on.
-    """
-
-    document: Mapping[str, Any]
-    notes: tuple[str, ...]
-
-
 def infer_config(
     table: AdapterTable,
     base: Mapping[Fqn, TensorEntry],
     overrides: Mapping[str, Any],
     *,
     where: str,
-) -> Inferred:
-    """Infers the configuration of an adapter from its tensors.
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Infers the configuration of an adapter, by the keys of `overrides`; with its assumptions.
 
-    Args:
-        table: The tensors.
-        base: The tensors of the base by their plain names; empty where it is not at hand.
-        overrides: Options that the user gave, or the run recorded, by the keys of the
-            configuration; an alpha of None is the rank of each module.
-        where: The checkpoint, for errors.
+    An alpha of None is the rank of each module.
     """
     _refuse_unknown(table, base, overrides, where)
     modules = {layer.module: layer.inner for layer in table.layers if not is_of_parameter(layer)}
@@ -195,7 +173,7 @@ def infer_config(
     if parameters:
         document["target_parameters"] = find_shortest_names(parameters, set(base))
     document |= _in_use(table, overrides)
-    return Inferred(document, _notes(document, is_scaled=overrides.get(ALPHA, 0) is not None))
+    return document, _notes(document, is_scaled=overrides.get(ALPHA, 0) is not None)
 
 
 def _refuse_unknown(
@@ -250,7 +228,6 @@ def _rank_pattern(ranks: Mapping[str, int], usual: int) -> dict[str, int]:
 
 
 def _in_use(table: AdapterTable, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the newer options that the adapter uses."""
     options: dict[str, Any] = {}
     if overrides.get(RSLORA):
         options[RSLORA] = True
@@ -284,13 +261,7 @@ def _notes(document: Mapping[str, Any], *, is_scaled: bool) -> tuple[str, ...]:
 def move_config(
     document: Mapping[str, Any], origins: Mapping[str, str], *, where: str
 ) -> Mapping[str, Any]:
-    """Returns a configuration for modules that have other names than in training.
-
-    Args:
-        document: The configuration of the run.
-        origins: By the path of each module with factors, the path that it had.
-        where: The file, for errors.
-    """
+    """Returns a configuration for modules with other names than in training, by `origins`."""
     settings = LoraSettings.parse(document, where=where)
     targets = settings.target_modules
     is_listed = not (isinstance(targets, str) and targets.lower() == ALL_LINEAR)
@@ -385,7 +356,6 @@ def _set_of(names: tuple[str, ...]) -> frozenset[str]:
 
 
 def _in_layers(settings: LoraSettings, module: str) -> bool:
-    """Returns whether a module is in one of `layers_to_transform`."""
     layers = settings.layers_to_transform
     if layers is None:
         return True

@@ -18,10 +18,11 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import permutations
 from typing import Any, NamedTuple, TypeVar
 
-from msgspec import Struct
-
+from ckptkit.consumers.class_facts import find_text_model as find_auto_class
 from ckptkit.core.errors import CkptkitError, RefusedError
 from ckptkit.core.index import Fqn, Shape, TensorEntry
+from ckptkit.hub_names.known_models import determine_need
+from ckptkit.hub_names.outlines_table import BASE_PREFIXES
 from ckptkit.lora.changes import (
     AdapterSource,
     BiasChange,
@@ -32,28 +33,33 @@ from ckptkit.lora.changes import (
     TokenRowsChange,
 )
 from ckptkit.lora.config import EXPERTS_BY_CLASS, Adapter, parse_version
-from ckptkit.lora.dialects import is_frozen_name, is_input_embedding, make_plain_name
+from ckptkit.lora.dialects import (
+    LoraLayer,
+    build_table,
+    is_frozen_name,
+    is_input_embedding,
+    make_plain_name,
+)
 from ckptkit.lora.inference import find_target_parameters, fits_target, is_conv1d, is_saved
-from ckptkit.lora.layers import LoraLayer, build_table
 from ckptkit.plan.vocabulary import is_head
 
 _Value = TypeVar("_Value")
 Shapes = Mapping[Fqn, Shape]
 _ATTENTION = "in_proj_weight"  # the target in torch's MultiheadAttention
 _INSIDE_ANOTHER = "language_model"  # in the names of text models in classes of multimodal ones
+_SINGLE_EXPERT = re.compile(r"\.experts\.\d+\.")
+_FUSED = {"gate_proj": "up_proj", "up_proj": "gate_proj", "w1": "w3", "w3": "w1"}
+_OF_TEXT_ALONE = ("", "model.")  # what names of text models begin with that are no part of another
+_TEXT_CLASS = "ForCausalLM"
 _LISTED = 5
+_EXPERTS = 3
+# Model types whose fused experts are stored as [experts, in, out].
+_TRANSPOSED_EXPERTS = frozenset({"gpt_oss", "openai_privacy_filter", "aria", "aria_text"})
 _MOST_NESTED = 4  # real layers have two fused parameters, and biases, which are no targets
 # The first of fused experts in every class of Transformers, where shapes do not distinguish them.
 _DEFINED_FIRST = "gate_up_proj"
 _OTHER_BASE = "the adapter was trained on another base model; pass that one with --base"
 _OTHER_CONFIG = "pass the configuration that the adapter was trained with as --adapter-config"
-
-
-class BaseShapes(Struct, frozen=True):
-    """The shapes of a base's tensors by live name, and its model types; see `find_model_types`."""
-
-    shapes: Shapes
-    model_types: frozenset[str] = frozenset()
 
 
 class Renaming(NamedTuple):
@@ -86,7 +92,6 @@ SAME_NAMES = Renaming()
 
 
 def list_owners(names: Iterable[str]) -> set[str]:
-    """Returns the modules that tensors belong to."""
     return {name.rpartition(".")[0] for name in names}
 
 
@@ -97,14 +102,8 @@ def find_text_model(
 
     It is the one with the input embedding: towers for images may have layers of the same names.
     Files of some multimodal models, such as Qwen2.5-VL's, have the names of the text model alone.
-
-    Args:
-        modules: The modules of the adapter.
-        owners: The modules of the base that have tensors.
-        config: The configuration of the base, or None.
-
-    Returns:
-        None where there is no such model, or where more than one fits.
+    None where there is no such model, or where more than one fits. `owners` are the modules of the
+    base that have tensors.
     """
     if not isinstance((config or {}).get("text_config"), Mapping):
         return None
@@ -124,26 +123,94 @@ def find_text_model(
     return found[0] if len(found) == 1 else None
 
 
+def find_lost(
+    modules: Sequence[str], names: Collection[str], config: Mapping[str, Any] | None
+) -> Sequence[str] | None:
+    """Returns modules of an adapter that its base lacks; None where that cannot be said.
+
+    `names` are those of the base's files.
+    """
+    owners = list_owners(names)
+    parts = [owner.split(".") for owner in owners]
+    # With the modules around them, which PEFT compares too.
+    held = {".".join(path[:stop]) for path in parts for stop in range(1, len(path) + 1)}
+    missing = [module for module in modules if module not in held]
+    is_converted = determine_need(config, has_base=True).kind == "ask"
+    single = {m for m in modules if is_converted and _SINGLE_EXPERT.search(m) is not None}
+    if single:
+        # Transformers has them in one parameter: PEFT 0.21 joins the factors of all experts, for
+        # some families.
+        return sorted(single) if _are_some_experts(single, owners) else None
+    if not missing or find_text_model(modules, owners, config) is not None:
+        return ()
+    if is_converted or not names:
+        return None  # files and memory may have other names
+    known = {f"{prefix}.{owner}" for prefix in BASE_PREFIXES for owner in owners}
+    known |= {
+        o.removeprefix(f"{p}.") for o in owners for p in BASE_PREFIXES if o.startswith(f"{p}.")
+    }
+    return tuple(m for m in missing if m not in known)
+
+
+def _are_some_experts(modules: Collection[str], owners: Collection[str]) -> bool:
+    """Returns whether an adapter has one of several experts, or of gate and up, alone."""
+    needed = {_SINGLE_EXPERT.sub(".experts.*.", module) for module in modules}
+    parts = [module.rpartition(".") for module in needed]
+    needed |= {f"{home}.{_FUSED[name]}" for home, _, name in parts if name in _FUSED}
+    stored = (owner for owner in owners if _SINGLE_EXPERT.search(owner) is not None)
+    return any(o not in modules and _SINGLE_EXPERT.sub(".experts.*.", o) in needed for o in stored)
+
+
+def find_of_text(
+    modules: Sequence[str], names: Collection[str], config: Mapping[str, Any] | None
+) -> Sequence[str]:
+    """Returns modules that are those of the text model alone where the base is a multimodal one.
+
+    `AutoModelForCausalLM` gives the text model for some multimodal configurations, and PEFT then
+    places them. `names` are those of the base's files.
+    """
+    text = find_text_model(modules, list_owners(names), config)
+    given = find_auto_class(str((config or {}).get("model_type")))
+    if text is None or text.own not in _OF_TEXT_ALONE or given.endswith(_TEXT_CLASS):
+        return ()
+    # Files of some families have the names of the text model, and memory has others.
+    if text.own == text.base and determine_need(config, has_base=True).kind != "ask":
+        return ()
+    return [module for module in modules if module.startswith(text.own)]
+
+
 def find_changes(
-    adapter: Adapter, base: BaseShapes, source: AdapterSource, *, weight: float = 1.0
+    adapter: Adapter,
+    shapes: Shapes,
+    source: AdapterSource,
+    *,
+    model_types: frozenset[str] = frozenset(),
+    weight: float = 1.0,
 ) -> list[Change]:
     """Returns what an adapter changes; the changes of one tensor are in the order of merging.
 
+    `shapes` are those of the base's tensors by live name; for `model_types` see `find_model_types`.
     `weight` is multiplied with the scaling of low-rank updates.
     """
-    return _Pairing(adapter, base, source, weight).run()
+    return _Pairing(adapter, shapes, source, model_types, weight).run()
 
 
 class _Pairing:
     def __init__(
-        self, adapter: Adapter, base: BaseShapes, source: AdapterSource, weight: float
+        self,
+        adapter: Adapter,
+        shapes: Shapes,
+        source: AdapterSource,
+        model_types: frozenset[str],
+        weight: float,
     ) -> None:
         self._settings = adapter.settings
         self._table = build_table(adapter.tensors)
-        self._base = base
+        self._of_base = shapes
+        self._shapes = dict(shapes)  # with those of replaced tensors
         self._source = source
+        self._model_types = model_types
         self._weight = weight
-        self._shapes = dict(base.shapes)
 
     def run(self) -> list[Change]:
         replaced = [self._replace(name, entry) for name, entry in self._table.whole.items()]
@@ -174,7 +241,7 @@ class _Pairing:
     def _replace(self, file_name: Fqn, entry: TensorEntry) -> Replacement:
         name = Fqn(make_plain_name(file_name))
         module = name.rpartition(".")[0]
-        shape = self._base.shapes.get(name)
+        shape = self._of_base.get(name)
         is_trained = is_saved(self._settings.modules_to_save, module)
         if shape is None and not is_trained:
             raise self._make_error(
@@ -254,7 +321,7 @@ class _Pairing:
             pairs = list(zip(innermost_first, order, strict=True))
             try:
                 for layer, weight in pairs:
-                    determine_form(self._collect_shapes(weight, weight, layer))
+                    self._determine_form(layer, weight, weight)
             except RefusedError as misfit:
                 error = error or misfit
             else:
@@ -269,24 +336,10 @@ class _Pairing:
             )
         return fitting[0]
 
-    def _collect_shapes(self, key: str, weight: Fqn, layer: LoraLayer) -> FactorShapes:
-        return FactorShapes(
-            weight=self._shapes[weight],
-            down=layer.down.shape,
-            up=layer.up.shape,
-            rank=self._settings.rank(key),
-            module=key,
-            fan_in_fan_out=self._settings.fan_in_fan_out,
-            is_old=parse_version(self._settings.peft_version) < EXPERTS_BY_CLASS,
-            model_types=self._base.model_types,
-            where=self._source.where,
-        )
-
     def _update_weight(self, layer: LoraLayer, weight: Fqn) -> LowRankChange:
         is_parameter = any(fits_target(name, weight) for name in self._settings.target_parameters)
         key = weight if is_parameter else layer.owner
-        factors = self._collect_shapes(key, weight, layer)
-        form = (check_embedding if layer.is_embedding else determine_form)(factors)
+        form = self._determine_form(layer, weight, key)
         if is_parameter and form == "linear":
             form = "parameter"
         if (layer.magnitude is not None) != self._settings.use_dora:
@@ -304,8 +357,67 @@ class _Pairing:
             down=layer.down,
             up=layer.up,
             magnitude=layer.magnitude,
-            rank=factors.rank,
+            rank=self._settings.rank(key),
             scaling=self._settings.scaling(key) * self._weight * layer.times,
+        )
+
+    def _determine_form(self, layer: LoraLayer, weight: Fqn, module: str) -> Form:
+        """Determines how the product of factors is stored in the weight.
+
+        `module` is the path by which the configuration has its rank.
+        """
+        shape, down, up = self._shapes[weight], layer.down.shape, layer.up.shape
+        rank, types, settings = self._settings.rank(module), self._model_types, self._settings
+        out_in = (up[0], down[1])
+        misfit = self._make_error(
+            f"module {module!r} has A of shape {list(down)} and B of shape {list(up)}, which do not"
+            f" fit a base weight of shape {list(shape)}",
+            _OTHER_BASE,
+        )
+        is_convolution = layer.is_convolution and not layer.is_embedding
+        groups, rest = divmod(down[0], up[1]) if is_convolution else (1, 0)
+        if groups > 1 and not rest:
+            raise self._make_group_error(module, groups)
+        are_experts = len(shape) == _EXPERTS and not (is_convolution or layer.is_embedding)
+        expected = rank * shape[0] if are_experts else rank
+        if down[0] != up[1]:
+            raise misfit
+        if down[0] != expected:
+            raise self._make_error(
+                f"module {module!r} has factors of rank {down[0]}, expected {expected} by the"
+                " configuration, which would give them another scaling",
+                _OTHER_CONFIG,
+            )
+        if layer.is_embedding:  # A is [rank, vocabulary], B [dimension, rank]
+            if shape != (*down[1:], *up[:1]):
+                raise misfit
+            return "embedding"
+        if is_convolution:
+            if shape == (*out_in, *down[2:]) and all(size == 1 for size in up[2:]):
+                return "conv"
+            groups, rest = divmod(down[1], shape[1] if len(shape) > 1 else down[1] + 1)
+            if groups > 1 and not rest and (*shape[:1], *shape[2:]) == (up[0], *down[2:]):
+                raise self._make_group_error(module, groups)
+            raise misfit
+        own = shape[1:] if are_experts else shape
+        straight, crossed = own == out_in, own == out_in[::-1]
+        if not (straight or crossed):
+            raise misfit
+        if are_experts:
+            if straight and crossed:
+                # For PEFT before 0.19 every fused weight of experts was [experts, in, out].
+                is_old = parse_version(settings.peft_version) < EXPERTS_BY_CLASS
+                crossed = is_old or bool(types & _TRANSPOSED_EXPERTS)
+            return "experts_transposed" if crossed else "experts"
+        if straight and crossed:  # PEFT sets the option by the last module
+            crossed = is_conv1d(module, types) if types else settings.fan_in_fan_out
+        return "transposed" if crossed else "linear"
+
+    def _make_group_error(self, module: str, groups: int) -> RefusedError:
+        return self._make_error(
+            f"module {module!r} is a convolution of {groups} groups, whose LoRA has no"
+            " merged form: each group of outputs depends on all inputs through it",
+            "keep this adapter apart from its base; PEFT does not merge it either",
         )
 
     # --- trained tokens ---
@@ -335,121 +447,3 @@ class _Pairing:
 
     def _make_error(self, message: str, hint: str) -> RefusedError:
         return RefusedError(message, where=self._source.where, hint=hint)
-
-
-_MATRIX = 2
-_EXPERTS = 3
-# Model types whose fused experts are stored as [experts, in, out].
-_TRANSPOSED_EXPERTS = frozenset({"gpt_oss", "openai_privacy_filter", "aria", "aria_text"})
-
-
-class FactorShapes(Struct, frozen=True):
-    """The shapes of a weight and its factors, and what else decides how they fit.
-
-    Attributes:
-        weight: Shape of the weight.
-        down: Shape of A.
-        up: Shape of B.
-        rank: The rank of the module by the configuration.
-        module: Its path.
-        fan_in_fan_out: The option of the configuration, which PEFT sets by the last module.
-        is_old: Whether PEFT before 0.19 wrote the adapter, for which every fused weight of experts
-            was [experts, in, out].
-        model_types: See `find_model_types`.
-        where: The adapter's name in errors.
-    """
-
-    weight: Shape
-    down: Shape
-    up: Shape
-    rank: int
-    module: str
-    fan_in_fan_out: bool
-    is_old: bool
-    model_types: frozenset[str]
-    where: str
-
-
-def determine_form(factors: FactorShapes) -> Form:
-    """Determines how the product of factors is stored in the weight."""
-    if len(factors.down) > _MATRIX:
-        return _convolution(factors)
-    if len(factors.down) != _MATRIX or len(factors.up) != _MATRIX:
-        raise _make_misfit(factors)
-    if len(factors.weight) == _EXPERTS:
-        return _experts(factors)
-    _check_rank(factors, factors.rank)
-    out_in = (factors.up[0], factors.down[1])
-    straight, crossed = factors.weight == out_in, factors.weight == out_in[::-1]
-    if not (straight or crossed):
-        raise _make_misfit(factors)
-    if straight and crossed:
-        types = factors.model_types
-        crossed = is_conv1d(factors.module, types) if types else factors.fan_in_fan_out
-    return "transposed" if crossed else "linear"
-
-
-def check_embedding(factors: FactorShapes) -> Form:
-    """Checks the factors of an embedding: A is [rank, vocabulary], B [dimension, rank]."""
-    _check_rank(factors, factors.rank)
-    if factors.weight != (*factors.down[1:], *factors.up[:1]):
-        raise _make_misfit(factors)
-    return "embedding"
-
-
-def _convolution(factors: FactorShapes) -> Form:
-    apart, rest = divmod(factors.down[0], factors.up[1])
-    if apart > 1 and not rest:
-        raise _make_group_error(factors, apart)
-    _check_rank(factors, factors.rank)
-    out, inside, kernel = factors.up[0], factors.down[1], factors.down[2:]
-    if factors.weight == (out, inside, *kernel) and all(size == 1 for size in factors.up[2:]):
-        return "conv"
-    groups, rest = divmod(inside, factors.weight[1] if len(factors.weight) > 1 else inside + 1)
-    if groups > 1 and not rest and factors.weight[:1] == (out,) and factors.weight[2:] == kernel:
-        raise _make_group_error(factors, groups)
-    raise _make_misfit(factors)
-
-
-def _make_group_error(factors: FactorShapes, groups: int) -> RefusedError:
-    return RefusedError(
-        f"module {factors.module!r} is a convolution of {groups} groups, whose LoRA has no"
-        " merged form: each group of outputs depends on all inputs through it",
-        where=factors.where,
-        hint="keep this adapter apart from its base; PEFT does not merge it either",
-    )
-
-
-def _experts(factors: FactorShapes) -> Form:
-    experts = factors.weight[0]
-    _check_rank(factors, factors.rank * experts)
-    out_in = (factors.up[0], factors.down[1])
-    straight, crossed = factors.weight[1:] == out_in, factors.weight[1:] == out_in[::-1]
-    if not (straight or crossed):
-        raise _make_misfit(factors)
-    if straight and crossed:
-        crossed = factors.is_old or bool(factors.model_types & _TRANSPOSED_EXPERTS)
-    return "experts_transposed" if crossed else "experts"
-
-
-def _check_rank(factors: FactorShapes, expected: int) -> None:
-    ranks = (factors.down[0], factors.up[1] if len(factors.up) > 1 else 0)
-    if ranks == (expected, expected):
-        return
-    if ranks[0] == ranks[1]:
-        raise RefusedError(
-            f"module {factors.module!r} has factors of rank {ranks[0]}, expected {expected} by the"
-            " configuration, which would give them another scaling",
-            where=factors.where,
-            hint="pass the configuration that the adapter was trained with as --adapter-config",
-        )
-    raise _make_misfit(factors)
-
-
-def _make_misfit(factors: FactorShapes) -> RefusedError:
-    return RefusedError(
-        f"module {factors.module!r} has A of shape {list(factors.down)} and B of shape"
-        f" {list(factors.up)}, which do not fit a base weight of shape {list(factors.weight)}",
-        where=factors.where,
-        hint="the adapter was trained on another base model; pass that one with --base",
-    )

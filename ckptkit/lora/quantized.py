@@ -1,16 +1,21 @@
-"""Weights that bitsandbytes packed: how they are found, how they were packed, and the record of it.
+"""Weights that bitsandbytes packed, and the record that an extracted adapter keeps of its base.
 
 A packed weight has companions in most checkpoints, and none where FSDP made a plain parameter of
 it. Companions are recognised by their names; without them the size of the weight decides, since the
 factors of its LoRA or the original model give its shape. Embeddings and heads that are not packed
-are not affected. `ckptkit.adapters.quantized` makes operands of packed weights.
+are not affected. `ckptkit.adapters.packed_bases` makes operands of packed weights.
 
-`Quantization` is the record that the manifest of an extracted adapter keeps of its packed base, so
-that the weights that training computed with can be derived from the plain base.
+An extracted adapter has left its base behind. Its manifest records checksums of a few frozen
+weights, and how the base was packed, so that a merge can check the base that it is given. Names of
+models prove little, since folders are renamed and copied; commits do. So another commit is a
+contradiction, and so is another repository of the Hub; what is neither proven nor disproven is a
+note, unless the weights themselves can be compared.
 
 Source: bitsandbytes 0.50, `functional.py` (`QuantState.as_dict`), `utils.py`
 (`pack_dict_to_tensor`): a JSON object as a tensor of bytes; `nn/modules.py`
-(`Linear4bit._save_to_state_dict`, `Linear8bitLt._save_to_state_dict`).
+(`Linear4bit._save_to_state_dict`, `Linear8bitLt._save_to_state_dict`). huggingface_hub's cache
+(`models--org--name/snapshots/COMMIT`); transformers, which keeps `_commit_hash` and
+`_name_or_path` in configurations of older versions.
 """
 
 from __future__ import annotations
@@ -20,12 +25,14 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from msgspec import Struct, field
+from msgspec import Struct, convert, field, to_builtins
+from msgspec.structs import asdict
 
 from ckptkit.core.errors import FormatError, UnsupportedError
 from ckptkit.core.index import Shape, TensorEntry
+from ckptkit.core.manifest import Manifest
 from ckptkit.core.model_configs import parse_json_object
-from ckptkit.lora.config import is_dimension, is_finite
+from ckptkit.lora.config import LoraSettings, is_dimension, is_finite
 
 FourBitType = Literal["nf4", "fp4"]
 QUANT_TYPES: Mapping[str, FourBitType] = {"nf4": "nf4", "fp4": "fp4"}
@@ -37,43 +44,24 @@ _HINT = "the file is damaged; take another copy of it"
 
 
 class FourBitSettings(Struct, frozen=True):
-    """How weights were packed; None for what is unknown.
-
-    Attributes:
-        quant_type: The meaning of the codes.
-        nested: Whether the scales were quantized too ("double quantization").
-        blocksize: How many elements share a scale.
-        dtype: The element type before packing.
-    """
+    """How weights were packed; None for what is unknown."""
 
     quant_type: FourBitType | None = None
-    nested: bool | None = None
-    blocksize: int | None = None
-    dtype: str | None = None
+    nested: bool | None = None  # the scales were quantized too ("double quantization")
+    blocksize: int | None = None  # elements that share a scale
+    dtype: str | None = None  # before packing
 
 
 class FourBitState(Struct, frozen=True):
-    """How one weight was packed.
-
-    Attributes:
-        quant_type: The meaning of the codes.
-        blocksize: How many elements share a scale.
-        dtype: The element type before packing.
-        shape: The shape of the weight.
-        nested_blocksize: How many scales share a scale; 0 where scales were not quantized.
-        nested_offset: The offset that was subtracted from the scales first.
-    """
-
     quant_type: FourBitType
-    blocksize: int
-    dtype: str
+    blocksize: int  # elements that share a scale
+    dtype: str  # before packing
     shape: Shape
-    nested_blocksize: int = 0
-    nested_offset: float = 0.0
+    nested_blocksize: int = 0  # scales that share a scale; 0 where they were not quantized
+    nested_offset: float = 0.0  # subtracted from the scales first
 
     @classmethod
     def parse(cls, data: bytes, *, where: str) -> FourBitState:
-        """Parses the bytes of a `quant_state` tensor."""
         document = parse_json_object(data, where=where)
         quant_type = _parse_choice(document, "quant_type", tuple(QUANT_TYPES), where)
         blocksize = _parse_choice(document, "blocksize", BLOCKSIZES, where)
@@ -130,22 +118,12 @@ _FOREIGN = re.compile(
 
 
 class PackedWeight(Struct, frozen=True):
-    """A weight that bitsandbytes packed.
-
-    Attributes:
-        name: Its name in the model.
-        bits: How many bits each of its elements takes.
-        packed: The tensor with the packed numbers.
-        companions: Tensors stored with it, by bitsandbytes' names: `absmax`, `quant_map`,
-            `nested_absmax`, `nested_quant_map`, `quant_state.bitsandbytes__nf4`, `SCB`, …
-        shape: The shape of the weight itself, None where only its quantization state has it.
-    """
-
     name: str
-    bits: Bits
+    bits: Bits  # of each element
     packed: TensorEntry
+    # By bitsandbytes' names: `absmax`, `quant_map`, `quant_state.…`, `SCB`.
     companions: Mapping[str, TensorEntry]
-    shape: Shape | None
+    shape: Shape | None  # None where only its quantization state has it
 
     @property
     def state(self) -> TensorEntry | None:
@@ -229,7 +207,6 @@ def read_dtype(config: Mapping[str, Any] | None) -> str | None:
 def refuse_unmodelled(
     entries: Mapping[str, TensorEntry], config: Mapping[str, Any] | None, *, location: str
 ) -> None:
-    """Refuses weights that are packed in a way that is not modelled."""
     options = (config or {}).get("quantization_config") or {}
     is_parsed = isinstance(options, Mapping)
     method = options.get("quant_method", _BITSANDBYTES) if is_parsed else str(options)
@@ -248,32 +225,20 @@ def refuse_unmodelled(
         )
 
 
-class PackedRecord(Struct, frozen=True):
-    """One weight that was packed, or may have been.
+class PackedRecord(Struct, frozen=True, array_like=True):
+    """One weight that was packed, or may have been."""
 
-    Attributes:
-        size_bytes: Its packed size.
-        offset: The mean of its scales, where they were quantized too and that was saved.
-        crc32: Checksum of its packed bytes; None where it is not known.
-    """
-
-    size_bytes: int
-    offset: float | None = None
-    crc32: int | None = None
+    size_bytes: int  # packed
+    offset: float | None = None  # the mean of its scales, where they were quantized too
+    crc32: int | None = None  # of its packed bytes
 
 
 class Packing(Struct, frozen=True):
-    """Weights that were packed alike.
+    """Weights that were packed alike."""
 
-    Attributes:
-        settings: How they were packed, as far as the checkpoint shows; None for eight bits.
-        storage: The element type that packed numbers were stored under.
-        weights: The weights, by their names in the plain model.
-    """
-
-    settings: FourBitSettings | None
-    storage: str
-    weights: Mapping[str, PackedRecord] = field(default_factory=dict)
+    settings: FourBitSettings | None  # None for eight bits
+    storage: str  # the element type that packed numbers were stored under
+    weights: Mapping[str, PackedRecord] = field(default_factory=dict)  # by name in the plain model
 
     @property
     def is_known(self) -> bool:
@@ -284,7 +249,6 @@ class Packing(Struct, frozen=True):
         return any(weight.crc32 is not None for weight in self.weights.values())
 
     def to_json(self) -> dict[str, Any]:
-        """Returns it as plain values."""
         four = self.settings
         settings = {} if four is None else {
             "quant_type": four.quant_type,
@@ -296,15 +260,12 @@ class Packing(Struct, frozen=True):
             "bits": 8 if four is None else 4,
             **settings,
             "storage": self.storage,
-            "weights": {
-                name: [weight.size_bytes, weight.offset, weight.crc32]
-                for name, weight in self.weights.items()
-            },
+            "weights": to_builtins(self.weights),
         }
 
 
 def _packing_from_json(document: Mapping[str, Any]) -> Packing:
-    weights = {str(name): PackedRecord(*row) for name, row in document["weights"].items()}
+    weights = convert(document["weights"], dict[str, PackedRecord])
     storage = str(document["storage"])
     if document["bits"] != FOUR_BITS:
         return Packing(None, storage, weights)
@@ -324,20 +285,12 @@ def _recorded(value: Any, choices: Any) -> Any:
 
 
 class Quantization(Struct, frozen=True):
-    """How the base of an adapter was packed in training.
+    """How the base of an adapter was packed in training."""
 
-    Attributes:
-        kinds: Such as `nf4` and `int8`.
-        weights: How many weights are packed in the checkpoint; 0 where only its configuration
-            says so.
-        checkpoint: The path of the checkpoint.
-        packings: Which weights they are, and how they were packed; none where that is not known.
-    """
-
-    kinds: tuple[str, ...]
-    weights: int
+    kinds: tuple[str, ...]  # such as nf4 and int8
+    weights: int  # how many are packed; 0 where only the configuration says so
     checkpoint: str
-    packings: tuple[Packing, ...] = ()
+    packings: tuple[Packing, ...] = ()  # empty where they are not known
 
     @property
     def can_be_repeated(self) -> bool:
@@ -350,7 +303,6 @@ class Quantization(Struct, frozen=True):
         return any(four is not None and four.nested is None for four in settings)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns it as plain values."""
         document: dict[str, Any] = {
             "kinds": list(self.kinds),
             "weights": self.weights,
@@ -367,3 +319,114 @@ def quantization_from_json(document: Mapping[str, Any]) -> Quantization:
     packings = tuple(_packing_from_json(packing) for packing in document.get("packings", ()))
     weights, checkpoint = int(document["weights"]), str(document["checkpoint"])
     return Quantization(kinds, weights, checkpoint, packings)
+
+
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_CACHED = re.compile(r"(?:^|/)models--([^/]+?)--([^/]+)/snapshots/([^/]+)")
+_URL = re.compile(r"hf://([\w.-]+)/([\w.-]+)(?:@([0-9a-f]{40}))?(?:/|$)")
+_REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
+_COMMIT_KEY = "_commit_hash"
+# Fields of the source in the manifest of an extracted adapter.
+_DIGESTS = "base_digests"
+_QUANTIZATION = "base_quantization"
+
+
+class BaseIdentity(Struct, frozen=True):
+    """A base, as far as it can be identified; unknown facts are empty."""
+
+    name: str = ""  # the repository or path that is recorded, or the path that was given
+    commit: str = ""  # the full one
+    repository: str = ""  # `org/name`, where the path that was given contains it
+
+
+def parse_recorded_base(settings: LoraSettings) -> BaseIdentity:
+    name = settings.base_model_name_or_path or ""
+    cached = _CACHED.search(name)
+    commit = settings.revision or ""
+    if cached is not None:  # a run that was given a path of the Hub's cache
+        name, commit = f"{cached[1]}/{cached[2]}", cached[3]
+    return BaseIdentity(name, commit if _COMMIT.fullmatch(commit) else "")
+
+
+def identify_base(path: str, config: Mapping[str, Any] | None) -> BaseIdentity:
+    """Identifies a base by its path and its configuration.
+
+    Links in `path` are resolved no further than the snapshot of the Hub's cache.
+    """
+    cached = _CACHED.search(path) or _URL.match(path)
+    repository, commit = (f"{cached[1]}/{cached[2]}", cached[3] or "") if cached else ("", "")
+    recorded = (config or {}).get(_COMMIT_KEY)
+    if not commit and isinstance(recorded, str):
+        commit = recorded
+    return BaseIdentity(path, commit if _COMMIT.fullmatch(commit) else "", repository)
+
+
+def compare_bases(expected: BaseIdentity, base: BaseIdentity) -> tuple[list[str], str]:
+    """Compares the base that was trained on with the one that is given.
+
+    Returns proofs that it is another one; and where nothing proves either, a note.
+    """
+    contradictions: list[str] = []
+    is_same = bool(expected.commit) and expected.commit == base.commit
+    if expected.commit and base.commit and not is_same:
+        contradictions.append(f"found commit {base.commit}, expected {expected.commit}")
+    is_repository = _REPOSITORY.fullmatch(expected.name) is not None
+    if base.repository and is_repository and base.repository != expected.name:
+        contradictions.append(f"found repository {base.repository}, expected {expected.name}")
+    if contradictions or is_same or expected.name.rstrip("/") == base.name.rstrip("/") != "":
+        return contradictions, ""
+    if not expected.name:
+        return [], f"the base that was trained on is not recorded; {base.name} is used unchecked"
+    if base.repository == expected.name:
+        return [], (
+            f"the adapter records no commit of {expected.name}, so that nothing proves that"
+            f" {base.name} has the same weights"
+        )
+    return [], (
+        f"the adapter was trained on {expected.name}, and nothing proves that {base.name} has"
+        " the same weights"
+    )
+
+
+class WeightDigest(Struct, frozen=True):
+    """A frozen weight of the base, as it was in training."""
+
+    dtype: str
+    shape: Shape
+    crc32: int  # of its bytes, row-major
+
+
+class BaseRecord(Struct, frozen=True):
+    # Of a few weights, by name in the plain model.
+    digests: Mapping[str, WeightDigest] = field(default_factory=dict)
+    quantization: Quantization | None = None
+
+    def facts(self) -> dict[str, Any]:
+        """Returns the record as the source of a manifest holds it."""
+        facts: dict[str, Any] = {}
+        if self.digests:
+            facts[_DIGESTS] = {
+                name: {**asdict(digest), "shape": list(digest.shape)}
+                for name, digest in self.digests.items()
+            }
+        if self.quantization is not None:
+            facts[_QUANTIZATION] = self.quantization.to_json()
+        return facts
+
+
+def parse_base_record(manifest: Manifest, where: str) -> BaseRecord:
+    """Parses what the manifest of an extracted adapter records of its base."""
+    if manifest.kind != "adapter":
+        return BaseRecord()
+    try:
+        digests = convert(manifest.source.get(_DIGESTS, {}), dict[str, WeightDigest])
+        quantization = manifest.source.get(_QUANTIZATION)
+        if quantization is None:
+            return BaseRecord(digests)
+        return BaseRecord(digests, quantization_from_json(quantization))
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
+        raise FormatError(
+            "what the manifest says of the adapter's base is damaged",
+            where=where,
+            hint="extract the adapter again",
+        ) from error

@@ -12,8 +12,7 @@ from typing import Any, Self
 import msgspec.structs
 from msgspec.structs import replace
 
-from ckptkit.adapters.merge.merge_adapters import AdapterChoice, list_choices, prepare_merge
-from ckptkit.adapters.sources import AdapterRequest
+from ckptkit.adapters.merge import AdapterChoice, MergeJob, list_adapters
 from ckptkit.conversion.prepare import ConversionJob
 from ckptkit.conversion.source.adapters import describe_adapters
 from ckptkit.conversion.source.open import open_checkpoint
@@ -22,8 +21,6 @@ from ckptkit.conversion.write import PlannedOutput
 from ckptkit.core.errors import RefusedError, UsageError
 from ckptkit.engine.outcome import Listener
 from ckptkit.lora.changes import MergeRequest
-from ckptkit.options import Resources
-from ckptkit.storage.locations import Sources
 from ckptkit.storage.places import PathLike
 
 DEFAULT_BUDGET = "96MB"
@@ -71,7 +68,9 @@ class ServePlan:
             options = {**options, "memory_budget": DEFAULT_BUDGET}
         merges = any(options.get(name) not in _DEFAULTS for name in _OF_MERGES)
         job = ConversionJob.from_options(options, "hf")
-        return cls(job, _list_adapters(options) if adapters is None else adapters, options, merges)
+        if adapters is None:
+            adapters = list_adapters(options, job.resources)
+        return cls(job, adapters, options, merges)
 
     def of_step(self, place: PathLike) -> ServePlan:
         """Returns the same for another source, a step of the run."""
@@ -114,8 +113,14 @@ class ServePlan:
                 )
         request = MergeRequest.from_options(self.options)
         job = self.job
-        merge = prepare_merge(self.adapters, None, request, base=job.base, resources=job.resources)
-        return stack.enter_context(merge).prepared
+        merge = MergeJob(
+            adapters=self.adapters,
+            destination="",
+            request=request,
+            base=job.base,
+            resources=job.resources,
+        )
+        return stack.enter_context(merge.plan_output())
 
     def _holds_adapter(self) -> bool:
         """Returns whether the source is an adapter, or a model with one in it."""
@@ -131,18 +136,6 @@ class ServePlan:
             )
             folders = SideFolders(stack, checkpoint, job.base)
             return describe_adapters(checkpoint, folders) is not None
-
-
-def _list_adapters(options: Mapping[str, Any]) -> list[AdapterChoice]:
-    """Returns the adapters that the options of `merge_adapter` name."""
-    limit = Resources.from_options(options).memory_limit_bytes
-    first = AdapterRequest.from_options(options, limit_bytes=limit)
-    sources = Sources(options["src"], options.get("src_options"))
-    further = [
-        (sources.place(one[0]), one[1]) if isinstance(one, tuple) else sources.place(one)
-        for one in options.get("further", ())
-    ]
-    return list_choices(options["src"], first, options.get("adapters", ()), further)
 
 
 _NEEDED = ("aiohttp", "botocore")

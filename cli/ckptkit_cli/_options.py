@@ -31,12 +31,12 @@ from ckptkit.options import (
     choose_dtype,
     positive_number,
 )
-from ckptkit.storage.locations import Sources, parse_options, resolve_places
+from ckptkit.storage.locations import parse_options, resolve_places
 from ckptkit_cli._program import OUTPUT as OUTPUT  # noqa: PLC0414  a group as the others below
 from ckptkit_cli._program import Argument, Option
 
 if TYPE_CHECKING:
-    from ckptkit.adapters.merge.merge_adapters import AdapterChoice
+    from ckptkit.adapters.merge import AdapterChoice
     from ckptkit.conversion.prepare import ConversionJob
 
 READ = "What is read"
@@ -561,19 +561,15 @@ def values_with_places(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def choose_adapters(values: Mapping[str, Any], resources: Resources) -> list[AdapterChoice]:
     """Returns the adapters that the options of a merge name, in the order of merging."""
-    from ckptkit.adapters.merge.merge_adapters import list_choices
-    from ckptkit.adapters.sources import AdapterRequest
+    from ckptkit.adapters.merge import list_adapters
 
-    first = AdapterRequest.from_options(values, limit_bytes=resources.memory_limit_bytes)
     names = [_split_weight(text, "--adapter") for text in values["adapter"]]
     # A path may contain an equals sign itself.
     pairs = [
         (text, 1.0) if text and Path(text).exists() else _split_weight(text, "--with")
         for text in values["further"]
     ]
-    sources = Sources(values["src"], values["src_option"])
-    further = [(sources.place(text), weight) for text, weight in pairs]
-    return list_choices(values["src"], first, names, further)
+    return list_adapters({**values, "adapters": names, "further": pairs}, resources)
 
 
 def _split_weight(text: str, option: str) -> tuple[str, float]:

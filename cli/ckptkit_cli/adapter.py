@@ -16,9 +16,8 @@ from ckptkit_cli._output import Output, counted, escaped, table
 from ckptkit_cli._program import Argument, Option, command, make_group
 
 if TYPE_CHECKING:
-    from ckptkit.adapters.extract import ExtractedAdapter
-    from ckptkit.adapters.merge.merge_adapters import MergedModel
-    from ckptkit.adapters.merge.report import MergedLayer
+    from ckptkit.adapters.merge import MergedLayer, MergedModel
+    from ckptkit.adapters.sources import OpenedAdapter
     from ckptkit.core.manifest import Manifest
     from ckptkit.lora.accounting import ModuleRow
     from ckptkit_cli._pages import Consolidated
@@ -92,39 +91,41 @@ def extract(output: Output, **values: Any) -> None:
                 output.lines(["", *_adapter_table(output, adapter.rows, adapter.norms)])
         return
     with Progress(output, "adapter extract") as progress:
-        done = run_extraction(src, out, request, overwrite=overwrite, listener=progress.listen)
-    progress.warn(done.notes)
+        manifest, found = run_extraction(
+            src, out, request, overwrite=overwrite, listener=progress.listen
+        )
+    progress.warn(found.notes)
     output.document(
         {
-            **manifest_json(out, done.manifest, progress.seconds),
-            "adapter": done.name,
-            "config": done.config_path or None,
-            "unverified": done.manifest.unverified,
-            "layers": _adapter_layers(done.rows, done.norms),
-            "notes": list(done.notes),
+            **manifest_json(out, manifest, progress.seconds),
+            "adapter": found.adapter.name,
+            "config": found.config_path or None,
+            "unverified": manifest.unverified,
+            "layers": _adapter_layers(found.rows, found.norms),
+            "notes": list(found.notes),
         }
     )
-    output.lines(_extraction_page(output, done, out, progress.seconds))
+    output.lines(_extraction_page(output, manifest, found, out, progress.seconds))
     if values["report"]:
-        output.lines(_adapter_table(output, done.rows, done.norms))
-    output.lines(_loading_line(output, done.manifest, out))
+        output.lines(_adapter_table(output, found.rows, found.norms))
+    output.lines(_loading_line(output, manifest, out))
 
 
 def _extraction_page(
-    output: Output, done: ExtractedAdapter, out: str, seconds: float
+    output: Output, manifest: Manifest, found: OpenedAdapter, out: str, seconds: float
 ) -> Iterator[str]:
     from ckptkit_cli._pages import proof_lines
 
-    manifest = done.manifest
-    ranks = sorted({row.rank for row in done.rows if row.rank is not None})
+    ranks = sorted({row.rank for row in found.rows if row.rank is not None})
     yield output.styled(escaped(out), "bold")
     yield (
         f"  wrote      {counted(len(manifest.tensors), 'tensor')} of adapter"
-        f" {escaped(repr(done.name))}, {size_text(manifest.size_bytes)}, in {seconds:.2f} s"
+        f" {escaped(repr(found.adapter.name))}, {size_text(manifest.size_bytes)},"
+        f" in {seconds:.2f} s"
     )
-    trained = sum(row.kind != "frozen" for row in done.rows)
+    trained = sum(row.kind != "frozen" for row in found.rows)
     yield f"  layers     {counted(trained, 'module')}, rank {', '.join(map(str, ranks)) or 'none'}"
-    yield f"  config     {escaped(done.config_path) or 'inferred from the tensors'}"
+    yield f"  config     {escaped(found.config_path) or 'inferred from the tensors'}"
     yield from proof_lines(output, manifest)
 
 
@@ -244,39 +245,33 @@ def merge(output: Output, **values: Any) -> None:
     as a whole. Each tensor of the adapters is used exactly once, and each of the base is written
     exactly once. OUT appears when it is complete and durable, or not at all.
     """
-    from ckptkit.adapters.merge.merge_adapters import (
-        check_merge_destination,
-        prepare_merge,
-        run_merge,
-    )
+    from ckptkit.adapters.merge import MergeJob, run_merge
     from ckptkit.lora.changes import MergeRequest
     from ckptkit_cli._pages import Consolidated, plan_json, plan_page
     from ckptkit_cli._progress import Progress
 
     values = values_with_places(values)
-    out, base, overwrite = values["out"], values["base"], values["overwrite"]
-    request = MergeRequest.from_options(values)
+    out, request = values["out"], MergeRequest.from_options(values)
     resources = Resources.from_options(values)
-    adapters = options.choose_adapters(values, resources)
+    job = MergeJob(
+        adapters=options.choose_adapters(values, resources),
+        destination=out,
+        request=request,
+        base=values["base"],
+        overwrite=values["overwrite"],
+        resources=resources,
+    )
     if values["dry_run"]:
-        check_merge_destination(adapters, out, base, overwrite=overwrite)
-        with prepare_merge(adapters, out, request, base=base, resources=resources) as plan:
-            layers = list(map(plain_fields, plan.layers))
-            output.document({**plan_json(plan.prepared, out), "layers": layers})
-            output.lines(plan_page(output, plan.prepared, out))
+        job.check_places()
+        with job.plan() as (planned, layers):
+            rows = list(map(plain_fields, layers))
+            output.document({**plan_json(planned, out), "layers": rows})
+            output.lines(plan_page(output, planned, out))
             if request.report:
-                output.lines(["", *_merge_table(output, plan.layers)])
+                output.lines(["", *_merge_table(output, layers)])
         return
     with Progress(output, "adapter merge") as progress:
-        merged = run_merge(
-            adapters,
-            out,
-            request,
-            base=base,
-            overwrite=overwrite,
-            resources=resources,
-            listener=progress.listen,
-        )
+        merged = run_merge(job, progress.listen)
     done = Consolidated(out, merged.manifest, progress.seconds, merged.notes)
     progress.warn(merged.notes)
     output.document({**done.to_json(), "layers": list(map(plain_fields, merged.layers))})

@@ -20,9 +20,8 @@ import ckptkit
 from ckptkit.core.dtypes import dtype_named
 from ckptkit.core.errors import CkptkitError, LimitError, UsageError
 from ckptkit.core.index import Fqn
-from ckptkit.lora.config import LoraSettings
+from ckptkit.lora.config import LoraSettings, match_expression
 from ckptkit.lora.inference import is_target
-from ckptkit.lora.patterns import match_expression
 from ckptkit.name_maps.apply import apply_map
 from ckptkit.name_maps.language import parse_map
 

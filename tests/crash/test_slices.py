@@ -20,7 +20,7 @@ import safetensors.numpy
 from msgspec.structs import replace
 
 import ckptkit
-from ckptkit.adapters.merge.merge_adapters import AdapterChoice, prepare_merge, run_merge
+from ckptkit.adapters.merge import AdapterChoice, MergeJob, run_merge
 from ckptkit.conversion import job as jobs
 from ckptkit.conversion.job import JobResult, run_job
 from ckptkit.conversion.prepare import ConversionJob
@@ -130,27 +130,21 @@ def write_slice(job: Any, out: PathLike, share: Share) -> None:
         write_output(planned, strategy, ignore)
 
 
-class Merge:
-    """What a merge is made from: kernels that prepare themselves, and two sources."""
-
-    def __init__(self, out: Path) -> None:
-        self.adapters = [AdapterChoice(path=FIXTURES / "peft_qdora_fsdp2_ckptkit" / "checkpoint")]
-        self.request = MergeRequest(max_file_bytes=20_000)
-        self.out = out
-
-    @contextmanager
-    def plan_output(self) -> Iterator[PlannedOutput]:
-        with prepare_merge(
-            self.adapters, self.out, self.request, base=None, resources=ONE
-        ) as merge:
-            yield merge.prepared
-
-
 def test_a_merge_can_be_sliced(tmp_path: Path) -> None:
-    job = Merge(tmp_path / "out")
-    run_merge(job.adapters, tmp_path / "whole", job.request)
+    """Its kernels prepare themselves, and it reads two sources."""
+    source, request = FIXTURES / "peft_qdora_fsdp2_ckptkit", MergeRequest(max_file_bytes=20_000)
+    out, whole = (
+        MergeJob(
+            adapters=[AdapterChoice(path=source / "checkpoint")],
+            destination=tmp_path / name,
+            request=request,
+            resources=ONE,
+        )
+        for name in ("out", "whole")
+    )
+    run_merge(whole)
     for number in (1, 2, 0):
-        write_slice(job, job.out, Share(number, 3))
+        write_slice(out, tmp_path / "out", Share(number, 3))
     assert content(tmp_path / "out") == content(tmp_path / "whole")
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import ckptkit
-from ckptkit.adapters import compare_models as tuned_sides
+from ckptkit.adapters import from_diff
 from ckptkit.conversion.names_on_disk import DiskNames
 from ckptkit.core.errors import (
     AdapterError,
@@ -323,7 +323,7 @@ def test_modules_have_the_names_that_they_have_in_memory(
     tensors = [_piece("q.weight", (4, 4), "model.q.weight", 0)]
     tensors += [_piece(f"experts.{i}.up.weight", (3, 4), "model.experts.up", i) for i in (0, 1)]
     names = HubNames("5.23", live, {tensor.name: tensor for tensor in tensors})
-    monkeypatch.setattr(tuned_sides, "find_disk_names", lambda *_, **__: DiskNames(names))
+    monkeypatch.setattr(from_diff, "find_disk_names", lambda *_, **__: DiskNames(names))
     state = {str(tensor.name): torch.ones(tensor.shape) for tensor in tensors}
     save_file(state, tmp_path / "base.safetensors")
     save_file({k: v + torch.eye(*v.shape) for k, v in state.items()}, tmp_path / "new.safetensors")

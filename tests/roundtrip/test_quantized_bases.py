@@ -19,15 +19,15 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
 
 import ckptkit
-from ckptkit.adapters.merge.base_model import (
+from ckptkit.adapters.base_model import (
     BASE,
     Alignment,
     BaseSource,
     PlacedTensor,
     make_base_tensors,
 )
-from ckptkit.adapters.merge.merge_adapters import AdapterChoice, MergedModel, run_merge
-from ckptkit.adapters.quantized.bases import ModelWeights, QuantizedBase, plan_quantized
+from ckptkit.adapters.merge import AdapterChoice, MergedModel, MergeJob, run_merge
+from ckptkit.adapters.packed_bases import ModelWeights, QuantizedBase, plan_quantized
 from ckptkit.adapters.sources import AdapterRequest
 from ckptkit.conversion.source.open import open_checkpoint
 from ckptkit.core.errors import CkptkitError, FormatError, RefusedError, UnsupportedError
@@ -72,7 +72,8 @@ def merged(
 ) -> tuple[Tensors, MergedModel]:
     """Merges one adapter."""
     choice = AdapterChoice(path=source, request=AdapterRequest(config=config))
-    report = run_merge([choice], out, MergeRequest(**options), base=base)
+    job = MergeJob(adapters=[choice], destination=out, request=MergeRequest(**options), base=base)
+    report = run_merge(job)
     return load_file(out / "model.safetensors"), report
 
 

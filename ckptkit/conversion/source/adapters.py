@@ -7,7 +7,8 @@ import posixpath
 import re
 import shlex
 from collections import Counter
-from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -50,9 +51,14 @@ from ckptkit.lora.config import (
     is_dimension,
     is_finite,
 )
-from ckptkit.lora.dialects import BASE_LAYER, DEFAULT, SortedTensors, sort_entries
+from ckptkit.lora.dialects import (
+    BASE_LAYER,
+    DEFAULT,
+    SortedTensors,
+    build_table,
+    sort_entries,
+)
 from ckptkit.lora.foreign import ForeignAdapter, find_foreign
-from ckptkit.lora.layers import build_table
 from ckptkit.lora.pipeline_names import SETTINGS, WRITER
 from ckptkit.options import SOME_MODEL, ConsolidateRequest
 from ckptkit.plan.selection import model_trees, select_model
@@ -70,8 +76,7 @@ from ckptkit.storage.manifests import read_manifest
 from ckptkit.storage.places import PathLike, open_source, place_of
 
 if TYPE_CHECKING:
-    from ckptkit.lora.quantized import Quantization
-    from ckptkit.lora.recorded_base import BaseRecord
+    from ckptkit.lora.quantized import BaseRecord, Quantization
 
 
 _FACTOR = re.compile(r"(^|\.)lora_(A|B|embedding_A|embedding_B)\.")
@@ -79,8 +84,6 @@ _BASE_UNIT = "base_model_"  # the base of a PEFT model in the layout of the Trai
 
 
 class Choice(Struct, frozen=True):
-    """One adapter of a checkpoint."""
-
     name: str
     tree: str
     is_named: bool
@@ -149,9 +152,8 @@ def select_with_base(
 ) -> tuple[dict[str, TensorEntry], dict[str, Role]]:
     """Returns the tensors of the selected model; of an adapter with its base, those of both.
 
-    Returns:
-        The tensors by their names, and what each belongs to, if PEFT trained the model. A name
-        that is in several state dicts begins with that of its own.
+    With them comes what each belongs to, if PEFT trained the model. A name that is in several state
+    dicts begins with that of its own.
     """
     chosen = replace(request, select=checkpoint.select)
     roles = find_roles(checkpoint)
@@ -214,7 +216,6 @@ def choose_adapter(
     *,
     may_be_empty: bool = False,
 ) -> Choice:
-    """Returns the adapter that the user means."""
     adapters = list_adapters(trees, recorded)
     if not adapters and may_be_empty:
         holds_model = next(iter(checkpoint.index.of_part("model")), None) is not None
@@ -332,7 +333,6 @@ def _no_adapter_error(checkpoint: OpenedCheckpoint) -> RefusedError | Incomplete
 
 
 def _folders(checkpoint: OpenedCheckpoint) -> list[str]:
-    """Returns the names of the folders that a checkpoint was read from."""
     root = make_absolute(checkpoint.location)
     paths = (posixpath.join(root, unit.candidate.folder) for unit in checkpoint.units)
     return [posixpath.basename(path.rstrip("/")) for path in paths]
@@ -344,41 +344,22 @@ _OF_PEFT = re.compile(r"adapter_model\.(safetensors|bin)")
 
 
 class AdapterFacts(Struct, frozen=True):
-    """The adapters of one model in a checkpoint.
+    """The adapters of one model in a checkpoint."""
 
-    Attributes:
-        names: Their names, PEFT's default name first.
-        holds_base: Whether the checkpoint has the weights of the base, with all that is needed to
-            read them.
-        configured: Whether there is a configuration of the first adapter.
-        is_ready: Whether its files have the names of the library that loads it.
-        is_compared: Whether its modules were compared with those of the base.
-        folders: Where its files are, and those of the others, in the checkpoint.
-        library: The library that loads it.
-        packing: How the base was packed in training, if a folder of the adapter has a record.
-        base: The model that it was trained on, as the configuration names it: a folder that is
-            there, or an id on the Hub; else empty.
-        form: Whose form the factors have; see `ForeignAdapter`.
-        framework: Whose names the modules have; empty for those of Transformers.
-        is_extractable: Whether PEFT has a form of it.
-        lost: Its modules that the base does not have, which PEFT leaves out.
-        of_text: Its modules that only the text model of the base has under these names, so that
-            PEFT leaves them out of the multimodal one.
-    """
-
-    names: tuple[str, ...]
-    holds_base: bool
-    configured: bool
-    is_ready: bool = False
-    is_compared: bool = False
-    folders: tuple[str, ...] = ()
+    names: tuple[str, ...]  # PEFT's default name first
+    holds_base: bool  # with all that is needed to read it
+    configured: bool  # there is a configuration of the first adapter
+    is_ready: bool = False  # its files have the names of the library that loads it
+    is_compared: bool = False  # its modules were compared with those of the base
+    folders: tuple[str, ...] = ()  # of its files, and of the others, in the checkpoint
     library: str = PEFT
-    packing: Quantization | None = None
-    base: str = ""
-    form: str = PEFT
-    framework: str = ""
-    is_extractable: bool = True
-    lost: tuple[str, ...] = ()
+    packing: Quantization | None = None  # how the base was packed in training, if that is recorded
+    base: str = ""  # as the configuration names it: a folder that is there, or an id
+    form: str = PEFT  # whose form the factors have; see `ForeignAdapter`
+    framework: str = ""  # whose names the modules have; empty for those of Transformers
+    is_extractable: bool = True  # PEFT has a form of it
+    lost: tuple[str, ...] = ()  # modules that the base lacks, which PEFT leaves out
+    # Modules that only the text model of the base has under these names.
     of_text: tuple[str, ...] = ()
 
     def extract(self, source: str, out: str = "OUT", *, chosen: Sequence[str] = ()) -> str:
@@ -438,19 +419,12 @@ class AdapterFacts(Struct, frozen=True):
 
 
 class PeftFinding(Struct, frozen=True):
-    """An adapter of PEFT, of any method, or a model that PEFT wraps.
+    """An adapter of PEFT, of any method, or a model that PEFT wraps."""
 
-    Attributes:
-        method: Its `peft_type`; empty where it is not known.
-        tensor: A tensor of it; empty where only PEFT's files show it.
-        folder: The folder that PEFT wrote; empty for other checkpoints.
-        foreign: What is not PEFT's about its names; None where nothing is.
-    """
-
-    method: str
-    tensor: str
-    folder: str
-    foreign: ForeignAdapter | None = None
+    method: str  # its `peft_type`; empty where it is not known
+    tensor: str  # empty where only PEFT's files show it
+    folder: str  # that PEFT wrote; empty for other checkpoints
+    foreign: ForeignAdapter | None = None  # what is not PEFT's about its names
 
     @property
     def is_of_lora(self) -> bool:
@@ -590,14 +564,20 @@ def _describe_own(checkpoint: OpenedCheckpoint, folders: SideFolders) -> Adapter
     is_ready = is_of_pipeline(checkpoint)
     if not is_ready and record is not None and all(map(_OF_PEFT.fullmatch, units)):
         is_ready = all(map(_is_as_peft, trees.values()))
-    modules = [module for tree in trees.values() for module in list_adapted(tree.stripped)]
+    modules = [module for tree in trees.values() for module in build_table(tree.stripped).modules]
     is_of_one = not is_of_pipeline(checkpoint) or len(trees) == 1  # else each has its own base
     place = folders.base or (find_local(base) if base else None)
     lost: Sequence[str] | None = None
     of_text: Sequence[str] = ()
     if is_ready and is_of_one and place is not None:
-        lost = find_lost(modules, place)
-        of_text = () if lost else find_of_text(modules, place)
+        # Imported late: few commands need them, and `inspect` has to start fast.
+        from ckptkit.conversion.source.model_folders import read_names
+        from ckptkit.lora.pairing import find_lost, find_of_text
+
+        with suppress(CkptkitError):  # then it cannot be compared
+            in_base, config = read_names(place), read_config_in(place, "--base")
+            lost = find_lost(modules, in_base, config)
+            of_text = () if lost else find_of_text(modules, in_base, config)
     return AdapterFacts(
         tuple(names),
         holds_base=bool(rest) and (scales or not packed),
@@ -626,95 +606,6 @@ def _is_as_peft(contents: SortedTensors) -> bool:
     return not contents.live and all(n == entry.name for n, entry in contents.stripped.items())
 
 
-def list_adapted(tensors: Mapping[Fqn, TensorEntry]) -> list[str]:
-    """Returns the modules that the factors of an adapter belong to."""
-    table = build_table(tensors)
-    return [*(layer.module for layer in table.layers), *table.tokens]
-
-
-def find_lost(modules: Sequence[str], place: PathLike) -> Sequence[str] | None:
-    """Returns modules of an adapter that its base lacks; None where that cannot be said.
-
-    Only headers of the base are read.
-    """
-    # Few commands need them, and `inspect` has to start fast.
-    from ckptkit.conversion.source.model_folders import read_names
-    from ckptkit.hub_names.known_models import determine_need
-    from ckptkit.hub_names.outlines_table import BASE_PREFIXES
-    from ckptkit.lora.pairing import find_text_model, list_owners
-
-    try:
-        names, config = read_names(place), read_config_in(place, "--base")
-    except CkptkitError:
-        return None
-    owners = list_owners(names)
-    held = {owner[:end] for owner in owners for end in _ends(owner)}
-    missing = [module for module in modules if module not in held]
-    is_converted = determine_need(config, has_base=True).kind == "ask"
-    single = {m for m in modules if is_converted and _SINGLE_EXPERT.search(m) is not None}
-    if single:
-        # Transformers has them in one parameter: PEFT 0.21 joins the factors of all experts, for
-        # some families.
-        return sorted(single) if _are_some_experts(single, owners) else None
-    if not missing or find_text_model(modules, owners, config) is not None:
-        return ()
-    if is_converted or not names:
-        return None  # files and memory may have other names
-    known = {f"{prefix}.{owner}" for prefix in BASE_PREFIXES for owner in owners}
-    known |= {
-        o.removeprefix(f"{p}.") for o in owners for p in BASE_PREFIXES if o.startswith(f"{p}.")
-    }
-    return tuple(m for m in missing if m not in known)
-
-
-_OF_TEXT_ALONE = ("", "model.")  # what names of text models begin with that are no part of another
-_TEXT_CLASS = "ForCausalLM"
-
-
-def find_of_text(modules: Sequence[str], place: PathLike) -> Sequence[str]:
-    """Returns modules that are those of the text model alone where the base is a multimodal one.
-
-    `AutoModelForCausalLM` gives the text model for some multimodal configurations, and PEFT then
-    places them.
-    """
-    from ckptkit.consumers.class_facts import find_text_model as find_auto_class
-    from ckptkit.conversion.source.model_folders import read_names
-    from ckptkit.hub_names.known_models import determine_need
-    from ckptkit.lora.pairing import find_text_model, list_owners
-
-    try:
-        names, config = read_names(place), read_config_in(place, "--base") or {}
-    except CkptkitError:
-        return ()
-    text = find_text_model(modules, list_owners(names), config)
-    given = find_auto_class(str(config.get("model_type")))
-    if text is None or text.own not in _OF_TEXT_ALONE or given.endswith(_TEXT_CLASS):
-        return ()
-    # Files of some families have the names of the text model, and memory has others.
-    if text.own == text.base and determine_need(config, has_base=True).kind != "ask":
-        return ()
-    return [module for module in modules if module.startswith(text.own)]
-
-
-_SINGLE_EXPERT = re.compile(r"\.experts\.\d+\.")
-_FUSED = {"gate_proj": "up_proj", "up_proj": "gate_proj", "w1": "w3", "w3": "w1"}
-
-
-def _are_some_experts(modules: Collection[str], owners: Collection[str]) -> bool:
-    """Returns whether an adapter has one of several experts, or of gate and up, alone."""
-    needed = {_SINGLE_EXPERT.sub(".experts.*.", module) for module in modules}
-    parts = [module.rpartition(".") for module in needed]
-    needed |= {f"{home}.{_FUSED[name]}" for home, _, name in parts if name in _FUSED}
-    stored = (owner for owner in owners if _SINGLE_EXPERT.search(owner) is not None)
-    return any(o not in modules and _SINGLE_EXPERT.sub(".experts.*.", o) in needed for o in stored)
-
-
-def _ends(path: str) -> Iterator[int]:
-    """Yields where the paths end that contain a module, itself included."""
-    yield from (match.start() for match in re.finditer(r"\.", path))
-    yield len(path)
-
-
 def _named_base(record: AdapterRecord | None) -> str:
     """Returns the base that a configuration names, if it can be passed as `--base`."""
     name = None if record is None else record.document.get("base_model_name_or_path")
@@ -724,7 +615,7 @@ def _named_base(record: AdapterRecord | None) -> str:
 def read_record_of_base(checkpoint: OpenedCheckpoint) -> BaseRecord:
     """Reads what the manifest of an extracted adapter records of its base, if there is one."""
     # Imported late: only a source with an adapter needs it, and `inspect` has to start fast.
-    from ckptkit.lora.recorded_base import BaseRecord, parse_base_record
+    from ckptkit.lora.quantized import BaseRecord, parse_base_record
 
     if not is_there(checkpoint.source, posixpath.join(checkpoint.folder, MANIFEST_NAME)):
         return BaseRecord()
@@ -754,17 +645,9 @@ _OPTION = "--adapter-config"
 
 
 class AdapterRecord(Struct, frozen=True):
-    """The configuration of an adapter.
-
-    Attributes:
-        document: Its content.
-        path: Its path.
-        is_own: Whether the run wrote it into the step itself, with the weights.
-    """
-
     document: Mapping[str, Any]
     path: str
-    is_own: bool = False
+    is_own: bool = False  # the run wrote it into the step itself, with the weights
 
 
 def find_record(
@@ -787,17 +670,11 @@ def find_record(
 
 
 class RecordedValues(Struct, frozen=True):
-    """What files other than `adapter_config.json` record of an adapter.
+    """What files other than `adapter_config.json` record of an adapter."""
 
-    Attributes:
-        values: Values by the keys of `adapter_config.json`.
-        path: The file that has them; empty where the framework itself implies them.
-        are_of_peft: Whether they are options of PEFT, which has its defaults where one is missing.
-    """
-
-    values: Mapping[str, Any]
-    path: str = ""
-    are_of_peft: bool = False
+    values: Mapping[str, Any]  # by the keys of `adapter_config.json`
+    path: str = ""  # empty where the framework itself implies them
+    are_of_peft: bool = False  # options of PEFT, which has its defaults where one is missing
 
     @property
     def record(self) -> AdapterRecord | None:

@@ -15,7 +15,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from ckptkit.adapters.extract import run_extraction
-from ckptkit.adapters.merge.merge_adapters import AdapterChoice, MergeJob
+from ckptkit.adapters.merge import AdapterChoice, MergeJob
 from ckptkit.adapters.sources import AdapterRequest
 from ckptkit.consumers.table import CONFIG
 from ckptkit.conversion.prepare import ConversionJob

@@ -17,7 +17,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from ckptkit.adapters.merge.merge_adapters import MergeJob
+from ckptkit.adapters.merge import MergeJob
 from ckptkit.conversion.prepare import ConversionJob
 from ckptkit.core.errors import (
     CkptkitError,

@@ -34,8 +34,8 @@ from ckptkit.hub.contents import (
     write_card,
 )
 from ckptkit.lora.config import LoraSettings, find_old_alpha, parse_version
-from ckptkit.lora.recorded_base import compare_bases, identify_base, parse_base_record
-from ckptkit.lora.recorded_base import parse_recorded_base as recorded_base
+from ckptkit.lora.quantized import compare_bases, identify_base, parse_base_record
+from ckptkit.lora.quantized import parse_recorded_base as recorded_base
 from ckptkit.name_maps.apply import apply_map
 from ckptkit.name_maps.language import invert, parse_map
 from ckptkit.name_maps.shipped import list_map_names, read_map_text

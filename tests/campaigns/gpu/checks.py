@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 
 import ckptkit
-from ckptkit.adapters.quantized.scales import RequantizedFourBit
+from ckptkit.adapters.packed_operands import RequantizedFourBit
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.index import Key, Span
 from ckptkit.engine.kernels import StoredOperand

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import pytest
 
-from ckptkit.adapters.merge.base_model import find_prefixes, list_modules
-from ckptkit.core.dtypes import dtype_named
+from ckptkit.adapters.base_model import find_prefixes, list_modules
 from ckptkit.core.errors import AdapterError, CkptkitError, RefusedError
-from ckptkit.core.index import ChunkTable, Fqn, Key, Shape, TensorEntry
+from ckptkit.core.index import Fqn, Shape
 from ckptkit.lora.changes import (
     AdapterSource,
     BiasChange,
@@ -24,21 +22,15 @@ from ckptkit.lora.changes import (
     combine_changes,
 )
 from ckptkit.lora.config import PEFT_PREFIX, Adapter, LoraSettings
-from ckptkit.lora.pairing import BaseShapes, Renaming, find_changes, find_text_model
+from ckptkit.lora.pairing import Renaming, find_changes, find_text_model
+from tests.adapter_tensors import make_entry
 
-FLOAT = dtype_named("float32")
 SOURCE = AdapterSource(0, "adapter0", "adapter")
-ROW = np.zeros(1, np.int64)
-
-
-def entry(name: str, shape: Shape) -> TensorEntry:
-    chunks = ChunkTable(np.zeros((1, len(shape)), np.int64), np.array([shape], np.int64), ROW)
-    return TensorEntry(Key(name), (name,), Fqn(name), "", "model", FLOAT, shape, chunks)
 
 
 def adapter(shapes: Mapping[str, Shape], **config: Any) -> Adapter:
     settings = LoraSettings.parse({"r": 2, "lora_alpha": 4, **config})
-    tensors = {Fqn(f"{PEFT_PREFIX}{n}"): entry(n, shape) for n, shape in shapes.items()}
+    tensors = {Fqn(f"{PEFT_PREFIX}{n}"): make_entry(n, shape) for n, shape in shapes.items()}
     return Adapter("default", settings, "source", tensors)
 
 
@@ -50,7 +42,7 @@ def paired(
     given: Adapter, base: Mapping[str, Shape], *types: str, weight: float = 1.0
 ) -> list[Change]:
     shapes = {Fqn(name): shape for name, shape in base.items()}
-    changes = find_changes(given, BaseShapes(shapes, frozenset(types)), SOURCE, weight=weight)
+    changes = find_changes(given, shapes, SOURCE, model_types=frozenset(types), weight=weight)
     check_used_once(given.tensors, changes, where="adapter")
     return changes
 
@@ -58,18 +50,6 @@ def paired(
 def only(changes: list[Change]) -> Any:
     assert len(changes) == 1
     return changes[0]
-
-
-def test_a_linear_layer_is_scaled_by_its_own_rank_and_alpha() -> None:
-    given = adapter(
-        lora("a.q", 6, 8, rank=3),
-        target_modules=["q"],
-        rank_pattern={"q": 3},
-        alpha_pattern={"a.q": 12},
-    )
-    change: LowRankChange = only(paired(given, {"a.q.weight": (6, 8)}, weight=0.5))
-    assert (change.form, change.rank, change.scaling) == ("linear", 3, 2.0)
-    assert change.weight == "a.q.weight"
 
 
 @pytest.mark.parametrize(
@@ -278,7 +258,7 @@ class TestNames:
 
 class TestSeveral:
     def _changes(self, position: int, shapes: Mapping[str, Shape], **config: Any) -> list[Change]:
-        base = BaseShapes({Fqn("q.weight"): (6, 8), Fqn("emb.weight"): (12, 4)})
+        base = {Fqn("q.weight"): (6, 8), Fqn("emb.weight"): (12, 4)}
         source = AdapterSource(position, f"adapter{position}", f"adapter{position}")
         return find_changes(adapter(shapes, **config), base, source)
 
@@ -294,7 +274,7 @@ class TestSeveral:
 
     def test_a_bias_is_replaced_and_then_shifted_by_the_same_adapter_alone(self) -> None:
         shapes = lora("q", 6, 8) | {"q.lora_B.bias": (6,), "q.base_layer.bias": (6,)}
-        base = BaseShapes({Fqn("q.weight"): (6, 8), Fqn("q.bias"): (6,)})
+        base = {Fqn("q.weight"): (6, 8), Fqn("q.bias"): (6,)}
         given = adapter(shapes, target_modules=["q"], bias="all", lora_bias=True)
         both = [
             find_changes(given, base, AdapterSource(n, f"adapter{n}", f"adapter{n}"))
@@ -342,6 +322,8 @@ def test_a_tensor_that_no_layer_uses_is_an_error() -> None:
     given = adapter(lora("q", 6, 8), target_modules=["q"])
     changes = paired(given, {"q.weight": (6, 8)})
     with pytest.raises(AdapterError, match="0 layers, expected 1"):
-        check_used_once({**given.tensors, Fqn("more"): entry("more", (1,))}, changes, where="a")
+        check_used_once(
+            {**given.tensors, Fqn("more"): make_entry("more", (1,))}, changes, where="a"
+        )
     with pytest.raises(AdapterError, match="2 layers, expected 1"):
         check_used_once(given.tensors, [*changes, *changes], where="a")

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from ckptkit.adapters import compare_models as truncated_svd
-from ckptkit.adapters.compare_models import (
-    LowRankFactors,
+from ckptkit.adapters import from_diff
+from ckptkit.adapters.from_diff import (
     compute_squared_distance,
     compute_squared_norm,
     truncate_svd,
@@ -36,47 +35,47 @@ def decaying(rows: int, columns: int) -> Array:
 def test_no_product_of_that_rank_is_nearer(
     shape: tuple[int, int], make: Any, exact: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(truncated_svd, "EXACT", exact)
+    monkeypatch.setattr(from_diff, "EXACT", exact)
     matrix = make(*shape)
     rank = min(5, *shape)
-    found = truncate_svd(matrix, rank)
-    assert found.up.shape == (shape[0], rank)
-    assert found.down.shape == (rank, shape[1])
-    assert found.up.dtype == found.down.dtype == np.float32
+    up, down = truncate_svd(matrix, rank)
+    assert up.shape == (shape[0], rank)
+    assert down.shape == (rank, shape[1])
+    assert up.dtype == down.dtype == np.float32
     values = np.linalg.svd(matrix.astype(np.float64), compute_uv=False)
     best, whole = float(np.sum(values[rank:] ** 2)), float(np.sum(values**2))
-    missed = compute_squared_distance(matrix, found)
+    missed = compute_squared_distance(matrix, up, down)
     assert missed <= best * 1.002 + 1e-12 * whole
-    truth = matrix.astype(np.float64) - found.up.astype(np.float64) @ found.down
+    truth = matrix.astype(np.float64) - up.astype(np.float64) @ down
     assert missed == pytest.approx(float(np.sum(truth**2)), rel=1e-5, abs=1e-12 * whole)
 
 
 def test_a_product_of_low_rank_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     for exact in (512, 16):
-        monkeypatch.setattr(truncated_svd, "EXACT", exact)
+        monkeypatch.setattr(from_diff, "EXACT", exact)
         matrix = noise(300, 4) @ noise(4, 200)
-        found = truncate_svd(matrix, 4)
-        error = math.sqrt(compute_squared_distance(matrix, found) / compute_squared_norm(matrix))
+        up, down = truncate_svd(matrix, 4)
+        error = math.sqrt(compute_squared_distance(matrix, up, down) / compute_squared_norm(matrix))
         assert error < 1e-6
-        np.testing.assert_allclose(found.up @ found.down, matrix, atol=1e-4)
+        np.testing.assert_allclose(up @ down, matrix, atol=1e-4)
 
 
 def test_the_same_matrix_has_the_same_factors_and_each_sign_is_settled() -> None:
     matrix = noise(700, 600)
     first, second = truncate_svd(matrix, 3), truncate_svd(matrix.copy(), 3)
-    assert first.up.tobytes() == second.up.tobytes()
-    assert first.down.tobytes() == second.down.tobytes()
+    assert first[0].tobytes() == second[0].tobytes()
+    assert first[1].tobytes() == second[1].tobytes()
     opposite = truncate_svd(-matrix, 3)
-    np.testing.assert_allclose(opposite.down, first.down, atol=1e-3)
-    np.testing.assert_allclose(opposite.up, -first.up, atol=1e-3)
+    np.testing.assert_allclose(opposite[1], first[1], atol=1e-3)
+    np.testing.assert_allclose(opposite[0], -first[0], atol=1e-3)
     turned = truncate_svd(np.ascontiguousarray(matrix.T), 3)
-    np.testing.assert_allclose(turned.up @ turned.down, (first.up @ first.down).T, atol=1e-3)
+    np.testing.assert_allclose(turned[0] @ turned[1], (first[0] @ first[1]).T, atol=1e-3)
 
 
 def test_a_matrix_without_directions_has_empty_ones() -> None:
-    found = truncate_svd(np.zeros((6, 5), np.float32), 2)
-    assert not (found.up @ found.down).any()
-    assert compute_squared_distance(np.zeros((6, 5), np.float32), found) == 0
+    up, down = truncate_svd(np.zeros((6, 5), np.float32), 2)
+    assert not (up @ down).any()
+    assert compute_squared_distance(np.zeros((6, 5), np.float32), up, down) == 0
 
 
 def test_norms_are_summed_in_double_precision() -> None:
@@ -84,5 +83,5 @@ def test_norms_are_summed_in_double_precision() -> None:
         (1 << 21) * 1e-60
     )
     wide = np.ones((3, 1 << 21), np.float32)
-    factors = LowRankFactors(np.ones((3, 1), np.float32), np.zeros((1, 1 << 21), np.float32))
-    assert compute_squared_distance(wide, factors) == 3 * (1 << 21)
+    up, down = np.ones((3, 1), np.float32), np.zeros((1, 1 << 21), np.float32)
+    assert compute_squared_distance(wide, up, down) == 3 * (1 << 21)

@@ -16,10 +16,9 @@ from typing import Any
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from ckptkit.adapters.merge.merged_tensors import BaseTensor, join_sources
-from ckptkit.adapters.quantized.bases import ModelWeights, QuantizedBase
+from ckptkit.adapters.packed_bases import ModelWeights, QuantizedBase
 from ckptkit.consumers.table import CONFIG
-from ckptkit.conversion.names_on_disk import DiskNames, find_disk_names
+from ckptkit.conversion.names_on_disk import DiskNames, find_disk_names, rearrange
 from ckptkit.conversion.source.model_folders import read_pretrained_index
 from ckptkit.conversion.source.open import (
     OpenedCheckpoint,
@@ -29,6 +28,7 @@ from ckptkit.conversion.source.open import (
     open_checkpoint,
 )
 from ckptkit.conversion.source.side_folders import SideFolders
+from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import (
     AmbiguousSourceError,
     CkptkitError,
@@ -38,15 +38,16 @@ from ckptkit.core.errors import (
 from ckptkit.core.index import Fqn, Shape, TensorEntry
 from ckptkit.engine.kernels import Operand, StoredOperand
 from ckptkit.engine.reader import Origin
+from ckptkit.engine.rearranged import ComputedOperand
 from ckptkit.hub_names.disk_tensors import HubNames, HubTensor, find_whole
 from ckptkit.hub_names.known_models import recognise_framework
 from ckptkit.hub_names.outlines_table import BASE_PREFIXES
 from ckptkit.lora.config import PEFT_PREFIX, Adapter
-from ckptkit.lora.dialects import make_plain_name, rename_plainly, sort_entries
-from ckptkit.lora.layers import build_table
+from ckptkit.lora.dialects import build_table, make_plain_name, rename_plainly, sort_entries
 from ckptkit.lora.pairing import SAME_NAMES, Renaming, find_text_model, list_owners
 from ckptkit.options import ConsolidateRequest
 from ckptkit.plan.coverage import refuse_problems
+from ckptkit.plan.plan import TensorSpec
 from ckptkit.plan.selection import select_model
 from ckptkit.plan.ties import find_absent_tied_names, untie_config
 from ckptkit.plan.weight_kinds import looks_packed
@@ -58,59 +59,32 @@ BASE = "base"
 
 
 class BaseSource(Struct, frozen=True):
-    """A base model.
-
-    Attributes:
-        opened: The checkpoint.
-        origin: The same, opened for reading tensors.
-        entries: Its tensors, by their names in the checkpoint.
-        config: Its `config.json`, if any.
-        is_live: Whether the names are certainly those of training.
-        home: The folder of the configuration; empty where there is none.
-    """
-
     opened: OpenedCheckpoint
     origin: Origin
-    entries: Mapping[Fqn, TensorEntry]
+    entries: Mapping[Fqn, TensorEntry]  # by their names in the checkpoint
     config: Mapping[str, Any] | None
-    is_live: bool
-    home: str = ""
+    is_live: bool  # the names are certainly those of training
+    home: str = ""  # the folder of the configuration; empty where there is none
 
 
 class Alignment(Struct, frozen=True):
-    """How a base's tensors correspond to live tensors, and to those that are written.
+    """How a base's tensors correspond to live tensors, and to those that are written."""
 
-    Attributes:
-        placed: The tensors to be written.
-        shapes: Shapes of live tensors that the base's own headers do not show.
-        renaming: How names of adapters differ.
-        called: The names of live tensors in the output, where they differ.
-        notes: Messages for the user.
-        versions: The versions of libraries that gave names.
-    """
-
-    placed: Sequence[PlacedTensor]
-    shapes: Mapping[Fqn, Shape]
-    renaming: Renaming = SAME_NAMES
+    placed: Sequence[PlacedTensor]  # the tensors to be written
+    shapes: Mapping[Fqn, Shape]  # of live tensors that the base's own headers do not show
+    renaming: Renaming = SAME_NAMES  # how names of adapters differ
+    # The names of live tensors in the output, where they differ.
     called: Mapping[Fqn, Fqn] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
-    versions: Mapping[str, str] | None = None
+    versions: Mapping[str, str] | None = None  # of libraries that gave names
 
 
 class NamesOfBase(Struct, frozen=True):
-    """How the names of a base are converted.
-
-    Attributes:
-        map: The map; see `ckptkit.api.Options`.
-        model_config: A model folder with the configuration that the base lacks, or None.
-        config: That of another model, if there is none.
-        option: The option that names a folder with one, for messages.
-    """
-
-    map: str = "auto"
+    map: str = "auto"  # see `ckptkit.api.Options`
+    # A model folder with the configuration that the base lacks.
     model_config: PathLike | None = None
-    config: Mapping[str, Any] | None = None
-    option: str = "--model-config"
+    config: Mapping[str, Any] | None = None  # of another model, if there is none
+    option: str = "--model-config"  # that names a folder with one, for messages
 
 
 def open_base(
@@ -300,6 +274,24 @@ def take_plain_weights(base: BaseSource, alignment: Alignment) -> ModelWeights:
     return ModelWeights(base.origin, entries, base.config, base.opened.path)
 
 
+class BaseTensor(Struct, frozen=True):
+    """A tensor of the base model, as it is written."""
+
+    name: Fqn  # in the output
+    live: tuple[Fqn, ...]  # the live tensors that it is made of
+    shape: Shape
+    dtype: DType  # in which it is written by default
+    operand: Operand
+    part: HubTensor | None = None  # how it is made of live tensors; None where it is one of them
+
+
+def join_sources(tensor: HubTensor, sources: Sequence[Operand]) -> Operand:
+    """Returns a tensor that is made of others, in the order of `tensor.sources`, as an operand."""
+    kernel = rearrange(tensor, sources)
+    spec = TensorSpec(tensor.name, sources[0].dtype, tensor.shape)
+    return ComputedOperand(kernel, spec, kernel.reads)
+
+
 def make_base_tensors(
     base: BaseSource, alignment: Alignment, quantized: QuantizedBase
 ) -> list[BaseTensor]:
@@ -336,7 +328,6 @@ def make_base_tensors(
 def find_live_shapes(
     base: BaseSource, alignment: Alignment, quantized: QuantizedBase
 ) -> dict[Fqn, Shape]:
-    """Returns the shapes of the live model's tensors."""
     shapes = dict(alignment.shapes)
     for placed in alignment.placed:
         if placed.part is None or not placed.is_stored_so:
@@ -353,21 +344,14 @@ _COMPANION = ".weight."  # bitsandbytes prefixes scales with the weight's own na
 
 
 class PlacedTensor(Struct, frozen=True):
-    """A tensor to be written.
+    """A tensor to be written."""
 
-    Attributes:
-        name: Its name in the output.
-        live: The live tensors that it contains, or parts of.
-        stored: The base's tensors that it is read from.
-        part: How it is made of the live tensors; None where it is one of them.
-        is_stored_so: Whether the base stores it as it is written, not as training holds it.
-    """
-
-    name: Fqn
-    live: tuple[Fqn, ...]
-    stored: tuple[Fqn, ...]
+    name: Fqn  # in the output
+    live: tuple[Fqn, ...]  # the live tensors that it contains, or parts of
+    stored: tuple[Fqn, ...]  # the base's tensors that it is read from
+    # How it is made of the live tensors; None where it is one of them.
     part: HubTensor | None = None
-    is_stored_so: bool = True
+    is_stored_so: bool = True  # the base stores it as it is written, not as training holds it
 
 
 def list_modules(adapter: Adapter) -> list[str]:

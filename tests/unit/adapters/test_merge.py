@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
 import ckptkit
-from ckptkit.adapters.merge import base_model as merge_base
+from ckptkit.adapters import base_model
 from ckptkit.conversion.names_on_disk import DiskNames
 
 GENERATIONS = Path(__file__).resolve().parents[3] / "fixtures" / "peft_generations"
@@ -124,10 +124,10 @@ def test_a_prefix_that_explains_some_modules_only_is_not_taken(
         asked.append(config)
         return DiskNames(None, ())
 
-    monkeypatch.setattr(merge_base, "find_disk_names", disk_names)
+    monkeypatch.setattr(base_model, "find_disk_names", disk_names)
     names = ["vision_tower.fc1.weight", "language_model.model.layers.0.q_proj.weight"]
     base = SimpleNamespace(entries=dict.fromkeys(names), is_live=False)
     modules = ["model.vision_tower.fc1", "model.language_model.layers.0.q_proj"]
     config = {"model_type": "gemma3"}
-    merge_base.align(cast("merge_base.BaseSource", base), modules, config, folder=None)
+    base_model.align(cast("base_model.BaseSource", base), modules, config, folder=None)
     assert len(asked) == 1

@@ -8,28 +8,27 @@ from typing import Any
 
 import pytest
 
-from ckptkit.core.dtypes import dtype_named
 from ckptkit.core.errors import AdapterError, CannotPlanError, FormatError, UnsupportedError
-from ckptkit.core.index import ChunkTable, Fqn, Key, Shape, TensorEntry
+from ckptkit.core.index import Fqn, Shape, TensorEntry
 from ckptkit.lora.accounting import ModuleRow, account, note_old_alphas
 from ckptkit.lora.config import Adapter, LoraSettings
-from ckptkit.lora.dialects import DEFAULT, rename_plainly, select_adapter_tensors, sort_entries
+from ckptkit.lora.dialects import (
+    DEFAULT,
+    build_table,
+    rename_plainly,
+    select_adapter_tensors,
+    sort_entries,
+)
 from ckptkit.lora.inference import infer_config
-from ckptkit.lora.layers import build_table
+from tests.adapter_tensors import make_entry
 
 P = "base_model.model."
 Q, V = "layers.0.q_proj", "layers.0.v_proj"
 Entries = dict[Fqn, TensorEntry]
 
 
-def entry(name: str, shape: Shape) -> TensorEntry:
-    chunks = ChunkTable.of((), len(shape))
-    dtype = dtype_named("float32")
-    return TensorEntry(Key(name), (name,), Fqn(name), "", "model", dtype, shape, chunks)
-
-
 def named(shapes: Mapping[str, Shape]) -> Entries:
-    return {Fqn(name): entry(name, shape) for name, shape in shapes.items()}
+    return {Fqn(name): make_entry(name, shape) for name, shape in shapes.items()}
 
 
 def factors(module: str, *, rank: int = 2, out: int = 6, inner: int = 4) -> dict[str, Shape]:
@@ -66,7 +65,7 @@ def rows_of(
     ],
 )
 def test_a_frozen_base_gets_the_names_that_it_has_without_peft(live: str, plain: str) -> None:
-    assert list(rename_plainly(sort_entries([entry(live, (1,))]).rest)) == [plain]
+    assert list(rename_plainly(sort_entries([make_entry(live, (1,))]).rest)) == [plain]
 
 
 @pytest.mark.parametrize(
@@ -77,7 +76,7 @@ def test_a_frozen_base_gets_the_names_that_it_has_without_peft(live: str, plain:
     ],
 )
 def test_whatever_stands_before_the_names_of_peft_is_cut_off(prefix: str) -> None:
-    live = entry(f"{prefix}{P}{Q}.lora_A.default.weight", (2, 4))
+    live = make_entry(f"{prefix}{P}{Q}.lora_A.default.weight", (2, 4))
     assert list(select_adapter_tensors(sort_entries([live]), DEFAULT, None)) == [
         f"{P}{Q}.lora_A.weight"
     ]
@@ -85,14 +84,16 @@ def test_whatever_stands_before_the_names_of_peft_is_cut_off(prefix: str) -> Non
 
 @pytest.mark.parametrize("wrapper", ["_orig_mod", "_checkpoint_wrapped_module", "module"])
 def test_wrappers_are_cut_out_wherever_they_stand(wrapper: str) -> None:
-    live = entry(f"{P}{wrapper}.layers.0.{wrapper}.q_proj.lora_B.default.{wrapper}.weight", (4, 2))
+    live = make_entry(
+        f"{P}{wrapper}.layers.0.{wrapper}.q_proj.lora_B.default.{wrapper}.weight", (4, 2)
+    )
     assert list(select_adapter_tensors(sort_entries([live]), DEFAULT, None)) == [
         f"{P}{Q}.lora_B.weight"
     ]
 
 
 def test_a_model_may_have_modules_of_that_name_itself() -> None:
-    live = entry(f"{P}module.q_proj.lora_A.default.weight", (2, 4))
+    live = make_entry(f"{P}module.q_proj.lora_A.default.weight", (2, 4))
     assert sort_entries([live]).cut_module
     kept = sort_entries([live], keep_module=True)
     assert list(kept.live["default"]) == [f"{P}module.q_proj.lora_A.weight"]
@@ -101,16 +102,16 @@ def test_a_model_may_have_modules_of_that_name_itself() -> None:
 
 def test_an_adapter_may_be_called_as_a_wrapper_is() -> None:
     names = ("lora_A.module.weight", "lora_magnitude_vector.module.weight")
-    found = sort_entries([entry(f"module.{P}{Q}.{name}", (2, 4)) for name in names])
+    found = sort_entries([make_entry(f"module.{P}{Q}.{name}", (2, 4)) for name in names])
     assert list(found.live["module"]) == [f"{P}{Q}.lora_A.weight", f"{P}{Q}.lora_magnitude_vector"]
     assert not found.stripped
 
 
 def test_an_adapter_within_what_another_one_trained_as_a_whole_is_refused() -> None:
-    inside = entry(f"{P}mlp.modules_to_save.default.up_proj.lora_A.second.weight", (2, 4))
+    inside = make_entry(f"{P}mlp.modules_to_save.default.up_proj.lora_A.second.weight", (2, 4))
     with pytest.raises(UnsupportedError, match="inside of a module that another one trained"):
         sort_entries([inside])
-    named_so = entry(f"{P}mlp.modules_to_save.modules_to_save.up_proj.weight", (4, 4))
+    named_so = make_entry(f"{P}mlp.modules_to_save.modules_to_save.up_proj.weight", (4, 4))
     assert list(sort_entries([named_so]).live) == ["modules_to_save"]
 
 
@@ -125,12 +126,12 @@ def test_a_module_of_the_base_may_be_called_as_a_method_names_its_own() -> None:
 
 def test_both_spellings_of_a_magnitude_are_read() -> None:
     for ending in ("default", "default.weight"):
-        live = entry(f"{P}{Q}.lora_magnitude_vector.{ending}", (6,))
+        live = make_entry(f"{P}{Q}.lora_magnitude_vector.{ending}", (6,))
         assert list(select_adapter_tensors(sort_entries([live]), DEFAULT, None)) == [
             f"{P}{Q}.lora_magnitude_vector"
         ]
     for ending in ("", ".weight"):
-        stripped = entry(f"{P}{Q}.lora_magnitude_vector{ending}", (6,))
+        stripped = make_entry(f"{P}{Q}.lora_magnitude_vector{ending}", (6,))
         assert list(select_adapter_tensors(sort_entries([stripped]), DEFAULT, None)) == [
             f"{P}{Q}.lora_magnitude_vector"
         ]
@@ -138,7 +139,7 @@ def test_both_spellings_of_a_magnitude_are_read() -> None:
 
 def test_one_adapter_leaves_the_others_alone() -> None:
     entries = [
-        entry(f"{P}{Q}.lora_A.{name}.weight", (rank, 4)) for name, rank in (("a", 2), ("b", 3))
+        make_entry(f"{P}{Q}.lora_A.{name}.weight", (rank, 4)) for name, rank in (("a", 2), ("b", 3))
     ]
     assert select_adapter_tensors(sort_entries(entries), "b", None)[
         Fqn(f"{P}{Q}.lora_A.weight")
@@ -150,7 +151,7 @@ def test_one_adapter_leaves_the_others_alone() -> None:
 
 
 def test_names_that_become_one_are_refused() -> None:
-    entries = [entry(f"{P}{w}{Q}.lora_A.default.weight", (2, 4)) for w in ("", "_orig_mod.")]
+    entries = [make_entry(f"{P}{w}{Q}.lora_A.default.weight", (2, 4)) for w in ("", "_orig_mod.")]
     with pytest.raises(FormatError, match="are both the tensor"):
         sort_entries(entries)
 
@@ -158,7 +159,7 @@ def test_names_that_become_one_are_refused() -> None:
 @pytest.mark.parametrize("part", ["ia3_l", "hada_w1_a", "lokr_w1", "oft_R", "vera_lambda_b"])
 def test_tensors_of_other_methods_are_refused_by_name(part: str) -> None:
     with pytest.raises(UnsupportedError, match=part.split("_", maxsplit=1)[0]):
-        sort_entries([entry(f"{P}{Q}.{part}.default", (1, 4))])
+        sort_entries([make_entry(f"{P}{Q}.{part}.default", (1, 4))])
 
 
 def test_variants_of_lora_with_tensors_of_their_own_are_refused_by_name() -> None:
@@ -414,7 +415,7 @@ KNOWN: Mapping[str, Any] = {"lora_alpha": 4, "use_rslora": False}
 def inferred(
     shapes: Mapping[str, Shape], base: Mapping[str, Shape] | None = None, **given: Any
 ) -> Mapping[str, Any]:
-    return infer_config(build_table(named(shapes)), named(base or {}), given, where="here").document
+    return infer_config(build_table(named(shapes)), named(base or {}), given, where="here")[0]
 
 
 def test_one_name_stands_for_all_modules_that_end_in_it_where_the_base_shows_them() -> None:

@@ -147,15 +147,6 @@ def opened(path: Path, **options: Any) -> OpenedAdapter:
         return open_adapter(stack, path, AdapterRequest(**options))
 
 
-def test_the_base_in_a_live_checkpoint_has_its_plain_names(tmp_path: Path) -> None:
-    source = put(tmp_path / "step", live(), "model.safetensors")
-    configure(source)
-    found = opened(source)
-    assert set(found.base) == {"model.q_proj.weight", "model.norm.weight"}
-    assert set(found.adapter.tensors) == set(stripped())
-    assert found.adapter.name == "default"
-
-
 def test_a_module_called_module_stays_where_the_configuration_names_it(tmp_path: Path) -> None:
     tensors = {name.replace(".model.model.", ".model.module."): t for name, t in live().items()}
     source = put(tmp_path / "step", tensors, "model.safetensors")

@@ -13,23 +13,20 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from ckptkit.adapters.quantized.dequantize import (
+from ckptkit.adapters.packed_operands import (
     CODES,
-    EightBitWeight,
-    FourBitType,
-    FourBitWeight,
-    NestedScales,
-    Scales,
-    StoredScales,
-    count_mismatches,
-    count_row_mismatches,
-)
-from ckptkit.adapters.quantized.scales import (
     DerivedNestedScales,
     DerivedScales,
+    EightBitWeight,
+    FourBitWeight,
+    NestedScales,
     RequantizedEightBit,
     RequantizedFourBit,
+    Scales,
+    StoredScales,
     compute_float32_mean,
+    count_mismatches,
+    count_row_mismatches,
     find_block_maxima,
     make_dynamic_map,
     quantize_scales,
@@ -37,6 +34,7 @@ from ckptkit.adapters.quantized.scales import (
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.index import Key, Span
 from ckptkit.engine.kernels import Operand, StoredOperand
+from ckptkit.lora.quantized import FourBitType
 
 bitsandbytes: Any = importlib.import_module("bitsandbytes.functional")  # it has no types
 TYPES: tuple[FourBitType, ...] = ("nf4", "fp4")

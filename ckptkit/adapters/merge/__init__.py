@@ -1,1 +1,0 @@
-"""Merging adapters into a base model, tensor by tensor."""

@@ -1,1 +1,0 @@
-"""Bases that were packed in training: unpacking and packing them, bit for bit."""
