@@ -162,12 +162,7 @@ def _has_run_config(candidate: Candidate) -> bool:
 
 
 def is_leftover(candidate: Candidate, models: Collection[str]) -> bool:
-    """Returns whether a candidate is the shards from which a model was consolidated.
-
-    Args:
-        candidate: The candidate.
-        models: Folders with models in safetensors.
-    """
+    """Returns whether a candidate is the shards of a model in safetensors in these folders."""
     if candidate.format != _SHARDS:
         return False
     above, name = posixpath.split(candidate.folder)
@@ -287,9 +282,7 @@ def read_pointer(source: Source, path: str) -> str | None:
 def find_step_files(candidates: Iterable[Candidate]) -> dict[str, tuple[int, Candidate]]:
     """Returns candidates that are steps of one run as files, by the path of their first file.
 
-    Returns:
-        Their numbers, with the candidates; nothing where names count different things, as those of
-        two models do.
+    There are none where names count different things, as those of two models do.
     """
     named = [(name, c) for c in candidates if (name := step_of_files(c)) is not None]
     kinds = {(candidate.folder, name.kind) for name, candidate in named}
@@ -324,56 +317,37 @@ ITSELF = "."
 
 
 class CheckpointUnit(Struct, frozen=True):
-    """One or several state dicts that were written together.
+    """One or several state dicts that were written together."""
 
-    Attributes:
-        label: Its name for `--select`: its folder under the step, or its main file.
-        candidate: The candidate that the reader recognised.
-        is_optimizer: Whether the folder is named as that of a model's optimizer.
-    """
-
-    label: str
+    label: str  # its name for `--select`: its folder under the step, or its main file
     candidate: Candidate
-    is_optimizer: bool
+    is_optimizer: bool  # whether the folder is named as that of a model's optimizer
 
 
 class ResolvedSource(Struct, frozen=True):
-    """The checkpoint that a path stands for.
+    """The checkpoint that a path stands for."""
 
-    Attributes:
-        folder: The step's folder relative to the source's root; empty for the root.
-        units: The units in it.
-        select: The rest of the selection, for a state dict inside the units, or None.
-        notes: What was passed over, and why.
-        damaged: Steps that were passed over though their saves had ended: what each lacks.
-        steps: All steps of the run, the newest last; relative to the source's root.
-        finals: Models that are beside the steps and no part of one: what `--select` takes each by,
-            with what it lacks, which is empty if it is whole.
-    """
-
-    folder: str
+    folder: str  # the step's folder relative to the source's root; empty for the root
     units: tuple[CheckpointUnit, ...]
+    # the rest of the selection, for a state dict inside the units, or None
     select: str | None = None
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # what was passed over, and why
+    # steps that were passed over though their saves had ended: what each lacks
     damaged: Mapping[str, str] = field(default_factory=dict)
+    # all steps of the run, the newest last; relative to the source's root
     steps: tuple[str, ...] = ()
+    # models that are beside the steps and no part of one: what `--select` takes each by, with
+    # what it lacks, which is empty if it is whole
     finals: Mapping[str, str] = field(default_factory=dict)
 
 
 class FoundCheckpoint(Struct, frozen=True):
-    """A checkpoint under a path where none is chosen.
-
-    Attributes:
-        select: What `--select` takes it by.
-        format: Its format, or those of its parts.
-        step: The number of the step that it is; None for others.
-        problem: What it lacks; empty if it is whole.
-    """
+    """A checkpoint under a path where none is chosen."""
 
     select: str
-    format: str
-    step: int | None
-    problem: str = ""
+    format: str  # its format, or those of its parts
+    step: int | None  # the number of the step that it is; None for others
+    problem: str = ""  # what it lacks; empty if it is whole
 
 
 DescribeMissing = Callable[[Candidate], str]
@@ -381,15 +355,12 @@ DescribeMissing = Callable[[Candidate], str]
 
 
 class RunRecords(Struct, frozen=True):
-    """What the files of runs say of their steps.
+    """What the files of runs say of their steps."""
 
-    Attributes:
-        find_rolled_back: Returns those of some folders of steps that training went back from.
-        read_tracker: Returns which of `TRACKERS` a folder has, and what it says: the number of an
-            iteration, or `RELEASE`; None where there is no such file.
-    """
-
+    # returns those of some folders of steps that training went back from
     find_rolled_back: Callable[[Sequence[str]], Collection[str]] = lambda _folders: ()
+    # returns which of `TRACKERS` a folder has, and what it says: the number of an iteration, or
+    # `RELEASE`; None where there is no such file
     read_tracker: Callable[[str], tuple[str, str] | None] = lambda _folder: None
 
 
@@ -488,19 +459,6 @@ def resolve(
     Folders, or files, that are named after steps are one run, and its newest complete step is
     chosen; one that is named as the last counts by the step in its contents. All other candidates
     in one folder are returned together; `--select` chooses one of them.
-
-    Args:
-        candidates: The candidates that the readers recognised.
-        location: The path as the user typed it.
-        select: The user's selection, or None.
-        describe_missing: Says what a candidate lacks.
-        not_found: Returns the error for a folder without a candidate.
-        read_step: Returns the step in a candidate's contents.
-        records: What the files of runs say of their steps.
-        links: Folders that are links, which were not searched.
-
-    Returns:
-        The candidates, and what was passed over.
     """
     resolver = _Resolver(location, describe_missing, not_found, read_step, records)
     resolved = resolver.choose(drop_lone_optimizers(candidates), "", select)

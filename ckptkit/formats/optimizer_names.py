@@ -45,12 +45,7 @@ NUMBERED = "numbers its parameters; they are named in the order of the model, wh
 def name_states(index: TensorIndex, source: Source) -> TensorIndex:
     """Replaces numbers of parameters in the states of optimizers by the parameters' names.
 
-    Args:
-        index: All state dicts of a checkpoint.
-        source: Its files; the members of groups are objects in a DCP checkpoint.
-
-    Returns:
-        The index; parameters of optimizers that cannot be identified keep numbers, as integers.
+    Parameters that cannot be identified keep numbers, as integers.
     """
     index = _unflatten(index)
     numbered: dict[KeyPath, list[TensorEntry]] = defaultdict(list)
@@ -162,12 +157,7 @@ def _group_setting(path: KeyPath, container: KeyPath) -> str | None:
 
 
 def _find_groups(values: Mapping[KeyPath, Any], container: KeyPath) -> dict[int, dict[str, Any]]:
-    """Returns the members of each group: their numbers, and possibly their names.
-
-    Args:
-        values: The values that are not tensors, by path.
-        container: The keys above `param_groups`.
-    """
+    """Returns the members of each group: their numbers, and possibly their names."""
     groups: dict[int, dict[str, Any]] = defaultdict(dict)
     for path, value in values.items():
         kind = _group_setting(path, container)

@@ -50,14 +50,7 @@ def read_from(source: Source, path: str, first: int = 0) -> Read:
 
 
 def read_limited(source: Source, path: str, max_bytes: int, what: str) -> bytes:
-    """Returns a whole file, after a check of its size.
-
-    Args:
-        source: The source of the file.
-        path: The file.
-        max_bytes: The largest size that is accepted.
-        what: What the file is, for the message.
-    """
+    """Returns a whole file, after a check of its size."""
     size = source.stat(path).size_bytes
     if size > max_bytes:
         raise LimitError(
@@ -206,12 +199,7 @@ def group_model_files(paths: Iterable[str], endings: Sequence[str]) -> list[File
 
 
 def read_index_document(source: Source, path: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """Returns the metadata of an index, and its weight map.
-
-    Returns:
-        The metadata, empty where the index has none, and by tensor name a file path, relative to
-        the source.
-    """
+    """Returns the metadata of an index, or {}, and its weight map with paths of the source."""
     where = posixpath.join(source.location, path)
     content = parse_json(read_limited(source, path, MAX_JSON_BYTES, "index"), where=where)
     names = content.get("weight_map") if isinstance(content, dict) else None
@@ -308,13 +296,7 @@ def list_unnamed(paths: Iterable[str]) -> Iterator[str]:
 def check_weight_map(
     weight_map: Mapping[str, str], headers: Mapping[str, str], *, where: str
 ) -> None:
-    """Checks that an index and the headers of its files agree on the file of each tensor.
-
-    Args:
-        weight_map: File by tensor name, according to the index.
-        headers: File by tensor name, according to the headers.
-        where: The checkpoint, for messages.
-    """
+    """Checks that an index and the headers of its files agree on the file of each tensor."""
     for name in [*weight_map, *headers]:
         listed, actual = weight_map.get(name), headers.get(name)
         if listed != actual:
@@ -331,14 +313,7 @@ def _name_file(path: str | None) -> str:
 def refuse_missing_ranks(
     ranks: Collection[int | None], world_size: int, what: str, where: str
 ) -> None:
-    """Refuses a checkpoint that lacks the files of a rank.
-
-    Args:
-        ranks: The distinct ranks whose files are there.
-        world_size: The number of ranks of the run.
-        what: What the files hold, in the plural.
-        where: The checkpoint, for messages.
-    """
+    """Refuses a checkpoint that lacks the files of a rank; `what` is in them, in the plural."""
     absent = world_size - sum(rank is not None and rank < world_size for rank in ranks)
     if absent:
         # A hostile file may claim any number of ranks, so no list of them is made.

@@ -145,16 +145,7 @@ class TorchContents(Struct):
     _notes: list[str] = field(default_factory=list)
 
     def add_file(self, source: Source, path: str, under: KeyPath = ()) -> None:
-        """Adds the tensors and values of one file.
-
-        Args:
-            source: The source of the file.
-            path: The file.
-            under: Keys that are put in front of the paths of all its values.
-
-        Raises:
-            UnsafePickleError: If the file is one object, such as a whole module.
-        """
+        """Adds the tensors and values of one file, with `under` in front of all paths."""
         file = self._table.open(source, path, TRAINING_VALUES)
         if isinstance(file.root, InertObject):
             raise whole_object_error(file.root, file.where)

@@ -60,28 +60,18 @@ class DcpTensor(Struct, frozen=True):
     """A tensor and its chunks; row i of every column is one chunk.
 
     Chunks without elements are left out. No two chunks begin at the same element.
-
-    Attributes:
-        key: The flat key.
-        dtype: Type of its elements.
-        shape: Of the whole tensor, in elements.
-        offsets: int64 of shape [chunks, dimensions], in elements.
-        sizes: int64 of shape [chunks, dimensions], in elements; all at least 1.
-        file: int32 positions in `DcpMetadata.paths`.
-        start: int64, first byte of the stored chunk in its file.
-        length: int64, bytes of the stored chunk, its container included.
-        transforms: The distinct lists of transforms that chunks were stored through, such as a
-            compression; usually empty.
     """
 
     key: str
     dtype: DType
     shape: tuple[int, ...]
-    offsets: Ints
-    sizes: Ints
-    file: np.ndarray[Any, np.dtype[np.int32]]
-    start: Ints
-    length: Ints
+    offsets: Ints  # int64 of shape [chunks, dimensions], in elements
+    sizes: Ints  # int64 of shape [chunks, dimensions], in elements; all at least 1
+    file: np.ndarray[Any, np.dtype[np.int32]]  # int32 positions in `DcpMetadata.paths`
+    start: Ints  # int64, first byte of the stored chunk in its file
+    length: Ints  # int64, bytes of the stored chunk, its container included
+    # the distinct lists of transforms that chunks were stored through, such as a compression;
+    # usually empty
     transforms: Transforms = ()
 
 
@@ -96,38 +86,28 @@ class DcpBlob(Struct, frozen=True):
 
 
 class DcpMetadata(Struct, frozen=True):
-    """The contents of a `.metadata` file.
-
-    Attributes:
-        tensors: By flat key, in the order of the file.
-        blobs: Python objects by flat key, in the order of the file.
-        paths: Data files as written, relative to the folder of `.metadata`; none is absolute
-            or leads upwards.
-        planner_data: For each flat key its path in the nested state that was saved: strings for
-            dictionary keys, integers for positions in lists. None if nothing was flattened.
-        version: The format's version, which torch writes since 2.9.
-        writer: The range of torch versions that write such a file, as far as it is known.
-        tied_files: For each data file in which tensors share bytes, by position in `paths`, the end
-            of the last stored item.
-        has_images: Whether the data files end with a safetensors image of all their tensors, to
-            whose start each chunk refers, instead of one archive for each chunk.
-        is_megatron: Whether Megatron-Core wrote it.
-        library: The library that called torch's, or wrote the file itself; empty for others.
-        is_raw: Whether a stored item is the elements of a chunk, without a container.
-        short: Tensors of which an item has fewer bytes than elements of their type need.
-    """
+    """The contents of a `.metadata` file."""
 
     tensors: Mapping[str, DcpTensor]
     blobs: Mapping[str, DcpBlob]
+    # data files as written, relative to the folder of `.metadata`; none is absolute or leads
+    # upwards
     paths: tuple[str, ...]
+    # for each flat key its path in the nested state that was saved: strings for dictionary keys,
+    # integers for positions in lists. None if nothing was flattened.
     planner_data: Mapping[str, tuple[str | int, ...]] | None
-    version: str | None
-    writer: str
+    version: str | None  # the format's version, which torch writes since 2.9
+    writer: str  # the range of torch versions that write such a file, as far as it is known
+    # for each data file in which tensors share bytes, by position in `paths`, the end of the last
+    # stored item
     tied_files: Mapping[int, int]
+    # whether the data files end with a safetensors image of all their tensors, to whose start
+    # each chunk refers, instead of one archive for each chunk
     has_images: bool = False
-    is_megatron: bool = False
-    library: str = ""
-    is_raw: bool = False
+    is_megatron: bool = False  # whether Megatron-Core wrote it
+    library: str = ""  # the library that called torch's, or wrote the file itself; empty for others
+    is_raw: bool = False  # whether a stored item is the elements of a chunk, without a container
+    # tensors of which an item has fewer bytes than elements of their type need
     short: frozenset[str] = frozenset()
 
 
@@ -137,12 +117,7 @@ def parse_metadata(data: bytes, *, where: str, shortcuts: bool = True) -> DcpMet
     Every chunk with elements has exactly one stored item, is inside its tensor, and shares no byte
     with another chunk, unless their bytes are identical. Whether chunks cover their tensor is not
     checked. If Megatron-Core added the save plans of all ranks, they have the same pieces of
-    tensors as the tables.
-
-    Args:
-        data: The whole file.
-        where: The file, for messages.
-        shortcuts: False to disable the fast path, for tests; the result is the same.
+    tensors as the tables. Without shortcuts, which is for tests, the result is the same.
     """
     if shortcuts:
         fast = FastMachine(data, ALLOWED, where=where)

@@ -89,16 +89,11 @@ _Image = Mapping[str, tuple[HeaderTensor, Shape]]  # by name the tensor and its 
 
 
 class Images(Struct):
-    """Looks chunks up in the safetensors images of data files.
-
-    Attributes:
-        source: The source of the files.
-        files: All data files; missing ones have a negative size.
-        problems: Chunks that were looked up and are in no image.
-    """
+    """Looks chunks up in the safetensors images of data files."""
 
     source: Source
-    files: Sequence[FileRef]
+    files: Sequence[FileRef]  # all data files; missing ones have a negative size
+    # chunks that were looked up and are in no image
     problems: list[Problem] = field(default_factory=list)
     _images: dict[int, _Image] = field(default_factory=dict)
 
@@ -163,19 +158,12 @@ _MOST_OBJECTS, _MOST_OBJECT_BYTES = 64, 64 << 10  # whose pickles are read for a
 
 
 class BlobRef(Struct, frozen=True):
-    """A pickled Python object of the checkpoint, which is read only when it is needed.
-
-    Attributes:
-        path: Its file.
-        start: First byte of its archive.
-        stop: First byte after it.
-        is_compressed: Whether the archive is a zstd stream.
-    """
+    """A pickled Python object of the checkpoint, which is read only when it is needed."""
 
     path: str
     start: int
     stop: int
-    is_compressed: bool = False
+    is_compressed: bool = False  # whether the archive is a zstd stream
 
 
 def open_blob(source: Source, blob: BlobRef, *, where: str) -> tuple[Read, int]:
@@ -220,8 +208,7 @@ class DcpReader:
     def read_index(self, source: Source, candidate: Candidate) -> TensorIndex:
         """Parses `.metadata`; of data files only sizes and headers of images are read.
 
-        Returns:
-            The index. Files that are missing or too short are left for the plan to refuse.
+        Files that are missing or too short are left for the plan to refuse.
         """
         path = posixpath.join(candidate.folder, METADATA)
         where = posixpath.join(source.location, path)
@@ -312,9 +299,6 @@ def _with_parts_in_objects(
 
     Source: torch/distributed/checkpoint/_traverse.py (`traverse_state_dict`), torch 2.13, which
     goes into dictionaries and lists.
-
-    Returns:
-        The index, and all other objects.
     """
     tensors = {path: value for path, value in objects.items() if isinstance(value, UnreadTensor)}
     if not tensors:

@@ -38,28 +38,16 @@ _INTEGERS = {BY_NAME["int32"]: "<i4", BY_NAME["int64"]: "<i8"}
 
 
 class Mesh(Struct, frozen=True):
-    """A mesh as it was on the rank that pickled a tensor.
+    """A mesh as it was on the rank that pickled a tensor."""
 
-    Attributes:
-        sizes: Of its dimensions, in ranks.
-        names: Of its dimensions; empty if they have none.
-        coordinate: The coordinate of the rank.
-        highest_rank: The highest rank in the mesh, or in the mesh that it is a slice of.
-    """
-
-    sizes: Shape
-    names: tuple[str, ...]
-    coordinate: Shape
-    highest_rank: int
+    sizes: Shape  # of its dimensions, in ranks
+    names: tuple[str, ...]  # of its dimensions; empty if they have none
+    coordinate: Shape  # the coordinate of the rank
+    highest_rank: int  # the highest rank in the mesh, or in the mesh that it is a slice of
 
 
 def read_integers(tensor: TensorRef, read: Callable[[], bytes]) -> list[int]:
-    """Returns the elements of a tensor of integers.
-
-    Args:
-        tensor: The tensor.
-        read: Returns all bytes of its storage.
-    """
+    """Returns the elements of a tensor of integers; `read` returns all bytes of its storage."""
     kind = _INTEGERS.get(tensor.dtype)
     if kind is None or not tensor.row_major:
         raise FormatError(f"mesh of devices is a tensor of {tensor.dtype.name}")
@@ -72,13 +60,7 @@ def read_integers(tensor: TensorRef, read: Callable[[], bytes]) -> list[int]:
 
 
 def parse_mesh(value: InertObject, rank: int, read: ReadIntegers) -> Mesh:
-    """Parses an inert `DeviceMesh`.
-
-    Args:
-        value: The mesh as it was pickled.
-        rank: The rank that wrote the pickle.
-        read: Returns the elements of the tensors in it.
-    """
+    """Parses an inert `DeviceMesh` that a rank pickled."""
     fields = fields_of(value, "mesh of devices")
     sizes, coordinate, highest = _locate_rank(fields, rank, read)
     stored, stored_rank = fields.get("_coordinate_on_dim"), fields.get("_rank")
@@ -183,15 +165,10 @@ IndexRanges = list[tuple[int, int]]  # half-open, in the order of the local tens
 
 
 class Placement(Struct, frozen=True):
-    """How a tensor is distributed along one dimension of a mesh.
+    """How a tensor is distributed along one dimension of a mesh."""
 
-    Attributes:
-        dim: The dimension that is split, or None for replicas.
-        factor: For a strided split the number of parts that were split before; 1 otherwise.
-    """
-
-    dim: int | None = None
-    factor: int = 1
+    dim: int | None = None  # the dimension that is split, or None for replicas
+    factor: int = 1  # for a strided split the number of parts that were split before; 1 otherwise
 
 
 class LocalBlock(Struct, frozen=True):
@@ -243,17 +220,10 @@ def make_split(dim: object, factor: object, dimensions: int) -> Placement:
 def compute_local_part(
     shape: Shape, mesh: Mesh, placements: Sequence[Placement], *, inner_first: bool
 ) -> LocalPart | None:
-    """Returns the part of a tensor that a rank has.
+    """Returns the part of a tensor that a rank has; None if splits cannot have this order.
 
-    Args:
-        shape: Of the whole tensor.
-        mesh: The mesh, with the coordinate of the rank.
-        placements: One for each dimension of the mesh.
-        inner_first: Whether strided splits were made after those to their right, as FSDP2 does;
-            otherwise in the order of the mesh, as `distribute_tensor` does.
-
-    Returns:
-        The part, possibly empty; None if the splits cannot have been made in that order.
+    With `inner_first`, strided splits were made after those to their right, as FSDP2 does;
+    otherwise in the order of the mesh, as `distribute_tensor` does.
     """
     if len(placements) != len(mesh.sizes):
         raise FormatError(
@@ -286,12 +256,7 @@ LocalTensor = tuple[Shape, Shape, Mesh, Sequence[Placement]]
 
 
 def find_local_parts(tensors: Sequence[LocalTensor], *, where: str) -> list[LocalPart] | None:
-    """Returns the parts of all ranks, splits made in the order that gives the sizes they have.
-
-    Args:
-        tensors: The local tensors of one tensor.
-        where: The tensor, for messages.
-    """
+    """Returns the parts of all ranks, splits made in the order that gives the sizes they have."""
     for inner_first in (True, False):
         parts = []
         for local_shape, shape, mesh, placements in tensors:

@@ -38,12 +38,7 @@ _MODEL: KeyPath = ("model",)
 
 
 class FairscaleShards(Struct, frozen=True):
-    """The contents of the ranks' files, with flat shards as ShardedTensors.
-
-    Attributes:
-        contents: The contents, by rank.
-        vectors: The original parameters in each flat parameter.
-    """
+    """The contents of the ranks' files, with flat shards as ShardedTensors."""
 
     contents: list[RankContents]
     vectors: tuple[FlatVector, ...]
@@ -72,16 +67,7 @@ class _FlatShard(Struct, frozen=True):
 def find_fairscale_shards(
     contents: Sequence[RankContents], metadata: Sequence[RankContents], where: str
 ) -> FairscaleShards | None:
-    """Finds the flat shards of FairScale in the files of ranks.
-
-    Args:
-        contents: The files with tensors, by rank.
-        metadata: Files with metadata only, by rank.
-        where: The checkpoint, for messages.
-
-    Returns:
-        The shards, or None if no file has FairScale's metadata.
-    """
+    """Finds the flat shards of FairScale in the files of ranks."""
     by_rank: dict[int, PickledDict] = {}
     for held in (*metadata, *contents):
         # The metadata is the whole of a file, or one of its top values.

@@ -50,19 +50,12 @@ class StoredChunk(Struct, frozen=True):
 
 
 class AssembledTensor(Struct, frozen=True):
-    """A tensor whose parts are in the files of several ranks.
-
-    Attributes:
-        dtype: Its element type.
-        shape: Of the whole tensor.
-        stored: Its chunks, replicas included.
-        is_plain: Whether every rank has a plain tensor, without any mark of a distribution.
-    """
+    """A tensor whose parts are in the files of several ranks."""
 
     dtype: DType
-    shape: Shape
-    stored: tuple[StoredChunk, ...]
-    is_plain: bool
+    shape: Shape  # of the whole tensor
+    stored: tuple[StoredChunk, ...]  # its chunks, replicas included
+    is_plain: bool  # whether every rank has a plain tensor, without any mark of a distribution
 
 
 class _LocalDTensor(Struct, frozen=True):
@@ -75,27 +68,16 @@ class _LocalDTensor(Struct, frozen=True):
 
 
 class TensorAssembler(Struct):
-    """Makes the chunks of tensors, and caches the meshes of devices in the files.
-
-    Attributes:
-        source: The source of the files.
-        table: The records in them.
-        meshes: Every mesh of every file.
-        counts: How many chunks each file has so far.
-    """
+    """Makes the chunks of tensors, and caches the meshes of devices in the files."""
 
     source: Source
     table: ArchiveTable
+    # every mesh of every file
     meshes: dict[tuple[int, int], tuple[InertObject, Mesh]] = field(default_factory=dict)
-    counts: dict[int, int] = field(default_factory=dict)
+    counts: dict[int, int] = field(default_factory=dict)  # how many chunks each file has so far
 
     def assemble(self, path: KeyPath, parts: RankParts) -> AssembledTensor:
-        """Returns a tensor with the chunks of its parts.
-
-        Args:
-            path: The path of the tensor, for messages.
-            parts: The parts that ranks have.
-        """
+        """Returns a tensor with the chunks of its parts."""
         first = parts[0][1]
         other = next((part for part in parts if _kind_of(part[1]) != _kind_of(first)), None)
         if other is not None:
@@ -233,15 +215,7 @@ def _describe(tensor: RankTensor) -> str:
 def find_differing_ranks(
     tensor: AssembledTensor, crc32: Sequence[int | None]
 ) -> tuple[int, int] | None:
-    """Finds two ranks whose values of the same elements have different checksums.
-
-    Args:
-        tensor: The tensor.
-        crc32: The checksum of each chunk's record, in order.
-
-    Returns:
-        The ranks; None if no difference is known.
-    """
+    """Finds two ranks whose values of the same elements have different checksums of records."""
     first: dict[object, tuple[StoredChunk, int | None]] = {}
     for stored, crc in zip(tensor.stored, crc32, strict=True):
         other, before = first.setdefault(stored.chunk.place, (stored, crc))
@@ -260,13 +234,6 @@ def find_unproven_ranks(
 
     The proof is that both have the same view of storages with the same checksum: slices of one
     tensor are saved as different views of the whole tensor.
-
-    Args:
-        tensor: The tensor, which every rank has as a whole.
-        crc32: The checksum of each chunk's record, in order.
-
-    Returns:
-        The ranks; None if all are proven to be equal.
     """
     if 0 in tensor.shape:
         return None
@@ -294,15 +261,7 @@ def is_of_optimizer(path: KeyPath) -> bool:
 def drop_cut_states(
     parts_by_path: Mapping[KeyPath, RankParts], differ: Callable[[KeyPath], bool]
 ) -> tuple[dict[KeyPath, RankParts], int]:
-    """Drops all states of an optimizer if some of them are slices.
-
-    Args:
-        parts_by_path: The parts of all tensors.
-        differ: Returns whether ranks have different values of a plain tensor of equal shapes.
-
-    Returns:
-        The other tensors, and how many states were dropped.
-    """
+    """Drops all states of an optimizer if some are slices; returns the rest, and how many went."""
     states = {path for path in parts_by_path if is_of_optimizer(path)}
     cut = {
         path[:1]

@@ -195,13 +195,7 @@ def _check_verl_config(index: TensorIndex, source: Source, folder: str) -> Tenso
 
 
 class RankAssembly:
-    """Makes the index of the contents of ranks' files.
-
-    Attributes:
-        entries: Every tensor, by key.
-        problems: Problems of single tensors.
-        notes: Notes for the user.
-    """
+    """Makes the index of the contents of ranks' files."""
 
     def __init__(
         self,

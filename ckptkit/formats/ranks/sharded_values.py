@@ -34,17 +34,11 @@ _TORCH = "torch.distributed."  # where the classes are has changed several times
 
 
 class DTensorRef(Struct, frozen=True):
-    """A DTensor as one rank has it.
-
-    Attributes:
-        local: The local tensor.
-        shape: Of the whole tensor.
-        spec: Its mesh and placements, as they were pickled.
-    """
+    """A DTensor as one rank has it."""
 
     local: TensorRef
-    shape: Shape
-    spec: InertObject
+    shape: Shape  # of the whole tensor
+    spec: InertObject  # its mesh and placements, as they were pickled
 
     @property
     def dtype(self) -> DType:
@@ -59,21 +53,13 @@ class ShardRef(Struct, frozen=True):
 
 
 class ShardedTensorRef(Struct, frozen=True):
-    """A ShardedTensor as one rank has it.
+    """A ShardedTensor as one rank has it."""
 
-    Attributes:
-        shards: The shards of this rank; none if it got no rows.
-        shape: Of the whole tensor.
-        dtype: Element type.
-        rank: The rank that pickled it, as stored in the pickle.
-        world_size: The number of ranks of its run.
-    """
-
-    shards: tuple[ShardRef, ...]
-    shape: Shape
+    shards: tuple[ShardRef, ...]  # the shards of this rank; none if it got no rows
+    shape: Shape  # of the whole tensor
     dtype: DType
-    rank: int
-    world_size: int
+    rank: int  # the rank that pickled it, as stored in the pickle
+    world_size: int  # the number of ranks of its run
 
 
 def fields_of(value: object, what: str) -> Mapping[Any, Any]:

@@ -97,19 +97,12 @@ _LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
 
 
 class ConfigExtents(Struct, frozen=True):
-    """Sizes in a model's configuration; 0 where it does not have them.
+    """Sizes in a model's configuration; 0 where it does not have them."""
 
-    Attributes:
-        path: The configuration, relative to the source's root; empty where there is none.
-        tokens: Rows of the embeddings, at least: they may be padded.
-        hidden: Columns of the embeddings.
-        layers: Number of layers, at least.
-    """
-
-    path: str = ""
-    tokens: int = 0
-    hidden: int = 0
-    layers: int = 0
+    path: str = ""  # the configuration, relative to the source's root; empty where there is none
+    tokens: int = 0  # rows of the embeddings, at least: they may be padded
+    hidden: int = 0  # columns of the embeddings
+    layers: int = 0  # number of layers, at least
 
     def least(self, name: str) -> Shape | None:
         """Returns the smallest shape that a tensor can have; None where it is unknown."""
@@ -158,9 +151,7 @@ def _first_size(config: Mapping[str, Any], names: Sequence[str]) -> int:
 def estimate_shards(matrices: Iterable[tuple[Shape, int]]) -> int | None:
     """Returns how many shards there must have been, if that is more than there are.
 
-    Args:
-        matrices: For each tensor its shape, as far as its shards extend, and the number of shards
-            along its rows.
+    Of each tensor it gets the shape, as far as its shards extend, and the shards along its rows.
 
     >>> whole = [((8, 6), 2), ((6, 8), 2), ((20, 6), 2)]
     >>> half = [((4, 6), 1), ((3, 8), 1), ((10, 6), 1)]
