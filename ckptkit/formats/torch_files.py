@@ -42,7 +42,7 @@ from ckptkit.core.index import (
     is_named_as_copy,
 )
 from ckptkit.core.text import counted
-from ckptkit.formats.base import Candidate
+from ckptkit.formats.base import Candidate, FormatReader
 from ckptkit.formats.parsing import (
     INDEX_ENDING,
     check_weight_map,
@@ -91,10 +91,12 @@ _ALL = "*"  # the name of all tensors of an object
 _UNKNOWN = BY_NAME["float32"]  # in place of a type that is not known
 
 
-class TorchFileReader:
+class TorchFileReader(FormatReader):
     """Reads models that `torch.save` wrote."""
 
     name = "torch"
+    order = 140
+    expected = "'*.pt', '*.pth', '*.bin' or '*.ckpt'"
 
     def find(self, paths: Sequence[str]) -> list[Candidate]:
         own = [path for path in paths if not _NOT_A_MODEL.fullmatch(posixpath.basename(path))]
@@ -302,10 +304,11 @@ def _stem(path: str) -> str:
     return posixpath.basename(path).partition(".")[0]
 
 
-class TorchOptimizerReader:
+class TorchOptimizerReader(FormatReader):
     """Reads optimizer states that `torch.save` wrote into files of their own."""
 
     name = "torch optimizer"
+    order = 130
 
     def find(self, paths: Sequence[str]) -> list[Candidate]:
         """Recognises such files by their names; each is a candidate."""

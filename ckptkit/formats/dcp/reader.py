@@ -42,7 +42,7 @@ from ckptkit.core.index import (
     TensorIndex,
 )
 from ckptkit.core.text import quote
-from ckptkit.formats.base import Candidate
+from ckptkit.formats.base import Candidate, FormatReader
 from ckptkit.formats.dcp.compression import decompress, is_zstd
 from ckptkit.formats.dcp.join import LEAST_ARCHIVE_BYTES
 from ckptkit.formats.dcp.megatron import (
@@ -176,10 +176,13 @@ def open_blob(source: Source, blob: BlobRef, *, where: str) -> tuple[Read, int]:
     return lambda start, stop: content[start:stop], len(content)
 
 
-class DcpReader:
+class DcpReader(FormatReader):
     """Reads what `torch.distributed.checkpoint.save` writes."""
 
     name = "dcp"
+    order = 100
+    expected = "'.metadata' beside '__0_0.distcp'"
+    index_memory = (METADATA, 3)  # 900 MB for 350 MB, the file itself included
 
     def find(self, paths: Sequence[str]) -> list[Candidate]:
         """Recognises folders with `.metadata` or `.distcp` files."""

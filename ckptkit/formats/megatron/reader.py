@@ -32,7 +32,7 @@ from ckptkit.core.index import (
     TensorIndex,
 )
 from ckptkit.core.text import quote
-from ckptkit.formats.base import Candidate
+from ckptkit.formats.base import Candidate, FormatReader
 from ckptkit.formats.dcp.megatron import compare_iterations, read_common
 from ckptkit.formats.megatron.global_names import LocalTensor, collect_tensors
 from ckptkit.formats.megatron.model_files import ModelFiles, open_files
@@ -55,10 +55,12 @@ _LEAST_DIMENSIONS = {"columns": 2, "rows": 1, "halves of rows": 1, "whole": 0, "
 _ROTARY = "qk_pos_emb_head_dim"
 
 
-class MegatronReader:
+class MegatronReader(FormatReader):
     """Reads `mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt`."""
 
     name = "megatron"
+    order = 30
+    expected = "'mp_rank_00/model_optim_rng.pt'"
 
     def find(self, paths: Sequence[str]) -> list[Candidate]:
         """Groups the files by the folder of their step; one that is alone is recognised too."""

@@ -24,7 +24,7 @@ from __future__ import annotations
 import posixpath
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from math import prod
 from typing import Any, TypeGuard
 
@@ -32,7 +32,7 @@ from msgspec import Struct
 
 from ckptkit.core.errors import FormatError, IncompleteCheckpointError, UnsupportedError
 from ckptkit.core.index import RecordTable, RunFacts, TensorIndex
-from ckptkit.formats.base import Candidate
+from ckptkit.formats.base import Candidate, FormatReader
 from ckptkit.formats.parsing import COPY_BACK, MIXED_SAVES, is_count, parse_json, read_limited
 from ckptkit.storage.base import Source
 
@@ -78,10 +78,15 @@ def _step_of(path: str) -> str:
     return "/".join(parts[: parts.index(_MODEL)]) if _MODEL in parts else posixpath.dirname(path)
 
 
-class NanotronReader:
+class NanotronReader(FormatReader):
     """Reads the parameters that nanotron's `save_weights` writes."""
 
     name = "nanotron"
+    order = 10  # its files are safetensors and archives, which are models to others
+    expected = "'checkpoint_metadata.json' beside a folder 'model' with a file per parameter"
+
+    def find_deep_folders(self, paths: Sequence[str]) -> Collection[str]:
+        return find_deep_folders(paths)
 
     def find(self, paths: Sequence[str]) -> list[Candidate]:
         """Recognises steps by their metadata, or by parameters that are named by ranks."""

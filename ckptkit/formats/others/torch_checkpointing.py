@@ -42,7 +42,7 @@ from ckptkit.core.index import (
     TensorIndex,
 )
 from ckptkit.core.text import quote
-from ckptkit.formats.base import Candidate
+from ckptkit.formats.base import Candidate, FormatReader
 from ckptkit.formats.parsing import (
     COPY_BACK,
     MAX_DIMENSIONS,
@@ -365,10 +365,13 @@ class LocalImages:
                 )
 
 
-class TorchCheckpointingReader:
+class TorchCheckpointingReader(FormatReader):
     """Reads a file of each rank, for each item of the state or for all of it."""
 
     name = FORMAT
+    order = 20
+    expected = "'model_0.pt' beside 'model_1.pt', or beside 'metadata.pkl'"
+    index_memory = (METADATA_PICKLE, 12)
 
     def find(self, paths: Sequence[str]) -> list[Candidate]:
         """Recognises folders with a `metadata.pkl`; others are recognised by their contents."""

@@ -32,7 +32,7 @@ from ckptkit.core.index import (
     TensorEntry,
     TensorIndex,
 )
-from ckptkit.formats.base import Candidate
+from ckptkit.formats.base import Candidate, FormatReader
 from ckptkit.formats.parsing import (
     MIXED_SAVES,
     TWO_SAVES,
@@ -105,10 +105,12 @@ _WRITERS = {
 }
 
 
-class RankFilesReader:
+class RankFilesReader(FormatReader):
     """Reads one `torch.save` file per rank."""
 
     name = "rank-files"
+    order = 60  # before readers that would take a rank's file for a model
+    expected = "'model_world_size_2_rank_0.pt', 'pytorch_model_fsdp_0_rank0.bin' or 'rank_0.pt'"
 
     def find(self, paths: Sequence[str]) -> list[Candidate]:
         """Groups files whose names end with a rank."""
@@ -361,10 +363,11 @@ _WITHOUT_WEIGHTS = re.compile(
 )
 
 
-class ForeignReader:
+class ForeignReader(FormatReader):
     """Recognises and refuses files that ranks wrote next to their weights, without the weights."""
 
     name = "foreign"
+    order = 70  # its files are kept from the others, which would misread them
 
     def find(self, paths: Sequence[str]) -> list[Candidate]:
         """Groups such files by folder."""

@@ -47,7 +47,7 @@ from ckptkit.core.index import (
     TensorIndex,
 )
 from ckptkit.core.model_configs import parse_model_config
-from ckptkit.formats.base import Candidate
+from ckptkit.formats.base import Candidate, FormatReader
 from ckptkit.formats.parsing import (
     INDEX_ENDING,
     group_by_folder,
@@ -210,10 +210,12 @@ def is_shard(path: str) -> bool:
     return _SHARD.fullmatch(posixpath.basename(path)) is not None
 
 
-class HfShardsReader:
+class HfShardsReader(FormatReader):
     """Reads what torch's `HuggingFaceStorageWriter(save_distributed=True)` writes."""
 
     name = "dcp-hf"
+    order = 110  # before safetensors: each shard is such a file
+    expected = "'shard-00001-model-00001-of-00001.safetensors'"
 
     def find(self, paths: Sequence[str]) -> list[Candidate]:
         """Groups shards by folder; an index of files that are not there belongs to them."""

@@ -41,7 +41,7 @@ from ckptkit.core.index import (
     TensorEntry,
     TensorIndex,
 )
-from ckptkit.formats.base import Candidate
+from ckptkit.formats.base import Candidate, FormatReader
 from ckptkit.formats.parsing import (
     INDEX_ENDING,
     MAX_BYTES,
@@ -273,10 +273,12 @@ def _is_of_processor(path: str, there: Collection[str]) -> bool:
     return match is not None and f"{match['pipeline']}.json" in there
 
 
-class SafetensorsReader:
+class SafetensorsReader(FormatReader):
     """Reads models in safetensors files."""
 
     name = "safetensors"
+    order = 120
+    expected = "'*.safetensors'"
 
     def find(self, paths: Sequence[str]) -> list[Candidate]:
         there = set(paths)

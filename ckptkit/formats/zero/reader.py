@@ -25,7 +25,7 @@ from collections.abc import Sequence
 
 from ckptkit.core.errors import InputError
 from ckptkit.core.index import TensorIndex
-from ckptkit.formats.base import Candidate
+from ckptkit.formats.base import Candidate, FormatReader
 from ckptkit.formats.discovery import is_unit_folder, parse_step
 from ckptkit.formats.parsing import group_by_folder
 from ckptkit.formats.zero.tag_files import (
@@ -38,10 +38,12 @@ from ckptkit.formats.zero.tag_files import (
 from ckptkit.storage.base import Source
 
 
-class ZeroReader:
+class ZeroReader(FormatReader):
     """Reads what DeepSpeed's `save_checkpoint` writes into the folder of a tag."""
 
     name = "zero"
+    order = 90
+    expected = "'mp_rank_00_model_states.pt' beside '..._optim_states.pt'"
 
     def find(self, paths: Sequence[str]) -> list[Candidate]:
         """Groups the files by folder, together with those that are only refused."""
@@ -76,10 +78,12 @@ class ZeroReader:
         return make_index(self.name, table, weights, states, save.facts(states.notes))
 
 
-class UniversalReader:
+class UniversalReader(FormatReader):
     """Reads what `ds_to_universal.py` writes into the folder of a tag."""
 
     name = "universal"
+    order = 80  # before ZeRO, whose files of weights it contains
+    expected = "'zero/<parameter>/fp32.pt'"
 
     def find(self, paths: Sequence[str]) -> list[Candidate]:
         """Recognises folders with files of parameters, and the files of weights in them."""
