@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import posixpath
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from types import MappingProxyType
 from typing import Any
@@ -42,7 +42,6 @@ from ckptkit.formats.safetensors.hf_shards import (
 )
 from ckptkit.formats.torch_files import (
     TorchOptimizerReader,
-    drop_lone_optimizers,
     is_optimizer_candidate,
     model_number,
 )
@@ -121,7 +120,8 @@ def drop_companions(candidates: Sequence[Candidate]) -> list[Candidate]:
             return False
         if name == _COPY_OF_BRIDGE and above in of_bridge:
             return False
-        if name == _COPY_OF_DCP and any(_is_below(c.folder, above) for c in of_dcp):
+        is_dcp = candidate.format == "dcp"
+        if name == _COPY_OF_DCP and not is_dcp and any(_is_below(c.folder, above) for c in of_dcp):
             return False
         if _is_state(candidate):
             return all(map(_is_state, candidates))
@@ -350,26 +350,6 @@ class FoundCheckpoint(Struct, frozen=True):
     problem: str = ""  # what it lacks; empty if it is whole
 
 
-DescribeMissing = Callable[[Candidate], str]
-"""Says what a candidate lacks; empty if it is complete."""
-
-
-class RunRecords(Struct, frozen=True):
-    """What the files of runs say of their steps."""
-
-    # returns those of some folders of steps that training went back from
-    find_rolled_back: Callable[[Sequence[str]], Collection[str]] = lambda _folders: ()
-    # returns which of `TRACKERS` a folder has, and what it says: the number of an iteration, or
-    # `RELEASE`; None where there is no such file
-    read_tracker: Callable[[str], tuple[str, str] | None] = lambda _folder: None
-
-
-ReadStep = Callable[[Candidate], int | None]
-"""Returns the step in a candidate's contents, or None."""
-MakeNotFoundError = Callable[[str], NotACheckpointError]
-"""Returns the error for a folder, relative to the root, in which nothing was recognised."""
-
-
 def is_unit_folder(name: str) -> bool:
     return _UNIT_FOLDER.fullmatch(name) is not None
 
@@ -430,9 +410,6 @@ def _parse_step(name: str) -> int | None:
     return None if counted is None else counted.number
 
 
-_NO_RECORDS = RunRecords()
-
-
 def names_step(tag: str, folder: str) -> bool:
     """Returns whether the tag in a tracker names the folder of a step.
 
@@ -443,65 +420,58 @@ def names_step(tag: str, folder: str) -> bool:
     return folder == tag or (is_number and parse_step(folder) == int(tag))
 
 
-def resolve(
-    candidates: Sequence[Candidate],
-    *,
-    location: str,
-    select: str | None,
-    describe_missing: DescribeMissing,
-    not_found: MakeNotFoundError,
-    read_step: ReadStep = lambda _candidate: None,
-    records: RunRecords = _NO_RECORDS,
-    links: Sequence[str] = (),
-) -> ResolvedSource:
-    """Decides which candidates a path stands for.
+class CandidateChooser:
+    """Chooses among the candidates below a path; by itself it knows no more than their names.
 
     Folders, or files, that are named after steps are one run, and its newest complete step is
     chosen; one that is named as the last counts by the step in its contents. All other candidates
-    in one folder are returned together; `--select` chooses one of them.
+    in one folder are returned together; `--select` chooses one of them. It descends from the root
+    and decides folder by folder. A subclass that has the files open answers the four questions.
     """
-    resolver = _Resolver(location, describe_missing, not_found, read_step, records)
-    resolved = resolver.choose(drop_lone_optimizers(candidates), "", select)
-    chosen = parse_step(resolved.folder) if resolved.folder else None
-    is_tracked = records.read_tracker(posixpath.dirname(resolved.folder)) is not None
-    newer = [
-        link
-        for link in links
-        if not is_tracked and chosen is not None and (parse_step(link) or 0) > chosen
-    ]
-    if newer and select is None:
-        raise AmbiguousSourceError(
-            f"{newer[-1]!r} is newer than {resolved.folder!r}, but a link, which is not followed",
-            where=location,
-            hint=f"give its own path: {posixpath.join(location, newer[-1])}",
-        )
-    return resolved
 
+    def __init__(self, location: str) -> None:
+        self.location = location  # as the user typed it
+        self.numbers: dict[str, int] = {}  # of steps that are files, or named as the last
 
-def list_all(
-    candidates: Sequence[Candidate],
-    *,
-    location: str,
-    describe_missing: DescribeMissing,
-    not_found: MakeNotFoundError,
-    read_step: ReadStep,
-    records: RunRecords,
-) -> tuple[FoundCheckpoint, ...]:
-    """Returns all checkpoints that `resolve` may choose among; the arguments are its own."""
-    resolver = _Resolver(location, describe_missing, not_found, read_step, records)
-    return tuple(resolver.list_all(drop_lone_optimizers(candidates), ""))
+    def describe_missing(self, candidate: Candidate) -> str:  # noqa: ARG002  names say nothing
+        """Says what a candidate lacks; empty if it is whole."""
+        return ""
 
+    def read_step(self, candidate: Candidate) -> int | None:  # noqa: ARG002
+        """Returns the step in a candidate's contents, or None."""
+        return None
 
-class _Resolver(Struct):
-    """Descends from the root and decides folder by folder; its fields are those of `resolve`."""
+    def find_rolled_back(self, steps: Sequence[str]) -> Collection[str]:  # noqa: ARG002
+        """Returns those of some steps that training went back from, by their folders."""
+        return ()
 
-    location: str
-    describe_missing: DescribeMissing
-    not_found: MakeNotFoundError
-    read_step: ReadStep
-    records: RunRecords
-    # The numbers of steps that are files, or named as the last.
-    numbers: dict[str, int] = field(default_factory=dict)
+    def read_tracker(self, run: str) -> tuple[str, str] | None:  # noqa: ARG002
+        """Returns which of `TRACKERS` a folder has, and what it says, such as `RELEASE`."""
+        return None
+
+    def resolve(
+        self, candidates: Sequence[Candidate], select: str | None, links: Sequence[str] = ()
+    ) -> ResolvedSource:
+        """Decides which candidates, of which there is one at least, the path stands for.
+
+        Folders that are links were not searched: one that is a newer step is refused.
+        """
+        resolved = self.choose(candidates, "", select)
+        chosen = parse_step(resolved.folder) if resolved.folder else None
+        is_tracked = self.read_tracker(posixpath.dirname(resolved.folder)) is not None
+        newer = [
+            link
+            for link in links
+            if not is_tracked and chosen is not None and (parse_step(link) or 0) > chosen
+        ]
+        if newer and select is None:
+            raise AmbiguousSourceError(
+                f"{newer[-1]!r} is newer than {resolved.folder!r}, but a link, which is not"
+                " followed",
+                where=self.location,
+                hint=f"give its own path: {posixpath.join(self.location, newer[-1])}",
+            )
+        return resolved
 
     def choose(
         self, candidates: Sequence[Candidate], base: str, select: str | None
@@ -542,8 +512,6 @@ class _Resolver(Struct):
             raise self._ambiguous(labels, whole, select)
         if steps:
             return self._choose_newest(steps, select)
-        if not units:
-            raise self.not_found(base)
         passed = [c for folder in all_steps.keys() - steps.keys() for c in all_steps[folder]]
         ignored = [
             c for c in (*others, *passed) if not (c in kept or c.format == _SHARDS or _is_state(c))
@@ -565,7 +533,9 @@ class _Resolver(Struct):
         text = f"holds {text}; found {list_first(names)}"
         return CannotPlanError(text, where=self.location, hint=hint)
 
-    def list_all(self, candidates: Sequence[Candidate], base: str) -> Iterator[FoundCheckpoint]:
+    def list_all(
+        self, candidates: Sequence[Candidate], base: str = ""
+    ) -> Iterator[FoundCheckpoint]:
         """Yields all checkpoints in a folder: steps, run by run and the newest first, and others.
 
         A step that holds several is listed as these.
@@ -734,7 +704,7 @@ class _Resolver(Struct):
     def _is_step(self, folder: str) -> bool:
         above, name = posixpath.split(folder)
         if name == RELEASE:
-            return self.records.read_tracker(above) is not None
+            return self.read_tracker(above) is not None
         return _parse_step(name) is not None
 
     def _sort_key(self, step: str) -> tuple[int, bool, str]:
@@ -746,10 +716,10 @@ class _Resolver(Struct):
         self, steps: _Steps, select: str | None, finals: Mapping[str, str] = MappingProxyType({})
     ) -> ResolvedSource:
         rolled_back: Collection[str] = frozenset()  # only complete steps count
-        if self.records.find_rolled_back(list(steps)):
+        if self.find_rolled_back(list(steps)):
             inside = {folder: self._resolve_step(steps[folder], folder, select) for folder in steps}
             complete = [f for f, (resolved, missing) in inside.items() if resolved and not missing]
-            rolled_back = frozenset(self.records.find_rolled_back(complete))
+            rolled_back = frozenset(self.find_rolled_back(complete))
         named, passed = self._follow_tracker(steps)
         ordered = sorted(
             steps, key=lambda s: (s in named, s not in rolled_back, self._sort_key(s))
@@ -781,7 +751,7 @@ class _Resolver(Struct):
     def _follow_tracker(self, steps: _Steps) -> tuple[Collection[str], list[str]]:
         """Returns the steps that the run's tracker names, and a note if there is none."""
         run = posixpath.dirname(next(iter(steps)))
-        tracked = self.records.read_tracker(run)
+        tracked = self.read_tracker(run)
         if tracked is None:
             return (), []
         file, tag = tracked
@@ -800,7 +770,7 @@ class _Resolver(Struct):
         number = self._sort_key(taken)[0]
         rest -= {s for s in rest if is_called_last(s) and self._sort_key(s)[0] == number}
         newer = [s for s in rest if is_named and self._sort_key(s) > self._sort_key(taken)]
-        tracked = self.records.read_tracker(posixpath.dirname(taken)) if newer else None
+        tracked = self.read_tracker(posixpath.dirname(taken)) if newer else None
         if tracked is not None:
             names = ", ".join(sorted(newer, key=self._sort_key))
             notes.append(f"{names} left alone: {tracked[0]!r} names {taken}")

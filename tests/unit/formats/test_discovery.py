@@ -16,11 +16,7 @@ from ckptkit.core.errors import (
     UnsupportedError,
 )
 from ckptkit.formats.base import Candidate
-from ckptkit.formats.discovery import (
-    ResolvedSource,
-    parse_step,
-    resolve,
-)
+from ckptkit.formats.discovery import CandidateChooser, ResolvedSource, parse_step
 from ckptkit.formats.registry import recognise
 
 
@@ -29,24 +25,24 @@ def dcp(folder: str) -> Candidate:
     return Candidate("dcp", folder, (path,), "'.metadata'")
 
 
-def no_place(folder: str) -> NotACheckpointError:
-    return NotACheckpointError("nothing", where=f"here/{folder}".rstrip("/"), hint="give another")
+class Chooser(CandidateChooser):
+    """Knows which folders or files are broken, and why."""
+
+    def __init__(self, broken: tuple[str, ...] = (), reason: str = "a file") -> None:
+        super().__init__("here")
+        self._broken, self._reason = broken, reason
+
+    def describe_missing(self, candidate: Candidate) -> str:
+        is_broken = {candidate.folder, *candidate.files}.intersection(self._broken)
+        return self._reason if is_broken else ""
 
 
 def among(candidates: list[Candidate]) -> ResolvedSource:
-    return resolve(
-        candidates, location="here", select=None, describe_missing=lambda _: "", not_found=no_place
-    )
+    return Chooser().resolve(candidates, None)
 
 
 def found(*folders: str, select: str | None = None, broken: tuple[str, ...] = ()) -> ResolvedSource:
-    return resolve(
-        [dcp(folder) for folder in folders],
-        location="here",
-        select=select,
-        describe_missing=lambda candidate: "a file" if candidate.folder in broken else "",
-        not_found=no_place,
-    )
+    return Chooser(broken).resolve([dcp(folder) for folder in folders], select)
 
 
 def labels(found: ResolvedSource) -> list[str]:
@@ -135,32 +131,14 @@ def test_a_selection_that_names_nothing_is_refused_with_the_names() -> None:
         found("a/checkpoint-1", "b/checkpoint-3", select="c")
 
 
-def test_nothing_at_all_is_refused_by_whoever_knows_what_is_there() -> None:
-    with pytest.raises(NotACheckpointError) as caught:
-        found()
-    assert (caught.value.where, caught.value.hint) == ("here", "give another")
-
-
 def test_a_file_of_any_name_beside_deepspeeds_steps_is_not_taken_for_the_model() -> None:
     paths = ["weights.pt", "global_step2/mp_rank_00_model_states.pt"]
     with pytest.raises(AmbiguousSourceError, match=r"'weights.pt', 'global_step2'"):
-        resolve(
-            recognise(paths),
-            location="here",
-            select=None,
-            describe_missing=lambda _: "",
-            not_found=no_place,
-        )
+        among(recognise(paths))
 
 
 def test_the_bin_form_of_a_model_is_left_out_beside_its_safetensors_form() -> None:
-    chosen = resolve(
-        recognise(["model.safetensors", "pytorch_model.bin"]),
-        location="here",
-        select=None,
-        describe_missing=lambda _: "",
-        not_found=no_place,
-    )
+    chosen = among(recognise(["model.safetensors", "pytorch_model.bin"]))
     assert [unit.candidate.format for unit in chosen.units] == ["safetensors"]
 
 
@@ -177,7 +155,7 @@ FOLDERS = st.sampled_from(
 
 @settings(max_examples=150)
 @given(
-    st.lists(FOLDERS, unique=True, max_size=5),
+    st.lists(FOLDERS, unique=True, min_size=1, max_size=5),
     st.none() | FOLDERS,
     st.sets(FOLDERS),
 )
@@ -234,13 +212,7 @@ def test_a_step_and_a_part_of_it_are_selected_together() -> None:
 def test_files_that_nobody_asked_for_do_not_make_a_step_incomplete(name: str) -> None:
     stray = Candidate("torch", "checkpoint-2", (f"checkpoint-2/{name}",), name)
     candidates = [dcp("checkpoint-1/pytorch_model_fsdp_0"), dcp("checkpoint-2/x"), stray]
-    chosen = resolve(
-        candidates,
-        location="here",
-        select=None,
-        describe_missing=lambda candidate: "its class" if candidate is stray else "",
-        not_found=no_place,
-    )
+    chosen = Chooser(stray.files, "its class").resolve(candidates, None)
     assert chosen.folder == "checkpoint-2"
     assert f"left alone beside the model: checkpoint-2/{name}" in chosen.notes
 
@@ -254,14 +226,7 @@ def test_a_full_model_beside_shards_that_are_not_read_is_taken() -> None:
 
 def test_a_newer_step_that_is_a_link_is_not_passed_over_silently() -> None:
     with pytest.raises(AmbiguousSourceError, match="'checkpoint-9' is newer") as caught:
-        resolve(
-            [dcp("checkpoint-5")],
-            location="here",
-            select=None,
-            describe_missing=lambda _: "",
-            not_found=no_place,
-            links=["checkpoint-4", "checkpoint-9"],
-        )
+        Chooser().resolve([dcp("checkpoint-5")], None, ["checkpoint-4", "checkpoint-9"])
     assert caught.value.hint == "give its own path: here/checkpoint-9"
 
 

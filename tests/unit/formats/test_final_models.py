@@ -6,24 +6,26 @@ import pytest
 
 from ckptkit.core.errors import AmbiguousSourceError, CannotPlanError, NotACheckpointError
 from ckptkit.formats.base import Candidate
-from ckptkit.formats.discovery import ResolvedSource, resolve
+from ckptkit.formats.discovery import CandidateChooser, ResolvedSource
 from ckptkit.formats.registry import recognise
+
+
+class _Chooser(CandidateChooser):
+    def __init__(self, location: str, broken: str) -> None:
+        super().__init__(location)
+        self._broken = broken
+
+    def describe_missing(self, candidate: Candidate) -> str:
+        return "a file" if any(path.startswith(self._broken) for path in candidate.files) else ""
+
+    def read_step(self, candidate: Candidate) -> int | None:
+        return 9 if "last" in candidate.files[0] else None
 
 
 def _choose(
     paths: list[str], select: str | None = None, location: str = "run", broken: str = "-"
 ) -> ResolvedSource:
-    def describe_missing(candidate: Candidate) -> str:
-        return "a file" if any(path.startswith(broken) for path in candidate.files) else ""
-
-    return resolve(
-        recognise(paths),
-        location=location,
-        select=select,
-        describe_missing=describe_missing,
-        not_found=lambda folder: NotACheckpointError("nothing", where=folder),
-        read_step=lambda candidate: 9 if "last" in candidate.files[0] else None,
-    )
+    return _Chooser(location, broken).resolve(recognise(paths), select)
 
 
 _TRAINER = ["checkpoint-2/model.safetensors", "checkpoint-10/model.safetensors"]
