@@ -28,7 +28,7 @@ from ckptkit.core.errors import (
     NotACheckpointError,
     UnsupportedError,
 )
-from ckptkit.formats.ranks import rank_tensors
+from ckptkit.formats.ranks import reader
 from tests.sampled import sampled
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
@@ -334,9 +334,9 @@ def test_a_name_may_tell_of_any_number_of_ranks(tmp_path: Path) -> None:
 def test_more_parts_than_a_pickle_can_describe_are_refused(
     case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rank_tensors, "_MIN_CHUNKS", 1)
+    monkeypatch.setattr(reader, "_MIN_CHUNKS", 1)
     ckptkit.inspect(FIXTURES / case / "checkpoint")
-    monkeypatch.setattr(rank_tensors, "_BYTES_OF_A_CHUNK", 1 << 20)
+    monkeypatch.setattr(reader, "_BYTES_OF_A_CHUNK", 1 << 20)
     with pytest.raises(LimitError, match="more pieces than any real ones"):
         ckptkit.inspect(FIXTURES / case / "checkpoint")
 

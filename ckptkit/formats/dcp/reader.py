@@ -44,7 +44,6 @@ from ckptkit.core.index import (
 from ckptkit.core.text import quote
 from ckptkit.formats.base import Candidate, FormatReader
 from ckptkit.formats.dcp.compression import decompress, is_zstd
-from ckptkit.formats.dcp.join import LEAST_ARCHIVE_BYTES
 from ckptkit.formats.dcp.megatron import (
     COMMON,
     COMMON_STATE,
@@ -63,7 +62,7 @@ from ckptkit.formats.dcp.megatron import (
     read_kind,
     split_key,
 )
-from ckptkit.formats.dcp.metadata import DcpMetadata, DcpTensor, parse_metadata
+from ckptkit.formats.dcp.metadata import LEAST_ARCHIVE_BYTES, DcpMetadata, DcpTensor, parse_metadata
 from ckptkit.formats.parsing import Read, group_by_folder, read_from, stat_or_missing
 from ckptkit.formats.pickle.machine import Global, InertObject
 from ckptkit.formats.pickle.objects import (

@@ -42,8 +42,8 @@ from ckptkit.formats.pickle.pickles import MAX_KEY_CHARACTERS, walk_values
 from ckptkit.formats.pickle.torch_archives import ArchiveTable, TorchArchive
 from ckptkit.formats.pickle.torch_values import TensorRef
 from ckptkit.formats.pickle.torch_zip import open_archive
+from ckptkit.formats.ranks.dtensor import SHARDED_ALLOWED, DTensorRef, ShardedTensorRef
 from ckptkit.formats.ranks.flat import FLAT
-from ckptkit.formats.ranks.sharded_values import SHARDED_ALLOWED, DTensorRef, ShardedTensorRef
 from ckptkit.storage.base import Source
 
 Kind = Literal["model", "optimizer", "extra", "metadata"]

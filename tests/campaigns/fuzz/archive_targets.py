@@ -19,7 +19,7 @@ from ckptkit.formats.pickle.pickles import parse_first_pickle, parse_pickle, wal
 from ckptkit.formats.pickle.torch_values import ALLOWED, storage_ref
 from ckptkit.formats.pickle.torch_zip import TensorCache, locate_tensor, open_archive
 from ckptkit.formats.pickle.zip_directory import data_start, read_directory
-from ckptkit.formats.ranks.sharded_values import SHARDED_ALLOWED
+from ckptkit.formats.ranks.dtensor import SHARDED_ALLOWED
 from ckptkit.formats.safetensors.reader import parse_header
 from ckptkit.formats.trees import TRAINING_VALUES
 from tests.campaigns.fuzz.judge import Target
