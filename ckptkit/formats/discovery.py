@@ -90,7 +90,6 @@ def _is_primary(candidate: Candidate) -> bool:
 
 
 def _main_path(candidate: Candidate) -> str:
-    """Returns a candidate's index, or its first file."""
     files = candidate.files
     return next((path for path in files if path.endswith(".index.json")), files[0])
 
@@ -402,7 +401,6 @@ def _find_step(folder: str) -> tuple[str, int] | None:
 
 
 def _parse_step(name: str) -> int | None:
-    """Returns the step in the name of a folder or of a file."""
     match = _FOLDER.fullmatch(name)
     if match is not None:
         return None if _DATE.fullmatch(name) else int(match[1])
@@ -854,7 +852,6 @@ def _is_final(candidate: Candidate, base: str) -> bool:
 
 
 def _is_in_run(candidate: Candidate, base: str) -> bool:
-    """Returns whether a candidate is in a folder itself, or in that of a unit of it."""
     above, name = posixpath.split(candidate.folder)
     return candidate.folder == base or (
         above == base and _SHARDED_MODEL.fullmatch(name) is not None
@@ -862,7 +859,6 @@ def _is_in_run(candidate: Candidate, base: str) -> bool:
 
 
 def _describe_finals(taken: str, finals: Mapping[str, str]) -> list[str]:
-    """Returns notes about the models beside the steps, of which one was taken."""
     notes: list[str] = []
     whole = [label for label, lack in finals.items() if not lack]
     if whole:
@@ -898,7 +894,6 @@ def _name_models(units: Sequence[CheckpointUnit], base: str) -> dict[str, list[C
 
 
 def _rest(select: str, label: str) -> str | None:
-    """Returns the part of a selection after `label`; None if it does not begin with it."""
     if select == label:
         return ""
     return select[len(label) + 1 :] if select.startswith(f"{label}/") else None

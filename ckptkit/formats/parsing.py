@@ -50,7 +50,6 @@ def read_from(source: Source, path: str, first: int = 0) -> Read:
 
 
 def read_limited(source: Source, path: str, max_bytes: int, what: str) -> bytes:
-    """Returns a whole file, after a check of its size."""
     size = source.stat(path).size_bytes
     if size > max_bytes:
         raise LimitError(
@@ -215,7 +214,6 @@ def read_index_document(source: Source, path: str) -> tuple[dict[str, Any], dict
 
 
 def read_weight_map(source: Source, path: str) -> dict[str, str]:
-    """Returns the weight map of an index: by tensor name a file path, relative to the source."""
     metadata, weight_map = read_index_document(source, path)
     if "delta_encoding" in metadata:
         where = posixpath.join(source.location, posixpath.dirname(path))
@@ -341,7 +339,6 @@ def refuse_stale_ranks(
 
 
 def refuse_mixed_sizes(sizes: Collection[int], where: str, hint: str = MIXED_SAVES) -> None:
-    """Refuses files of runs with different numbers of ranks."""
     if len(sizes) > 1:
         raise FormatError(
             f"the files are of runs with {' and '.join(map(str, sorted(sizes)))} ranks",

@@ -92,8 +92,6 @@ _UNKNOWN = BY_NAME["float32"]  # in place of a type that is not known
 
 
 class TorchFileReader(FormatReader):
-    """Reads models that `torch.save` wrote."""
-
     name = "torch"
     order = 140
     expected = "'*.pt', '*.pth', '*.bin' or '*.ckpt'"
@@ -136,8 +134,6 @@ class _LoadedTensor(Struct, frozen=True):
 
 
 class TorchContents(Struct):
-    """Collects the contents of the files of one candidate."""
-
     _table: ArchiveTable = field(default_factory=ArchiveTable)
     _tensors: list[_LoadedTensor] = field(default_factory=list)
     _unread: dict[KeyPath, Any] = field(default_factory=dict)  # tensors that are not modelled
@@ -305,13 +301,10 @@ def _stem(path: str) -> str:
 
 
 class TorchOptimizerReader(FormatReader):
-    """Reads optimizer states that `torch.save` wrote into files of their own."""
-
     name = "torch optimizer"
     order = 130
 
     def find(self, paths: Sequence[str]) -> list[Candidate]:
-        """Recognises such files by their names; each is a candidate."""
         return [
             Candidate(self.name, posixpath.dirname(path), (path,), repr(posixpath.basename(path)))
             for path in sorted(paths)

@@ -107,7 +107,6 @@ class TensorRows:
     def add(
         self, key: str, number: int, shape: tuple[int, ...], itemsize: int, chunks: object
     ) -> None:
-        """Adds the chunks of one tensor."""
         where = self.where.tensor(key)
         # A list that two tensors shared would be walked once for each of them.
         if not isinstance(chunks, list) or id(chunks) in self._seen:
@@ -146,7 +145,6 @@ class StorageRows:
         self._transforms: dict[int, dict[tuple[str, ...], None]] = {}
 
     def read(self, table: dict[Any, Any]) -> None:
-        """Adds all items."""
         texts = self.values.texts
         keys = _Lookup(lambda position: self._number(texts[position]))
         paths = _Lookup(lambda position: self._file(texts[position]))

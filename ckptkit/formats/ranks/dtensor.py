@@ -331,7 +331,6 @@ class LocalPart(Struct, frozen=True):
 
 
 def parse_placements(value: object, dimensions: int) -> tuple[Placement, ...]:
-    """Parses the inert `placements` of a tensor with that number of dimensions."""
     if not isinstance(value, (tuple, list)):
         raise FormatError("DTensor has no placements")
     return tuple(_parse_placement(item, dimensions) for item in value)
@@ -352,7 +351,6 @@ def _parse_placement(value: object, dimensions: int) -> Placement:
 
 
 def make_split(dim: object, factor: object, dimensions: int) -> Placement:
-    """Returns the placement of a tensor that is split, after a check of its values."""
     if type(dim) is not int or not -dimensions <= dim < dimensions:
         raise FormatError(f"tensor of {dimensions} dimensions is split along {dim!r}")
     if not is_count(factor) or not factor:
@@ -468,7 +466,6 @@ def _chunk_bounds(count: int, parts: int, index: int) -> tuple[int, int]:
 
 
 def _slice_ranges(ranges: IndexRanges, low: int, high: int) -> IndexRanges:
-    """Returns the positions `[low, high)` of the indexes in some ranges, as ranges."""
     taken, at = [], 0
     for start, stop in ranges:
         first, last = max(low - at, 0), min(high - at, stop - start)
@@ -489,7 +486,6 @@ def _merge_adjacent(ranges: IndexRanges) -> IndexRanges:
 
 
 def _with_offsets(ranges: IndexRanges) -> list[tuple[int, int, int]]:
-    """Adds to each range its offset in the local tensor."""
     rows, at = [], 0
     for start, stop in ranges:
         rows.append((start, stop, at))

@@ -79,7 +79,6 @@ class FlatMember(Struct, frozen=True):
 
     @property
     def stop(self) -> int:
-        """The first element after it."""
         return self.start + math.prod(self.shape)
 
 

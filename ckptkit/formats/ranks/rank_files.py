@@ -82,8 +82,6 @@ class RankFile(Struct, frozen=True):
 
 
 class RankFileSet(Struct, frozen=True):
-    """Files that were written together."""
-
     folder: str
     writer: str  # the program that uses such names; empty for any other program
     stem: str  # the common part of their names: a model's number, or the text before the rank
@@ -153,8 +151,6 @@ RankTensor = TensorRef | DTensorRef | ShardedTensorRef
 
 
 class RankContents(Struct, frozen=True):
-    """The contents of one file."""
-
     file: RankFile
     archive: TorchArchive
     tensors: Mapping[KeyPath, RankTensor]
@@ -170,8 +166,6 @@ RankParts = Sequence[tuple[RankContents, RankTensor]]
 
 
 class RankFileLoader(Struct):
-    """Opens the files of a set."""
-
     source: Source
     # the opened files, and the records in them
     table: ArchiveTable = field(default_factory=ArchiveTable)
@@ -260,7 +254,6 @@ def check_ranks(files: RankFileSet, world_size: int, where: str) -> None:
 
 
 def check_counters(contents: Sequence[RankContents]) -> None:
-    """Refuses ranks of different steps, where their files have counters."""
     first: dict[KeyPath, tuple[RankContents, Any]] = {}
     for held in contents:
         for path, value in held.values.items():

@@ -131,8 +131,6 @@ UNASSIGNED_STATES = (
 
 
 class StoredChunk(Struct, frozen=True):
-    """A chunk, and the tensor of a file from which it was made."""
-
     chunk: Chunk
     tensor: TensorRef
 
@@ -165,7 +163,6 @@ class TensorAssembler(Struct):
     counts: dict[int, int] = field(default_factory=dict)  # how many chunks each file has so far
 
     def assemble(self, path: KeyPath, parts: RankParts) -> AssembledTensor:
-        """Returns a tensor with the chunks of its parts."""
         first = parts[0][1]
         other = next((part for part in parts if _kind_of(part[1]) != _kind_of(first)), None)
         if other is not None:
@@ -472,7 +469,6 @@ def _below(path: str, name: str) -> str:
 
 
 def _find_container(first: RankContents, shards: Sequence[_FlatShard]) -> KeyPath:
-    """Returns the path of the state dict with the flat parameters."""
     names = {shard.name for shard in shards}
     held: dict[KeyPath, set[str]] = defaultdict(set)
     for path in first.tensors:
@@ -596,14 +592,11 @@ _WRITERS = {
 
 
 class RankFilesReader(FormatReader):
-    """Reads one `torch.save` file per rank."""
-
     name = "rank-files"
     order = 60  # before readers that would take a rank's file for a model
     expected = "'model_world_size_2_rank_0.pt', 'pytorch_model_fsdp_0_rank0.bin' or 'rank_0.pt'"
 
     def find(self, paths: Sequence[str]) -> list[Candidate]:
-        """Groups files whose names end with a rank."""
         return [
             Candidate(
                 self.name,
@@ -687,8 +680,6 @@ def _check_verl_config(index: TensorIndex, source: Source, folder: str) -> Tenso
 
 
 class RankAssembly:
-    """Makes the index of the contents of ranks' files."""
-
     def __init__(
         self,
         loader: RankFileLoader,
@@ -764,7 +755,6 @@ class RankAssembly:
         return next(iter(sizes), least)
 
     def _add(self, tensors: dict[KeyPath, AssembledTensor]) -> None:
-        """Adds every tensor, and its problems."""
         drifted: list[str] = []
         # Next to tensors that are marked as distributed, plain tensors are equal on all ranks.
         is_marked = not all(tensor.is_plain for tensor in tensors.values())
@@ -860,7 +850,6 @@ class ForeignReader(FormatReader):
     order = 70  # its files are kept from the others, which would misread them
 
     def find(self, paths: Sequence[str]) -> list[Candidate]:
-        """Groups such files by folder."""
         own = [path for path in paths if _WITHOUT_WEIGHTS.fullmatch(posixpath.basename(path))]
         reason = "optimizer states and extra states of ranks, without their weights"
         return [
@@ -869,7 +858,6 @@ class ForeignReader(FormatReader):
         ]
 
     def read_index(self, source: Source, candidate: Candidate) -> TensorIndex:
-        """Raises an error that names the missing files."""
         raise UnsupportedError(
             f"holds {candidate.reason}",
             where=posixpath.join(source.location, candidate.folder),

@@ -236,8 +236,6 @@ class HfShardsReader(FormatReader):
 
 
 class _Assembly:
-    """Makes the index of all shards."""
-
     def __init__(self, source: Source, candidate: Candidate) -> None:
         self.source = source
         self.folder = candidate.folder

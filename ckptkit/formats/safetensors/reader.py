@@ -169,7 +169,6 @@ def read_header(source: Source, file: FileRef, start: int = 0) -> Header:
 
 
 def read_shard_offsets(header: Header, *, where: str) -> Mapping[str, Shape]:
-    """Returns the offsets of each shard of a file in its whole tensor."""
     text = header.metadata.get(_INFO)
     if text is None:
         raise UnsupportedError(
@@ -274,8 +273,6 @@ def _is_of_processor(path: str, there: Collection[str]) -> bool:
 
 
 class SafetensorsReader(FormatReader):
-    """Reads models in safetensors files."""
-
     name = "safetensors"
     order = 120
     expected = "'*.safetensors'"
