@@ -18,8 +18,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from itertools import islice
 from typing import Any, TypeGuard
 
-from msgspec import Struct
-
 from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import (
     FormatError,
@@ -138,21 +136,6 @@ _LISTED_RANKS = 7
 _NUMBERED = re.compile(r"(?P<stem>.+)-(?P<number>\d+)-of-(?P<count>\d+)")
 
 
-class FileSet(Struct, frozen=True):
-    """The files of one model, all in one folder; `index` is one of `files`, or None."""
-
-    folder: str
-    files: tuple[str, ...]
-    index: str | None
-
-    def candidate(self, format_name: str) -> Candidate:
-        reason = repr(posixpath.basename(self.index or self.files[0]))
-        others = len(self.files) - 1
-        if others:
-            reason += f" beside {others} other file{'' if others == 1 else 's'} of the same model"
-        return Candidate(format_name, self.folder, self.files, reason)
-
-
 _MODULE = re.compile(r"(?P<model>(?:.+/)?)[1-9]\d*_\w+/[^/]+")
 
 
@@ -165,7 +148,9 @@ def _is_of_module(path: str, there: Collection[str]) -> bool:
     return match is not None and f"{match['model']}modules.json" in there
 
 
-def group_model_files(paths: Iterable[str], endings: Sequence[str]) -> list[FileSet]:
+def group_model_files(
+    paths: Iterable[str], endings: Sequence[str], format_name: str
+) -> list[Candidate]:
     """Groups the files with the given endings, and their indices, into models.
 
     An index takes the numbered files of its stem, or all remaining files if there are none;
@@ -175,7 +160,15 @@ def group_model_files(paths: Iterable[str], endings: Sequence[str]) -> list[File
     there = set(paths)
     models = (path for path in there if not _is_of_module(path, there))
     folders = group_by_folder(path for path in models if path.endswith(with_index))
-    sets: list[FileSet] = []
+    candidates = []
+
+    def add(folder: str, files: Sequence[str], index: str | None = None) -> None:
+        reason = repr(posixpath.basename(index or files[0]))
+        if files[1:]:
+            others = counted(len(files) - 1, "other file")
+            reason += f" beside {others} of the same model"
+        candidates.append(Candidate(format_name, folder, tuple(files), reason))
+
     for folder, inside in folders.items():
         groups: dict[tuple[str, str], list[str]] = {}
         single = []
@@ -191,10 +184,10 @@ def group_model_files(paths: Iterable[str], endings: Sequence[str]) -> list[File
             files = [path for key in own for path in groups.pop(key)]
             if not own and not groups:
                 files, single = single, []
-            sets.append(FileSet(folder, tuple(sorted([*files, index])), index))
-        sets += [FileSet(folder, tuple(files), None) for files in groups.values()]
-        sets += [FileSet(folder, (path,), None) for path in single]
-    return sets
+            add(folder, sorted([*files, index]), index)
+        for files in (*groups.values(), *([path] for path in single)):
+            add(folder, files)
+    return candidates
 
 
 def read_index_document(source: Source, path: str) -> tuple[dict[str, Any], dict[str, str]]:

@@ -98,7 +98,7 @@ class TorchFileReader(FormatReader):
 
     def find(self, paths: Sequence[str]) -> list[Candidate]:
         own = [path for path in paths if not _NOT_A_MODEL.fullmatch(posixpath.basename(path))]
-        return [files.candidate(self.name) for files in group_model_files(own, ENDINGS)]
+        return group_model_files(own, ENDINGS, self.name)
 
     def read_index(self, source: Source, candidate: Candidate) -> TensorIndex:
         where = posixpath.join(source.location, candidate.folder)

@@ -2,8 +2,8 @@
 
 In order: the pickle becomes inert objects and runs of them (`shortcuts.py`); its two large tables
 become columns, one of chunks (`TensorRows`) and one of stored items (`StorageRows`); the save plans
-that Megatron-Core adds are compared with the chunks (`SavePlans`); `Join` finds the one stored item
-of each chunk; `parse_metadata`, at the end, drives this and returns a `DcpMetadata`.
+that Megatron-Core adds are compared with the chunks (`_compare_plans`); `Join` finds the one stored
+item of each chunk; `parse_metadata`, at the end, drives this and returns a `DcpMetadata`.
 
 In the plans of Megatron-Core, each rank has an item for each piece of a tensor that it stores, and
 one for each Python object. Rank 0 makes the tables from all plans and keeps the plans, so that a
@@ -540,88 +540,67 @@ _UNKNOWN = -1
 _PLANS_HINT = "'.metadata' was changed, or put together from two saves; take another copy of it"
 
 
-class SavePlans:
-    """Compares plans with the chunks of the tables; both are taken as sets of pieces."""
+def _compare_plans(plans: object, rows: TensorRows, numbers: dict[str, int]) -> None:
+    """Refuses save plans that have another piece than the tables, or lack one of theirs.
 
-    def __init__(self, values: RunValues, numbers: dict[str, int], where: Location) -> None:
-        self.values = values
-        self.numbers = numbers
-        self.where = where
-        self.name, self.offset = array("q"), array("q")
-
-    def compare(self, plans: object, rows: TensorRows) -> None:
-        """Refuses plans that have another piece than the tables, or lack one of theirs."""
-        self._read(plans)
-        places: dict[tuple[int, ...], int] = {}
-        place = np.array(
-            [places.setdefault(size, len(places)) for size in self.values.sizes], np.int64
-        )
-        keys = np.repeat(np.array(rows.numbers, np.int64), np.array(rows.counts, np.int64))
-        stored = distinct(keys * len(places) + place[np.frombuffer(rows.offset, np.int32)])
-        offsets = np.frombuffer(self.offset, np.int64)
-        planned = distinct(self._planned_keys() * len(places) + place[offsets])
-        differing = np.setxor1d(planned, stored, assume_unique=True)
-        if len(differing):
-            raise self._error(int(differing[0]), planned, stored, list(places))
-
-    def _error(
-        self, piece: int, planned: Ints, stored: Ints, places: list[tuple[int, ...]]
-    ) -> FormatError:
-        number, at = divmod(piece, len(places))
-        there = "the plans only" if np.isin(piece, planned) else "the tables only"
-        return FormatError(
+    Plans and the chunks of the tables are both taken as sets of pieces.
+    """
+    names, at = _read_plans(plans, rows.values, rows.where)
+    places: dict[tuple[int, ...], int] = {}
+    place = np.array([places.setdefault(size, len(places)) for size in rows.values.sizes], np.int64)
+    keys = np.repeat(np.array(rows.numbers, np.int64), np.array(rows.counts, np.int64))
+    stored = distinct(keys * len(places) + place[np.frombuffer(rows.offset, np.int32)])
+    texts = rows.values.texts
+    planned_keys = np.array([numbers.get(text, _UNKNOWN) for text in texts], np.int64)[names]
+    if (planned_keys == _UNKNOWN).any():
+        name = texts[names[np.argmax(planned_keys == _UNKNOWN)]]
+        raise rows.where.tensor(name).error("a save plan has it, but the index does not name it")
+    planned = distinct(planned_keys * len(places) + place[at])
+    differing = np.setxor1d(planned, stored, assume_unique=True)
+    if len(differing):
+        number, first = divmod(int(differing[0]), len(places))
+        there = "the plans only" if np.isin(differing[0], planned) else "the tables only"
+        raise FormatError(
             f"the save plans of the ranks have {len(planned):,} pieces of tensors, the tables"
-            f" {len(stored):,}; the piece at {list(places[at])} is in {there}",
-            where=self.where.tensor(list(self.numbers)[number]).text,
+            f" {len(stored):,}; the piece at {list(list(places)[first])} is in {there}",
+            where=rows.where.tensor(list(numbers)[number]).text,
             hint=_PLANS_HINT,
         )
 
-    def _planned_keys(self) -> Ints:
-        """Returns the number of the tensor of each planned piece."""
-        texts = self.values.texts
-        number = np.array([self.numbers.get(text, _UNKNOWN) for text in texts], np.int64)
-        names = np.frombuffer(self.name, np.int64)
-        keys = number[names]
-        if (keys == _UNKNOWN).any():
-            name = texts[names[np.argmax(keys == _UNKNOWN)]]
-            raise self.where.tensor(name).error(
-                "a save plan has it, but the index does not name it"
-            )
-        return keys
 
-    def _read(self, plans: object) -> None:
-        if not isinstance(plans, list):
-            raise self.where.error("'all_local_plans' is not a list")
-        seen: set[int] = set()
-        for plan in plans:
-            is_plan = isinstance(plan, InertObject) and plan.cls.name in {p.name for p in PLANS}
-            cls = plan.cls if is_plan else PLANS[0]
-            items = fields_of(plan, cls, self.where).get("items")
-            # A list that two plans shared would be walked once for each of them.
-            if not isinstance(items, list) or id(items) in seen:
-                raise self.where.error("items are not a list that only this save plan has")
-            seen.add(id(items))
-            for item in items:
-                if isinstance(item, PlanRun):
-                    self.name.frombytes(item.fqn.tobytes())
-                    self.offset.frombytes(item.offset.tobytes())
-                else:
-                    self._add(fields_of(item, ITEM, self.where))
-            items.clear()
-
-    def _add(self, item: dict[str, Any]) -> None:
-        if item.get("tensor_data") is None:
-            return
-        index = fields_of(item.get("index"), INDEX, self.where)
-        name, offset = index.get("fqn"), index.get("offset")
-        if not isinstance(name, str):
-            raise self.where.error("name of a planned piece is not a string")
-        if not is_size(offset):
-            raise self.where.error("offset of a planned piece is not a short tuple of integers")
-        self.name.append(len(self.values.texts))
-        self.values.texts.append(name)
-        self.offset.append(len(self.values.sizes))
-        self.values.sizes.append(cast("tuple[int, ...]", offset))
+def _read_plans(plans: object, values: RunValues, where: Location) -> tuple[Ints, Ints]:
+    """Returns the planned pieces: positions of their names and offsets in `values`."""
+    names, offsets = array("q"), array("q")
+    if not isinstance(plans, list):
+        raise where.error("'all_local_plans' is not a list")
+    seen: set[int] = set()
+    for plan in plans:
+        is_plan = isinstance(plan, InertObject) and plan.cls.name in {p.name for p in PLANS}
+        items = fields_of(plan, plan.cls if is_plan else PLANS[0], where).get("items")
+        # A list that two plans shared would be walked once for each of them.
+        if not isinstance(items, list) or id(items) in seen:
+            raise where.error("items are not a list that only this save plan has")
+        seen.add(id(items))
+        for item in items:
+            if isinstance(item, PlanRun):
+                names.frombytes(item.fqn.tobytes())
+                offsets.frombytes(item.offset.tobytes())
+                continue
+            fields = fields_of(item, ITEM, where)
+            if fields.get("tensor_data") is None:
+                continue
+            index = fields_of(fields.get("index"), INDEX, where)
+            name, offset = index.get("fqn"), index.get("offset")
+            if not isinstance(name, str):
+                raise where.error("name of a planned piece is not a string")
+            if not is_size(offset):
+                raise where.error("offset of a planned piece is not a short tuple of integers")
+            names.append(len(values.texts))
+            values.texts.append(name)
+            offsets.append(len(values.sizes))
+            values.sizes.append(cast("tuple[int, ...]", offset))
+        items.clear()
+    return np.frombuffer(names, np.int64), np.frombuffer(offsets, np.int64)
 
 
 _CHECKPOINT = "torch.distributed.checkpoint.metadata"
@@ -760,7 +739,7 @@ class _Reader:
             self._check_strides()
         plans = self.fields.pop("all_local_plans", None)
         if plans is not None:
-            SavePlans(self.values, self.numbers, self.where).compare(plans, rows)
+            _compare_plans(plans, rows, self.numbers)
         self.states.clear()
         self.fields["storage_data"] = None
         planner_data = self._planner_data()

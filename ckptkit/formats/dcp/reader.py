@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 
 import numpy as np
-from msgspec import Struct, field
+from msgspec import Struct
 from msgspec.structs import replace
 
 from ckptkit.core.errors import (
@@ -87,64 +87,56 @@ from ckptkit.storage.base import Source
 _Image = Mapping[str, tuple[HeaderTensor, Shape]]  # by name the tensor and its offsets
 
 
-class Images(Struct):
-    """Looks chunks up in the safetensors images of data files."""
+def locate_in_images(
+    source: Source, files: Sequence[FileRef], tensors: Sequence[DcpTensor]
+) -> tuple[RecordTable, list[Problem]]:
+    """Looks chunks up in the safetensors images of data files; some may be in no image.
 
-    source: Source
-    files: Sequence[FileRef]  # all data files; missing ones have a negative size
-    # chunks that were looked up and are in no image
-    problems: list[Problem] = field(default_factory=list)
-    _images: dict[int, _Image] = field(default_factory=dict)
-
-    def records(self, tensors: Sequence[DcpTensor]) -> RecordTable:
-        """Returns the records of the chunks of tensors, in order.
-
-        The records of a file that is missing have the positions in `.metadata`.
-        """
-        # Each header may cost a round trip, so that their reads are announced.
-        starts = {
-            file: start
-            for tensor in tensors
-            for file, start in zip(tensor.file.tolist(), tensor.start.tolist(), strict=True)
-            if start < self.files[file].size_bytes
-        }
-        self.source.prefetch(
-            [FileRange(self.files[n].path, at, at + 1) for n, at in starts.items()]
-        )
-        rows = [self._locate(tensor, row) for tensor in tensors for row in range(len(tensor.file))]
-        records = np.array(rows, np.int64).reshape(len(rows), 3)
-        return RecordTable(records[:, 0], records[:, 1], records[:, 2])
-
-    def _locate(self, tensor: DcpTensor, row: int) -> tuple[int, int, int]:
-        file, start = int(tensor.file[row]), int(tensor.start[row])
-        stop = start + int(tensor.length[row])
-        if self.files[file].size_bytes < 0:
-            return file, start, stop
-        if file not in self._images:
-            header = read_header(self.source, self.files[file], start)
-            all_offsets = read_shard_offsets(header, where=self._where(self.files[file]))
-            self._images[file] = {t.name: (t, all_offsets[t.name]) for t in header.tensors}
-        stored, stored_offsets = self._images[file].get(tensor.key, (None, ()))
-        offsets, sizes = tuple(tensor.offsets[row].tolist()), tuple(tensor.sizes[row].tolist())
-        if stored is None or stored_offsets != offsets:
-            # Torch keeps one shard of each name in an image: of two on one rank, the last.
-            other = f", in its place is that from {list(stored_offsets)} on" if stored else ""
-            message = (
-                f"the piece from {list(offsets)} on is not in {self.files[file].path!r}{other}"
-            )
-            self.problems.append(Problem(IncompleteCheckpointError.code, tensor.key, message))
-            return file, start, start
-        if (stored.dtype, stored.shape) != (tensor.dtype, sizes):
-            raise FormatError(
-                f"holds {stored.dtype.name} {list(stored.shape)} against {tensor.dtype.name}"
-                f" {list(sizes)} in '.metadata'",
-                where=f"{self._where(self.files[file])}: tensor {tensor.key!r}",
-                hint="the file belongs to another save, or was damaged",
-            )
-        return file, stored.start, stored.stop
-
-    def _where(self, file: FileRef) -> str:
-        return posixpath.join(self.source.location, file.path)
+    The records of a file that is missing, whose size is negative, have the positions in
+    `.metadata`.
+    """
+    # Each header may cost a round trip, so that their reads are announced.
+    starts = {
+        file: start
+        for tensor in tensors
+        for file, start in zip(tensor.file.tolist(), tensor.start.tolist(), strict=True)
+        if start < files[file].size_bytes
+    }
+    source.prefetch([FileRange(files[n].path, at, at + 1) for n, at in starts.items()])
+    images: dict[int, _Image] = {}
+    rows: list[tuple[int, int, int]] = []
+    problems: list[Problem] = []
+    for tensor in tensors:
+        columns = tensor.file, tensor.start, tensor.length, tensor.offsets, tensor.sizes
+        chunks = zip(*(column.tolist() for column in columns), strict=True)
+        for number, start, length, offsets, sizes in chunks:
+            file = files[number]
+            if file.size_bytes < 0:
+                rows.append((number, start, start + length))
+                continue
+            where = posixpath.join(source.location, file.path)
+            if number not in images:
+                header = read_header(source, file, start)
+                offsets_of = read_shard_offsets(header, where=where)
+                images[number] = {t.name: (t, offsets_of[t.name]) for t in header.tensors}
+            stored, stored_offsets = images[number].get(tensor.key, (None, ()))
+            if stored is None or list(stored_offsets) != offsets:
+                # Torch keeps one shard of each name in an image: of two on one rank, the last.
+                other = f", in its place is that from {list(stored_offsets)} on" if stored else ""
+                message = f"the piece from {offsets} on is not in {file.path!r}{other}"
+                problems.append(Problem(IncompleteCheckpointError.code, tensor.key, message))
+                rows.append((number, start, start))
+                continue
+            if (stored.dtype, list(stored.shape)) != (tensor.dtype, sizes):
+                raise FormatError(
+                    f"holds {stored.dtype.name} {list(stored.shape)} against {tensor.dtype.name}"
+                    f" {sizes} in '.metadata'",
+                    where=f"{where}: tensor {tensor.key!r}",
+                    hint="the file belongs to another save, or was damaged",
+                )
+            rows.append((number, stored.start, stored.stop))
+    records = np.array(rows, np.int64).reshape(len(rows), 3)
+    return RecordTable(records[:, 0], records[:, 1], records[:, 2]), problems
 
 
 METADATA = ".metadata"
@@ -470,9 +462,7 @@ class _Assembly:
 
     def _records(self, tensors: Sequence[DcpTensor]) -> RecordTable:
         if self.metadata.has_images:
-            images = Images(self.source, self.files)
-            records = images.records(tensors)
-            self.missing = images.problems
+            records, self.missing = locate_in_images(self.source, self.files, tensors)
             return records
         empty = np.zeros(0, np.int64)
         start = np.concatenate([empty, *(t.start for t in tensors)])

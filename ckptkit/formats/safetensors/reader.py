@@ -280,7 +280,7 @@ class SafetensorsReader(FormatReader):
     def find(self, paths: Sequence[str]) -> list[Candidate]:
         there = set(paths)
         own = [path for path in paths if not _is_of_processor(path, there)]
-        return [files.candidate(self.name) for files in group_model_files(own, (".safetensors",))]
+        return group_model_files(own, (".safetensors",), self.name)
 
     def read_index(self, source: Source, candidate: Candidate) -> TensorIndex:
         where = posixpath.join(source.location, candidate.folder)
