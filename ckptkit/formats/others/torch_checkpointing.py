@@ -355,12 +355,12 @@ class LocalImages:
                 continue
             strides = row_major_strides(part.shape)
             self.records.append(Record(tensor.file, tensor.stored.start, tensor.stored.stop))
-            for block in part.blocks:
+            for box, local_offsets in part.blocks:
                 yield Chunk(
-                    block.box,
+                    box,
                     len(self.records) - 1,
-                    byte_offset=flat_offset(block.local, strides) * tensor.stored.dtype.itemsize,
-                    strides=None if block.box.sizes == part.shape else strides,
+                    byte_offset=flat_offset(local_offsets, strides) * tensor.stored.dtype.itemsize,
+                    strides=None if box.sizes == part.shape else strides,
                     rank=rank,
                 )
 

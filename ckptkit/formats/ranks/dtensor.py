@@ -316,18 +316,14 @@ class Placement(Struct, frozen=True):
     factor: int = 1  # for a strided split the number of parts that were split before; 1 otherwise
 
 
-class LocalBlock(Struct, frozen=True):
-    """A block of a local tensor: its box in the whole tensor, and its offsets in the local one."""
-
-    box: Box
-    local: Shape
-
-
 class LocalPart(Struct, frozen=True):
-    """A rank's part of a tensor: the shape of the local tensor, and its blocks."""
+    """A rank's part of a tensor: the shape of the local tensor, and its blocks.
+
+    Of each block: its box in the whole tensor, and its offsets in the local one.
+    """
 
     shape: Shape
-    blocks: tuple[LocalBlock, ...]
+    blocks: tuple[tuple[Box, Shape], ...]
 
 
 def parse_placements(value: object, dimensions: int) -> tuple[Placement, ...]:
@@ -375,7 +371,7 @@ def compute_local_part(
     ranges = []
     for dim, size in enumerate(shape):
         splits = [
-            _Split(n, at, placement.factor)
+            (n, at, placement.factor)
             for n, at, placement in zip(mesh.sizes, mesh.coordinate, placements, strict=True)
             if placement.dim == dim
         ]
@@ -390,7 +386,7 @@ def compute_local_part(
     for combined in itertools.product(*map(_with_offsets, ranges)):
         offsets = tuple(start for start, _, _ in combined)
         sizes = tuple(stop - start for start, stop, _ in combined)
-        blocks.append(LocalBlock(Box(offsets, sizes), tuple(at for _, _, at in combined)))
+        blocks.append((Box(offsets, sizes), tuple(at for _, _, at in combined)))
     return LocalPart(local_shape, tuple(blocks))
 
 
@@ -420,38 +416,35 @@ def fits(local_shape: Shape, part: LocalPart) -> bool:
     return local_shape == part.shape or (0 in local_shape and 0 in part.shape)
 
 
-class _Split(Struct, frozen=True):
-    """A split of each of `factor` earlier parts into `parts`; the rank has part `index`."""
-
-    parts: int
-    index: int
-    factor: int
+_Split = tuple[int, int, int]
+"""Of each of `factor` earlier parts, that many parts were made, of which the rank has one: the
+number of parts, that of the rank's, and the factor."""
 
 
 def _inner_first(splits: Sequence[_Split]) -> list[_Split] | None:
     """Moves strided splits behind those to their right, whose parts their factor counts."""
     order: list[_Split] = []
-    for split in reversed(splits):
+    for parts, index, factor in reversed(splits):
         at, before = 0, 1
-        while before < split.factor and at < len(order):
-            before, at = before * order[at].parts, at + 1
-        if before != split.factor:
+        while before < factor and at < len(order):
+            before, at = before * order[at][0], at + 1
+        if before != factor:
             return None
-        order.insert(at, _Split(split.parts, split.index, 1))
+        order.insert(at, (parts, index, 1))
     return order
 
 
 def _local_ranges(size: int, splits: Sequence[_Split]) -> IndexRanges:
     """Returns the indexes of a dimension that a rank has, in the order of its local tensor."""
     ranges: IndexRanges = [(0, size)] if size else []
-    for split in splits:
+    for parts, index, factor in splits:
         count = sum(stop - start for start, stop in ranges)
-        if split.factor > _MAX_RANGES:
-            raise LimitError(f"strided split has a split factor of {split.factor:,}")
+        if factor > _MAX_RANGES:
+            raise LimitError(f"strided split has a split factor of {factor:,}")
         taken: IndexRanges = []
-        for number in range(split.factor):
-            outer = _chunk_bounds(count, split.factor, number)
-            inner = _chunk_bounds(outer[1] - outer[0], split.parts, split.index)
+        for number in range(factor):
+            outer = _chunk_bounds(count, factor, number)
+            inner = _chunk_bounds(outer[1] - outer[0], parts, index)
             taken += _slice_ranges(ranges, outer[0] + inner[0], outer[0] + inner[1])
         ranges = _merge_adjacent(taken)
         if len(ranges) > _MAX_RANGES:

@@ -130,9 +130,7 @@ UNASSIGNED_STATES = (
 )
 
 
-class StoredChunk(Struct, frozen=True):
-    chunk: Chunk
-    tensor: TensorRef
+StoredChunk = tuple[Chunk, TensorRef]  # the tensor of a file from which the chunk was made
 
 
 class AssembledTensor(Struct, frozen=True):
@@ -230,14 +228,12 @@ class TensorAssembler(Struct):
             self._chunk(
                 here.contents,
                 here.tensor.local,
-                block.box,
-                sum(
-                    n * step for n, step in zip(block.local, here.tensor.local.strides, strict=True)
-                ),
+                box,
+                sum(n * step for n, step in zip(offsets, here.tensor.local.strides, strict=True)),
             )
             for here, part in zip(local, local_parts, strict=True)
             if 0 not in part.shape
-            for block in part.blocks
+            for box, offsets in part.blocks
         ]
 
     def _parse_spec(
@@ -281,7 +277,7 @@ class TensorAssembler(Struct):
             strides=None if is_row_major(box.sizes, tensor.strides) else tensor.strides,
             rank=contents.file.rank,
         )
-        return StoredChunk(chunk, tensor)
+        return chunk, tensor
 
 
 def _plain_parts(parts: RankParts) -> list[tuple[RankContents, TensorRef]]:
@@ -303,12 +299,12 @@ def find_differing_ranks(
     """Finds two ranks whose values of the same elements have different checksums of records."""
     first: dict[object, tuple[StoredChunk, int | None]] = {}
     for stored, crc in zip(tensor.stored, crc32, strict=True):
-        other, before = first.setdefault(stored.chunk.place, (stored, crc))
+        chunk, own = stored
+        (other_chunk, other), before = first.setdefault(chunk.place, (stored, crc))
         if crc is None or before is None or crc == before:
             continue
-        same_strides = other.tensor.strides == stored.tensor.strides
-        if same_strides and _fills_storage(other) and _fills_storage(stored):
-            return other.chunk.rank or 0, stored.chunk.rank or 0
+        if other.strides == own.strides and _fills_storage(other) and _fills_storage(own):
+            return other_chunk.rank or 0, chunk.rank or 0
     return None
 
 
@@ -322,20 +318,18 @@ def find_unproven_ranks(
     """
     if 0 in tensor.shape:
         return None
-    first, expected = tensor.stored[0], crc32[0]
-    for stored, crc in zip(tensor.stored[1:], crc32[1:], strict=True):
-        if crc is None or crc != expected or _view_of(stored) != _view_of(first):
-            return first.chunk.rank or 0, stored.chunk.rank or 0
+    (first_chunk, first), expected = tensor.stored[0], crc32[0]
+    for (chunk, own), crc in zip(tensor.stored[1:], crc32[1:], strict=True):
+        if crc is None or crc != expected or _view_of(own) != _view_of(first):
+            return first_chunk.rank or 0, chunk.rank or 0
     return None
 
 
-def _view_of(stored: StoredChunk) -> tuple[int, int, Shape]:
-    tensor = stored.tensor
+def _view_of(tensor: TensorRef) -> tuple[int, int, Shape]:
     return tensor.storage.size_bytes, tensor.storage_offset, tensor.strides
 
 
-def _fills_storage(stored: StoredChunk) -> bool:
-    tensor = stored.tensor
+def _fills_storage(tensor: TensorRef) -> bool:
     return math.prod(tensor.shape) * tensor.dtype.itemsize == tensor.storage.size_bytes
 
 
@@ -363,20 +357,6 @@ _UNITS, _BUFFERS = "param_metadata", "buffer_names"
 _MODEL: KeyPath = ("model",)
 
 
-class FairscaleShards(Struct, frozen=True):
-    """The contents of the ranks' files, with flat shards as ShardedTensors."""
-
-    contents: list[RankContents]
-    vectors: tuple[FlatVector, ...]
-
-    def unflatten(self, index: TensorIndex, where: str) -> TensorIndex:
-        """Replaces the flat parameters in the index of the contents by the original ones."""
-        names = {vector.name for vector in self.vectors}
-        flat = [entry for entry in index.of_part("model") if entry.name in names]
-        run = replace(index.run, writer=f"FairScale FSDP, {index.run.writer}")
-        return unflatten(replace(index, run=run), flat, self.vectors, where)
-
-
 class _FlatShard(Struct, frozen=True):
     """A flat parameter in the metadata of one rank."""
 
@@ -392,8 +372,11 @@ class _FlatShard(Struct, frozen=True):
 
 def find_fairscale_shards(
     contents: Sequence[RankContents], metadata: Sequence[RankContents], where: str
-) -> FairscaleShards | None:
-    """Finds the flat shards of FairScale in the files of ranks."""
+) -> tuple[list[RankContents], list[FlatVector]]:
+    """Returns the contents by rank, with the flat shards of FairScale as ShardedTensors.
+
+    With them come the original parameters in each; none if no file has FairScale's metadata.
+    """
     by_rank: dict[int, PickledDict] = {}
     for held in (*metadata, *contents):
         # The metadata is the whole of a file, or one of its top values.
@@ -405,7 +388,7 @@ def find_fairscale_shards(
                 by_rank[held.file.rank] = PickledDict(value, where_in)
                 break
     if not by_rank:
-        return None
+        return list(contents), []
     missing = [held.file.rank for held in contents if held.file.rank not in by_rank]
     if missing:
         raise MissingFileError(f"the metadata of rank {missing[0]} is not there", where=where)
@@ -418,9 +401,8 @@ def find_fairscale_shards(
                 hint="files of two saves are in one folder; take away those of one",
             )
     container = _find_container(contents[0], shards[0])
-    marked = _mark_shards(contents, shards, container)
-    vectors = tuple(_vector(shard, contents[0], container) for shard in shards[0])
-    return FairscaleShards(marked, vectors)
+    vectors = [_vector(shard, contents[0], container) for shard in shards[0]]
+    return _mark_shards(contents, shards, container), vectors
 
 
 def _parse_metadata(document: PickledDict) -> list[_FlatShard]:
@@ -622,11 +604,15 @@ class RankFilesReader(FormatReader):
                 contents[kind] = [drop_first_key(held) for held in contents[kind]]
         for of_kind in contents.values():
             check_counters(of_kind)
-        shards = find_fairscale_shards(contents["model"], contents["metadata"], where)
-        if shards is not None:
-            contents["model"] = shards.contents
-            return shards.unflatten(RankAssembly(loader, files, contents, where).index(), where)
+        contents["model"], vectors = find_fairscale_shards(
+            contents["model"], contents["metadata"], where
+        )
         index = RankAssembly(loader, files, contents, where).index()
+        if vectors:
+            names = {vector.name for vector in vectors}
+            flat = [entry for entry in index.of_part("model") if entry.name in names]
+            run = replace(index.run, writer=f"FairScale FSDP, {index.run.writer}")
+            return unflatten(replace(index, run=run), flat, vectors, where)
         if files.writer == VERL:
             index = _check_verl_config(index, source, files.folder)
         if find_flat_parameters(index):
@@ -731,7 +717,7 @@ class RankAssembly:
         return tensor.is_plain and find_unproven_ranks(tensor, self._checksums(tensor)) is not None
 
     def _checksums(self, tensor: AssembledTensor) -> list[int | None]:
-        return [self._records.records[stored.chunk.record].crc32 for stored in tensor.stored]
+        return [self._records.records[chunk.record].crc32 for chunk, _ in tensor.stored]
 
     def _world_size(self, contents: Sequence[RankContents]) -> int:
         """Returns the number of ranks of the run; all sources of it have to agree."""
@@ -760,7 +746,7 @@ class RankAssembly:
         is_marked = not all(tensor.is_plain for tensor in tensors.values())
         memberships = classify(list(tensors), where=self._where, values=self._values())
         for (path, tensor), membership in zip(tensors.items(), memberships, strict=True):
-            chunks = [stored.chunk for stored in tensor.stored]
+            chunks = [chunk for chunk, _ in tensor.stored]
             # Every rank has the whole of a plain tensor; that of the first is enough.
             table = ChunkTable.of(chunks[:1] if tensor.is_plain else chunks, len(tensor.shape))
             entry = membership.entry(path, tensor.dtype, tensor.shape, table)
