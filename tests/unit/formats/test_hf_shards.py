@@ -18,7 +18,6 @@ from ckptkit.core.errors import (
     IncompleteCheckpointError,
     InputError,
     MissingFileError,
-    TruncatedFileError,
     UnsupportedError,
 )
 from ckptkit.formats.safetensors.hf_shards import UNPROVEN
@@ -68,12 +67,10 @@ def test_pieces_numbers_and_empty_pieces_are_put_together(tmp_path: Path) -> Non
     assert found["none"].shape == (0, 4)
 
 
-@pytest.mark.parametrize("case", ["dcp_hf_two_files", "dcp_hf_pretrained"])
-def test_each_missing_shard_is_refused(case: str, tmp_path: Path) -> None:
-    """Of the second case the last one, too: beside it lies a config.json."""
-    names = sorted(path.name for path in (FIXTURES / case / "checkpoint").glob("shard-*"))
-    for number, name in enumerate(names):
-        source = copied(case, tmp_path / str(number))
+def test_each_missing_shard_is_refused(tmp_path: Path) -> None:
+    case = "dcp_hf_two_files"
+    for name in sorted(path.name for path in (FIXTURES / case / "checkpoint").glob("shard-*")):
+        source = copied(case, tmp_path / name)
         (source / name).unlink()
         with pytest.raises((MissingFileError, IncompleteCheckpointError)):
             consolidated(source, tmp_path / "out")
@@ -269,15 +266,6 @@ def test_a_header_that_lies_is_refused(
     with_metadata(halves / shard_name(2), **texts)
     with pytest.raises(error, match=found):
         ckptkit.inspect(halves)
-
-
-def test_a_shard_that_is_cut_short_is_refused(halves: Path) -> None:
-    file = halves / shard_name(2)
-    data = file.read_bytes()
-    for keep in (len(data) - 1, len(data) // 2, 5, 0):
-        file.write_bytes(data[:keep])
-        with pytest.raises(TruncatedFileError):
-            ckptkit.inspect(halves)
 
 
 # Beside other things
