@@ -13,27 +13,14 @@ from safetensors.torch import load_file
 
 import ckptkit
 from ckptkit.core.errors import UnsupportedError
+from tests.live_truth import FIXTURES, images, written
 
-FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 WITH_FSDP = ("2_4", "2_6", "2_9")
 RELEASES = ("2_1", *WITH_FSDP)
 FILES = [
     *((release, part) for release in RELEASES for part in ("plain", "legacy", "dtypes")),
     *((release, "full") for release in WITH_FSDP),
 ]
-Image = tuple[torch.dtype, tuple[int, ...], bytes]
-
-
-def images(path: Path) -> dict[str, Image]:
-    return {
-        name: (t.dtype, tuple(t.shape), t.flatten().view(torch.uint8).numpy().tobytes())
-        for name, t in load_file(path).items()
-    }
-
-
-def consolidated(source: Path, out: Path) -> dict[str, Image]:
-    ckptkit.consolidate(source, out, names="live")
-    return images(out / "model.safetensors")
 
 
 @pytest.mark.parametrize(("release", "part"), FILES)
@@ -42,7 +29,7 @@ def test_a_file_of_an_old_release_is_bit_equal_to_the_live_model(
 ) -> None:
     folder = FIXTURES / f"files_torch_{release}"
     truth = images(folder / f"truth_{part.replace('legacy', 'plain')}.safetensors")
-    assert consolidated(folder / "checkpoint" / part, tmp_path / "out") == truth
+    assert written(folder / "checkpoint" / part, tmp_path / "out") == truth
 
 
 @pytest.mark.parametrize("release", WITH_FSDP)
@@ -69,7 +56,7 @@ def test_what_accelerate_0_26_and_transformers_4_36_saved_is_the_live_model(
     case: str, inner: str, truth: str, tmp_path: Path
 ) -> None:
     expected = images(FIXTURES / case / f"{truth}.safetensors")
-    assert consolidated(FIXTURES / case / "checkpoint" / inner, tmp_path / "out") == expected
+    assert written(FIXTURES / case / "checkpoint" / inner, tmp_path / "out") == expected
 
 
 def test_the_optimizer_of_accelerate_0_26_is_the_live_one(tmp_path: Path) -> None:

@@ -21,9 +21,9 @@ from ckptkit.core.errors import (
     UnsupportedError,
 )
 from ckptkit.formats.safetensors.hf_shards import UNPROVEN
+from tests.live_truth import FIXTURES, copied
 from tests.made_up_shards import HALVES, WHOLE, Pieces, shard_name, with_metadata, write_shards
 
-FIXTURES = Path(__file__).resolve().parents[3] / "fixtures"
 INDEX = "model.safetensors.index.json"
 RIGHT = {"w": WHOLE, "gain": torch.tensor(3.25)}
 
@@ -31,11 +31,6 @@ RIGHT = {"w": WHOLE, "gain": torch.tensor(3.25)}
 def consolidated(source: Path, out: Path, **options: Any) -> dict[str, torch.Tensor]:
     ckptkit.consolidate(source, out, names="live", **options)
     return load_file(out / "model.safetensors")
-
-
-def copied(case: str, to: Path) -> Path:
-    shutil.copytree(FIXTURES / case / "checkpoint", to)
-    return to
 
 
 @pytest.fixture
