@@ -40,11 +40,7 @@ from ckptkit.formats.safetensors.hf_shards import (
     SHARDED_FOLDER,
     HfShardsReader,
 )
-from ckptkit.formats.torch_files import (
-    TorchOptimizerReader,
-    is_optimizer_candidate,
-    model_number,
-)
+from ckptkit.formats.torch_files import TorchOptimizerReader, is_optimizer_candidate, model_number
 from ckptkit.storage.base import Source
 from ckptkit.storage.locations import relative_path
 

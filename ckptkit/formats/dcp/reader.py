@@ -65,12 +65,7 @@ from ckptkit.formats.dcp.megatron import (
 from ckptkit.formats.dcp.metadata import LEAST_ARCHIVE_BYTES, DcpMetadata, DcpTensor, parse_metadata
 from ckptkit.formats.parsing import Read, group_by_folder, read_from, stat_or_missing
 from ckptkit.formats.pickle.machine import Global, InertObject
-from ckptkit.formats.pickle.objects import (
-    describe_objects,
-    find_unread,
-    is_holder,
-    is_object,
-)
+from ckptkit.formats.pickle.objects import describe_objects, find_unread, is_holder, is_object
 from ckptkit.formats.pickle.pickles import walk_values
 from ckptkit.formats.pickle.torch_values import UnreadTensor, explain_value, parse_values
 from ckptkit.formats.pickle.torch_zip import MAX_TENSOR_PICKLE_BYTES, open_archive

@@ -24,12 +24,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ckptkit.core.crc import crc32
-from ckptkit.core.errors import (
-    CannotPlanError,
-    ChecksumError,
-    FormatError,
-    UnsupportedError,
-)
+from ckptkit.core.errors import CannotPlanError, ChecksumError, FormatError, UnsupportedError
 from ckptkit.core.index import (
     Chunk,
     ChunkTable,

@@ -29,12 +29,7 @@ from typing import Any
 import numpy as np
 from msgspec import Struct
 
-from ckptkit.core.errors import (
-    FormatError,
-    IncompleteCheckpointError,
-    InputError,
-    MissingFileError,
-)
+from ckptkit.core.errors import FormatError, IncompleteCheckpointError, InputError, MissingFileError
 from ckptkit.core.index import (
     ChunkTable,
     FileRef,

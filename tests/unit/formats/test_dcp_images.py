@@ -17,12 +17,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import WriteItemType
 
 import ckptkit
-from ckptkit.core.errors import (
-    FormatError,
-    IncompleteCheckpointError,
-    InputError,
-    UnsupportedError,
-)
+from ckptkit.core.errors import FormatError, IncompleteCheckpointError, InputError, UnsupportedError
 
 FIXTURES = Path(__file__).resolve().parents[3] / "fixtures"
 CASE = FIXTURES / "dcp_images_fsdp2" / "checkpoint"

@@ -14,11 +14,7 @@ from safetensors.numpy import load_file
 
 import ckptkit
 from ckptkit.core.errors import InputError, MissingFileError, NotACheckpointError
-from ckptkit.formats.registry import (
-    READERS,
-    load_installed,
-    recognise,
-)
+from ckptkit.formats.registry import READERS, load_installed, recognise
 
 ROOT = Path(__file__).resolve().parents[3]
 EXAMPLE = (ROOT / "examples" / "reader_plugin" / "npy_rows.py").read_text(encoding="utf-8")

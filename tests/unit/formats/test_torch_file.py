@@ -15,11 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from ckptkit.core.errors import (
-    FormatError,
-    InputError,
-    LimitError,
-)
+from ckptkit.core.errors import FormatError, InputError, LimitError
 from ckptkit.core.index import Box, TensorEntry, TensorIndex
 from ckptkit.formats.base import Candidate
 from ckptkit.formats.pickle.pickles import walk_values
