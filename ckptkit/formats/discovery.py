@@ -497,11 +497,11 @@ class CandidateChooser:
             return self._choose_newest(steps, select, finals)
         if len(runs) + bool(units) > 1:
             models = _name_models(units, base)
-            labels = list(models)
+            labels = [_show_label(label, own[0], base) for label, own in models.items()]
             whole = [n for n in models if not any(map(self.describe_missing, models[n]))]
             for run in sorted(runs):
                 label, is_whole = self._describe_run(steps, run, base)
-                labels.append(label)
+                labels.append(repr(label))
                 whole += [label] if is_whole else []
             raise self._ambiguous(labels, whole, select)
         if steps:
@@ -808,7 +808,7 @@ class CandidateChooser:
         self, labels: Sequence[str], whole: Sequence[str], select: str | None
     ) -> AmbiguousSourceError | CannotPlanError:
         """Returns the error for several checkpoints; what is not whole is not proposed."""
-        names = ", ".join(map(repr, labels))
+        names = ", ".join(labels)
         more = f", or --select {whole[-1]}" if whole[1:] else ""
         hint = f"choose one with --select {whole[0]}{more}, or give its path" if whole else ""
         hint = hint or f"none of them is whole: see `ckptkit inspect {self.location}`"
@@ -887,6 +887,13 @@ def _name_models(units: Sequence[CheckpointUnit], base: str) -> dict[str, list[C
             label = ITSELF
         named.setdefault(label, []).append(unit.candidate)
     return named
+
+
+def _show_label(label: str, candidate: Candidate, base: str) -> str:
+    """Returns a label for a message: that of the folder itself says nothing without its files."""
+    inside = relative_path(candidate.folder, base)
+    own = _main_file(candidate) if inside == ITSELF else inside
+    return f"{label!r} ({own})" if label == ITSELF else repr(label)
 
 
 def _rest(select: str, label: str) -> str | None:
