@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Collection, Sequence
+from typing import ClassVar, Protocol
 
 from msgspec import Struct
 
@@ -46,3 +46,34 @@ class CheckpointReader(Protocol):
             InputError: If the headers are damaged, hostile or not modelled.
         """
         ...
+
+
+class FormatReader:
+    """A reader of ckptkit's own: a subclass in any module of `ckptkit.formats` is one.
+
+    Attributes:
+        name: Short name of the format.
+        order: Readers are asked in this order, and take files from those after them: first where
+            files may have any name, last where a single file of a common ending is a checkpoint.
+        expected: The names of its files, for the message that nothing was found; empty where they
+            are no checkpoint by themselves.
+        index_memory: The name of a large index, and the measured ratio of the memory that parsing
+            it takes to its size.
+    """
+
+    name: ClassVar[str]
+    order: ClassVar[int] = 55
+    expected: ClassVar[str] = ""
+    index_memory: ClassVar[tuple[str, int]] = ("", 0)
+
+    def find_deep_folders(self, paths: Sequence[str]) -> Collection[str]:  # noqa: ARG002  few have some
+        """Returns folders whose files may be deeper than checkpoints are searched for."""
+        return ()
+
+    def find(self, paths: Sequence[str]) -> list[Candidate]:
+        """Recognises checkpoints, as in `CheckpointReader`."""
+        raise NotImplementedError
+
+    def read_index(self, source: Source, candidate: Candidate) -> TensorIndex:
+        """Parses headers, as in `CheckpointReader`."""
+        raise NotImplementedError

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import posixpath
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from types import MappingProxyType
 from typing import Any
@@ -40,12 +40,7 @@ from ckptkit.formats.safetensors.hf_shards import (
     SHARDED_FOLDER,
     HfShardsReader,
 )
-from ckptkit.formats.torch_files import (
-    TorchOptimizerReader,
-    drop_lone_optimizers,
-    is_optimizer_candidate,
-    model_number,
-)
+from ckptkit.formats.torch_files import TorchOptimizerReader, is_optimizer_candidate, model_number
 from ckptkit.storage.base import Source
 from ckptkit.storage.locations import relative_path
 
@@ -91,7 +86,6 @@ def _is_primary(candidate: Candidate) -> bool:
 
 
 def _main_path(candidate: Candidate) -> str:
-    """Returns a candidate's index, or its first file."""
     files = candidate.files
     return next((path for path in files if path.endswith(".index.json")), files[0])
 
@@ -121,7 +115,8 @@ def drop_companions(candidates: Sequence[Candidate]) -> list[Candidate]:
             return False
         if name == _COPY_OF_BRIDGE and above in of_bridge:
             return False
-        if name == _COPY_OF_DCP and any(_is_below(c.folder, above) for c in of_dcp):
+        is_dcp = candidate.format == "dcp"
+        if name == _COPY_OF_DCP and not is_dcp and any(_is_below(c.folder, above) for c in of_dcp):
             return False
         if _is_state(candidate):
             return all(map(_is_state, candidates))
@@ -162,12 +157,7 @@ def _has_run_config(candidate: Candidate) -> bool:
 
 
 def is_leftover(candidate: Candidate, models: Collection[str]) -> bool:
-    """Returns whether a candidate is the shards from which a model was consolidated.
-
-    Args:
-        candidate: The candidate.
-        models: Folders with models in safetensors.
-    """
+    """Returns whether a candidate is the shards of a model in safetensors in these folders."""
     if candidate.format != _SHARDS:
         return False
     above, name = posixpath.split(candidate.folder)
@@ -287,9 +277,7 @@ def read_pointer(source: Source, path: str) -> str | None:
 def find_step_files(candidates: Iterable[Candidate]) -> dict[str, tuple[int, Candidate]]:
     """Returns candidates that are steps of one run as files, by the path of their first file.
 
-    Returns:
-        Their numbers, with the candidates; nothing where names count different things, as those of
-        two models do.
+    There are none where names count different things, as those of two models do.
     """
     named = [(name, c) for c in candidates if (name := step_of_files(c)) is not None]
     kinds = {(candidate.folder, name.kind) for name, candidate in named}
@@ -324,79 +312,37 @@ ITSELF = "."
 
 
 class CheckpointUnit(Struct, frozen=True):
-    """One or several state dicts that were written together.
+    """One or several state dicts that were written together."""
 
-    Attributes:
-        label: Its name for `--select`: its folder under the step, or its main file.
-        candidate: The candidate that the reader recognised.
-        is_optimizer: Whether the folder is named as that of a model's optimizer.
-    """
-
-    label: str
+    label: str  # its name for `--select`: its folder under the step, or its main file
     candidate: Candidate
-    is_optimizer: bool
+    is_optimizer: bool  # whether the folder is named as that of a model's optimizer
 
 
 class ResolvedSource(Struct, frozen=True):
-    """The checkpoint that a path stands for.
+    """The checkpoint that a path stands for."""
 
-    Attributes:
-        folder: The step's folder relative to the source's root; empty for the root.
-        units: The units in it.
-        select: The rest of the selection, for a state dict inside the units, or None.
-        notes: What was passed over, and why.
-        damaged: Steps that were passed over though their saves had ended: what each lacks.
-        steps: All steps of the run, the newest last; relative to the source's root.
-        finals: Models that are beside the steps and no part of one: what `--select` takes each by,
-            with what it lacks, which is empty if it is whole.
-    """
-
-    folder: str
+    folder: str  # the step's folder relative to the source's root; empty for the root
     units: tuple[CheckpointUnit, ...]
+    # the rest of the selection, for a state dict inside the units, or None
     select: str | None = None
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # what was passed over, and why
+    # steps that were passed over though their saves had ended: what each lacks
     damaged: Mapping[str, str] = field(default_factory=dict)
+    # all steps of the run, the newest last; relative to the source's root
     steps: tuple[str, ...] = ()
+    # models that are beside the steps and no part of one: what `--select` takes each by, with
+    # what it lacks, which is empty if it is whole
     finals: Mapping[str, str] = field(default_factory=dict)
 
 
 class FoundCheckpoint(Struct, frozen=True):
-    """A checkpoint under a path where none is chosen.
-
-    Attributes:
-        select: What `--select` takes it by.
-        format: Its format, or those of its parts.
-        step: The number of the step that it is; None for others.
-        problem: What it lacks; empty if it is whole.
-    """
+    """A checkpoint under a path where none is chosen."""
 
     select: str
-    format: str
-    step: int | None
-    problem: str = ""
-
-
-DescribeMissing = Callable[[Candidate], str]
-"""Says what a candidate lacks; empty if it is complete."""
-
-
-class RunRecords(Struct, frozen=True):
-    """What the files of runs say of their steps.
-
-    Attributes:
-        find_rolled_back: Returns those of some folders of steps that training went back from.
-        read_tracker: Returns which of `TRACKERS` a folder has, and what it says: the number of an
-            iteration, or `RELEASE`; None where there is no such file.
-    """
-
-    find_rolled_back: Callable[[Sequence[str]], Collection[str]] = lambda _folders: ()
-    read_tracker: Callable[[str], tuple[str, str] | None] = lambda _folder: None
-
-
-ReadStep = Callable[[Candidate], int | None]
-"""Returns the step in a candidate's contents, or None."""
-MakeNotFoundError = Callable[[str], NotACheckpointError]
-"""Returns the error for a folder, relative to the root, in which nothing was recognised."""
+    format: str  # its format, or those of its parts
+    step: int | None  # the number of the step that it is; None for others
+    problem: str = ""  # what it lacks; empty if it is whole
 
 
 def is_unit_folder(name: str) -> bool:
@@ -451,15 +397,11 @@ def _find_step(folder: str) -> tuple[str, int] | None:
 
 
 def _parse_step(name: str) -> int | None:
-    """Returns the step in the name of a folder or of a file."""
     match = _FOLDER.fullmatch(name)
     if match is not None:
         return None if _DATE.fullmatch(name) else int(match[1])
     counted = parse_step_file(name) if _ENDING.search(name) else _parse_counters(name)
     return None if counted is None else counted.number
-
-
-_NO_RECORDS = RunRecords()
 
 
 def names_step(tag: str, folder: str) -> bool:
@@ -472,78 +414,58 @@ def names_step(tag: str, folder: str) -> bool:
     return folder == tag or (is_number and parse_step(folder) == int(tag))
 
 
-def resolve(
-    candidates: Sequence[Candidate],
-    *,
-    location: str,
-    select: str | None,
-    describe_missing: DescribeMissing,
-    not_found: MakeNotFoundError,
-    read_step: ReadStep = lambda _candidate: None,
-    records: RunRecords = _NO_RECORDS,
-    links: Sequence[str] = (),
-) -> ResolvedSource:
-    """Decides which candidates a path stands for.
+class CandidateChooser:
+    """Chooses among the candidates below a path; by itself it knows no more than their names.
 
     Folders, or files, that are named after steps are one run, and its newest complete step is
     chosen; one that is named as the last counts by the step in its contents. All other candidates
-    in one folder are returned together; `--select` chooses one of them.
-
-    Args:
-        candidates: The candidates that the readers recognised.
-        location: The path as the user typed it.
-        select: The user's selection, or None.
-        describe_missing: Says what a candidate lacks.
-        not_found: Returns the error for a folder without a candidate.
-        read_step: Returns the step in a candidate's contents.
-        records: What the files of runs say of their steps.
-        links: Folders that are links, which were not searched.
-
-    Returns:
-        The candidates, and what was passed over.
+    in one folder are returned together; `--select` chooses one of them. It descends from the root
+    and decides folder by folder. A subclass that has the files open answers the four questions.
     """
-    resolver = _Resolver(location, describe_missing, not_found, read_step, records)
-    resolved = resolver.choose(drop_lone_optimizers(candidates), "", select)
-    chosen = parse_step(resolved.folder) if resolved.folder else None
-    is_tracked = records.read_tracker(posixpath.dirname(resolved.folder)) is not None
-    newer = [
-        link
-        for link in links
-        if not is_tracked and chosen is not None and (parse_step(link) or 0) > chosen
-    ]
-    if newer and select is None:
-        raise AmbiguousSourceError(
-            f"{newer[-1]!r} is newer than {resolved.folder!r}, but a link, which is not followed",
-            where=location,
-            hint=f"give its own path: {posixpath.join(location, newer[-1])}",
-        )
-    return resolved
 
+    def __init__(self, location: str) -> None:
+        self.location = location  # as the user typed it
+        self.numbers: dict[str, int] = {}  # of steps that are files, or named as the last
 
-def list_all(
-    candidates: Sequence[Candidate],
-    *,
-    location: str,
-    describe_missing: DescribeMissing,
-    not_found: MakeNotFoundError,
-    read_step: ReadStep,
-    records: RunRecords,
-) -> tuple[FoundCheckpoint, ...]:
-    """Returns all checkpoints that `resolve` may choose among; the arguments are its own."""
-    resolver = _Resolver(location, describe_missing, not_found, read_step, records)
-    return tuple(resolver.list_all(drop_lone_optimizers(candidates), ""))
+    def describe_missing(self, candidate: Candidate) -> str:  # noqa: ARG002  names say nothing
+        """Says what a candidate lacks; empty if it is whole."""
+        return ""
 
+    def read_step(self, candidate: Candidate) -> int | None:  # noqa: ARG002
+        """Returns the step in a candidate's contents, or None."""
+        return None
 
-class _Resolver(Struct):
-    """Descends from the root and decides folder by folder; its fields are those of `resolve`."""
+    def find_rolled_back(self, steps: Sequence[str]) -> Collection[str]:  # noqa: ARG002
+        """Returns those of some steps that training went back from, by their folders."""
+        return ()
 
-    location: str
-    describe_missing: DescribeMissing
-    not_found: MakeNotFoundError
-    read_step: ReadStep
-    records: RunRecords
-    # The numbers of steps that are files, or named as the last.
-    numbers: dict[str, int] = field(default_factory=dict)
+    def read_tracker(self, run: str) -> tuple[str, str] | None:  # noqa: ARG002
+        """Returns which of `TRACKERS` a folder has, and what it says, such as `RELEASE`."""
+        return None
+
+    def resolve(
+        self, candidates: Sequence[Candidate], select: str | None, links: Sequence[str] = ()
+    ) -> ResolvedSource:
+        """Decides which candidates, of which there is one at least, the path stands for.
+
+        Folders that are links were not searched: one that is a newer step is refused.
+        """
+        resolved = self.choose(candidates, "", select)
+        chosen = parse_step(resolved.folder) if resolved.folder else None
+        is_tracked = self.read_tracker(posixpath.dirname(resolved.folder)) is not None
+        newer = [
+            link
+            for link in links
+            if not is_tracked and chosen is not None and (parse_step(link) or 0) > chosen
+        ]
+        if newer and select is None:
+            raise AmbiguousSourceError(
+                f"{newer[-1]!r} is newer than {resolved.folder!r}, but a link, which is not"
+                " followed",
+                where=self.location,
+                hint=f"give its own path: {posixpath.join(self.location, newer[-1])}",
+            )
+        return resolved
 
     def choose(
         self, candidates: Sequence[Candidate], base: str, select: str | None
@@ -575,17 +497,15 @@ class _Resolver(Struct):
             return self._choose_newest(steps, select, finals)
         if len(runs) + bool(units) > 1:
             models = _name_models(units, base)
-            labels = list(models)
+            labels = [_show_label(label, own[0], base) for label, own in models.items()]
             whole = [n for n in models if not any(map(self.describe_missing, models[n]))]
             for run in sorted(runs):
                 label, is_whole = self._describe_run(steps, run, base)
-                labels.append(label)
+                labels.append(repr(label))
                 whole += [label] if is_whole else []
             raise self._ambiguous(labels, whole, select)
         if steps:
             return self._choose_newest(steps, select)
-        if not units:
-            raise self.not_found(base)
         passed = [c for folder in all_steps.keys() - steps.keys() for c in all_steps[folder]]
         ignored = [
             c for c in (*others, *passed) if not (c in kept or c.format == _SHARDS or _is_state(c))
@@ -607,7 +527,9 @@ class _Resolver(Struct):
         text = f"holds {text}; found {list_first(names)}"
         return CannotPlanError(text, where=self.location, hint=hint)
 
-    def list_all(self, candidates: Sequence[Candidate], base: str) -> Iterator[FoundCheckpoint]:
+    def list_all(
+        self, candidates: Sequence[Candidate], base: str = ""
+    ) -> Iterator[FoundCheckpoint]:
         """Yields all checkpoints in a folder: steps, run by run and the newest first, and others.
 
         A step that holds several is listed as these.
@@ -776,7 +698,7 @@ class _Resolver(Struct):
     def _is_step(self, folder: str) -> bool:
         above, name = posixpath.split(folder)
         if name == RELEASE:
-            return self.records.read_tracker(above) is not None
+            return self.read_tracker(above) is not None
         return _parse_step(name) is not None
 
     def _sort_key(self, step: str) -> tuple[int, bool, str]:
@@ -788,10 +710,10 @@ class _Resolver(Struct):
         self, steps: _Steps, select: str | None, finals: Mapping[str, str] = MappingProxyType({})
     ) -> ResolvedSource:
         rolled_back: Collection[str] = frozenset()  # only complete steps count
-        if self.records.find_rolled_back(list(steps)):
+        if self.find_rolled_back(list(steps)):
             inside = {folder: self._resolve_step(steps[folder], folder, select) for folder in steps}
             complete = [f for f, (resolved, missing) in inside.items() if resolved and not missing]
-            rolled_back = frozenset(self.records.find_rolled_back(complete))
+            rolled_back = frozenset(self.find_rolled_back(complete))
         named, passed = self._follow_tracker(steps)
         ordered = sorted(
             steps, key=lambda s: (s in named, s not in rolled_back, self._sort_key(s))
@@ -823,7 +745,7 @@ class _Resolver(Struct):
     def _follow_tracker(self, steps: _Steps) -> tuple[Collection[str], list[str]]:
         """Returns the steps that the run's tracker names, and a note if there is none."""
         run = posixpath.dirname(next(iter(steps)))
-        tracked = self.records.read_tracker(run)
+        tracked = self.read_tracker(run)
         if tracked is None:
             return (), []
         file, tag = tracked
@@ -842,7 +764,7 @@ class _Resolver(Struct):
         number = self._sort_key(taken)[0]
         rest -= {s for s in rest if is_called_last(s) and self._sort_key(s)[0] == number}
         newer = [s for s in rest if is_named and self._sort_key(s) > self._sort_key(taken)]
-        tracked = self.records.read_tracker(posixpath.dirname(taken)) if newer else None
+        tracked = self.read_tracker(posixpath.dirname(taken)) if newer else None
         if tracked is not None:
             names = ", ".join(sorted(newer, key=self._sort_key))
             notes.append(f"{names} left alone: {tracked[0]!r} names {taken}")
@@ -886,7 +808,7 @@ class _Resolver(Struct):
         self, labels: Sequence[str], whole: Sequence[str], select: str | None
     ) -> AmbiguousSourceError | CannotPlanError:
         """Returns the error for several checkpoints; what is not whole is not proposed."""
-        names = ", ".join(map(repr, labels))
+        names = ", ".join(labels)
         more = f", or --select {whole[-1]}" if whole[1:] else ""
         hint = f"choose one with --select {whole[0]}{more}, or give its path" if whole else ""
         hint = hint or f"none of them is whole: see `ckptkit inspect {self.location}`"
@@ -926,7 +848,6 @@ def _is_final(candidate: Candidate, base: str) -> bool:
 
 
 def _is_in_run(candidate: Candidate, base: str) -> bool:
-    """Returns whether a candidate is in a folder itself, or in that of a unit of it."""
     above, name = posixpath.split(candidate.folder)
     return candidate.folder == base or (
         above == base and _SHARDED_MODEL.fullmatch(name) is not None
@@ -934,7 +855,6 @@ def _is_in_run(candidate: Candidate, base: str) -> bool:
 
 
 def _describe_finals(taken: str, finals: Mapping[str, str]) -> list[str]:
-    """Returns notes about the models beside the steps, of which one was taken."""
     notes: list[str] = []
     whole = [label for label, lack in finals.items() if not lack]
     if whole:
@@ -969,8 +889,14 @@ def _name_models(units: Sequence[CheckpointUnit], base: str) -> dict[str, list[C
     return named
 
 
+def _show_label(label: str, candidate: Candidate, base: str) -> str:
+    """Returns a label for a message: that of the folder itself says nothing without its files."""
+    inside = relative_path(candidate.folder, base)
+    own = _main_file(candidate) if inside == ITSELF else inside
+    return f"{label!r} ({own})" if label == ITSELF else repr(label)
+
+
 def _rest(select: str, label: str) -> str | None:
-    """Returns the part of a selection after `label`; None if it does not begin with it."""
     if select == label:
         return ""
     return select[len(label) + 1 :] if select.startswith(f"{label}/") else None

@@ -45,12 +45,7 @@ NUMBERED = "numbers its parameters; they are named in the order of the model, wh
 def name_states(index: TensorIndex, source: Source) -> TensorIndex:
     """Replaces numbers of parameters in the states of optimizers by the parameters' names.
 
-    Args:
-        index: All state dicts of a checkpoint.
-        source: Its files; the members of groups are objects in a DCP checkpoint.
-
-    Returns:
-        The index; parameters of optimizers that cannot be identified keep numbers, as integers.
+    Parameters that cannot be identified keep numbers, as integers.
     """
     index = _unflatten(index)
     numbered: dict[KeyPath, list[TensorEntry]] = defaultdict(list)
@@ -95,7 +90,6 @@ def _unflatten(index: TensorIndex) -> TensorIndex:
 
 
 def _number(key: object) -> int | None:
-    """Returns the number of a parameter; None if the key is a name."""
     if isinstance(key, str) and key.isascii() and key.isdecimal() and str(int(key)) == key:
         return int(key)
     return key if isinstance(key, int) else None
@@ -155,19 +149,13 @@ def _read_members(
 
 
 def _group_setting(path: KeyPath, container: KeyPath) -> str | None:
-    """Returns the key of a setting of a group; None for other paths."""
     start = (*container, _GROUPS)
     is_setting = path[: len(start)] == start and len(path) == len(start) + 2
     return str(path[-1]) if is_setting and isinstance(path[-2], int) else None
 
 
 def _find_groups(values: Mapping[KeyPath, Any], container: KeyPath) -> dict[int, dict[str, Any]]:
-    """Returns the members of each group: their numbers, and possibly their names.
-
-    Args:
-        values: The values that are not tensors, by path.
-        container: The keys above `param_groups`.
-    """
+    """Returns the members of each group: their numbers, and possibly their names."""
     groups: dict[int, dict[str, Any]] = defaultdict(dict)
     for path, value in values.items():
         kind = _group_setting(path, container)
@@ -177,7 +165,6 @@ def _find_groups(values: Mapping[KeyPath, Any], container: KeyPath) -> dict[int,
 
 
 def _read_names(groups: Mapping[int, Mapping[str, Any]]) -> dict[int, Fqn]:
-    """Returns the names in the groups; empty if one has none."""
     numbers: list[int] = []
     names: list[str] = []
     for group in groups.values():
@@ -260,7 +247,6 @@ def _rename(entry: TensorEntry, container: KeyPath, names: Mapping[int, Fqn]) ->
 
 
 def _rename_path(path: KeyPath, container: KeyPath, names: Mapping[int, Fqn]) -> KeyPath:
-    """Returns a path with the number of a parameter replaced by its name."""
     at = len(container) + 1
     if path[:at] != (*container, _STATE) or len(path) == at:
         return path

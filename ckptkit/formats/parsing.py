@@ -18,8 +18,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from itertools import islice
 from typing import Any, TypeGuard
 
-from msgspec import Struct
-
 from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import (
     FormatError,
@@ -50,14 +48,6 @@ def read_from(source: Source, path: str, first: int = 0) -> Read:
 
 
 def read_limited(source: Source, path: str, max_bytes: int, what: str) -> bytes:
-    """Returns a whole file, after a check of its size.
-
-    Args:
-        source: The source of the file.
-        path: The file.
-        max_bytes: The largest size that is accepted.
-        what: What the file is, for the message.
-    """
     size = source.stat(path).size_bytes
     if size > max_bytes:
         raise LimitError(
@@ -146,21 +136,6 @@ _LISTED_RANKS = 7
 _NUMBERED = re.compile(r"(?P<stem>.+)-(?P<number>\d+)-of-(?P<count>\d+)")
 
 
-class FileSet(Struct, frozen=True):
-    """The files of one model, all in one folder; `index` is one of `files`, or None."""
-
-    folder: str
-    files: tuple[str, ...]
-    index: str | None
-
-    def candidate(self, format_name: str) -> Candidate:
-        reason = repr(posixpath.basename(self.index or self.files[0]))
-        others = len(self.files) - 1
-        if others:
-            reason += f" beside {others} other file{'' if others == 1 else 's'} of the same model"
-        return Candidate(format_name, self.folder, self.files, reason)
-
-
 _MODULE = re.compile(r"(?P<model>(?:.+/)?)[1-9]\d*_\w+/[^/]+")
 
 
@@ -173,7 +148,9 @@ def _is_of_module(path: str, there: Collection[str]) -> bool:
     return match is not None and f"{match['model']}modules.json" in there
 
 
-def group_model_files(paths: Iterable[str], endings: Sequence[str]) -> list[FileSet]:
+def group_model_files(
+    paths: Iterable[str], endings: Sequence[str], format_name: str
+) -> list[Candidate]:
     """Groups the files with the given endings, and their indices, into models.
 
     An index takes the numbered files of its stem, or all remaining files if there are none;
@@ -183,7 +160,15 @@ def group_model_files(paths: Iterable[str], endings: Sequence[str]) -> list[File
     there = set(paths)
     models = (path for path in there if not _is_of_module(path, there))
     folders = group_by_folder(path for path in models if path.endswith(with_index))
-    sets: list[FileSet] = []
+    candidates = []
+
+    def add(folder: str, files: Sequence[str], index: str | None = None) -> None:
+        reason = repr(posixpath.basename(index or files[0]))
+        if files[1:]:
+            others = counted(len(files) - 1, "other file")
+            reason += f" beside {others} of the same model"
+        candidates.append(Candidate(format_name, folder, tuple(files), reason))
+
     for folder, inside in folders.items():
         groups: dict[tuple[str, str], list[str]] = {}
         single = []
@@ -199,19 +184,14 @@ def group_model_files(paths: Iterable[str], endings: Sequence[str]) -> list[File
             files = [path for key in own for path in groups.pop(key)]
             if not own and not groups:
                 files, single = single, []
-            sets.append(FileSet(folder, tuple(sorted([*files, index])), index))
-        sets += [FileSet(folder, tuple(files), None) for files in groups.values()]
-        sets += [FileSet(folder, (path,), None) for path in single]
-    return sets
+            add(folder, sorted([*files, index]), index)
+        for files in (*groups.values(), *([path] for path in single)):
+            add(folder, files)
+    return candidates
 
 
 def read_index_document(source: Source, path: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """Returns the metadata of an index, and its weight map.
-
-    Returns:
-        The metadata, empty where the index has none, and by tensor name a file path, relative to
-        the source.
-    """
+    """Returns the metadata of an index, or {}, and its weight map with paths of the source."""
     where = posixpath.join(source.location, path)
     content = parse_json(read_limited(source, path, MAX_JSON_BYTES, "index"), where=where)
     names = content.get("weight_map") if isinstance(content, dict) else None
@@ -227,7 +207,6 @@ def read_index_document(source: Source, path: str) -> tuple[dict[str, Any], dict
 
 
 def read_weight_map(source: Source, path: str) -> dict[str, str]:
-    """Returns the weight map of an index: by tensor name a file path, relative to the source."""
     metadata, weight_map = read_index_document(source, path)
     if "delta_encoding" in metadata:
         where = posixpath.join(source.location, posixpath.dirname(path))
@@ -308,13 +287,7 @@ def list_unnamed(paths: Iterable[str]) -> Iterator[str]:
 def check_weight_map(
     weight_map: Mapping[str, str], headers: Mapping[str, str], *, where: str
 ) -> None:
-    """Checks that an index and the headers of its files agree on the file of each tensor.
-
-    Args:
-        weight_map: File by tensor name, according to the index.
-        headers: File by tensor name, according to the headers.
-        where: The checkpoint, for messages.
-    """
+    """Checks that an index and the headers of its files agree on the file of each tensor."""
     for name in [*weight_map, *headers]:
         listed, actual = weight_map.get(name), headers.get(name)
         if listed != actual:
@@ -331,14 +304,7 @@ def _name_file(path: str | None) -> str:
 def refuse_missing_ranks(
     ranks: Collection[int | None], world_size: int, what: str, where: str
 ) -> None:
-    """Refuses a checkpoint that lacks the files of a rank.
-
-    Args:
-        ranks: The distinct ranks whose files are there.
-        world_size: The number of ranks of the run.
-        what: What the files hold, in the plural.
-        where: The checkpoint, for messages.
-    """
+    """Refuses a checkpoint that lacks the files of a rank; `what` is in them, in the plural."""
     absent = world_size - sum(rank is not None and rank < world_size for rank in ranks)
     if absent:
         # A hostile file may claim any number of ranks, so no list of them is made.
@@ -366,7 +332,6 @@ def refuse_stale_ranks(
 
 
 def refuse_mixed_sizes(sizes: Collection[int], where: str, hint: str = MIXED_SAVES) -> None:
-    """Refuses files of runs with different numbers of ranks."""
     if len(sizes) > 1:
         raise FormatError(
             f"the files are of runs with {' and '.join(map(str, sorted(sizes)))} ranks",

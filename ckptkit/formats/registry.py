@@ -10,32 +10,22 @@ from __future__ import annotations
 import posixpath
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import cache
-from operator import itemgetter
+from importlib import import_module
+from operator import attrgetter, itemgetter
+from pkgutil import walk_packages
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
+from ckptkit import formats
 from ckptkit.core.errors import CkptkitError, InputError, MissingFileError, NotACheckpointError
 from ckptkit.core.index import TensorIndex
-from ckptkit.formats.base import Candidate, CheckpointReader
-from ckptkit.formats.dcp.reader import METADATA, DcpReader
+from ckptkit.formats.base import Candidate, CheckpointReader, FormatReader
 from ckptkit.formats.discovery import is_certain
-from ckptkit.formats.others.fairseq2 import Fairseq2Reader, find_deep_steps
-from ckptkit.formats.others.megatron_ranks import MegatronReader
-from ckptkit.formats.others.meta import MetaReader
-from ckptkit.formats.others.nanotron import NanotronReader, find_deep_folders
-from ckptkit.formats.others.torch_checkpointing import TorchCheckpointingReader
-from ckptkit.formats.others.torchsnapshot import SNAPSHOT_METADATA, TorchsnapshotReader
-from ckptkit.formats.ranks.rank_files import METADATA_PICKLE
-from ckptkit.formats.ranks.reader import ForeignReader, RankFilesReader
-from ckptkit.formats.safetensors.hf_shards import HfShardsReader
-from ckptkit.formats.safetensors.reader import SafetensorsReader
-from ckptkit.formats.torch_files import TorchFileReader, TorchOptimizerReader
-from ckptkit.formats.zero.reader import UniversalReader, ZeroReader
 from ckptkit.storage.base import Source
 from ckptkit.storage.locations import MARKS_FOLDER
 
@@ -50,42 +40,17 @@ SEARCH_DEPTH = 5  # a/step_10/policy/weights/model, of NeMo-RL, is found from th
 _DEEPEST = 24  # folders for the parts of a parameter's name, in formats with a file for each
 _NAME = re.compile(r"[a-z][a-z0-9_.-]{0,63}")
 _MOST_CHARACTERS = 300  # of the message of a reader's own failure
-# Measured: 900 MB for 350 MB of `.metadata`, the file itself included.
-_PARSING_FACTORS = {METADATA: 3, SNAPSHOT_METADATA: 12, METADATA_PICKLE: 12}
 
-READERS: tuple[CheckpointReader, ...] = (
-    TorchsnapshotReader(),  # first: its files may have any name
-    NanotronReader(),  # its files are safetensors and archives, which are models to others
-    TorchCheckpointingReader(),
-    MegatronReader(),
-    MetaReader(),
-    Fairseq2Reader(),
-    RankFilesReader(),  # before readers that would take a rank's file for a model
-    ForeignReader(),  # its files are kept from the others, which would misread them
-    UniversalReader(),  # before ZeRO, whose files of weights it contains
-    ZeroReader(),
-    DcpReader(),
-    HfShardsReader(),  # before safetensors: each shard is such a file
-    SafetensorsReader(),
-    TorchOptimizerReader(),
-    TorchFileReader(),
-)
-EXPECTED: Mapping[str, str] = {
-    "dcp": "'.metadata' beside '__0_0.distcp'",
-    "zero": "'mp_rank_00_model_states.pt' beside '..._optim_states.pt'",
-    "megatron": "'mp_rank_00/model_optim_rng.pt'",
-    "universal": "'zero/<parameter>/fp32.pt'",
-    "torchsnapshot": "'.snapshot_metadata'",
-    "nanotron": "'checkpoint_metadata.json' beside a folder 'model' with a file per parameter",
-    "torch-checkpointing": "'model_0.pt' beside 'model_1.pt', or beside 'metadata.pkl'",
-    "fairseq2": "'pp_00/tp_00/sdp_00.pt'",
-    "meta": "'consolidated.00.pth' beside 'params.json'",
-    "dcp-hf": "'shard-00001-model-00001-of-00001.safetensors'",
-    "rank-files": "'model_world_size_2_rank_0.pt', 'pytorch_model_fsdp_0_rank0.bin' or 'rank_0.pt'",
-    "safetensors": "'*.safetensors'",
-    "torch": "'*.pt', '*.pth', '*.bin' or '*.ckpt'",
-}
-"""The names of the files of each format that is a checkpoint by itself."""
+
+def _load_readers() -> tuple[FormatReader, ...]:
+    """Returns a reader of each class in the modules of `ckptkit.formats`; no list names them."""
+    for module in walk_packages(formats.__path__, f"{formats.__name__}."):
+        if not module.ispkg and module.name != __name__:
+            import_module(module.name)
+    return tuple(sorted((cls() for cls in FormatReader.__subclasses__()), key=attrgetter("order")))
+
+
+READERS = _load_readers()
 
 
 class PlugInReader:
@@ -146,56 +111,35 @@ class PlugInReader:
         )
 
 
-class PlugIns(Struct, frozen=True):
-    """The installed readers of other distributions.
-
-    Attributes:
-        readers: The readers that were loaded.
-        unusable: The problems of all others.
-    """
-
-    readers: tuple[PlugInReader, ...]
-    unusable: tuple[str, ...]
-
-
 @cache
-def load_installed(taken: frozenset[str]) -> PlugIns:
-    """Loads the installed readers, once per process.
+def load_installed() -> tuple[tuple[PlugInReader, ...], tuple[str, ...]]:
+    """Loads the readers of other distributions, once per process.
 
-    Args:
-        taken: The names of ckptkit's own readers.
+    Returns:
+        The readers, and the problems of those that cannot be used.
     """
     from importlib.metadata import entry_points  # costs more than reading a small checkpoint
 
-    return load_readers(tuple(entry_points(group=GROUP)), taken)
-
-
-def load_readers(entries: Sequence[EntryPoint], taken: frozenset[str]) -> PlugIns:
-    """Loads readers; problems of those that cannot be used are kept.
-
-    Args:
-        entries: The entry points of distributions.
-        taken: The names of ckptkit's own readers.
-    """
+    entries = [
+        (
+            f"{entry.dist.name} {entry.dist.version}" if entry.dist else "an unknown distribution",
+            entry,
+        )
+        for entry in entry_points(group=GROUP)
+    ]
     readers: dict[str, PlugInReader] = {}
     unusable = []
-    homes = [entry.dist for entry in entries]
-    origins = [
-        f"{home.name} {home.version}" if home else "an unknown distribution" for home in homes
-    ]
-    for entry, origin in sorted(zip(entries, origins, strict=True), key=itemgetter(1)):
+    for origin, entry in sorted(entries, key=itemgetter(0)):
         try:
-            reader = _load_reader(entry, origin, taken, readers)
+            reader = _load_reader(entry, origin, readers)
         except Exception as error:  # noqa: BLE001  loading runs any code of a module
             unusable.append(f"reader {entry.name!r} of {origin} was left out: {_describe(error)}")
         else:
             readers[reader.name] = reader
-    return PlugIns(tuple(readers.values()), tuple(unusable))
+    return tuple(readers.values()), tuple(unusable)
 
 
-def _load_reader(
-    entry: EntryPoint, origin: str, taken: frozenset[str], others: dict[str, PlugInReader]
-) -> PlugInReader:
+def _load_reader(entry: EntryPoint, origin: str, others: dict[str, PlugInReader]) -> PlugInReader:
     loaded: Any = entry.load()
     reader: Any = loaded() if isinstance(loaded, type) else loaded
     for method in ("find", "read_index"):
@@ -204,7 +148,7 @@ def _load_reader(
     name = reader.name
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise ValueError(f"its name {name!r} is not one of lower-case letters, digits and '_.-'")
-    if name in taken:
+    if any(reader.name == name for reader in READERS):
         raise ValueError(f"{name!r} is the name of a format that ckptkit reads itself")
     if name in others:
         raise ValueError(f"{name!r} is the name of a reader of {others[name].origin}, too")
@@ -248,7 +192,7 @@ def list_paths(source: Source) -> list[str]:
     models that are being pushed, is not among them.
     """
     paths = list(_walk(source, SEARCH_DEPTH))
-    folders = (*find_deep_folders(paths), *find_deep_steps(paths))
+    folders = (folder for reader in READERS for folder in reader.find_deep_folders(paths))
     deep = tuple(f"{folder}/" if folder else "" for folder in folders)
     if not deep:
         return paths
@@ -267,7 +211,7 @@ def recognise(paths: Sequence[str]) -> list[Candidate]:
     candidates = _recognise_by(READERS, paths)
     if not paths or any(is_certain(candidate) for candidate in candidates):
         return candidates
-    others = _plug_ins().readers
+    others, _ = load_installed()
     return _recognise_by((*others, *READERS), paths) if others else candidates
 
 
@@ -275,13 +219,13 @@ def list_plug_in_problems() -> tuple[str, ...]:
     """Returns why readers of other distributions were not used; empty if none was loaded."""
     if not load_installed.cache_info().currsize:
         return ()
-    loaded = _plug_ins()
+    readers, unusable = load_installed()
     failed = (
         f"reader {reader.name!r} of {reader.origin} was left out: {reader.failure}"
-        for reader in loaded.readers
+        for reader in readers
         if reader.failure
     )
-    return (*loaded.unusable, *failed)
+    return (*unusable, *failed)
 
 
 _NUMBER = re.compile(r"\d+")
@@ -354,17 +298,14 @@ def make_not_found_error(paths: Sequence[str], location: str, base: str) -> NotA
     message = (
         f"no checkpoint of a known format is here, but {there}" if there else "no file is here"
     )
-    expected = "; ".join(f"{name}: {what}" for name, what in EXPECTED.items())
+    known = (one for one in reversed(READERS) if one.expected)  # what is common comes first
+    expected = "; ".join(f"{reader.name}: {reader.expected}" for reader in known)
     return NotACheckpointError(
         "; ".join([message, *list_plug_in_problems()]),
         where=posixpath.join(location, base) if base else location,
         hint=f"give a directory with one of these, or one up to {SEARCH_DEPTH - 1} above it:"
         f" {expected}",
     )
-
-
-def _plug_ins() -> PlugIns:
-    return load_installed(frozenset(reader.name for reader in READERS))
 
 
 def _recognise_by(readers: Sequence[CheckpointReader], paths: Sequence[str]) -> list[Candidate]:
@@ -379,7 +320,8 @@ def _recognise_by(readers: Sequence[CheckpointReader], paths: Sequence[str]) -> 
 
 def estimate_parsing_bytes(source: Source, candidate: Candidate) -> int:
     """Estimates the memory that parsing a candidate takes at its peak, in bytes."""
-    indexes = [(path, _PARSING_FACTORS.get(posixpath.basename(path))) for path in candidate.files]
+    factors = dict(reader.index_memory for reader in READERS)
+    indexes = [(path, factors.get(posixpath.basename(path))) for path in candidate.files]
     return sum(factor * source.stat(path).size_bytes for path, factor in indexes if factor)
 
 
@@ -393,10 +335,10 @@ def read_index(source: Source, candidate: Candidate) -> TensorIndex:
         InputError: If its headers are damaged, hostile or not modelled.
         MissingFileError: If a file of it is a pointer of Git LFS.
     """
-    own = (reader for reader in READERS if reader.name == candidate.format)
-    reader: CheckpointReader | None = next(own, None)
-    if reader is None:
-        reader = next(r for r in _plug_ins().readers if r.name == candidate.format)
+    readers: Sequence[CheckpointReader] = READERS
+    if all(reader.name != candidate.format for reader in readers):
+        readers, _ = load_installed()
+    reader = next(reader for reader in readers if reader.name == candidate.format)
     try:
         return reader.read_index(source, candidate)
     except InputError as error:

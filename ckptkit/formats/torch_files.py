@@ -42,7 +42,7 @@ from ckptkit.core.index import (
     is_named_as_copy,
 )
 from ckptkit.core.text import counted
-from ckptkit.formats.base import Candidate
+from ckptkit.formats.base import Candidate, FormatReader
 from ckptkit.formats.parsing import (
     INDEX_ENDING,
     check_weight_map,
@@ -91,14 +91,14 @@ _ALL = "*"  # the name of all tensors of an object
 _UNKNOWN = BY_NAME["float32"]  # in place of a type that is not known
 
 
-class TorchFileReader:
-    """Reads models that `torch.save` wrote."""
-
+class TorchFileReader(FormatReader):
     name = "torch"
+    order = 140
+    expected = "'*.pt', '*.pth', '*.bin' or '*.ckpt'"
 
     def find(self, paths: Sequence[str]) -> list[Candidate]:
         own = [path for path in paths if not _NOT_A_MODEL.fullmatch(posixpath.basename(path))]
-        return [files.candidate(self.name) for files in group_model_files(own, ENDINGS)]
+        return group_model_files(own, ENDINGS, self.name)
 
     def read_index(self, source: Source, candidate: Candidate) -> TensorIndex:
         where = posixpath.join(source.location, candidate.folder)
@@ -134,8 +134,6 @@ class _LoadedTensor(Struct, frozen=True):
 
 
 class TorchContents(Struct):
-    """Collects the contents of the files of one candidate."""
-
     _table: ArchiveTable = field(default_factory=ArchiveTable)
     _tensors: list[_LoadedTensor] = field(default_factory=list)
     _unread: dict[KeyPath, Any] = field(default_factory=dict)  # tensors that are not modelled
@@ -145,16 +143,7 @@ class TorchContents(Struct):
     _notes: list[str] = field(default_factory=list)
 
     def add_file(self, source: Source, path: str, under: KeyPath = ()) -> None:
-        """Adds the tensors and values of one file.
-
-        Args:
-            source: The source of the file.
-            path: The file.
-            under: Keys that are put in front of the paths of all its values.
-
-        Raises:
-            UnsafePickleError: If the file is one object, such as a whole module.
-        """
+        """Adds the tensors and values of one file, with `under` in front of all paths."""
         file = self._table.open(source, path, TRAINING_VALUES)
         if isinstance(file.root, InertObject):
             raise whole_object_error(file.root, file.where)
@@ -311,13 +300,11 @@ def _stem(path: str) -> str:
     return posixpath.basename(path).partition(".")[0]
 
 
-class TorchOptimizerReader:
-    """Reads optimizer states that `torch.save` wrote into files of their own."""
-
+class TorchOptimizerReader(FormatReader):
     name = "torch optimizer"
+    order = 130
 
     def find(self, paths: Sequence[str]) -> list[Candidate]:
-        """Recognises such files by their names; each is a candidate."""
         return [
             Candidate(self.name, posixpath.dirname(path), (path,), repr(posixpath.basename(path)))
             for path in sorted(paths)

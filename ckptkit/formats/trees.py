@@ -113,15 +113,7 @@ def classify(
     A dictionary key that names an optimizer or a model classifies everything below it, and so do
     the `param_groups` that every optimizer has, under any key. Any other container is a model if
     its tensors are named like parameters, or if no other container could be one. Wrapper segments
-    are removed from names of models.
-
-    Args:
-        paths: One path per tensor; the last element is the tensor's name in its container.
-        where: The checkpoint, for messages.
-        values: The paths of all values that are not tensors.
-
-    Returns:
-        One membership per path, in order.
+    are removed from names of models. `values` are the paths of all values that are not tensors.
     """
     optimizers: set[KeyPath] = set()
     for path in (*paths, *values):
@@ -282,23 +274,14 @@ _MAX_STEP = 10**15
 
 
 class Framework(Struct, frozen=True):
-    """The framework that wrote a checkpoint.
-
-    Attributes:
-        name: Its name; empty where unknown.
-        version: Its version; empty where unknown.
-        step: The training step, or None.
-        notes: Files that could not be read and are not needed.
-        warnings: The note on objects of other code.
-        problems: Files that are damaged and not needed.
-    """
+    """The framework that wrote a checkpoint."""
 
     name: str = ""
     version: str = ""
     step: int | None = None
-    notes: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()
-    problems: tuple[Problem, ...] = ()
+    notes: tuple[str, ...] = ()  # files that could not be read and are not needed
+    warnings: tuple[str, ...] = ()  # the note on objects of other code
+    problems: tuple[Problem, ...] = ()  # files that are damaged and not needed
 
 
 def detect_framework(root: object) -> Framework:

@@ -459,7 +459,7 @@ def check_closed(
         found: What was chosen among the folders that could be entered.
         folders: The directories of the source, which were listed.
         select: The user's selection, or None.
-        read_tracker: Returns what the tracker of a run says, as in `RunRecords`.
+        read_tracker: Returns what the tracker of a run says, as in `CandidateChooser`.
 
     Returns:
         What was chosen, with a note about folders that do not matter.

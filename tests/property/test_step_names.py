@@ -8,15 +8,14 @@ from datetime import date
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptkit.core.errors import NotACheckpointError
 from ckptkit.formats.base import Candidate
 from ckptkit.formats.discovery import (
+    CandidateChooser,
     find_step,
     find_step_files,
     is_called_last,
     name_step,
     parse_step,
-    resolve,
 )
 from ckptkit.formats.registry import recognise
 from ckptkit.runs.steps import series_of
@@ -73,10 +72,6 @@ def dcp(folder: str) -> Candidate:
     return Candidate("dcp", folder, (f"{folder}/.metadata",), "'.metadata'")
 
 
-def nothing(folder: str) -> NotACheckpointError:
-    return NotACheckpointError("nothing", where=folder)
-
-
 @settings(max_examples=examples(60))
 @given(points(), st.sampled_from(sorted(FOLDERS)), st.randoms(use_true_random=False))
 def test_the_newest_folder_of_a_series_is_taken(
@@ -93,13 +88,7 @@ def test_the_newest_folder_of_a_series_is_taken(
         ]
     shuffled = list(names)
     random.shuffle(shuffled)  # type: ignore[attr-defined]
-    found = resolve(
-        [dcp(f"{name}/model") for name in shuffled],
-        location="here",
-        select=None,
-        describe_missing=lambda _: "",
-        not_found=nothing,
-    )
+    found = CandidateChooser("here").resolve([dcp(f"{name}/model") for name in shuffled], None)
     assert found.folder == names[-1]
 
 
@@ -127,13 +116,7 @@ def test_the_newest_file_of_a_series_is_taken(run: list[Point], family: str, ran
     assert steps == {name: step for name, (_, step) in zip(names, run, strict=True)}
     assert {name_step(path) for path in paths} == set(names)
     assert [parse_step(name) for name in names] == [step for _, step in run]
-    found = resolve(
-        candidates,
-        location="here",
-        select=None,
-        describe_missing=lambda _: "",
-        not_found=nothing,
-    )
+    found = CandidateChooser("here").resolve(candidates, None)
     assert found.units[0].candidate.files[0] == names[-1]
 
 

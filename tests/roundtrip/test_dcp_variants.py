@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,29 +21,14 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 import ckptkit
 from ckptkit.core.errors import AmbiguousSourceError, MissingFileError, UnsupportedError
+from tests.live_truth import FIXTURES, truth_of, written
 from tests.made_up_shards import HALVES, WHOLE, Pieces, write_shards
+from tests.tensor_images import images
 
-FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 SHARDS = ("dcp_hf_fsdp2", "dcp_hf_two_files", "dcp_hf_grid", "dcp_hf_pretrained")
 IN_DISTCP = ("dcp_images_fsdp2", "dcp_images_grid", "dcp_zstd_fsdp2", "dcp_zstd_grid")
 WITH_OPTIMIZER = ("dcp_images_fsdp2", "dcp_zstd_fsdp2")
 Tensors = dict[str, torch.Tensor]
-
-
-def images(tensors: Tensors) -> dict[str, tuple[Any, ...]]:
-    return {
-        name: (t.dtype, t.shape, t.contiguous().flatten().view(torch.uint8).numpy().tobytes())
-        for name, t in tensors.items()
-    }
-
-
-def truth_of(case: str, name: str = "truth") -> dict[str, tuple[Any, ...]]:
-    return images(load_file(FIXTURES / case / f"{name}.safetensors"))
-
-
-def written(source: Path, out: Path, **options: Any) -> dict[str, tuple[Any, ...]]:
-    ckptkit.consolidate(source, out, names="live", **options)
-    return images(load_file(out / "model.safetensors"))
 
 
 @pytest.mark.parametrize("case", [*SHARDS, *IN_DISTCP])

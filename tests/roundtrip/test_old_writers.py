@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 
 import ckptkit
 from ckptkit.core.errors import UnsupportedError
-from tests.tensor_images import Image, images
+from tests.live_truth import FIXTURES, written
+from tests.tensor_images import images
 
-FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 WITH_FSDP = ("2_4", "2_6", "2_9")
 RELEASES = ("2_1", *WITH_FSDP)
 FILES = [
@@ -24,18 +24,13 @@ FILES = [
 ]
 
 
-def consolidated(source: Path, out: Path) -> dict[str, Image]:
-    ckptkit.consolidate(source, out, names="live")
-    return images(out / "model.safetensors")
-
-
 @pytest.mark.parametrize(("release", "part"), FILES)
 def test_a_file_of_an_old_release_is_bit_equal_to_the_live_model(
     release: str, part: str, tmp_path: Path
 ) -> None:
     folder = FIXTURES / f"files_torch_{release}"
     truth = images(folder / f"truth_{part.replace('legacy', 'plain')}.safetensors")
-    assert consolidated(folder / "checkpoint" / part, tmp_path / "out") == truth
+    assert written(folder / "checkpoint" / part, tmp_path / "out") == truth
 
 
 @pytest.mark.parametrize("release", WITH_FSDP)
@@ -62,7 +57,7 @@ def test_what_accelerate_0_26_and_transformers_4_36_saved_is_the_live_model(
     case: str, inner: str, truth: str, tmp_path: Path
 ) -> None:
     expected = images(FIXTURES / case / f"{truth}.safetensors")
-    assert consolidated(FIXTURES / case / "checkpoint" / inner, tmp_path / "out") == expected
+    assert written(FIXTURES / case / "checkpoint" / inner, tmp_path / "out") == expected
 
 
 def test_the_optimizer_of_accelerate_0_26_is_the_live_one(tmp_path: Path) -> None:

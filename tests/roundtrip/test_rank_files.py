@@ -6,14 +6,13 @@ import json
 import re
 import shutil
 import tracemalloc
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 import ckptkit
 from ckptkit.conversion.source.open import open_checkpoint
@@ -28,10 +27,11 @@ from ckptkit.core.errors import (
     NotACheckpointError,
     UnsupportedError,
 )
-from ckptkit.formats.ranks import rank_tensors
+from ckptkit.formats.ranks import reader
+from tests.live_truth import FIXTURES, copied, truth_of, written
 from tests.sampled import sampled
+from tests.tensor_images import images
 
-FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 CASES = (
     *("verl_fsdp1", "verl_fsdp1_sharded", "verl_one_rank", "verl_hsdp"),
     *("rank_files_tensor_parallel", "rank_files_placements"),
@@ -45,31 +45,10 @@ QUICK = (  # of each kind; the others are in `make test-slow`
     *("rank_files_accelerate_fsdp2", "rank_files_local_orig", "rank_files_torch_2_1"),
     *("rank_files_torch_2_9", "fairscale_fairseq", "fairscale_apart"),
 )
-Tensors = Mapping[str, torch.Tensor]
-
-
-def images(tensors: Tensors) -> dict[str, tuple[Any, ...]]:
-    return {
-        name: (t.dtype, t.shape, t.contiguous().flatten().view(torch.uint8).numpy().tobytes())
-        for name, t in tensors.items()
-    }
-
-
-def truth(case: str, name: str = "truth") -> dict[str, tuple[Any, ...]]:
-    return images(load_file(FIXTURES / case / f"{name}.safetensors"))
 
 
 def loaded(path: Path) -> Any:
     return torch.load(path, weights_only=False)  # noqa: TID251  torch is the oracle
-
-
-def written(source: Path, out: Path, **options: Any) -> dict[str, tuple[Any, ...]]:
-    ckptkit.consolidate(source, out, names="live", **options)
-    return images(load_file(out / "model.safetensors"))
-
-
-def copied(case: str, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(FIXTURES / case / "checkpoint", tmp_path / "copy"))
 
 
 def rank_files(folder: Path, kind: str = "") -> list[Path]:
@@ -80,7 +59,7 @@ def rank_files(folder: Path, kind: str = "") -> list[Path]:
 @pytest.mark.parametrize("case", sampled(CASES, QUICK))
 def test_the_files_of_all_ranks_are_bit_equal_to_the_live_model(case: str, tmp_path: Path) -> None:
     source = FIXTURES / case / "checkpoint"
-    live = truth(case)
+    live = truth_of(case)
     assert written(source, tmp_path / "out") == live
     found = ckptkit.verify(source)
     assert found.ok
@@ -97,29 +76,29 @@ def test_other_layouts_hold_the_same_bits(case: str, tmp_path: Path) -> None:
     source = FIXTURES / case / "checkpoint"
     ckptkit.convert(source, tmp_path / "torch", to="torch", names="live")
     found = loaded(tmp_path / "torch" / "pytorch_model.bin")
-    assert images(found) == truth(case)
+    assert images(found) == truth_of(case)
     ckptkit.convert(source, tmp_path / "dcp", to="dcp", names="live")
-    assert written(tmp_path / "dcp", tmp_path / "again") == truth(case)
+    assert written(tmp_path / "dcp", tmp_path / "again") == truth_of(case)
 
 
 def test_of_a_run_of_verl_the_newest_actor_comes_with_its_configuration(tmp_path: Path) -> None:
     source = FIXTURES / "verl_fsdp2" / "checkpoint"
     found = written(source, tmp_path / "actor", select="actor")
-    live = truth("verl_fsdp2", "truth_actor_4")
+    live = truth_of("verl_fsdp2", "truth_actor_4")
     del live["lm_head.weight"]  # tied by the configuration in `huggingface/`
     assert found == live
     side = {path.name for path in (tmp_path / "actor").iterdir()}
     assert {"config.json", "generation_config.json", "tokenizer.json"} <= side
-    assert written(source, tmp_path / "critic", select="critic") == truth(
+    assert written(source, tmp_path / "critic", select="critic") == truth_of(
         "verl_fsdp2", "truth_critic"
     )
     step = source / "global_step_2"
-    older = truth("verl_fsdp2", "truth_actor_2")
+    older = truth_of("verl_fsdp2", "truth_actor_2")
     assert written(step, tmp_path / "older")["model.norm.weight"] == older["model.norm.weight"]
 
 
 def test_weights_that_verl_gathered_beside_the_shards_are_named_and_left(tmp_path: Path) -> None:
-    actor = copied("verl_fsdp2", tmp_path) / "global_step_4" / "actor"
+    actor = copied("verl_fsdp2", tmp_path / "copy") / "global_step_4" / "actor"
     torch.save({"model.norm.weight": torch.ones(16)}, actor / "huggingface" / "pytorch_model.bin")
     report = ckptkit.inspect(actor)
     assert report.format == "rank-files"
@@ -151,13 +130,13 @@ def test_optimizer_states_have_the_names_and_values_of_the_live_ones(
     source = FIXTURES / case / "checkpoint"
     with open_checkpoint(source, select=select) as checkpoint:
         names = {str(entry.name) for entry in checkpoint.index.of_part("optimizer")}
-    assert names == set(truth(case, "truth_optimizer"))
+    assert names == set(truth_of(case, "truth_optimizer"))
     out = tmp_path / "out"
     ckptkit.convert(source, out, to="torch", names="live", select=select, optimizer=True)
     optimizer = loaded(out / "optimizer.bin")
     found = optimizer["state"]
     flat = {f"state.{n}.{kind}": value for n, held in found.items() for kind, value in held.items()}
-    assert images(flat) == truth(case, "truth_optimizer")
+    assert images(flat) == truth_of(case, "truth_optimizer")
     members = [name for group in optimizer["param_groups"] for name in group["params"]]
     assert set(members) == set(found)
 
@@ -171,7 +150,7 @@ def test_states_of_flat_parameters_are_told_of_and_keep_nothing_from_being_read(
 
 @pytest.mark.parametrize("case", sampled([*CASES, "rank_files_local_flat"], QUICK))
 def test_each_rank_missing_in_turn_is_refused(case: str, tmp_path: Path) -> None:
-    source = copied(case, tmp_path)
+    source = copied(case, tmp_path / "copy")
     files = rank_files(source)
     for path in files:
         others = [p for p in files if p.name[0] == path.name[0]]
@@ -199,7 +178,7 @@ def test_a_rank_renamed_to_another_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_file_that_a_run_of_another_size_left_is_refused(tmp_path: Path) -> None:
-    source = copied("verl_hsdp", tmp_path)
+    source = copied("verl_hsdp", tmp_path / "copy")
     actor = source / "global_step_2" / "actor"
     shutil.copy(actor / "model_world_size_4_rank_1.pt", actor / "model_world_size_8_rank_1.pt")
     with pytest.raises(FormatError, match="runs with 4 and 8 ranks"):
@@ -218,7 +197,7 @@ def test_a_file_that_a_run_of_another_size_left_is_refused(tmp_path: Path) -> No
 
 
 def test_a_configuration_of_another_world_size_is_refused(tmp_path: Path) -> None:
-    source = copied("verl_hsdp", tmp_path)
+    source = copied("verl_hsdp", tmp_path / "copy")
     config = source / "global_step_2" / "actor" / "fsdp_config.json"
     config.write_text('{"FSDP_version": 2, "world_size": 8}')
     with pytest.raises(FormatError, match="8 ranks"):
@@ -226,14 +205,14 @@ def test_a_configuration_of_another_world_size_is_refused(tmp_path: Path) -> Non
 
 
 def test_a_configuration_that_tells_no_number_is_refused(tmp_path: Path) -> None:
-    source = copied("verl_fsdp2", tmp_path) / "global_step_2" / "actor"
+    source = copied("verl_fsdp2", tmp_path / "copy") / "global_step_2" / "actor"
     (source / "fsdp_config.json").write_text('{"world_size": [2]}')
     with pytest.raises(FormatError, match=r"a run with \[2\] ranks"):
         ckptkit.inspect(source)
 
 
 def test_ranks_of_different_steps_are_refused_where_they_tell(tmp_path: Path) -> None:
-    source = copied("verl_hsdp", tmp_path)
+    source = copied("verl_hsdp", tmp_path / "copy")
     actor = source / "global_step_2" / "actor"
     path = actor / "extra_state_world_size_4_rank_2.pt"
     held = loaded(path)
@@ -334,9 +313,9 @@ def test_a_name_may_tell_of_any_number_of_ranks(tmp_path: Path) -> None:
 def test_more_parts_than_a_pickle_can_describe_are_refused(
     case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rank_tensors, "_MIN_CHUNKS", 1)
+    monkeypatch.setattr(reader, "_MIN_CHUNKS", 1)
     ckptkit.inspect(FIXTURES / case / "checkpoint")
-    monkeypatch.setattr(rank_tensors, "_BYTES_OF_A_CHUNK", 1 << 20)
+    monkeypatch.setattr(reader, "_BYTES_OF_A_CHUNK", 1 << 20)
     with pytest.raises(LimitError, match="more pieces than any real ones"):
         ckptkit.inspect(FIXTURES / case / "checkpoint")
 
@@ -362,7 +341,7 @@ def test_flat_parameters_without_a_layout_are_refused_with_what_is_missing(tmp_p
 def test_flat_parameters_are_taken_apart_by_the_model_of_a_configuration(tmp_path: Path) -> None:
     case = FIXTURES / "rank_files_local_flat"
     found = written(case / "checkpoint", tmp_path / "out", model_config=case / "config")
-    assert found == truth("rank_files_local_flat")
+    assert found == truth_of("rank_files_local_flat")
 
 
 def test_a_folder_without_a_configuration_is_named(tmp_path: Path) -> None:
@@ -390,7 +369,7 @@ def test_a_folder_without_a_configuration_is_named(tmp_path: Path) -> None:
 def test_a_layout_that_does_not_fit_is_refused(
     change: Any, error: type[CkptkitError], text: str, tmp_path: Path
 ) -> None:
-    source = copied("rank_files_local_orig", tmp_path)
+    source = copied("rank_files_local_orig", tmp_path / "copy")
     layout = source / "ckptkit" / "flat_parameters.json"
     document = json.loads(layout.read_text())
     del document["crc32"]
@@ -401,7 +380,7 @@ def test_a_layout_that_does_not_fit_is_refused(
 
 
 def test_a_layout_is_compared_with_where_the_slices_of_the_ranks_lie(tmp_path: Path) -> None:
-    source = copied("rank_files_local_orig", tmp_path)
+    source = copied("rank_files_local_orig", tmp_path / "copy")
     layout = source / "ckptkit" / "flat_parameters.json"
     document = json.loads(layout.read_text())
     names = document["flat_parameters"][0]["names"]
@@ -417,7 +396,7 @@ def test_a_layout_is_compared_with_where_the_slices_of_the_ranks_lie(tmp_path: P
 
 
 def test_shards_of_fairscale_that_do_not_add_up_are_refused(tmp_path: Path) -> None:
-    source = copied("fairscale_fairseq", tmp_path)
+    source = copied("fairscale_fairseq", tmp_path / "copy")
     path = source / "checkpoint_last-shard1.pt"
     held = loaded(path)
     held["model"]["up.flat_param_0"] = torch.zeros(7)
@@ -431,7 +410,7 @@ def test_shards_of_fairscale_that_do_not_add_up_are_refused(tmp_path: Path) -> N
 
 
 def test_metadata_of_one_rank_of_fairscale_must_be_that_of_all(tmp_path: Path) -> None:
-    source = copied("fairscale_apart", tmp_path)
+    source = copied("fairscale_apart", tmp_path / "copy")
     path = source / "metadata_rank_1.pt"
     held = loaded(path)
     held["param_metadata"][0]["params"]["flat_param_0"]["names"][0] = "long"
@@ -441,7 +420,7 @@ def test_metadata_of_one_rank_of_fairscale_must_be_that_of_all(tmp_path: Path) -
 
 
 def test_flat_parameters_of_fairscale_in_two_state_dicts_are_refused(tmp_path: Path) -> None:
-    source = copied("fairscale_fairseq", tmp_path)
+    source = copied("fairscale_fairseq", tmp_path / "copy")
     for path in source.glob("*.pt"):
         held = loaded(path)
         held["other"] = {"up.flat_param_0": held["model"].pop("up.flat_param_0")}

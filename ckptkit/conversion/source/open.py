@@ -17,7 +17,6 @@ import posixpath
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
 from itertools import islice, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -72,16 +71,14 @@ from ckptkit.formats.discovery import (
     ITSELF,
     TRACKERS,
     UNFINISHED,
+    CandidateChooser,
     CheckpointUnit,
     FoundCheckpoint,
     ResolvedSource,
-    RunRecords,
     is_called_last,
     is_leftover,
-    list_all,
     parse_step,
     read_pointer,
-    resolve,
     step_of_files,
 )
 from ckptkit.formats.optimizer_names import name_states
@@ -101,6 +98,7 @@ from ckptkit.formats.registry import (
     list_plug_in_problems,
     recognise,
 )
+from ckptkit.formats.torch_files import drop_lone_optimizers
 from ckptkit.formats.zero.reader import drop_older_tags, read_tag
 from ckptkit.plan.coverage import error_of
 from ckptkit.plan.selection import model_trees, plain_trees, propose_trees
@@ -388,7 +386,7 @@ def list_checkpoints(path: PathLike, also: Sequence[PathLike] = ()) -> tuple[Fou
     with ExitStack() as stack:
         folders, only = _open_folders(stack, location, also)
         source = OverlaySource(folders, compared=(METADATA, MANIFEST_NAME))
-        return _Search(source, location, None, None).list_all() if only is None else ()
+        return _Search(source, location, None, None).list_checkpoints() if only is None else ()
 
 
 def _open_folders(
@@ -476,14 +474,14 @@ def describe_sources(sources: Sequence[OpenedCheckpoint]) -> dict[str, Any]:
     }
 
 
-class _Search:
+class _Search(CandidateChooser):
     """Finds, chooses and parses; keeps parsed indexes, since choosing may need them."""
 
     def __init__(
         self, source: OverlaySource, location: str, only: str | None, limit_bytes: int | None
     ) -> None:
+        super().__init__(location)
         self._source = source
-        self._location = location
         self._only = only
         self._limit_bytes = limit_bytes
         self._steps = StepManifests(source, ())
@@ -491,25 +489,15 @@ class _Search:
         self._indexes: dict[tuple[str, str, tuple[str, ...]], TensorIndex] = {}
         self._listed: frozenset[str] = frozenset()
         self._has_passed_over = False
-        self._records = RunRecords(self._find_rolled_back, self._read_tracker)
+        self._is_listing = False  # all are looked at: one index is kept at a time
 
-    def list_all(self) -> tuple[FoundCheckpoint, ...]:
-        """Returns all checkpoints; one index is kept at a time."""
+    def list_checkpoints(self) -> tuple[FoundCheckpoint, ...]:
+        self._is_listing = True
+        candidates = self._steps_of_run(self._candidates())
+        return tuple(self.list_all(candidates))
 
-        def describe_missing(candidate: Candidate) -> str:
-            missing = self._describe_missing(candidate)
-            self._indexes.clear()
-            return missing
-
-        candidates = self._candidates()
-        return list_all(
-            self._steps.without_side_folders(candidates),
-            location=self._location,
-            describe_missing=describe_missing,
-            not_found=partial(make_not_found, self._source.folders, self._paths, self._location),
-            read_step=self._step_inside,
-            records=self._records,
-        )
+    def _steps_of_run(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+        return drop_lone_optimizers(self._steps.without_side_folders(candidates))
 
     def has_lost_files(self, list_again: Callable[[], Sequence[str]]) -> bool:
         """Returns whether files that were listed are gone."""
@@ -537,35 +525,30 @@ class _Search:
         folders = self._source.folders if self._only is None else ()
         if select is None:
             candidates, older_tags = drop_older_tags(self._source, candidates)
-        found = resolve(
-            self._steps.without_side_folders(candidates),
-            location=self._location,
-            select=select,
-            describe_missing=self._describe_missing,
-            links=self._source.linked_folders() if self._only is None else (),
-            not_found=partial(make_not_found, folders, paths, self._location),
-            read_step=self._step_inside,
-            records=self._records,
-        )
+        among = self._steps_of_run(candidates)
+        if not among:
+            raise make_not_found(folders, paths, self.location, "")
+        links = self._source.linked_folders() if self._only is None else ()
+        found = self.resolve(among, select, links)
         if any(folder.closed_folders for folder in folders):
-            found = check_closed(found, folders, select, self._read_tracker)
+            found = check_closed(found, folders, select, self.read_tracker)
         found = compare_leftovers(
-            self._source, self._location, candidates, self._index, found, select
+            self._source, self.location, candidates, self._index, found, select
         )
         for unit in found.units:
             problem = self._steps.problem(step_folder(unit.candidate.folder))
             has_index = METADATA in map(posixpath.basename, unit.candidate.files)
             if problem is not None and not has_index:  # parts that do not make a whole step
-                raise error_of(problem, self._location)
+                raise error_of(problem, self.location)
         index = join_indexes(found.units, [self._index(unit.candidate) for unit in found.units])
-        index, chosen, averaged = _choose_average(index, found.select, self._location)
+        index, chosen, averaged = _choose_average(index, found.select, self.location)
         found = replace(found, select=chosen, notes=(*found.notes, *averaged))
         index = name_states(index, self._source)
         step, name = index.run.step, step_of_files(found.units[0].candidate)
         if step is None and name is not None and "epoch" not in name.kind:
             step = name.number
         elif step is None:
-            step = parse_step(found.folder or make_absolute(self._location))
+            step = parse_step(found.folder or make_absolute(self.location))
         writer = ", ".join(filter(None, [*self._frameworks(found), index.run.writer]))
         run = replace(
             index.run,
@@ -583,7 +566,7 @@ class _Search:
         run = self._steps.facts(saved, replace(run, writer=writer))
         problems = (*index.problems, *self._steps.problems(saved))
         return OpenedCheckpoint(
-            location=self._location,
+            location=self.location,
             source=self._source,
             folder=found.folder,
             units=found.units,
@@ -597,12 +580,11 @@ class _Search:
             paths=paths,
         )
 
-    def _find_rolled_back(self, folders: Sequence[str]) -> frozenset[str]:
-        """Returns the steps of one run that training went back from, by their folders."""
+    def find_rolled_back(self, steps: Sequence[str]) -> frozenset[str]:
         series: dict[str, list[RunStep]] = {}
-        for folder in folders:
+        for folder in steps:
             step = parse_step(folder)
-            if step is None or len(folders) == 1:
+            if step is None or len(steps) == 1:
                 continue
             manifest = self._steps.manifest(folder)
             if manifest is not None:
@@ -615,7 +597,7 @@ class _Search:
             series.setdefault("/".join(place), []).append(saved)
         return frozenset[str]().union(*(left_behind(self._source, own) for own in series.values()))
 
-    def _read_tracker(self, run: str) -> tuple[str, str] | None:
+    def read_tracker(self, run: str) -> tuple[str, str] | None:
         for file in TRACKERS:
             path = posixpath.join(run, file)
             tag = read_tag(self._source, path) if path in self._paths else None
@@ -669,8 +651,8 @@ class _Search:
         if step and self._only is not None:
             raise NotACheckpointError(
                 f"is a text that names {step!r}, as a copy of a link is",
-                where=self._location,
-                hint=f"pass {posixpath.join(posixpath.dirname(self._location), step)}",
+                where=self.location,
+                hint=f"pass {posixpath.join(posixpath.dirname(self.location), step)}",
             )
         return step is not None
 
@@ -681,7 +663,7 @@ class _Search:
         for file, framework in _MARKS.items():
             if any(posixpath.join(folder, file) in self._paths for folder in folders):
                 yield framework
-        names = [unit.candidate.folder or self._location for unit in found.units]
+        names = [unit.candidate.folder or self.location for unit in found.units]
         is_ours = any(self._steps.is_output(step_folder(folder)) for folder in folders)
         states = (posixpath.join(folder, _ACCELERATE_STATE) for folder in folders)
         is_named = any(_ACCELERATE in name for name in names)
@@ -702,7 +684,7 @@ class _Search:
             self._indexes[key] = self._steps.read_index(candidate)
         return self._indexes[key]
 
-    def _step_inside(self, candidate: Candidate) -> int | None:
+    def read_step(self, candidate: Candidate) -> int | None:
         try:
             step = self._index(candidate).run.step
         except InputError:
@@ -717,8 +699,7 @@ class _Search:
                     step = number if is_count(number) else None
         return step
 
-    def _describe_missing(self, candidate: Candidate) -> str:
-        """Returns what a candidate lacks, such as files; empty if it is whole."""
+    def describe_missing(self, candidate: Candidate) -> str:
         missing = self._steps.lacks(candidate)
         for folder in (candidate.folder, posixpath.dirname(candidate.folder)):
             if not missing and f"{folder}{_UNFINISHED}" in self._paths:
@@ -730,6 +711,8 @@ class _Search:
             except InputError as error:
                 missing = str(error.message)
         self._has_passed_over |= bool(missing)
+        if self._is_listing:
+            self._indexes.clear()
         return missing
 
 

@@ -58,19 +58,11 @@ def is_zstd(transforms: Sequence[str]) -> bool:
 class ZstdContent:
     """The content of one stream or of several consecutive ones; not thread-safe.
 
-    Attributes:
-        announced_bytes: How long the first stream says that its content is, or None.
+    `announced_bytes` is how long the first stream says that its content is, or None.
     """
 
     def __init__(self, read: Read, size_bytes: int, *, where: str, hint: str = "") -> None:
-        """Checks the header of the first stream.
-
-        Args:
-            read: Returns the compressed bytes `[start, stop)`.
-            size_bytes: The number of compressed bytes.
-            where: File and tensor, for messages.
-            hint: What to do if the stream is damaged; what helps with a checkpoint by default.
-        """
+        """Checks the header of the first stream; `hint` says what to do if one is damaged."""
         import zstandard
 
         self._where = where
@@ -96,11 +88,7 @@ class ZstdContent:
         )
 
     def read_into(self, target: memoryview) -> int:
-        """Fills `target` with the next bytes of the content.
-
-        Returns:
-            The number of bytes; less than the length of `target` only at the end.
-        """
+        """Fills `target` with the next bytes; returns how many, fewer at the end only."""
         import zstandard
 
         at = 0
@@ -125,14 +113,7 @@ class ZstdContent:
 
 
 def decompress(read: Read, size_bytes: int, *, most_bytes: int, where: str) -> bytes:
-    """Returns the whole content of a small object.
-
-    Args:
-        read: Returns the compressed bytes `[start, stop)`.
-        size_bytes: The number of compressed bytes.
-        most_bytes: The largest accepted number of decompressed bytes.
-        where: File and object, for messages.
-    """
+    """Returns the whole content of a small object."""
     content = ZstdContent(read, size_bytes, where=where)
     blocks: list[bytes] = []
     total = 0
@@ -174,13 +155,7 @@ _MOST_RECORDS = 64
 
 
 class ExpectedTensor(Struct, frozen=True):
-    """The tensor that an archive should hold.
-
-    Attributes:
-        dtype: Its element type.
-        sizes: Its shape.
-        where: File and tensor, for messages.
-    """
+    """The tensor that an archive should hold."""
 
     dtype: DType
     sizes: Shape
@@ -188,28 +163,16 @@ class ExpectedTensor(Struct, frozen=True):
 
 
 class ArchiveFront(Struct, frozen=True):
-    """The front of an archive, and the position of the data according to it.
+    """The front of an archive, and the position of the data according to it."""
 
-    Attributes:
-        start: First byte of the data, from the archive's start.
-        stop: First byte after the data.
-        strides: In elements; None for row-major.
-        head: The bytes up to `start`.
-    """
-
-    start: int
-    stop: int
-    strides: Shape | None
+    start: int  # first byte of the data, from the archive's start
+    stop: int  # first byte after the data
+    strides: Shape | None  # in elements; None for row-major
     head: bytes
 
 
 def parse_front(head: bytes, expected: ExpectedTensor) -> ArchiveFront:
-    """Finds the data of the only tensor of an archive by the bytes in front of it.
-
-    Args:
-        head: The first `HEAD_BYTES` of the archive, or all of a shorter one.
-        expected: The tensor that it should hold.
-    """
+    """Finds the data of the only tensor of an archive by its first `HEAD_BYTES`."""
     where = expected.where
     records = _records(head)
     name, start, stop = next(records, ("", 0, 0))
@@ -245,16 +208,7 @@ def parse_front(head: bytes, expected: ExpectedTensor) -> ArchiveFront:
 
 
 def check_front(front: ArchiveFront, tail: bytes, expected: ExpectedTensor) -> Payload:
-    """Compares the front of an archive with the directory at its end.
-
-    Args:
-        front: The front.
-        tail: All bytes from the end of the data on.
-        expected: The tensor that the archive should hold.
-
-    Returns:
-        The position of the data, with their checksum.
-    """
+    """Compares the front of an archive with the directory in the bytes after its data."""
 
     def read(start: int, stop: int) -> bytes:
         if stop <= len(front.head):

@@ -223,15 +223,7 @@ def read_facts(
     run: RunFacts,
     kind: str = "torch_dist",
 ) -> RunFacts:
-    """Adds what Megatron-Core's files say to the facts of a run.
-
-    Args:
-        source: The source of the files.
-        files: The files of the checkpoint.
-        common: The common state.
-        run: The facts of the tables.
-        kind: Megatron-LM's name of the format.
-    """
+    """Adds what Megatron-Core's files say to the facts of a run."""
     sizes, settings = dict(common.sizes or {}), common.settings
     adapter: tuple[tuple[str, int], ...] = ()
     above = posixpath.dirname(posixpath.dirname(min(files, default="")))
@@ -296,11 +288,7 @@ def describe_ignored(values: Iterable[KeyPath]) -> tuple[str, ...]:
 
 
 def check_integrity(source: Source, files: Sequence[str]) -> tuple[int, list[Problem]]:
-    """Compares files with the SHA-256 in `integrity.json`, if a checkpoint has one.
-
-    Returns:
-        How many files match, and the problems of the others.
-    """
+    """Compares files with the SHA-256 in `integrity.json`; returns how many match, and problems."""
     expected = {
         posixpath.join(posixpath.dirname(listing), name): digest
         for listing in files

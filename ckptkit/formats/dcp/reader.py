@@ -1,5 +1,8 @@
 """The reader of torch.distributed.checkpoint: `.metadata` and `.distcp` files.
 
+In order: `.metadata` is parsed and joined (`metadata.py`), `_make_index` looks up files, archives
+and names, and the files of Megatron-Core or Lightning beside it add facts of the run.
+
 With `SerializationFormat.SAFETENSORS` a data file holds Python objects first, then one safetensors
 image of all its tensors. `.metadata` has every tensor begin where the image does, so that torch
 itself cannot read one back; the header of the image has the positions.
@@ -16,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 
 import numpy as np
-from msgspec import Struct, field
+from msgspec import Struct
 from msgspec.structs import replace
 
 from ckptkit.core.errors import (
@@ -42,9 +45,8 @@ from ckptkit.core.index import (
     TensorIndex,
 )
 from ckptkit.core.text import quote
-from ckptkit.formats.base import Candidate
+from ckptkit.formats.base import Candidate, FormatReader
 from ckptkit.formats.dcp.compression import decompress, is_zstd
-from ckptkit.formats.dcp.join import LEAST_ARCHIVE_BYTES
 from ckptkit.formats.dcp.megatron import (
     COMMON,
     COMMON_STATE,
@@ -63,15 +65,10 @@ from ckptkit.formats.dcp.megatron import (
     read_kind,
     split_key,
 )
-from ckptkit.formats.dcp.metadata import DcpMetadata, DcpTensor, parse_metadata
+from ckptkit.formats.dcp.metadata import LEAST_ARCHIVE_BYTES, DcpMetadata, DcpTensor, parse_metadata
 from ckptkit.formats.parsing import Read, group_by_folder, read_from, stat_or_missing
 from ckptkit.formats.pickle.machine import Global, InertObject
-from ckptkit.formats.pickle.objects import (
-    describe_objects,
-    find_unread,
-    is_holder,
-    is_object,
-)
+from ckptkit.formats.pickle.objects import describe_objects, find_unread, is_holder, is_object
 from ckptkit.formats.pickle.pickles import walk_values
 from ckptkit.formats.pickle.torch_values import UnreadTensor, explain_value, parse_values
 from ckptkit.formats.pickle.torch_zip import MAX_TENSOR_PICKLE_BYTES, open_archive
@@ -88,69 +85,56 @@ from ckptkit.storage.base import Source
 _Image = Mapping[str, tuple[HeaderTensor, Shape]]  # by name the tensor and its offsets
 
 
-class Images(Struct):
-    """Looks chunks up in the safetensors images of data files.
+def locate_in_images(
+    source: Source, files: Sequence[FileRef], tensors: Sequence[DcpTensor]
+) -> tuple[RecordTable, list[Problem]]:
+    """Looks chunks up in the safetensors images of data files; some may be in no image.
 
-    Attributes:
-        source: The source of the files.
-        files: All data files; missing ones have a negative size.
-        problems: Chunks that were looked up and are in no image.
+    The records of a file that is missing, whose size is negative, have the positions in
+    `.metadata`.
     """
-
-    source: Source
-    files: Sequence[FileRef]
-    problems: list[Problem] = field(default_factory=list)
-    _images: dict[int, _Image] = field(default_factory=dict)
-
-    def records(self, tensors: Sequence[DcpTensor]) -> RecordTable:
-        """Returns the records of the chunks of tensors, in order.
-
-        The records of a file that is missing have the positions in `.metadata`.
-        """
-        # Each header may cost a round trip, so that their reads are announced.
-        starts = {
-            file: start
-            for tensor in tensors
-            for file, start in zip(tensor.file.tolist(), tensor.start.tolist(), strict=True)
-            if start < self.files[file].size_bytes
-        }
-        self.source.prefetch(
-            [FileRange(self.files[n].path, at, at + 1) for n, at in starts.items()]
-        )
-        rows = [self._locate(tensor, row) for tensor in tensors for row in range(len(tensor.file))]
-        records = np.array(rows, np.int64).reshape(len(rows), 3)
-        return RecordTable(records[:, 0], records[:, 1], records[:, 2])
-
-    def _locate(self, tensor: DcpTensor, row: int) -> tuple[int, int, int]:
-        file, start = int(tensor.file[row]), int(tensor.start[row])
-        stop = start + int(tensor.length[row])
-        if self.files[file].size_bytes < 0:
-            return file, start, stop
-        if file not in self._images:
-            header = read_header(self.source, self.files[file], start)
-            all_offsets = read_shard_offsets(header, where=self._where(self.files[file]))
-            self._images[file] = {t.name: (t, all_offsets[t.name]) for t in header.tensors}
-        stored, stored_offsets = self._images[file].get(tensor.key, (None, ()))
-        offsets, sizes = tuple(tensor.offsets[row].tolist()), tuple(tensor.sizes[row].tolist())
-        if stored is None or stored_offsets != offsets:
-            # Torch keeps one shard of each name in an image: of two on one rank, the last.
-            other = f", in its place is that from {list(stored_offsets)} on" if stored else ""
-            message = (
-                f"the piece from {list(offsets)} on is not in {self.files[file].path!r}{other}"
-            )
-            self.problems.append(Problem(IncompleteCheckpointError.code, tensor.key, message))
-            return file, start, start
-        if (stored.dtype, stored.shape) != (tensor.dtype, sizes):
-            raise FormatError(
-                f"holds {stored.dtype.name} {list(stored.shape)} against {tensor.dtype.name}"
-                f" {list(sizes)} in '.metadata'",
-                where=f"{self._where(self.files[file])}: tensor {tensor.key!r}",
-                hint="the file belongs to another save, or was damaged",
-            )
-        return file, stored.start, stored.stop
-
-    def _where(self, file: FileRef) -> str:
-        return posixpath.join(self.source.location, file.path)
+    # Each header may cost a round trip, so that their reads are announced.
+    starts = {
+        file: start
+        for tensor in tensors
+        for file, start in zip(tensor.file.tolist(), tensor.start.tolist(), strict=True)
+        if start < files[file].size_bytes
+    }
+    source.prefetch([FileRange(files[n].path, at, at + 1) for n, at in starts.items()])
+    images: dict[int, _Image] = {}
+    rows: list[tuple[int, int, int]] = []
+    problems: list[Problem] = []
+    for tensor in tensors:
+        columns = tensor.file, tensor.start, tensor.length, tensor.offsets, tensor.sizes
+        chunks = zip(*(column.tolist() for column in columns), strict=True)
+        for number, start, length, offsets, sizes in chunks:
+            file = files[number]
+            if file.size_bytes < 0:
+                rows.append((number, start, start + length))
+                continue
+            where = posixpath.join(source.location, file.path)
+            if number not in images:
+                header = read_header(source, file, start)
+                offsets_of = read_shard_offsets(header, where=where)
+                images[number] = {t.name: (t, offsets_of[t.name]) for t in header.tensors}
+            stored, stored_offsets = images[number].get(tensor.key, (None, ()))
+            if stored is None or list(stored_offsets) != offsets:
+                # Torch keeps one shard of each name in an image: of two on one rank, the last.
+                other = f", in its place is that from {list(stored_offsets)} on" if stored else ""
+                message = f"the piece from {offsets} on is not in {file.path!r}{other}"
+                problems.append(Problem(IncompleteCheckpointError.code, tensor.key, message))
+                rows.append((number, start, start))
+                continue
+            if (stored.dtype, list(stored.shape)) != (tensor.dtype, sizes):
+                raise FormatError(
+                    f"holds {stored.dtype.name} {list(stored.shape)} against {tensor.dtype.name}"
+                    f" {sizes} in '.metadata'",
+                    where=f"{where}: tensor {tensor.key!r}",
+                    hint="the file belongs to another save, or was damaged",
+                )
+            rows.append((number, stored.start, stored.stop))
+    records = np.array(rows, np.int64).reshape(len(rows), 3)
+    return RecordTable(records[:, 0], records[:, 1], records[:, 2]), problems
 
 
 METADATA = ".metadata"
@@ -163,19 +147,12 @@ _MOST_OBJECTS, _MOST_OBJECT_BYTES = 64, 64 << 10  # whose pickles are read for a
 
 
 class BlobRef(Struct, frozen=True):
-    """A pickled Python object of the checkpoint, which is read only when it is needed.
-
-    Attributes:
-        path: Its file.
-        start: First byte of its archive.
-        stop: First byte after it.
-        is_compressed: Whether the archive is a zstd stream.
-    """
+    """A pickled Python object of the checkpoint, which is read only when it is needed."""
 
     path: str
     start: int
     stop: int
-    is_compressed: bool = False
+    is_compressed: bool = False  # whether the archive is a zstd stream
 
 
 def open_blob(source: Source, blob: BlobRef, *, where: str) -> tuple[Read, int]:
@@ -188,10 +165,13 @@ def open_blob(source: Source, blob: BlobRef, *, where: str) -> tuple[Read, int]:
     return lambda start, stop: content[start:stop], len(content)
 
 
-class DcpReader:
+class DcpReader(FormatReader):
     """Reads what `torch.distributed.checkpoint.save` writes."""
 
     name = "dcp"
+    order = 100
+    expected = "'.metadata' beside '__0_0.distcp'"
+    index_memory = (METADATA, 3)  # 900 MB for 350 MB, the file itself included
 
     def find(self, paths: Sequence[str]) -> list[Candidate]:
         """Recognises folders with `.metadata` or `.distcp` files."""
@@ -220,8 +200,7 @@ class DcpReader:
     def read_index(self, source: Source, candidate: Candidate) -> TensorIndex:
         """Parses `.metadata`; of data files only sizes and headers of images are read.
 
-        Returns:
-            The index. Files that are missing or too short are left for the plan to refuse.
+        Files that are missing or too short are left for the plan to refuse.
         """
         path = posixpath.join(candidate.folder, METADATA)
         where = posixpath.join(source.location, path)
@@ -245,7 +224,7 @@ class DcpReader:
         if kind_path in candidate.files:
             kind = read_kind(source, kind_path, is_megatron=metadata.is_megatron)
             metadata = replace(metadata, is_megatron=metadata.is_megatron or kind is not None)
-        index = _Assembly(source, candidate.folder, stat, metadata, where).index()
+        index = _make_index(source, candidate.folder, stat, metadata, where)
         if metadata.is_megatron:
             return _with_facts_of_megatron(source, candidate, index)
         if is_of_megatron_fsdp(index.values):
@@ -312,9 +291,6 @@ def _with_parts_in_objects(
 
     Source: torch/distributed/checkpoint/_traverse.py (`traverse_state_dict`), torch 2.13, which
     goes into dictionaries and lists.
-
-    Returns:
-        The index, and all other objects.
     """
     tensors = {path: value for path, value in objects.items() if isinstance(value, UnreadTensor)}
     if not tensors:
@@ -406,143 +382,135 @@ def _with_facts_of_megatron_fsdp(
     )
 
 
-class _Assembly:
-    """Makes the index of parsed metadata."""
-
-    def __init__(
-        self, source: Source, folder: str, stat: FileRef, metadata: DcpMetadata, where: str
-    ) -> None:
-        self.source = source
-        self.metadata = metadata
-        self.where = where
-        self.paths = [posixpath.join(folder, path) for path in metadata.paths]
-        self.files = [*(stat_or_missing(source, path) for path in self.paths), stat]
-        self.missing: list[Problem] = []  # chunks that are in no image
-        names = [_DATA.fullmatch(posixpath.basename(path)) for path in metadata.paths]
-        self.ranks = np.array([int(name[1]) if name else -1 for name in names], np.int64)
-
-    def index(self) -> TensorIndex:
-        for number, end in self.metadata.tied_files.items():
-            file = self.files[number]
-            if file.size_bytes - end >= LEAST_ARCHIVE_BYTES:
-                raise FormatError(
-                    f"the last {file.size_bytes - end:,} bytes of {file.path!r} belong to nothing,"
-                    " while others belong to two tensors",
-                    where=self.where,
-                )
-        # Ranks wrote them in an order of their own; paths are in that of the state dict.
-        stored, order = self.metadata.tensors, self.metadata.planner_data or ()
-        tensors = list({key: stored[key] for key in (*order, *stored) if key in stored}.values())
-        memberships = classify(
-            [self._key_path(t.key) for t in tensors],
-            where=self.where,
-            values=map(self._key_path, self.metadata.blobs),
-        )
-        entries, first = {}, 0
-        for tensor, membership in zip(tensors, memberships, strict=True):
-            rank = self.ranks[tensor.file] if len(self.ranks) else -1
-            rows = np.arange(first, first + len(tensor.file))
-            chunks = ChunkTable(tensor.offsets, tensor.sizes, rows, rank=rank)
-            path = self._key_path(tensor.key)
-            entry = membership.entry(path, tensor.dtype, tensor.shape, chunks, key=tensor.key)
-            entries[entry.key] = entry
-            first += len(rows)
-        records = self._records(tensors)
-        ranks = self.ranks[self.ranks >= 0]
-        encoding = ", SerializationFormat.SAFETENSORS" if self.metadata.has_images else ""
-        if any(any(map(is_zstd, tensor.transforms)) for tensor in tensors):
-            encoding += ", compressed with zstd"
-        writer = f"torch.distributed.checkpoint of {self.metadata.writer}{encoding}"
-        if self.metadata.is_raw:  # it writes the file by itself
-            writer = ""
-        return TensorIndex(
-            format=DcpReader.name,
-            files=tuple(self.files),
-            records=records,
-            tensors=entries,
-            values={
-                self._key_path(blob.key): BlobRef(
-                    self.paths[blob.file],
-                    blob.start,
-                    blob.start + blob.length,
-                    any(map(is_zstd, blob.transforms)),
-                )
-                for blob in self.metadata.blobs.values()
-            },
-            run=RunFacts(
-                world_size=int(ranks.max()) + 1 if len(ranks) else None,
-                writer=", ".join(filter(None, [self.metadata.library, writer])),
-            ),
-            problems=(*self._problems(), *self._explain_short(entries), *self.missing),
-        )
-
-    def _key_path(self, key: str) -> KeyPath:
-        paths = self.metadata.planner_data
-        if paths:
-            return tuple(paths[key])
-        return split_key(key) if self.metadata.is_megatron else (key,)
-
-    def _records(self, tensors: Sequence[DcpTensor]) -> RecordTable:
-        if self.metadata.has_images:
-            images = Images(self.source, self.files)
-            records = images.records(tensors)
-            self.missing = images.problems
-            return records
-        empty = np.zeros(0, np.int64)
-        start = np.concatenate([empty, *(t.start for t in tensors)])
-        length = np.concatenate([empty, *(t.length for t in tensors)])
-        file = np.concatenate([empty, *(t.file for t in tensors)])
-        # A single number takes no memory.
-        container: Ints | int = _RAW if self.metadata.is_raw else _TORCH_ZIP
-        if any(tensor.transforms for tensor in tensors):
-            kinds = [_ZSTD if tensor.transforms else _TORCH_ZIP for tensor in tensors]
-            container = np.repeat(kinds, [len(tensor.file) for tensor in tensors])
-        return RecordTable(file, start, start + length, container=container)
-
-    def _problems(self) -> list[Problem]:
-        return [
-            Problem(
-                "unsupported",
-                tensor.key,
-                f"stored through {', '.join(sorted(set(sum(tensor.transforms, ()))))}, which is"
-                " not modelled",
+def _make_index(
+    source: Source, folder: str, stat: FileRef, metadata: DcpMetadata, where: str
+) -> TensorIndex:
+    """Makes the index of parsed metadata: storage map, then records in archives, then tensors."""
+    # Storage map: the data files, of which missing ones have a negative size, and their ranks.
+    paths = [posixpath.join(folder, path) for path in metadata.paths]
+    files = [*(stat_or_missing(source, path) for path in paths), stat]
+    for number, end in metadata.tied_files.items():
+        file = files[number]
+        if file.size_bytes - end >= LEAST_ARCHIVE_BYTES:
+            raise FormatError(
+                f"the last {file.size_bytes - end:,} bytes of {file.path!r} belong to nothing,"
+                " while others belong to two tensors",
+                where=where,
             )
-            for tensor in self.metadata.tensors.values()
-            if tensor.transforms
-            and (self.metadata.has_images or not all(map(is_zstd, tensor.transforms)))
-        ]
-
-    def _explain_short(self, entries: Mapping[Key, TensorEntry]) -> Iterator[Problem]:
-        """Yields why chunks have fewer bytes than their elements: they are objects that pack them.
-
-        One chunk of each state dict is looked at.
-        """
-        found: dict[str, CkptkitError | None] = {}
-        for key in sorted(self.metadata.short):
-            entry = entries[Key(key)]
-            if entry.tree not in found:
-                found[entry.tree] = self._look_at_short(self.metadata.tensors[key])
-            error = found[entry.tree]
-            if error is not None:
-                yield problem_of(entry, error)
-
-    def _look_at_short(self, tensor: DcpTensor) -> CkptkitError | None:
-        """Returns the error for a tensor that is an object; None if its file is missing."""
-        size_bytes = tensor.sizes.prod(axis=1) * tensor.dtype.itemsize
-        row = int(np.argmax(tensor.length < size_bytes))
-        file = self.files[int(tensor.file[row])]
-        if file.size_bytes < 0:
-            return None
-        where = f"{posixpath.join(self.source.location, file.path)}, {quote(tensor.key)}"
-        read = read_from(self.source, file.path, int(tensor.start[row]))
-        value: object = None
-        with suppress(FormatError):
-            archive = open_archive(read, int(tensor.length[row]), where=where)
-            value = parse_values(archive.pickle(max_bytes=MAX_TENSOR_PICKLE_BYTES), where=where)
-        if isinstance(value, InertObject | UnreadTensor):
-            return explain_value(value, "")
-        raise FormatError(
-            "a chunk is stored in fewer bytes than its elements have",
-            where=f"{self.where}, key {quote(tensor.key)}",
-            hint="the file is damaged; take another copy of it",
+    names = [_DATA.fullmatch(posixpath.basename(path)) for path in metadata.paths]
+    rank_of_file = np.array([int(name[1]) if name else -1 for name in names], np.int64)
+    # Ranks wrote tensors in an order of their own; paths are in that of the state dict.
+    stored, order = metadata.tensors, metadata.planner_data or ()
+    tensors = list({key: stored[key] for key in (*order, *stored) if key in stored}.values())
+    problems = [
+        Problem(
+            "unsupported",
+            tensor.key,
+            f"stored through {', '.join(sorted(set(sum(tensor.transforms, ()))))}, which is"
+            " not modelled",
         )
+        for tensor in stored.values()
+        if tensor.transforms and (metadata.has_images or not all(map(is_zstd, tensor.transforms)))
+    ]
+    # Archives: the record of each chunk, or its place in an image.
+    if metadata.has_images:
+        records, missing = locate_in_images(source, files, tensors)
+    else:
+        records, missing = _list_archives(tensors, is_raw=metadata.is_raw), []
+
+    # Index: which state dict each tensor is in, and the rows of its chunks.
+    def key_path(key: str) -> KeyPath:
+        if metadata.planner_data:
+            return tuple(metadata.planner_data[key])
+        return split_key(key) if metadata.is_megatron else (key,)
+
+    memberships = classify(
+        [key_path(t.key) for t in tensors], where=where, values=map(key_path, metadata.blobs)
+    )
+    entries, first = {}, 0
+    for tensor, membership in zip(tensors, memberships, strict=True):
+        rank = rank_of_file[tensor.file] if len(rank_of_file) else -1
+        rows = np.arange(first, first + len(tensor.file))
+        chunks = ChunkTable(tensor.offsets, tensor.sizes, rows, rank=rank)
+        path = key_path(tensor.key)
+        entry = membership.entry(path, tensor.dtype, tensor.shape, chunks, key=tensor.key)
+        entries[entry.key] = entry
+        first += len(rows)
+    problems += [*_explain_short(source, files, metadata, entries, where), *missing]
+    encoding = ", SerializationFormat.SAFETENSORS" if metadata.has_images else ""
+    if any(any(map(is_zstd, tensor.transforms)) for tensor in tensors):
+        encoding += ", compressed with zstd"
+    writer = f"torch.distributed.checkpoint of {metadata.writer}{encoding}"
+    writers = [metadata.library, "" if metadata.is_raw else writer]  # raw: wrote it by itself
+    ranks = rank_of_file[rank_of_file >= 0]
+    return TensorIndex(
+        format=DcpReader.name,
+        files=tuple(files),
+        records=records,
+        tensors=entries,
+        values={
+            key_path(blob.key): BlobRef(
+                paths[blob.file],
+                blob.start,
+                blob.start + blob.length,
+                any(map(is_zstd, blob.transforms)),
+            )
+            for blob in metadata.blobs.values()
+        },
+        run=RunFacts(
+            world_size=int(ranks.max()) + 1 if len(ranks) else None,
+            writer=", ".join(filter(None, writers)),
+        ),
+        problems=tuple(problems),
+    )
+
+
+def _list_archives(tensors: Sequence[DcpTensor], *, is_raw: bool) -> RecordTable:
+    empty = np.zeros(0, np.int64)
+    start = np.concatenate([empty, *(t.start for t in tensors)])
+    length = np.concatenate([empty, *(t.length for t in tensors)])
+    file = np.concatenate([empty, *(t.file for t in tensors)])
+    container: Ints | int = _RAW if is_raw else _TORCH_ZIP  # a single number takes no memory
+    if any(tensor.transforms for tensor in tensors):
+        kinds = [_ZSTD if tensor.transforms else _TORCH_ZIP for tensor in tensors]
+        container = np.repeat(kinds, [len(tensor.file) for tensor in tensors])
+    return RecordTable(file, start, start + length, container=container)
+
+
+def _explain_short(
+    source: Source,
+    files: Sequence[FileRef],
+    metadata: DcpMetadata,
+    entries: Mapping[Key, TensorEntry],
+    where: str,
+) -> Iterator[Problem]:
+    """Yields why chunks have fewer bytes than their elements: they are objects that pack them.
+
+    One chunk of each state dict is looked at; nothing is said where its file is missing.
+    """
+    found: dict[str, CkptkitError | None] = {}
+    for key in sorted(metadata.short):
+        entry, tensor = entries[Key(key)], metadata.tensors[key]
+        if entry.tree not in found:
+            row = int(np.argmax(tensor.length < tensor.sizes.prod(axis=1) * tensor.dtype.itemsize))
+            file = files[int(tensor.file[row])]
+            found[entry.tree] = None
+            if file.size_bytes >= 0:
+                start = int(tensor.start[row])
+                within = f"{posixpath.join(source.location, file.path)}, {quote(key)}"
+                value: object = None
+                with suppress(FormatError):
+                    read = read_from(source, file.path, start)
+                    archive = open_archive(read, int(tensor.length[row]), where=within)
+                    pickled = archive.pickle(max_bytes=MAX_TENSOR_PICKLE_BYTES)
+                    value = parse_values(pickled, where=within)
+                if not isinstance(value, InertObject | UnreadTensor):
+                    raise FormatError(
+                        "a chunk is stored in fewer bytes than its elements have",
+                        where=f"{where}, key {quote(key)}",
+                        hint="the file is damaged; take another copy of it",
+                    )
+                found[entry.tree] = explain_value(value, "")
+        error = found[entry.tree]
+        if error is not None:
+            yield problem_of(entry, error)

@@ -85,15 +85,10 @@ _OBJECT = rb"%%(BytesIOWriteData)b(\)\x81\x94)}\x94%%(nbytes)b(?:%b)sb" % _INT
 def compile_pattern(cls: Global, gets: Mapping[str, bytes]) -> re.Pattern[bytes] | None:
     """Compiles the pattern of `CHUNK`, of `INDEX`, the key of an entry, or of `ITEM`.
 
-    Args:
-        cls: The class with which a sequence begins.
-        gets: The GET opcodes of the classes and field names that are in the memo.
-
-    Returns:
-        The pattern; None while one of the opcodes is missing. Its groups are offsets, sizes and the
-        rest for a chunk; fqn, offset, path, start, length and the rest for an entry. For an item:
-        fqn, offset, a Python object, offsets and sizes of the chunk, properties, shape of the
-        tensor, and the rest; a group is empty where the value is fetched or absent.
+    None is returned while a GET opcode of its parts is missing. Groups are offsets, sizes and the
+    rest for a chunk; fqn, offset, path, start, length and the rest for an entry. For an item: fqn,
+    offset, a Python object, offsets and sizes of the chunk, properties, shape of the tensor, and
+    the rest; a group is empty where the value is fetched or absent.
     """
     template, parts = _TEMPLATES[cls]
     if not all(part in gets for part in parts):

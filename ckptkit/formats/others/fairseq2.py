@@ -15,7 +15,7 @@ from __future__ import annotations
 import posixpath
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from msgspec.structs import replace
 
@@ -28,7 +28,7 @@ from ckptkit.core.index import (
     TensorIndex,
 )
 from ckptkit.core.text import counted, quote
-from ckptkit.formats.base import Candidate
+from ckptkit.formats.base import Candidate, FormatReader
 from ckptkit.formats.parsing import TWO_SAVES, refuse_missing_ranks
 from ckptkit.formats.pickle.pickles import walk_values
 from ckptkit.formats.pickle.torch_archives import ArchiveTable, TorchArchive
@@ -64,10 +64,15 @@ def find_deep_steps(paths: Sequence[str]) -> set[str]:
     return {posixpath.dirname(posixpath.dirname(path)) for path in beside}
 
 
-class Fairseq2Reader:
+class Fairseq2Reader(FormatReader):
     """Reads the parts that fairseq2's ranks saved, and refuses a part by itself."""
 
     name = "fairseq2"
+    order = 50
+    expected = "'pp_00/tp_00/sdp_00.pt'"
+
+    def find_deep_folders(self, paths: Sequence[str]) -> Collection[str]:
+        return find_deep_steps(paths)
 
     def find(self, paths: Sequence[str]) -> list[Candidate]:
         """Groups the files of a step, or of a model without one."""

@@ -48,7 +48,7 @@ from ckptkit.core.index import (
     TensorIndex,
 )
 from ckptkit.core.text import quote
-from ckptkit.formats.base import Candidate
+from ckptkit.formats.base import Candidate, FormatReader
 from ckptkit.formats.dcp.megatron import compare_iterations, find_arguments, is_size, read_common
 from ckptkit.formats.parsing import COPY_BACK, MIXED_SAVES, TWO_SAVES, is_count, list_first
 from ckptkit.formats.pickle.machine import InertObject, class_of
@@ -574,10 +574,12 @@ def _shape_beside(local: LocalTensor, name: str) -> Shape:
     return () if tensor is None else tensor.shape
 
 
-class MegatronReader:
+class MegatronReader(FormatReader):
     """Reads `mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt`."""
 
     name = "megatron"
+    order = 30
+    expected = "'mp_rank_00/model_optim_rng.pt'"
 
     def find(self, paths: Sequence[str]) -> list[Candidate]:
         """Groups the files by the folder of their step; one that is alone is recognised too."""

@@ -39,7 +39,7 @@ from ckptkit.core.index import (
     TensorIndex,
 )
 from ckptkit.core.text import quote
-from ckptkit.formats.base import Candidate
+from ckptkit.formats.base import Candidate, FormatReader
 from ckptkit.formats.parsing import (
     MIXED_SAVES,
     TWO_SAVES,
@@ -73,10 +73,12 @@ _BY_COLUMNS = ("attention.wo", "feed_forward.w2")
 _WHOLE = ("attention_norm", "ffn_norm", "norm")
 
 
-class MetaReader:
+class MetaReader(FormatReader):
     """Reads the files of all tensor-parallel ranks, with `params.json`."""
 
     name = "meta"
+    order = 40
+    expected = "'consolidated.00.pth' beside 'params.json'"
 
     def find(self, paths: Sequence[str]) -> list[Candidate]:
         there = set(paths)

@@ -27,7 +27,7 @@ from __future__ import annotations
 import posixpath
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any, TypeGuard
 
@@ -58,7 +58,7 @@ from ckptkit.core.index import (
     TensorIndex,
 )
 from ckptkit.core.text import quote
-from ckptkit.formats.base import Candidate
+from ckptkit.formats.base import Candidate, FormatReader
 from ckptkit.formats.parsing import (
     COPY_BACK,
     MIXED_SAVES,
@@ -113,10 +113,15 @@ def _step_of(path: str) -> str:
     return "/".join(parts[: parts.index(_MODEL)]) if _MODEL in parts else posixpath.dirname(path)
 
 
-class NanotronReader:
+class NanotronReader(FormatReader):
     """Reads the parameters that nanotron's `save_weights` writes."""
 
     name = "nanotron"
+    order = 10  # its files are safetensors and archives, which are models to others
+    expected = "'checkpoint_metadata.json' beside a folder 'model' with a file per parameter"
+
+    def find_deep_folders(self, paths: Sequence[str]) -> Collection[str]:
+        return find_deep_folders(paths)
 
     def find(self, paths: Sequence[str]) -> list[Candidate]:
         """Recognises steps by their metadata, or by parameters that are named by ranks."""

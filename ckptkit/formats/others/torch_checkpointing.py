@@ -41,7 +41,7 @@ from ckptkit.core.index import (
     TensorIndex,
 )
 from ckptkit.core.text import quote
-from ckptkit.formats.base import Candidate
+from ckptkit.formats.base import Candidate, FormatReader
 from ckptkit.formats.parsing import (
     COPY_BACK,
     MAX_DIMENSIONS,
@@ -313,20 +313,23 @@ class LocalImages:
                 continue
             strides = row_major_strides(part.shape)
             self.records.append(Record(file, stored.start, stored.stop))
-            for block in part.blocks:
+            for box, local_offsets in part.blocks:
                 yield Chunk(
-                    block.box,
+                    box,
                     len(self.records) - 1,
-                    byte_offset=flat_offset(block.local, strides) * stored.dtype.itemsize,
-                    strides=None if block.box.sizes == part.shape else strides,
+                    byte_offset=flat_offset(local_offsets, strides) * stored.dtype.itemsize,
+                    strides=None if box.sizes == part.shape else strides,
                     rank=rank,
                 )
 
 
-class TorchCheckpointingReader:
+class TorchCheckpointingReader(FormatReader):
     """Reads a file of each rank, for each item of the state or for all of it."""
 
     name = FORMAT
+    order = 20
+    expected = "'model_0.pt' beside 'model_1.pt', or beside 'metadata.pkl'"
+    index_memory = (METADATA_PICKLE, 12)
 
     def find(self, paths: Sequence[str]) -> list[Candidate]:
         """Recognises folders with a `metadata.pkl`; others are recognised by their contents."""

@@ -50,7 +50,7 @@ from ckptkit.core.index import (
     TensorIndex,
 )
 from ckptkit.core.text import quote
-from ckptkit.formats.base import Candidate
+from ckptkit.formats.base import Candidate, FormatReader
 from ckptkit.formats.dcp.reader import BlobRef
 from ckptkit.formats.parsing import (
     MAX_DIMENSIONS,
@@ -449,10 +449,13 @@ SNAPSHOT_METADATA = ".snapshot_metadata"
 _DATA_FOLDER = re.compile(r"replicated|sharded|batched|\d{1,7}")
 
 
-class TorchsnapshotReader:
+class TorchsnapshotReader(FormatReader):
     """Reads what `Snapshot.take` and `Snapshot.async_take` write."""
 
     name = "torchsnapshot"
+    order = 0  # first: its files may have any name
+    expected = "'.snapshot_metadata'"
+    index_memory = (SNAPSHOT_METADATA, 12)
 
     def find(self, paths: Sequence[str]) -> list[Candidate]:
         """Recognises folders with a manifest, and the files of the snapshot below them."""

@@ -1,4 +1,7 @@
-"""The position of a DTensor's local tensor in the whole tensor, from mesh and placements.
+"""DTensors and ShardedTensors in pickles, and where the local tensor is in the whole one.
+
+No DTensor is built: its local tensor, mesh and placements are kept as inert values, as they were
+pickled, and parsed where the position is needed.
 
 Up to torch 2.8 a mesh has its ranks in the tensor `mesh`. Since 2.9 it has a layout (sizes and
 steps of its dimensions) over the list of all ranks.
@@ -8,7 +11,10 @@ split_factor)` takes the same part of each of `split_factor` parts, so that a ra
 blocks. FSDP2 over tensor parallelism uses it for a split that it makes after the splits to its
 right; for uneven sizes only that order gives the true positions.
 
-Source: torch/distributed/device_mesh.py and torch/distributed/_mesh_layout.py, 2.1 to 2.13;
+Source: torch/_tensor.py (`_rebuild_from_type_v2`), torch/_utils.py (`_rebuild_wrapper_subclass`),
+torch/distributed/tensor/{_api,_dtensor_spec,placement_types}.py,
+torch/distributed/_shard/sharded_tensor/{api,metadata,shard}.py; torch 2.1 to 2.13;
+torch/distributed/device_mesh.py and torch/distributed/_mesh_layout.py, 2.1 to 2.13;
 torch/distributed/tensor/placement_types.py (`_split_tensor` of both), _utils.py
 (`compute_local_shape_and_global_offset`), _dtensor_spec.py for the order, torch 2.13.
 """
@@ -23,13 +29,152 @@ from typing import Any
 import numpy as np
 from msgspec import Struct
 
-from ckptkit.core.dtypes import BY_NAME
+from ckptkit.core.dtypes import BY_NAME, DType
 from ckptkit.core.errors import CkptkitError, FormatError, LimitError, UnsupportedError
 from ckptkit.core.index import Box, Shape
+from ckptkit.core.text import quote
 from ckptkit.formats.parsing import MAX_DIMENSIONS, is_count
-from ckptkit.formats.pickle.machine import InertObject
-from ckptkit.formats.pickle.torch_values import TensorRef
-from ckptkit.formats.ranks.sharded_values import class_of, fields_of
+from ckptkit.formats.pickle.machine import Global, InertObject
+from ckptkit.formats.pickle.torch_values import (
+    TensorRef,
+    UnreadTensor,
+    rebuild_from_type,
+    shape_and_dtype,
+)
+from ckptkit.formats.trees import TRAINING_VALUES
+
+_WRAPPER = Global("torch._utils", "_rebuild_wrapper_subclass")
+_TORCH = "torch.distributed."  # where the classes are has changed several times
+
+
+class DTensorRef(Struct, frozen=True):
+    """A DTensor as one rank has it."""
+
+    local: TensorRef
+    shape: Shape  # of the whole tensor
+    spec: InertObject  # its mesh and placements, as they were pickled
+
+    @property
+    def dtype(self) -> DType:
+        return self.local.dtype
+
+
+class ShardRef(Struct, frozen=True):
+    """A shard of a ShardedTensor: a tensor, and its offsets in the whole tensor."""
+
+    tensor: TensorRef
+    offsets: Shape
+
+
+class ShardedTensorRef(Struct, frozen=True):
+    """A ShardedTensor as one rank has it."""
+
+    shards: tuple[ShardRef, ...]  # the shards of this rank; none if it got no rows
+    shape: Shape  # of the whole tensor
+    dtype: DType
+    rank: int  # the rank that pickled it, as stored in the pickle
+    world_size: int  # the number of ranks of its run
+
+
+def fields_of(value: object, what: str) -> Mapping[Any, Any]:
+    """Returns the attributes of an inert object, with slots or with a dictionary."""
+    state = value.state if isinstance(value, InertObject) else None
+    if isinstance(state, tuple):
+        state = _join_slots(state)
+    if not isinstance(state, dict):
+        raise FormatError(f"{what} has no attributes that can be read")
+    return state
+
+
+def _join_slots(state: tuple[object, ...]) -> dict[Any, Any] | None:
+    """Joins the two parts of the state of a class with slots: its dictionary, and its slots."""
+    match state:
+        case (None, dict(slots)):
+            return slots
+        case (dict(own), None):
+            return own
+        case (dict(own), dict(slots)):
+            return {**own, **slots}
+    return None
+
+
+def _rebuild_from_type(*args: object) -> object:
+    match args:
+        case (Global() as function, Global() as cls, tuple(inner), state) if (
+            function == _WRAPPER and cls.module.startswith(_TORCH)
+        ):
+            if cls.name == "DTensor":
+                return _dtensor(inner, state)
+            if cls.name == "ShardedTensor":
+                return _sharded_tensor(inner, state)
+    return rebuild_from_type(*args)
+
+
+def _dtensor(inner: tuple[object, ...], state: object) -> DTensorRef | UnreadTensor:
+    shape, dtype = shape_and_dtype(inner)
+    fields = _join_slots(state) if isinstance(state, tuple) else state
+    if not isinstance(fields, dict):
+        raise FormatError("DTensor has no attributes that can be read")
+    local, spec = fields.get("_local_tensor"), fields.get("_spec")
+    if isinstance(local, UnreadTensor):
+        return local
+    if not isinstance(local, TensorRef) or not isinstance(spec, InertObject):
+        raise FormatError("DTensor has no local tensor, or no specification")
+    if local.dtype != dtype or len(local.shape) != len(shape):
+        raise FormatError(
+            f"DTensor of {dtype.name} {list(shape)} has {local.dtype.name} {list(local.shape)}"
+            " on its rank"
+        )
+    return DTensorRef(local, shape, spec)
+
+
+def _sharded_tensor(inner: tuple[object, ...], state: object) -> ShardedTensorRef:
+    shape, dtype = shape_and_dtype(inner)
+    match state:
+        case (list(shards), InertObject(), InertObject() as group, _, _):
+            fields = fields_of(group, "process group of a ShardedTensor")
+        case _:
+            raise FormatError("ShardedTensor has a state that torch does not write")
+    rank, size = fields.get("global_rank"), fields.get("global_world_size")
+    if not is_count(rank) or not is_count(size):
+        raise FormatError("ShardedTensor does not contain the rank that wrote it")
+    parsed = tuple(_shard(shard, shape, dtype) for shard in shards)
+    return ShardedTensorRef(parsed, shape, dtype, rank, size)
+
+
+def _shard(value: object, shape: Shape, dtype: DType) -> ShardRef:
+    fields = fields_of(value, "shard")
+    tensor, metadata = (
+        fields.get("tensor"),
+        fields_of(fields.get("metadata"), "metadata of a shard"),
+    )
+    offsets, sizes = metadata.get("shard_offsets"), metadata.get("shard_sizes")
+    if not isinstance(tensor, TensorRef) or tensor.dtype != dtype:
+        raise FormatError(f"shard of a tensor of {dtype.name} holds something else")
+    if not isinstance(offsets, (list, tuple)) or not all(map(is_count, offsets)):
+        raise FormatError("shard has offsets that are not natural numbers")
+    ends = [at + size for at, size in zip(offsets, tensor.shape, strict=False)]
+    fits = len(offsets) == len(tensor.shape) == len(shape)
+    if not fits or any(end > size for end, size in zip(ends, shape, strict=True)):
+        raise FormatError(f"shard is outside its tensor of shape {list(shape)}")
+    if not isinstance(sizes, (list, tuple)) or tuple(sizes) != tensor.shape:
+        raise FormatError(f"shard of shape {list(tensor.shape)} has another size in its metadata")
+    return ShardRef(tensor, tuple(offsets))
+
+
+SHARDED_ALLOWED: Mapping[tuple[str, str], object] = {
+    **TRAINING_VALUES,
+    ("torch._tensor", "_rebuild_from_type_v2"): _rebuild_from_type,
+}
+"""What is made of globals in a pickle with distributed tensors, as in `parse_pickle`."""
+
+
+def class_of(value: object) -> str:
+    """Returns the name of an object's class, with its module if it is not torch's."""
+    if not isinstance(value, InertObject):
+        return quote(type(value).__name__)
+    return value.cls.name if value.cls.module.startswith(_TORCH) else quote(str(value.cls))
+
 
 ReadIntegers = Callable[[TensorRef], Sequence[int]]
 """Returns the elements of a small tensor of integers."""
@@ -38,28 +183,16 @@ _INTEGERS = {BY_NAME["int32"]: "<i4", BY_NAME["int64"]: "<i8"}
 
 
 class Mesh(Struct, frozen=True):
-    """A mesh as it was on the rank that pickled a tensor.
+    """A mesh as it was on the rank that pickled a tensor."""
 
-    Attributes:
-        sizes: Of its dimensions, in ranks.
-        names: Of its dimensions; empty if they have none.
-        coordinate: The coordinate of the rank.
-        highest_rank: The highest rank in the mesh, or in the mesh that it is a slice of.
-    """
-
-    sizes: Shape
-    names: tuple[str, ...]
-    coordinate: Shape
-    highest_rank: int
+    sizes: Shape  # of its dimensions, in ranks
+    names: tuple[str, ...]  # of its dimensions; empty if they have none
+    coordinate: Shape  # the coordinate of the rank
+    highest_rank: int  # the highest rank in the mesh, or in the mesh that it is a slice of
 
 
 def read_integers(tensor: TensorRef, read: Callable[[], bytes]) -> list[int]:
-    """Returns the elements of a tensor of integers.
-
-    Args:
-        tensor: The tensor.
-        read: Returns all bytes of its storage.
-    """
+    """Returns the elements of a tensor of integers; `read` returns all bytes of its storage."""
     kind = _INTEGERS.get(tensor.dtype)
     if kind is None or not tensor.row_major:
         raise FormatError(f"mesh of devices is a tensor of {tensor.dtype.name}")
@@ -72,13 +205,7 @@ def read_integers(tensor: TensorRef, read: Callable[[], bytes]) -> list[int]:
 
 
 def parse_mesh(value: InertObject, rank: int, read: ReadIntegers) -> Mesh:
-    """Parses an inert `DeviceMesh`.
-
-    Args:
-        value: The mesh as it was pickled.
-        rank: The rank that wrote the pickle.
-        read: Returns the elements of the tensors in it.
-    """
+    """Parses an inert `DeviceMesh` that a rank pickled."""
     fields = fields_of(value, "mesh of devices")
     sizes, coordinate, highest = _locate_rank(fields, rank, read)
     stored, stored_rank = fields.get("_coordinate_on_dim"), fields.get("_rank")
@@ -183,33 +310,23 @@ IndexRanges = list[tuple[int, int]]  # half-open, in the order of the local tens
 
 
 class Placement(Struct, frozen=True):
-    """How a tensor is distributed along one dimension of a mesh.
+    """How a tensor is distributed along one dimension of a mesh."""
 
-    Attributes:
-        dim: The dimension that is split, or None for replicas.
-        factor: For a strided split the number of parts that were split before; 1 otherwise.
-    """
-
-    dim: int | None = None
-    factor: int = 1
-
-
-class LocalBlock(Struct, frozen=True):
-    """A block of a local tensor: its box in the whole tensor, and its offsets in the local one."""
-
-    box: Box
-    local: Shape
+    dim: int | None = None  # the dimension that is split, or None for replicas
+    factor: int = 1  # for a strided split the number of parts that were split before; 1 otherwise
 
 
 class LocalPart(Struct, frozen=True):
-    """A rank's part of a tensor: the shape of the local tensor, and its blocks."""
+    """A rank's part of a tensor: the shape of the local tensor, and its blocks.
+
+    Of each block: its box in the whole tensor, and its offsets in the local one.
+    """
 
     shape: Shape
-    blocks: tuple[LocalBlock, ...]
+    blocks: tuple[tuple[Box, Shape], ...]
 
 
 def parse_placements(value: object, dimensions: int) -> tuple[Placement, ...]:
-    """Parses the inert `placements` of a tensor with that number of dimensions."""
     if not isinstance(value, (tuple, list)):
         raise FormatError("DTensor has no placements")
     return tuple(_parse_placement(item, dimensions) for item in value)
@@ -230,7 +347,6 @@ def _parse_placement(value: object, dimensions: int) -> Placement:
 
 
 def make_split(dim: object, factor: object, dimensions: int) -> Placement:
-    """Returns the placement of a tensor that is split, after a check of its values."""
     if type(dim) is not int or not -dimensions <= dim < dimensions:
         raise FormatError(f"tensor of {dimensions} dimensions is split along {dim!r}")
     if not is_count(factor) or not factor:
@@ -243,17 +359,10 @@ def make_split(dim: object, factor: object, dimensions: int) -> Placement:
 def compute_local_part(
     shape: Shape, mesh: Mesh, placements: Sequence[Placement], *, inner_first: bool
 ) -> LocalPart | None:
-    """Returns the part of a tensor that a rank has.
+    """Returns the part of a tensor that a rank has; None if splits cannot have this order.
 
-    Args:
-        shape: Of the whole tensor.
-        mesh: The mesh, with the coordinate of the rank.
-        placements: One for each dimension of the mesh.
-        inner_first: Whether strided splits were made after those to their right, as FSDP2 does;
-            otherwise in the order of the mesh, as `distribute_tensor` does.
-
-    Returns:
-        The part, possibly empty; None if the splits cannot have been made in that order.
+    With `inner_first`, strided splits were made after those to their right, as FSDP2 does;
+    otherwise in the order of the mesh, as `distribute_tensor` does.
     """
     if len(placements) != len(mesh.sizes):
         raise FormatError(
@@ -262,7 +371,7 @@ def compute_local_part(
     ranges = []
     for dim, size in enumerate(shape):
         splits = [
-            _Split(n, at, placement.factor)
+            (n, at, placement.factor)
             for n, at, placement in zip(mesh.sizes, mesh.coordinate, placements, strict=True)
             if placement.dim == dim
         ]
@@ -277,7 +386,7 @@ def compute_local_part(
     for combined in itertools.product(*map(_with_offsets, ranges)):
         offsets = tuple(start for start, _, _ in combined)
         sizes = tuple(stop - start for start, stop, _ in combined)
-        blocks.append(LocalBlock(Box(offsets, sizes), tuple(at for _, _, at in combined)))
+        blocks.append((Box(offsets, sizes), tuple(at for _, _, at in combined)))
     return LocalPart(local_shape, tuple(blocks))
 
 
@@ -286,12 +395,7 @@ LocalTensor = tuple[Shape, Shape, Mesh, Sequence[Placement]]
 
 
 def find_local_parts(tensors: Sequence[LocalTensor], *, where: str) -> list[LocalPart] | None:
-    """Returns the parts of all ranks, splits made in the order that gives the sizes they have.
-
-    Args:
-        tensors: The local tensors of one tensor.
-        where: The tensor, for messages.
-    """
+    """Returns the parts of all ranks, splits made in the order that gives the sizes they have."""
     for inner_first in (True, False):
         parts = []
         for local_shape, shape, mesh, placements in tensors:
@@ -312,38 +416,35 @@ def fits(local_shape: Shape, part: LocalPart) -> bool:
     return local_shape == part.shape or (0 in local_shape and 0 in part.shape)
 
 
-class _Split(Struct, frozen=True):
-    """A split of each of `factor` earlier parts into `parts`; the rank has part `index`."""
-
-    parts: int
-    index: int
-    factor: int
+_Split = tuple[int, int, int]
+"""Of each of `factor` earlier parts, that many parts were made, of which the rank has one: the
+number of parts, that of the rank's, and the factor."""
 
 
 def _inner_first(splits: Sequence[_Split]) -> list[_Split] | None:
     """Moves strided splits behind those to their right, whose parts their factor counts."""
     order: list[_Split] = []
-    for split in reversed(splits):
+    for parts, index, factor in reversed(splits):
         at, before = 0, 1
-        while before < split.factor and at < len(order):
-            before, at = before * order[at].parts, at + 1
-        if before != split.factor:
+        while before < factor and at < len(order):
+            before, at = before * order[at][0], at + 1
+        if before != factor:
             return None
-        order.insert(at, _Split(split.parts, split.index, 1))
+        order.insert(at, (parts, index, 1))
     return order
 
 
 def _local_ranges(size: int, splits: Sequence[_Split]) -> IndexRanges:
     """Returns the indexes of a dimension that a rank has, in the order of its local tensor."""
     ranges: IndexRanges = [(0, size)] if size else []
-    for split in splits:
+    for parts, index, factor in splits:
         count = sum(stop - start for start, stop in ranges)
-        if split.factor > _MAX_RANGES:
-            raise LimitError(f"strided split has a split factor of {split.factor:,}")
+        if factor > _MAX_RANGES:
+            raise LimitError(f"strided split has a split factor of {factor:,}")
         taken: IndexRanges = []
-        for number in range(split.factor):
-            outer = _chunk_bounds(count, split.factor, number)
-            inner = _chunk_bounds(outer[1] - outer[0], split.parts, split.index)
+        for number in range(factor):
+            outer = _chunk_bounds(count, factor, number)
+            inner = _chunk_bounds(outer[1] - outer[0], parts, index)
             taken += _slice_ranges(ranges, outer[0] + inner[0], outer[0] + inner[1])
         ranges = _merge_adjacent(taken)
         if len(ranges) > _MAX_RANGES:
@@ -358,7 +459,6 @@ def _chunk_bounds(count: int, parts: int, index: int) -> tuple[int, int]:
 
 
 def _slice_ranges(ranges: IndexRanges, low: int, high: int) -> IndexRanges:
-    """Returns the positions `[low, high)` of the indexes in some ranges, as ranges."""
     taken, at = [], 0
     for start, stop in ranges:
         first, last = max(low - at, 0), min(high - at, stop - start)
@@ -379,7 +479,6 @@ def _merge_adjacent(ranges: IndexRanges) -> IndexRanges:
 
 
 def _with_offsets(ranges: IndexRanges) -> list[tuple[int, int, int]]:
-    """Adds to each range its offset in the local tensor."""
     rows, at = [], 0
     for start, stop in ranges:
         rows.append((start, stop, at))

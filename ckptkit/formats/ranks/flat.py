@@ -24,12 +24,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ckptkit.core.crc import crc32
-from ckptkit.core.errors import (
-    CannotPlanError,
-    ChecksumError,
-    FormatError,
-    UnsupportedError,
-)
+from ckptkit.core.errors import CannotPlanError, ChecksumError, FormatError, UnsupportedError
 from ckptkit.core.index import (
     Chunk,
     ChunkTable,
@@ -79,7 +74,6 @@ class FlatMember(Struct, frozen=True):
 
     @property
     def stop(self) -> int:
-        """The first element after it."""
         return self.start + math.prod(self.shape)
 
 
@@ -102,14 +96,7 @@ def find_flat_parameters(index: TensorIndex) -> list[TensorEntry]:
 def unflatten(
     index: TensorIndex, entries: Sequence[TensorEntry], vectors: Sequence[FlatVector], where: str
 ) -> TensorIndex:
-    """Replaces flat parameters by the original parameters in them.
-
-    Args:
-        index: An index with flat parameters.
-        entries: The flat ones among its tensors.
-        vectors: The original parameters in each.
-        where: The origin of `vectors`, for messages.
-    """
+    """Replaces flat parameters by the original parameters in them."""
     remaining = {vector.name: vector for vector in vectors}
     tensors: dict[Key, TensorEntry] = {}
     aliases: list[frozenset[Key]] = []
@@ -210,10 +197,7 @@ def _chunks(flat: TensorEntry, member: FlatMember) -> Iterator[Chunk]:
 def apply_layout_file(index: TensorIndex, source: Source, folder: str) -> TensorIndex:
     """Replaces flat parameters by the original ones, if a file describes them; else notes it.
 
-    Args:
-        index: An index with flat parameters.
-        source: The source of the checkpoint.
-        folder: The folder of the ranks' files; the file is in it or in the step's folder above.
+    The file is in the folder of the ranks' files, or in that of the step above it.
     """
     for home in dict.fromkeys((folder, posixpath.dirname(folder))):
         for name in (FLAT_LAYOUT, RUN_FACTS):
@@ -312,12 +296,8 @@ def compute_vectors(
 ) -> list[FlatVector]:
     """Computes the positions of a model's parameters in its flat parameters.
 
-    Args:
-        parameters: The parameters in the order of the model's modules, without those that the
-            checkpoint has by themselves.
-        flat: The length in elements of each flat parameter, by name.
-        world_size: The number of ranks of the run.
-        slices: The ranges of parameters in their flat ones, as far as the checkpoint has them.
+    Parameters are in the order of the model's modules, without those that the checkpoint has by
+    themselves; `flat` are the lengths in elements, and `slices` the ranges that are known.
     """
     members = _assign(parameters, list(flat))
     layouts: dict[tuple[FlatVector, ...], None] = {}

@@ -42,8 +42,8 @@ from ckptkit.formats.pickle.pickles import MAX_KEY_CHARACTERS, walk_values
 from ckptkit.formats.pickle.torch_archives import ArchiveTable, TorchArchive
 from ckptkit.formats.pickle.torch_values import TensorRef
 from ckptkit.formats.pickle.torch_zip import open_archive
+from ckptkit.formats.ranks.dtensor import SHARDED_ALLOWED, DTensorRef, ShardedTensorRef
 from ckptkit.formats.ranks.flat import FLAT
-from ckptkit.formats.ranks.sharded_values import SHARDED_ALLOWED, DTensorRef, ShardedTensorRef
 from ckptkit.storage.base import Source
 
 Kind = Literal["model", "optimizer", "extra", "metadata"]
@@ -73,34 +73,18 @@ VERL, ACCELERATE, FAIRSEQ = "verl", "accelerate", "fairseq"
 
 
 class RankFile(Struct, frozen=True):
-    """A file of a rank, as its name describes it.
-
-    Attributes:
-        path: The file.
-        kind: The kind of its contents.
-        rank: The rank that wrote it.
-        world_size: The number of ranks, where the name contains it.
-    """
+    """A file of a rank, as its name describes it."""
 
     path: str
     kind: Kind
     rank: int
-    world_size: int | None = None
+    world_size: int | None = None  # the number of ranks, where the name contains it
 
 
 class RankFileSet(Struct, frozen=True):
-    """Files that were written together.
-
-    Attributes:
-        folder: Their folder.
-        writer: The program that uses such names; empty for any other program.
-        stem: The common part of their names: a model's number, or the text before the rank.
-        files: By kind and rank.
-    """
-
     folder: str
-    writer: str
-    stem: str
+    writer: str  # the program that uses such names; empty for any other program
+    stem: str  # the common part of their names: a model's number, or the text before the rank
     files: tuple[RankFile, ...]
 
     def of(self, kind: Kind) -> list[RankFile]:
@@ -111,14 +95,7 @@ _SetName = tuple[str, str, str]  # folder, writer and stem
 
 
 def group_rank_files(paths: Sequence[str]) -> list[RankFileSet]:
-    """Groups files of ranks that were written together.
-
-    Args:
-        paths: All files that may be among them.
-
-    Returns:
-        The sets with files of a model. A set of other files joins the only model in its folder.
-    """
+    """Groups files of ranks that were written together; other files join the only model beside."""
     sets: dict[_SetName, list[RankFile]] = defaultdict(list)
     for path in paths:
         parsed = _parse_name(path)
@@ -174,19 +151,10 @@ RankTensor = TensorRef | DTensorRef | ShardedTensorRef
 
 
 class RankContents(Struct, frozen=True):
-    """The contents of one file.
-
-    Attributes:
-        file: The file's name, parsed.
-        archive: The opened file.
-        tensors: By path.
-        values: All other values, by path.
-    """
-
     file: RankFile
     archive: TorchArchive
     tensors: Mapping[KeyPath, RankTensor]
-    values: Mapping[KeyPath, Any]
+    values: Mapping[KeyPath, Any]  # all other values, by path
 
     @property
     def is_distributed(self) -> bool:
@@ -198,23 +166,12 @@ RankParts = Sequence[tuple[RankContents, RankTensor]]
 
 
 class RankFileLoader(Struct):
-    """Opens the files of a set.
-
-    Attributes:
-        source: The source of the files.
-        table: The opened files, and the records in them.
-    """
-
     source: Source
+    # the opened files, and the records in them
     table: ArchiveTable = field(default_factory=ArchiveTable)
 
     def load(self, file: RankFile, under: KeyPath) -> RankContents:
-        """Opens a file and flattens the value of its pickle.
-
-        Args:
-            file: The file.
-            under: Keys that are put in front of the paths of all its values.
-        """
+        """Opens a file and flattens the value of its pickle, with `under` in front of all paths."""
         archive = self.table.open(self.source, file.path, SHARDED_ALLOWED)
         if isinstance(archive.root, InertObject):
             raise whole_object_error(archive.root, archive.where)
@@ -243,13 +200,8 @@ def split_off_slices(
     """Removes the slices of flat parameters that FSDP1 stores under original names.
 
     With `use_orig_params=True` a LOCAL_STATE_DICT has for each parameter the rank's part of it, as
-    a view on the flat parameter's memory, empty on most ranks.
-
-    Args:
-        contents: The contents of the ranks' files.
-
-    Returns:
-        The contents without slices, and for each slice the range of elements in its flat parameter.
+    a view on the flat parameter's memory, empty on most ranks. Returned are the contents without
+    slices, and for each slice the range of elements in its flat parameter.
     """
     ranges: dict[KeyPath, tuple[int, int]] = {}
     for held in contents:
@@ -302,7 +254,6 @@ def check_ranks(files: RankFileSet, world_size: int, where: str) -> None:
 
 
 def check_counters(contents: Sequence[RankContents]) -> None:
-    """Refuses ranks of different steps, where their files have counters."""
     first: dict[KeyPath, tuple[RankContents, Any]] = {}
     for held in contents:
         for path, value in held.values.items():
@@ -330,19 +281,12 @@ _FILES_OF_AN_ITEM = 3  # one of them may be damaged
 
 
 class NumberedFile(Struct, frozen=True):
-    """A numbered file, as its name describes it.
-
-    Attributes:
-        path: The file.
-        item: The item of the state that it holds.
-        rank: The rank that wrote it.
-        is_safetensors: Whether it is a safetensors file, and not torch's.
-    """
+    """A numbered file, as its name describes it."""
 
     path: str
     item: str
     rank: int
-    is_safetensors: bool
+    is_safetensors: bool  # whether it is a safetensors file, and not torch's
 
 
 def parse_numbered_name(path: str) -> NumberedFile | None:
@@ -372,16 +316,7 @@ def find_with_metadata(paths: Sequence[str]) -> list[Candidate]:
 def add_numbered_ranks(
     source: Source, candidates: Sequence[Candidate], paths: Sequence[str]
 ) -> list[Candidate]:
-    """Groups numbered files that ranks wrote, which only their contents show.
-
-    Args:
-        source: The source of the files.
-        candidates: The candidates that were recognised by names.
-        paths: All files.
-
-    Returns:
-        The candidates, with those of single files of ranks replaced by one for all.
-    """
+    """Groups numbered files that ranks wrote, which only their contents show."""
     taken = {
         path
         for c in candidates

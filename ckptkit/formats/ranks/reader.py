@@ -5,23 +5,50 @@ verl, accelerate with `use_dcp=False` or LOCAL_STATE_DICT, and every program tha
 release of torch can be read without torch. Optimizer states and extra states are read together with
 the weights of the same ranks; without the weights such files are refused by name.
 
+In order: files are grouped by name and opened (`rank_files.py`); FairScale's flat shards become
+ShardedTensors; the parts that ranks have of each tensor become its chunks (`TensorAssembler`), and
+replicas are compared by their checksums; `RankAssembly` makes the index; flat parameters of FSDP1
+in it are replaced by the original ones (`flat.py`).
+
+FSDP1's optimizer works on a rank's part of a flat parameter. Its own `state_dict()` holds plain
+tensors of that size, numbered and different on every rank, and nothing shows to which slices of
+which flat parameter they belong. Such states are left out.
+
+With FairScale's FSDP each rank has an equal part of each flat parameter. `local_metadata_dict` has
+the parameters in it and the number of padded elements at the end of the part. It is in the file of
+the state (fairseq's `shard_metadata`, a tuple, or any other key), or in a file of its own.
+
 Source: verl/utils/checkpoint/fsdp_checkpoint_manager.py (`FSDPConfig`) for `fsdp_config.json`,
-which verl writes next to the files of ranks.
+which verl writes next to the files of ranks;
+fairscale/nn/data_parallel/fully_sharded_data_parallel.py (`local_metadata_dict`,
+`consolidate_shard_weights`), FairScale 0.4.13.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import posixpath
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from msgspec import Struct, field
 from msgspec.structs import replace
 
-from ckptkit.core.errors import FormatError, UnsupportedError
+from ckptkit.core.dtypes import DType
+from ckptkit.core.errors import (
+    CkptkitError,
+    FormatError,
+    IncompleteCheckpointError,
+    LimitError,
+    MissingFileError,
+    UnsupportedError,
+)
+from ckptkit.core.geometry import is_row_major
 from ckptkit.core.index import (
+    Box,
     Chunk,
     ChunkTable,
     Key,
@@ -29,25 +56,46 @@ from ckptkit.core.index import (
     Problem,
     RecordTable,
     RunFacts,
+    Shape,
     TensorEntry,
     TensorIndex,
 )
-from ckptkit.formats.base import Candidate
+from ckptkit.core.text import quote
+from ckptkit.formats.base import Candidate, FormatReader
 from ckptkit.formats.parsing import (
     MIXED_SAVES,
     TWO_SAVES,
     group_by_folder,
+    is_count,
     list_first,
     refuse_mixed_sizes,
     stat_or_missing,
 )
+from ckptkit.formats.pickle.machine import InertObject
 from ckptkit.formats.pickle.objects import describe_objects, is_holder, is_object
+from ckptkit.formats.pickle.torch_archives import ArchiveTable, PickledDict
 from ckptkit.formats.pickle.torch_values import TensorRef
-from ckptkit.formats.ranks.fairscale import find_fairscale_shards
+from ckptkit.formats.ranks.dtensor import (
+    DTensorRef,
+    Mesh,
+    Placement,
+    ShardedTensorRef,
+    ShardRef,
+    compute_local_part,
+    fields_of,
+    find_local_parts,
+    fits,
+    parse_mesh,
+    parse_placements,
+    read_integers,
+)
 from ckptkit.formats.ranks.flat import (
     SLICES,
+    FlatMember,
+    FlatVector,
     apply_layout_file,
     find_flat_parameters,
+    unflatten,
 )
 from ckptkit.formats.ranks.rank_files import (
     ACCELERATE,
@@ -65,16 +113,6 @@ from ckptkit.formats.ranks.rank_files import (
     group_rank_files,
     split_off_slices,
 )
-from ckptkit.formats.ranks.rank_tensors import (
-    UNASSIGNED_STATES,
-    AssembledTensor,
-    TensorAssembler,
-    drop_cut_states,
-    find_differing_ranks,
-    find_unproven_ranks,
-    is_of_optimizer,
-)
-from ckptkit.formats.ranks.sharded_values import DTensorRef, ShardedTensorRef
 from ckptkit.formats.trees import (
     EXTRA_STATE,
     classify,
@@ -83,6 +121,436 @@ from ckptkit.formats.trees import (
     join_path,
 )
 from ckptkit.storage.base import Source
+
+_MIN_CHUNKS = 1 << 16  # of one file, for a pickle of any length
+_BYTES_OF_A_CHUNK = 8  # of the pickle; a tensor alone has over 70
+UNASSIGNED_STATES = (
+    "optimizer states are left alone: they belong to slices of flat parameters, and nothing shows"
+    " to which"
+)
+
+
+StoredChunk = tuple[Chunk, TensorRef]  # the tensor of a file from which the chunk was made
+
+
+class AssembledTensor(Struct, frozen=True):
+    """A tensor whose parts are in the files of several ranks."""
+
+    dtype: DType
+    shape: Shape  # of the whole tensor
+    stored: tuple[StoredChunk, ...]  # its chunks, replicas included
+    is_plain: bool  # whether every rank has a plain tensor, without any mark of a distribution
+
+
+class _LocalDTensor(Struct, frozen=True):
+    """A DTensor as one rank has it, with its parsed specification."""
+
+    contents: RankContents
+    tensor: DTensorRef
+    mesh: Mesh
+    placements: tuple[Placement, ...]
+
+
+class TensorAssembler(Struct):
+    """Makes the chunks of tensors, and caches the meshes of devices in the files."""
+
+    source: Source
+    table: ArchiveTable
+    # every mesh of every file
+    meshes: dict[tuple[int, int], tuple[InertObject, Mesh]] = field(default_factory=dict)
+    counts: dict[int, int] = field(default_factory=dict)  # how many chunks each file has so far
+
+    def assemble(self, path: KeyPath, parts: RankParts) -> AssembledTensor:
+        first = parts[0][1]
+        other = next((part for part in parts if _kind_of(part[1]) != _kind_of(first)), None)
+        if other is not None:
+            raise FormatError(
+                f"{join_path(path)!r} is {_describe(other[1])} here and {_describe(first)} on rank"
+                f" {parts[0][0].file.rank}",
+                where=other[0].archive.where,
+                hint="files of two saves, or slices that are not marked as such, are in one folder",
+            )
+        if isinstance(first, DTensorRef):
+            stored = self._chunks_of_dtensors(path, parts)
+        elif isinstance(first, ShardedTensorRef):
+            stored = [
+                self._chunk(contents, shard.tensor, Box(shard.offsets, shard.tensor.shape))
+                for contents, tensor in parts
+                if isinstance(tensor, ShardedTensorRef)
+                for shard in tensor.shards
+                if 0 not in shard.tensor.shape
+            ]
+        else:
+            stored = [
+                self._chunk(contents, tensor, Box((0,) * len(tensor.shape), tensor.shape))
+                for contents, tensor in _plain_parts(parts)
+            ]
+        return AssembledTensor(
+            first.dtype, first.shape, tuple(stored), is_plain=isinstance(first, TensorRef)
+        )
+
+    def _chunks_of_dtensors(self, path: KeyPath, parts: RankParts) -> list[StoredChunk]:
+        local = [
+            _LocalDTensor(contents, tensor, *self._parse_spec(contents, tensor))
+            for contents, tensor in parts
+            if isinstance(tensor, DTensorRef)
+        ]
+        sizes = sorted({math.prod(here.mesh.sizes) for here in local})
+        if len(sizes) > 1:
+            raise FormatError(
+                f"{join_path(path)!r} is spread over {' and '.join(map(str, sizes))} ranks",
+                where=local[0].contents.archive.where,
+                hint="files of runs of different sizes are in one folder; take away those of one",
+            )
+        local_parts = find_local_parts(
+            [
+                (here.tensor.local.shape, here.tensor.shape, here.mesh, here.placements)
+                for here in local
+            ],
+            where=f"{local[0].contents.archive.where}: {join_path(path)!r}",
+        )
+        if local_parts is None:
+            misfits = []
+            for here in local:
+                shape, placements = here.tensor.shape, here.placements
+                part = compute_local_part(shape, here.mesh, placements, inner_first=False)
+                if part is None or not fits(here.tensor.local.shape, part):
+                    misfits.append((here, part))
+            here, part = misfits[0]
+            expected = "none" if part is None else str(list(part.shape))
+            raise FormatError(
+                f"{join_path(path)!r} of shape {list(here.tensor.shape)} has a part of shape"
+                f" {list(here.tensor.local.shape)} on rank {here.contents.file.rank}, where its"
+                f" placements give {expected}: sizes do not add up",
+                where=here.contents.archive.where,
+            )
+        return [
+            self._chunk(
+                here.contents,
+                here.tensor.local,
+                box,
+                sum(n * step for n, step in zip(offsets, here.tensor.local.strides, strict=True)),
+            )
+            for here, part in zip(local, local_parts, strict=True)
+            if 0 not in part.shape
+            for box, offsets in part.blocks
+        ]
+
+    def _parse_spec(
+        self, contents: RankContents, tensor: DTensorRef
+    ) -> tuple[Mesh, tuple[Placement, ...]]:
+        try:
+            fields = fields_of(tensor.spec, "specification of a DTensor")
+            placements = parse_placements(fields.get("placements"), len(tensor.shape))
+            return self._parse_mesh(contents, fields.get("mesh")), placements
+        except CkptkitError as error:
+            raise error.located(contents.archive.where) from error
+
+    def _parse_mesh(self, contents: RankContents, value: object) -> Mesh:
+        if not isinstance(value, InertObject):
+            raise FormatError("DTensor has no mesh of devices")
+        key = contents.archive.number, id(value)
+        if key not in self.meshes:
+
+            def read(tensor: TensorRef) -> list[int]:
+                start, stop, _ = contents.archive.archive.extent(tensor.storage)
+                path = contents.archive.path
+                return read_integers(tensor, lambda: self.source.read(path, start, stop))
+
+            self.meshes[key] = value, parse_mesh(value, contents.file.rank, read)
+        return self.meshes[key][1]
+
+    def _chunk(
+        self, contents: RankContents, tensor: TensorRef, box: Box, skipped: int = 0
+    ) -> StoredChunk:
+        archive = contents.archive
+        # A pickle may name the same parts any number of times, so the chunks are limited.
+        count = self.counts[archive.number] = self.counts.get(archive.number, 0) + 1
+        if count > _MIN_CHUNKS + archive.pickle_bytes // _BYTES_OF_A_CHUNK:
+            raise LimitError(
+                "tensors are cut into far more pieces than any real ones", where=archive.where
+            )
+        chunk = Chunk(
+            box,
+            self.table.record(archive, tensor),
+            byte_offset=(tensor.storage_offset + skipped) * tensor.dtype.itemsize,
+            strides=None if is_row_major(box.sizes, tensor.strides) else tensor.strides,
+            rank=contents.file.rank,
+        )
+        return chunk, tensor
+
+
+def _plain_parts(parts: RankParts) -> list[tuple[RankContents, TensorRef]]:
+    return [(contents, tensor) for contents, tensor in parts if isinstance(tensor, TensorRef)]
+
+
+def _kind_of(tensor: RankTensor) -> tuple[type, DType, Shape]:
+    return type(tensor), tensor.dtype, tensor.shape
+
+
+def _describe(tensor: RankTensor) -> str:
+    kind = {DTensorRef: "a DTensor", ShardedTensorRef: "a ShardedTensor"}
+    return f"{kind.get(type(tensor), 'a tensor')} of {tensor.dtype.name} {list(tensor.shape)}"
+
+
+def find_differing_ranks(
+    tensor: AssembledTensor, crc32: Sequence[int | None]
+) -> tuple[int, int] | None:
+    """Finds two ranks whose values of the same elements have different checksums of records."""
+    first: dict[object, tuple[StoredChunk, int | None]] = {}
+    for stored, crc in zip(tensor.stored, crc32, strict=True):
+        chunk, own = stored
+        (other_chunk, other), before = first.setdefault(chunk.place, (stored, crc))
+        if crc is None or before is None or crc == before:
+            continue
+        if other.strides == own.strides and _fills_storage(other) and _fills_storage(own):
+            return other_chunk.rank or 0, chunk.rank or 0
+    return None
+
+
+def find_unproven_ranks(
+    tensor: AssembledTensor, crc32: Sequence[int | None]
+) -> tuple[int, int] | None:
+    """Finds two ranks that nothing proves to hold the same plain tensor.
+
+    The proof is that both have the same view of storages with the same checksum: slices of one
+    tensor are saved as different views of the whole tensor.
+    """
+    if 0 in tensor.shape:
+        return None
+    (first_chunk, first), expected = tensor.stored[0], crc32[0]
+    for (chunk, own), crc in zip(tensor.stored[1:], crc32[1:], strict=True):
+        if crc is None or crc != expected or _view_of(own) != _view_of(first):
+            return first_chunk.rank or 0, chunk.rank or 0
+    return None
+
+
+def _view_of(tensor: TensorRef) -> tuple[int, int, Shape]:
+    return tensor.storage.size_bytes, tensor.storage_offset, tensor.strides
+
+
+def _fills_storage(tensor: TensorRef) -> bool:
+    return math.prod(tensor.shape) * tensor.dtype.itemsize == tensor.storage.size_bytes
+
+
+def is_of_optimizer(path: KeyPath) -> bool:
+    return any(isinstance(step, str) and "optim" in step.lower() for step in path[:-1])
+
+
+def drop_cut_states(
+    parts_by_path: Mapping[KeyPath, RankParts], differ: Callable[[KeyPath], bool]
+) -> tuple[dict[KeyPath, RankParts], int]:
+    """Drops all states of an optimizer if some are slices; returns the rest, and how many went."""
+    states = {path for path in parts_by_path if is_of_optimizer(path)}
+    cut = {
+        path[:1]
+        for path in states
+        if parts_by_path[path][0][1].shape
+        and (len({t.shape for _, t in _plain_parts(parts_by_path[path])}) > 1 or differ(path))
+    }
+    dropped = {path for path in states if path[:1] in cut}
+    rest = {path: parts for path, parts in parts_by_path.items() if path not in dropped}
+    return rest, len(dropped)
+
+
+_UNITS, _BUFFERS = "param_metadata", "buffer_names"
+_MODEL: KeyPath = ("model",)
+
+
+class _FlatShard(Struct, frozen=True):
+    """A flat parameter in the metadata of one rank."""
+
+    name: str
+    members: tuple[tuple[str, Shape], ...]
+    padding: int
+    shared: tuple[tuple[str, str], ...]
+
+    @property
+    def elements(self) -> int:
+        return sum(math.prod(shape) for _, shape in self.members)
+
+
+def find_fairscale_shards(
+    contents: Sequence[RankContents], metadata: Sequence[RankContents], where: str
+) -> tuple[list[RankContents], list[FlatVector]]:
+    """Returns the contents by rank, with the flat shards of FairScale as ShardedTensors.
+
+    With them come the original parameters in each; none if no file has FairScale's metadata.
+    """
+    by_rank: dict[int, PickledDict] = {}
+    for held in (*metadata, *contents):
+        # The metadata is the whole of a file, or one of its top values.
+        root = held.archive.root
+        inside = tuple(root.values()) if isinstance(root, dict) else root
+        for value in (root, *(inside if isinstance(inside, tuple) else ())):
+            if isinstance(value, dict) and _UNITS in value and _BUFFERS in value:
+                where_in = f"{held.archive.where}, metadata of FairScale"
+                by_rank[held.file.rank] = PickledDict(value, where_in)
+                break
+    if not by_rank:
+        return list(contents), []
+    missing = [held.file.rank for held in contents if held.file.rank not in by_rank]
+    if missing:
+        raise MissingFileError(f"the metadata of rank {missing[0]} is not there", where=where)
+    shards = [_parse_metadata(by_rank[held.file.rank]) for held in contents]
+    for held, own in zip(contents, shards, strict=True):
+        if [(s.name, s.members) for s in own] != [(s.name, s.members) for s in shards[0]]:
+            raise FormatError(
+                f"has other metadata than rank {contents[0].file.rank}",
+                where=held.archive.where,
+                hint="files of two saves are in one folder; take away those of one",
+            )
+    container = _find_container(contents[0], shards[0])
+    vectors = [_vector(shard, contents[0], container) for shard in shards[0]]
+    return _mark_shards(contents, shards, container), vectors
+
+
+def _parse_metadata(document: PickledDict) -> list[_FlatShard]:
+    shards = []
+    for unit in document.inner_list(_UNITS):
+        if unit.values.get("no_broadcast_optim_state"):
+            raise UnsupportedError(
+                "ranks have experts of their own, which is not modelled", where=unit.where
+            )
+        path = unit.text("fsdp_path")
+        shared = []
+        for pair in unit.sequence("shared_param_info"):
+            match pair:
+                case (str(source), str(target)) | [str(source), str(target)]:
+                    shared.append((_below(path, source), _below(path, target)))
+                case _:
+                    raise unit.error("'shared_param_info' does not consist of pairs of names")
+        parameters = unit.inner("params")
+        for name in parameters.values:
+            if not isinstance(name, str):
+                raise parameters.error("names a parameter by something that is not a text")
+            shards.append(_parse_shard(parameters.inner(name), path, name, tuple(shared)))
+    if len({shard.name for shard in shards}) < len(shards):
+        raise document.error("names a flat parameter twice")
+    return shards
+
+
+def _parse_shard(
+    fields: PickledDict, path: str, name: str, shared: tuple[tuple[str, str], ...]
+) -> _FlatShard:
+    names, shapes, numels = (fields.sequence(key) for key in ("names", "shapes", "numels"))
+    padding = fields.count("padding") or 0
+    members = []
+    for member, shape, numel in zip(names, shapes, numels, strict=False):
+        whole = isinstance(shape, (tuple, list)) and all(map(is_count, shape))
+        if not isinstance(member, str) or not whole or math.prod(shape) != numel:
+            raise fields.error("does not describe the parameters in it")
+        members.append((_below(path, member), tuple(shape)))
+    if not len(names) == len(shapes) == len(numels):
+        raise fields.error("does not describe the parameters in it")
+    return _FlatShard(_below(path, name), tuple(members), padding, shared)
+
+
+def _below(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _find_container(first: RankContents, shards: Sequence[_FlatShard]) -> KeyPath:
+    names = {shard.name for shard in shards}
+    held: dict[KeyPath, set[str]] = defaultdict(set)
+    for path in first.tensors:
+        held[path[:-1]].add(str(path[-1]))
+    for container, inside in held.items():
+        if names <= inside:
+            return container
+    fullest = max(held.values(), key=lambda inside: len(names & inside), default=set())
+    missing = min(names - fullest)
+    raise FormatError(f"has no flat parameter {quote(missing)}", where=first.archive.where)
+
+
+def _mark_shards(
+    contents: Sequence[RankContents], shards: Sequence[Sequence[_FlatShard]], container: KeyPath
+) -> list[RankContents]:
+    """Replaces flat shards by ShardedTensors, without their padding."""
+    starts: dict[str, int] = defaultdict(int)
+    refs: list[dict[str, ShardRef]] = []
+    for held, own in zip(contents, shards, strict=True):
+        refs.append({})
+        for shard in own:
+            tensor, where = held.tensors.get((*container, shard.name)), held.archive.where
+            name = quote(shard.name)
+            if not isinstance(tensor, TensorRef) or len(tensor.shape) != 1 or not tensor.row_major:
+                raise FormatError(f"has no flat parameter {name}", where=where)
+            count = tensor.shape[0] - shard.padding
+            if count < 0:
+                raise FormatError(
+                    f"{name} has {tensor.shape[0]:,} elements here, {shard.padding:,} of them"
+                    " padding",
+                    where=where,
+                )
+            local = replace(tensor, shape=(count,))
+            refs[-1][shard.name] = ShardRef(local, (starts[shard.name],))
+            starts[shard.name] += count
+    for shard in shards[0]:
+        if starts[shard.name] != shard.elements:
+            raise IncompleteCheckpointError(
+                f"{quote(shard.name)} has {shard.elements:,} elements, and the ranks hold"
+                f" {starts[shard.name]:,}: sizes do not add up",
+                where=contents[0].archive.where,
+                hint="give the directory that holds the files of every rank, and of no other run",
+            )
+    return [
+        replace(
+            held,
+            tensors=dict(_tensors(held, own, starts, container, len(contents))),
+            values={p: v for p, v in held.values.items() if not {_UNITS, _BUFFERS} & {*p}},
+        )
+        for held, own in zip(contents, refs, strict=True)
+    ]
+
+
+def _tensors(
+    contents: RankContents,
+    shards: Mapping[str, ShardRef],
+    lengths: Mapping[str, int],
+    container: KeyPath,
+    world_size: int,
+) -> Iterator[tuple[KeyPath, RankTensor]]:
+    views = {shard.tensor.storage.key for shard in shards.values()}
+    for path, tensor in contents.tensors.items():
+        if path[:-1] != container:
+            yield path, tensor
+            continue
+        name = str(path[-1])
+        shard = shards.get(name)
+        if shard is not None:
+            shape = (lengths[name],)
+            held = (shard,) if shard.tensor.shape[0] else ()
+            dtype = shard.tensor.dtype
+            yield (
+                (*_MODEL, name),
+                ShardedTensorRef(held, shape, dtype, contents.file.rank, world_size),
+            )
+        elif not _is_view(tensor, views):  # a view is a tied parameter, under its other name
+            yield (*_MODEL, name), tensor
+
+
+def _is_view(tensor: RankTensor, storages: set[str]) -> bool:
+    return isinstance(tensor, TensorRef) and tensor.storage.key in storages
+
+
+def _vector(shard: _FlatShard, first: RankContents, container: KeyPath) -> FlatVector:
+    at, members = 0, []
+    for name, shape in shard.members:
+        others = [target for source, target in shard.shared if source == name]
+        if shard.name == name:  # not flattened: its other names are keys of the state dict
+            own: Any = first.tensors[(*container, name)]
+            others += [
+                str(path[-1])
+                for path, tensor in first.tensors.items()
+                if path[:-1] == container
+                and path[-1] != name
+                and _is_view(tensor, {own.storage.key})
+            ]
+        members.append(FlatMember((name, *dict.fromkeys(others)), shape, at))
+        at += math.prod(shape)
+    return FlatVector(shard.name, at, tuple(members))
+
 
 _VERL_CONFIG = "fsdp_config.json"
 _MAX_CONFIG_BYTES = 1 << 16
@@ -105,13 +573,12 @@ _WRITERS = {
 }
 
 
-class RankFilesReader:
-    """Reads one `torch.save` file per rank."""
-
+class RankFilesReader(FormatReader):
     name = "rank-files"
+    order = 60  # before readers that would take a rank's file for a model
+    expected = "'model_world_size_2_rank_0.pt', 'pytorch_model_fsdp_0_rank0.bin' or 'rank_0.pt'"
 
     def find(self, paths: Sequence[str]) -> list[Candidate]:
-        """Groups files whose names end with a rank."""
         return [
             Candidate(
                 self.name,
@@ -137,11 +604,15 @@ class RankFilesReader:
                 contents[kind] = [drop_first_key(held) for held in contents[kind]]
         for of_kind in contents.values():
             check_counters(of_kind)
-        shards = find_fairscale_shards(contents["model"], contents["metadata"], where)
-        if shards is not None:
-            contents["model"] = shards.contents
-            return shards.unflatten(RankAssembly(loader, files, contents, where).index(), where)
+        contents["model"], vectors = find_fairscale_shards(
+            contents["model"], contents["metadata"], where
+        )
         index = RankAssembly(loader, files, contents, where).index()
+        if vectors:
+            names = {vector.name for vector in vectors}
+            flat = [entry for entry in index.of_part("model") if entry.name in names]
+            run = replace(index.run, writer=f"FairScale FSDP, {index.run.writer}")
+            return unflatten(replace(index, run=run), flat, vectors, where)
         if files.writer == VERL:
             index = _check_verl_config(index, source, files.folder)
         if find_flat_parameters(index):
@@ -195,14 +666,6 @@ def _check_verl_config(index: TensorIndex, source: Source, folder: str) -> Tenso
 
 
 class RankAssembly:
-    """Makes the index of the contents of ranks' files.
-
-    Attributes:
-        entries: Every tensor, by key.
-        problems: Problems of single tensors.
-        notes: Notes for the user.
-    """
-
     def __init__(
         self,
         loader: RankFileLoader,
@@ -254,7 +717,7 @@ class RankAssembly:
         return tensor.is_plain and find_unproven_ranks(tensor, self._checksums(tensor)) is not None
 
     def _checksums(self, tensor: AssembledTensor) -> list[int | None]:
-        return [self._records.records[stored.chunk.record].crc32 for stored in tensor.stored]
+        return [self._records.records[chunk.record].crc32 for chunk, _ in tensor.stored]
 
     def _world_size(self, contents: Sequence[RankContents]) -> int:
         """Returns the number of ranks of the run; all sources of it have to agree."""
@@ -278,13 +741,12 @@ class RankAssembly:
         return next(iter(sizes), least)
 
     def _add(self, tensors: dict[KeyPath, AssembledTensor]) -> None:
-        """Adds every tensor, and its problems."""
         drifted: list[str] = []
         # Next to tensors that are marked as distributed, plain tensors are equal on all ranks.
         is_marked = not all(tensor.is_plain for tensor in tensors.values())
         memberships = classify(list(tensors), where=self._where, values=self._values())
         for (path, tensor), membership in zip(tensors.items(), memberships, strict=True):
-            chunks = [stored.chunk for stored in tensor.stored]
+            chunks = [chunk for chunk, _ in tensor.stored]
             # Every rank has the whole of a plain tensor; that of the first is enough.
             table = ChunkTable.of(chunks[:1] if tensor.is_plain else chunks, len(tensor.shape))
             entry = membership.entry(path, tensor.dtype, tensor.shape, table)
@@ -367,13 +829,13 @@ _WITHOUT_WEIGHTS = re.compile(
 )
 
 
-class ForeignReader:
+class ForeignReader(FormatReader):
     """Recognises and refuses files that ranks wrote next to their weights, without the weights."""
 
     name = "foreign"
+    order = 70  # its files are kept from the others, which would misread them
 
     def find(self, paths: Sequence[str]) -> list[Candidate]:
-        """Groups such files by folder."""
         own = [path for path in paths if _WITHOUT_WEIGHTS.fullmatch(posixpath.basename(path))]
         reason = "optimizer states and extra states of ranks, without their weights"
         return [
@@ -382,7 +844,6 @@ class ForeignReader:
         ]
 
     def read_index(self, source: Source, candidate: Candidate) -> TensorIndex:
-        """Raises an error that names the missing files."""
         raise UnsupportedError(
             f"holds {candidate.reason}",
             where=posixpath.join(source.location, candidate.folder),

@@ -29,12 +29,7 @@ from typing import Any
 import numpy as np
 from msgspec import Struct
 
-from ckptkit.core.errors import (
-    FormatError,
-    IncompleteCheckpointError,
-    InputError,
-    MissingFileError,
-)
+from ckptkit.core.errors import FormatError, IncompleteCheckpointError, InputError, MissingFileError
 from ckptkit.core.index import (
     ChunkTable,
     FileRef,
@@ -47,7 +42,8 @@ from ckptkit.core.index import (
     TensorIndex,
 )
 from ckptkit.core.model_configs import parse_model_config
-from ckptkit.formats.base import Candidate
+from ckptkit.core.text import counted
+from ckptkit.formats.base import Candidate, FormatReader
 from ckptkit.formats.parsing import (
     INDEX_ENDING,
     group_by_folder,
@@ -97,19 +93,12 @@ _LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
 
 
 class ConfigExtents(Struct, frozen=True):
-    """Sizes in a model's configuration; 0 where it does not have them.
+    """Sizes in a model's configuration; 0 where it does not have them."""
 
-    Attributes:
-        path: The configuration, relative to the source's root; empty where there is none.
-        tokens: Rows of the embeddings, at least: they may be padded.
-        hidden: Columns of the embeddings.
-        layers: Number of layers, at least.
-    """
-
-    path: str = ""
-    tokens: int = 0
-    hidden: int = 0
-    layers: int = 0
+    path: str = ""  # the configuration, relative to the source's root; empty where there is none
+    tokens: int = 0  # rows of the embeddings, at least: they may be padded
+    hidden: int = 0  # columns of the embeddings
+    layers: int = 0  # number of layers, at least
 
     def least(self, name: str) -> Shape | None:
         """Returns the smallest shape that a tensor can have; None where it is unknown."""
@@ -158,20 +147,18 @@ def _first_size(config: Mapping[str, Any], names: Sequence[str]) -> int:
 def estimate_shards(matrices: Iterable[tuple[Shape, int]]) -> int | None:
     """Returns how many shards there must have been, if that is more than there are.
 
-    Args:
-        matrices: For each tensor its shape, as far as its shards extend, and the number of shards
-            along its rows.
+    Of each tensor it gets the shape, as far as its shards extend, and the shards along its rows.
 
     >>> whole = [((8, 6), 2), ((6, 8), 2), ((20, 6), 2)]
     >>> half = [((4, 6), 1), ((3, 8), 1), ((10, 6), 1)]
     >>> estimate_shards(whole), estimate_shards(half)
     (None, 2)
     """
-    counted = [(shape, shards) for shape, shards in matrices if len(shape) == _MATRIX]
-    if not counted:
+    known = [(shape, shards) for shape, shards in matrices if len(shape) == _MATRIX]
+    if not known:
         return None
-    ((there, _),) = Counter(shards for _, shards in counted).most_common(1)
-    shapes = [shape for shape, shards in counted if shards == there]
+    ((there, _),) = Counter(shards for _, shards in known).most_common(1)
+    shapes = [shape for shape, shards in known if shards == there]
     rows = {shape[0] for shape in shapes}
     columns = {shape[1] for shape in shapes}
     if rows & columns:
@@ -187,6 +174,7 @@ class _Shard(Struct, frozen=True):
     """A shard of a tensor: its entry in the header of file number `file`, and its offsets."""
 
     file: int
+    path: str
     rank: int
     model_file: int
     stored: HeaderTensor
@@ -201,28 +189,25 @@ class _Shard(Struct, frozen=True):
         return 0 in self.stored.shape
 
 
-class _Numbers(Struct, frozen=True):
-    """The numbers in the name of a file, counted from 1."""
+_Numbers = tuple[int, int, int]  # in the name of a file: rank, model file, model files, all from 1
 
-    rank: int
-    model_file: int
-    model_files: int
 
-    @classmethod
-    def of(cls, path: str) -> _Numbers:
-        match = _SHARD.fullmatch(posixpath.basename(path))
-        assert match is not None  # noqa: S101  narrows the type: `find` took no other
-        return cls(*(int(number) for number in match.groups()))
+def _numbers_of(path: str) -> _Numbers:
+    match = _SHARD.fullmatch(posixpath.basename(path))
+    assert match is not None  # noqa: S101  narrows the type: `find` took no other
+    return int(match[1]), int(match[2]), int(match[3])
 
 
 def is_shard(path: str) -> bool:
     return _SHARD.fullmatch(posixpath.basename(path)) is not None
 
 
-class HfShardsReader:
+class HfShardsReader(FormatReader):
     """Reads what torch's `HuggingFaceStorageWriter(save_distributed=True)` writes."""
 
     name = "dcp-hf"
+    order = 110  # before safetensors: each shard is such a file
+    expected = "'shard-00001-model-00001-of-00001.safetensors'"
 
     def find(self, paths: Sequence[str]) -> list[Candidate]:
         """Groups shards by folder; an index of files that are not there belongs to them."""
@@ -232,57 +217,52 @@ class HfShardsReader:
         for folder, shards in group_by_folder(filter(is_shard, paths)).items():
             index = None if folder in others else indexes.get(folder)
             files = (*shards, *filter(None, [index]))
-            ranks = len({_Numbers.of(path).rank for path in shards})
-            reason = f"{len(shards)} 'shard-…-model-….safetensors' of {ranks} rank"
-            reason += "" if ranks == 1 else "s"
+            ranks = len({_numbers_of(path)[0] for path in shards})
+            reason = f"{len(shards)} 'shard-…-model-….safetensors' of {counted(ranks, 'rank')}"
             candidates.append(Candidate(self.name, folder, files, reason))
         return candidates
 
     def read_index(self, source: Source, candidate: Candidate) -> TensorIndex:
-        return _Assembly(source, candidate).index()
-
-
-class _Assembly:
-    """Makes the index of all shards."""
-
-    def __init__(self, source: Source, candidate: Candidate) -> None:
-        self.source = source
-        self.folder = candidate.folder
-        self.where = posixpath.join(source.location, candidate.folder)
-        self.paths = [path for path in candidate.files if is_shard(path)]
-        self.numbers = [_Numbers.of(path) for path in self.paths]
-        self.others = [path for path in candidate.files if not is_shard(path)]
-        self.indexed = [n for path in self.others for n in read_weight_map(source, path)]
-
-    def index(self) -> TensorIndex:
-        _check_model_files(self.numbers, self.where)
-        files = [self.source.stat(path) for path in self.paths]
-        shards = self._read_shards(files)
-        absent = [name for name in self.indexed if name not in shards]
-        self._check_ranks(absent)
-        shapes = {name: _whole_shape(held, self.where) for name, held in shards.items()}
-        folders = [self.folder, posixpath.join(self.folder, METADATA_FOLDER)]
-        if posixpath.basename(self.folder) == SHARDED_FOLDER:
-            folders.append(posixpath.dirname(self.folder))
-        extents = read_config_extents(self.source, folders)
+        where = posixpath.join(source.location, candidate.folder)
+        paths = [path for path in candidate.files if is_shard(path)]
+        others = [path for path in candidate.files if not is_shard(path)]
+        numbers = list(map(_numbers_of, paths))
+        indexed = [name for path in others for name in read_weight_map(source, path)]
+        _check_model_files(numbers, where)
+        files = list(map(source.stat, paths))
+        shards = _read_shards(source, files, where)
+        absent = [name for name in indexed if name not in shards]
+        if absent or not indexed:  # else no tensor is missing
+            _check_ranks(numbers, where)
+        shapes = {name: _whole_shape(held, where) for name, held in shards.items()}
+        folders = [candidate.folder, posixpath.join(candidate.folder, METADATA_FOLDER)]
+        if posixpath.basename(candidate.folder) == SHARDED_FOLDER:
+            folders.append(posixpath.dirname(candidate.folder))
+        extents = read_config_extents(source, folders)
         lacking = extents.count_lacking_layers(shards)
         if lacking:
             raise IncompleteCheckpointError(
                 f"the last {lacking:,} of {extents.layers:,} layers by {extents.path!r} are in no"
                 " shard",
-                where=self.where,
+                where=where,
                 hint="give the directory that holds the shards of every rank",
             )
-        entries = self._entries(shards, shapes)
+        ranks = max(rank for rank, _, _ in numbers)
+        is_proven = extents.proves(shapes)
+        notes = [] if is_proven else [UNPROVEN]
+        if absent:
+            names = list_first(map(repr, absent), len(absent), _LISTED_NAMES)
+            notes.insert(0, f"{_INDEX!r} names tensors that no shard has: {names}")
+        entries = _entries(shards, shapes, where)
         problems = [
-            *self._find_stored_twice(shards),
+            *_find_stored_twice(shards),
             *(_compare_extents(entry, extents) for entry in entries.values()),
-            *([] if extents.proves(shapes) else self._find_cut_off(shards, shapes)),
+            *([] if is_proven else _find_cut_off(shards, shapes, ranks)),
         ]
         rows = [shard for held in shards.values() for shard in held if not shard.is_empty]
         return TensorIndex(
-            format=HfShardsReader.name,
-            files=(*files, *map(self.source.stat, self.others)),
+            format=self.name,
+            files=(*files, *map(source.stat, others)),
             records=RecordTable(
                 np.array([shard.file for shard in rows], np.int64),
                 np.array([shard.stored.start for shard in rows], np.int64),
@@ -290,137 +270,133 @@ class _Assembly:
             ),
             tensors=entries,
             run=RunFacts(
-                world_size=max(number.rank for number in self.numbers),
+                world_size=ranks,
                 writer="HuggingFaceStorageWriter of torch.distributed.checkpoint",
-                notes=tuple(self._notes(absent, proven=extents.proves(shapes))),
+                notes=tuple(notes),
             ),
             problems=tuple(filter(None, problems)),
         )
 
-    def _read_shards(self, files: Sequence[FileRef]) -> dict[str, list[_Shard]]:
-        shards: dict[str, list[_Shard]] = defaultdict(list)
-        for number, (file, numbers) in enumerate(zip(files, self.numbers, strict=True)):
-            header = read_header(self.source, file)
-            where = posixpath.join(self.source.location, file.path)
-            offsets = read_shard_offsets(header, where=where)
-            for stored in header.tensors:
-                shards[stored.name].append(
-                    _Shard(number, numbers.rank, numbers.model_file, stored, offsets[stored.name])
-                )
-        for name, (first, *others) in shards.items():
-            for other in others:
-                for what, expected, actual in (
-                    ("dtype", first.stored.dtype.name, other.stored.dtype.name),
-                    ("dimensions", len(first.offsets), len(other.offsets)),
-                    ("model file", first.model_file, other.model_file),
-                ):
-                    if expected != actual:
-                        raise FormatError(
-                            f"tensor {name!r} has {what} {expected} in {self.paths[first.file]!r}"
-                            f" against {actual} in {self.paths[other.file]!r}",
-                            where=self.where,
-                            hint="the shards are of different saves: take the older ones away",
-                        )
-        return dict(shards)
 
-    def _check_ranks(self, absent: Sequence[str]) -> None:
-        """Refuses a set with gaps, unless an index shows that no tensor is missing.
-
-        A rank without a shard of a model file writes no file, as in a pipeline. The check of
-        coverage, later, proves that no part of a tensor is missing.
-        """
-        there = {(number.rank, number.model_file) for number in self.numbers}
-        last = max(number.rank for number in self.numbers)
-        count = self.numbers[0].model_files
-        if len(there) == last * count or (self.indexed and not absent):
-            return
-        rank, file = next(
-            (rank, file)
-            for rank in range(1, last + 1)
-            for file in range(1, count + 1)
-            if (rank, file) not in there
-        )
-        missing = f"shard-{rank:05d}-model-{file:05d}-of-{count:05d}{_ENDING}"
-        raise MissingFileError(
-            f"{len(there):,} of {last * count:,} shards are there; {missing!r} is missing",
-            where=self.where,
-            hint="copy the missing files as well; if the rank held no part of that file and so"
-            f" wrote none, put the model's {_INDEX!r} beside the shards, which names all tensors",
-        )
-
-    def _find_stored_twice(self, shards: Mapping[str, Sequence[_Shard]]) -> Iterator[Problem]:
-        """Yields tensors with two shards of one part, which would be taken for replicas."""
-        for name, held in shards.items():
-            seen: dict[tuple[Shape, Shape], _Shard] = {}
-            for shard in held:
-                other = seen.setdefault((shard.offsets, shard.stored.shape), shard)
-                if other is not shard and not shard.is_empty:
-                    both = f"{self.paths[other.file]!r} and {self.paths[shard.file]!r}"
-                    message = f"{list(shard.stored.shape)} elements from {list(shard.offsets)} on"
-                    yield Problem(_INCOMPLETE, name, f"{message} are stored in both {both}")
-                    break
-
-    def _find_cut_off(
-        self, shards: Mapping[str, Sequence[_Shard]], shapes: Mapping[str, Shape]
-    ) -> Iterator[Problem]:
-        """Yields all matrices if shapes show that the last shards are missing."""
-        matrices = {name: shape for name, shape in shapes.items() if len(shape) > 1}
-        counts = {name: len({shard.offsets[:1] for shard in shards[name]}) for name in matrices}
-        expected = estimate_shards((shape, counts[name]) for name, shape in matrices.items())
-        if expected is not None:
-            ranks = max(number.rank for number in self.numbers)
-            for name, shape in matrices.items():
-                yield Problem(
-                    _INCOMPLETE,
-                    name,
-                    f"the shards of {ranks} ranks reach to {list(shape)}, but no matrix has as"
-                    f" many rows as another has columns, as they would with {expected} shards of"
-                    " each: those after the last one are missing",
-                )
-
-    def _entries(
-        self, shards: Mapping[str, Sequence[_Shard]], shapes: Mapping[str, Shape]
-    ) -> dict[Key, TensorEntry]:
-        memberships = classify([(name,) for name in shards], where=self.where)
-        entries, first = {}, 0
-        for (name, held), membership in zip(shards.items(), memberships, strict=True):
-            filled = [shard for shard in held if not shard.is_empty]
-            rows, dimensions = len(filled), len(shapes[name])
-            sizes = np.array([shard.stored.shape for shard in filled], np.int64)
-            chunks = ChunkTable(
-                np.array([s.offsets for s in filled], np.int64).reshape(rows, dimensions),
-                sizes.reshape(rows, dimensions),
-                np.arange(first, first + rows),
-                byte_offset=0,
-                rank=np.array([shard.rank - 1 for shard in filled], np.int64),
+def _read_shards(source: Source, files: Sequence[FileRef], where: str) -> dict[str, list[_Shard]]:
+    shards: dict[str, list[_Shard]] = defaultdict(list)
+    for number, file in enumerate(files):
+        rank, model_file, _ = _numbers_of(file.path)
+        header = read_header(source, file)
+        offsets = read_shard_offsets(header, where=posixpath.join(source.location, file.path))
+        for stored in header.tensors:
+            shards[stored.name].append(
+                _Shard(number, file.path, rank, model_file, stored, offsets[stored.name])
             )
-            dtype = held[0].stored.dtype
-            entries[Key(name)] = membership.entry((name,), dtype, shapes[name], chunks)
-            first += rows
-        return entries
+    for name, (first, *others) in shards.items():
+        for other in others:
+            for what, expected, actual in (
+                ("dtype", first.stored.dtype.name, other.stored.dtype.name),
+                ("dimensions", len(first.offsets), len(other.offsets)),
+                ("model file", first.model_file, other.model_file),
+            ):
+                if expected != actual:
+                    raise FormatError(
+                        f"tensor {name!r} has {what} {expected} in {first.path!r}"
+                        f" against {actual} in {other.path!r}",
+                        where=where,
+                        hint="the shards are of different saves: take the older ones away",
+                    )
+    return dict(shards)
 
-    def _notes(self, absent: Sequence[str], *, proven: bool) -> Iterator[str]:
-        if absent:
-            names = list_first(map(repr, absent), len(absent), _LISTED_NAMES)
-            yield f"{_INDEX!r} names tensors that no shard has: {names}"
-        if not proven:
-            yield UNPROVEN
+
+def _check_ranks(numbers: Sequence[_Numbers], where: str) -> None:
+    """Refuses a set with gaps, of which no index shows that no tensor is missing.
+
+    A rank without a shard of a model file writes no file, as in a pipeline. The check of
+    coverage, later, proves that no part of a tensor is missing.
+    """
+    there = {(rank, model_file) for rank, model_file, _ in numbers}
+    last, count = max(rank for rank, _, _ in numbers), numbers[0][2]
+    if len(there) == last * count:
+        return
+    rank, file = next(
+        (rank, file)
+        for rank in range(1, last + 1)
+        for file in range(1, count + 1)
+        if (rank, file) not in there
+    )
+    missing = f"shard-{rank:05d}-model-{file:05d}-of-{count:05d}{_ENDING}"
+    raise MissingFileError(
+        f"{len(there):,} of {last * count:,} shards are there; {missing!r} is missing",
+        where=where,
+        hint="copy the missing files as well; if the rank held no part of that file and so"
+        f" wrote none, put the model's {_INDEX!r} beside the shards, which names all tensors",
+    )
+
+
+def _find_stored_twice(shards: Mapping[str, Sequence[_Shard]]) -> Iterator[Problem]:
+    """Yields tensors with two shards of one part, which would be taken for replicas."""
+    for name, held in shards.items():
+        seen: dict[tuple[Shape, Shape], _Shard] = {}
+        for shard in held:
+            other = seen.setdefault((shard.offsets, shard.stored.shape), shard)
+            if other is not shard and not shard.is_empty:
+                both = f"{other.path!r} and {shard.path!r}"
+                message = f"{list(shard.stored.shape)} elements from {list(shard.offsets)} on"
+                yield Problem(_INCOMPLETE, name, f"{message} are stored in both {both}")
+                break
+
+
+def _find_cut_off(
+    shards: Mapping[str, Sequence[_Shard]], shapes: Mapping[str, Shape], ranks: int
+) -> Iterator[Problem]:
+    """Yields all matrices if shapes show that the last shards are missing."""
+    matrices = {name: shape for name, shape in shapes.items() if len(shape) > 1}
+    counts = {name: len({shard.offsets[:1] for shard in shards[name]}) for name in matrices}
+    expected = estimate_shards((shape, counts[name]) for name, shape in matrices.items())
+    if expected is not None:
+        for name, shape in matrices.items():
+            yield Problem(
+                _INCOMPLETE,
+                name,
+                f"the shards of {ranks} ranks reach to {list(shape)}, but no matrix has as"
+                f" many rows as another has columns, as they would with {expected} shards of"
+                " each: those after the last one are missing",
+            )
+
+
+def _entries(
+    shards: Mapping[str, Sequence[_Shard]], shapes: Mapping[str, Shape], where: str
+) -> dict[Key, TensorEntry]:
+    memberships = classify([(name,) for name in shards], where=where)
+    entries, first = {}, 0
+    for (name, held), membership in zip(shards.items(), memberships, strict=True):
+        filled = [shard for shard in held if not shard.is_empty]
+        rows, dimensions = len(filled), len(shapes[name])
+        sizes = np.array([shard.stored.shape for shard in filled], np.int64)
+        chunks = ChunkTable(
+            np.array([s.offsets for s in filled], np.int64).reshape(rows, dimensions),
+            sizes.reshape(rows, dimensions),
+            np.arange(first, first + rows),
+            byte_offset=0,
+            rank=np.array([shard.rank - 1 for shard in filled], np.int64),
+        )
+        dtype = held[0].stored.dtype
+        entries[Key(name)] = membership.entry((name,), dtype, shapes[name], chunks)
+        first += rows
+    return entries
 
 
 def _check_model_files(numbers: Sequence[_Numbers], where: str) -> None:
-    counts = sorted({number.model_files for number in numbers})
+    counts = sorted({model_files for _, _, model_files in numbers})
     if len(counts) > 1:
         raise FormatError(
             f"shards are numbered '-of-{counts[0]:05d}' and '-of-{counts[1]:05d}'",
             where=where,
             hint="they are of different saves: take the older ones away",
         )
-    last = max(number.rank for number in numbers)
+    last = max(rank for rank, _, _ in numbers)
     if last > _MOST_RANKS:
         raise FormatError(f"a shard is named as that of rank {last:.3g}", where=where)
-    there = {number.model_file for number in numbers}
+    there = {model_file for _, model_file, _ in numbers}
     missing = next((n for n in range(1, counts[0] + 1) if n not in there), None)
-    if missing is not None or max(there) > counts[0] or min(n.rank for n in numbers) < 1:
+    if missing is not None or max(there) > counts[0] or min(rank for rank, _, _ in numbers) < 1:
         raise MissingFileError(
             f"no shard is of model file {missing or 1} of {counts[0]}",
             where=where,

@@ -41,7 +41,7 @@ from ckptkit.core.index import (
     TensorEntry,
     TensorIndex,
 )
-from ckptkit.formats.base import Candidate
+from ckptkit.formats.base import Candidate, FormatReader
 from ckptkit.formats.parsing import (
     INDEX_ENDING,
     MAX_BYTES,
@@ -73,20 +73,12 @@ _FIELDS = {"dtype", "shape", "data_offsets"}
 
 
 class HeaderTensor(Struct, frozen=True):
-    """A tensor of one file, as its header describes it.
-
-    Attributes:
-        name: Its name in the header.
-        dtype: Element type.
-        shape: Sizes, in elements.
-        start: First byte, from the start of the file.
-        stop: First byte after it.
-    """
+    """A tensor of one file, as its header describes it."""
 
     name: str
     dtype: DType
-    shape: Shape
-    start: int
+    shape: Shape  # sizes, in elements
+    start: int  # first byte, from the start of the file
     stop: int
 
 
@@ -98,13 +90,7 @@ class Header(Struct, frozen=True):
 
 
 def parse_header(raw: bytes, size_bytes: int, *, where: str) -> Header:
-    """Parses a header, with all checks of the reference reader.
-
-    Args:
-        raw: The JSON, without the eight bytes before it that hold its length.
-        size_bytes: The whole file's length.
-        where: The file, for messages.
-    """
+    """Parses a header without its length, with all checks of the reference reader."""
     if not raw.startswith(b"{"):
         raise FormatError(f"header starts with {raw[:1]!r}, not with b'{{'", where=where)
     content = parse_json(raw, where=where)
@@ -150,13 +136,7 @@ def parse_header(raw: bytes, size_bytes: int, *, where: str) -> Header:
 def read_header(source: Source, file: FileRef, start: int = 0) -> Header:
     """Returns the checked header of a file, or of an image from byte `start` to the file's end.
 
-    Args:
-        source: The source of the file.
-        file: The file.
-        start: First byte of the image, which is that of its header's length.
-
-    Returns:
-        The header; the positions of tensors are counted from the start of the file.
+    Positions of tensors are counted from the start of the file.
     """
     where = posixpath.join(source.location, file.path)
     size_bytes = file.size_bytes - start
@@ -189,15 +169,6 @@ def read_header(source: Source, file: FileRef, start: int = 0) -> Header:
 
 
 def read_shard_offsets(header: Header, *, where: str) -> Mapping[str, Shape]:
-    """Returns the offsets of each shard of a file in its whole tensor.
-
-    Args:
-        header: The header of the file.
-        where: The file, for messages.
-
-    Returns:
-        For each name one number per dimension, in elements.
-    """
     text = header.metadata.get(_INFO)
     if text is None:
         raise UnsupportedError(
@@ -250,13 +221,7 @@ UNPROVEN_WHOLE = (
 def check_size(held_bytes: int, index: Mapping[str, object], *, where: str) -> bool:
     """Compares tensors that torch.distributed.checkpoint wrote with what its index says of them.
 
-    Args:
-        held_bytes: Of the tensors in all files.
-        index: The metadata of the index.
-        where: The folder, for messages.
-
-    Returns:
-        Whether the index proves that no part is missing.
+    Returns whether that proves that no part is missing.
     """
     total = index.get("total_size")
     if not is_count(total):
@@ -307,15 +272,15 @@ def _is_of_processor(path: str, there: Collection[str]) -> bool:
     return match is not None and f"{match['pipeline']}.json" in there
 
 
-class SafetensorsReader:
-    """Reads models in safetensors files."""
-
+class SafetensorsReader(FormatReader):
     name = "safetensors"
+    order = 120
+    expected = "'*.safetensors'"
 
     def find(self, paths: Sequence[str]) -> list[Candidate]:
         there = set(paths)
         own = [path for path in paths if not _is_of_processor(path, there)]
-        return [files.candidate(self.name) for files in group_model_files(own, (".safetensors",))]
+        return group_model_files(own, (".safetensors",), self.name)
 
     def read_index(self, source: Source, candidate: Candidate) -> TensorIndex:
         where = posixpath.join(source.location, candidate.folder)

@@ -57,7 +57,7 @@ from ckptkit.core.index import (
     TensorIndex,
 )
 from ckptkit.core.text import quote
-from ckptkit.formats.base import Candidate
+from ckptkit.formats.base import Candidate, FormatReader
 from ckptkit.formats.discovery import is_unit_folder, parse_step
 from ckptkit.formats.parsing import (
     MIXED_SAVES,
@@ -721,10 +721,12 @@ class _UniversalFiles(Struct):
                 first = first or (step, file.file.where)
 
 
-class ZeroReader:
+class ZeroReader(FormatReader):
     """Reads what DeepSpeed's `save_checkpoint` writes into the folder of a tag."""
 
     name = "zero"
+    order = 90
+    expected = "'mp_rank_00_model_states.pt' beside '..._optim_states.pt'"
 
     def find(self, paths: Sequence[str]) -> list[Candidate]:
         """Groups the files by folder, together with those that are only refused."""
@@ -773,10 +775,12 @@ class ZeroReader:
         return weights.index(self.name, collected, notes, stage=stage)
 
 
-class UniversalReader:
+class UniversalReader(FormatReader):
     """Reads what `ds_to_universal.py` writes into the folder of a tag."""
 
     name = "universal"
+    order = 80  # before ZeRO, whose files of weights it contains
+    expected = "'zero/<parameter>/fp32.pt'"
 
     def find(self, paths: Sequence[str]) -> list[Candidate]:
         """Recognises folders with files of parameters, and the files of weights in them."""

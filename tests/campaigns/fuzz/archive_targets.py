@@ -24,7 +24,7 @@ from ckptkit.formats.pickle.torch_zip import (
     open_archive,
     read_directory,
 )
-from ckptkit.formats.ranks.sharded_values import SHARDED_ALLOWED
+from ckptkit.formats.ranks.dtensor import SHARDED_ALLOWED
 from ckptkit.formats.safetensors.reader import parse_header
 from ckptkit.formats.trees import TRAINING_VALUES
 from tests.campaigns.fuzz.judge import Target

@@ -26,12 +26,7 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import ckptkit
-from ckptkit.core.errors import (
-    CkptkitError,
-    FormatError,
-    UnsafePickleError,
-    UnsupportedError,
-)
+from ckptkit.core.errors import CkptkitError, FormatError, UnsafePickleError, UnsupportedError
 from ckptkit.formats.dcp.megatron import parse_common, split_key
 from ckptkit.formats.pickle.torch_zip import TensorCache
 

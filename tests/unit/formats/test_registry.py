@@ -1,8 +1,14 @@
-"""Readers of other distributions: asked where none of ours is certain, and kept from doing harm."""
+"""Readers of our own and of other distributions, which are asked where none of ours is certain.
+
+And the page about formats, and files beside a checkpoint, shown in few words.
+"""
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,15 +18,12 @@ import pytest
 from safetensors.numpy import load_file
 
 import ckptkit
+from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import InputError, MissingFileError, NotACheckpointError
-from ckptkit.formats.registry import (
-    EXPECTED,
-    READERS,
-    load_installed,
-    recognise,
-)
+from ckptkit.formats.registry import READERS, FileGroup, group_files, load_installed, recognise
 
 ROOT = Path(__file__).resolve().parents[3]
+FIXTURES = ROOT / "fixtures"
 EXAMPLE = (ROOT / "examples" / "reader_plugin" / "npy_rows.py").read_text(encoding="utf-8")
 WORKING = "class Reader:\n    name = 'theirs'\n    def find(self, paths): {find}\n"
 Installing = Callable[..., None]
@@ -218,10 +221,170 @@ def test_where_nothing_is_found_all_formats_and_what_is_there_are_named(tmp_path
     with pytest.raises(NotACheckpointError) as caught:
         ckptkit.inspect(tmp_path)
     assert caught.value.message.endswith("but log_*.json (2), logs/ (2), notes.txt")
-    for what in EXPECTED.values():
-        assert what in caught.value.hint
+    for reader in READERS:
+        assert reader.expected in caught.value.hint
 
 
-def test_every_format_has_its_line_in_that_hint() -> None:
-    by_themselves = {reader.name for reader in READERS} - {"foreign", "torch optimizer"}
-    assert set(EXPECTED) == by_themselves
+def test_a_module_with_a_reader_is_all_that_a_format_of_our_own_needs(
+    rows: Path, tmp_path: Path
+) -> None:
+    own = """
+from ckptkit.formats.base import FormatReader
+class OwnReader(NpyRowsReader, FormatReader):
+    expected = "'*.npy'"
+"""
+    (tmp_path / "rows_of_npy.py").write_text(EXAMPLE + own, encoding="utf-8")
+    program = f"""
+import ckptkit.formats
+ckptkit.formats.__path__.append({str(tmp_path)!r})
+import ckptkit, pathlib
+print(ckptkit.inspect({str(rows)!r}).format)
+pathlib.Path("empty").mkdir()
+try:
+    ckptkit.inspect("empty")
+except ckptkit.CkptkitError as error:
+    print(error.hint)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.startswith("npy-rows\n")
+    assert "npy-rows: '*.npy'" in done.stdout
+
+
+SAVED = "peft_checkpointer/checkpoint/checkpoint-2"
+
+
+def shown(*paths: str, base: str = "", known: tuple[str, ...] = ()) -> list[str]:
+    return [str(group) for group in group_files(paths, base=base, recognised=known)]
+
+
+def test_names_that_differ_in_numbers_are_one_group() -> None:
+    assert shown("rng_0.pth", "rng_1.pth", "rng_10.pth", "a.pt") == ["a.pt", "rng_*.pth (3)"]
+
+
+def test_a_number_that_does_not_differ_is_kept() -> None:
+    assert shown("part_7.bin") == ["part_7.bin"]
+
+
+def test_a_folder_without_anything_known_is_shown_as_one() -> None:
+    paths = ("logs/a", "logs/deep/b", "model/stray")
+    assert shown(*paths, known=("model/.metadata",)) == ["logs/ (2)", "model/stray"]
+
+
+def test_names_are_relative_to_the_folder() -> None:
+    assert shown("run/step/x", "run/step/logs/y", base="run/step") == ["logs/", "x"]
+
+
+def test_too_many_groups_are_counted() -> None:
+    names = [chr(ord("a") + i) * 3 for i in range(26)]
+    assert shown(*names)[-2:] == ["xxx", "2 more"]
+    assert group_files(names)[-1] == FileGroup("", 2)
+
+
+def test_inspect_tells_what_it_ignored_in_the_folder_of_the_step_alone() -> None:
+    run = FIXTURES / "trainer_fsdp2" / "checkpoint"
+    found = ckptkit.inspect(run)
+    names = ["rng_state_*.pth", "scheduler.pt", "trainer_state.json"]
+    assert [group.name for group in found.ignored] == names
+    document = json.loads(json.dumps(found.to_json()))
+    assert document["ignored"][0] == {"name": "rng_state_*.pth", "files": 2}
+
+
+def test_a_stale_file_among_the_shards_is_ignored_by_name(tmp_path: Path) -> None:
+    checkpoint = shutil.copytree(FIXTURES / "fsdp2_plain" / "checkpoint", tmp_path / "run")
+    shutil.copy(checkpoint / "__1_0.distcp", checkpoint / "__7_0.distcp")
+    assert [group.name for group in ckptkit.inspect(checkpoint).ignored] == ["__7_0.distcp"]
+
+
+def test_side_files_that_consolidation_takes_along_are_not_ignored() -> None:
+    found = ckptkit.inspect(FIXTURES / "accelerate_fsdp2_tied_with_config" / "checkpoint")
+    assert [group.name for group in found.ignored] == ["random_states_*.pkl"]
+
+
+def test_files_that_choose_a_tag_are_not_ignored() -> None:
+    assert ckptkit.inspect(FIXTURES / "universal_zero1/checkpoint").ignored == ()
+
+
+def test_a_step_of_ours_tells_its_version_and_its_mesh() -> None:
+    found = ckptkit.inspect(FIXTURES / SAVED)
+    assert (found.writer, found.version) == ("ckptkit", "0.1.0")
+    assert [(axis.name, axis.size) for axis in found.mesh] == [("", 2)]
+    assert json.loads(json.dumps(found.to_json()))["mesh"] == [{"name": "", "size": 2}]
+
+
+@pytest.mark.parametrize(
+    "mesh", [None, 3, {}, {"names": ["dp"], "shape": ["2"]}, {"names": "dp", "shape": [-2]}]
+)
+def test_a_mesh_that_is_none_is_left_out(mesh: object, tmp_path: Path) -> None:
+    step = shutil.copytree(FIXTURES / SAVED, tmp_path / "checkpoint-2")
+    facts = json.loads((step / "ckptkit" / "run.json").read_text())
+    facts["models"]["model"]["mesh"] = mesh
+    (step / "ckptkit" / "run.json").write_text(json.dumps(facts))
+    assert ckptkit.inspect(step).mesh == ()
+
+
+@pytest.mark.parametrize("layout", ["hf", "dcp", "torch"])
+def test_an_output_of_ours_says_who_wrote_it(layout: str, tmp_path: Path) -> None:
+    run = FIXTURES / "trainer_fsdp2" / "checkpoint"
+    ckptkit.convert(run, tmp_path / "out", to=layout)  # type: ignore[arg-type]
+    found = ckptkit.inspect(tmp_path / "out")
+    assert (found.writer, found.version, found.step) == ("ckptkit", ckptkit.__version__, 4)
+    assert found.ignored == ()
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["model.safetensors", "pytorch_model.bin", "checkpoint/.metadata", "model-1.safetensors"],
+)
+def test_a_pointer_of_git_lfs_is_named_as_one(path: str, tmp_path: Path) -> None:
+    pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'4d' * 32}\nsize 12345\n"
+    clone = tmp_path / "clone"
+    (clone / path).parent.mkdir(parents=True)
+    (clone / path).write_text(pointer)
+    with pytest.raises(MissingFileError, match="is a pointer of Git LFS") as caught:
+        ckptkit.consolidate(clone, tmp_path / "out")
+    assert caught.value.where == str(clone / path)
+
+
+PAGE = (ROOT / "docs" / "reference" / "formats.md").read_text(encoding="utf-8")
+SECTIONS = re.split(r"^## ", PAGE, flags=re.MULTILINE)[2:]  # after what holds for all
+TITLES = [section.split("\n", 1)[0] for section in SECTIONS]
+BULLETS = ("Read", "Refused", "Cannot be seen", "Proven by", "Versions")  # others are in the table
+
+
+def anchor(title: str) -> str:
+    """How GitHub names a heading in a link."""
+    return re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
+
+
+def test_every_reader_stands_in_the_table() -> None:
+    rows = [line for line in PAGE.splitlines() if line.startswith("| [")]
+    named = {name for row in rows for name in re.findall(r"`([^`]+)`", row.split(" | ")[1])}
+    beside = {reader.name for reader in READERS if not reader.expected}
+    assert beside == {"foreign", "torch optimizer"}  # no formats of their own
+    assert {reader.name for reader in READERS} - beside <= named
+    assert all(all(row.strip("| ").split(" | ")) for row in rows[:-1])  # written and recognised by
+
+
+def test_every_section_is_linked_from_the_table_and_every_link_leads_somewhere() -> None:
+    links = re.findall(r"^\| \[[^\]]+\]\(#([^)]+)\)", PAGE, flags=re.MULTILINE)
+    assert links == [anchor(title) for title in TITLES]
+    assert set(re.findall(r"\]\(#([^)]+)\)", PAGE)) <= {anchor(title) for title in TITLES}
+
+
+@pytest.mark.parametrize("section", SECTIONS[:-1], ids=TITLES[:-1])
+def test_a_section_says_what_is_read_refused_unseen_and_proven(section: str) -> None:
+    for bullet in BULLETS:
+        assert re.search(rf"^- \*\*{bullet}\*\*\S? \S", section, flags=re.MULTILINE), bullet
+
+
+def test_dtypes_of_torch_that_are_refused_stand_on_the_page() -> None:
+    torch = pytest.importorskip("torch")
+    found = {str(one)[6:] for one in vars(torch).values() if isinstance(one, torch.dtype)}
+    refused = found - BY_NAME.keys()
+    ranges = re.compile(r"u?int[1-7]|bits\w+|qu?int\w+")
+    assert {"complex32", "float4_e2m1fn_x2"} <= refused
+    assert [
+        name for name in refused if f"`{name}`" not in PAGE and not ranges.fullmatch(name)
+    ] == []

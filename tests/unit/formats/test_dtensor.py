@@ -45,11 +45,9 @@ def part(
 def filled(whole: torch.Tensor, found: LocalPart) -> torch.Tensor:
     """Builds a local tensor out of the whole one, piece by piece."""
     local = torch.full(found.shape, -1)
-    for piece in found.blocks:
-        there = tuple(
-            slice(at, at + n) for at, n in zip(piece.box.offsets, piece.box.sizes, strict=True)
-        )
-        here = tuple(slice(at, at + n) for at, n in zip(piece.local, piece.box.sizes, strict=True))
+    for box, offsets in found.blocks:
+        there = tuple(slice(at, at + n) for at, n in zip(box.offsets, box.sizes, strict=True))
+        here = tuple(slice(at, at + n) for at, n in zip(offsets, box.sizes, strict=True))
         local[here] = whole[there]
     return local
 
@@ -110,7 +108,7 @@ def test_a_strided_split_alone_cannot_have_come_after_others() -> None:
     assert part((8,), (4,), (0,), [Placement(0, 2)], inner_first=True) is None
     found = part((8,), (4,), (1,), [Placement(0, 2)])
     assert found is not None
-    assert [(p.box.offsets, p.box.sizes, p.local) for p in found.blocks] == [
+    assert [(box.offsets, box.sizes, local) for box, local in found.blocks] == [
         ((1,), (1,), (0,)),
         ((5,), (1,), (1,)),
     ]
@@ -119,7 +117,7 @@ def test_a_strided_split_alone_cannot_have_come_after_others() -> None:
 def test_a_scalar_is_one_piece() -> None:
     found = part((), (4,), (3,), [Placement()])
     assert found is not None
-    assert [(p.box.offsets, p.box.sizes) for p in found.blocks] == [((), ())]
+    assert [(box.offsets, box.sizes) for box, _ in found.blocks] == [((), ())]
 
 
 def test_placements_that_are_no_part_of_the_values_are_refused_by_name() -> None:

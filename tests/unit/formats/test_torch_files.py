@@ -15,14 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from ckptkit.core.errors import (
-    FormatError,
-    InputError,
-    LimitError,
-    MissingFileError,
-    UnsafePathError,
-    UnsafePickleError,
-)
+from ckptkit.core.errors import FormatError, InputError, LimitError
 from ckptkit.core.index import Box, TensorEntry, TensorIndex
 from ckptkit.formats.base import Candidate
 from ckptkit.formats.pickle.pickles import walk_values
@@ -174,33 +167,6 @@ def test_a_sharded_model_is_read_through_its_index() -> None:
     assert sorted(index.tensors) == ["a.weight", "b.weight"]
     assert sorted(file.path for file in index.files) == sorted(files)
     assert tensor_at(index, index.tensors["b.weight"], files).tolist() == [0, 0, 0]  # type: ignore[index]
-    missing = dict(files)
-    del missing["m/pytorch_model-00002-of-00002.bin"]
-    with pytest.raises(
-        MissingFileError,
-        match=r"^memory/m: index names 2 files; missing are 'pytorch_model-00002-of-00002\.bin'\n",
-    ):
-        read_files(missing)
-    del weight_map["b.weight"]
-    files["m/pytorch_model.bin.index.json"] = json.dumps({"weight_map": weight_map}).encode()
-    with pytest.raises(FormatError, match=r"tensor 'b\.weight' in no file, it is in .*-00002-of"):
-        read_files(files)
-    files["m/pytorch_model-00001-of-00002.bin"] = saved(parts[0] | parts[1])
-    with pytest.raises(FormatError, match=r"index has tensor 'b\.weight' in no file, it is in"):
-        read_files(files)
-
-
-def test_the_same_tensor_in_two_files_is_refused() -> None:
-    part = saved({"a.weight": torch.ones(2)})
-    with pytest.raises(FormatError, match=r"'a\.weight'"):
-        read_files({"model-00001-of-00002.bin": part, "model-00002-of-00002.bin": part})
-
-
-@pytest.mark.parametrize("file", ["../x.bin", "/x.bin", "a/../../x.bin", "a\\x.bin", "", "C:x"])
-def test_an_index_that_leads_out_of_its_folder_is_refused(file: str) -> None:
-    index = json.dumps({"weight_map": {"a": file}}).encode()
-    with pytest.raises(UnsafePathError, match="leads out of the folder"):
-        read_files({"m/pytorch_model.bin.index.json": index})
 
 
 def test_files_of_the_optimizer_and_the_trainer_are_no_models() -> None:
@@ -235,16 +201,6 @@ def test_what_is_no_archive_is_refused() -> None:
     for data in (b"", b"x", b"GGUF" + bytes(100), bytes(1000)):
         with pytest.raises(FormatError):
             read_files({"m.bin": data})
-
-
-class _Evil:
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (exec, ("1/0",))
-
-
-def test_a_hostile_pickle_is_refused_by_name() -> None:
-    with pytest.raises(UnsafePickleError, match=r"m\.pt: byte \d+: pickle names .*exec"):
-        read_files({"m.pt": saved({"model": _Evil()})})
 
 
 def test_containers_that_hold_themselves_are_refused() -> None:
@@ -285,29 +241,6 @@ def test_a_walk_is_in_order_and_names_rare_keys() -> None:
         (("a",), ()),
         ((7, "<key 0>"), "x"),
     ]
-
-
-def test_truncated_and_flipped_files_are_refused_or_read_the_same() -> None:
-    data = saved({"a": torch.arange(4.0), "b": torch.arange(3)})
-    truth = read_files({"m.pt": data})
-    for length in range(0, len(data), 7):
-        with pytest.raises(FormatError):
-            read_files({"m.pt": data[:length]})
-    for position in range(0, len(data), 3):
-        damaged = bytearray(data)
-        damaged[position] ^= 4
-        try:
-            index = read_files({"m.pt": bytes(damaged)})
-        except InputError:
-            continue
-        for key, entry in index.tensors.items():
-            same = index.records[entry.chunks[0].record] == truth.records[entry.chunks[0].record]
-            assert (entry.shape, entry.dtype) == (
-                truth.tensors[key].shape,
-                truth.tensors[key].dtype,
-            )
-            record = index.records[entry.chunks[0].record]
-            assert same or zlib.crc32(damaged[record.start : record.stop]) != record.crc32
 
 
 def test_reading_needs_no_torch() -> None:
