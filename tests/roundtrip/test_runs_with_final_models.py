@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -234,3 +235,31 @@ def test_a_lightning_run_is_its_steps_beside_a_final_model(
     newest = run / "epoch=0-step=4.ckpt"
     newest.unlink()
     assert "last.ckpt was taken" in ckptkit.inspect(run).notes
+
+
+@pytest.mark.parametrize("place", [".", "final"])
+def test_a_project_of_accelerate_is_its_steps_beside_a_final_model(
+    place: str, trained: Path, tmp_path: Path
+) -> None:
+    project = tmp_path / "project"
+    for step in (0, 1):
+        step_folder = project / f"checkpoints/checkpoint_{step}"
+        shutil.copytree(FIXTURES / "accelerate_fsdp2_tied_with_config/checkpoint", step_folder)
+    (project / place).mkdir(exist_ok=True)
+    for name in ("model.safetensors", "config.json"):
+        shutil.copy(trained / name, project / place)
+    found = ckptkit.inspect(project)
+    assert found.path.endswith("checkpoints/checkpoint_1")
+    assert list(found.finals) == [place]
+    ckptkit.consolidate(project, tmp_path / "out", select=place)
+    assert _equal(tmp_path / "out", project / place)
+
+
+def test_a_folder_that_holds_only_a_model_stays_a_model(trained: Path, tmp_path: Path) -> None:
+    only = tmp_path / "only"
+    shutil.copytree(trained, only, ignore=shutil.ignore_patterns("checkpoint-*"))
+    found = ckptkit.inspect(only)
+    assert (found.steps, found.finals) == ((), {})
+    assert json.loads((only / "config.json").read_text())["model_type"] == found.model_type
+    ckptkit.consolidate(only, tmp_path / "out")
+    assert _equal(tmp_path / "out", only)
