@@ -39,8 +39,7 @@ from ckptkit.core.index import Fqn, Shape, TensorEntry
 from ckptkit.engine.kernels import Operand, StoredOperand
 from ckptkit.engine.reader import Origin
 from ckptkit.hub_names.disk_tensors import HubNames, HubTensor, find_whole
-from ckptkit.hub_names.known_models import recognise_framework
-from ckptkit.hub_names.outlines_table import BASE_PREFIXES
+from ckptkit.hub_names.known_models import BASE_PREFIXES, recognise_framework
 from ckptkit.lora.config import PEFT_PREFIX, Adapter
 from ckptkit.lora.dialects import make_plain_name, rename_plainly, sort_entries
 from ckptkit.lora.layers import build_table

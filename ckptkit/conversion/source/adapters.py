@@ -639,8 +639,7 @@ def find_lost(modules: Sequence[str], place: PathLike) -> Sequence[str] | None:
     """
     # Few commands need them, and `inspect` has to start fast.
     from ckptkit.conversion.source.model_folders import read_names
-    from ckptkit.hub_names.known_models import determine_need
-    from ckptkit.hub_names.outlines_table import BASE_PREFIXES
+    from ckptkit.hub_names.known_models import BASE_PREFIXES, determine_need
     from ckptkit.lora.pairing import find_text_model, list_owners
 
     try:

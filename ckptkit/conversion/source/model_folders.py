@@ -45,8 +45,7 @@ from ckptkit.formats.registry import read_index, recognise
 from ckptkit.formats.safetensors.hf_shards import UNPROVEN, HfShardsReader
 from ckptkit.formats.safetensors.reader import UNPROVEN_WHOLE
 from ckptkit.formats.torch_files import TorchOptimizerReader, read_optimizer_file
-from ckptkit.hub_names.known_models import is_made_by_model
-from ckptkit.hub_names.outlines_table import BASE_PREFIXES
+from ckptkit.hub_names.known_models import BASE_PREFIXES, is_made_by_model
 from ckptkit.options import ConsolidateRequest
 from ckptkit.plan.coverage import refuse_problems
 from ckptkit.plan.layouts.hf import INDEX_NAME, SINGLE_NAME, FileMap
