@@ -17,8 +17,8 @@ from ckptkit.conversion.names_on_disk import (
     NamedProducts,
     ProductMaker,
     Specs,
+    join_sources,
     operand_of,
-    rearrange,
 )
 from ckptkit.conversion.source.open import OpenedCheckpoint
 from ckptkit.core.dtypes import dtype_named
@@ -26,9 +26,15 @@ from ckptkit.core.errors import CkptkitError, FormatError, RefusedError, UsageEr
 from ckptkit.core.index import ChunkTable, Fqn, Key, Shape, TensorEntry
 from ckptkit.core.manifest import MAP_VERSION
 from ckptkit.core.text import Aside, quote
-from ckptkit.engine.kernels import AddedOperand, OperandKernel, PartOperand, StoredOperand
+from ckptkit.engine.kernels import (
+    AddedOperand,
+    ComputedOperand,
+    OperandKernel,
+    PartOperand,
+    RearrangeKernel,
+    StoredOperand,
+)
 from ckptkit.engine.reader import Origin, TensorReader, same_values
-from ckptkit.engine.rearranged import ComputedOperand, RearrangeKernel
 from ckptkit.formats.parsing import list_first
 from ckptkit.hub_names.disk_tensors import (
     HubNames,
@@ -123,7 +129,7 @@ class MappedModel(Struct, frozen=True):
         maker = ProductMaker(names, NamingRequest({}, None), {p.spec.name: p for p in products})
         made = [self._add(product) for product in maker.products()]
         for name, shape in self.names.zeros.items():
-            kernel = RearrangeKernel(shape, (), (), has_padding=True)
+            kernel = RearrangeKernel(shape, (), {}, has_padding=True)
             spec = TensorSpec(name, dtype_named("float32"), shape)
             made.append(Product(spec, Compute(kernel, ())))
         return NamedProducts(made, {}, self.notes, self.versions)
@@ -173,8 +179,7 @@ def _operand_of_sources(
     dtype, run = sources[0].dtype, find_run(tensor)
     if run is not None:
         return PartOperand(SOURCE, sources[0].key, dtype, run.start)
-    kernel = rearrange(tensor, [StoredOperand(SOURCE, entry.key, dtype) for entry in sources])
-    return ComputedOperand(kernel, TensorSpec(tensor.name, dtype, tensor.shape), kernel.reads)
+    return join_sources(tensor, [StoredOperand(SOURCE, entry.key, dtype) for entry in sources])
 
 
 def convert_checkpoint(

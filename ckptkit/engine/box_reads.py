@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,10 +26,15 @@ from ckptkit.core.arrays import numpy_dtype
 from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import IncompleteCheckpointError, UnsupportedError
 from ckptkit.core.geometry import (
+    BoxWalk,
     Overlap,
+    StridedBox,
+    Tile,
+    Walk,
     contiguous_parts,
     drop_replicas,
     find_defect,
+    find_tile,
     flat_offset,
     hull,
     intersect,
@@ -37,6 +42,8 @@ from ckptkit.core.geometry import (
     relative,
     row_major_strides,
     slabs,
+    slices_of,
+    walk_boxes,
     widen,
 )
 from ckptkit.core.index import (
@@ -45,6 +52,7 @@ from ckptkit.core.index import (
     Chunk,
     ChunkTable,
     FileRange,
+    Fqn,
     Key,
     Record,
     Shape,
@@ -53,10 +61,15 @@ from ckptkit.core.index import (
     TensorIndex,
 )
 from ckptkit.core.threads import run_crew, usable_cores
-from ckptkit.core.tiles import BoxWalk, Tile, Walk, find_tile, walk_boxes
 from ckptkit.engine.casts import Caster
 from ckptkit.engine.checksum_tracker import NumberedRecord, OpenRecord
-from ckptkit.engine.kernels import Operand, PartOperand, StoredOperand
+from ckptkit.engine.kernels import (
+    ComputedOperand,
+    Operand,
+    PartOperand,
+    RearrangeKernel,
+    StoredOperand,
+)
 from ckptkit.engine.reader import (
     RUN_BYTES,
     BoxMemory,
@@ -65,9 +78,7 @@ from ckptkit.engine.reader import (
     Origin,
     TensorReader,
     byte_type,
-    slices_of,
 )
-from ckptkit.engine.rearranged import ComputedOperand, RearrangeKernel
 from ckptkit.formats.pickle.torch_zip import WINDOW_BYTES
 
 _MOST_THREADS = 2
@@ -220,26 +231,29 @@ def join_walks(
 
 def _tiles_of(index: TensorIndex, entry: TensorEntry) -> Iterator[tuple[TensorEntry, Tile]]:
     """Yields what a tensor is made of; nothing where it is computed, or not all is found."""
-    made, whole = entry.derivation, Box((0,) * len(entry.shape), entry.shape)
-    parts: list[tuple[Shape, Box, Operand, tuple[int, Shape]]]
+    made = entry.derivation
+    operands: Mapping[Fqn, Operand]
+    pieces: tuple[StridedBox, ...]
     if isinstance(made, PartOperand):
-        parts = [(entry.shape, whole, made, (0, row_major_strides(entry.shape)))]
+        whole = Box((0,) * len(entry.shape), entry.shape)
+        piece = StridedBox(whole, Fqn(""), 0, row_major_strides(entry.shape))
+        grid, pieces, operands = entry.shape, (piece,), {piece.source: made}
     elif isinstance(made, ComputedOperand) and isinstance(made.kernel, RearrangeKernel):
         kernel = made.kernel
-        parts = [
-            (kernel.grid, part.box, kernel.operands[part.operand], (part.start, part.steps))
-            for part in kernel.stretches
-            if not kernel.has_padding
-        ]
+        if kernel.has_padding:
+            return
+        grid, pieces, operands = kernel.grid, kernel.pieces, kernel.operands
     else:
         return
     found: list[tuple[TensorEntry, Tile]] = []
-    for grid, box, operand, (start, steps) in parts:
+    for piece in pieces:
+        operand = operands[piece.source]
         first = _first_element(operand)
         if first is None:
             return
         source = index.tensors[operand.reads[0][1]]
-        tile = find_tile(entry.shape, grid, box, (first + start, steps), source.shape)
+        there = replace(piece, start=first + piece.start)
+        tile = find_tile(entry.shape, grid, there, source.shape)
         if tile is None or source.dtype != entry.dtype:
             return
         found.append((source, tile.swapped))

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from ckptkit.core.arrays import numpy_dtype
 from ckptkit.core.geometry import (
     Overlap,
+    Walk,
     contiguous_parts,
     cut,
     flat_offset,
@@ -29,6 +30,7 @@ from ckptkit.core.geometry import (
     intersect,
     relative,
     row_major_strides,
+    slices_of,
     widen,
 )
 from ckptkit.core.index import (
@@ -42,7 +44,6 @@ from ckptkit.core.index import (
     TensorEntry,
     TensorIndex,
 )
-from ckptkit.core.tiles import Walk
 from ckptkit.engine.casts import Caster
 from ckptkit.engine.checksum_tracker import ChecksumTracker, OpenRecord, TrackedRecord
 from ckptkit.engine.decompress import DecodedRecords
@@ -538,17 +539,6 @@ class TensorReader:
 def byte_type(itemsize: int) -> str:
     """Returns numpy's name of a type of that size whose values are not interpreted."""
     return _BYTE_TYPES[itemsize]
-
-
-def slices_of(box: Box) -> tuple[Any, ...]:
-    """Returns the index of a box in an array or tensor.
-
-    Its ellipsis makes a view, and no scalar, of an array without dimensions.
-    """
-    return (
-        *(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True)),
-        Ellipsis,
-    )
 
 
 def _moved(part: Box, overlap: Overlap) -> Box:

@@ -40,7 +40,6 @@ from ckptkit.plan.plan import (
     Kernel,
     OutputFile,
     Plan,
-    Preparable,
     Segment,
     SegmentRange,
     ServerCopy,
@@ -154,7 +153,7 @@ def _reads_of(part: SegmentRange) -> Iterator[_Read]:
     span = part_span(part, spec)
     if isinstance(body, (Copy, ServerCopy)):
         yield body.origin, body.key, span
-    elif isinstance(body, Compute) and not isinstance(body.kernel, Preparable):
+    elif isinstance(body, Compute) and body.kernel.is_ready:
         for demand in body.kernel.demands(spec, span):
             yield demand.origin, demand.key, demand.place
 

@@ -23,24 +23,8 @@ from typing import Any
 from msgspec import Struct
 
 from ckptkit.core.dtypes import DType, dtype_named
-from ckptkit.core.geometry import row_major_strides
+from ckptkit.core.geometry import Arrangement, StridedBox, find_tile, row_major_strides
 from ckptkit.core.index import Box, Fqn, Shape
-
-
-class DiskBox(Struct, frozen=True):
-    """A box of a disk tensor whose elements are at regular steps in one live tensor.
-
-    Attributes:
-        box: Where in the disk tensor's grid.
-        source: The live tensor.
-        start: The element of the live tensor, counted row-major, at the box's first corner.
-        steps: Elements of the live tensor from one index to the next, per dimension of the grid.
-    """
-
-    box: Box
-    source: Fqn
-    start: int
-    steps: Shape
 
 
 class Computation(Struct, frozen=True):
@@ -71,8 +55,13 @@ class HubTensor(Struct, frozen=True):
     name: Fqn
     shape: Shape
     grid: Shape
-    pieces: tuple[DiskBox, ...]
+    pieces: tuple[StridedBox, ...]
     computed: Computation | None = None
+
+    @classmethod
+    def of(cls, name: Fqn, arrangement: Arrangement) -> HubTensor:
+        """Returns a tensor that is made by moving elements."""
+        return cls(name, arrangement.shape, *arrangement.to_grid())
 
     @property
     def has_padding(self) -> bool:
@@ -129,7 +118,7 @@ class HubNames(Struct, frozen=True):
     tied: tuple[Fqn, ...] = ()
 
 
-def find_run(tensor: HubTensor) -> DiskBox | None:
+def find_run(tensor: HubTensor) -> StridedBox | None:
     """Returns the one piece of a disk tensor whose elements follow each other in a live one."""
     if len(tensor.pieces) != 1 or tensor.has_padding:
         return None
@@ -182,41 +171,33 @@ def find_windows(
     """
     if tensor.grid != tensor.shape or tensor.computed is not None:
         return None
-    found = [(piece.box, _window(piece, live[piece.source])) for piece in tensor.pieces]
+    found = [
+        (piece.box, _window(piece, tensor.shape, live[piece.source])) for piece in tensor.pieces
+    ]
     windows = tuple((box, window) for box, window in found if window is not None)
     return windows if len(windows) == len(found) else None
 
 
-def _window(piece: DiskBox, shape: Shape) -> Window | None:
-    axes = _axes(piece.box.sizes, piece.steps, shape)
-    if axes is None:
+def _window(piece: StridedBox, disk: Shape, live: Shape) -> Window | None:
+    tile = find_tile(disk, disk, piece, live)
+    if tile is None:
         return None
-    offsets = tuple(
-        (piece.start // stride) % size
-        for stride, size in zip(row_major_strides(shape), shape, strict=True)
-    )
-    sizes = [1] * len(shape)
-    for axis, size in zip(axes, piece.box.sizes, strict=True):
-        sizes[axis] = size
-    fits = all(o + n <= m for o, n, m in zip(offsets, sizes, shape, strict=True))
-    return Window(piece.source, Box(offsets, tuple(sizes)), axes) if fits else None
-
-
-def _axes(sizes: Shape, steps: Shape, shape: Shape) -> tuple[int, ...] | None:
-    """Finds the axis that each step walks along; dimensions of one index take what is left."""
-    strides = row_major_strides(shape)
-    free = list(range(len(shape)))
-    found: dict[int, int] = {}
-    # Those that walk choose first: of axes with equal strides all but one have one index.
-    for position in sorted(range(len(sizes)), key=lambda i: sizes[i] == 1):
-        size, step = sizes[position], steps[position]
-        fitting = [a for a in free if size == 1 or (strides[a] == step and shape[a] >= size)]
-        if not fitting:
+    found: dict[int, int] = {}  # from axes of the disk tensor to those of the live one
+    sizes = [1] * len(live)
+    for loop in tile.loops:
+        (axis, step), (there, step_there) = loop.walks
+        if (step, step_there) != (1, 1) or axis in found or there in found.values():
             return None
-        axis = position if position in fitting else fitting[0]
-        found[position] = axis
-        free.remove(axis)
-    return tuple(found[position] for position in range(len(sizes)))
+        found[axis], sizes[there] = there, loop.size
+    free = [axis for axis in range(len(live)) if axis not in found.values()]
+    for axis in range(len(disk)):  # dimensions of one index take what is left
+        if axis not in found:
+            if not free:
+                return None
+            found[axis] = axis if axis in free else free[0]
+            free.remove(found[axis])
+    box = Box(tile.corners[1], tuple(sizes))
+    return Window(piece.source, box, tuple(found[axis] for axis in range(len(disk))))
 
 
 class NamingRequest(Struct, frozen=True):
@@ -325,10 +306,10 @@ class _Reader:
 
     def _piece(
         self, source: int, start: int, steps: list[int], offsets: list[int], sizes: list[int]
-    ) -> DiskBox:
+    ) -> StridedBox:
         box = Box(self._shape(offsets), self._shape(sizes))
         box = self._boxes.setdefault(box, box)
-        return DiskBox(box, self._live[source], start, self._shape(steps))
+        return StridedBox(box, self._live[source], start, self._shape(steps))
 
     def _shape(self, numbers: list[int]) -> Shape:
         shape = tuple(numbers)

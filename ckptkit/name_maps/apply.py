@@ -18,9 +18,9 @@ from msgspec.structs import replace
 
 from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import CannotPlanError, FormatError, IncompleteCheckpointError, UsageError
+from ckptkit.core.geometry import Arrangement, join
 from ckptkit.core.index import Fqn, Shape
 from ckptkit.core.text import quote
-from ckptkit.hub_names.arrangements import Arrangement, join
 from ckptkit.hub_names.disk_tensors import HubTensor
 from ckptkit.name_maps.language import NameMap, Rule
 from ckptkit.name_maps.rearrangement import Made
@@ -137,7 +137,7 @@ def _find_zeros(
 
 
 def _to_tensor(part: StackedPart, made: Made, tensors: Specs, rule: Rule) -> HubTensor:
-    tensor = made.arrangement.to_tensor(part.part_name)
+    tensor = HubTensor.of(part.part_name, made.arrangement)
     _check_dtypes(tensor, tensors, rule, adds=bool(made.added))
     return tensor
 
@@ -204,7 +204,7 @@ def _take_tensors(
     for name, (_, shape) in tensors.items():
         if name_map.keeps_others and not name_map.takes_any([name]):
             kept = _Taken(name_map.keep(name))
-            kept.sets[()][0], kept.names[()][0] = Made(Arrangement.of_live(name, shape)), name
+            kept.sets[()][0], kept.names[()][0] = Made(Arrangement.of(name, shape)), name
             taken.append(kept)
             continue
         number, numbers, position = _find_rule(name_map, name, where)
@@ -267,7 +267,7 @@ def _unstack(
     # The axes of absent captures come in the order in which the template has them.
     stacked = [capture for capture, number in numbers.items() if number is None]
     stacked += [capture for capture in wanted if capture not in numbers]
-    found = [(dict(numbers), Arrangement.of_live(name, shape))]
+    found = [(dict(numbers), Arrangement.of(name, shape))]
     for capture in stacked:
         count = sizes.count(capture) if sizes.has(capture) else None
         longer = []

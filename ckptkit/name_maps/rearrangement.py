@@ -28,7 +28,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ckptkit.core.errors import FormatError, UsageError
-from ckptkit.hub_names.arrangements import Arrangement, join
+from ckptkit.core.geometry import Arrangement, join
 from ckptkit.name_maps.sizes import Sizes
 
 _REORDER = re.compile(r"\(([a-z_ 0-9]+)\)\s*->\s*\(([a-z_ 0-9]+)\)")

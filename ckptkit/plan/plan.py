@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any
 
 from msgspec import Struct
 from numpy.typing import NDArray
@@ -22,7 +22,6 @@ from ckptkit.core.manifest import LEAF_BYTES
 from ckptkit.core.object_parts import CopiedRange, ObjectPart, choose_part_bytes
 
 TASK_BYTES = LEAF_BYTES
-Opened = TypeVar("Opened")
 SOURCE = "source"  # the origin that a conversion reads
 FILLING = "filling"  # the origin of tensors that the source lacks
 
@@ -51,75 +50,46 @@ class Demand(Struct, frozen=True):
     place: Span
 
 
-class Kernel(Protocol):
-    """Computes blocks of an output tensor from parts of source tensors."""
+class Reading(Struct, frozen=True):
+    """Reads parts of source tensors for a kernel that is being prepared."""
 
-    def grain_elements(self, out: TensorSpec) -> int:
+    # Returns the elements, one-dimensional, in an array that only the caller uses.
+    read: Callable[[Demand], NDArray[Any]]
+    # Returns them read-only, from memory if another tensor needed them before.
+    read_shared: Callable[[Demand], NDArray[Any]]
+    # Opens a resource on the first call with a key; it is closed when all is written.
+    open_once: Callable[[Hashable, Callable[[], AbstractContextManager[Any]]], Any]
+
+
+class Kernel:
+    """Computes blocks of an output tensor from parts of source tensors; threads share it.
+
+    One that has to read first what all blocks need is not `is_ready`: `prepare` returns the kernel
+    that computes.
+    """
+
+    __slots__ = ()
+
+    @property
+    def is_ready(self) -> bool:
+        return True
+
+    def prepare(self, _out: TensorSpec, _reading: Reading) -> Kernel:
+        return self
+
+    def grain_elements(self, _out: TensorSpec) -> int:
         """Returns how many elements a block must be a multiple of, tail excepted."""
-        ...
+        return 1
 
     def demands(self, out: TensorSpec, block: Span) -> tuple[Demand, ...]:
         """Returns what the block is computed from."""
-        ...
+        raise NotImplementedError
 
     def run(
         self, out: TensorSpec, block: Span, inputs: Sequence[NDArray[Any]], target: NDArray[Any]
     ) -> None:
         """Fills `target`, the block's elements in row-major order."""
-        ...
-
-
-class Reading(Protocol):
-    """Reads parts of source tensors for a kernel that is being prepared."""
-
-    def read(self, demand: Demand) -> NDArray[Any]:
-        """Returns the elements, one-dimensional, in an array that only the caller uses."""
-        ...
-
-    def read_shared(self, demand: Demand) -> NDArray[Any]:
-        """Returns the elements read-only, from memory if another tensor needed them before."""
-        ...
-
-    def open_once(
-        self, key: Hashable, opened: Callable[[], AbstractContextManager[Opened]]
-    ) -> Opened:
-        """Opens a resource on the first call with `key`; it is closed when all is written."""
-        ...
-
-
-@runtime_checkable
-class Preparable(Protocol):
-    """Becomes a kernel by reading once what all blocks of a tensor need."""
-
-    def prepare(self, out: TensorSpec, reading: Reading) -> Kernel:
-        """Returns the kernel; several threads may use it at a time."""
-        ...
-
-
-class WrappedPreparable(Struct, frozen=True):
-    """A kernel around one that has to be prepared first.
-
-    Attributes:
-        inner: The inner kernel.
-        inner_spec: The tensor that the inner kernel computes.
-        wrap: Makes the outer kernel from the prepared inner one.
-    """
-
-    inner: Preparable
-    inner_spec: TensorSpec
-    wrap: Callable[[Kernel], Kernel]
-
-    def prepare(self, _out: TensorSpec, reading: Reading) -> Kernel:
-        return self.wrap(self.inner.prepare(self.inner_spec, reading))
-
-
-def wrap_kernel(
-    kernel: Kernel | Preparable, spec: TensorSpec, wrap: Callable[[Kernel], Kernel]
-) -> Kernel | Preparable:
-    """Wraps a kernel that computes `spec`, after its preparation if it needs one."""
-    if isinstance(kernel, Preparable):
-        return WrappedPreparable(kernel, spec, wrap)
-    return wrap(kernel)
+        raise NotImplementedError
 
 
 class Literal(Struct, frozen=True):
@@ -159,7 +129,7 @@ class Compute(Struct, frozen=True):
             for as many as the engine chooses.
     """
 
-    kernel: Kernel | Preparable
+    kernel: Kernel
     reads: tuple[tuple[str, Key], ...]
     most_elements: int | None = None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import posixpath
 import re
 import shlex
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -23,7 +23,7 @@ from ckptkit.core.index import Fqn, Key, TensorEntry, TensorIndex
 from ckptkit.core.text import Aside
 from ckptkit.options import ConsolidateRequest, matches
 from ckptkit.plan.load_report import order_of_copy
-from ckptkit.plan.plan import SOURCE, Compute, Copy, Kernel, Product, TensorSpec
+from ckptkit.plan.plan import Copy, Product, TensorSpec
 from ckptkit.plan.weight_kinds import (
     LORA,
     MERGED_BESIDE,
@@ -34,8 +34,6 @@ from ckptkit.plan.weight_kinds import (
 
 _PROPOSED = 4
 _OF_TRAINER = "base_model_"  # the base beside an adapter in the layout of the Trainer
-CastFactory = Callable[[str, Key, DType, DType], Kernel]
-"""Makes the kernel that casts a tensor of an origin from one element type to another."""
 
 
 def model_trees(index: TensorIndex) -> list[str]:
@@ -326,30 +324,6 @@ def add_tied_names(entries: Sequence[TensorEntry], absent: Mapping[Fqn, Fqn]) ->
     by_name = {entry.name: entry for entry in entries}
     added = [replace(by_name[source], name=target) for target, source in absent.items()]
     return [*entries, *added]
-
-
-def make_products(
-    entries: Sequence[TensorEntry],
-    policy: DTypePolicy,
-    dropped: Mapping[Fqn, Fqn],
-    cast: CastFactory,
-    origin: str = SOURCE,
-) -> list[Product]:
-    """Returns how each tensor is produced that is written."""
-    products = []
-    for entry in entries:
-        if entry.name in dropped:
-            continue
-        dtype = policy.target(entry)
-        spec = TensorSpec(entry.name, dtype, entry.shape)
-        key, stored = entry.key, entry.dtype
-        if dtype != stored and entry.master is not None:
-            key, stored = entry.master.key, entry.master.dtype
-        body: Copy | Compute = Copy(origin, key)
-        if dtype != stored:
-            body = Compute(cast(origin, key, stored, dtype), ((origin, key),))
-        products.append(Product(spec, body))
-    return products
 
 
 def describe_masters(entries: Sequence[TensorEntry], products: Iterable[Product]) -> str:

@@ -16,10 +16,10 @@ from typing import Any
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from ckptkit.adapters.merge.merged_tensors import BaseTensor, join_sources
+from ckptkit.adapters.merge.merged_tensors import BaseTensor
 from ckptkit.adapters.quantized.bases import ModelWeights, QuantizedBase
 from ckptkit.consumers.table import CONFIG
-from ckptkit.conversion.names_on_disk import DiskNames, find_disk_names
+from ckptkit.conversion.names_on_disk import DiskNames, find_disk_names, join_sources
 from ckptkit.conversion.source.model_folders import read_pretrained_index
 from ckptkit.conversion.source.open import (
     OpenedCheckpoint,

@@ -16,13 +16,12 @@ from ckptkit.adapters.array_reader import ArrayReader
 from ckptkit.adapters.merge import low_rank
 from ckptkit.adapters.merge.kernel import MergeKernel, NormOf, Rounding
 from ckptkit.adapters.merge.low_rank import Factor
-from ckptkit.conversion.names_on_disk import rearrange
+from ckptkit.conversion.names_on_disk import join_sources
 from ckptkit.core.dtypes import DType, dtype_named
 from ckptkit.core.errors import RefusedError
 from ckptkit.core.index import Fqn, Shape, TensorEntry
 from ckptkit.engine.kernels import CastOperand, Operand, OperandKernel, StoredOperand, recast
 from ckptkit.engine.reader import Origin, same_bytes
-from ckptkit.engine.rearranged import ComputedOperand
 from ckptkit.hub_names.disk_tensors import HubTensor, Window, find_window
 from ckptkit.lora.changes import (
     BiasChange,
@@ -77,13 +76,6 @@ class MergeRules(Struct, frozen=True):
     dtypes: DTypePolicy
     rounding: Rounding
     norm_of: NormOf
-
-
-def join_sources(tensor: HubTensor, sources: Sequence[Operand]) -> Operand:
-    """Returns a tensor that is made of others, in the order of `tensor.sources`, as an operand."""
-    kernel = rearrange(tensor, sources)
-    spec = TensorSpec(tensor.name, sources[0].dtype, tensor.shape)
-    return ComputedOperand(kernel, spec, kernel.reads)
 
 
 def make_product(

@@ -97,7 +97,7 @@ def torch_dtype(dtype: DType) -> torch.dtype:
 
 def _describe(name: Fqn, tensor: TracedTensor | ComputedTensor) -> HubTensor:
     if isinstance(tensor, TracedTensor):
-        return tensor.arrangement.to_tensor(name)
+        return HubTensor.of(name, tensor.arrangement)
     dtype = dtype_named(str(tensor.dtype).removeprefix("torch."))
     return HubTensor(name, tensor.shape, tensor.shape, (), Computation(dtype, tensor.sources))
 

@@ -25,8 +25,8 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import ConversionOps, WeightConverter
 
 from ckptkit.core.errors import CannotPlanError
+from ckptkit.core.geometry import Arrangement, join
 from ckptkit.core.index import Fqn, Shape
-from ckptkit.hub_names.arrangements import Arrangement, join
 
 
 class ComputesError(Exception):
@@ -53,7 +53,7 @@ class TracedTensor(torch.Tensor):
 
     @classmethod
     def of_live(cls, name: Fqn, shape: Shape, dtype: torch.dtype) -> TracedTensor:
-        return cls.holding(Arrangement.of_live(name, shape), dtype)
+        return cls.holding(Arrangement.of(name, shape), dtype)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch calls it as its guide says
