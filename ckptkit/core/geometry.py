@@ -163,15 +163,10 @@ def flat_hulls(table: ChunkTable, shape: Shape) -> tuple[Ints, Ints]:
 
 
 class Defect(Struct, frozen=True):
-    """A part of a tensor that is not stored exactly once.
-
-    Attributes:
-        place: The elements concerned.
-        copies: How often they are stored: 0 when they are missing.
-    """
+    """A part of a tensor that is not stored exactly once."""
 
     place: Box | Span
-    copies: int
+    copies: int  # how often they are stored: 0 when they are missing
 
 
 def drop_replicas(table: ChunkTable) -> ChunkTable:
@@ -297,19 +292,12 @@ class _Sweep:
 
 
 class Overlap(Struct, frozen=True):
-    """What a chunk holds of a wanted box.
+    """What a chunk holds of a wanted box."""
 
-    Attributes:
-        row: The chunk, in its table.
-        chunk: Sizes of the chunk, in elements.
-        source: The shared elements, counted from the chunk's first corner.
-        target: The same ones, counted from the wanted box's.
-    """
-
-    row: int
-    chunk: Shape
-    source: Box
-    target: Box
+    row: int  # the chunk, in its table
+    chunk: Shape  # sizes of the chunk, in elements
+    source: Box  # the shared elements, counted from the chunk's first corner
+    target: Box  # the same ones, counted from the wanted box's
 
 
 def overlaps(chunks: ChunkTable, wanted: Box) -> Iterator[Overlap]:
@@ -339,13 +327,8 @@ def widen(box: Box, outer: Shape, least_elements: int) -> Box:
 
     Runs that are shorter than the cost of a read are better read with the bytes between them.
 
-    Args:
-        box: A box of the block.
-        outer: The block's sizes.
-        least_elements: How long a run should be.
-
-    Returns:
-        A box around it, full in so many of the last dimensions that its runs are long enough.
+    `box`: a box of the block. `least_elements`: how long a run should be. Returns a box around it,
+    full in so many of the last dimensions that its runs are long enough.
 
     >>> widen(Box((3, 1), (4, 2)), (8, 8), 8)
     Box(offsets=(3, 0), sizes=(4, 8))
@@ -363,13 +346,7 @@ def widen(box: Box, outer: Shape, least_elements: int) -> Box:
 def contiguous_parts(box: Box, outer: Shape, most_elements: int) -> Iterator[Box]:
     """Cuts a box into parts that are each one run of elements of a row-major block, in order.
 
-    Args:
-        box: A box of the block.
-        outer: The block's sizes.
-        most_elements: How long a run may be.
-
-    Yields:
-        Boxes of the block.
+    `box`: a box of the block. `most_elements`: how long a run may be. Yields boxes of the block.
 
     >>> list(contiguous_parts(Box((0, 1), (2, 2)), (4, 4), 100))
     [Box(offsets=(0, 1), sizes=(1, 2)), Box(offsets=(1, 1), sizes=(1, 2))]
@@ -420,26 +397,18 @@ _OTHER = 1  # position of the other tensor's walk in a loop
 
 
 class Loop(Struct, frozen=True):
-    """One dimension of a tile.
+    """One dimension of a tile."""
 
-    Attributes:
-        size: How many elements, at least two.
-        walks: How a step moves in the stored tensor, and in the other one.
-    """
-
-    size: int
-    walks: tuple[Walk, Walk]
+    size: int  # how many elements, at least two
+    walks: tuple[Walk, Walk]  # how a step moves in the stored tensor, and in the other one
 
 
 class Tile(Struct, frozen=True):
-    """Elements that two tensors share.
+    """Elements that two tensors share."""
 
-    Attributes:
-        corners: The first of the elements in the stored tensor, and in the other one.
-        loops: The dimensions along which the elements follow each other, in any order.
-    """
-
+    # The first of the elements in the stored tensor, and in the other one.
     corners: tuple[Shape, Shape]
+    # The dimensions along which the elements follow each other, in any order.
     loops: tuple[Loop, ...]
 
     @property
@@ -461,16 +430,11 @@ class Tile(Struct, frozen=True):
 
 
 class BoxWalk(Struct, frozen=True):
-    """A box of a stored tensor, and where its elements are in a box of another one.
+    """A box of a stored tensor, and where its elements are in a box of another one."""
 
-    Attributes:
-        box: In the stored tensor.
-        start: The place of its first corner, counted from the first corner of the other box.
-        walks: For each dimension of the stored tensor, how a step along it moves in the other.
-    """
-
-    box: Box
-    start: Shape
+    box: Box  # in the stored tensor
+    start: Shape  # the place of its first corner, counted from the first corner of the other box
+    # For each dimension of the stored tensor, how a step along it moves in the other.
     walks: tuple[Walk, ...]
 
 

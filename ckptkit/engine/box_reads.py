@@ -113,11 +113,8 @@ class CastMemory:
     def __init__(self, memory: BoxMemory, source: DType, target: DType, where: str) -> None:
         """Casts nothing yet.
 
-        Args:
-            memory: Memory of elements of type `target`.
-            source: The element type of what is read.
-            target: The other one, which has to be another one.
-            where: The tensor, for messages.
+        `memory`: memory of elements of type `target`. `source`: the element type of what is read.
+        `target`: the other one, which has to be another one.
         """
         self._memory = memory
         self._source = source
@@ -139,13 +136,7 @@ class CastMemory:
 
 
 class SpanRead(Struct, frozen=True):
-    """A box of a tensor that has to be computed, or decoded, in row-major order.
-
-    Attributes:
-        entry: The tensor.
-        box: The box.
-        memory: Where it goes.
-    """
+    """A box of a tensor that has to be computed, or decoded, in row-major order."""
 
     entry: TensorEntry
     box: Box
@@ -155,12 +146,8 @@ class SpanRead(Struct, frozen=True):
 def find_stored_boxes(index: TensorIndex, wanted: WantedBox) -> Iterator[WantedBox | SpanRead]:
     """Yields the boxes of stored tensors that one box of any tensor consists of.
 
-    Args:
-        index: What both are in.
-        wanted: The box.
-
-    Yields:
-        Boxes for `plan_chunk_reads`, and what has to be read in another way.
+    `index`: what both are in. Yields boxes for `plan_chunk_reads`, and what has to be read in
+    another way.
     """
     entry, box, memory = wanted
     if 0 in box.sizes:
@@ -214,10 +201,8 @@ def join_walks(
     Many boxes that are close together, as rows that alternate, are read as one: for each of them
     the same bytes would be read once more.
 
-    Args:
-        entry: The tensor.
-        walks: The boxes, and where their elements are in the memory.
-        memory: Of what they are parts of.
+    `walks`: the boxes, and where their elements are in the memory. `memory`: of what they are parts
+    of.
     """
     parts = [(w.box, memory.walked(w.start, w.walks, w.box.sizes)) for w in walks]
     if len(parts) > _FEW_BOXES and entry.derivation is None:
@@ -292,12 +277,8 @@ def _in_boxes(index: TensorIndex, entry: TensorEntry) -> TensorEntry | None:
 def plan_chunk_reads(wanted: Iterable[WantedBox]) -> list[ChunkRead]:
     """Finds which chunks hold some boxes of tensors.
 
-    Args:
-        wanted: Tensors, each with a box of it and the memory of that box.
-
-    Returns:
-        Every chunk that has to be read, once. The chunks of each of the tensors are proven to
-        hold every element once.
+    `wanted`: tensors, each with a box of it and the memory of that box. Returns every chunk that
+    has to be read, once. The chunks of each of the tensors are proven to hold every element once.
     """
     chunkings = _Chunkings()
     tables: dict[Key, tuple[TensorEntry, _Chunking]] = {}
@@ -363,16 +344,11 @@ Done = Callable[[BoxMemory], object]
 
 
 class ReadReport(Struct, frozen=True):
-    """What `read_chunks` read.
+    """What `read_chunks` read."""
 
-    Attributes:
-        bytes_read: From data files, headers and trailers of archives included.
-        partial: By number, the records that this process wanted in part only, with the
-            checksums of those that it read. Processes that together read all of a record can
-            prove it from these.
-    """
-
-    bytes_read: int
+    bytes_read: int  # from data files, headers and trailers of archives included
+    # By number, the records that this process wanted in part only, with the checksums of those that
+    # it read. Processes that together read all of a record can prove it from these.
     partial: tuple[NumberedRecord, ...]
 
 
@@ -381,12 +357,9 @@ def read_chunks(
 ) -> ReadReport:
     """Reads chunks into their memory; a record that is read whole is compared at once.
 
-    Args:
-        origin: The source, opened for this call only.
-        reads: What to read, as `plan_chunk_reads` returns it.
-        threads: How many read at once; 0 for two, or one where there is one core, and for more
-            where the source is distant.
-        done: Is called for each of the boxes.
+    `origin`: the source, opened for this call only. `reads`: what to read, as `plan_chunk_reads`
+    returns it. `threads`: how many read at once; 0 for two, or one where there is one core, and for
+    more where the source is distant. `done`: is called for each of the boxes.
     """
     readers: list[TensorReader] = []
     whole: list[NumberedRecord] = []
@@ -418,11 +391,8 @@ def read_spans(
 ) -> ReadReport:
     """Reads boxes of tensors that are computed or decoded, block by block.
 
-    Args:
-        origin: The source, opened for this call only.
-        reads: What to read.
-        threads: As for `read_chunks`.
-        done: Is called for each of the boxes.
+    `origin`: the source, opened for this call only. `threads`: as for `read_chunks`. `done`: is
+    called for each of the boxes.
     """
     readers: list[TensorReader] = []
 
@@ -486,9 +456,8 @@ def _read_group(
 ) -> Iterator[NumberedRecord]:
     """Reads chunks of one file; several are neighbours, and small enough for one read.
 
-    Yields:
-        The records that were read whole although only a part of them was wanted: other processes
-        may have read the other parts, and learn from these that the record is sound.
+    Yields the records that were read whole although only a part of them was wanted: other processes
+    may have read the other parts, and learn from these that the record is sound.
     """
     first, last = group[0].record, group[-1].record
     path = origin.index.files[first.file].path

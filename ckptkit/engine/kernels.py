@@ -55,13 +55,9 @@ from ckptkit.plan.selection import DTypePolicy
 
 
 class ConstantKernel(Kernel, Struct, frozen=True, eq=False):
-    """Returns elements that were computed before; the plan names the tensors they come from.
+    """Returns elements that were computed before; the plan names the tensors they come from."""
 
-    Attributes:
-        elements: The tensor, one-dimensional, in its element type.
-    """
-
-    elements: NDArray[Any]
+    elements: NDArray[Any]  # the tensor, one-dimensional, in its element type
 
     def demands(self, _out: TensorSpec, _block: Span) -> tuple[Demand, ...]:
         return ()
@@ -99,23 +95,15 @@ class Operand(Protocol):
     def values(self, span: Span, inputs: Sequence[NDArray[Any]]) -> NDArray[Any]:
         """Returns the elements of the range, one-dimensional; maybe one of the inputs itself.
 
-        Args:
-            span: The range.
-            inputs: One array for each of `demands(span)`.
+        `inputs`: one array for each of `demands(span)`.
         """
         ...
 
 
 class StoredOperand(Struct, frozen=True):
-    """A tensor as it is stored.
+    """A tensor as it is stored."""
 
-    Attributes:
-        origin: The source of the tensor.
-        key: The tensor.
-        dtype: Its element type.
-    """
-
-    origin: str
+    origin: str  # the source of the tensor
     key: Key
     dtype: DType
 
@@ -131,19 +119,12 @@ class StoredOperand(Struct, frozen=True):
 
 
 class PartOperand(Struct, frozen=True):
-    """Consecutive elements of a stored tensor.
+    """Consecutive elements of a stored tensor."""
 
-    Attributes:
-        origin: The source of the tensor.
-        key: The tensor.
-        dtype: Its element type.
-        start: The first of the elements, counted row-major.
-    """
-
-    origin: str
+    origin: str  # the source of the tensor
     key: Key
     dtype: DType
-    start: int
+    start: int  # the first of the elements, counted row-major
 
     @property
     def reads(self) -> tuple[tuple[str, Key], ...]:
@@ -163,11 +144,7 @@ class PartOperand(Struct, frozen=True):
 
 
 class WrappingOperand(Struct, frozen=True):
-    """An operand whose elements are computed from those of another one, each from one.
-
-    Attributes:
-        operand: The other one.
-    """
+    """An operand whose elements are computed from those of another one, each from one."""
 
     operand: Operand
 
@@ -180,13 +157,9 @@ class WrappingOperand(Struct, frozen=True):
 
 
 class CastOperand(WrappingOperand, frozen=True):
-    """Another tensor in another float type.
+    """Another tensor in another float type."""
 
-    Attributes:
-        dtype: The type that its elements are cast to.
-    """
-
-    dtype: DType
+    dtype: DType  # the type that its elements are cast to
 
     def values(self, span: Span, inputs: Sequence[NDArray[Any]]) -> NDArray[Any]:
         """The other one's elements, cast."""
@@ -213,13 +186,9 @@ class CastOperand(WrappingOperand, frozen=True):
 
 
 class AddedOperand(WrappingOperand, frozen=True):
-    """Another tensor with a constant added, computed in float32 or wider, rounded to its type.
+    """Another tensor with a constant added, computed in float32 or wider, rounded to its type."""
 
-    Attributes:
-        constant: What is added to each element.
-    """
-
-    constant: float
+    constant: float  # what is added to each element
 
     @property
     def dtype(self) -> DType:
@@ -238,11 +207,7 @@ class AddedOperand(WrappingOperand, frozen=True):
 
 
 class OperandKernel(Kernel, Struct, frozen=True):
-    """Writes the elements of an operand; the output tensor says in which type.
-
-    Attributes:
-        operand: The elements.
-    """
+    """Writes the elements of an operand; the output tensor says in which type."""
 
     operand: Operand
 
@@ -368,8 +333,7 @@ class ComputedOperand(Struct, frozen=True):
 def _dense(first: int, box: Box, steps: Shape) -> Iterator[tuple[int, Box]]:
     """Cuts a box until what has to be read for each part is mostly wanted.
 
-    Yields:
-        The operand's element at the part's first corner, and the part.
+    Yields the operand's element at the part's first corner, and the part.
     """
     sizes = box.sizes
     if _extent(sizes, steps) <= _MOST_READ * math.prod(sizes):
@@ -494,9 +458,8 @@ class Preparations:
     def __init__(self, *, most_kernels: int | None = None) -> None:
         """Starts without a kernel.
 
-        Args:
-            most_kernels: How many are kept where blocks come in any order, the last ones used;
-                None for those that have blocks to come, where each block comes once.
+        `most_kernels`: how many are kept where blocks come in any order, the last ones used; None
+        for those that have blocks to come, where each block comes once.
         """
         self._lock = threading.Lock()
         self._slots: OrderedDict[str, _Slot] = OrderedDict()
@@ -522,10 +485,8 @@ class Preparations:
     def kernel(self, kernel: Kernel, out: TensorSpec, read: Read) -> Kernel:
         """Returns the kernel that computes blocks of `out`.
 
-        Args:
-            kernel: What the plan says; its preparation may take long, and others wait for it.
-            out: The output tensor.
-            read: Reads a part of a source tensor into memory of its own.
+        `kernel`: what the plan says; its preparation may take long, and others wait for it. `read`:
+        reads a part of a source tensor into memory of its own.
         """
         if kernel.is_ready:
             return kernel

@@ -87,22 +87,18 @@ class Digests(Struct):
 
 
 class Outcome(Struct):
-    """The result of some of a plan's tasks.
+    """The result of some of a plan's tasks."""
 
-    Attributes:
-        digests: Of what was written.
-        pieces: The checksums that trailers wait for, by file and segment.
-        open_records: By origin, the source records whose rest other tasks read.
-        unverified: By origin, the tensors with bytes that had no stored checksum.
-        sealed: The trailers that are written already: file, segment, and first byte in it.
-        sent: What a store has returned for the parts that it took, by file.
-    """
-
-    digests: Digests = field(default_factory=Digests)
+    digests: Digests = field(default_factory=Digests)  # of what was written
+    # The checksums that trailers wait for, by file and segment.
     pieces: dict[Slot, Sequence[ChecksumPiece]] = field(default_factory=dict)
+    # By origin, the source records whose rest other tasks read.
     open_records: dict[str, dict[int, OpenRecord]] = field(default_factory=dict)
+    # By origin, the tensors with bytes that had no stored checksum.
     unverified: dict[str, set[str]] = field(default_factory=dict)
+    # The trailers that are written already: file, segment, and first byte in it.
     sealed: set[Sealed] = field(default_factory=set)
+    # What a store has returned for the parts that it took, by file.
     sent: SentRows = field(default_factory=dict)
 
     @classmethod
@@ -207,10 +203,8 @@ def part_span(part: SegmentRange, spec: TensorSpec) -> Span:
 def is_proven(file: OutputFile, digests: Digests, read_into: ReadInto) -> bool:
     """Reads a file, and compares every byte with the plan, or with digests.
 
-    Args:
-        file: The file as it is planned; it can be proven.
-        digests: Of its tensors, as they were written.
-        read_into: Reads it.
+    `file`: the file as it is planned; it can be proven. `digests`: of its tensors, as they were
+    written.
     """
     checksums = DeferredChecksums([file])
     block = memoryview(bytearray(min(TASK_BYTES, file.size_bytes)))

@@ -41,22 +41,16 @@ class WorkerFactory(Protocol):
     def opened(self, cores: int) -> AbstractContextManager[RunShare]:
         """Prepares a worker; the context yields a function that runs shares.
 
-        Args:
-            cores: How many cores of the node are the worker's.
+        `cores`: how many cores of the node are the worker's.
         """
         ...
 
 
 class NodeLimits(Struct, frozen=True):
-    """What a worker takes of its node, as Ray counts it.
+    """What a worker takes of its node, as Ray counts it."""
 
-    Attributes:
-        cores: Cores; None for those of the node, eight at most.
-        memory_bytes: Memory, or None to claim none.
-    """
-
-    cores: int | None = None
-    memory_bytes: int | None = None
+    cores: int | None = None  # cores; None for those of the node, eight at most
+    memory_bytes: int | None = None  # memory, or None to claim none
 
 
 def run_on_ray(
@@ -67,11 +61,9 @@ def run_on_ray(
 ) -> None:
     """Runs shares on all nodes of the cluster that `ray.init` finds, or of one on this machine.
 
-    Args:
-        station: Creates the workers.
-        deal: Returns the shares, for a number of nodes.
-        limits: What a worker takes of its node.
-        take: Receives the result of each share, once, in any order, in the calling thread.
+    `station`: creates the workers. `deal`: returns the shares, for a number of nodes. `limits`:
+    what a worker takes of its node. `take`: receives the result of each share, once, in any order,
+    in the calling thread.
     """
     ray = import_ray()
     with _connected(ray), ExitStack() as stack:

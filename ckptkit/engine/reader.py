@@ -85,10 +85,8 @@ class BoxMemory(Protocol):
     def walked(self, start: Shape, walks: Sequence[Walk], sizes: Shape) -> BoxMemory:
         """Returns the memory of some of the elements, as that of another box.
 
-        Args:
-            start: The place of the first of them.
-            walks: For each dimension of the other box, how a step along it moves in this one.
-            sizes: Those of the other box.
+        `start`: the place of the first of them. `walks`: for each dimension of the other box, how a
+        step along it moves in this one. `sizes`: those of the other box.
         """
         ...
 
@@ -120,31 +118,21 @@ BoxTarget = tuple[Overlap, BoxMemory]
 
 
 class ChunkRead(Struct, frozen=True):
-    """Boxes of one chunk, and the memory that each of them goes to.
-
-    Attributes:
-        entry: The tensor.
-        chunks: Its chunks, without replicas.
-        row: The chunk.
-        record: The number of its record.
-        targets: The boxes.
-    """
+    """Boxes of one chunk, and the memory that each of them goes to."""
 
     entry: TensorEntry
-    chunks: ChunkTable
+    chunks: ChunkTable  # its chunks, without replicas
     row: int
-    record: int
+    record: int  # the number of its record
     targets: tuple[BoxTarget, ...]
 
 
 class Origin:
     """A source with its index, opened for reading tensors.
 
-    Attributes:
-        checksums: The checksums of its records.
-        unverified: Keys of tensors with bytes that had no stored checksum.
-        located: The chunks that were located already.
-        decoded: What is decoded of its compressed records.
+    `checksums`: the checksums of its records. `unverified`: keys of tensors with bytes that had no
+    stored checksum. `located`: the chunks that were located already. `decoded`: what is decoded of
+    its compressed records.
     """
 
     def __init__(
@@ -152,11 +140,7 @@ class Origin:
     ) -> None:
         """Opens it.
 
-        Args:
-            name: What plans call it.
-            source: Its files.
-            index: What is in them.
-            most_pieces: As for `ChecksumTracker`.
+        `name`: what plans call it. `most_pieces`: as for `ChecksumTracker`.
         """
         self.name = name
         self.source = source
@@ -178,8 +162,7 @@ class Origin:
 class TensorReader:
     """Reads elements of tensors; one per thread, it owns its scratch memory.
 
-    Attributes:
-        cache: The source, with what was prefetched.
+    `cache`: the source, with what was prefetched.
     """
 
     def __init__(self, origin: Origin) -> None:
@@ -215,8 +198,7 @@ class TensorReader:
         What was fetched into `cache` is taken from there. Of a chunk that is there as a whole,
         all bytes are added to the checksum, and else those that are read.
 
-        Returns:
-            Where the chunk is.
+        Returns where the chunk is.
         """
         located = self._locate(read.entry, read.chunks, read.row)
         if located.compressed is None and located.crc32 is not None:
@@ -278,9 +260,8 @@ class TensorReader:
     def prefetch(self, wanted: Sequence[tuple[Key, Span]]) -> None:
         """Fetches what the following calls of `fill` read from a distant source.
 
-        Args:
-            wanted: Tensors and spans of them, `READ_AHEAD_BYTES` together at most; a call for a
-                part of a span is served too.
+        `wanted`: tensors and spans of them, `READ_AHEAD_BYTES` together at most; a call for a part
+        of a span is served too.
         """
         if not self.cache.is_remote:
             return

@@ -28,34 +28,24 @@ from ckptkit.core.index import Box, Fqn, Shape
 
 
 class Computation(Struct, frozen=True):
-    """What one conversion makes a tensor from; those with equal sources come from one.
+    """What one conversion makes a tensor from; those with equal sources come from one."""
 
-    Attributes:
-        dtype: The element type that the conversion gives it.
-        sources: All live tensors that the conversion is given.
-    """
-
-    dtype: DType
-    sources: tuple[Fqn, ...]
+    dtype: DType  # the element type that the conversion gives it
+    sources: tuple[Fqn, ...]  # all live tensors that the conversion is given
 
 
 class HubTensor(Struct, frozen=True):
-    """A tensor as `save_pretrained` writes it; moved, it has the element type of its sources.
-
-    Attributes:
-        name: Its disk name.
-        shape: Its shape.
-        grid: The same elements in the same row-major order with dimensions split further, where
-            that is needed to describe them by regular steps; mostly `shape` itself.
-        pieces: Boxes of the grid, each element in one at most; none where it is computed. Elements
-            in no box are zero, as in padding.
-        computed: How it comes to be where a conversion does more than move elements, or None.
-    """
+    """A tensor as `save_pretrained` writes it; moved, it has the element type of its sources."""
 
     name: Fqn
     shape: Shape
+    # The same elements in the same row-major order with dimensions split further, where that is
+    # needed to describe them by regular steps; mostly `shape` itself.
     grid: Shape
+    # Boxes of the grid, each element in one at most; none where it is computed. Elements in no box
+    # are zero, as in padding.
     pieces: tuple[StridedBox, ...]
+    # How it comes to be where a conversion does more than move elements, or None.
     computed: Computation | None = None
 
     @classmethod
@@ -82,40 +72,28 @@ class Window(Struct, frozen=True):
 
     In numpy's words the disk tensor is `live[box].transpose(rest + axes)[0, 0, …]`, where `rest`
     are the axes that `axes` leaves out; the box has one index along each of them.
-
-    Attributes:
-        source: The live tensor.
-        box: The part of it.
-        axes: For each dimension of the disk tensor, the axis of the live tensor.
     """
 
     source: Fqn
-    box: Box
-    axes: tuple[int, ...]
+    box: Box  # the part of it
+    axes: tuple[int, ...]  # for each dimension of the disk tensor, the axis of the live tensor
 
 
 class HubNames(Struct, frozen=True):
-    """What `save_pretrained` makes of a model's tensors.
+    """What `save_pretrained` makes of a model's tensors."""
 
-    Attributes:
-        library: Version of the transformers that says so.
-        live: Shapes of the live tensors, by live name.
-        tensors: What is written, by disk name, in the order in which it writes them.
-        unsaved: Live tensors that the model's class keeps out of its files.
-        unknown: Live tensors that the model's class does not have; they are renamed as if it
-            had them, as `save_pretrained` does where it is given a state dict.
-        kept: Patterns of live names that its class keeps in float32: in 16 bits of any kind, and
-            in float16 alone.
-        tied: Live names that it ties to others.
-    """
-
-    library: str
-    live: Mapping[Fqn, Shape]
+    library: str  # version of the transformers that says so
+    live: Mapping[Fqn, Shape]  # shapes of the live tensors, by live name
+    # What is written, by disk name, in the order in which it writes them.
     tensors: Mapping[Fqn, HubTensor]
-    unsaved: tuple[Fqn, ...] = ()
+    unsaved: tuple[Fqn, ...] = ()  # live tensors that the model's class keeps out of its files
+    # Live tensors that the model's class does not have; they are renamed as if it had them, as
+    # `save_pretrained` does where it is given a state dict.
     unknown: tuple[Fqn, ...] = ()
+    # Patterns of live names that its class keeps in float32: in 16 bits of any kind, and in float16
+    # alone.
     kept: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
-    tied: tuple[Fqn, ...] = ()
+    tied: tuple[Fqn, ...] = ()  # live names that it ties to others
 
 
 def find_run(tensor: HubTensor) -> StridedBox | None:
@@ -129,12 +107,7 @@ def find_run(tensor: HubTensor) -> StridedBox | None:
 
 
 def find_whole(tensor: HubTensor, live: Mapping[Fqn, Shape]) -> Fqn | None:
-    """Returns the live tensor that a disk tensor is, element for element, if there is one.
-
-    Args:
-        tensor: The disk tensor.
-        live: Shapes of the live tensors.
-    """
+    """Returns the live tensor that a disk tensor is, element for element, if there is one."""
     size = math.prod(tensor.shape)
     piece = find_run(tensor) if size else next(iter(tensor.pieces), None)
     is_whole = piece is not None and math.prod(live[piece.source]) == size
@@ -144,13 +117,8 @@ def find_whole(tensor: HubTensor, live: Mapping[Fqn, Shape]) -> Fqn | None:
 def find_window(tensor: HubTensor, live: Mapping[Fqn, Shape]) -> Window | None:
     """Returns a disk tensor as a box of one live tensor.
 
-    Args:
-        tensor: The disk tensor.
-        live: Shapes of the live tensors.
-
-    Returns:
-        The box and the order of its axes, or None where it consists of several live tensors, or
-        where its elements are in another order within an axis.
+    Returns the box and the order of its axes, or None where it consists of several live tensors, or
+    where its elements are in another order within an axis.
     """
     found = find_windows(tensor, live)
     return found[0][1] if found is not None and len(found) == 1 else None
@@ -161,13 +129,8 @@ def find_windows(
 ) -> tuple[tuple[Box, Window], ...] | None:
     """Returns a disk tensor as boxes of live tensors.
 
-    Args:
-        tensor: The disk tensor.
-        live: Shapes of the live tensors.
-
-    Returns:
-        Each box of the disk tensor with that of the live one, or None where elements are in
-        another order within an axis, or are computed.
+    Returns each box of the disk tensor with that of the live one, or None where elements are in
+    another order within an axis, or are computed.
     """
     if tensor.grid != tensor.shape or tensor.computed is not None:
         return None
@@ -201,18 +164,13 @@ def _window(piece: StridedBox, disk: Shape, live: Shape) -> Window | None:
 
 
 class NamingRequest(Struct, frozen=True):
-    """What the names of a model on disk depend on.
+    """What the names of a model on disk depend on."""
 
-    Attributes:
-        config: A parsed `config.json` of a model type that transformers itself has.
-        tensors: Element types and shapes by live name, or None for those of the model as its
-            class makes it.
-        base: The disk names of the model that training began from, where they are known. They
-            show which of several forms that it can load the model keeps.
-    """
-
-    config: Mapping[str, Any]
+    config: Mapping[str, Any]  # a parsed `config.json` of a model type that transformers itself has
+    # Element types and shapes by live name, or None for those of the model as its class makes it.
     tensors: Mapping[Fqn, tuple[DType, Shape]] | None
+    # The disk names of the model that training began from, where they are known. They show which of
+    # several forms that it can load the model keeps.
     base: Sequence[Fqn] = ()
 
     def to_json(self) -> bytes:

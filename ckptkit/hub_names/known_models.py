@@ -79,10 +79,7 @@ def find_doubled_prefix(names: Collection[str]) -> str:
 def compare_with_base(request: LoadRequest, base: Shapes, model: str) -> LoadReport:
     """Compares tensors with those of a base model.
 
-    Args:
-        request: The tensors.
-        base: Shapes by name; None where only names are known.
-        model: The base, in words.
+    `base`: shapes by name; None where only names are known. `model`: the base, in words.
     """
     given, left_out = _as_in_base(request, base)
     wanted = base
@@ -181,8 +178,7 @@ def find_prefix(unexpected: Collection[str], wanted: Collection[str]) -> str:
 def compare_with_counts(request: LoadRequest) -> LoadReport | None:
     """Compares tensors with what a configuration counts.
 
-    Returns:
-        What differs for certain; None where a configuration of this kind shows nothing.
+    Returns what differs for certain; None where a configuration of this kind shows nothing.
     """
     config, names = request.config, list(request.tensors)
     model_type = config.get("model_type")
@@ -295,25 +291,18 @@ def _number(config: Mapping[str, Any], keys: tuple[str, ...]) -> int | None:
 
 
 class Need(Struct, frozen=True):
-    """Whether names on disk have to be asked for.
+    """Whether names on disk have to be asked for."""
 
-    Attributes:
-        kind: `ask` where they may differ, `none` where they do not, `unknown` where the table
-            does not say.
-        reason: Why it cannot, as a clause; empty otherwise.
-    """
-
+    # `ask` where they may differ, `none` where they do not, `unknown` where the table does not say.
     kind: Literal["ask", "none", "unknown"]
-    reason: str = ""
+    reason: str = ""  # why it cannot, as a clause; empty otherwise
 
 
 def determine_need(config: Mapping[str, Any] | None, *, has_base: bool) -> Need:
     """Returns whether a model's names on disk have to be asked for.
 
-    Args:
-        config: A parsed `config.json`, or None.
-        has_base: Whether the disk names of the model that training began from are known; only
-            they show that a prefix is to be added or dropped.
+    `config`: a parsed `config.json`, or None. `has_base`: whether the disk names of the model that
+    training began from are known; only they show that a prefix is to be added or dropped.
     """
     if config is None:
         return Need("unknown", "there is no config.json")

@@ -42,17 +42,12 @@ _OF_ANOTHER = (
 
 
 class Made(Struct, frozen=True):
-    """A tensor on its way from the source to the target.
+    """A tensor on its way from the source to the target."""
 
-    Attributes:
-        arrangement: The elements of the source that it consists of.
-        added: What is added to each of them.
-        padding: The first row that was left out as padding, and the number of rows with the
-            padding; None where there is none.
-    """
-
-    arrangement: Arrangement
+    arrangement: Arrangement  # the elements of the source that it consists of
     added: float = 0.0
+    # The first row that was left out as padding, and the number of rows with the padding; None
+    # where there is none.
     padding: tuple[int, int] | None = None
 
 
@@ -60,11 +55,7 @@ class Step(Protocol):
     """One step of a rule."""
 
     def apply(self, tensors: Sequence[Made], sizes: Sizes) -> list[Made]:
-        """Returns the tensors after the step.
-
-        Raises:
-            FormatError: If their shapes do not fit.
-        """
+        """Returns the tensors after the step."""
         ...
 
     def inverse(self) -> Step:
@@ -73,19 +64,12 @@ class Step(Protocol):
 
 
 class Split(Struct, frozen=True):
-    """One tensor becomes several.
-
-    Attributes:
-        where: The rule, for messages.
-        parts: The size of each result along the axis, per group.
-        axis: The axis.
-        groups: The number of groups.
-    """
+    """One tensor becomes several."""
 
     where: str
-    parts: tuple[str, ...]
+    parts: tuple[str, ...]  # the size of each result along the axis, per group
     axis: int
-    groups: str
+    groups: str  # the number of groups
 
     def apply(self, tensors: Sequence[Made], sizes: Sizes) -> list[Made]:
         (made,) = _expect(tensors, 1, self.where)
@@ -150,20 +134,12 @@ class Concat(Struct, frozen=True):
 
 
 class Reorder(Struct, frozen=True):
-    """The indices of an axis in another order.
-
-    Attributes:
-        where: The rule, for messages.
-        before: The factors of the axis, the outermost first.
-        after: The same factors in the new order.
-        factors: Expressions by factor; one may be missing.
-        axis: The axis.
-    """
+    """The indices of an axis in another order."""
 
     where: str
-    before: tuple[str, ...]
-    after: tuple[str, ...]
-    factors: Mapping[str, str]
+    before: tuple[str, ...]  # the factors of the axis, the outermost first
+    after: tuple[str, ...]  # the same factors in the new order
+    factors: Mapping[str, str]  # expressions by factor; one may be missing
     axis: int
 
     def apply(self, tensors: Sequence[Made], sizes: Sizes) -> list[Made]:
@@ -369,11 +345,7 @@ class Only(Struct, frozen=True):
 
 
 def parse_step(step: Any, where: str) -> Step:
-    """Parses a step of a rule.
-
-    Raises:
-        UsageError: If it is none.
-    """
+    """Parses a step of a rule."""
     table = dict(step) if isinstance(step, dict) else {}
     kind = next((kind for kind in _PARSERS if kind in table), None)
     if kind is None:

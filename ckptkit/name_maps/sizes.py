@@ -31,16 +31,11 @@ class _AbsentError(Exception):
 
 
 class Sizes(Struct, frozen=True):
-    """Computes the sizes of one model.
+    """Computes the sizes of one model."""
 
-    Attributes:
-        expressions: By the name of a size, its expressions; the first that can be computed counts.
-        config: The configuration; that of the text model in it where there is one.
-        where: The map, for messages.
-    """
-
+    # By the name of a size, its expressions; the first that can be computed counts.
     expressions: Mapping[str, Sequence[str]]
-    config: Mapping[str, Any]
+    config: Mapping[str, Any]  # the configuration; that of the text model in it where there is one
     where: str
     _under_way: list[str] = field(default_factory=list)
     # Each size once: of sizes that are sums of one another, the terms double with each.
@@ -51,12 +46,7 @@ class Sizes(Struct, frozen=True):
         return name in self.expressions
 
     def of(self, expression: str | int) -> int:
-        """Returns the value of an expression.
-
-        Raises:
-            RefusedError: If the configuration lacks what it needs, or a division has a remainder.
-            UsageError: If it is no expression.
-        """
+        """Returns the value of an expression."""
         if isinstance(expression, int):
             return expression
         try:
@@ -76,11 +66,7 @@ class Sizes(Struct, frozen=True):
             ) from error
 
     def count(self, expression: str | int) -> int:
-        """Returns the value of an expression that counts something, and so is at least 1.
-
-        Raises:
-            RefusedError: If it is less, or cannot be computed; see `of`.
-        """
+        """Returns the value of an expression that counts something, and so is at least 1."""
         value = self.of(expression)
         if value < 1:
             raise RefusedError(

@@ -40,22 +40,16 @@ _STATE = "quant_state.bitsandbytes__"
 
 
 class StoredWeight(Struct, frozen=True):
-    """What a stored tensor is.
+    """What a stored tensor is."""
 
-    Attributes:
-        parameters: How many parameters of the model it holds; none for scales.
-        label: Such as `4-bit`, `scales` or `rank 8`; empty for a plain tensor.
-    """
-
-    parameters: int
-    label: str = ""
+    parameters: int  # how many parameters of the model it holds; none for scales
+    label: str = ""  # such as `4-bit`, `scales` or `rank 8`; empty for a plain tensor
 
 
 def describe_stored(tensors: Iterable[tuple[str, Shape, str]]) -> dict[str, StoredWeight]:
     """Describes the tensors of one model.
 
-    Args:
-        tensors: Names, shapes and element types.
+    `tensors`: names, shapes and element types.
 
     >>> found = describe_stored([("q_proj.weight", (8, 1), "uint8"), ("q_proj.lora_A", (4, 3), "")])
     >>> found["q_proj.weight"], found["q_proj.lora_A"]
@@ -117,11 +111,9 @@ def _is_column(name: str, shape: Shape) -> bool:
 def _find_bits(group: Mapping[str, Shape], zeros: str, scales: str, packed: int) -> int:
     """Returns the bits of a number where zero points show them, else 0.
 
-    Args:
-        group: Shapes of what is stored for a weight, by name.
-        zeros: How the name of its zero points ends, which are packed as the weight is.
-        scales: How that of its scales ends.
-        packed: The dimension in which zero points are packed.
+    `group`: shapes of what is stored for a weight, by name. `zeros`: how the name of its zero
+    points ends, which are packed as the weight is. `scales`: how that of its scales ends. `packed`:
+    the dimension in which zero points are packed.
     """
     first, second = (
         next((shape for name, shape in group.items() if name.endswith(f".{ending}")), ())

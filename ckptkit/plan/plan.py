@@ -106,31 +106,20 @@ class Copy(Struct, frozen=True):
 
 
 class ServerCopy(Struct, frozen=True):
-    """A copy whose ranges the store of the output copies itself.
-
-    Attributes:
-        origin: As in `Copy`.
-        key: As in `Copy`.
-        copied: Ranges of the output file within the segment, by their starts.
-    """
+    """A copy whose ranges the store of the output copies itself."""
 
     origin: str
     key: Key
-    copied: tuple[CopiedRange, ...]
+    copied: tuple[CopiedRange, ...]  # ranges of the output file within the segment, by their starts
 
 
 class Compute(Struct, frozen=True):
-    """A tensor that a kernel computes from the source tensors `reads`.
-
-    Attributes:
-        kernel: The kernel.
-        reads: The origin and the key of each source tensor.
-        most_elements: How many it computes at a time, for a kernel that reads much for each; None
-            for as many as the engine chooses.
-    """
+    """A tensor that a kernel computes from the source tensors `reads`."""
 
     kernel: Kernel
-    reads: tuple[tuple[str, Key], ...]
+    reads: tuple[tuple[str, Key], ...]  # the origin and the key of each source tensor
+    # How many it computes at a time, for a kernel that reads much for each; None for as many as the
+    # engine chooses.
     most_elements: int | None = None
 
 
@@ -161,17 +150,11 @@ class Product(Struct, frozen=True):
 
 
 class StackedPart(Struct, frozen=True):
-    """Where a product is in a larger tensor, whose first axes count layers or experts.
-
-    Attributes:
-        name: The larger tensor.
-        index: The index of the product along each of these axes; it has one index along them.
-        counts: The sizes of these axes.
-    """
+    """Where a product is in a larger tensor, whose first axes count layers or experts."""
 
     name: Fqn
-    index: Shape
-    counts: Shape
+    index: Shape  # the index of the product along each of these axes; it has one index along them
+    counts: Shape  # the sizes of these axes
 
     @property
     def part_name(self) -> Fqn:
@@ -223,17 +206,11 @@ class Task(Struct, frozen=True):
 
 
 class Plan(Struct, frozen=True):
-    """Everything that an execution does.
+    """Everything that an execution does."""
 
-    Attributes:
-        files: The output files; all are written in full.
-        dropped: Tied names that are not written, with the name that replaces each.
-        notes: Messages for the user, before it runs.
-    """
-
-    files: tuple[OutputFile, ...]
-    dropped: Mapping[Fqn, Fqn]
-    notes: tuple[str, ...] = ()
+    files: tuple[OutputFile, ...]  # the output files; all are written in full
+    dropped: Mapping[Fqn, Fqn]  # tied names that are not written, with the name that replaces each
+    notes: tuple[str, ...] = ()  # messages for the user, before it runs
 
     @property
     def bytes_written(self) -> int:
@@ -340,17 +317,11 @@ _SLICE = re.compile(r"(\d{1,6})/(\d{1,6})")
 
 
 class Share(Struct, frozen=True):
-    """One of `count` parts of a plan that have about as many bytes each.
+    """One of `count` parts of a plan that have about as many bytes each."""
 
-    Attributes:
-        number: From 0 to `count` - 1.
-        count: The number of shares.
-        in_parts: Whether no part of an object is split between shares, as uploads need.
-    """
-
-    number: int
-    count: int
-    in_parts: bool = False
+    number: int  # from 0 to `count` - 1
+    count: int  # the number of shares
+    in_parts: bool = False  # whether no part of an object is split between shares, as uploads need
 
     def __str__(self) -> str:
         return f"{self.number}/{self.count}"

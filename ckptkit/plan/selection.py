@@ -43,9 +43,7 @@ def model_trees(index: TensorIndex) -> list[str]:
 def propose_trees(trees: Sequence[str], home: str = "") -> str:
     """Returns the options that select state dicts, those that are published first.
 
-    Args:
-        trees: Their names.
-        home: What was selected already, in which they are.
+    `home`: what was selected already, in which they are.
     """
     ordered = sorted(trees, key=lambda tree: order_of_copy(tree)[0])
     named = [posixpath.join(home, tree or ".") if home else tree for tree in ordered[:_PROPOSED]]
@@ -58,11 +56,8 @@ def select_model(
 ) -> list[TensorEntry]:
     """Returns the tensors of the selected model, patterns applied.
 
-    Args:
-        index: The checkpoint.
-        request: The selection and the patterns.
-        location: The checkpoint, for messages.
-        everything: Whether tensors that the user leaves out are among them.
+    `request`: the selection and the patterns. `everything`: whether tensors that the user leaves
+    out are among them.
     """
     trees = model_trees(index)
     if not trees:
@@ -200,16 +195,10 @@ def refuse_casting_quantized(
 
 
 class KeptDtypes(Struct, frozen=True):
-    """Tensors that stay in float32 where the others are cast to 16 bits.
+    """Tensors that stay in float32 where the others are cast to 16 bits."""
 
-    Attributes:
-        always: Expressions that are searched in a name.
-        in_float16: The same, for casts to float16 alone.
-        names: Whole names.
-    """
-
-    always: tuple[str, ...] = ()
-    in_float16: tuple[str, ...] = ()
+    always: tuple[str, ...] = ()  # expressions that are searched in a name
+    in_float16: tuple[str, ...] = ()  # the same, for casts to float16 alone
     names: frozenset[str] = frozenset()
 
     def holds(self, name: str, wanted: DType) -> bool:
@@ -230,19 +219,13 @@ _FLOAT32 = dtype_named("float32")
 
 
 class DTypePolicy(Struct, frozen=True):
-    """Which element type each tensor is written in.
+    """Which element type each tensor is written in."""
 
-    Attributes:
-        choice: What `--dtype` says.
-        keep: Patterns of names that keep their stored type.
-        base: For the choice `base`, the element type of each tensor of the base model.
-        kept: What stays in float32.
-    """
-
-    choice: str
-    keep: tuple[str, ...] = ()
+    choice: str  # what `--dtype` says
+    keep: tuple[str, ...] = ()  # patterns of names that keep their stored type
+    # For the choice `base`, the element type of each tensor of the base model.
     base: Mapping[Fqn, DType] | None = None
-    kept: KeptDtypes = KeptDtypes()
+    kept: KeptDtypes = KeptDtypes()  # what stays in float32
 
     def is_kept(self, tensor: TensorEntry | TensorSpec) -> bool:
         """Returns whether a tensor stays in float32 although `--dtype` names another type."""

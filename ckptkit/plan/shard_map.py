@@ -17,21 +17,16 @@ _MOST_RUNS = 64  # of one tensor; beyond, neighbours are shown together
 
 
 class ShardMap(Struct, frozen=True):
-    """How the tensors of an inspection are distributed.
+    """How the tensors of an inspection are distributed."""
 
-    Attributes:
-        files: The path and the size of each file that holds tensors, -1 where it is missing, and
-            the size that it needs at least.
-        by_rank: What each rank wrote of each tensor, in the order of the inspection; empty for a
-            tensor whose writers are unknown.
-        by_file: What each file holds of each tensor, by positions in `files`.
-        unreadable: The positions of the tensors that cannot be read whole.
-    """
-
+    # The path and the size of each file that holds tensors, -1 where it is missing, and the size
+    # that it needs at least.
     files: tuple[tuple[str, int, int], ...]
+    # What each rank wrote of each tensor, in the order of the inspection; empty for a tensor whose
+    # writers are unknown.
     by_rank: tuple[Shares, ...]
-    by_file: tuple[Shares, ...]
-    unreadable: tuple[int, ...]
+    by_file: tuple[Shares, ...]  # what each file holds of each tensor, by positions in `files`
+    unreadable: tuple[int, ...]  # the positions of the tensors that cannot be read whole
 
 
 def map_shards(
@@ -39,10 +34,8 @@ def map_shards(
 ) -> ShardMap:
     """Describes where tensors are stored.
 
-    Args:
-        index: The index of the checkpoint.
-        entries: Its tensors that are described.
-        unreadable: The keys of those that cannot be read whole.
+    `index`: the index of the checkpoint. `entries`: its tensors that are described. `unreadable`:
+    the keys of those that cannot be read whole.
     """
     records = index.records
     needed = np.full(len(index.files), -1, np.int64)  # of files without these tensors

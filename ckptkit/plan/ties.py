@@ -62,14 +62,10 @@ _ROOT_PAIRS = _PAIRS.pop(("", ""))
 def find_tie_candidates(config: Mapping[str, Any] | None, names: Specs) -> Mapping[Fqn, Fqn]:
     """Finds the names that the configuration declares tied, and that could hold one tensor.
 
-    Args:
-        config: A parsed `config.json`, or None, which declares nothing.
-        names: Element type and shape of every tensor, by live name.
-
-    Returns:
-        From each name that `save_pretrained` leaves out to the one that it keeps; both are in
-        `names`, and agree in element type and shape. Whether they hold the same bytes is for
-        the caller to see.
+    `config`: a parsed `config.json`, or None, which declares nothing. `names`: element type and
+    shape of every tensor, by live name. Returns from each name that `save_pretrained` leaves out to
+    the one that it keeps; both are in `names`, and agree in element type and shape. Whether they
+    hold the same bytes is for the caller to see.
     """
     return {t: s for t, s in _find_declared_pairs(config, names).items() if names[t] == names[s]}
 
@@ -90,10 +86,8 @@ def choose_ties_to_drop(
     One flag ties all names of a model. Where one pair differs, the flag is about to be set
     false, and nothing would restore the others; so then all are written.
 
-    Args:
-        config: The configuration before `untie_config`.
-        same: The candidates whose bytes agree.
-        broken: The targets whose bytes, type or shape differ from those of their source.
+    `config`: the configuration before `untie_config`. `same`: the candidates whose bytes agree.
+    `broken`: the targets whose bytes, type or shape differ from those of their source.
     """
     if broken and untie_config(config or {}) != config:
         return {}
@@ -107,8 +101,7 @@ def find_absent_tied_names(
 
     Only classes that are known to have a head are considered.
 
-    Returns:
-        From each absent name to the one in `names` that holds its bytes.
+    Returns from each absent name to the one in `names` that holds its bytes.
     """
     architecture = _architecture(config or {})
     if config is None or not (architecture in _ROOT_PAIRS or architecture.endswith(_HEADED)):
@@ -129,8 +122,7 @@ def find_class_without_targets(
 
     Which names a live model has there is not in the configuration.
 
-    Returns:
-        The class; None where all is there, or nothing is tied in this way.
+    Returns the class; None where all is there, or nothing is tied in this way.
     """
     name = _architecture(config or {})
     is_shared = name.startswith("Zamba") and _model_type(config or {}) in SHARED_BLOCKS
@@ -270,25 +262,18 @@ _BLOCK = re.compile(r"(?P<prefix>(?:.*\.)?layers\.)(?P<layer>\d{1,9})\.shared_tr
 
 
 class TiePattern(Struct, frozen=True):
-    """Names of a module that are tied to others of the same module.
+    """Names of a module that are tied to others of the same module."""
 
-    Attributes:
-        prefix: What the module's names begin with: empty, or a path that ends in a dot.
-        target: A regular expression that the tied names begin with, after the prefix.
-        source: The same of the names that they are tied to, in the order of both when sorted.
-    """
-
-    prefix: str
-    target: str
-    source: str
+    prefix: str  # what the module's names begin with: empty, or a path that ends in a dot
+    target: str  # a regular expression that the tied names begin with, after the prefix
+    source: str  # the same of the names that they are tied to, in the order of both when sorted
 
 
 def expand_ties(patterns: Sequence[TiePattern], names: Collection[Fqn]) -> dict[Fqn, Fqn]:
     """Finds the names that patterns tie.
 
-    Returns:
-        From each name that `save_pretrained` leaves out to the one that it keeps. Nothing where
-        a pattern does not fit the names, as where some of them were left out.
+    Returns from each name that `save_pretrained` leaves out to the one that it keeps. Nothing where
+    a pattern does not fit the names, as where some of them were left out.
     """
     pairs: dict[Fqn, Fqn] = {}
     for pattern in patterns:
@@ -315,9 +300,8 @@ def expand_ties(patterns: Sequence[TiePattern], names: Collection[Fqn]) -> dict[
 def find_shared_blocks(names: Collection[Fqn], distinct: object) -> list[TiePattern]:
     """Returns what Zamba's hybrid layers share.
 
-    Args:
-        names: All names of the model; those of shared blocks show which layers are hybrid.
-        distinct: After how many hybrid layers Zamba 2 uses the first block again.
+    `names`: all names of the model; those of shared blocks show which layers are hybrid.
+    `distinct`: after how many hybrid layers Zamba 2 uses the first block again.
     """
     found = {match for name in names if (match := _BLOCK.match(name))}
     layers = sorted({int(match["layer"]) for match in found})

@@ -27,33 +27,20 @@ from ckptkit.core.index import Fqn, Shape, TensorEntry
 
 
 class Method(Struct, frozen=True):
-    """A method of PEFT.
+    """A method of PEFT."""
 
-    Attributes:
-        key: Its `peft_type` in `adapter_config.json`.
-        title: The usual name of one of its adapters, with the article.
-        segments: The segments of tensor names that this method alone has.
-        merges: Whether `merge_and_unload` of PEFT makes one model of base and adapter.
-    """
-
-    key: str
-    title: str
-    segments: tuple[str, ...] = ()
-    merges: bool = True
+    key: str  # its `peft_type` in `adapter_config.json`
+    title: str  # the usual name of one of its adapters, with the article
+    segments: tuple[str, ...] = ()  # the segments of tensor names that this method alone has
+    merges: bool = True  # whether `merge_and_unload` of PEFT makes one model of base and adapter
 
 
 class AdapterSign(Struct, frozen=True):
-    """What shows that tensors are an adapter's.
+    """What shows that tensors are an adapter's."""
 
-    Attributes:
-        name: The first tensor that does.
-        method: The key of the method; empty where names do not show it.
-        form: Whose names the factors have, a key of `FACTORS`.
-    """
-
-    name: str
-    method: str
-    form: str = "PEFT"
+    name: str  # the first tensor that does
+    method: str  # the key of the method; empty where names do not show it
+    form: str = "PEFT"  # whose names the factors have, a key of `FACTORS`
 
     @property
     def title(self) -> str:
@@ -260,12 +247,8 @@ _WORDS = frozenset(
 def find_adapter(names: Iterable[str], own: Collection[str] = ()) -> AdapterSign | None:
     """Finds out whether tensors are an adapter's, or those of a model that PEFT wraps.
 
-    Args:
-        names: Of a whole state dict.
-        own: Names of the adapters that are a part of the model; see `own_adapters`.
-
-    Returns:
-        None where nothing shows it.
+    `names`: of a whole state dict. `own`: names of the adapters that are a part of the model; see
+    `own_adapters`. Returns None where nothing shows it.
 
     Example:
         >>> find_adapter(["base_model.model.norm.weight", "base_model.model.q_proj.ia3_l"])
@@ -344,9 +327,8 @@ def title_of(method: str) -> str:
 def advice_on(method: str, folder: str = "") -> str:
     """Returns what to do with an adapter that `ckptkit adapter` does not handle.
 
-    Args:
-        method: Its method; empty where it is not known.
-        folder: PEFT's folder of it; empty for one in a checkpoint.
+    `method`: its method; empty where it is not known. `folder`: PEFT's folder of it; empty for one
+    in a checkpoint.
     """
     known = METHODS.get(method)
     merged = (
@@ -446,9 +428,8 @@ def explain_random_weights(
 
     Bytes that have a scale are known to Transformers, as in compressed tensors.
 
-    Args:
-        tensors: Names, shapes and element types of a whole model.
-        config: The model's configuration: adapters that it declares are a part of the model.
+    `tensors`: names, shapes and element types of a whole model. `config`: the model's
+    configuration: adapters that it declares are a part of the model.
     """
     rows = list(tensors)
     sign = find_adapter((name for name, _, _ in rows), own_adapters(config))
@@ -482,10 +463,7 @@ def refuse_random_weights(
 ) -> None:
     """Refuses adapters and packed weights, which load as another model without an error.
 
-    Args:
-        entries: What would be written.
-        location: The source, for messages.
-        config: See `explain_random_weights`.
+    `entries`: what would be written.
     """
     if reason := explain_random_weights(map(_describe, entries), config=config):
         raise RefusedError(reason, where=location, hint=hint_at_raw_names())

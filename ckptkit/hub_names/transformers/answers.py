@@ -39,10 +39,8 @@ Specs = Mapping[Fqn, tuple[DType, Shape]]
 def answer_names(request: NamingRequest, conversions: Sequence[Any] | None = None) -> HubNames:
     """Finds out what the tensors of a model become on disk.
 
-    Args:
-        request: The model and its tensors.
-        conversions: Those that loading left at the model, where it is known; None leaves them to
-            the names of the base.
+    `request`: the model and its tensors. `conversions`: those that loading left at the model, where
+    it is known; None leaves them to the names of the base.
     """
     model = build_asked_model(request, conversions)
     own = _own_tensors(model)
@@ -75,9 +73,8 @@ def answer_names(request: NamingRequest, conversions: Sequence[Any] | None = Non
 def build_asked_model(request: NamingRequest, conversions: Sequence[Any] | None = None) -> Any:
     """Returns a model without weights that reverts the conversions as the one in question does.
 
-    Args:
-        request: The model and its tensors.
-        conversions: Those that loading left at it, where they are known.
+    `request`: the model and its tensors. `conversions`: those that loading left at it, where they
+    are known.
     """
     model = build_model(request.config, list(request.tensors or ()))
     if conversions is None and request.base:
@@ -132,9 +129,8 @@ def _used_by(model: Any, base: Sequence[Fqn]) -> list[Any] | None:
 def serve(requests: IO[bytes], replies: IO[bytes]) -> None:
     """Converts groups until there is no further one.
 
-    Args:
-        requests: A naming request, and then groups, one JSON value a line.
-        replies: Takes an answer for each group, one JSON value a line.
+    `requests`: a naming request, and then groups, one JSON value a line. `replies`: takes an answer
+    for each group, one JSON value a line.
     """
     model = build_asked_model(NamingRequest.from_json(requests.readline()))
     for line in requests:
@@ -150,13 +146,9 @@ def serve(requests: IO[bytes], replies: IO[bytes]) -> None:
 def convert_group(model: Any, group: Mapping[str, Any]) -> dict[str, Any]:
     """Converts one group.
 
-    Args:
-        model: The model without weights.
-        group: `inputs`, rows of name, element type, shape and file; `outputs`, rows of name and
-            file.
-
-    Returns:
-        `outputs`, rows of name, element type and shape of the contents of their files.
+    `model`: the model without weights. `group`: `inputs`, rows of name, element type, shape and
+    file; `outputs`, rows of name and file. Returns `outputs`, rows of name, element type and shape
+    of the contents of their files.
     """
     tensors = {name: _map_file(*row) for name, *row in group["inputs"]}
     found = revert_weight_conversion(model, tensors)

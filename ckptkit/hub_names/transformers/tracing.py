@@ -34,11 +34,7 @@ class ComputesError(Exception):
 
 
 class TracedTensor(torch.Tensor):
-    """A tensor whose elements are known by their positions in live tensors.
-
-    Attributes:
-        arrangement: The positions.
-    """
+    """A tensor whose elements are known by their positions in live tensors."""
 
     arrangement: Arrangement
 
@@ -201,17 +197,11 @@ _ATTRIBUTE = "_weight_conversions"  # where loading leaves at a model what it us
 
 
 class ComputedTensor(Struct, frozen=True):
-    """A tensor that a conversion computes.
-
-    Attributes:
-        shape: Its shape.
-        dtype: Its element type.
-        sources: All live tensors that the conversion is given.
-    """
+    """A tensor that a conversion computes."""
 
     shape: Shape
     dtype: torch.dtype
-    sources: tuple[Fqn, ...]
+    sources: tuple[Fqn, ...]  # all live tensors that the conversion is given
 
 
 def revert_conversions(
@@ -219,9 +209,7 @@ def revert_conversions(
 ) -> dict[str, TracedTensor | ComputedTensor]:
     """Returns what `save_pretrained` would write, by disk name.
 
-    Args:
-        model: The model.
-        tensors: Its tensors, by live name.
+    `tensors`: its tensors, by live name.
     """
     revert = core_model_loading.revert_weight_conversion
     try:

@@ -45,19 +45,13 @@ _TO_LIST, _TO_DICT = (b"a", b"e"), (b"s", b"u")  # one item, and those above a m
 
 
 class DcpTensor(Struct, frozen=True):
-    """A tensor, and where its chunks are stored.
+    """A tensor, and where its chunks are stored."""
 
-    Attributes:
-        path: Of dictionary keys and list positions; joined with dots it is the flat key.
-        dtype: torch's name of the element type.
-        shape: Of the whole tensor, in elements.
-        places: Its chunks; gone through twice.
-    """
-
+    # Of dictionary keys and list positions; joined with dots it is the flat key.
     path: tuple[str | int, ...]
-    dtype: str
-    shape: Sizes
-    places: Collection[Place]
+    dtype: str  # torch's name of the element type
+    shape: Sizes  # of the whole tensor, in elements
+    places: Collection[Place]  # its chunks; gone through twice
 
     @property
     def key(self) -> str:
@@ -95,10 +89,8 @@ def write_metadata(
 ) -> None:
     """Writes `.metadata` piece by piece.
 
-    Args:
-        write: Takes the pieces, in order.
-        tensors: With keys that differ from each other's.
-        objects: With keys that differ from each other's and the tensors'.
+    `write`: takes the pieces, in order. `tensors`: with keys that differ from each other's.
+    `objects`: with keys that differ from each other's and the tensors'.
     """
     _Writer(write).metadata(tensors, objects)
 

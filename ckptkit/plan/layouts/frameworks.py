@@ -53,10 +53,8 @@ def layout_torchtitan(
 ) -> list[OutputFile]:
     """Lays tensors out as torchtitan's `checkpoint.initial_load_path` takes them.
 
-    Args:
-        products: By torchtitan's names; stacked ones in parts.
-        parts: Where these are in the stacked tensors.
-        max_file_bytes: The most bytes of tensors in a file.
+    `products`: by torchtitan's names; stacked ones in parts. `parts`: where these are in the
+    stacked tensors. `max_file_bytes`: the most bytes of tensors in a file.
     """
     return lay_out_dcp("", _with_keys(products, parts), max_file_bytes, parts=parts)
 
@@ -69,11 +67,9 @@ def layout_megatron(
 ) -> list[OutputFile]:
     """Lays tensors out as a `torch_dist` checkpoint.
 
-    Args:
-        products: By Megatron-Core's names; stacked ones in parts.
-        parts: Where these are in the stacked tensors.
-        max_file_bytes: The most bytes of tensors in a file.
-        config: The configuration of the model, for the sizes among the arguments.
+    `products`: by Megatron-Core's names; stacked ones in parts. `parts`: where these are in the
+    stacked tensors. `max_file_bytes`: the most bytes of tensors in a file. `config`: the
+    configuration of the model, for the sizes among the arguments.
     """
     keys = _with_keys(products, parts)
     is_apart = any(_LAYER.search(str(path[0])) for path, _ in keys)

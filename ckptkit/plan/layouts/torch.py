@@ -83,9 +83,8 @@ class _Entry(Struct, frozen=True):
 class ZipParts:
     """Collects the rows of one archive, in order.
 
-    Args:
-        prefix: What every record name starts with, without `/`.
-        first_segment: How many segments the file has before this archive.
+    `prefix`: what every record name starts with, without `/`. `first_segment`: how many segments
+    the file has before this archive.
     """
 
     def __init__(self, prefix: str, first_segment: int = 0) -> None:
@@ -106,12 +105,8 @@ class ZipParts:
     ) -> None:
         """Adds a record: its header, its bytes, and the descriptor that follows them.
 
-        Args:
-            name: Of the record.
-            size: Length of its bytes.
-            body: What they are.
-            crc: Their CRC-32, None where it is known once they are written.
-            spec: The tensor that they are, if they are one.
+        `size`: length of its bytes. `crc`: their CRC-32, None where it is known once they are
+        written. `spec`: the tensor that they are, if they are one.
         """
         start = self.size_bytes
         full = f"{self._prefix}/{name}".encode()
@@ -238,8 +233,7 @@ class TensorRecord(Struct, frozen=True):
 def push_value(value: Any) -> bytes:
     """Pushes a plain value: numbers, texts, None, and tuples, lists and dictionaries of them.
 
-    Args:
-        value: `TensorRecord` tensors may be in it.
+    `value`: `TensorRecord` tensors may be in it.
     """
     if isinstance(value, TensorRecord):
         return push_tensor(value.spec, value.storage)
@@ -282,8 +276,7 @@ def layout_torch_full(products: Sequence[Product], max_file_bytes: int) -> list[
 
     `torch.load(weights_only=True)` opens each file as a dictionary of tensors.
 
-    Returns:
-        The weight files, and their index where there are several.
+    Returns the weight files, and their index where there are several.
     """
     groups = split_by_size(products, max_file_bytes)
     names = name_shards("pytorch_model", "bin", len(groups))
@@ -341,8 +334,7 @@ def layout_dcp(products: Sequence[Product], max_file_bytes: int) -> list[OutputF
     Keys are `model.` and the name; every tensor is one chunk, which any number of ranks may
     load their parts of.
 
-    Returns:
-        The data files, and `.metadata`.
+    Returns the data files, and `.metadata`.
     """
     tensors = [((CONTAINER, product.spec.name), product) for product in products]
     return lay_out_dcp(MODEL_FOLDER, tensors, max_file_bytes)
@@ -351,8 +343,7 @@ def layout_dcp(products: Sequence[Product], max_file_bytes: int) -> list[OutputF
 def layout_optimizer_folder(states: OptimizerStates, max_file_bytes: int) -> list[OutputFile]:
     """Lays the states of an optimizer out so that `dcp.load` and `load_state` read them.
 
-    Returns:
-        The data files, and `.metadata`.
+    Returns the data files, and `.metadata`.
     """
     tensors = [((OPTIMIZER, *tensor.path), tensor.product) for tensor in states.tensors]
     values = {(OPTIMIZER, *path): value for path, value in states.values.items()}
@@ -369,12 +360,9 @@ def lay_out_dcp(
 ) -> list[OutputFile]:
     """Fills data files with tensors, puts the values into the first, and adds `.metadata`.
 
-    Args:
-        folder: The folder of the files; empty for the output itself.
-        tensors: With the path of keys for each.
-        max_file_bytes: The most bytes of tensors in a file.
-        values: What is not a tensor, by path.
-        parts: The tensors that are parts of larger ones, by name; such a part is a chunk.
+    `folder`: the folder of the files; empty for the output itself. `tensors`: with the path of keys
+    for each. `max_file_bytes`: the most bytes of tensors in a file. `values`: what is not a tensor,
+    by path. `parts`: the tensors that are parts of larger ones, by name; such a part is a chunk.
     """
     paths = {product.spec.name: path for path, product in tensors}
     files: list[OutputFile] = []
