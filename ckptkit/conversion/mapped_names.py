@@ -50,7 +50,7 @@ from ckptkit.lora.foreign import OF_TINKER, TINKER, Factor, ForeignAdapter, name
 from ckptkit.name_maps.apply import Extent, MappedNames, apply_map
 from ckptkit.name_maps.find import find_map, load_map, refuse_contradiction
 from ckptkit.name_maps.language import NameMap, Rule, invert, parse_template
-from ckptkit.name_maps.rearrangement import (
+from ckptkit.name_maps.steps import (
     Add,
     Concat,
     Flatten,
@@ -59,12 +59,12 @@ from ckptkit.name_maps.rearrangement import (
     Pad,
     Reorder,
     Rows,
+    Sizes,
     Split,
     Step,
     Transpose,
     Unflatten,
 )
-from ckptkit.name_maps.sizes import Sizes
 from ckptkit.options import ConsolidateRequest, matches
 from ckptkit.plan.coverage import refuse_problems
 from ckptkit.plan.plan import SOURCE, Compute, Product, StackedPart, TensorSpec
@@ -646,16 +646,13 @@ def _split_experts(
 # --- by a name map ---
 
 
-class _Repeat(Struct, frozen=True):
+class _Repeat(Step, Struct, frozen=True):
     """The same tensor several times: a factor A, of each part of a weight."""
 
     count: int
 
     def apply(self, tensors: Sequence[Made], _sizes: Sizes) -> list[Made]:
         return [made for made in tensors for _ in range(self.count)]
-
-    def inverse(self) -> Step:
-        raise NotImplementedError
 
 
 def _map_factors(

@@ -48,7 +48,7 @@ from msgspec.structs import replace
 
 from ckptkit.core.errors import UsageError
 from ckptkit.core.index import MOST_WRAPPERS
-from ckptkit.name_maps.rearrangement import Step, parse_step
+from ckptkit.name_maps.steps import Step, parse_step
 
 _KEYS = (
     *("name", "source", "target", "model_types", "extends", "unstacked", "others", "sizes", "when"),
@@ -212,7 +212,7 @@ class NameMap(Struct, frozen=True):
     source: str  # the framework whose names the rules take
     target: str  # the framework whose names they make
     model_types: tuple[str, ...]  # the `model_type` of the configurations that it is for
-    # Expressions by the name of a size; see `ckptkit.name_maps.sizes`.
+    # Expressions by the name of a size; see `ckptkit.name_maps.steps`.
     sizes: Mapping[str, tuple[str, ...]]
     rules: tuple[Rule, ...]
     # Optional captures that stay in the names of the source when the inverse of the map writes
