@@ -872,7 +872,7 @@ class _Planner:
         names: NamedProducts,
     ) -> tuple[list[OutputFile], NamedProducts]:
         from ckptkit.conversion.mapped_names import name_for_framework  # few outputs need it
-        from ckptkit.plan.layouts.frameworks import layout_megatron, layout_torchtitan
+        from ckptkit.plan.layouts.torch import layout_megatron, layout_torchtitan
 
         # Where the source has names of a framework, its own map has converted them.
         choice, where = self._request.map, self._checkpoint.path

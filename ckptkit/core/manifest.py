@@ -44,19 +44,27 @@ _MAX_MANIFEST_BYTES = 256 << 20
 
 
 class TensorRecord(Struct, frozen=True):
-    """A written tensor."""
+    """A written tensor.
 
-    dtype: str  # torch's name of the element type
+    Attributes:
+        dtype: torch's name of the element type.
+        shape: In elements.
+        file: The file of the output that holds it.
+        digest: Digest of its bytes, see `ckptkit.core.checksums`.
+        proof: `crc32` when every source byte was checked against a stored checksum,
+            `store-crc32` when the store copied some by itself, and its own CRC-32 of the file was
+            compared with those stored, `digest` when ckptkit wrote the source, or a delta, and
+            the digest there is the same, `unverified` when the source had none of these, `live`
+            when it was the memory of training.
+        crc32: CRC-32 of its bytes, which readers compare of parts that they read in any order;
+            None in what ckptkit 0.1 wrote, unless it is the digest.
+    """
+
+    dtype: str
     shape: Shape
-    file: str  # the file of the output that holds it
-    digest: str  # digest of its bytes, see `ckptkit.core.checksums`
-    # `crc32` when every source byte was checked against a stored checksum, `store-crc32` when the
-    # store copied some by itself, and its own CRC-32 of the file was compared with those stored,
-    # `digest` when ckptkit wrote the source, or a delta, and the digest there is the same,
-    # `unverified` when the source had none of these, `live` when it was the memory of training.
+    file: str
+    digest: str
     proof: str
-    # CRC-32 of its bytes, which readers compare of parts that they read in any order; None in what
-    # ckptkit 0.1 wrote, unless it is the digest.
     crc32: int | None = None
 
 
@@ -68,18 +76,25 @@ class FileRecord(Struct, frozen=True):
 
 
 class Manifest(Displayed, Struct, frozen=True):
-    """What was written, from what, and how it was asked for."""
+    """What was written, from what, and how it was asked for.
 
-    # `model`, `adapter`, `torch` or `dcp`, `delta` for what changed between two models, or
-    # `training` for a step of a run.
+    Attributes:
+        kind: `model`, `adapter`, `torch` or `dcp`, `delta` for what changed between two models, or
+            `training` for a step of a run.
+        source: Where it came from: path, format, step, world size.
+        options: The options that differ from their defaults.
+        versions: Of ckptkit and what shaped the bytes.
+        tensors: Every tensor written, by name.
+        tied: Names left out because another name holds the same bytes.
+        files: Every file written except the manifest itself.
+    """
+
     kind: str
-    source: Mapping[str, Any]  # where it came from: path, format, step, world size
-    options: Mapping[str, Any]  # the options that differ from their defaults
-    versions: Mapping[str, str]  # of ckptkit and what shaped the bytes
-    tensors: Mapping[str, TensorRecord]  # every tensor written, by name
-    # Names left out because another name holds the same bytes.
+    source: Mapping[str, Any]
+    options: Mapping[str, Any]
+    versions: Mapping[str, str]
+    tensors: Mapping[str, TensorRecord]
     tied: Mapping[str, str] = field(default_factory=dict)
-    # Every file written except the manifest itself.
     files: Mapping[str, FileRecord] = field(default_factory=dict)
 
     @property

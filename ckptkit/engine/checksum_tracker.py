@@ -8,8 +8,7 @@ zip archive names the checksums of its records.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
 
 from msgspec import Struct, field
 from msgspec.structs import replace
@@ -60,15 +59,6 @@ class OpenRecord(Struct, frozen=True):
                 hint="the file changed while it was read, or is another one on another machine",
             )
         return replace(self, pieces=tuple(join_pieces((*self.pieces, *other.pieces))))
-
-    def to_json(self) -> list[Any]:
-        pieces = [list(piece) for piece in self.pieces]
-        return [self.start, self.stop, self.expected, self.where, pieces]
-
-    @classmethod
-    def from_json(cls, values: Sequence[Any]) -> OpenRecord:
-        start, stop, expected, where, pieces = values
-        return cls(start, stop, expected, where, tuple((at, n, crc) for at, n, crc in pieces))
 
 
 NumberedRecord = tuple[int, OpenRecord]
@@ -319,9 +309,9 @@ class DeferredChecksums:
             self._given_up = True
             self._changed.notify_all()
 
-    def pieces(self) -> Mapping[Slot, Sequence[ChecksumPiece]]:
+    def pieces(self) -> list[tuple[Slot, list[ChecksumPiece]]]:
         with self._changed:
-            return {slot: join_pieces(s.pieces) for slot, s in self._sums.items() if s.pieces}
+            return [(slot, join_pieces(s.pieces)) for slot, s in self._sums.items() if s.pieces]
 
     def value(self, slot: Slot) -> int | None:
         """Returns the checksum of a segment once it is whole; None if another worker has failed."""

@@ -198,7 +198,7 @@ class Executor:
         return Outcome(
             digests=self.digests,
             sealed=self._sealed,
-            pieces=dict(self._checksums.pieces()),
+            pieces=self._checksums.pieces(),
             open_records={n: o.checksums.still_open() for n, o in self._inputs.origins.items()},
             unverified={n: {*map(str, o.unverified)} for n, o in self._inputs.origins.items()},
         )
@@ -209,7 +209,7 @@ class Executor:
         `tasks`: of which a part was left out, and which the target takes as a whole only.
         `outcome`: of all parts together; the digests have to be the same now.
         """
-        for slot, pieces in outcome.pieces.items():
+        for slot, pieces in outcome.pieces:
             self._checksums.add(slot, pieces)
         with self._preparations:
             self._run(tasks, self._put_whole)
@@ -231,7 +231,7 @@ class Executor:
         for name, origin in self._inputs.origins.items():
             origin.unverified.update(map(Key, outcome.unverified.get(name, ())))
             origin.adopt(outcome.open_records.get(name, {}))
-        for slot, pieces in outcome.pieces.items():
+        for slot, pieces in outcome.pieces:
             self._checksums.add(slot, pieces)
         if not has_trailers:
             self._write_trailers(outcome.sealed)

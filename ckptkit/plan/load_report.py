@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, Self
 
-from msgspec import Struct, field
+from msgspec import Struct, convert, field, to_builtins
 
 from ckptkit.core.dtypes import DType, dtype_named
 from ckptkit.core.errors import RefusedError
@@ -53,7 +53,7 @@ class LoadRequest(Struct, frozen=True):
         return cls(document["config"], tensors, left_out, document["is_packed"])
 
 
-class Mismatch(Struct, frozen=True):
+class Mismatch(Struct, frozen=True, array_like=True):
     """A parameter of another shape."""
 
     name: str
@@ -88,38 +88,12 @@ class LoadReport(Struct, frozen=True):
         return not (self.missing or self.unexpected or self.mismatched)
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "model": self.model,
-            "given": self.given,
-            "missing": list(self.missing),
-            "unexpected": list(self.unexpected),
-            "mismatched": [[row.name, row.found, row.expected] for row in self.mismatched],
-            "prefix": self.prefix,
-            "fitting": self.fitting,
-        }
+        values: dict[str, Any] = to_builtins(self)
+        return values
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
-        mismatched = [_texts(row) for row in document["mismatched"]]
-        return cls(
-            model=_text(document["model"]),
-            given=int(document["given"]),
-            missing=_texts(document["missing"]),
-            unexpected=_texts(document["unexpected"]),
-            mismatched=tuple(Mismatch(name, found, wanted) for name, found, wanted in mismatched),
-            prefix=_text(document["prefix"]),
-            fitting=_text(document["fitting"]),
-        )
-
-
-def _text(value: object) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"found {type(value).__name__} against a text")
-    return value
-
-
-def _texts(values: Sequence[object]) -> tuple[str, ...]:
-    return tuple(_text(value) for value in values)
+        return convert(document, cls)
 
 
 # --- messages ---

@@ -219,7 +219,7 @@ def test_what_computes_or_cannot_be_followed_is_refused(torch: Any, what: str) -
         "every second": lambda a: a[::2],
         "two types": lambda a: torch.cat([a, _traced(torch, live_tensors((4, 4)), "int32")[0]]),
     }
-    from ckptkit.hub_names.transformers.tracing import ComputesError
+    from ckptkit.hub_names.transformers.answers import ComputesError
 
     (tensor,) = _traced(torch, live_tensors((4, 4)))
     with pytest.raises(CannotPlanError if what == "two types" else ComputesError):
@@ -227,7 +227,7 @@ def test_what_computes_or_cannot_be_followed_is_refused(torch: Any, what: str) -
 
 
 def _traced(torch: Any, live: Live, dtype: str = "int64") -> list[Any]:
-    from ckptkit.hub_names.transformers.tracing import TracedTensor
+    from ckptkit.hub_names.transformers.answers import TracedTensor
 
     return [TracedTensor.of_live(n, v.shape, getattr(torch, dtype)) for n, v in live.items()]
 

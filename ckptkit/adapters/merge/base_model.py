@@ -323,6 +323,7 @@ def make_base_tensors(
                 where=base.opened.path,
                 hint="pass the model that was quantized for training as --base",
             )
+        operand: Operand
         if placed.part is not None and not placed.is_stored_so:
             operand, shape = join_sources(placed.part, operands), placed.part.shape
         else:
