@@ -30,7 +30,6 @@ from ckptkit.engine.kernels import (
     AddedOperand,
     ComputedOperand,
     OperandKernel,
-    PartOperand,
     RearrangeKernel,
     StoredOperand,
 )
@@ -50,7 +49,7 @@ from ckptkit.lora.foreign import OF_TINKER, TINKER, Factor, ForeignAdapter, name
 from ckptkit.name_maps.apply import Extent, MappedNames, apply_map
 from ckptkit.name_maps.find import find_map, load_map, refuse_contradiction
 from ckptkit.name_maps.language import NameMap, Rule, invert, parse_template
-from ckptkit.name_maps.steps import (
+from ckptkit.name_maps.rule_steps import (
     Add,
     Concat,
     Flatten,
@@ -174,11 +173,11 @@ class MappedModel(Struct, frozen=True):
 
 def _operand_of_sources(
     tensor: HubTensor, sources: Sequence[TensorEntry]
-) -> PartOperand | ComputedOperand:
+) -> StoredOperand | ComputedOperand:
     """Returns the elements of a tensor of the target, made of tensors of the source."""
     dtype, run = sources[0].dtype, find_run(tensor)
     if run is not None:
-        return PartOperand(SOURCE, sources[0].key, dtype, run.start)
+        return StoredOperand(SOURCE, sources[0].key, dtype, run.start)
     return join_sources(tensor, [StoredOperand(SOURCE, entry.key, dtype) for entry in sources])
 
 
@@ -638,7 +637,7 @@ def _split_experts(
                     name=Fqn(f"{found['layer']}.{expert}.{matrix}{factor.ending}"),
                     shape=entry.shape[1:],
                     chunks=ChunkTable.of((), len(entry.shape) - 1),
-                    derivation=PartOperand(SOURCE, entry.key, entry.dtype, start),
+                    derivation=StoredOperand(SOURCE, entry.key, entry.dtype, start),
                     stored_names=(name,),
                 )
 

@@ -860,9 +860,9 @@ class _Planner:
             return lay_out(products, request.max_file_bytes), names
         written = {product.spec.name for product in products}
         tied = {*names.dropped, *find_absent_tied_names(config, written)}
-        files = distribute(products, self._files, is_wanted=request.wants, tied=tied)
-        self._option_notes += files.notes
-        return layout_hf_files(files.groups, self._folders.consumer.stem), names
+        files, notes = distribute(products, self._files, is_wanted=request.wants, tied=tied)
+        self._option_notes += notes
+        return layout_hf_files(files, self._folders.consumer.stem), names
 
     def _lay_out_for(
         self,

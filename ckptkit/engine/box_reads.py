@@ -66,7 +66,6 @@ from ckptkit.engine.checksum_tracker import NumberedRecord, OpenRecord
 from ckptkit.engine.kernels import (
     ComputedOperand,
     Operand,
-    PartOperand,
     RearrangeKernel,
     StoredOperand,
 )
@@ -219,7 +218,7 @@ def _tiles_of(index: TensorIndex, entry: TensorEntry) -> Iterator[tuple[TensorEn
     made = entry.derivation
     operands: Mapping[Fqn, Operand]
     pieces: tuple[StridedBox, ...]
-    if isinstance(made, PartOperand):
+    if isinstance(made, StoredOperand):
         whole = Box((0,) * len(entry.shape), entry.shape)
         piece = StridedBox(whole, Fqn(""), 0, row_major_strides(entry.shape))
         grid, pieces, operands = entry.shape, (piece,), {piece.source: made}
@@ -233,23 +232,15 @@ def _tiles_of(index: TensorIndex, entry: TensorEntry) -> Iterator[tuple[TensorEn
     found: list[tuple[TensorEntry, Tile]] = []
     for piece in pieces:
         operand = operands[piece.source]
-        first = _first_element(operand)
-        if first is None:
+        if not isinstance(operand, StoredOperand):  # it is computed
             return
-        source = index.tensors[operand.reads[0][1]]
-        there = replace(piece, start=first + piece.start)
+        source = index.tensors[operand.key]
+        there = replace(piece, start=operand.start + piece.start)
         tile = find_tile(entry.shape, grid, there, source.shape)
         if tile is None or source.dtype != entry.dtype:
             return
         found.append((source, tile.swapped))
     yield from found
-
-
-def _first_element(operand: Operand) -> int | None:
-    """Returns where the elements of an operand begin in its tensor; None if they are computed."""
-    if isinstance(operand, PartOperand):
-        return operand.start
-    return 0 if isinstance(operand, StoredOperand) else None
 
 
 def _in_boxes(index: TensorIndex, entry: TensorEntry) -> TensorEntry | None:
@@ -280,37 +271,30 @@ def plan_chunk_reads(wanted: Iterable[WantedBox]) -> list[ChunkRead]:
     `wanted`: tensors, each with a box of it and the memory of that box. Returns every chunk that
     has to be read, once. The chunks of each of the tensors are proven to hold every element once.
     """
-    chunkings = _Chunkings()
-    tables: dict[Key, tuple[TensorEntry, _Chunking]] = {}
+    grids = _ProvenGrids()
+    tables: dict[Key, tuple[TensorEntry, ChunkTable, _Grid]] = {}
     targets: dict[tuple[Key, int], list[BoxTarget]] = defaultdict(list)
     for entry, box, memory in wanted:
         if entry.key not in tables:
-            tables[entry.key] = entry, chunkings.prove(entry)
-        for overlap in chunkings.overlaps(tables[entry.key][1], box):
+            tables[entry.key] = entry, *grids.prove(entry)
+        _, chunks, grid = tables[entry.key]
+        for overlap in grids.overlaps(chunks, grid, box):
             targets[entry.key, overlap.row].append((overlap, memory))
     reads = []
     for (key, row), of_chunk in targets.items():
-        entry, chunking = tables[key]
-        record = int(chunking.chunks.record[row])
-        reads.append(ChunkRead(entry, chunking.chunks, row, record, tuple(of_chunk)))
+        entry, chunks, _ = tables[key]
+        reads.append(ChunkRead(entry, chunks, row, int(chunks.record[row]), tuple(of_chunk)))
     return reads
 
 
-class _Chunking(Struct, frozen=True):
-    """The chunks of one tensor, each element in exactly one of them."""
-
-    chunks: ChunkTable
-    grid: _Grid
-
-
-class _Chunkings:
+class _ProvenGrids:
     """How tensors are cut into chunks; tensors of one shape are mostly cut alike."""
 
     def __init__(self) -> None:
         self._proven: set[_Grid] = set()
         self._overlaps: dict[tuple[_Grid, Box], tuple[Overlap, ...]] = {}
 
-    def prove(self, entry: TensorEntry) -> _Chunking:
+    def prove(self, entry: TensorEntry) -> tuple[ChunkTable, _Grid]:
         """Returns the chunks of a tensor, which hold each element once."""
         chunks = entry.chunks
         if chunks.flat:
@@ -319,7 +303,7 @@ class _Chunkings:
             raise UnsupportedError("is stored in another element type", where=entry.key)
         grid = (entry.shape, chunks.offsets.tobytes(), chunks.sizes.tobytes())
         if grid in self._proven:
-            return _Chunking(chunks, grid)
+            return chunks, grid
         distinct = drop_replicas(chunks)
         defect = find_defect(distinct, entry.shape)
         if defect is not None:
@@ -328,14 +312,13 @@ class _Chunkings:
             )
         if distinct is chunks:
             self._proven.add(grid)
-        return _Chunking(distinct, grid)
+        return distinct, grid
 
-    def overlaps(self, chunking: _Chunking, box: Box) -> tuple[Overlap, ...]:
+    def overlaps(self, chunks: ChunkTable, grid: _Grid, box: Box) -> tuple[Overlap, ...]:
         """Returns what each chunk holds of a box."""
-        shared = self._overlaps.get((chunking.grid, box))
+        shared = self._overlaps.get((grid, box))
         if shared is None:
-            shared = tuple(overlaps(chunking.chunks, box))
-            self._overlaps[chunking.grid, box] = shared
+            shared = self._overlaps[grid, box] = tuple(overlaps(chunks, box))
         return shared
 
 

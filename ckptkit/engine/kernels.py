@@ -101,45 +101,25 @@ class Operand(Protocol):
 
 
 class StoredOperand(Struct, frozen=True):
-    """A tensor as it is stored."""
+    """Consecutive elements of a tensor as it is stored, all of them unless others are left out."""
 
     origin: str  # the source of the tensor
     key: Key
     dtype: DType
+    start: int = 0  # the first of the elements, counted row-major
 
     @property
     def reads(self) -> tuple[tuple[str, Key], ...]:
         return ((self.origin, self.key),)
 
     def demands(self, span: Span) -> tuple[Demand, ...]:
-        return (Demand(self.origin, self.key, span),)
-
-    def values(self, _span: Span, inputs: Sequence[NDArray[Any]]) -> NDArray[Any]:
-        return inputs[0]
-
-
-class PartOperand(Struct, frozen=True):
-    """Consecutive elements of a stored tensor."""
-
-    origin: str  # the source of the tensor
-    key: Key
-    dtype: DType
-    start: int  # the first of the elements, counted row-major
-
-    @property
-    def reads(self) -> tuple[tuple[str, Key], ...]:
-        return ((self.origin, self.key),)
-
-    def demands(self, span: Span) -> tuple[Demand, ...]:
-        return (
-            Demand(self.origin, self.key, Span(self.start + span.start, self.start + span.stop)),
-        )
+        place = Span(self.start + span.start, self.start + span.stop)
+        return (Demand(self.origin, self.key, place),)
 
     def values(self, _span: Span, inputs: Sequence[NDArray[Any]]) -> NDArray[Any]:
         return inputs[0]
 
     def put(self, _span: Span, inputs: Sequence[NDArray[Any]], target: NDArray[Any]) -> None:
-        """Fills an array with the elements of a range."""
         target[:] = inputs[0]
 
 

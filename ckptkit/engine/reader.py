@@ -47,7 +47,7 @@ from ckptkit.core.index import (
 from ckptkit.engine.casts import Caster
 from ckptkit.engine.checksum_tracker import ChecksumTracker, OpenRecord, TrackedRecord
 from ckptkit.engine.decompress import DecodedRecords
-from ckptkit.engine.kernels import PartOperand
+from ckptkit.engine.kernels import StoredOperand
 from ckptkit.engine.locate import ChunkLookup, Located, LocatedChunks, Locator, SpanOverlap
 from ckptkit.engine.prefetch import READ_AHEAD_BYTES, ByteRun, RangeCache, find_stored, ranges_of
 from ckptkit.storage.base import Source
@@ -224,7 +224,7 @@ class TensorReader:
         """
         derivation = self._origin.index.tensors[key].derivation
         if derivation is not None:
-            demands = derivation.demands(span) if isinstance(derivation, PartOperand) else ()
+            demands = derivation.demands(span) if isinstance(derivation, StoredOperand) else ()
             return self.byte_runs(demands[0].key, demands[0].place) if demands else ()
         lookup = self._lookup(key)
         itemsize = lookup.entry.stored_dtype.itemsize
@@ -277,7 +277,7 @@ class TensorReader:
         self, entry: TensorEntry, derivation: Derivation, span: Span, target: memoryview
     ) -> None:
         """Makes elements from those of other tensors, block by block."""
-        if isinstance(derivation, PartOperand):
+        if isinstance(derivation, StoredOperand):
             (demand,) = derivation.demands(span)
             self.fill(demand.key, demand.place, target)
             if demand.key in self._origin.unverified:

@@ -174,7 +174,6 @@ class NamingRequest(Struct, frozen=True):
     base: Sequence[Fqn] = ()
 
     def to_json(self) -> bytes:
-        """Returns it as bytes of JSON."""
         tensors = self.tensors
         listed = (
             None if tensors is None else [[n, d.name, list(s)] for n, (d, s) in tensors.items()]

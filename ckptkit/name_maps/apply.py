@@ -23,7 +23,7 @@ from ckptkit.core.index import Fqn, Shape
 from ckptkit.core.text import quote
 from ckptkit.hub_names.disk_tensors import HubTensor
 from ckptkit.name_maps.language import NameMap, Rule
-from ckptkit.name_maps.steps import Made, Sizes
+from ckptkit.name_maps.rule_steps import Made, Sizes
 from ckptkit.plan.plan import StackedPart
 
 Numbers = tuple[tuple[str, int], ...]

@@ -48,7 +48,7 @@ from msgspec.structs import replace
 
 from ckptkit.core.errors import UsageError
 from ckptkit.core.index import MOST_WRAPPERS
-from ckptkit.name_maps.steps import Step, parse_step
+from ckptkit.name_maps.rule_steps import Step, parse_step
 
 _KEYS = (
     *("name", "source", "target", "model_types", "extends", "unstacked", "others", "sizes", "when"),
@@ -134,7 +134,6 @@ def _pattern(text: str) -> re.Pattern[str]:
 
 
 def parse_template(text: Any, *, where: str = "") -> NameTemplate:
-    """Parses a template."""
     if not isinstance(text, str) or not text:
         raise UsageError(f"{text!r} is not a name", where=where, hint=_HINT)
     captures: list[str] = []
@@ -212,7 +211,7 @@ class NameMap(Struct, frozen=True):
     source: str  # the framework whose names the rules take
     target: str  # the framework whose names they make
     model_types: tuple[str, ...]  # the `model_type` of the configurations that it is for
-    # Expressions by the name of a size; see `ckptkit.name_maps.steps`.
+    # Expressions by the name of a size; see `ckptkit.name_maps.rule_steps`.
     sizes: Mapping[str, tuple[str, ...]]
     rules: tuple[Rule, ...]
     # Optional captures that stay in the names of the source when the inverse of the map writes

@@ -26,17 +26,11 @@ _MEMBERS = "params"
 _NUMBER = re.compile(r".*_(\d{1,7})")
 
 
-class StateTensor(Struct, frozen=True):
-    """A tensor of an optimizer."""
-
-    path: KeyPath  # of keys within the optimizer's state dict
-    product: Product  # how it is written
-
-
 class OptimizerStates(Struct, frozen=True):
     """An optimizer as it is written."""
 
-    tensors: tuple[StateTensor, ...]
+    # Each with the path of its keys within the optimizer's state dict.
+    tensors: tuple[tuple[KeyPath, Product], ...]
     values: Mapping[KeyPath, Any]  # its other values, by path; they may be no plain values
     # The names in the output of parameters whose names in training had wrapper segments, by those
     # names.
@@ -81,7 +75,7 @@ def select_optimizer_states(
     for entry in wanted:
         path = paths[entry.key]
         spec = TensorSpec(Fqn(".".join(map(str, (OPTIMIZER, *path)))), entry.dtype, entry.shape)
-        tensors.append(StateTensor(path, Product(spec, Copy(SOURCE, entry.key))))
+        tensors.append((path, Product(spec, Copy(SOURCE, entry.key))))
     return OptimizerStates(tuple(tensors), values, unwrapped), wanted
 
 

@@ -110,7 +110,7 @@ def make_product(
         kernel = MergeKernel(tensor.operand, merged, rules.rounding, rules.norm_of)
         return Product(spec, kernel.compute())
     operand = tensor.operand
-    if isinstance(operand, StoredOperand):
+    if isinstance(operand, StoredOperand) and not operand.start:
         copy = Copy(operand.origin, operand.key)
         return recast(Product(TensorSpec(spec.name, operand.dtype, spec.shape), copy), target)
     return Product(spec, OperandKernel(operand).compute())

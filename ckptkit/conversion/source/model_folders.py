@@ -368,11 +368,11 @@ def plan_optimizer_files(
 
 def _check_names(states: OptimizerStates, model: Sequence[TensorEntry], location: str) -> None:
     names = {str(entry.name) for entry in model}
-    twice = next((t for t in states.tensors if t.product.spec.name in names), None)
+    twice = next((made for _, made in states.tensors if made.spec.name in names), None)
     if twice is not None:
         raise RefusedError(
             f"a weight of the model and a state of its optimizer are both called"
-            f" {twice.product.spec.name!r}",
+            f" {twice.spec.name!r}",
             where=f"--optimizer {location}",
             hint="write them one by one: once without --optimizer",
         )

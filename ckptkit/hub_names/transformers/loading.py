@@ -12,8 +12,8 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from itertools import islice
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -153,7 +153,7 @@ def _by_loading(
 def _by_name(model: Any, targets: Mapping[str, str]) -> _Found:
     """Compares names alone: the shapes of packed weights are their method's own."""
     own = model.state_dict()
-    info = _Info(set(own) - set(targets.values()), set())
+    info = _info(set(own) - set(targets.values()))
     unexpected = {name for name, target in targets.items() if target not in own}
     info.unexpected_keys = {targets[name] for name in unexpected}
     _settle(model, info)
@@ -161,12 +161,9 @@ def _by_name(model: Any, targets: Mapping[str, str]) -> _Found:
     return _Found(frozenset(info.missing_keys) - unsaved_names(model), frozenset(rest), {}, targets)
 
 
-@dataclass
-class _Info:
-    """What transformers adjusts of a report."""
-
-    missing_keys: set[str]
-    unexpected_keys: set[str]
+def _info(missing: set[str]) -> SimpleNamespace:
+    """Returns what transformers adjusts of a report."""
+    return SimpleNamespace(missing_keys=missing, unexpected_keys=set())
 
 
 def _settle(model: Any, info: Any) -> None:
@@ -262,7 +259,7 @@ def loads_as_built(
         if target not in disk[name] or (passes_converter and not is_converted):
             return False
     written = {source for sources in disk.values() for source in sources}
-    info = _Info(own.keys() - written, set())
+    info = _info(own.keys() - written)
     _settle(model, info)
     return not info.missing_keys - unsaved_names(model)
 

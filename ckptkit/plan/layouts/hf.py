@@ -170,20 +170,13 @@ class FileMap(Struct, frozen=True):
     files: Mapping[Fqn, str]  # the file's name by the name of the tensor
 
 
-class Distribution(Struct, frozen=True):
-    """The tensors of each file to be written, and messages for the user."""
-
-    groups: tuple[tuple[str, tuple[Product, ...]], ...]
-    notes: tuple[str, ...]
-
-
 def distribute(
     products: Sequence[Product],
     file_map: FileMap,
     *,
     is_wanted: Callable[[str], bool],
     tied: Collection[Fqn],
-) -> Distribution:
+) -> tuple[Sequence[tuple[str, Sequence[Product]]], Sequence[str]]:
     """Puts each tensor into the file that it has in another model.
 
     A tensor that the other model lacks, such as a head that is no longer tied, goes to the file
@@ -191,7 +184,7 @@ def distribute(
 
     `products`: what is to be written. `file_map`: the other model's files. `is_wanted`: whether the
     user left a name in. `tied`: names that are not written because another tensor holds their
-    bytes. Returns the files that hold something, by name.
+    bytes. Returns the files that hold something, by name, and notes.
     """
     there = {*tied, *(product.spec.name for product in products)}
     lacking = [name for name in file_map.files if name not in there and is_wanted(name)]
@@ -221,7 +214,7 @@ def distribute(
             added[name] = file
         groups.setdefault(file, []).append(product)
     named = tuple((name, tuple(groups[name])) for name in sorted(groups))
-    return Distribution(named, tuple(_notes(added, file_map, groups)))
+    return named, _notes(added, file_map, groups)
 
 
 def _notes(added: Mapping[str, str], file_map: FileMap, written: Collection[str]) -> Sequence[str]:

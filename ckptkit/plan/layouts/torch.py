@@ -35,9 +35,6 @@ from ckptkit.plan.layouts.dcp_metadata import (
     DcpTensor,
     Place,
     make_metadata,
-)
-from ckptkit.plan.layouts.hf import make_index_file
-from ckptkit.plan.layouts.opcodes import (
     make_pickle,
     push_call,
     push_dict,
@@ -48,6 +45,7 @@ from ckptkit.plan.layouts.opcodes import (
     push_text,
     push_tuple,
 )
+from ckptkit.plan.layouts.hf import make_index_file
 from ckptkit.plan.optimizer_states import OPTIMIZER, OptimizerStates
 from ckptkit.plan.plan import (
     Body,
@@ -305,15 +303,15 @@ def layout_optimizer_file(states: OptimizerStates) -> OutputFile:
     It is the FULL state dict of FSDP: `state` by the names of parameters, and `param_groups`.
     """
     tree: dict[Any, Any] = {}
-    for number, tensor in enumerate(states.tensors):
-        _put(tree, tensor.path, TensorRecord(tensor.product.spec, str(number)))
+    for number, (path, product) in enumerate(states.tensors):
+        _put(tree, path, TensorRecord(product.spec, str(number)))
     for path, value in states.values.items():
         _put(tree, path, value)
     for key in _LISTS:
         inside = tree.get(key)
         if isinstance(inside, dict) and set(inside) == set(range(len(inside))):
             tree[key] = [inside[position] for position in range(len(inside))]
-    products = [tensor.product for tensor in states.tensors]
+    products = [product for _, product in states.tensors]
     return lay_out_file(
         OPTIMIZER_FILE, _build(ZipParts("optimizer"), push_value(tree), products).rows
     )
@@ -347,7 +345,7 @@ def layout_optimizer_folder(states: OptimizerStates, max_file_bytes: int) -> lis
 
     Returns the data files, and `.metadata`.
     """
-    tensors = [((OPTIMIZER, *tensor.path), tensor.product) for tensor in states.tensors]
+    tensors = [((OPTIMIZER, *path), product) for path, product in states.tensors]
     values = {(OPTIMIZER, *path): value for path, value in states.values.items()}
     return lay_out_dcp(OPTIMIZER_FOLDER, tensors, max_file_bytes, values=values)
 
