@@ -394,18 +394,16 @@ def is_quantized(name: Fqn, names: Mapping[Fqn, DType]) -> bool:
 # compressed-tensors, `pack-quantized` (`weight_packed` by columns, `weight_zero_point` by rows) and
 # `nvfp4-pack-quantized` (two in a byte); openai/gpt-oss, MXFP4 (`_blocks`); peft,
 # `tuners/lora/layer.py` (A has the rank first, B second).
-_RANK_OF_FACTOR = re.compile(r"(?:^|\.)lora_(?:embedding_)?([AB])(?:\.|$)")
+_RANK_OF_FACTOR = r"(?:^|\.)lora_(?:embedding_)?([AB])(?:\.|$)"  # few commands compile these
 _WORD_BITS = 32
 _BITS = (2, 3, 4, 8)
 # What is stored with a packed weight, by the ending of its name.
 _COMPANIONS = (
-    ("scales", re.compile(r"(\.(nested_)?absmax|\.SCB|[._]scales?(_inv|_2)?)$")),
-    ("zero points", re.compile(r"(\.qzeros|_zero_point)$")),
+    ("scales", r"(\.(nested_)?absmax|\.SCB|[._]scales?(_inv|_2)?)$"),
+    ("zero points", r"(\.qzeros|_zero_point)$"),
     (
         "settings",
-        re.compile(
-            r"(\.(nested_)?quant_map|\.quant_state\.bitsandbytes__\w+|_shape|g_idx|\.weight_format)$"
-        ),
+        r"(\.(nested_)?quant_map|\.quant_state\.bitsandbytes__\w+|_shape|g_idx|\.weight_format)$",
     ),
 )
 FOUR_BIT = "4-bit"
@@ -444,14 +442,16 @@ def _describe_stored(
 ) -> StoredWeight:
     """Describes a tensor; `group` has the shapes of all that are stored for its weight."""
     elements = math.prod(shape)
-    factor = _RANK_OF_FACTOR.search(name)
+    factor = re.search(_RANK_OF_FACTOR, name)
     if factor is not None and len(shape) >= _MATRIX:
         return StoredWeight(elements, f"rank {shape[0 if factor[1] == 'A' else 1]:,}")
     if len(group) > 1:
         for label, ending in _COMPANIONS:
-            if ending.search(name):
+            if re.search(ending, name):
                 return StoredWeight(0, label)
-    labels = {label for label, ending in _COMPANIONS if any(map(ending.search, group))}
+    labels = {
+        label for label, ending in _COMPANIONS if any(re.search(ending, one) for one in group)
+    }
     if name.endswith(".qweight"):
         bits = _find_bits(group, "qzeros", "scales", 1)
         return StoredWeight(elements * _WORD_BITS // bits if bits else elements, _bits_text(bits))
