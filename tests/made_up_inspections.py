@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from ckptkit.conversion.inspect import Inspection, TensorLine, TreeLine
 from ckptkit.conversion.stats import Statistics, TensorStatistics
-from ckptkit.plan.shard_map import ShardMap
+from ckptkit.plan.coverage import ShardMap
 
 Tensor = tuple[str, str, tuple[int, ...]]
 _BYTES = {"bfloat16": 2, "float32": 4}

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from ckptkit.adapters.packed_bases import ModelWeights, QuantizedBase
 from ckptkit.consumers.table import CONFIG
-from ckptkit.conversion.names_on_disk import DiskNames, find_disk_names, rearrange
+from ckptkit.conversion.names_on_disk import DiskNames, find_disk_names, join_sources
 from ckptkit.conversion.source.model_folders import read_pretrained_index
 from ckptkit.conversion.source.open import (
     OpenedCheckpoint,
@@ -38,16 +38,13 @@ from ckptkit.core.errors import (
 from ckptkit.core.index import Fqn, Shape, TensorEntry
 from ckptkit.engine.kernels import Operand, StoredOperand
 from ckptkit.engine.reader import Origin
-from ckptkit.engine.rearranged import ComputedOperand
 from ckptkit.hub_names.disk_tensors import HubNames, HubTensor, find_whole
-from ckptkit.hub_names.known_models import recognise_framework
-from ckptkit.hub_names.outlines_table import BASE_PREFIXES
+from ckptkit.hub_names.known_models import BASE_PREFIXES, recognise_framework
 from ckptkit.lora.config import PEFT_PREFIX, Adapter
 from ckptkit.lora.dialects import build_table, make_plain_name, rename_plainly, sort_entries
 from ckptkit.lora.pairing import SAME_NAMES, Renaming, find_text_model, list_owners
 from ckptkit.options import ConsolidateRequest
 from ckptkit.plan.coverage import refuse_problems
-from ckptkit.plan.plan import TensorSpec
 from ckptkit.plan.selection import select_model
 from ckptkit.plan.ties import find_absent_tied_names, untie_config
 from ckptkit.plan.weight_kinds import looks_packed
@@ -285,13 +282,6 @@ class BaseTensor(Struct, frozen=True):
     part: HubTensor | None = None  # how it is made of live tensors; None where it is one of them
 
 
-def join_sources(tensor: HubTensor, sources: Sequence[Operand]) -> Operand:
-    """Returns a tensor that is made of others, in the order of `tensor.sources`, as an operand."""
-    kernel = rearrange(tensor, sources)
-    spec = TensorSpec(tensor.name, sources[0].dtype, tensor.shape)
-    return ComputedOperand(kernel, spec, kernel.reads)
-
-
 def make_base_tensors(
     base: BaseSource, alignment: Alignment, quantized: QuantizedBase
 ) -> list[BaseTensor]:
@@ -316,6 +306,7 @@ def make_base_tensors(
                 where=base.opened.path,
                 hint="pass the model that was quantized for training as --base",
             )
+        operand: Operand
         if placed.part is not None and not placed.is_stored_so:
             operand, shape = join_sources(placed.part, operands), placed.part.shape
         else:

@@ -27,7 +27,6 @@ from ckptkit.adapters.base_model import (
     align,
     find_folder,
     find_live_shapes,
-    join_sources,
     list_modules,
     make_base_tensors,
     open_base,
@@ -57,6 +56,7 @@ from ckptkit.adapters.sources import AdapterRequest, OpenedAdapter, SourceAdapte
 from ckptkit.consumers.class_facts import find_left_out
 from ckptkit.consumers.side_files import sum_bytes_by_dtype, update_config
 from ckptkit.conversion.compare_names import LIVE_NAMES, Comparison, Subject, plan_comparison
+from ckptkit.conversion.names_on_disk import join_sources
 from ckptkit.conversion.naming_program import NamingProgram
 from ckptkit.conversion.source.adapters import read_record_of_base
 from ckptkit.conversion.source.open import find_model, is_folder, resolve_path
@@ -721,7 +721,7 @@ def make_product(
         kernel = MergeKernel(tensor.operand, merged, rules.rounding, rules.norm_of)
         return Product(spec, kernel.compute())
     operand = tensor.operand
-    if isinstance(operand, StoredOperand):
+    if isinstance(operand, StoredOperand) and not operand.start:
         copy = Copy(operand.origin, operand.key)
         return recast(Product(TensorSpec(spec.name, operand.dtype, spec.shape), copy), target)
     return Product(spec, OperandKernel(operand).compute())

@@ -46,7 +46,7 @@ from ckptkit.core.threads import processor_words
 from ckptkit.engine.casts import Caster, Overflow, overflow_error
 from ckptkit.engine.kernels import Operand
 from ckptkit.lora.changes import NormOf
-from ckptkit.plan.plan import Compute, Demand, Reading, TensorSpec
+from ckptkit.plan.plan import Compute, Demand, Kernel, Reading, TensorSpec
 
 Axis = Literal["rows", "columns"]
 Floats = NDArray[np.float32]
@@ -659,7 +659,7 @@ _LARGEST = 0x7F7F_FFFF
 _LARGEST_FOR_BFLOAT16 = 0x7F7F_7FFF
 
 
-class MergeKernel(Struct, frozen=True):
+class MergeKernel(Kernel, Struct, frozen=True):
     """Merges updates into a tensor, in order.
 
     The element type written is that of the output tensor. A base element that is NaN stays
@@ -679,6 +679,10 @@ class MergeKernel(Struct, frozen=True):
 
     def compute(self) -> Compute:
         return Compute(self, self.reads)
+
+    @property
+    def is_ready(self) -> bool:
+        return False
 
     def prepare(self, out: TensorSpec, reading: Reading) -> BlockMerge:
         """Reads the factors, and takes norms where they need all of the tensor."""
@@ -724,7 +728,7 @@ class MergeKernel(Struct, frozen=True):
                 yield update.shift if isinstance(update, BiasUpdate) else update.rows
 
 
-class BlockMerge(Struct, frozen=True):
+class BlockMerge(Kernel, Struct, frozen=True):
     """A merge kernel that has read its factors."""
 
     base: Operand

@@ -32,12 +32,11 @@ from ckptkit.conversion.write import (
 from ckptkit.core.arrays import numpy_dtype
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import AmbiguousSourceError, CannotPlanError, RefusedError, UsageError
-from ckptkit.core.index import Fqn, Key, Span
+from ckptkit.core.index import Fqn, Span
 from ckptkit.core.manifest import LEAF_BYTES
 from ckptkit.engine.casts import Caster
-from ckptkit.engine.kernels import ElementKernel, Operand, Preparations, StoredOperand, recast
+from ckptkit.engine.kernels import ComputedOperand, Operand, Preparations, operand_of, recast
 from ckptkit.engine.reader import same_bytes
-from ckptkit.engine.rearranged import ComputedOperand
 from ckptkit.engine.segment_reader import Inputs, SegmentReader
 from ckptkit.engine.values import BLOCK_ELEMENTS, wide_dtype, widen
 from ckptkit.options import matches
@@ -50,7 +49,6 @@ from ckptkit.plan.plan import (
     Demand,
     Kernel,
     OutputFile,
-    Preparable,
     Product,
     RawCopy,
     Reading,
@@ -189,11 +187,23 @@ def _divide_by_sum(weights: Sequence[float]) -> tuple[float, ...]:
     return shares
 
 
-class AverageKernel(ElementKernel, Struct, frozen=True):
+class AverageKernel(Kernel, Struct, frozen=True):
     """Averages tensors of floats, in the widest type that one of them needs, and rounds once."""
 
     operands: tuple[Operand, ...]
     weighting: Weighting
+
+    @property
+    def is_ready(self) -> bool:
+        computed = (one for one in self.operands if isinstance(one, ComputedOperand))
+        return all(one.kernel.is_ready for one in computed)
+
+    def prepare(self, _out: TensorSpec, reading: Reading) -> AverageKernel:
+        prepared = (
+            one.prepare(reading) if isinstance(one, ComputedOperand) else one
+            for one in self.operands
+        )
+        return replace(self, operands=tuple(prepared))
 
     def demands(self, _out: TensorSpec, block: Span) -> tuple[Demand, ...]:
         """Returns what is read of all sources."""
@@ -222,44 +232,14 @@ class AverageKernel(ElementKernel, Struct, frozen=True):
             caster.cast_all(total, target[part], where=where, block_start=block.start + start)
 
 
-def _operand_of(product: Product, reading: Reading | None = None) -> Operand:
-    body, spec = product.body, product.spec
-    if isinstance(body, Copy):
-        return StoredOperand(body.origin, body.key, spec.dtype)
-    kernel = body.kernel
-    if isinstance(kernel, Preparable):
-        assert reading is not None  # noqa: S101  it is read in `prepare` only
-        kernel = kernel.prepare(spec, reading)
-    return ComputedOperand(kernel, spec, body.reads)
-
-
-class _PreparableAverage(Struct, frozen=True):
-    """An average of tensors; the kernels of some of them are prepared first."""
-
-    products: tuple[Product, ...]
-    weighting: Weighting
-
-    def prepare(self, _out: TensorSpec, reading: Reading) -> AverageKernel:
-        operands = (_operand_of(product, reading) for product in self.products)
-        return AverageKernel(tuple(operands), self.weighting)
-
-
 def average_products(products: Sequence[Product], weighting: Weighting) -> Compute:
     """Returns how the average of a tensor is made; the memory does not depend on the sources."""
     itemsize = max(product.spec.dtype.itemsize for product in products)
-    reads: list[tuple[str, Key]] = []
-    is_prepared = False
-    for product in products:
-        body = product.body
-        reads += [(body.origin, body.key)] if isinstance(body, Copy) else body.reads
-        is_prepared |= isinstance(body, Compute) and isinstance(body.kernel, Preparable)
-    kernel: Kernel | Preparable
-    if is_prepared:
-        kernel = _PreparableAverage(tuple(products), weighting)
-    else:
-        kernel = AverageKernel(tuple(map(_operand_of, products)), weighting)
+    operands = tuple(map(operand_of, products))
+    reads = dict.fromkeys(read for operand in operands for read in operand.reads)
     elements = _INPUT_BYTES // (len(products) * itemsize)
-    return Compute(kernel, tuple(dict.fromkeys(reads)), max(_LEAST_ELEMENTS, elements))
+    kernel = AverageKernel(operands, weighting)
+    return Compute(kernel, tuple(reads), max(_LEAST_ELEMENTS, elements))
 
 
 _LISTED = 3

@@ -30,6 +30,7 @@ from ckptkit.core.index import Shape, is_named_as_copy
 from ckptkit.core.text import without_url_secrets
 from ckptkit.engine.outcome import Listener, Planned, Waiting
 from ckptkit.hub_names.known_models import (
+    BASE_PREFIXES,
     compare_packed_parts,
     compare_with_base,
     compare_with_counts,
@@ -38,7 +39,6 @@ from ckptkit.hub_names.known_models import (
     is_made_by_model,
 )
 from ckptkit.hub_names.model_shapes import is_as_described, lay_out
-from ckptkit.hub_names.outlines_table import BASE_PREFIXES
 from ckptkit.plan.load_report import (
     CONSOLIDATE,
     Advice,

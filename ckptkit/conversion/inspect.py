@@ -65,7 +65,7 @@ from ckptkit.storage.places import PathLike, place_of
 
 if TYPE_CHECKING:
     from ckptkit.conversion.mapped_names import MapReport
-    from ckptkit.plan.shard_map import ShardMap
+    from ckptkit.plan.coverage import ShardMap
 
 _TIE_CHUNKS = 4096  # looking at more blobs than this would make inspect slow
 _ASSUME_TIED = {"tie_word_embeddings": True}
@@ -381,7 +381,7 @@ def _report(
     ]
     shard_map = None
     if shards:
-        from ckptkit.plan.shard_map import map_shards  # for reports alone
+        from ckptkit.plan.coverage import map_shards  # for reports alone
 
         shard_map = map_shards(index, entries, frozenset(key for key, _ in problems))
     return Inspection(

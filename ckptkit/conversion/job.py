@@ -48,7 +48,7 @@ from ckptkit.engine.outcome import (
     Started,
     ignore,
 )
-from ckptkit.engine.ray import NodeLimits, RunShare, import_ray, run_on_ray
+from ckptkit.engine.ray import RunShare, import_ray, run_on_ray
 from ckptkit.options import Resources
 from ckptkit.plan.plan import (
     TASK_BYTES,
@@ -456,9 +456,9 @@ class RayCluster(WriteStrategy[Manifest]):
             are_threads_chosen=resources.workers is not None,
         )
         self._listener(Started(plan.bytes_written))
-        limits = NodeLimits(resources.workers, resources.memory_limit_bytes)
         deal = partial(split_plan, plan, in_parts=self._place.takes_parts)
-        run_on_ray(station, deal, limits, take)
+        memory_bytes = resources.memory_limit_bytes
+        run_on_ray(station, deal, take, cores=resources.workers, memory_bytes=memory_bytes)
 
     def commit(self) -> Manifest:
         assert self._target is not None  # noqa: S101  `start` has opened it

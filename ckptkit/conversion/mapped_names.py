@@ -17,8 +17,8 @@ from ckptkit.conversion.names_on_disk import (
     NamedProducts,
     ProductMaker,
     Specs,
+    join_sources,
     operand_of,
-    rearrange,
 )
 from ckptkit.conversion.source.open import OpenedCheckpoint
 from ckptkit.core.dtypes import dtype_named
@@ -26,9 +26,14 @@ from ckptkit.core.errors import CkptkitError, FormatError, RefusedError, UsageEr
 from ckptkit.core.index import ChunkTable, Fqn, Key, Shape, TensorEntry
 from ckptkit.core.manifest import MAP_VERSION
 from ckptkit.core.text import Aside, quote
-from ckptkit.engine.kernels import AddedOperand, OperandKernel, PartOperand, StoredOperand
+from ckptkit.engine.kernels import (
+    AddedOperand,
+    ComputedOperand,
+    OperandKernel,
+    RearrangeKernel,
+    StoredOperand,
+)
 from ckptkit.engine.reader import Origin, TensorReader, same_values
-from ckptkit.engine.rearranged import ComputedOperand, RearrangeKernel
 from ckptkit.formats.parsing import list_first
 from ckptkit.hub_names.disk_tensors import (
     HubNames,
@@ -44,7 +49,7 @@ from ckptkit.lora.foreign import OF_TINKER, TINKER, Factor, ForeignAdapter, name
 from ckptkit.name_maps.apply import Extent, MappedNames, apply_map
 from ckptkit.name_maps.find import find_map, load_map, refuse_contradiction
 from ckptkit.name_maps.language import NameMap, Rule, invert, parse_template
-from ckptkit.name_maps.rearrangement import (
+from ckptkit.name_maps.rule_steps import (
     Add,
     Concat,
     Flatten,
@@ -53,12 +58,12 @@ from ckptkit.name_maps.rearrangement import (
     Pad,
     Reorder,
     Rows,
+    Sizes,
     Split,
     Step,
     Transpose,
     Unflatten,
 )
-from ckptkit.name_maps.sizes import Sizes
 from ckptkit.options import ConsolidateRequest, matches
 from ckptkit.plan.coverage import refuse_problems
 from ckptkit.plan.plan import SOURCE, Compute, Product, StackedPart, TensorSpec
@@ -123,7 +128,7 @@ class MappedModel(Struct, frozen=True):
         maker = ProductMaker(names, NamingRequest({}, None), {p.spec.name: p for p in products})
         made = [self._add(product) for product in maker.products()]
         for name, shape in self.names.zeros.items():
-            kernel = RearrangeKernel(shape, (), (), has_padding=True)
+            kernel = RearrangeKernel(shape, (), {}, has_padding=True)
             spec = TensorSpec(name, dtype_named("float32"), shape)
             made.append(Product(spec, Compute(kernel, ())))
         return NamedProducts(made, {}, self.notes, self.versions)
@@ -168,13 +173,12 @@ class MappedModel(Struct, frozen=True):
 
 def _operand_of_sources(
     tensor: HubTensor, sources: Sequence[TensorEntry]
-) -> PartOperand | ComputedOperand:
+) -> StoredOperand | ComputedOperand:
     """Returns the elements of a tensor of the target, made of tensors of the source."""
     dtype, run = sources[0].dtype, find_run(tensor)
     if run is not None:
-        return PartOperand(SOURCE, sources[0].key, dtype, run.start)
-    kernel = rearrange(tensor, [StoredOperand(SOURCE, entry.key, dtype) for entry in sources])
-    return ComputedOperand(kernel, TensorSpec(tensor.name, dtype, tensor.shape), kernel.reads)
+        return StoredOperand(SOURCE, sources[0].key, dtype, run.start)
+    return join_sources(tensor, [StoredOperand(SOURCE, entry.key, dtype) for entry in sources])
 
 
 def convert_checkpoint(
@@ -633,7 +637,7 @@ def _split_experts(
                     name=Fqn(f"{found['layer']}.{expert}.{matrix}{factor.ending}"),
                     shape=entry.shape[1:],
                     chunks=ChunkTable.of((), len(entry.shape) - 1),
-                    derivation=PartOperand(SOURCE, entry.key, entry.dtype, start),
+                    derivation=StoredOperand(SOURCE, entry.key, entry.dtype, start),
                     stored_names=(name,),
                 )
 
@@ -641,16 +645,13 @@ def _split_experts(
 # --- by a name map ---
 
 
-class _Repeat(Struct, frozen=True):
+class _Repeat(Step, Struct, frozen=True):
     """The same tensor several times: a factor A, of each part of a weight."""
 
     count: int
 
     def apply(self, tensors: Sequence[Made], _sizes: Sizes) -> list[Made]:
         return [made for made in tensors for _ in range(self.count)]
-
-    def inverse(self) -> Step:
-        raise NotImplementedError
 
 
 def _map_factors(

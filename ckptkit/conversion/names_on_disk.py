@@ -28,14 +28,14 @@ from ckptkit.core.errors import NoSpaceError, RefusedError, error_from_json
 from ckptkit.core.index import Fqn, Key, Shape, Span
 from ckptkit.core.text import Closing
 from ckptkit.core.threads import memory_in_use_bytes
+from ckptkit.engine import kernels
 from ckptkit.engine.executor import WORKER_BYTES
-from ckptkit.engine.kernels import ConstantKernel, Operand, StoredOperand
-from ckptkit.engine.rearranged import ComputedOperand, RearrangeKernel, StridedBox
+from ckptkit.engine.kernels import ComputedOperand, ConstantKernel, Operand, RearrangeKernel
 from ckptkit.formats.parsing import list_first
 from ckptkit.hub_names.disk_tensors import HubNames, HubTensor, NamingRequest, find_whole
 from ckptkit.hub_names.known_models import determine_need, explain_doubt
 from ckptkit.options import NameChoice, Resources
-from ckptkit.plan.plan import Compute, Copy, Preparable, Product, Reading, TensorSpec
+from ckptkit.plan.plan import Compute, Kernel, Product, Reading, TensorSpec
 from ckptkit.plan.ties import find_tie_candidates, find_tie_conflicts
 
 _BLOCK = 1 << 20  # elements that are gathered at once
@@ -60,11 +60,15 @@ class Conversion(Struct, frozen=True):
         return tuple(dict.fromkeys(read for operand in self.operands for read in operand.reads))
 
 
-class Converted(Struct, frozen=True):
+class Converted(Kernel, Struct, frozen=True):
     """The kernel of one output of a conversion; it is prepared together with the others."""
 
     group: Conversion
     spec: TensorSpec
+
+    @property
+    def is_ready(self) -> bool:
+        return False
 
     def prepare(self, _out: TensorSpec, reading: Reading) -> ConstantKernel:
         """Converts the group unless that was done; returns a kernel that has the elements."""
@@ -377,10 +381,8 @@ class ProductMaker:
             product = live[whole]
             spec = replace(product.spec, name=tensor.name, shape=tensor.shape)
             return Product(spec, product.body)
-        sources = tensor.sources
-        kernel = rearrange(tensor, [operand_of(live[source]) for source in sources])
-        dtype = live[sources[0]].spec.dtype  # that of all: joining others is refused
-        return Product(TensorSpec(tensor.name, dtype, tensor.shape), Compute(kernel, kernel.reads))
+        joined = join_sources(tensor, [operand_of(live[source]) for source in tensor.sources])
+        return Product(joined.spec, Compute(joined.kernel, joined.reads))
 
     def _group(self, sources: tuple[Fqn, ...]) -> Conversion:
         group = self._groups.get(sources)
@@ -398,27 +400,21 @@ class ProductMaker:
         return group
 
 
-def rearrange(tensor: HubTensor, operands: Sequence[Operand]) -> RearrangeKernel:
-    """Returns the kernel of a tensor that is made of others, in the order of its sources."""
-    number = {source: i for i, source in enumerate(tensor.sources)}
-    return RearrangeKernel(
-        grid=tensor.grid,
-        stretches=tuple(
-            StridedBox(piece.box, number[piece.source], piece.start, piece.steps)
-            for piece in tensor.pieces
-        ),
-        operands=tuple(operands),
-        has_padding=tensor.has_padding,
-    )
+def join_sources(tensor: HubTensor, sources: Sequence[Operand]) -> ComputedOperand:
+    """Returns a tensor that is made of others, in the order of `tensor.sources`, as an operand."""
+    of_sources = dict(zip(tensor.sources, sources, strict=True))
+    kernel = RearrangeKernel(tensor.grid, tensor.pieces, of_sources, tensor.has_padding)
+    # Sources of several element types are refused before.
+    spec = TensorSpec(tensor.name, sources[0].dtype, tensor.shape)
+    return ComputedOperand(kernel, spec, kernel.reads)
 
 
 def operand_of(product: Product) -> Operand:
-    body, spec = product.body, product.spec
-    if isinstance(body, Copy):
-        return StoredOperand(body.origin, body.key, spec.dtype)
-    if isinstance(body.kernel, Preparable):
+    """Returns the elements of a product, which must not be computed as a whole."""
+    if isinstance(product.body, Compute) and not product.body.kernel.is_ready:
         raise RefusedError(
-            f"tensor {spec.name!r} is computed as a whole, and stands in several tensors on disk",
+            f"tensor {product.spec.name!r} is computed as a whole, and stands in several tensors on"
+            " disk",
             hint=_LIVE,
         )
-    return ComputedOperand(body.kernel, spec, body.reads)
+    return kernels.operand_of(product)

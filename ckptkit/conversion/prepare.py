@@ -78,7 +78,7 @@ from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import InputError, RefusedError, UsageError
 from ckptkit.core.index import MOST_WRAPPERS, Fqn, TensorEntry
 from ckptkit.core.text import Aside, counted
-from ckptkit.engine.kernels import CastKernel, Preparations, first_rows, recast
+from ckptkit.engine.kernels import Preparations, first_rows, make_products, recast
 from ckptkit.engine.reader import Origin
 from ckptkit.engine.segment_reader import Inputs, SegmentReader
 from ckptkit.formats.parsing import list_first
@@ -111,7 +111,6 @@ from ckptkit.plan.selection import (
     describe_kept,
     describe_masters,
     find_float32_among_halves,
-    make_products,
     model_trees,
     refuse_casting_quantized,
     select_model,
@@ -428,7 +427,7 @@ class _Planner:
         while True:
             policy = DTypePolicy(choice, request.keep_dtype, kept=known or KeptDtypes())
             of_source = self._job.origins[0]
-            live = make_products(entries, policy, ties.dropped, CastKernel, origin=of_source)
+            live = make_products(entries, policy, ties.dropped, origin=of_source)
             names = self._name_on_disk(live, config, ties)
             if known is None or names.hub is None or known == adapt_kept(known, names.hub):
                 break
@@ -609,7 +608,7 @@ class _Planner:
         written = {}
         for folder, entries in modules.items():
             refuse_problems(origin.index, entries, self._checkpoint.path)
-            products = make_products(entries, self._policy, {}, CastKernel)
+            products = make_products(entries, self._policy, {})
             (file,) = layout_hf_weights(products, _MOST_MODULE_BYTES)
             if file.size_bytes > _MOST_MODULE_BYTES:
                 raise RefusedError(
@@ -835,7 +834,7 @@ class _Planner:
             Aside(self._filling.describe()),
             *describe_kept(self._policy, entries),
         ]
-        added = make_products(entries, self._policy, {}, CastKernel, origin=self._job.origins[1])
+        added = make_products(entries, self._policy, {}, origin=self._job.origins[1])
         return [*products, *added]
 
     def _lay_out(
@@ -865,9 +864,9 @@ class _Planner:
             return lay_out(products, request.max_file_bytes), names
         written = {product.spec.name for product in products}
         tied = {*names.dropped, *find_absent_tied_names(config, written)}
-        files = distribute(products, self._files, is_wanted=request.wants, tied=tied)
-        self._option_notes += files.notes
-        return layout_hf_files(files.groups, self._folders.consumer.stem), names
+        files, notes = distribute(products, self._files, is_wanted=request.wants, tied=tied)
+        self._option_notes += notes
+        return layout_hf_files(files, self._folders.consumer.stem), names
 
     def _lay_out_for(
         self,
@@ -877,7 +876,7 @@ class _Planner:
         names: NamedProducts,
     ) -> tuple[list[OutputFile], NamedProducts]:
         from ckptkit.conversion.mapped_names import name_for_framework  # few outputs need it
-        from ckptkit.plan.layouts.frameworks import layout_megatron, layout_torchtitan
+        from ckptkit.plan.layouts.torch import layout_megatron, layout_torchtitan
 
         # Where the source has names of a framework, its own map has converted them.
         choice, where = self._request.map, self._checkpoint.path

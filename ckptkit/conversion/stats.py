@@ -28,8 +28,8 @@ from ckptkit.engine.values import Measures, combine, describe_not_finite, finite
 from ckptkit.options import ConsolidateRequest, NotFinite
 from ckptkit.plan.coverage import refuse_problems
 from ckptkit.plan.optimizer_states import OPTIMIZER
-from ckptkit.plan.parameter_counts import FOUR_BIT, describe_stored
 from ckptkit.plan.plan import SOURCE
+from ckptkit.plan.weight_kinds import FOUR_BIT, describe_stored
 from ckptkit.storage.places import PathLike
 
 _LISTED = 3

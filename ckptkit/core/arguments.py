@@ -66,19 +66,12 @@ _KINDS: Mapping[str, tuple[Callable[[object], bool], str]] = {
 
 
 class _Signature(Struct, frozen=True):
-    """What a function takes.
-
-    Attributes:
-        where: Its name, for messages.
-        positional: The names that may be given by position, in order.
-        annotations: All names, and the annotation of each as text.
-        takes_any: Whether it passes on names that are not among them.
-    """
+    """What a function takes."""
 
     where: str
-    positional: tuple[str, ...]
-    annotations: Mapping[str, str]
-    takes_any: bool
+    positional: tuple[str, ...]  # the names that may be given by position, in order
+    annotations: Mapping[str, str]  # all names, and the annotation of each as text
+    takes_any: bool  # whether it passes on names that are not among them
 
 
 def check_arguments(function: Callable[P, R]) -> Callable[P, R]:
@@ -188,9 +181,7 @@ def refuse_unknown(given: Iterable[str], known: Collection[str], *, where: str) 
 def ambiguous_truth(value: object, ask: str) -> ArgumentError:
     """Returns the error of a result whose truth could mean several things.
 
-    Args:
-        value: The result.
-        ask: What to write instead.
+    `ask`: what to write instead.
     """
     return ArgumentError(f"the truth value of {a_kind(value)} is ambiguous", hint=f"use {ask}")
 

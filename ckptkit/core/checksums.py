@@ -152,16 +152,12 @@ _MASK = (1 << 64) - 1
 
 
 class ChecksumShare(NamedTuple):
-    """What one process knows of a tensor.
+    """What one process knows of a tensor."""
 
-    Attributes:
-        crc32: What its ranges add to the CRC-32; shares are joined by exclusive or.
-        edges: Marks of the ends of its ranges less those of their starts, modulo 2^64. Where one
-            range goes on where another one ended the two cancel. What is left of ranges that
-            fill a tensor once, and only of those, are the ends of the tensor.
-    """
-
-    crc32: int = 0
+    crc32: int = 0  # what its ranges add to the CRC-32; shares are joined by exclusive or
+    # Marks of the ends of its ranges less those of their starts, modulo 2^64. Where one range goes
+    # on where another one ended the two cancel. What is left of ranges that fill a tensor once, and
+    # only of those, are the ends of the tensor.
     edges: int = 0
 
     def joined(self, other: ChecksumShare) -> ChecksumShare:

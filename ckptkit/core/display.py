@@ -19,18 +19,12 @@ def plain_fields(record: Struct) -> dict[str, Any]:
 
 
 class Facts(NamedTuple):
-    """What is shown of a result.
+    """What is shown of a result."""
 
-    Attributes:
-        title: What it is about, such as a path.
-        lines: Pairs of a label and a text; the one line of a `repr` has the texts alone.
-        header: The header of the table below them, in a notebook.
-        rows: Its rows.
-    """
-
-    title: str
+    title: str  # what it is about, such as a path
+    # Pairs of a label and a text; the one line of a `repr` has the texts alone.
     lines: Sequence[tuple[str, str]]
-    header: Sequence[str] = ()
+    header: Sequence[str] = ()  # the header of the table below them, in a notebook
     rows: Sequence[Sequence[str]] = ()
 
 

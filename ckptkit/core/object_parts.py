@@ -21,21 +21,13 @@ _MOST_COPIES = MOST_PARTS // 2  # the rest is for the bytes between them
 
 
 class CopiedRange(Struct, frozen=True):
-    """A range of an output that is a range of one source object, byte for byte.
+    """A range of an output that is a range of one source object, byte for byte."""
 
-    Attributes:
-        start: First byte in the output.
-        stop: First byte after it.
-        path: The source's file.
-        source_start: First byte in it.
-        crc32: The checksum that is stored for these bytes beside them.
-    """
-
-    start: int
-    stop: int
+    start: int  # first byte in the output
+    stop: int  # first byte after it
     path: str
-    source_start: int
-    crc32: int
+    source_start: int  # first byte in it
+    crc32: int  # the checksum that is stored for these bytes beside them
 
     @property
     def size_bytes(self) -> int:
@@ -44,18 +36,12 @@ class CopiedRange(Struct, frozen=True):
 
 
 class ObjectPart(Struct, frozen=True):
-    """One part of a multipart upload: bytes `[start, stop)` of the object.
+    """One part of a multipart upload: bytes `[start, stop)` of the object."""
 
-    Attributes:
-        number: From 1 on, in the order of the bytes.
-        start: First byte.
-        stop: First byte after it.
-        copied: What the store copies it from, or None where the bytes are sent.
-    """
-
-    number: int
+    number: int  # from 1 on, in the order of the bytes
     start: int
-    stop: int
+    stop: int  # first byte after it
+    # What the store copies it from, or None where the bytes are sent.
     copied: CopiedRange | None = None
 
     @property
@@ -71,12 +57,8 @@ def choose_copies(size_bytes: int, copyable: Sequence[CopiedRange]) -> tuple[Cop
     The bytes before, between and behind must be none, or enough for a part, except at the end of
     the object: of two neighbours, the smaller one is dropped.
 
-    Args:
-        size_bytes: Of the object.
-        copyable: What could be copied, by its start, without overlaps.
-
-    Returns:
-        Those that are to be copied, in order.
+    `copyable`: what could be copied, by its start, without overlaps. Returns those that are to be
+    copied, in order.
     """
     least = MIN_PART_BYTES
     while True:

@@ -97,11 +97,9 @@ def abridge(text: str, most: int, rest: str = "", *, drops: bool = True) -> str:
 
     What stands in backticks is never cut, so that it can be run, and steps follow one another.
 
-    Args:
-        text: The message; its parts are separated by semicolons.
-        most: The number of characters; commands may take more.
-        rest: What says where the whole message is.
-        drops: Whether parts may be left out; else only lists are cut.
+    `text`: the message; its parts are separated by semicolons. `most`: the number of characters;
+    commands may take more. `rest`: what says where the whole message is. `drops`: whether parts may
+    be left out; else only lists are cut.
 
     >>> abridge("it lacks a, b, c, d, e, f, g, h, i, j", 30)
     'it lacks a, b, c and 7 more …'

@@ -37,7 +37,7 @@ from ckptkit.core.errors import (
     RefusedError,
     UsageError,
 )
-from ckptkit.core.index import Key, Span
+from ckptkit.core.index import Span
 from ckptkit.core.manifest import BY_MANIFEST, LEAF_BYTES, UNVERIFIED, Manifest
 from ckptkit.deltas.encoding import ChangeStream, Decoder, open_decoder
 from ckptkit.deltas.form import (
@@ -49,7 +49,7 @@ from ckptkit.deltas.form import (
     open_delta,
     refuse_changed,
 )
-from ckptkit.engine.kernels import ElementKernel
+from ckptkit.engine.kernels import OperandKernel, StoredOperand
 from ckptkit.engine.outcome import Digests, Listener, Planned, ignore
 from ckptkit.formats.parsing import read_from
 from ckptkit.plan.load_report import DELTA_APPLY
@@ -59,9 +59,9 @@ from ckptkit.plan.plan import (
     Demand,
     Kernel,
     OutputFile,
+    Reading,
     Segment,
     TensorSpec,
-    wrap_kernel,
 )
 from ckptkit.storage.places import PathLike, open_target
 
@@ -71,30 +71,6 @@ _WRONG_BASE = (
 )
 _STREAM_BYTES = 2 << 20
 """What a worker's decoder of one delta takes: its window, and what is read for it."""
-
-
-class CopyKernel(ElementKernel, Struct, frozen=True):
-    """Copies a stored tensor.
-
-    Attributes:
-        origin: The source of the tensor.
-        key: The tensor.
-    """
-
-    origin: str
-    key: Key
-
-    def demands(self, _out: TensorSpec, block: Span) -> tuple[Demand, ...]:
-        return (Demand(self.origin, self.key, block),)
-
-    def run(
-        self,
-        _out: TensorSpec,
-        _block: Span,
-        inputs: Sequence[NDArray[Any]],
-        target: NDArray[Any],
-    ) -> None:
-        target[:] = inputs[0]
 
 
 class ExpectedChecksum:
@@ -136,7 +112,7 @@ class ExpectedChecksum:
             )
 
 
-class PatchKernel(Struct, frozen=True, eq=False):
+class PatchKernel(Kernel, Struct, frozen=True, eq=False):
     """Computes a tensor as another kernel does, and changes it.
 
     Attributes:
@@ -148,6 +124,13 @@ class PatchKernel(Struct, frozen=True, eq=False):
     inner: Kernel
     changes: ChangeStream
     checksum: ExpectedChecksum
+
+    @property
+    def is_ready(self) -> bool:
+        return self.inner.is_ready
+
+    def prepare(self, out: TensorSpec, reading: Reading) -> Kernel:
+        return replace(self, inner=self.inner.prepare(out, reading))
 
     def grain_elements(self, out: TensorSpec) -> int:
         return self.inner.grain_elements(out)
@@ -328,14 +311,11 @@ class DeltaChain:
             return segment
         changes = ChangeStream(lambda: _open_decoders(changing, spec), spec.size_bytes)
         if isinstance(body, Copy):
-            reads: tuple[tuple[str, Key], ...] = ((body.origin, body.key),)
-            kernel: Any = CopyKernel(body.origin, body.key)
-        elif isinstance(body, Compute):
-            reads, kernel = body.reads, body.kernel
-        else:
+            body = OperandKernel(StoredOperand(body.origin, body.key, spec.dtype)).compute()
+        if not isinstance(body, Compute):
             raise NotImplementedError(f"{type(body).__name__} segments cannot be changed")
-        wrapped = wrap_kernel(kernel, spec, lambda inner: PatchKernel(inner, changes, checksum))
-        return replace(segment, body=Compute(wrapped, reads))
+        changed = PatchKernel(body.kernel, changes, checksum)
+        return replace(segment, body=Compute(changed, body.reads))
 
 
 def _open_decoders(deltas: Sequence[OpenedDelta], spec: TensorSpec) -> list[Decoder]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,10 +26,15 @@ from ckptkit.core.arrays import numpy_dtype
 from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import IncompleteCheckpointError, UnsupportedError
 from ckptkit.core.geometry import (
+    BoxWalk,
     Overlap,
+    StridedBox,
+    Tile,
+    Walk,
     contiguous_parts,
     drop_replicas,
     find_defect,
+    find_tile,
     flat_offset,
     hull,
     intersect,
@@ -37,6 +42,8 @@ from ckptkit.core.geometry import (
     relative,
     row_major_strides,
     slabs,
+    slices_of,
+    walk_boxes,
     widen,
 )
 from ckptkit.core.index import (
@@ -45,6 +52,7 @@ from ckptkit.core.index import (
     Chunk,
     ChunkTable,
     FileRange,
+    Fqn,
     Key,
     Record,
     Shape,
@@ -53,10 +61,14 @@ from ckptkit.core.index import (
     TensorIndex,
 )
 from ckptkit.core.threads import run_crew, usable_cores
-from ckptkit.core.tiles import BoxWalk, Tile, Walk, find_tile, walk_boxes
 from ckptkit.engine.casts import Caster
 from ckptkit.engine.checksum_tracker import NumberedRecord, OpenRecord
-from ckptkit.engine.kernels import Operand, PartOperand, StoredOperand
+from ckptkit.engine.kernels import (
+    ComputedOperand,
+    Operand,
+    RearrangeKernel,
+    StoredOperand,
+)
 from ckptkit.engine.reader import (
     RUN_BYTES,
     BoxMemory,
@@ -65,9 +77,7 @@ from ckptkit.engine.reader import (
     Origin,
     TensorReader,
     byte_type,
-    slices_of,
 )
-from ckptkit.engine.rearranged import ComputedOperand, RearrangeKernel
 from ckptkit.formats.pickle.torch_zip import WINDOW_BYTES
 
 _MOST_THREADS = 2
@@ -102,11 +112,8 @@ class CastMemory:
     def __init__(self, memory: BoxMemory, source: DType, target: DType, where: str) -> None:
         """Casts nothing yet.
 
-        Args:
-            memory: Memory of elements of type `target`.
-            source: The element type of what is read.
-            target: The other one, which has to be another one.
-            where: The tensor, for messages.
+        `memory`: memory of elements of type `target`. `source`: the element type of what is read.
+        `target`: the other one, which has to be another one.
         """
         self._memory = memory
         self._source = source
@@ -128,13 +135,7 @@ class CastMemory:
 
 
 class SpanRead(Struct, frozen=True):
-    """A box of a tensor that has to be computed, or decoded, in row-major order.
-
-    Attributes:
-        entry: The tensor.
-        box: The box.
-        memory: Where it goes.
-    """
+    """A box of a tensor that has to be computed, or decoded, in row-major order."""
 
     entry: TensorEntry
     box: Box
@@ -144,12 +145,8 @@ class SpanRead(Struct, frozen=True):
 def find_stored_boxes(index: TensorIndex, wanted: WantedBox) -> Iterator[WantedBox | SpanRead]:
     """Yields the boxes of stored tensors that one box of any tensor consists of.
 
-    Args:
-        index: What both are in.
-        wanted: The box.
-
-    Yields:
-        Boxes for `plan_chunk_reads`, and what has to be read in another way.
+    `index`: what both are in. Yields boxes for `plan_chunk_reads`, and what has to be read in
+    another way.
     """
     entry, box, memory = wanted
     if 0 in box.sizes:
@@ -203,10 +200,8 @@ def join_walks(
     Many boxes that are close together, as rows that alternate, are read as one: for each of them
     the same bytes would be read once more.
 
-    Args:
-        entry: The tensor.
-        walks: The boxes, and where their elements are in the memory.
-        memory: Of what they are parts of.
+    `walks`: the boxes, and where their elements are in the memory. `memory`: of what they are parts
+    of.
     """
     parts = [(w.box, memory.walked(w.start, w.walks, w.box.sizes)) for w in walks]
     if len(parts) > _FEW_BOXES and entry.derivation is None:
@@ -220,37 +215,32 @@ def join_walks(
 
 def _tiles_of(index: TensorIndex, entry: TensorEntry) -> Iterator[tuple[TensorEntry, Tile]]:
     """Yields what a tensor is made of; nothing where it is computed, or not all is found."""
-    made, whole = entry.derivation, Box((0,) * len(entry.shape), entry.shape)
-    parts: list[tuple[Shape, Box, Operand, tuple[int, Shape]]]
-    if isinstance(made, PartOperand):
-        parts = [(entry.shape, whole, made, (0, row_major_strides(entry.shape)))]
+    made = entry.derivation
+    operands: Mapping[Fqn, Operand]
+    pieces: tuple[StridedBox, ...]
+    if isinstance(made, StoredOperand):
+        whole = Box((0,) * len(entry.shape), entry.shape)
+        piece = StridedBox(whole, Fqn(""), 0, row_major_strides(entry.shape))
+        grid, pieces, operands = entry.shape, (piece,), {piece.source: made}
     elif isinstance(made, ComputedOperand) and isinstance(made.kernel, RearrangeKernel):
         kernel = made.kernel
-        parts = [
-            (kernel.grid, part.box, kernel.operands[part.operand], (part.start, part.steps))
-            for part in kernel.stretches
-            if not kernel.has_padding
-        ]
+        if kernel.has_padding:
+            return
+        grid, pieces, operands = kernel.grid, kernel.pieces, kernel.operands
     else:
         return
     found: list[tuple[TensorEntry, Tile]] = []
-    for grid, box, operand, (start, steps) in parts:
-        first = _first_element(operand)
-        if first is None:
+    for piece in pieces:
+        operand = operands[piece.source]
+        if not isinstance(operand, StoredOperand):  # it is computed
             return
-        source = index.tensors[operand.reads[0][1]]
-        tile = find_tile(entry.shape, grid, box, (first + start, steps), source.shape)
+        source = index.tensors[operand.key]
+        there = replace(piece, start=operand.start + piece.start)
+        tile = find_tile(entry.shape, grid, there, source.shape)
         if tile is None or source.dtype != entry.dtype:
             return
         found.append((source, tile.swapped))
     yield from found
-
-
-def _first_element(operand: Operand) -> int | None:
-    """Returns where the elements of an operand begin in its tensor; None if they are computed."""
-    if isinstance(operand, PartOperand):
-        return operand.start
-    return 0 if isinstance(operand, StoredOperand) else None
 
 
 def _in_boxes(index: TensorIndex, entry: TensorEntry) -> TensorEntry | None:
@@ -278,44 +268,33 @@ def _in_boxes(index: TensorIndex, entry: TensorEntry) -> TensorEntry | None:
 def plan_chunk_reads(wanted: Iterable[WantedBox]) -> list[ChunkRead]:
     """Finds which chunks hold some boxes of tensors.
 
-    Args:
-        wanted: Tensors, each with a box of it and the memory of that box.
-
-    Returns:
-        Every chunk that has to be read, once. The chunks of each of the tensors are proven to
-        hold every element once.
+    `wanted`: tensors, each with a box of it and the memory of that box. Returns every chunk that
+    has to be read, once. The chunks of each of the tensors are proven to hold every element once.
     """
-    chunkings = _Chunkings()
-    tables: dict[Key, tuple[TensorEntry, _Chunking]] = {}
+    grids = _ProvenGrids()
+    tables: dict[Key, tuple[TensorEntry, ChunkTable, _Grid]] = {}
     targets: dict[tuple[Key, int], list[BoxTarget]] = defaultdict(list)
     for entry, box, memory in wanted:
         if entry.key not in tables:
-            tables[entry.key] = entry, chunkings.prove(entry)
-        for overlap in chunkings.overlaps(tables[entry.key][1], box):
+            tables[entry.key] = entry, *grids.prove(entry)
+        _, chunks, grid = tables[entry.key]
+        for overlap in grids.overlaps(chunks, grid, box):
             targets[entry.key, overlap.row].append((overlap, memory))
     reads = []
     for (key, row), of_chunk in targets.items():
-        entry, chunking = tables[key]
-        record = int(chunking.chunks.record[row])
-        reads.append(ChunkRead(entry, chunking.chunks, row, record, tuple(of_chunk)))
+        entry, chunks, _ = tables[key]
+        reads.append(ChunkRead(entry, chunks, row, int(chunks.record[row]), tuple(of_chunk)))
     return reads
 
 
-class _Chunking(Struct, frozen=True):
-    """The chunks of one tensor, each element in exactly one of them."""
-
-    chunks: ChunkTable
-    grid: _Grid
-
-
-class _Chunkings:
+class _ProvenGrids:
     """How tensors are cut into chunks; tensors of one shape are mostly cut alike."""
 
     def __init__(self) -> None:
         self._proven: set[_Grid] = set()
         self._overlaps: dict[tuple[_Grid, Box], tuple[Overlap, ...]] = {}
 
-    def prove(self, entry: TensorEntry) -> _Chunking:
+    def prove(self, entry: TensorEntry) -> tuple[ChunkTable, _Grid]:
         """Returns the chunks of a tensor, which hold each element once."""
         chunks = entry.chunks
         if chunks.flat:
@@ -324,7 +303,7 @@ class _Chunkings:
             raise UnsupportedError("is stored in another element type", where=entry.key)
         grid = (entry.shape, chunks.offsets.tobytes(), chunks.sizes.tobytes())
         if grid in self._proven:
-            return _Chunking(chunks, grid)
+            return chunks, grid
         distinct = drop_replicas(chunks)
         defect = find_defect(distinct, entry.shape)
         if defect is not None:
@@ -333,14 +312,13 @@ class _Chunkings:
             )
         if distinct is chunks:
             self._proven.add(grid)
-        return _Chunking(distinct, grid)
+        return distinct, grid
 
-    def overlaps(self, chunking: _Chunking, box: Box) -> tuple[Overlap, ...]:
+    def overlaps(self, chunks: ChunkTable, grid: _Grid, box: Box) -> tuple[Overlap, ...]:
         """Returns what each chunk holds of a box."""
-        shared = self._overlaps.get((chunking.grid, box))
+        shared = self._overlaps.get((grid, box))
         if shared is None:
-            shared = tuple(overlaps(chunking.chunks, box))
-            self._overlaps[chunking.grid, box] = shared
+            shared = self._overlaps[grid, box] = tuple(overlaps(chunks, box))
         return shared
 
 
@@ -349,16 +327,11 @@ Done = Callable[[BoxMemory], object]
 
 
 class ReadReport(Struct, frozen=True):
-    """What `read_chunks` read.
+    """What `read_chunks` read."""
 
-    Attributes:
-        bytes_read: From data files, headers and trailers of archives included.
-        partial: By number, the records that this process wanted in part only, with the
-            checksums of those that it read. Processes that together read all of a record can
-            prove it from these.
-    """
-
-    bytes_read: int
+    bytes_read: int  # from data files, headers and trailers of archives included
+    # By number, the records that this process wanted in part only, with the checksums of those that
+    # it read. Processes that together read all of a record can prove it from these.
     partial: tuple[NumberedRecord, ...]
 
 
@@ -367,12 +340,9 @@ def read_chunks(
 ) -> ReadReport:
     """Reads chunks into their memory; a record that is read whole is compared at once.
 
-    Args:
-        origin: The source, opened for this call only.
-        reads: What to read, as `plan_chunk_reads` returns it.
-        threads: How many read at once; 0 for two, or one where there is one core, and for more
-            where the source is distant.
-        done: Is called for each of the boxes.
+    `origin`: the source, opened for this call only. `reads`: what to read, as `plan_chunk_reads`
+    returns it. `threads`: how many read at once; 0 for two, or one where there is one core, and for
+    more where the source is distant. `done`: is called for each of the boxes.
     """
     readers: list[TensorReader] = []
     whole: list[NumberedRecord] = []
@@ -404,11 +374,8 @@ def read_spans(
 ) -> ReadReport:
     """Reads boxes of tensors that are computed or decoded, block by block.
 
-    Args:
-        origin: The source, opened for this call only.
-        reads: What to read.
-        threads: As for `read_chunks`.
-        done: Is called for each of the boxes.
+    `origin`: the source, opened for this call only. `threads`: as for `read_chunks`. `done`: is
+    called for each of the boxes.
     """
     readers: list[TensorReader] = []
 
@@ -472,9 +439,8 @@ def _read_group(
 ) -> Iterator[NumberedRecord]:
     """Reads chunks of one file; several are neighbours, and small enough for one read.
 
-    Yields:
-        The records that were read whole although only a part of them was wanted: other processes
-        may have read the other parts, and learn from these that the record is sound.
+    Yields the records that were read whole although only a part of them was wanted: other processes
+    may have read the other parts, and learn from these that the record is sound.
     """
     first, last = group[0].record, group[-1].record
     path = origin.index.files[first.file].path

@@ -27,17 +27,11 @@ BLOCK_ELEMENTS = 1 << 16
 
 
 class _Target(Struct, frozen=True):
-    """The properties of a type that a cast to it needs.
+    """The properties of a type that a cast to it needs."""
 
-    Attributes:
-        nan: Bits of the canonical NaN.
-        suspect: Lowest magnitude, as bits, whose elements need a second look; 0 for all.
-        largest: Largest finite value where a cast beyond it is refused, or None.
-    """
-
-    nan: int
-    suspect: int
-    largest: float | None = None
+    nan: int  # bits of the canonical NaN
+    suspect: int  # lowest magnitude, as bits, whose elements need a second look; 0 for all
+    largest: float | None = None  # largest finite value where a cast beyond it is refused, or None
 
 
 # Sources: IEEE 754; OCP 8-bit Floating Point Specification (E4M3 without infinities, E5M2);
@@ -57,16 +51,10 @@ _FLOAT32 = BY_NAME["float32"]
 
 
 class Overflow(Struct, frozen=True):
-    """Values that the target of a cast cannot hold.
+    """Values that the target of a cast cannot hold."""
 
-    Attributes:
-        count: How many there are in the block.
-        first: Position of the first, in elements from the block's start.
-        value: That element.
-    """
-
-    count: int
-    first: int
+    count: int  # how many there are in the block
+    first: int  # position of the first, in elements from the block's start
     value: float
 
 
@@ -75,9 +63,8 @@ class Caster:
 
     It holds scratch memory and is therefore for one thread at a time.
 
-    Attributes:
-        scratch_bytes: Memory that it holds, at most 256 KiB. A call takes up to 512 KiB more
-            for a time: indices of a float8 source, masks of a block with NaN or overflow.
+    `scratch_bytes`: memory that it holds, at most 256 KiB. A call takes up to 512 KiB more for a
+    time: indices of a float8 source, masks of a block with NaN or overflow.
     """
 
     _at_once = BLOCK_ELEMENTS
@@ -85,9 +72,7 @@ class Caster:
     def __init__(self, source: DType, target: DType) -> None:
         """Prepares a cast.
 
-        Args:
-            source: Element type of what is read.
-            target: Element type of what is written.
+        `source`: element type of what is read. `target`: element type of what is written.
         """
         if source.kind != "float" or target.name not in _TARGETS:
             raise UnsupportedError(
@@ -119,13 +104,9 @@ class Caster:
         and float32 values beyond the range of float32 and bfloat16 become infinities, as in
         torch. Between equal types bytes are copied, NaN included.
 
-        Args:
-            source: One dimension, contiguous: the elements, or their bytes as uint8. Need not
-                be aligned.
-            target: The same for the result, with as many elements; does not overlap `source`.
-
-        Returns:
-            What did not fit, or None. The rest of the target is written either way.
+        `source`: one dimension, contiguous: the elements, or their bytes as uint8. Need not be
+        aligned. `target`: the same for the result, with as many elements; does not overlap
+        `source`. Returns what did not fit, or None. The rest of the target is written either way.
         """
         values, wanted = source.view(self._source), target.view(self._target)
         if values.size != wanted.size:
@@ -206,14 +187,9 @@ def overflow_error(
 ) -> OverflowRefusedError:
     """Words the refusal of a cast that lost values.
 
-    Args:
-        overflow: What a `Caster` returned.
-        target: The type that it cast to.
-        where: The tensor, as the user knows it.
-        block_start: First element of the block, from the start of the tensor.
-
-    Returns:
-        The error, for the caller to raise.
+    `overflow`: what a `Caster` returned. `target`: the type that it cast to. `where`: the tensor,
+    as the user knows it. `block_start`: first element of the block, from the start of the tensor.
+    Returns the error, for the caller to raise.
     """
     largest = _TARGETS[target.name].largest
     limit = f", whose largest is {largest:,.0f}" if largest is not None else ""

@@ -8,8 +8,7 @@ zip archive names the checksums of its records.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
 
 from msgspec import Struct, field
 from msgspec.structs import replace
@@ -27,47 +26,27 @@ _CRC_BYTES = 4
 
 
 class TrackedRecord(Struct):
-    """The data of a record, and the checksums of the parts that were read.
+    """The data of a record, and the checksums of the parts that were read."""
 
-    Attributes:
-        start: First byte of the data in its file.
-        stop: First byte after it.
-        expected: The stored CRC-32.
-        where: File and tensor, for messages.
-        read_into: Reads from the file, for parts that nothing else reads.
-        pieces: What was read so far.
-        seen_bytes: The lengths of all pieces together.
-        refusal: The error that was raised for it, or None.
-        is_given_up: Whether it has more pieces than are kept.
-    """
-
-    start: int
-    stop: int
-    expected: int
+    start: int  # first byte of the data in its file
+    stop: int  # first byte after it
+    expected: int  # the stored CRC-32
     where: str
-    read_into: ReadInto
-    pieces: list[ChecksumPiece] = field(default_factory=list)
-    seen_bytes: int = 0
-    refusal: BaseException | None = None
-    is_given_up: bool = False
+    read_into: ReadInto  # reads from the file, for parts that nothing else reads
+    pieces: list[ChecksumPiece] = field(default_factory=list)  # what was read so far
+    seen_bytes: int = 0  # the lengths of all pieces together
+    refusal: BaseException | None = None  # the error that was raised for it, or None
+    is_given_up: bool = False  # whether it has more pieces than are kept
 
 
 class OpenRecord(Struct, frozen=True):
-    """A record that was read in part only, as a value that processes exchange.
+    """A record that was read in part only, as a value that processes exchange."""
 
-    Attributes:
-        start: First byte of its data in its file.
-        stop: First byte after it.
-        expected: The stored CRC-32.
-        where: File and tensor, for messages.
-        pieces: What was read, joined where pieces touch.
-    """
-
-    start: int
-    stop: int
-    expected: int
+    start: int  # first byte of its data in its file
+    stop: int  # first byte after it
+    expected: int  # the stored CRC-32
     where: str
-    pieces: tuple[ChecksumPiece, ...]
+    pieces: tuple[ChecksumPiece, ...]  # what was read, joined where pieces touch
 
     def joined(self, other: OpenRecord) -> OpenRecord:
         """Returns the record with what two processes have read of it."""
@@ -80,15 +59,6 @@ class OpenRecord(Struct, frozen=True):
                 hint="the file changed while it was read, or is another one on another machine",
             )
         return replace(self, pieces=tuple(join_pieces((*self.pieces, *other.pieces))))
-
-    def to_json(self) -> list[Any]:
-        pieces = [list(piece) for piece in self.pieces]
-        return [self.start, self.stop, self.expected, self.where, pieces]
-
-    @classmethod
-    def from_json(cls, values: Sequence[Any]) -> OpenRecord:
-        start, stop, expected, where, pieces = values
-        return cls(start, stop, expected, where, tuple((at, n, crc) for at, n, crc in pieces))
 
 
 NumberedRecord = tuple[int, OpenRecord]
@@ -111,11 +81,9 @@ class ChecksumTracker:
     ) -> None:
         """Starts without a record.
 
-        Args:
-            records: How many the source has.
-            most_pieces: Of one record; beyond it the record stays open without any piece. None
-                for no limit.
-            finish_decoding: Settles what is decoded from streams, which cannot be handed on.
+        `records`: how many the source has. `most_pieces`: of one record; beyond it the record stays
+        open without any piece. None for no limit. `finish_decoding`: settles what is decoded from
+        streams, which cannot be handed on.
         """
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
@@ -172,8 +140,7 @@ class ChecksumTracker:
 
         A damaged record is an error in every call; one that could not be read is tried again.
 
-        Args:
-            read_bytes: How much is read at a time of what is missing.
+        `read_bytes`: how much is read at a time of what is missing.
         """
         while True:
             with self._changed:
@@ -321,8 +288,7 @@ class DeferredChecksums:
     def fill(self, file: int, part: SegmentRange, view: memoryview) -> bool:
         """Fills a part of a trailer, and waits for the checksums that belong there.
 
-        Returns:
-            False if another worker has failed meanwhile.
+        Returns False if another worker has failed meanwhile.
         """
         body = part.segment.body
         assert isinstance(body, Trailer)  # noqa: S101  narrows the type
@@ -343,9 +309,9 @@ class DeferredChecksums:
             self._given_up = True
             self._changed.notify_all()
 
-    def pieces(self) -> Mapping[Slot, Sequence[ChecksumPiece]]:
+    def pieces(self) -> list[tuple[Slot, list[ChecksumPiece]]]:
         with self._changed:
-            return {slot: join_pieces(s.pieces) for slot, s in self._sums.items() if s.pieces}
+            return [(slot, join_pieces(s.pieces)) for slot, s in self._sums.items() if s.pieces]
 
     def value(self, slot: Slot) -> int | None:
         """Returns the checksum of a segment once it is whole; None if another worker has failed."""

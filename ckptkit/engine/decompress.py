@@ -57,8 +57,7 @@ def decoding_bytes(index: TensorIndex) -> int:
 class DecodedRecords:
     """What threads share: the streams of a source's compressed records, and decoded blocks.
 
-    Attributes:
-        decoded_bytes: How much was decoded so far, what was decoded again included.
+    `decoded_bytes`: how much was decoded so far, what was decoded again included.
     """
 
     def __init__(self, source: ByteSource, index: TensorIndex) -> None:
@@ -76,11 +75,7 @@ class DecodedRecords:
     ) -> Located:
         """Finds the data of a compressed chunk; positions are those in what is decoded.
 
-        Args:
-            entry: The tensor.
-            chunks: Its chunks.
-            row: The chunk.
-            unproven: Is called if it turns out that no checksum is stored for the chunk.
+        `unproven`: is called if it turns out that no checksum is stored for the chunk.
         """
         number = int(chunks.record[row])
         path = self._index.files[self._index.records[number].file].path

@@ -61,21 +61,14 @@ Put = Callable[[Task, memoryview], bool]
 
 
 class ExecutionSettings(Struct, frozen=True):
-    """How an execution may use the machine.
+    """How an execution may use the machine."""
 
-    Attributes:
-        workers: Threads that read, check and write.
-        bytes_per_second: How much they may read together, and how much write; None for no limit.
-        worker_bytes: Memory that each of them takes.
-        task_bytes: What each of them does at a time.
-        check: The kinds of numbers that no tensor may have.
-    """
-
-    workers: int
+    workers: int  # threads that read, check and write
+    # How much they may read together, and how much write; None for no limit.
     bytes_per_second: int | None = None
-    worker_bytes: int = WORKER_BYTES
-    task_bytes: int = TASK_BYTES
-    check: tuple[NotFinite, ...] = ()
+    worker_bytes: int = WORKER_BYTES  # memory that each of them takes
+    task_bytes: int = TASK_BYTES  # what each of them does at a time
+    check: tuple[NotFinite, ...] = ()  # the kinds of numbers that no tensor may have
 
     def with_more(self, bytes_each: int) -> ExecutionSettings:
         """Returns as many workers as fit into the same memory if each takes more, at least one."""
@@ -95,17 +88,11 @@ def settle_workers(
 ) -> int:
     """Chooses the number of workers.
 
-    Args:
-        wanted: The user's number, or None: one more than cores, since a worker that waits for
-            the disk needs no core, and at most eight.
-        cores: Cores of this machine that the process may use.
-        budget_bytes: What buffers may take together.
-        limit_bytes: What the whole process may take, or None.
-        used_bytes: What the process takes already, the plan included.
-        worker_bytes: What one worker takes.
-
-    Returns:
-        At least 1.
+    `wanted`: the user's number, or None: one more than cores, since a worker that waits for the
+    disk needs no core, and at most eight. `cores`: cores of this machine that the process may use.
+    `budget_bytes`: what buffers may take together. `limit_bytes`: what the whole process may take,
+    or None. `used_bytes`: what the process takes already, the plan included. `worker_bytes`: what
+    one worker takes. Returns at least 1.
     """
     room = budget_bytes
     if limit_bytes is not None and limit_bytes - used_bytes < budget_bytes:
@@ -154,8 +141,7 @@ class Executor:
 
         Tasks are taken in the plan's order, and every byte is written once.
 
-        Returns:
-            The digests of what was written.
+        Returns the digests of what was written.
         """
         for _ in self.run_in_parts([range(len(self._plan.files))]):
             pass
@@ -200,11 +186,8 @@ class Executor:
         Trailers that contain checksums of tasks in other parts are left out: `complete` writes
         them. Every other byte of the tasks is written once.
 
-        Args:
-            tasks: Neighbours in the plan's order, none left out between the first and the last.
-
-        Returns:
-            What `complete` needs of all parts together.
+        `tasks`: neighbours in the plan's order, none left out between the first and the last.
+        Returns what `complete` needs of all parts together.
         """
         first = next(tasks, None)
         if first is not None:
@@ -215,7 +198,7 @@ class Executor:
         return Outcome(
             digests=self.digests,
             sealed=self._sealed,
-            pieces=dict(self._checksums.pieces()),
+            pieces=self._checksums.pieces(),
             open_records={n: o.checksums.still_open() for n, o in self._inputs.origins.items()},
             unverified={n: {*map(str, o.unverified)} for n, o in self._inputs.origins.items()},
         )
@@ -223,11 +206,10 @@ class Executor:
     def run_again(self, tasks: Iterator[Task], outcome: Outcome) -> None:
         """Runs tasks once more, as a whole now that all checksums are known.
 
-        Args:
-            tasks: Of which a part was left out, and which the target takes as a whole only.
-            outcome: Of all parts together; the digests have to be the same now.
+        `tasks`: of which a part was left out, and which the target takes as a whole only.
+        `outcome`: of all parts together; the digests have to be the same now.
         """
-        for slot, pieces in outcome.pieces.items():
+        for slot, pieces in outcome.pieces:
             self._checksums.add(slot, pieces)
         with self._preparations:
             self._run(tasks, self._put_whole)
@@ -242,18 +224,14 @@ class Executor:
     def complete(self, outcome: Outcome, *, has_trailers: bool = False) -> Digests:
         """Writes the trailers, and checks what single parts could not, after all are run.
 
-        Args:
-            outcome: Of all parts together.
-            has_trailers: Whether all trailers are written already.
-
-        Returns:
-            The digests of the whole.
+        `outcome`: of all parts together. `has_trailers`: whether all trailers are written already.
+        Returns the digests of the whole.
         """
         self._refuse_unwritten(outcome.digests)
         for name, origin in self._inputs.origins.items():
             origin.unverified.update(map(Key, outcome.unverified.get(name, ())))
             origin.adopt(outcome.open_records.get(name, {}))
-        for slot, pieces in outcome.pieces.items():
+        for slot, pieces in outcome.pieces:
             self._checksums.add(slot, pieces)
         if not has_trailers:
             self._write_trailers(outcome.sealed)

@@ -1,7 +1,8 @@
 """Kernels, which compute the elements of output tensors block by block, and their operands.
 
-An operand is a dense tensor whose elements are stored, or computed from stored ones. `recast` and
-`first_rows` change products that another kernel, or a copy, makes. `Preparations` holds the
+An operand is a dense tensor whose elements are stored, or computed from stored ones.
+`make_products` makes copies and casts of stored tensors, `recast` and `first_rows` change products
+that another kernel, or a copy, makes. `Preparations` holds the
 kernels that are prepared once per tensor, by the worker that needs one first.
 
 Workers are threads already. numpy's BLAS would start as many threads as there are cores for each
@@ -12,9 +13,10 @@ the cores. So a merge runs with `single_threaded_blas`.
 from __future__ import annotations
 
 import importlib
+import math
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache, partial
 from types import TracebackType
@@ -28,64 +30,34 @@ from numpy.typing import NDArray
 from ckptkit.core.arrays import numpy_dtype
 from ckptkit.core.dtypes import BY_NAME, DType
 from ckptkit.core.errors import OverflowRefusedError
-from ckptkit.core.index import Key, Shape, Span
+from ckptkit.core.geometry import (
+    StridedBox,
+    cut,
+    flat_offset,
+    intersect,
+    relative,
+    slabs,
+    slices_of,
+)
+from ckptkit.core.index import Box, Fqn, Key, Shape, Span, TensorEntry
 from ckptkit.engine.casts import Caster
 from ckptkit.plan.plan import (
+    SOURCE,
     Compute,
     Copy,
     Demand,
     Kernel,
-    Opened,
-    Preparable,
     Product,
+    Reading,
     TensorSpec,
-    wrap_kernel,
 )
+from ckptkit.plan.selection import DTypePolicy
 
 
-class ElementKernel:
-    """A kernel whose blocks may begin at any element."""
+class ConstantKernel(Kernel, Struct, frozen=True, eq=False):
+    """Returns elements that were computed before; the plan names the tensors they come from."""
 
-    __slots__ = ()
-
-    def grain_elements(self, _out: TensorSpec) -> int:
-        return 1
-
-
-class CastKernel(ElementKernel, Struct, frozen=True):
-    """Casts a source tensor, block by block.
-
-    Attributes:
-        origin: The source of the tensor.
-        key: The tensor.
-        source: Its element type.
-        target: The element type to write.
-    """
-
-    origin: str
-    key: Key
-    source: DType
-    target: DType
-
-    def demands(self, _out: TensorSpec, block: Span) -> tuple[Demand, ...]:
-        return (Demand(self.origin, self.key, block),)
-
-    def run(
-        self, out: TensorSpec, block: Span, inputs: Sequence[NDArray[Any]], target: NDArray[Any]
-    ) -> None:
-        """Casts one block."""
-        caster = Caster(self.source, self.target)
-        caster.cast_all(inputs[0], target, where=f"tensor {out.name!r}", block_start=block.start)
-
-
-class ConstantKernel(ElementKernel, Struct, frozen=True, eq=False):
-    """Returns elements that were computed before; the plan names the tensors they come from.
-
-    Attributes:
-        elements: The tensor, one-dimensional, in its element type.
-    """
-
-    elements: NDArray[Any]
+    elements: NDArray[Any]  # the tensor, one-dimensional, in its element type
 
     def demands(self, _out: TensorSpec, _block: Span) -> tuple[Demand, ...]:
         return ()
@@ -123,75 +95,36 @@ class Operand(Protocol):
     def values(self, span: Span, inputs: Sequence[NDArray[Any]]) -> NDArray[Any]:
         """Returns the elements of the range, one-dimensional; maybe one of the inputs itself.
 
-        Args:
-            span: The range.
-            inputs: One array for each of `demands(span)`.
+        `inputs`: one array for each of `demands(span)`.
         """
         ...
 
 
 class StoredOperand(Struct, frozen=True):
-    """A tensor as it is stored.
+    """Consecutive elements of a tensor as it is stored, all of them unless others are left out."""
 
-    Attributes:
-        origin: The source of the tensor.
-        key: The tensor.
-        dtype: Its element type.
-    """
-
-    origin: str
+    origin: str  # the source of the tensor
     key: Key
     dtype: DType
+    start: int = 0  # the first of the elements, counted row-major
 
     @property
     def reads(self) -> tuple[tuple[str, Key], ...]:
         return ((self.origin, self.key),)
 
     def demands(self, span: Span) -> tuple[Demand, ...]:
-        return (Demand(self.origin, self.key, span),)
-
-    def values(self, _span: Span, inputs: Sequence[NDArray[Any]]) -> NDArray[Any]:
-        return inputs[0]
-
-
-class PartOperand(Struct, frozen=True):
-    """Consecutive elements of a stored tensor.
-
-    Attributes:
-        origin: The source of the tensor.
-        key: The tensor.
-        dtype: Its element type.
-        start: The first of the elements, counted row-major.
-    """
-
-    origin: str
-    key: Key
-    dtype: DType
-    start: int
-
-    @property
-    def reads(self) -> tuple[tuple[str, Key], ...]:
-        return ((self.origin, self.key),)
-
-    def demands(self, span: Span) -> tuple[Demand, ...]:
-        return (
-            Demand(self.origin, self.key, Span(self.start + span.start, self.start + span.stop)),
-        )
+        place = Span(self.start + span.start, self.start + span.stop)
+        return (Demand(self.origin, self.key, place),)
 
     def values(self, _span: Span, inputs: Sequence[NDArray[Any]]) -> NDArray[Any]:
         return inputs[0]
 
     def put(self, _span: Span, inputs: Sequence[NDArray[Any]], target: NDArray[Any]) -> None:
-        """Fills an array with the elements of a range."""
         target[:] = inputs[0]
 
 
 class WrappingOperand(Struct, frozen=True):
-    """An operand whose elements are computed from those of another one, each from one.
-
-    Attributes:
-        operand: The other one.
-    """
+    """An operand whose elements are computed from those of another one, each from one."""
 
     operand: Operand
 
@@ -204,13 +137,9 @@ class WrappingOperand(Struct, frozen=True):
 
 
 class CastOperand(WrappingOperand, frozen=True):
-    """Another tensor in another float type.
+    """Another tensor in another float type."""
 
-    Attributes:
-        dtype: The type that its elements are cast to.
-    """
-
-    dtype: DType
+    dtype: DType  # the type that its elements are cast to
 
     def values(self, span: Span, inputs: Sequence[NDArray[Any]]) -> NDArray[Any]:
         """The other one's elements, cast."""
@@ -237,13 +166,9 @@ class CastOperand(WrappingOperand, frozen=True):
 
 
 class AddedOperand(WrappingOperand, frozen=True):
-    """Another tensor with a constant added, computed in float32 or wider, rounded to its type.
+    """Another tensor with a constant added, computed in float32 or wider, rounded to its type."""
 
-    Attributes:
-        constant: What is added to each element.
-    """
-
-    constant: float
+    constant: float  # what is added to each element
 
     @property
     def dtype(self) -> DType:
@@ -261,12 +186,8 @@ class AddedOperand(WrappingOperand, frozen=True):
         target[:] = self.values(span, inputs)
 
 
-class OperandKernel(ElementKernel, Struct, frozen=True):
-    """Writes the elements of an operand; the output tensor says in which type.
-
-    Attributes:
-        operand: The elements.
-    """
+class OperandKernel(Kernel, Struct, frozen=True):
+    """Writes the elements of an operand; the output tensor says in which type."""
 
     operand: Operand
 
@@ -288,80 +209,198 @@ class OperandKernel(ElementKernel, Struct, frozen=True):
         caster.cast_all(values, target, where=f"tensor {out.name!r}", block_start=block.start)
 
 
+# Elements between the wanted ones are read with them while all are at most so many times as many:
+# fewer reads save more than the bytes cost.
+_MOST_READ = 2
+
+
+class _Read(Struct, frozen=True):
+    """A range of an operand, and the wanted elements in it."""
+
+    operand: Operand
+    span: Span
+    steps: Shape  # between the wanted elements, from the first of the range on
+    slab: tuple[int, Shape]  # where the output's elements begin that it belongs to, their shape
+    inner: Box  # of the slab, which it fills
+
+
+class RearrangeKernel(Kernel, Struct, frozen=True):
+    """A tensor whose elements come from boxes of others, maybe with their axes exchanged.
+
+    A block reads at most twice its own elements. Where neighbours in the output are far apart in
+    the operand, as in a large transposed matrix, each is a read of its own.
+
+    """
+
+    grid: Shape  # the output's shape, with dimensions split where the pieces need that
+    pieces: tuple[StridedBox, ...]  # of the grid, which do not overlap
+    operands: Mapping[Fqn, Operand]  # their sources, all of the output's element type
+    has_padding: bool = False  # whether there are elements in no piece; they are zero
+
+    @property
+    def reads(self) -> tuple[tuple[str, Key], ...]:
+        return tuple(dict.fromkeys(read for one in self.operands.values() for read in one.reads))
+
+    def demands(self, _out: TensorSpec, block: Span) -> tuple[Demand, ...]:
+        """Returns the operands' elements that the block consists of."""
+        return tuple(
+            demand for read in self._reads(block) for demand in read.operand.demands(read.span)
+        )
+
+    def run(
+        self, _out: TensorSpec, block: Span, inputs: Sequence[NDArray[Any]], target: NDArray[Any]
+    ) -> None:
+        """Puts the elements of one block where they belong."""
+        if self.has_padding:
+            _bits(target)[:] = 0
+        at = 0
+        for read in self._reads(block):
+            operand = read.operand
+            count = len(operand.demands(read.span))
+            values = _bits(operand.values(read.span, inputs[at : at + count]))
+            at += count
+            begin, shape = read.slab
+            slab = _bits(target)[begin : begin + math.prod(shape)].reshape(shape)
+            steps = [step * values.itemsize for step in read.steps]
+            slab[slices_of(read.inner)] = np.lib.stride_tricks.as_strided(
+                values, read.inner.sizes, steps, writeable=False
+            )
+
+    def _reads(self, block: Span) -> Iterator[_Read]:
+        begin = 0
+        for slab in slabs(block, self.grid):
+            for piece in self.pieces:
+                shared = intersect(slab, piece.box)
+                if shared is not None:
+                    inner, steps = relative(shared, slab), piece.steps
+                    start = flat_offset(relative(shared, piece.box).offsets, steps)
+                    for first, box in _dense(piece.start + start, inner, steps):
+                        span = Span(first, first + _extent(box.sizes, steps))
+                        operand = self.operands[piece.source]
+                        yield _Read(operand, span, steps, (begin, slab.sizes), box)
+            begin += math.prod(slab.sizes)
+
+
+class ComputedOperand(Struct, frozen=True):
+    """The output of a kernel, as an operand of another one.
+
+    Any element may begin the blocks of the kernel.
+    """
+
+    kernel: Kernel
+    spec: TensorSpec
+    reads: tuple[tuple[str, Key], ...]
+
+    @property
+    def dtype(self) -> DType:
+        return self.spec.dtype
+
+    def demands(self, span: Span) -> tuple[Demand, ...]:
+        return self.kernel.demands(self.spec, span)
+
+    def prepare(self, reading: Reading) -> ComputedOperand:
+        return replace(self, kernel=self.kernel.prepare(self.spec, reading))
+
+    def values(self, span: Span, inputs: Sequence[NDArray[Any]]) -> NDArray[Any]:
+        values = np.empty(span.stop - span.start, numpy_dtype(self.spec.dtype))
+        self.put(span, inputs, values)
+        return values
+
+    def put(self, span: Span, inputs: Sequence[NDArray[Any]], target: NDArray[Any]) -> None:
+        self.kernel.run(self.spec, span, inputs, target)
+
+
+def _dense(first: int, box: Box, steps: Shape) -> Iterator[tuple[int, Box]]:
+    """Cuts a box until what has to be read for each part is mostly wanted.
+
+    Yields the operand's element at the part's first corner, and the part.
+    """
+    sizes = box.sizes
+    if _extent(sizes, steps) <= _MOST_READ * math.prod(sizes):
+        yield first, box
+        return
+    axis = max((i for i in range(len(sizes)) if sizes[i] > 1), key=lambda i: steps[i])
+    for index, part in enumerate(cut(box, axis, 1)):
+        yield from _dense(first + index * steps[axis], part, steps)
+
+
+def _extent(sizes: Shape, steps: Shape) -> int:
+    """Returns the number of elements from the first to the last of a box, both included."""
+    return 1 + sum((size - 1) * step for size, step in zip(sizes, steps, strict=True))
+
+
+def _bits(values: NDArray[Any]) -> NDArray[Any]:
+    kind = "V" if values.itemsize > np.dtype(np.uint64).itemsize else "u"
+    return values.view(f"{kind}{values.itemsize}")
+
+
+def operand_of(product: Product) -> StoredOperand | ComputedOperand:
+    """Returns the elements of a product as an operand."""
+    body, spec = product.body, product.spec
+    if isinstance(body, Copy):
+        return StoredOperand(body.origin, body.key, spec.dtype)
+    return ComputedOperand(body.kernel, spec, body.reads)
+
+
+def make_products(
+    entries: Sequence[TensorEntry],
+    policy: DTypePolicy,
+    dropped: Mapping[Fqn, Fqn],
+    origin: str = SOURCE,
+) -> list[Product]:
+    """Returns how each tensor is produced that is written: copied, or cast."""
+    products = []
+    for entry in entries:
+        if entry.name not in dropped:
+            wanted = policy.target(entry)
+            key, stored = entry.key, entry.dtype
+            if wanted != stored and entry.master is not None:
+                key, stored = entry.master.key, entry.master.dtype
+            copy = Product(TensorSpec(entry.name, stored, entry.shape), Copy(origin, key))
+            products.append(recast(copy, wanted))
+    return products
+
+
 def recast(product: Product, dtype: DType) -> Product:
     """Returns a product whose elements are cast to another float type, if they have another."""
     body, spec = product.body, product.spec
     if spec.dtype == dtype:
         return product
     if isinstance(body, Copy):
-        kernel: Kernel = CastKernel(body.origin, body.key, spec.dtype, dtype)
-        compute = Compute(kernel, ((body.origin, body.key),))
+        compute = OperandKernel(StoredOperand(body.origin, body.key, spec.dtype)).compute()
     else:
-        around = partial(RecastKernel, source=spec.dtype, target=dtype)
-        compute = Compute(wrap_kernel(body.kernel, spec, around), body.reads)
+        compute = Compute(DerivedKernel(body.kernel, spec), body.reads)
     return Product(replace(spec, dtype=dtype), compute)
 
 
 def first_rows(product: Product, shape: Shape) -> Product:
     """Returns the part of a product that is written: its first elements, in row-major order.
 
-    Args:
-        product: The whole.
-        shape: What is left of its shape: smaller in its first dimension, or in one behind
-            dimensions of size 1.
+    `shape` is smaller in its first dimension, or in one behind dimensions of size 1.
     """
     body, spec = product.body, product.spec
     if spec.shape == shape:
         return product
-    cut = replace(spec, shape=shape)
-    if isinstance(body, Copy):  # a copy takes elements from the first on
-        return Product(cut, body)
-    around = partial(PrefixKernel, whole=spec)
-    return Product(cut, Compute(wrap_kernel(body.kernel, spec, around), body.reads))
+    if not isinstance(body, Copy):  # a copy takes elements from the first on
+        body = Compute(DerivedKernel(body.kernel, spec), body.reads)
+    return Product(replace(spec, shape=shape), body)
 
 
-class RecastKernel(Struct, frozen=True):
-    """Casts what another kernel makes, block by block.
+class DerivedKernel(Kernel, Struct, frozen=True):
+    """Makes the first elements of what another kernel would make, cast where types differ.
 
-    Attributes:
-        kernel: The other kernel.
-        source: The element type that it makes.
-        target: The element type to write.
+    Elements of a prefix have the same numbers as in the whole.
     """
 
     kernel: Kernel
-    source: DType
-    target: DType
+    whole: TensorSpec  # what the other kernel makes
 
-    def grain_elements(self, out: TensorSpec) -> int:
-        return self.kernel.grain_elements(self._made(out))
+    @property
+    def is_ready(self) -> bool:
+        return self.kernel.is_ready
 
-    def demands(self, out: TensorSpec, block: Span) -> tuple[Demand, ...]:
-        return self.kernel.demands(self._made(out), block)
-
-    def run(
-        self, out: TensorSpec, block: Span, inputs: Sequence[NDArray[Any]], target: NDArray[Any]
-    ) -> None:
-        """Makes one block and casts it."""
-        values = np.empty(target.size, numpy_dtype(self.source))
-        self.kernel.run(self._made(out), block, inputs, values)
-        caster = Caster(self.source, self.target)
-        caster.cast_all(values, target, where=f"tensor {out.name!r}", block_start=block.start)
-
-    def _made(self, out: TensorSpec) -> TensorSpec:
-        return replace(out, dtype=self.source)
-
-
-class PrefixKernel(Struct, frozen=True):
-    """Makes the first elements of what another kernel would make.
-
-    Attributes:
-        kernel: The other kernel.
-        whole: What it makes.
-    """
-
-    kernel: Kernel
-    whole: TensorSpec
+    def prepare(self, _out: TensorSpec, reading: Reading) -> Kernel:
+        return replace(self, kernel=self.kernel.prepare(self.whole, reading))
 
     def grain_elements(self, _out: TensorSpec) -> int:
         return self.kernel.grain_elements(self.whole)
@@ -370,10 +409,16 @@ class PrefixKernel(Struct, frozen=True):
         return self.kernel.demands(self.whole, block)
 
     def run(
-        self, _out: TensorSpec, block: Span, inputs: Sequence[NDArray[Any]], target: NDArray[Any]
+        self, out: TensorSpec, block: Span, inputs: Sequence[NDArray[Any]], target: NDArray[Any]
     ) -> None:
-        """Makes one block: elements of a prefix have the same numbers as in the whole."""
-        self.kernel.run(self.whole, block, inputs, target)
+        made = self.whole.dtype
+        if made == out.dtype:
+            self.kernel.run(self.whole, block, inputs, target)
+            return
+        values = np.empty(target.size, numpy_dtype(made))
+        self.kernel.run(self.whole, block, inputs, values)
+        caster = Caster(made, out.dtype)
+        caster.cast_all(values, target, where=f"tensor {out.name!r}", block_start=block.start)
 
 
 # The two factors that hold all experts of a layer of a middle-sized model, which every expert's
@@ -393,9 +438,8 @@ class Preparations:
     def __init__(self, *, most_kernels: int | None = None) -> None:
         """Starts without a kernel.
 
-        Args:
-            most_kernels: How many are kept where blocks come in any order, the last ones used;
-                None for those that have blocks to come, where each block comes once.
+        `most_kernels`: how many are kept where blocks come in any order, the last ones used; None
+        for those that have blocks to come, where each block comes once.
         """
         self._lock = threading.Lock()
         self._slots: OrderedDict[str, _Slot] = OrderedDict()
@@ -418,15 +462,13 @@ class Preparations:
         """Ends; nothing may be prepared any more."""
         self._stack.close()
 
-    def kernel(self, kernel: Kernel | Preparable, out: TensorSpec, read: Read) -> Kernel:
+    def kernel(self, kernel: Kernel, out: TensorSpec, read: Read) -> Kernel:
         """Returns the kernel that computes blocks of `out`.
 
-        Args:
-            kernel: What the plan says; its preparation may take long, and others wait for it.
-            out: The output tensor.
-            read: Reads a part of a source tensor into memory of its own.
+        `kernel`: what the plan says; its preparation may take long, and others wait for it. `read`:
+        reads a part of a source tensor into memory of its own.
         """
-        if not isinstance(kernel, Preparable):
+        if kernel.is_ready:
             return kernel
         with self._lock:
             if not self._limited:
@@ -438,18 +480,16 @@ class Preparations:
                 self._slots.popitem(last=False)
         with slot.lock:
             if slot.kernel is None:
-                slot.kernel = kernel.prepare(out, _Reading(read, self))
+                shared = partial(self.read_shared, read=read)
+                slot.kernel = kernel.prepare(out, Reading(read, shared, self.open_once))
             return slot.kernel
 
-    def open_once(
-        self, key: Hashable, opened: Callable[[], AbstractContextManager[Opened]]
-    ) -> Opened:
+    def open_once(self, key: Hashable, opened: Callable[[], AbstractContextManager[Any]]) -> Any:
         """Returns an opened resource; the first call opens it, and the end of all closes it."""
         with self._lock:
             if key not in self._kept:
                 self._kept[key] = self._stack.enter_context(opened())
-            resource: Opened = self._kept[key]
-            return resource
+            return self._kept[key]
 
     def read_shared(self, demand: Demand, read: Read) -> NDArray[Any]:
         """Reads a part for one tensor and keeps it for others, the latest parts of them."""
@@ -478,25 +518,6 @@ class _Slot:
         self.lock = threading.Lock()
         self.kernel: Kernel | None = None
         self.left = elements
-
-
-class _Reading:
-    """Reads source tensors for a kernel that is prepared."""
-
-    def __init__(self, read: Read, preparations: Preparations) -> None:
-        self._read = read
-        self._preparations = preparations
-
-    def read(self, demand: Demand) -> NDArray[Any]:
-        return self._read(demand)
-
-    def read_shared(self, demand: Demand) -> NDArray[Any]:
-        return self._preparations.read_shared(demand, self._read)
-
-    def open_once(
-        self, key: Hashable, opened: Callable[[], AbstractContextManager[Opened]]
-    ) -> Opened:
-        return self._preparations.open_once(key, opened)
 
 
 # As OpenBLAS is named in numpy's wheels, in those with 64-bit integers, and where a system or

@@ -48,14 +48,10 @@ class SpanOverlap(Overlap, frozen=True):
     """What a chunk holds of one block of a span, counted as in `Overlap` from the block.
 
     The shared elements are always consecutive in the chunk, counted row-major.
-
-    Attributes:
-        block: Shape of the block, which is stored row-major in the span.
-        block_start: Its first element, counted from the start of the span.
     """
 
-    block: Shape
-    block_start: int
+    block: Shape  # shape of the block, which is stored row-major in the span
+    block_start: int  # its first element, counted from the start of the span
 
     @property
     def elements(self) -> int:
@@ -113,25 +109,16 @@ class ChunkLookup:
 
 
 class Located(Struct, frozen=True):
-    """A chunk's data.
-
-    Attributes:
-        path: The file.
-        start: First byte of the record's data.
-        stop: First byte after it.
-        crc32: Checksum of `[start, stop)`, or None where none was stored.
-        origin: Byte of the chunk's first element.
-        strides: In elements; None for row-major.
-        compressed: The record, where all positions are those in what it decodes to; its checksum
-            is then compared by its decoder. Else None.
-    """
+    """A chunk's data."""
 
     path: str
-    start: int
-    stop: int
-    crc32: int | None
-    origin: int
-    strides: Shape | None
+    start: int  # first byte of the record's data
+    stop: int  # first byte after it
+    crc32: int | None  # checksum of `[start, stop)`, or None where none was stored
+    origin: int  # byte of the chunk's first element
+    strides: Shape | None  # in elements; None for row-major
+    # The record, where all positions are those in what it decodes to; its checksum is then compared
+    # by its decoder. Else None.
     compressed: int | None = None
 
 
@@ -181,9 +168,8 @@ class Locator:
     def locate(self, entry: TensorEntry, chunks: ChunkTable, row: int) -> Located:
         """Finds the data of chunk `row` of a table of a tensor's chunks.
 
-        Returns:
-            Where its bytes are, and what is known of them; of a compressed record just that it
-            is one.
+        Returns where its bytes are, and what is known of them; of a compressed record just that it
+        is one.
         """
         record = self._index.records[int(chunks.record[row])]
         path = self._index.files[record.file].path

@@ -8,10 +8,10 @@ run wrote. Events report progress to a listener.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from msgspec import Struct, field
+from msgspec import Struct, convert, field, to_builtins
 
 from ckptkit.core.checksums import (
     ChecksumPiece,
@@ -83,26 +83,22 @@ class Digests(Struct):
         """Adds the leaves of another part."""
         for mine, theirs in ((self.tensors, other.tensors), (self.files, other.files)):
             for name, leaves in theirs.items():
-                mine[name].update(leaves)
+                mine.setdefault(name, {}).update(leaves)
 
 
 class Outcome(Struct):
-    """The result of some of a plan's tasks.
+    """The result of some of a plan's tasks."""
 
-    Attributes:
-        digests: Of what was written.
-        pieces: The checksums that trailers wait for, by file and segment.
-        open_records: By origin, the source records whose rest other tasks read.
-        unverified: By origin, the tensors with bytes that had no stored checksum.
-        sealed: The trailers that are written already: file, segment, and first byte in it.
-        sent: What a store has returned for the parts that it took, by file.
-    """
-
-    digests: Digests = field(default_factory=Digests)
-    pieces: dict[Slot, Sequence[ChecksumPiece]] = field(default_factory=dict)
+    digests: Digests = field(default_factory=Digests)  # of what was written
+    # The checksums that trailers wait for; a slot may come several times.
+    pieces: list[tuple[Slot, list[ChecksumPiece]]] = field(default_factory=list)
+    # By origin, the source records whose rest other tasks read.
     open_records: dict[str, dict[int, OpenRecord]] = field(default_factory=dict)
+    # By origin, the tensors with bytes that had no stored checksum.
     unverified: dict[str, set[str]] = field(default_factory=dict)
+    # The trailers that are written already: file, segment, and first byte in it.
     sealed: set[Sealed] = field(default_factory=set)
+    # What a store has returned for the parts that it took, by file.
     sent: SentRows = field(default_factory=dict)
 
     @classmethod
@@ -116,8 +112,7 @@ class Outcome(Struct):
     def add(self, part: Outcome) -> None:
         """Adds the outcome of a part that has no task in common with this."""
         self.digests.update(part.digests)
-        for slot, pieces in part.pieces.items():
-            self.pieces[slot] = [*self.pieces.get(slot, ()), *pieces]
+        self.pieces += part.pieces
         for origin, records in part.open_records.items():
             mine = self.open_records.setdefault(origin, {})
             for number, record in records.items():
@@ -129,54 +124,14 @@ class Outcome(Struct):
             self.sent.setdefault(path, []).extend(rows)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns JSON values; names are sorted, so that equal outcomes give equal text."""
-        return {
-            "tensors": _leaves_to_json(self.digests.tensors),
-            "files": _leaves_to_json(self.digests.files),
-            "pieces": [
-                [file, segment, *map(list, pieces)]
-                for (file, segment), pieces in sorted(self.pieces.items())
-            ],
-            "open_records": {
-                origin: [[number, *record.to_json()] for number, record in sorted(records.items())]
-                for origin, records in sorted(self.open_records.items())
-            },
-            "unverified": {o: sorted(keys) for o, keys in sorted(self.unverified.items())},
-            "sealed": sorted(self.sealed),
-            "sent": {path: sorted(rows) for path, rows in sorted(self.sent.items())},
-        }
+        """Returns JSON values; equal outcomes give equal text."""
+        values: dict[str, Any] = to_builtins(self, str_keys=True, order="deterministic")
+        return values
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Outcome:
         """Reads what `to_json` gave."""
-        return cls(
-            digests=Digests(_leaves_of(values["tensors"]), _leaves_of(values["files"])),
-            pieces={
-                (file, segment): [(start, length, crc) for start, length, crc in pieces]
-                for file, segment, *pieces in values["pieces"]
-            },
-            open_records={
-                origin: {number: OpenRecord.from_json(rest) for number, *rest in records}
-                for origin, records in values["open_records"].items()
-            },
-            unverified={origin: set(keys) for origin, keys in values["unverified"].items()},
-            sealed={(file, segment, start) for file, segment, start in values["sealed"]},
-            sent={path: list(rows) for path, rows in values["sent"].items()},
-        )
-
-
-def _leaves_to_json(book: Leaves) -> dict[str, dict[str, str]]:
-    return {
-        name: {str(number): leaf.hex() for number, leaf in sorted(leaves.items())}
-        for name, leaves in sorted(book.items())
-    }
-
-
-def _leaves_of(values: Mapping[str, Mapping[str, str]]) -> Leaves:
-    book = _no_leaves()
-    for name, leaves in values.items():
-        book[name] = {int(number): bytes.fromhex(leaf) for number, leaf in leaves.items()}
-    return book
+        return convert(values, cls, str_keys=True)
 
 
 ReadInto = Callable[[int, memoryview], int]
@@ -207,10 +162,8 @@ def part_span(part: SegmentRange, spec: TensorSpec) -> Span:
 def is_proven(file: OutputFile, digests: Digests, read_into: ReadInto) -> bool:
     """Reads a file, and compares every byte with the plan, or with digests.
 
-    Args:
-        file: The file as it is planned; it can be proven.
-        digests: Of its tensors, as they were written.
-        read_into: Reads it.
+    `file`: the file as it is planned; it can be proven. `digests`: of its tensors, as they were
+    written.
     """
     checksums = DeferredChecksums([file])
     block = memoryview(bytearray(min(TASK_BYTES, file.size_bytes)))

@@ -25,19 +25,13 @@ from ckptkit.storage.base import Source
 
 
 class ByteRun(Struct, frozen=True):
-    """Bytes of a tensor that are consecutive both where they are stored and where they go.
+    """Bytes of a tensor that are consecutive both where they are stored and where they go."""
 
-    Attributes:
-        stored: Where they are stored.
-        target: The first of them, from the start of what was asked for.
-        record: The record that they are part of.
-        checked_at: The first of them, from the start of what the record's checksum was stored
-            for; None where there is none.
-    """
-
-    stored: FileRange
-    target: int
-    record: int
+    stored: FileRange  # where they are stored
+    target: int  # the first of them, from the start of what was asked for
+    record: int  # the record that they are part of
+    # The first of them, from the start of what the record's checksum was stored for; None where
+    # there is none.
     checked_at: int | None
 
 
@@ -65,12 +59,8 @@ def coalesce(
 ) -> list[FileRange]:
     """Joins ranges into those that are read.
 
-    Args:
-        wanted: In any order; they may overlap.
-        free_gap_bytes: Up to which a gap is read in any case.
-
-    Returns:
-        Ranges that cover them, apart from each other, sorted.
+    `wanted`: in any order; they may overlap. `free_gap_bytes`: up to which a gap is read in any
+    case. Returns ranges that cover them, apart from each other, sorted.
     """
     distinct = _joined(sorted(part for part in wanted if part.size_bytes > 0), free_gap_bytes)
     allowance = sum(part.size_bytes for part in distinct) // VAIN_SHARE
@@ -111,8 +101,7 @@ _MOST_AROUND_BYTES = 16 << 10
 class RangeCache:
     """A source with some of its ranges in memory; for one thread at a time.
 
-    Attributes:
-        bytes_read: How much of the source it has read so far.
+    `bytes_read`: how much of the source it has read so far.
     """
 
     def __init__(self, source: Source) -> None:
@@ -126,9 +115,7 @@ class RangeCache:
     def fetch(self, wanted: Iterable[FileRange], *, free_gap_bytes: int = FREE_GAP_BYTES) -> None:
         """Fetches ranges, in as few requests as they fit into; replaces those fetched before.
 
-        Args:
-            wanted: The ranges.
-            free_gap_bytes: Up to which a gap between two of them is always read.
+        `free_gap_bytes`: up to which a gap between two of them is always read.
         """
         self.clear()
         starts: dict[str, list[int]] = {}
@@ -202,11 +189,7 @@ def ranges_of(
     Of an archive that was not parsed yet, the exact place of the data is not known: the range is
     then wider by the size of the headers, and both ends of the archive are read, where these are.
 
-    Args:
-        index: Of the source.
-        lookup: The tensor.
-        span: Elements of it.
-        located: The chunks whose place is known, by key and row.
+    `span`: elements of it. `located`: the chunks whose place is known, by key and row.
     """
     for overlap in lookup.overlaps(span):
         place = located.get((lookup.entry.key, overlap.row))

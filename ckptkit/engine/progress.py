@@ -33,10 +33,7 @@ def is_terminal() -> bool:
 class Stage:
     """A part of a job: how many of its bytes are done. Its methods can be called by any thread.
 
-    Args:
-        text: What is done.
-        total_bytes: None if the work is not counted.
-        files: Paths and sizes, where they are known.
+    `total_bytes`: None if the work is not counted. `files`: paths and sizes, where they are known.
     """
 
     def __init__(
@@ -97,9 +94,8 @@ class ProgressLog:
 class ProgressBar(Closing):
     """Shows the events of a job, until it is closed; they may come from several threads.
 
-    Args:
-        label: What the job does.
-        tell: Takes the lines of a log, which are then written wherever stderr leads to.
+    `label`: what the job does. `tell`: takes the lines of a log, which are then written wherever
+    stderr leads to.
     """
 
     def __init__(self, label: str, tell: Callable[[str], object] | None = None) -> None:
@@ -212,9 +208,7 @@ def _screen_size() -> tuple[int, int]:
 def report_to(label: str, options: ProgressOptions) -> Iterator[Listener]:
     """Returns where a public function reports its events, for as long as it works.
 
-    Args:
-        label: What the function does.
-        options: Of its caller.
+    `label`: what the function does.
     """
     own = options.get("listener") or ignore
     if not options.get("progress"):

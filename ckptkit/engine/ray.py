@@ -41,47 +41,34 @@ class WorkerFactory(Protocol):
     def opened(self, cores: int) -> AbstractContextManager[RunShare]:
         """Prepares a worker; the context yields a function that runs shares.
 
-        Args:
-            cores: How many cores of the node are the worker's.
+        `cores`: how many cores of the node are the worker's.
         """
         ...
-
-
-class NodeLimits(Struct, frozen=True):
-    """What a worker takes of its node, as Ray counts it.
-
-    Attributes:
-        cores: Cores; None for those of the node, eight at most.
-        memory_bytes: Memory, or None to claim none.
-    """
-
-    cores: int | None = None
-    memory_bytes: int | None = None
 
 
 def run_on_ray(
     station: WorkerFactory,
     deal: Callable[[int], Sequence[Share]],
-    limits: NodeLimits,
     take: Callable[[Share, Values], None],
+    *,
+    cores: int | None = None,
+    memory_bytes: int | None = None,
 ) -> None:
     """Runs shares on all nodes of the cluster that `ray.init` finds, or of one on this machine.
 
-    Args:
-        station: Creates the workers.
-        deal: Returns the shares, for a number of nodes.
-        limits: What a worker takes of its node.
-        take: Receives the result of each share, once, in any order, in the calling thread.
+    `station`: creates the workers. `deal`: returns the shares, for a number of nodes. `take`:
+    receives the result of each share, once, in any order, in the calling thread. `cores` and
+    `memory_bytes`: what a worker takes of its node, as Ray counts it; None for the cores of the
+    node, eight at most, and to claim no memory.
     """
     ray = import_ray()
     with _connected(ray), ExitStack() as stack:
-        crew = _RayCrew(ray, station, limits)
+        crew = _RayCrew(ray, station, cores, memory_bytes)
         stack.callback(crew.dismiss)
         crew.run(deal(len(crew.nodes())), take)
 
 
 def import_ray() -> Any:
-    """Returns Ray."""
     try:
         import ray
     except ImportError as error:
@@ -170,9 +157,11 @@ class _Hired(Struct, eq=False):
 class _RayCrew:
     """The workers of a cluster, one a node, and what each is working on."""
 
-    def __init__(self, ray: Any, station: WorkerFactory, limits: NodeLimits) -> None:
+    def __init__(
+        self, ray: Any, station: WorkerFactory, cores: int | None, memory_bytes: int | None
+    ) -> None:
         self._ray = ray
-        self._limits = limits
+        self._cores, self._memory_bytes = cores, memory_bytes
         self._station = station
         self._hired: dict[str, _Hired] = {}
         self._calls: dict[Any, tuple[_Hired, Share | None]] = {}
@@ -227,14 +216,14 @@ class _RayCrew:
         for node, cores, host in self.nodes():
             if node in self._hired or self._shunned.get(node, now) > now:
                 continue
-            taken = min(cores, self._limits.cores or _MOST_CORES)
+            taken = min(cores, self._cores or _MOST_CORES)
             options: dict[str, Any] = {
                 "num_cpus": taken,
                 "max_restarts": 0,
                 "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
             }
-            if self._limits.memory_bytes is not None:
-                options["memory"] = self._limits.memory_bytes
+            if self._memory_bytes is not None:
+                options["memory"] = self._memory_bytes
             actor = self._ray.remote(RayWorker).options(**options)
             worker = actor.remote(self._station, taken, str(current_directory() or ""))
             hired = self._hired[node] = _Hired(worker, node, host)

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from ckptkit.core.arrays import numpy_dtype
 from ckptkit.core.geometry import (
     Overlap,
+    Walk,
     contiguous_parts,
     cut,
     flat_offset,
@@ -29,6 +30,7 @@ from ckptkit.core.geometry import (
     intersect,
     relative,
     row_major_strides,
+    slices_of,
     widen,
 )
 from ckptkit.core.index import (
@@ -42,11 +44,10 @@ from ckptkit.core.index import (
     TensorEntry,
     TensorIndex,
 )
-from ckptkit.core.tiles import Walk
 from ckptkit.engine.casts import Caster
 from ckptkit.engine.checksum_tracker import ChecksumTracker, OpenRecord, TrackedRecord
 from ckptkit.engine.decompress import DecodedRecords
-from ckptkit.engine.kernels import PartOperand
+from ckptkit.engine.kernels import StoredOperand
 from ckptkit.engine.locate import ChunkLookup, Located, LocatedChunks, Locator, SpanOverlap
 from ckptkit.engine.prefetch import READ_AHEAD_BYTES, ByteRun, RangeCache, find_stored, ranges_of
 from ckptkit.storage.base import Source
@@ -84,10 +85,8 @@ class BoxMemory(Protocol):
     def walked(self, start: Shape, walks: Sequence[Walk], sizes: Shape) -> BoxMemory:
         """Returns the memory of some of the elements, as that of another box.
 
-        Args:
-            start: The place of the first of them.
-            walks: For each dimension of the other box, how a step along it moves in this one.
-            sizes: Those of the other box.
+        `start`: the place of the first of them. `walks`: for each dimension of the other box, how a
+        step along it moves in this one. `sizes`: those of the other box.
         """
         ...
 
@@ -119,31 +118,21 @@ BoxTarget = tuple[Overlap, BoxMemory]
 
 
 class ChunkRead(Struct, frozen=True):
-    """Boxes of one chunk, and the memory that each of them goes to.
-
-    Attributes:
-        entry: The tensor.
-        chunks: Its chunks, without replicas.
-        row: The chunk.
-        record: The number of its record.
-        targets: The boxes.
-    """
+    """Boxes of one chunk, and the memory that each of them goes to."""
 
     entry: TensorEntry
-    chunks: ChunkTable
+    chunks: ChunkTable  # its chunks, without replicas
     row: int
-    record: int
+    record: int  # the number of its record
     targets: tuple[BoxTarget, ...]
 
 
 class Origin:
     """A source with its index, opened for reading tensors.
 
-    Attributes:
-        checksums: The checksums of its records.
-        unverified: Keys of tensors with bytes that had no stored checksum.
-        located: The chunks that were located already.
-        decoded: What is decoded of its compressed records.
+    `checksums`: the checksums of its records. `unverified`: keys of tensors with bytes that had no
+    stored checksum. `located`: the chunks that were located already. `decoded`: what is decoded of
+    its compressed records.
     """
 
     def __init__(
@@ -151,11 +140,7 @@ class Origin:
     ) -> None:
         """Opens it.
 
-        Args:
-            name: What plans call it.
-            source: Its files.
-            index: What is in them.
-            most_pieces: As for `ChecksumTracker`.
+        `name`: what plans call it. `most_pieces`: as for `ChecksumTracker`.
         """
         self.name = name
         self.source = source
@@ -177,8 +162,7 @@ class Origin:
 class TensorReader:
     """Reads elements of tensors; one per thread, it owns its scratch memory.
 
-    Attributes:
-        cache: The source, with what was prefetched.
+    `cache`: the source, with what was prefetched.
     """
 
     def __init__(self, origin: Origin) -> None:
@@ -214,8 +198,7 @@ class TensorReader:
         What was fetched into `cache` is taken from there. Of a chunk that is there as a whole,
         all bytes are added to the checksum, and else those that are read.
 
-        Returns:
-            Where the chunk is.
+        Returns where the chunk is.
         """
         located = self._locate(read.entry, read.chunks, read.row)
         if located.compressed is None and located.crc32 is not None:
@@ -241,7 +224,7 @@ class TensorReader:
         """
         derivation = self._origin.index.tensors[key].derivation
         if derivation is not None:
-            demands = derivation.demands(span) if isinstance(derivation, PartOperand) else ()
+            demands = derivation.demands(span) if isinstance(derivation, StoredOperand) else ()
             return self.byte_runs(demands[0].key, demands[0].place) if demands else ()
         lookup = self._lookup(key)
         itemsize = lookup.entry.stored_dtype.itemsize
@@ -277,9 +260,8 @@ class TensorReader:
     def prefetch(self, wanted: Sequence[tuple[Key, Span]]) -> None:
         """Fetches what the following calls of `fill` read from a distant source.
 
-        Args:
-            wanted: Tensors and spans of them, `READ_AHEAD_BYTES` together at most; a call for a
-                part of a span is served too.
+        `wanted`: tensors and spans of them, `READ_AHEAD_BYTES` together at most; a call for a part
+        of a span is served too.
         """
         if not self.cache.is_remote:
             return
@@ -295,7 +277,7 @@ class TensorReader:
         self, entry: TensorEntry, derivation: Derivation, span: Span, target: memoryview
     ) -> None:
         """Makes elements from those of other tensors, block by block."""
-        if isinstance(derivation, PartOperand):
+        if isinstance(derivation, StoredOperand):
             (demand,) = derivation.demands(span)
             self.fill(demand.key, demand.place, target)
             if demand.key in self._origin.unverified:
@@ -538,17 +520,6 @@ class TensorReader:
 def byte_type(itemsize: int) -> str:
     """Returns numpy's name of a type of that size whose values are not interpreted."""
     return _BYTE_TYPES[itemsize]
-
-
-def slices_of(box: Box) -> tuple[Any, ...]:
-    """Returns the index of a box in an array or tensor.
-
-    Its ellipsis makes a view, and no scalar, of an array without dimensions.
-    """
-    return (
-        *(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True)),
-        Ellipsis,
-    )
 
 
 def _moved(part: Box, overlap: Overlap) -> Box:

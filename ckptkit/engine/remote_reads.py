@@ -40,7 +40,6 @@ from ckptkit.plan.plan import (
     Kernel,
     OutputFile,
     Plan,
-    Preparable,
     Segment,
     SegmentRange,
     ServerCopy,
@@ -118,13 +117,8 @@ class PrefetchWindow:
             self._readers[name].prefetch([(k, span) for other, k, span in wanted if other == name])
 
 
-class ReadEstimate(Struct, frozen=True):
-    requests: int
-    size_bytes: int
-
-
-def estimate_reads(plan: Plan, origins: Mapping[str, Origin]) -> ReadEstimate | None:
-    """Returns what a plan reads from remote sources; None where it has none."""
+def estimate_reads(plan: Plan, origins: Mapping[str, Origin]) -> tuple[int, int] | None:
+    """Returns requests and bytes that a plan reads from remote sources; None if it has none."""
     remote = {name for name, origin in origins.items() if origin.source.is_remote}
     if not remote:
         return None
@@ -143,7 +137,7 @@ def estimate_reads(plan: Plan, origins: Mapping[str, Origin]) -> ReadEstimate | 
             asked = list(requests(coalesce(ranges)))
             count += len(asked)
             size += sum(request.size_bytes for request in asked)
-    return ReadEstimate(count, size)
+    return count, size
 
 
 def _reads_of(part: SegmentRange) -> Iterator[_Read]:
@@ -154,14 +148,12 @@ def _reads_of(part: SegmentRange) -> Iterator[_Read]:
     span = part_span(part, spec)
     if isinstance(body, (Copy, ServerCopy)):
         yield body.origin, body.key, span
-    elif isinstance(body, Compute) and not isinstance(body.kernel, Preparable):
+    elif isinstance(body, Compute) and body.kernel.is_ready:
         for demand in body.kernel.demands(spec, span):
             yield demand.origin, demand.key, demand.place
 
 
-class _DirectRead(Struct, frozen=True):
-    run: ByteRun
-    at: int  # in the buffer of the task
+_DirectRead = tuple[ByteRun, int]  # and where it goes in the buffer of the task
 
 
 def read_direct(
@@ -178,14 +170,14 @@ def read_direct(
         origin, runs = _runs_of(part, readers)
         if runs:
             filled.add(position)
-            reads.setdefault(origin, []).extend(_DirectRead(run, at + run.target) for run in runs)
+            reads.setdefault(origin, []).extend((run, at + run.target) for run in runs)
         at += part.stop - part.start
     for origin, of_origin in reads.items():
         readers[origin].cache.read_direct(
             [(wanted, data[at : at + wanted.size_bytes]) for wanted, at in _joined(of_origin)]
         )
-        for read in of_origin:
-            readers[origin].note(read.run, data[read.at : read.at + read.run.stored.size_bytes])
+        for run, start in of_origin:
+            readers[origin].note(run, data[start : start + run.stored.size_bytes])
     return frozenset(filled)
 
 
@@ -202,15 +194,15 @@ def _runs_of(
 
 def _joined(reads: Sequence[_DirectRead]) -> Iterator[tuple[FileRange, int]]:
     """Yields what is read and where it goes, neighbours on both sides as one."""
-    wanted, at = reads[0].run.stored, reads[0].at
-    for read in reads[1:]:
-        stored = read.run.stored
+    wanted, at = reads[0][0].stored, reads[0][1]
+    for run, start in reads[1:]:
+        stored = run.stored
         follows = stored.path == wanted.path and stored.start == wanted.stop
-        if follows and read.at == at + wanted.size_bytes:
+        if follows and start == at + wanted.size_bytes:
             wanted = FileRange(wanted.path, wanted.start, stored.stop)
         else:
             yield wanted, at
-            wanted, at = stored, read.at
+            wanted, at = stored, start
     yield wanted, at
 
 

@@ -58,17 +58,13 @@ class Inputs(Struct, frozen=True):
 class SegmentReader:
     """Makes the bytes of segments from the sources; one per thread, with buffers that it reuses.
 
-    Attributes:
-        readers: Of the sources, by name.
-        window: Prefetches what comes next.
+    `readers`: of the sources, by name. `window`: prefetches what comes next.
     """
 
     def __init__(self, inputs: Inputs, preparations: Preparations) -> None:
         """Opens a reader for each source.
 
-        Args:
-            inputs: The sources.
-            preparations: Of the plan's kernels, shared by the readers of all threads.
+        `preparations`: of the plan's kernels, shared by the readers of all threads.
         """
         self._inputs = inputs
         self._preparations = preparations
@@ -99,11 +95,8 @@ class SegmentReader:
         products of matrices are rounded as their blocks are cut. The leaf of a tensor that was
         computed last is kept for the next call.
 
-        Args:
-            file: Without a `Trailer`: its bytes follow from what is written before it.
-            start: First byte.
-            stop: First byte after them.
-            target: As many bytes.
+        `file`: without a `Trailer`: its bytes follow from what is written before it. `stop`: first
+        byte after them. `target`: as many bytes.
         """
         task = Task(0, start, stop, tuple(_parts_between(file, start, stop)))
         at = 0

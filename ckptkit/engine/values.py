@@ -35,9 +35,8 @@ def wide_dtype(dtype: DType) -> np.dtype[Any]:
 def widen(values: Array, out: Array) -> None:
     """Converts floats to a type that holds each of them exactly.
 
-    Args:
-        values: One dimension, contiguous, of any float type.
-        out: As many elements of float32, or of float64.
+    `values`: one dimension, contiguous, of any float type. `out`: as many elements of float32, or
+    of float64.
     """
     is_tabled = values.itemsize < _TABLED_BYTES or values.dtype == np.float16
     if not is_tabled or out.dtype != np.float32:
@@ -55,27 +54,17 @@ def _table(dtype: np.dtype[Any]) -> Array:
 
 
 class Measures(Struct, frozen=True):
-    """What was measured of some elements of a tensor.
+    """What was measured of some elements of a tensor."""
 
-    Attributes:
-        elements: How many there are.
-        norm: The Euclidean norm of those that are finite.
-        total: Their sum; None for complex numbers.
-        minimum: The smallest of them; None where there is none, and for complex numbers.
-        maximum: The largest of them, likewise.
-        zeros: How many are zero, of either sign.
-        nan: How many are not a number.
-        infinite: How many are infinite.
-    """
-
-    elements: int = 0
-    norm: float = 0.0
-    total: float | None = 0.0
+    elements: int = 0  # how many there are
+    norm: float = 0.0  # the Euclidean norm of those that are finite
+    total: float | None = 0.0  # their sum; None for complex numbers
+    # The smallest of them; None where there is none, and for complex numbers.
     minimum: float | None = None
-    maximum: float | None = None
-    zeros: int = 0
-    nan: int = 0
-    infinite: int = 0
+    maximum: float | None = None  # the largest of them, likewise
+    zeros: int = 0  # how many are zero, of either sign
+    nan: int = 0  # how many are not a number
+    infinite: int = 0  # how many are infinite
 
     @property
     def mean(self) -> float | None:
@@ -233,12 +222,8 @@ def count_infinite(values: Array) -> int:
 def count_not_finite(values: Array, kinds: Collection[NotFinite]) -> tuple[int, int]:
     """Counts NaN and infinities among floats or complex numbers, each only if it is asked for.
 
-    Args:
-        values: One dimension, contiguous.
-        kinds: `nan`, `inf`, or both.
-
-    Returns:
-        How many elements are NaN, and how many infinite.
+    `values`: one dimension, contiguous. `kinds`: `nan`, `inf`, or both. Returns how many elements
+    are NaN, and how many infinite.
     """
     nan = infinite = 0
     for part in _blocks(values.size):
@@ -261,29 +246,19 @@ def describe_not_finite(nan: int, infinite: int, kinds: Collection[NotFinite]) -
 
 
 class Gaps(Struct, frozen=True):
-    """What was measured of the differences between elements of two tensors.
+    """What was measured of the differences between elements of two tensors."""
 
-    Attributes:
-        elements: How many pairs there are.
-        unequal: In how many of them the values differ; two NaN are equal, and two zeros.
-        beyond: In how many they differ by more than a tolerance.
-        largest: The largest absolute difference of two finite values.
-        relative: The largest difference as a part of the second value, where that is not zero.
-        dot: The sum of the products of all pairs of finite values.
-        norms: The norms of the values on both sides in these pairs.
-        lone: In how many one value is finite and the other is not, or both are not and differ.
-        change: The norm of the differences of all pairs of finite values.
-    """
-
-    elements: int = 0
-    unequal: int = 0
-    beyond: int = 0
-    largest: float = 0.0
+    elements: int = 0  # how many pairs there are
+    unequal: int = 0  # in how many of them the values differ; two NaN are equal, and two zeros
+    beyond: int = 0  # in how many they differ by more than a tolerance
+    largest: float = 0.0  # the largest absolute difference of two finite values
+    # The largest difference as a part of the second value, where that is not zero.
     relative: float = 0.0
-    dot: float = 0.0
-    norms: tuple[float, float] = (0.0, 0.0)
+    dot: float = 0.0  # the sum of the products of all pairs of finite values
+    norms: tuple[float, float] = (0.0, 0.0)  # the norms of the values on both sides in these pairs
+    # In how many one value is finite and the other is not, or both are not and differ.
     lone: int = 0
-    change: float = 0.0
+    change: float = 0.0  # the norm of the differences of all pairs of finite values
 
     @property
     def cosine(self) -> float | None:
@@ -315,11 +290,8 @@ def combine_gaps(parts: Sequence[Gaps]) -> Gaps:
 def measure_gaps(first: Array, second: Array, *, rtol: float, atol: float) -> Gaps:
     """Compares elements by their values, whatever their types.
 
-    Args:
-        first: One dimension.
-        second: As many elements.
-        rtol: How much of the second value a difference may be.
-        atol: How much it may be in addition.
+    `second`: as many elements. `rtol`: how much of the second value a difference may be. `atol`:
+    how much it may be in addition.
     """
     with np.errstate(all="ignore"):
         parts = [

@@ -23,56 +23,35 @@ from typing import Any
 from msgspec import Struct
 
 from ckptkit.core.dtypes import DType, dtype_named
-from ckptkit.core.geometry import row_major_strides
+from ckptkit.core.geometry import Arrangement, StridedBox, find_tile, row_major_strides
 from ckptkit.core.index import Box, Fqn, Shape
 
 
-class DiskBox(Struct, frozen=True):
-    """A box of a disk tensor whose elements are at regular steps in one live tensor.
-
-    Attributes:
-        box: Where in the disk tensor's grid.
-        source: The live tensor.
-        start: The element of the live tensor, counted row-major, at the box's first corner.
-        steps: Elements of the live tensor from one index to the next, per dimension of the grid.
-    """
-
-    box: Box
-    source: Fqn
-    start: int
-    steps: Shape
-
-
 class Computation(Struct, frozen=True):
-    """What one conversion makes a tensor from; those with equal sources come from one.
+    """What one conversion makes a tensor from; those with equal sources come from one."""
 
-    Attributes:
-        dtype: The element type that the conversion gives it.
-        sources: All live tensors that the conversion is given.
-    """
-
-    dtype: DType
-    sources: tuple[Fqn, ...]
+    dtype: DType  # the element type that the conversion gives it
+    sources: tuple[Fqn, ...]  # all live tensors that the conversion is given
 
 
 class HubTensor(Struct, frozen=True):
-    """A tensor as `save_pretrained` writes it; moved, it has the element type of its sources.
-
-    Attributes:
-        name: Its disk name.
-        shape: Its shape.
-        grid: The same elements in the same row-major order with dimensions split further, where
-            that is needed to describe them by regular steps; mostly `shape` itself.
-        pieces: Boxes of the grid, each element in one at most; none where it is computed. Elements
-            in no box are zero, as in padding.
-        computed: How it comes to be where a conversion does more than move elements, or None.
-    """
+    """A tensor as `save_pretrained` writes it; moved, it has the element type of its sources."""
 
     name: Fqn
     shape: Shape
+    # The same elements in the same row-major order with dimensions split further, where that is
+    # needed to describe them by regular steps; mostly `shape` itself.
     grid: Shape
-    pieces: tuple[DiskBox, ...]
+    # Boxes of the grid, each element in one at most; none where it is computed. Elements in no box
+    # are zero, as in padding.
+    pieces: tuple[StridedBox, ...]
+    # How it comes to be where a conversion does more than move elements, or None.
     computed: Computation | None = None
+
+    @classmethod
+    def of(cls, name: Fqn, arrangement: Arrangement) -> HubTensor:
+        """Returns a tensor that is made by moving elements."""
+        return cls(name, arrangement.shape, *arrangement.to_grid())
 
     @property
     def has_padding(self) -> bool:
@@ -93,43 +72,31 @@ class Window(Struct, frozen=True):
 
     In numpy's words the disk tensor is `live[box].transpose(rest + axes)[0, 0, …]`, where `rest`
     are the axes that `axes` leaves out; the box has one index along each of them.
-
-    Attributes:
-        source: The live tensor.
-        box: The part of it.
-        axes: For each dimension of the disk tensor, the axis of the live tensor.
     """
 
     source: Fqn
-    box: Box
-    axes: tuple[int, ...]
+    box: Box  # the part of it
+    axes: tuple[int, ...]  # for each dimension of the disk tensor, the axis of the live tensor
 
 
 class HubNames(Struct, frozen=True):
-    """What `save_pretrained` makes of a model's tensors.
+    """What `save_pretrained` makes of a model's tensors."""
 
-    Attributes:
-        library: Version of the transformers that says so.
-        live: Shapes of the live tensors, by live name.
-        tensors: What is written, by disk name, in the order in which it writes them.
-        unsaved: Live tensors that the model's class keeps out of its files.
-        unknown: Live tensors that the model's class does not have; they are renamed as if it
-            had them, as `save_pretrained` does where it is given a state dict.
-        kept: Patterns of live names that its class keeps in float32: in 16 bits of any kind, and
-            in float16 alone.
-        tied: Live names that it ties to others.
-    """
-
-    library: str
-    live: Mapping[Fqn, Shape]
+    library: str  # version of the transformers that says so
+    live: Mapping[Fqn, Shape]  # shapes of the live tensors, by live name
+    # What is written, by disk name, in the order in which it writes them.
     tensors: Mapping[Fqn, HubTensor]
-    unsaved: tuple[Fqn, ...] = ()
+    unsaved: tuple[Fqn, ...] = ()  # live tensors that the model's class keeps out of its files
+    # Live tensors that the model's class does not have; they are renamed as if it had them, as
+    # `save_pretrained` does where it is given a state dict.
     unknown: tuple[Fqn, ...] = ()
+    # Patterns of live names that its class keeps in float32: in 16 bits of any kind, and in float16
+    # alone.
     kept: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
-    tied: tuple[Fqn, ...] = ()
+    tied: tuple[Fqn, ...] = ()  # live names that it ties to others
 
 
-def find_run(tensor: HubTensor) -> DiskBox | None:
+def find_run(tensor: HubTensor) -> StridedBox | None:
     """Returns the one piece of a disk tensor whose elements follow each other in a live one."""
     if len(tensor.pieces) != 1 or tensor.has_padding:
         return None
@@ -140,12 +107,7 @@ def find_run(tensor: HubTensor) -> DiskBox | None:
 
 
 def find_whole(tensor: HubTensor, live: Mapping[Fqn, Shape]) -> Fqn | None:
-    """Returns the live tensor that a disk tensor is, element for element, if there is one.
-
-    Args:
-        tensor: The disk tensor.
-        live: Shapes of the live tensors.
-    """
+    """Returns the live tensor that a disk tensor is, element for element, if there is one."""
     size = math.prod(tensor.shape)
     piece = find_run(tensor) if size else next(iter(tensor.pieces), None)
     is_whole = piece is not None and math.prod(live[piece.source]) == size
@@ -155,13 +117,8 @@ def find_whole(tensor: HubTensor, live: Mapping[Fqn, Shape]) -> Fqn | None:
 def find_window(tensor: HubTensor, live: Mapping[Fqn, Shape]) -> Window | None:
     """Returns a disk tensor as a box of one live tensor.
 
-    Args:
-        tensor: The disk tensor.
-        live: Shapes of the live tensors.
-
-    Returns:
-        The box and the order of its axes, or None where it consists of several live tensors, or
-        where its elements are in another order within an axis.
+    Returns the box and the order of its axes, or None where it consists of several live tensors, or
+    where its elements are in another order within an axis.
     """
     found = find_windows(tensor, live)
     return found[0][1] if found is not None and len(found) == 1 else None
@@ -172,70 +129,51 @@ def find_windows(
 ) -> tuple[tuple[Box, Window], ...] | None:
     """Returns a disk tensor as boxes of live tensors.
 
-    Args:
-        tensor: The disk tensor.
-        live: Shapes of the live tensors.
-
-    Returns:
-        Each box of the disk tensor with that of the live one, or None where elements are in
-        another order within an axis, or are computed.
+    Returns each box of the disk tensor with that of the live one, or None where elements are in
+    another order within an axis, or are computed.
     """
     if tensor.grid != tensor.shape or tensor.computed is not None:
         return None
-    found = [(piece.box, _window(piece, live[piece.source])) for piece in tensor.pieces]
+    found = [
+        (piece.box, _window(piece, tensor.shape, live[piece.source])) for piece in tensor.pieces
+    ]
     windows = tuple((box, window) for box, window in found if window is not None)
     return windows if len(windows) == len(found) else None
 
 
-def _window(piece: DiskBox, shape: Shape) -> Window | None:
-    axes = _axes(piece.box.sizes, piece.steps, shape)
-    if axes is None:
+def _window(piece: StridedBox, disk: Shape, live: Shape) -> Window | None:
+    tile = find_tile(disk, disk, piece, live)
+    if tile is None:
         return None
-    offsets = tuple(
-        (piece.start // stride) % size
-        for stride, size in zip(row_major_strides(shape), shape, strict=True)
-    )
-    sizes = [1] * len(shape)
-    for axis, size in zip(axes, piece.box.sizes, strict=True):
-        sizes[axis] = size
-    fits = all(o + n <= m for o, n, m in zip(offsets, sizes, shape, strict=True))
-    return Window(piece.source, Box(offsets, tuple(sizes)), axes) if fits else None
-
-
-def _axes(sizes: Shape, steps: Shape, shape: Shape) -> tuple[int, ...] | None:
-    """Finds the axis that each step walks along; dimensions of one index take what is left."""
-    strides = row_major_strides(shape)
-    free = list(range(len(shape)))
-    found: dict[int, int] = {}
-    # Those that walk choose first: of axes with equal strides all but one have one index.
-    for position in sorted(range(len(sizes)), key=lambda i: sizes[i] == 1):
-        size, step = sizes[position], steps[position]
-        fitting = [a for a in free if size == 1 or (strides[a] == step and shape[a] >= size)]
-        if not fitting:
+    found: dict[int, int] = {}  # from axes of the disk tensor to those of the live one
+    sizes = [1] * len(live)
+    for loop in tile.loops:
+        (axis, step), (there, step_there) = loop.walks
+        if (step, step_there) != (1, 1) or axis in found or there in found.values():
             return None
-        axis = position if position in fitting else fitting[0]
-        found[position] = axis
-        free.remove(axis)
-    return tuple(found[position] for position in range(len(sizes)))
+        found[axis], sizes[there] = there, loop.size
+    free = [axis for axis in range(len(live)) if axis not in found.values()]
+    for axis in range(len(disk)):  # dimensions of one index take what is left
+        if axis not in found:
+            if not free:
+                return None
+            found[axis] = axis if axis in free else free[0]
+            free.remove(found[axis])
+    box = Box(tile.corners[1], tuple(sizes))
+    return Window(piece.source, box, tuple(found[axis] for axis in range(len(disk))))
 
 
 class NamingRequest(Struct, frozen=True):
-    """What the names of a model on disk depend on.
+    """What the names of a model on disk depend on."""
 
-    Attributes:
-        config: A parsed `config.json` of a model type that transformers itself has.
-        tensors: Element types and shapes by live name, or None for those of the model as its
-            class makes it.
-        base: The disk names of the model that training began from, where they are known. They
-            show which of several forms that it can load the model keeps.
-    """
-
-    config: Mapping[str, Any]
+    config: Mapping[str, Any]  # a parsed `config.json` of a model type that transformers itself has
+    # Element types and shapes by live name, or None for those of the model as its class makes it.
     tensors: Mapping[Fqn, tuple[DType, Shape]] | None
+    # The disk names of the model that training began from, where they are known. They show which of
+    # several forms that it can load the model keeps.
     base: Sequence[Fqn] = ()
 
     def to_json(self) -> bytes:
-        """Returns it as bytes of JSON."""
         tensors = self.tensors
         listed = (
             None if tensors is None else [[n, d.name, list(s)] for n, (d, s) in tensors.items()]
@@ -325,10 +263,10 @@ class _Reader:
 
     def _piece(
         self, source: int, start: int, steps: list[int], offsets: list[int], sizes: list[int]
-    ) -> DiskBox:
+    ) -> StridedBox:
         box = Box(self._shape(offsets), self._shape(sizes))
         box = self._boxes.setdefault(box, box)
-        return DiskBox(box, self._live[source], start, self._shape(steps))
+        return StridedBox(box, self._live[source], start, self._shape(steps))
 
     def _shape(self, numbers: list[int]) -> Shape:
         shape = tuple(numbers)

@@ -13,11 +13,10 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
+from ckptkit.core.data_rows import read_table
 from ckptkit.core.dtypes import DType
 from ckptkit.core.index import Fqn, Shape
 from ckptkit.core.model_configs import list_model_types
-from ckptkit.hub_names.needed_table import CONVERTED, PREFIXED, UNCONVERTED
-from ckptkit.hub_names.outlines_table import BASE_PREFIXES, COUNTED, ROOTS
 from ckptkit.plan.load_report import LoadReport, LoadRequest, Mismatch
 from ckptkit.plan.ties import find_absent_tied_names, find_tie_candidates
 from ckptkit.plan.vocabulary import is_embedding
@@ -34,7 +33,33 @@ _HIDDEN = ("hidden_size", "n_embd", "d_model")
 _PREDICTING = ("nextn", "mtp")  # keys of layers that predict further tokens
 _MATRIX = 2
 Shapes = Mapping[str, Shape | None]
-KNOWN_TYPES = CONVERTED | PREFIXED | UNCONVERTED
+
+
+class _DiskNames(Struct, frozen=True):
+    """Model types by what happens to names on the way to disk, as `hub_names.py` found it.
+
+    A type is listed where any of its classes has a conversion, so that some of its models may be
+    the same in memory and on disk.
+    """
+
+    converted: frozenset[str]  # renamed, split or joined
+    prefixed: frozenset[str]  # a prefix may differ, if the files that training began from have it
+    unconverted: frozenset[str]
+
+
+class _Outlines(Struct, frozen=True):
+    """What models are like, as `model_outlines.py` found it."""
+
+    roots: frozenset[str]  # what the names of tensors begin with
+    base_prefixes: frozenset[str]  # what models with a head put before the names of their base
+    counted: frozenset[str]  # types whose configuration counts layers and sizes embeddings
+
+
+# Both tables are made by programs of these names in `fixtures/generators/`.
+_DISK_NAMES = read_table(__file__, "disk_names.json", _DiskNames)
+_OUTLINES = read_table(__file__, "outlines.json", _Outlines)
+UNCONVERTED, BASE_PREFIXES = _DISK_NAMES.unconverted, _OUTLINES.base_prefixes
+KNOWN_TYPES = _DISK_NAMES.converted | _DISK_NAMES.prefixed | UNCONVERTED
 """The model types of the Transformers that the tables were made with."""
 
 
@@ -54,10 +79,7 @@ def find_doubled_prefix(names: Collection[str]) -> str:
 def compare_with_base(request: LoadRequest, base: Shapes, model: str) -> LoadReport:
     """Compares tensors with those of a base model.
 
-    Args:
-        request: The tensors.
-        base: Shapes by name; None where only names are known.
-        model: The base, in words.
+    `base`: shapes by name; None where only names are known. `model`: the base, in words.
     """
     given, left_out = _as_in_base(request, base)
     wanted = base
@@ -156,8 +178,7 @@ def find_prefix(unexpected: Collection[str], wanted: Collection[str]) -> str:
 def compare_with_counts(request: LoadRequest) -> LoadReport | None:
     """Compares tensors with what a configuration counts.
 
-    Returns:
-        What differs for certain; None where a configuration of this kind shows nothing.
+    Returns what differs for certain; None where a configuration of this kind shows nothing.
     """
     config, names = request.config, list(request.tensors)
     model_type = config.get("model_type")
@@ -169,7 +190,7 @@ def compare_with_counts(request: LoadRequest) -> LoadReport | None:
     prefix = _foreign_prefix(request.written)
     if prefix:
         return LoadReport(model, given, unexpected=tuple(sorted(request.written)), prefix=prefix)
-    if model_type not in COUNTED:
+    if model_type not in _OUTLINES.counted:
         return None  # nothing else is certain
     missing, unexpected = _layers(config, request)
     mismatched = () if request.is_packed else tuple(_sizes(config, request))
@@ -180,13 +201,13 @@ def compare_with_counts(request: LoadRequest) -> LoadReport | None:
 def _foreign_prefix(names: list[str]) -> str:
     """Returns the first segments of all names if no model of any family has such names."""
     segments = names[0].split(".") if names else [""]
-    if segments[0] in ROOTS:
+    if segments[0] in _OUTLINES.roots:
         return ""
     for count in range(1, len(segments)):
         prefix = ".".join(segments[:count]) + "."
         if not all(name.startswith(prefix) for name in names):
             return ""
-        if segments[count] in ROOTS:
+        if segments[count] in _OUTLINES.roots:
             return prefix
     return ""
 
@@ -270,33 +291,26 @@ def _number(config: Mapping[str, Any], keys: tuple[str, ...]) -> int | None:
 
 
 class Need(Struct, frozen=True):
-    """Whether names on disk have to be asked for.
+    """Whether names on disk have to be asked for."""
 
-    Attributes:
-        kind: `ask` where they may differ, `none` where they do not, `unknown` where the table
-            does not say.
-        reason: Why it cannot, as a clause; empty otherwise.
-    """
-
+    # `ask` where they may differ, `none` where they do not, `unknown` where the table does not say.
     kind: Literal["ask", "none", "unknown"]
-    reason: str = ""
+    reason: str = ""  # why it cannot, as a clause; empty otherwise
 
 
 def determine_need(config: Mapping[str, Any] | None, *, has_base: bool) -> Need:
     """Returns whether a model's names on disk have to be asked for.
 
-    Args:
-        config: A parsed `config.json`, or None.
-        has_base: Whether the disk names of the model that training began from are known; only
-            they show that a prefix is to be added or dropped.
+    `config`: a parsed `config.json`, or None. `has_base`: whether the disk names of the model that
+    training began from are known; only they show that a prefix is to be added or dropped.
     """
     if config is None:
         return Need("unknown", "there is no config.json")
     types = set(list_model_types(config))
-    if types & CONVERTED or (has_base and types & PREFIXED):
+    if types & _DISK_NAMES.converted or (has_base and types & _DISK_NAMES.prefixed):
         return Need("ask")
     root = config.get("model_type")
-    if root in UNCONVERTED or root in PREFIXED:
+    if root in UNCONVERTED or root in _DISK_NAMES.prefixed:
         return Need("none")
     if root is None:
         return Need("unknown", "config.json names no model type")

@@ -21,8 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 from ckptkit.consumers.class_facts import find_text_model as find_auto_class
 from ckptkit.core.errors import CkptkitError, RefusedError
 from ckptkit.core.index import Fqn, Shape, TensorEntry
-from ckptkit.hub_names.known_models import determine_need
-from ckptkit.hub_names.outlines_table import BASE_PREFIXES
+from ckptkit.hub_names.known_models import BASE_PREFIXES, determine_need
 from ckptkit.lora.changes import (
     AdapterSource,
     BiasChange,

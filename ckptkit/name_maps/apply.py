@@ -18,13 +18,12 @@ from msgspec.structs import replace
 
 from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import CannotPlanError, FormatError, IncompleteCheckpointError, UsageError
+from ckptkit.core.geometry import Arrangement, join
 from ckptkit.core.index import Fqn, Shape
 from ckptkit.core.text import quote
-from ckptkit.hub_names.arrangements import Arrangement, join
 from ckptkit.hub_names.disk_tensors import HubTensor
 from ckptkit.name_maps.language import NameMap, Rule
-from ckptkit.name_maps.rearrangement import Made
-from ckptkit.name_maps.sizes import Sizes
+from ckptkit.name_maps.rule_steps import Made, Sizes
 from ckptkit.plan.plan import StackedPart
 
 Numbers = tuple[tuple[str, int], ...]
@@ -36,29 +35,23 @@ _SHOWN = 3
 
 
 class MappedNames(Struct, frozen=True):
-    """What a map makes of a checkpoint.
+    """What a map makes of a checkpoint."""
 
-    Attributes:
-        tensors: The tensors of the target, by name, in the order of the source.
-        added: The constant that is added to all elements of a tensor, by its name.
-        dropped: The tensors of the source that are left out, with the reason.
-        padding: By the name of a tensor of the source, the rows after its last that are left out as
-            padding: the first of them, and the number of rows with them.
-        made_by: The rule that makes each tensor of the target.
-        parts: Where tensors are in stacked ones, if these were not to be made whole.
-        same: Further names of tensors of the source, with the name that is taken; their bytes have
-            to be the same.
-        zeros: The shapes of tensors of float32 zeros that are written besides.
-    """
-
+    # The tensors of the target, by name, in the order of the source.
     tensors: Mapping[Fqn, HubTensor]
+    # The constant that is added to all elements of a tensor, by its name.
     added: Mapping[Fqn, float]
-    dropped: Mapping[Fqn, str]
+    dropped: Mapping[Fqn, str]  # the tensors of the source that are left out, with the reason
+    # By the name of a tensor of the source, the rows after its last that are left out as padding:
+    # the first of them, and the number of rows with them.
     padding: Mapping[Fqn, tuple[int, int]]
-    made_by: Mapping[Fqn, Rule]
+    made_by: Mapping[Fqn, Rule]  # the rule that makes each tensor of the target
+    # Where tensors are in stacked ones, if these were not to be made whole.
     parts: Mapping[Fqn, StackedPart]
+    # Further names of tensors of the source, with the name that is taken; their bytes have to be
+    # the same.
     same: Mapping[Fqn, Fqn]
-    zeros: Mapping[Fqn, Shape]
+    zeros: Mapping[Fqn, Shape]  # the shapes of tensors of float32 zeros that are written besides
 
 
 class _Taken(Struct):
@@ -80,18 +73,9 @@ def apply_map(
 ) -> MappedNames:
     """Applies a map.
 
-    Args:
-        name_map: The map.
-        config: The configuration of the model, for sizes.
-        tensors: Element types and shapes by the names of the source.
-        where: The checkpoint, for messages.
-        in_parts: Whether stacked tensors are made in parts, and optional captures stacked too.
-        extent: What the tensors are those of.
-
-    Raises:
-        CannotPlanError: If a tensor is taken by no rule or by two, or a rule takes none.
-        IncompleteCheckpointError: If a number of a capture is missing, such as a layer.
-        FormatError: If shapes do not fit the sizes.
+    `config`: the configuration of the model, for sizes. `tensors`: element types and shapes by the
+    names of the source. `in_parts`: whether stacked tensors are made in parts, and optional
+    captures stacked too. `extent`: what the tensors are those of.
     """
     inner = config.get("text_config")
     settings = {**config, **(inner if isinstance(inner, dict) else {})}
@@ -137,7 +121,7 @@ def _find_zeros(
 
 
 def _to_tensor(part: StackedPart, made: Made, tensors: Specs, rule: Rule) -> HubTensor:
-    tensor = made.arrangement.to_tensor(part.part_name)
+    tensor = HubTensor.of(part.part_name, made.arrangement)
     _check_dtypes(tensor, tensors, rule, adds=bool(made.added))
     return tensor
 
@@ -194,9 +178,8 @@ def _take_tensors(
 ) -> tuple[list[_Taken], dict[Fqn, str], dict[Fqn, Fqn]]:
     """Finds the rule of every tensor.
 
-    Returns:
-        What each rule takes, the reason for each tensor that is left out, and further names of
-        tensors with the one that is taken.
+    Returns what each rule takes, the reason for each tensor that is left out, and further names of
+    tensors with the one that is taken.
     """
     taken = [_Taken(rule) for rule in name_map.rules]
     dropped: dict[Fqn, str] = {}
@@ -204,7 +187,7 @@ def _take_tensors(
     for name, (_, shape) in tensors.items():
         if name_map.keeps_others and not name_map.takes_any([name]):
             kept = _Taken(name_map.keep(name))
-            kept.sets[()][0], kept.names[()][0] = Made(Arrangement.of_live(name, shape)), name
+            kept.sets[()][0], kept.names[()][0] = Made(Arrangement.of(name, shape)), name
             taken.append(kept)
             continue
         number, numbers, position = _find_rule(name_map, name, where)
@@ -267,7 +250,7 @@ def _unstack(
     # The axes of absent captures come in the order in which the template has them.
     stacked = [capture for capture, number in numbers.items() if number is None]
     stacked += [capture for capture in wanted if capture not in numbers]
-    found = [(dict(numbers), Arrangement.of_live(name, shape))]
+    found = [(dict(numbers), Arrangement.of(name, shape))]
     for capture in stacked:
         count = sizes.count(capture) if sizes.has(capture) else None
         longer = []

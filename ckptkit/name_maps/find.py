@@ -22,11 +22,7 @@ def load_own_map(name: str) -> NameMap:
 
 
 def load_map(choice: str) -> NameMap:
-    """Returns the map of a name, or of a file.
-
-    Raises:
-        UsageError: If there is none, or if it is no map.
-    """
+    """Returns the map of a name, or of a file."""
     if choice in list_map_names():
         return load_own_map(choice)
     path = Path(choice)
@@ -66,14 +62,8 @@ def find_map(
 ) -> NameMap:
     """Finds the map between a framework's names and those of Transformers.
 
-    Args:
-        framework: The framework.
-        config: The configuration of the model, or None.
-        where: The checkpoint, for messages.
-        settings: What the checkpoint says of its model.
-
-    Raises:
-        RefusedError: If there is no map for the model, or several.
+    `config`: the configuration of the model, or None. `settings`: what the checkpoint says of its
+    model.
     """
     settings = settings or {}
     if config is None:

@@ -48,7 +48,7 @@ from msgspec.structs import replace
 
 from ckptkit.core.errors import UsageError
 from ckptkit.core.index import MOST_WRAPPERS
-from ckptkit.name_maps.rearrangement import Step, parse_step
+from ckptkit.name_maps.rule_steps import Step, parse_step
 
 _KEYS = (
     *("name", "source", "target", "model_types", "extends", "unstacked", "others", "sizes", "when"),
@@ -67,17 +67,11 @@ _NUMBER = r"(?P<{}>0|[1-9][0-9]{{0,5}})"
 
 
 class NameTemplate(Struct, frozen=True):
-    """A template of names.
+    """A template of names."""
 
-    Attributes:
-        text: As it is written.
-        captures: The names of its captures, in order.
-        optional: Those that may be absent.
-    """
-
-    text: str
-    captures: tuple[str, ...]
-    optional: frozenset[str]
+    text: str  # as it is written
+    captures: tuple[str, ...]  # the names of its captures, in order
+    optional: frozenset[str]  # those that may be absent
 
     def match(self, name: str) -> Mapping[str, int | None] | None:
         """Returns the numbers of a name, None for an absent one; None if the name does not fit.
@@ -140,15 +134,6 @@ def _pattern(text: str) -> re.Pattern[str]:
 
 
 def parse_template(text: Any, *, where: str = "") -> NameTemplate:
-    """Parses a template.
-
-    Args:
-        text: The template.
-        where: The map and the rule, for messages.
-
-    Raises:
-        UsageError: If it is no template.
-    """
     if not isinstance(text, str) or not text:
         raise UsageError(f"{text!r} is not a name", where=where, hint=_HINT)
     captures: list[str] = []
@@ -197,64 +182,46 @@ _HINT = (
 
 
 class Rule(Struct, frozen=True):
-    """How some tensors of the target are made.
-
-    Attributes:
-        where: The map and the position of the rule in it, for messages.
-        sources: Templates of the source's names.
-        targets: Templates of the target's names; none where the sources are left out.
-        steps: What is done to one set of sources, in order.
-        is_optional: Whether the source may have no tensor for it.
-        partial: The captures whose numbers need not all be there.
-        has_inverse: Whether the inverse of the map contains it; not where another rule makes the
-            same tensors from another form of the source.
-        in_all_forms: Whether the inverse writes a tensor under all alternatives of its name, and
-            the source may have them all.
-        drop: Why the sources are left out; empty if they are not.
-        zeros: The sizes of a tensor of float32 zeros that the inverse writes for what is left out.
-        beside: The source's name of a tensor beside which it does so; None if it does not.
-    """
+    """How some tensors of the target are made."""
 
     where: str
-    sources: tuple[NameTemplate, ...]
+    sources: tuple[NameTemplate, ...]  # templates of the source's names
+    # Templates of the target's names; none where the sources are left out.
     targets: tuple[NameTemplate, ...]
-    steps: tuple[Step, ...] = ()
-    is_optional: bool = False
-    partial: tuple[str, ...] = ()
+    steps: tuple[Step, ...] = ()  # what is done to one set of sources, in order
+    is_optional: bool = False  # whether the source may have no tensor for it
+    partial: tuple[str, ...] = ()  # the captures whose numbers need not all be there
+    # Whether the inverse of the map contains it; not where another rule makes the same tensors from
+    # another form of the source.
     has_inverse: bool = True
+    # Whether the inverse writes a tensor under all alternatives of its name, and the source may
+    # have them all.
     in_all_forms: bool = False
-    drop: str = ""
+    drop: str = ""  # why the sources are left out; empty if they are not
+    # The sizes of a tensor of float32 zeros that the inverse writes for what is left out.
     zeros: tuple[str, ...] = ()
+    # The source's name of a tensor beside which it does so; None if it does not.
     beside: NameTemplate | None = None
 
 
 class NameMap(Struct, frozen=True):
-    """A map between the names of two frameworks.
-
-    Attributes:
-        name: Its name.
-        source: The framework whose names the rules take.
-        target: The framework whose names they make.
-        model_types: The `model_type` of the configurations that it is for.
-        sizes: Expressions by the name of a size; see `ckptkit.name_maps.sizes`.
-        when: What the checkpoint says of its model, by key, if it says it at all.
-        rules: The rules.
-        unstacked: Optional captures that stay in the names of the source when the inverse of the
-            map writes them; others are left out where all layers have the same tensors.
-        digest: The start of the SHA-256 of its text and of the map that it extends, in hexadecimal.
-        keeps_others: Whether tensors that no rule takes keep their names.
-    """
+    """A map between the names of two frameworks."""
 
     name: str
-    source: str
-    target: str
-    model_types: tuple[str, ...]
+    source: str  # the framework whose names the rules take
+    target: str  # the framework whose names they make
+    model_types: tuple[str, ...]  # the `model_type` of the configurations that it is for
+    # Expressions by the name of a size; see `ckptkit.name_maps.rule_steps`.
     sizes: Mapping[str, tuple[str, ...]]
     rules: tuple[Rule, ...]
+    # Optional captures that stay in the names of the source when the inverse of the map writes
+    # them; others are left out where all layers have the same tensors.
     unstacked: tuple[str, ...]
+    # The start of the SHA-256 of its text and of the map that it extends, in hexadecimal.
     digest: str
+    # What the checkpoint says of its model, by key, if it says it at all.
     when: Mapping[str, int] = field(default_factory=dict)
-    keeps_others: bool = False
+    keeps_others: bool = False  # whether tensors that no rule takes keep their names
 
     def takes_any(self, names: Iterable[str]) -> bool:
         """Returns whether a rule takes one of the names."""
@@ -281,14 +248,8 @@ class NameMap(Struct, frozen=True):
 def parse_map(text: str, *, where: str, parent: NameMap | None = None) -> NameMap:
     """Parses a map.
 
-    Args:
-        text: The TOML document.
-        where: The file, for messages.
-        parent: The map that `extends` names, if there is one: its sizes and rules come after those
-            of this one, but for rules that take the same names.
-
-    Raises:
-        UsageError: If it is no map.
+    `parent`: the map that `extends` names, if there is one: its sizes and rules come after those of
+    this one, but for rules that take the same names.
     """
     document = read_document(text, where=where)
     _check_keys(document, _KEYS, where)
@@ -478,11 +439,7 @@ def _texts(value: Any, where: str) -> list[str]:
 
 
 def invert(map_: NameMap) -> NameMap:
-    """Returns the map from the target's names to the source's.
-
-    Raises:
-        UsageError: If a step has no inverse.
-    """
+    """Returns the map from the target's names to the source's."""
     rules = tuple(
         Rule(
             where=f"{rule.where}, inverted",

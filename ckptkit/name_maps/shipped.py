@@ -11,7 +11,6 @@ _SUFFIX = ".toml"
 
 @cache
 def list_map_names() -> tuple[str, ...]:
-    """Returns the names of the maps."""
     return tuple(sorted(path.stem for path in _FOLDER.glob(f"*{_SUFFIX}")))
 
 

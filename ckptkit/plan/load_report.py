@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, Self
 
-from msgspec import Struct, field
+from msgspec import Struct, convert, field, to_builtins
 
 from ckptkit.core.dtypes import DType, dtype_named
 from ckptkit.core.errors import RefusedError
@@ -25,18 +25,13 @@ _SHAPE = re.compile(r"\[(\d+)(?:, \d+)*\]")
 
 
 class LoadRequest(Struct, frozen=True):
-    """Tensors, and the configuration of the model that would load them.
-
-    Attributes:
-        config: A parsed `config.json`.
-        tensors: Element types and shapes by name, also of tensors that the user left out.
-        left_out: Names of `tensors` that are not written; the model is not missing those.
-        is_packed: Whether a quantization method packed weights, so that only names are compared.
-    """
+    """Tensors, and the configuration of the model that would load them."""
 
     config: Mapping[str, Any]
-    tensors: Specs
+    tensors: Specs  # element types and shapes by name, also of tensors that the user left out
+    # Names of `tensors` that are not written; the model is not missing those.
     left_out: frozenset[str] = frozenset()
+    # Whether a quantization method packed weights, so that only names are compared.
     is_packed: bool = False
 
     @property
@@ -58,18 +53,12 @@ class LoadRequest(Struct, frozen=True):
         return cls(document["config"], tensors, left_out, document["is_packed"])
 
 
-class Mismatch(Struct, frozen=True):
-    """A parameter of another shape.
-
-    Attributes:
-        name: Of the parameter.
-        found: The shape of the tensors, or why they cannot be converted.
-        expected: The shape in the model; empty where conversion failed.
-    """
+class Mismatch(Struct, frozen=True, array_like=True):
+    """A parameter of another shape."""
 
     name: str
-    found: str
-    expected: str
+    found: str  # the shape of the tensors, or why they cannot be converted
+    expected: str  # the shape in the model; empty where conversion failed
 
     def __str__(self) -> str:
         against = f" against {self.expected}" if self.expected else ""
@@ -77,26 +66,17 @@ class Mismatch(Struct, frozen=True):
 
 
 class LoadReport(Struct, frozen=True):
-    """What loading would report.
+    """What loading would report."""
 
-    Attributes:
-        model: The model that was compared with, for messages.
-        given: How many tensors the output has.
-        missing: Parameters that would be initialized at random.
-        unexpected: Tensors that would not be used.
-        mismatched: Parameters of other shapes.
-        prefix: The prefix without which the names fit; empty if there is none. Where nothing else
-            is reported, the library that was asked takes it away, and others do not.
-        fitting: Another class of transformers that all names fit; empty if there is none.
-    """
-
-    model: str
-    given: int
-    missing: tuple[str, ...] = ()
-    unexpected: tuple[str, ...] = ()
-    mismatched: tuple[Mismatch, ...] = ()
+    model: str  # the model that was compared with, for messages
+    given: int  # how many tensors the output has
+    missing: tuple[str, ...] = ()  # parameters that would be initialized at random
+    unexpected: tuple[str, ...] = ()  # tensors that would not be used
+    mismatched: tuple[Mismatch, ...] = ()  # parameters of other shapes
+    # The prefix without which the names fit; empty if there is none. Where nothing else is
+    # reported, the library that was asked takes it away, and others do not.
     prefix: str = ""
-    fitting: str = ""
+    fitting: str = ""  # another class of transformers that all names fit; empty if there is none
 
     @property
     def is_clean(self) -> bool:
@@ -108,66 +88,35 @@ class LoadReport(Struct, frozen=True):
         return not (self.missing or self.unexpected or self.mismatched)
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "model": self.model,
-            "given": self.given,
-            "missing": list(self.missing),
-            "unexpected": list(self.unexpected),
-            "mismatched": [[row.name, row.found, row.expected] for row in self.mismatched],
-            "prefix": self.prefix,
-            "fitting": self.fitting,
-        }
+        values: dict[str, Any] = to_builtins(self)
+        return values
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
-        mismatched = [_texts(row) for row in document["mismatched"]]
-        return cls(
-            model=_text(document["model"]),
-            given=int(document["given"]),
-            missing=_texts(document["missing"]),
-            unexpected=_texts(document["unexpected"]),
-            mismatched=tuple(Mismatch(name, found, wanted) for name, found, wanted in mismatched),
-            prefix=_text(document["prefix"]),
-            fitting=_text(document["fitting"]),
-        )
-
-
-def _text(value: object) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"found {type(value).__name__} against a text")
-    return value
-
-
-def _texts(values: Sequence[object]) -> tuple[str, ...]:
-    return tuple(_text(value) for value in values)
+        return convert(document, cls)
 
 
 # --- messages ---
 
 
 class Advice(Struct, frozen=True):
-    """Hints with which a command helps to load the output.
+    """Hints with which a command helps to load the output."""
 
-    Attributes:
-        anyway: How to write, or publish, the tensors as they are; empty where they cannot be.
-        strip: How to remove `{prefix}` from the names; `{module}` is the same without its last dot.
-        config: How to pass another configuration.
-        shapes: Whether the command takes `--vocab-size` and `--exclude`.
-        rules: The rules of the name map that made the names, by the templates of these.
-        again: The command that is run again with a configuration, if it is not `consolidate`.
-        fills: Whether the command takes tensors that are missing from another model.
-        merged: How to have the merged model of an adapter; empty for `ckptkit adapter merge`.
-    """
-
+    # How to write, or publish, the tensors as they are; empty where they cannot be.
     anyway: str = "pass --names live to write the tensors as they are"
+    # How to remove `{prefix}` from the names; `{module}` is the same without its last dot.
     strip: str = "pass --strip-prefix {prefix} to write the names without it"
+    # How to pass another configuration.
     config: str = (
         "use the config.json of the model that was trained, beside the source or with --base"
     )
-    shapes: bool = True
+    shapes: bool = True  # whether the command takes `--vocab-size` and `--exclude`
+    # The rules of the name map that made the names, by the templates of these.
     rules: Mapping[str, str] = field(default_factory=dict)
+    # The command that is run again with a configuration, if it is not `consolidate`.
     again: str = ""
-    fills: bool = True
+    fills: bool = True  # whether the command takes tensors that are missing from another model
+    # How to have the merged model of an adapter; empty for `ckptkit adapter merge`.
     merged: str = ""
 
 
@@ -221,12 +170,9 @@ EXPORT = Advice(
 
 
 class MisfitError(RefusedError):
-    """The output would not load as the model of its configuration.
+    """The output would not load as the model of its configuration."""
 
-    Attributes:
-        report: What loading would report, if it was compared in this process.
-    """
-
+    # What loading would report, if it was compared in this process.
     report: LoadReport | None = None
 
 
@@ -235,12 +181,9 @@ def make_refusal(
 ) -> MisfitError:
     """Returns the error for an output that would not load as the model of its configuration.
 
-    Args:
-        report: What loading would report.
-        names: Of all tensors that would be written.
-        where: The source, for messages.
-        advice: The options that hints propose.
-        filling: The option that would take what is missing from another model; empty for none.
+    `report`: what loading would report. `names`: of all tensors that would be written. `advice`:
+    the options that hints propose. `filling`: the option that would take what is missing from
+    another model; empty for none.
     """
     copies = find_copies(report.prefix, names)
     differences = "; ".join(_describe_copies(copies) or _list_differences(report, names))
@@ -365,10 +308,8 @@ def take_only(prefix: str) -> str:
 def take_prefix(prefix: str, report: LoadReport, names: Collection[str]) -> str:
     """Returns the options that write what a prefix begins, without it, and what the model has.
 
-    Args:
-        prefix: The prefix; empty for the names as they are.
-        report: What loading all would report.
-        names: The names of all tensors.
+    `prefix`: the prefix; empty for the names as they are. `report`: what loading all would report.
+    `names`: the names of all tensors.
     """
     copies = [copy for copy in find_copies(report.prefix, names) if copy != prefix]
     outside = [name for name in names if not (prefix and name.startswith(prefix))]

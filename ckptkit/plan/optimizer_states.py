@@ -26,30 +26,14 @@ _MEMBERS = "params"
 _NUMBER = re.compile(r".*_(\d{1,7})")
 
 
-class StateTensor(Struct, frozen=True):
-    """A tensor of an optimizer.
-
-    Attributes:
-        path: Of keys within the optimizer's state dict.
-        product: How it is written.
-    """
-
-    path: KeyPath
-    product: Product
-
-
 class OptimizerStates(Struct, frozen=True):
-    """An optimizer as it is written.
+    """An optimizer as it is written."""
 
-    Attributes:
-        tensors: Its tensors.
-        values: Its other values, by path; they may be no plain values.
-        unwrapped: The names in the output of parameters whose names in training had wrapper
-            segments, by those names.
-    """
-
-    tensors: tuple[StateTensor, ...]
-    values: Mapping[KeyPath, Any]
+    # Each with the path of its keys within the optimizer's state dict.
+    tensors: tuple[tuple[KeyPath, Product], ...]
+    values: Mapping[KeyPath, Any]  # its other values, by path; they may be no plain values
+    # The names in the output of parameters whose names in training had wrapper segments, by those
+    # names.
     unwrapped: Mapping[str, str]
 
 
@@ -58,14 +42,9 @@ def select_optimizer_states(
 ) -> tuple[OptimizerStates, list[TensorEntry]]:
     """Selects the states of the optimizer of a model.
 
-    Args:
-        index: The index of the checkpoint.
-        model: The state dict of the model, as `--select` names it.
-        request: Which parameters are wanted.
-        location: The checkpoint, for messages.
-
-    Returns:
-        The states, and the entries of the tensors in them.
+    `index`: the index of the checkpoint. `model`: the state dict of the model, as `--select` names
+    it. `request`: which parameters are wanted. Returns the states, and the entries of the tensors
+    in them.
     """
     entries = [entry for entry in index.of_part("optimizer") if _find_path(entry) is not None]
     reasons = [note for note in index.run.notes if "optimizer states" in note]
@@ -96,7 +75,7 @@ def select_optimizer_states(
     for entry in wanted:
         path = paths[entry.key]
         spec = TensorSpec(Fqn(".".join(map(str, (OPTIMIZER, *path)))), entry.dtype, entry.shape)
-        tensors.append(StateTensor(path, Product(spec, Copy(SOURCE, entry.key))))
+        tensors.append((path, Product(spec, Copy(SOURCE, entry.key))))
     return OptimizerStates(tuple(tensors), values, unwrapped), wanted
 
 
@@ -201,10 +180,7 @@ def drop_unwanted_members(
 ) -> dict[KeyPath, Any]:
     """Removes from their groups the parameters whose states are left out.
 
-    Args:
-        values: Plain values of an optimizer, by path.
-        unwrapped: See `OptimizerStates`.
-        request: Which parameters are wanted.
+    `values`: plain values of an optimizer, by path. `request`: which parameters are wanted.
     """
     kept = dict(values)
     for path, value in values.items():
@@ -222,13 +198,9 @@ def restore_groups(
 ) -> dict[KeyPath, Any]:
     """Restores flattened groups: parameters with the same settings are one group.
 
-    Args:
-        values: Plain values of an optimizer's state dict, by path.
-        wants: Whether a parameter is wanted.
-
-    Returns:
-        The values; those of flattened groups under `param_groups`, number and setting, with the
-        names of the members under `params`.
+    `values`: plain values of an optimizer's state dict, by path. `wants`: whether a parameter is
+    wanted. Returns the values; those of flattened groups under `param_groups`, number and setting,
+    with the names of the members under `params`.
     """
     kept: dict[KeyPath, Any] = {}
     settings: dict[str, Settings] = {}

@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any
 
 from msgspec import Struct
 from numpy.typing import NDArray
@@ -22,7 +22,6 @@ from ckptkit.core.manifest import LEAF_BYTES
 from ckptkit.core.object_parts import CopiedRange, ObjectPart, choose_part_bytes
 
 TASK_BYTES = LEAF_BYTES
-Opened = TypeVar("Opened")
 SOURCE = "source"  # the origin that a conversion reads
 FILLING = "filling"  # the origin of tensors that the source lacks
 
@@ -51,75 +50,46 @@ class Demand(Struct, frozen=True):
     place: Span
 
 
-class Kernel(Protocol):
-    """Computes blocks of an output tensor from parts of source tensors."""
+class Reading(Struct, frozen=True):
+    """Reads parts of source tensors for a kernel that is being prepared."""
 
-    def grain_elements(self, out: TensorSpec) -> int:
+    # Returns the elements, one-dimensional, in an array that only the caller uses.
+    read: Callable[[Demand], NDArray[Any]]
+    # Returns them read-only, from memory if another tensor needed them before.
+    read_shared: Callable[[Demand], NDArray[Any]]
+    # Opens a resource on the first call with a key; it is closed when all is written.
+    open_once: Callable[[Hashable, Callable[[], AbstractContextManager[Any]]], Any]
+
+
+class Kernel:
+    """Computes blocks of an output tensor from parts of source tensors; threads share it.
+
+    One that has to read first what all blocks need is not `is_ready`: `prepare` returns the kernel
+    that computes.
+    """
+
+    __slots__ = ()
+
+    @property
+    def is_ready(self) -> bool:
+        return True
+
+    def prepare(self, _out: TensorSpec, _reading: Reading) -> Kernel:
+        return self
+
+    def grain_elements(self, _out: TensorSpec) -> int:
         """Returns how many elements a block must be a multiple of, tail excepted."""
-        ...
+        return 1
 
     def demands(self, out: TensorSpec, block: Span) -> tuple[Demand, ...]:
         """Returns what the block is computed from."""
-        ...
+        raise NotImplementedError
 
     def run(
         self, out: TensorSpec, block: Span, inputs: Sequence[NDArray[Any]], target: NDArray[Any]
     ) -> None:
         """Fills `target`, the block's elements in row-major order."""
-        ...
-
-
-class Reading(Protocol):
-    """Reads parts of source tensors for a kernel that is being prepared."""
-
-    def read(self, demand: Demand) -> NDArray[Any]:
-        """Returns the elements, one-dimensional, in an array that only the caller uses."""
-        ...
-
-    def read_shared(self, demand: Demand) -> NDArray[Any]:
-        """Returns the elements read-only, from memory if another tensor needed them before."""
-        ...
-
-    def open_once(
-        self, key: Hashable, opened: Callable[[], AbstractContextManager[Opened]]
-    ) -> Opened:
-        """Opens a resource on the first call with `key`; it is closed when all is written."""
-        ...
-
-
-@runtime_checkable
-class Preparable(Protocol):
-    """Becomes a kernel by reading once what all blocks of a tensor need."""
-
-    def prepare(self, out: TensorSpec, reading: Reading) -> Kernel:
-        """Returns the kernel; several threads may use it at a time."""
-        ...
-
-
-class WrappedPreparable(Struct, frozen=True):
-    """A kernel around one that has to be prepared first.
-
-    Attributes:
-        inner: The inner kernel.
-        inner_spec: The tensor that the inner kernel computes.
-        wrap: Makes the outer kernel from the prepared inner one.
-    """
-
-    inner: Preparable
-    inner_spec: TensorSpec
-    wrap: Callable[[Kernel], Kernel]
-
-    def prepare(self, _out: TensorSpec, reading: Reading) -> Kernel:
-        return self.wrap(self.inner.prepare(self.inner_spec, reading))
-
-
-def wrap_kernel(
-    kernel: Kernel | Preparable, spec: TensorSpec, wrap: Callable[[Kernel], Kernel]
-) -> Kernel | Preparable:
-    """Wraps a kernel that computes `spec`, after its preparation if it needs one."""
-    if isinstance(kernel, Preparable):
-        return WrappedPreparable(kernel, spec, wrap)
-    return wrap(kernel)
+        raise NotImplementedError
 
 
 class Literal(Struct, frozen=True):
@@ -136,31 +106,20 @@ class Copy(Struct, frozen=True):
 
 
 class ServerCopy(Struct, frozen=True):
-    """A copy whose ranges the store of the output copies itself.
-
-    Attributes:
-        origin: As in `Copy`.
-        key: As in `Copy`.
-        copied: Ranges of the output file within the segment, by their starts.
-    """
+    """A copy whose ranges the store of the output copies itself."""
 
     origin: str
     key: Key
-    copied: tuple[CopiedRange, ...]
+    copied: tuple[CopiedRange, ...]  # ranges of the output file within the segment, by their starts
 
 
 class Compute(Struct, frozen=True):
-    """A tensor that a kernel computes from the source tensors `reads`.
+    """A tensor that a kernel computes from the source tensors `reads`."""
 
-    Attributes:
-        kernel: The kernel.
-        reads: The origin and the key of each source tensor.
-        most_elements: How many it computes at a time, for a kernel that reads much for each; None
-            for as many as the engine chooses.
-    """
-
-    kernel: Kernel | Preparable
-    reads: tuple[tuple[str, Key], ...]
+    kernel: Kernel
+    reads: tuple[tuple[str, Key], ...]  # the origin and the key of each source tensor
+    # How many it computes at a time, for a kernel that reads much for each; None for as many as the
+    # engine chooses.
     most_elements: int | None = None
 
 
@@ -191,17 +150,11 @@ class Product(Struct, frozen=True):
 
 
 class StackedPart(Struct, frozen=True):
-    """Where a product is in a larger tensor, whose first axes count layers or experts.
-
-    Attributes:
-        name: The larger tensor.
-        index: The index of the product along each of these axes; it has one index along them.
-        counts: The sizes of these axes.
-    """
+    """Where a product is in a larger tensor, whose first axes count layers or experts."""
 
     name: Fqn
-    index: Shape
-    counts: Shape
+    index: Shape  # the index of the product along each of these axes; it has one index along them
+    counts: Shape  # the sizes of these axes
 
     @property
     def part_name(self) -> Fqn:
@@ -253,17 +206,11 @@ class Task(Struct, frozen=True):
 
 
 class Plan(Struct, frozen=True):
-    """Everything that an execution does.
+    """Everything that an execution does."""
 
-    Attributes:
-        files: The output files; all are written in full.
-        dropped: Tied names that are not written, with the name that replaces each.
-        notes: Messages for the user, before it runs.
-    """
-
-    files: tuple[OutputFile, ...]
-    dropped: Mapping[Fqn, Fqn]
-    notes: tuple[str, ...] = ()
+    files: tuple[OutputFile, ...]  # the output files; all are written in full
+    dropped: Mapping[Fqn, Fqn]  # tied names that are not written, with the name that replaces each
+    notes: tuple[str, ...] = ()  # messages for the user, before it runs
 
     @property
     def bytes_written(self) -> int:
@@ -370,17 +317,11 @@ _SLICE = re.compile(r"(\d{1,6})/(\d{1,6})")
 
 
 class Share(Struct, frozen=True):
-    """One of `count` parts of a plan that have about as many bytes each.
+    """One of `count` parts of a plan that have about as many bytes each."""
 
-    Attributes:
-        number: From 0 to `count` - 1.
-        count: The number of shares.
-        in_parts: Whether no part of an object is split between shares, as uploads need.
-    """
-
-    number: int
-    count: int
-    in_parts: bool = False
+    number: int  # from 0 to `count` - 1
+    count: int  # the number of shares
+    in_parts: bool = False  # whether no part of an object is split between shares, as uploads need
 
     def __str__(self) -> str:
         return f"{self.number}/{self.count}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import posixpath
 import re
 import shlex
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -23,7 +23,7 @@ from ckptkit.core.index import Fqn, Key, TensorEntry, TensorIndex
 from ckptkit.core.text import Aside
 from ckptkit.options import ConsolidateRequest, matches
 from ckptkit.plan.load_report import order_of_copy
-from ckptkit.plan.plan import SOURCE, Compute, Copy, Kernel, Product, TensorSpec
+from ckptkit.plan.plan import Copy, Product, TensorSpec
 from ckptkit.plan.weight_kinds import (
     LORA,
     MERGED_BESIDE,
@@ -34,8 +34,6 @@ from ckptkit.plan.weight_kinds import (
 
 _PROPOSED = 4
 _OF_TRAINER = "base_model_"  # the base beside an adapter in the layout of the Trainer
-CastFactory = Callable[[str, Key, DType, DType], Kernel]
-"""Makes the kernel that casts a tensor of an origin from one element type to another."""
 
 
 def model_trees(index: TensorIndex) -> list[str]:
@@ -45,9 +43,7 @@ def model_trees(index: TensorIndex) -> list[str]:
 def propose_trees(trees: Sequence[str], home: str = "") -> str:
     """Returns the options that select state dicts, those that are published first.
 
-    Args:
-        trees: Their names.
-        home: What was selected already, in which they are.
+    `home`: what was selected already, in which they are.
     """
     ordered = sorted(trees, key=lambda tree: order_of_copy(tree)[0])
     named = [posixpath.join(home, tree or ".") if home else tree for tree in ordered[:_PROPOSED]]
@@ -60,11 +56,8 @@ def select_model(
 ) -> list[TensorEntry]:
     """Returns the tensors of the selected model, patterns applied.
 
-    Args:
-        index: The checkpoint.
-        request: The selection and the patterns.
-        location: The checkpoint, for messages.
-        everything: Whether tensors that the user leaves out are among them.
+    `request`: the selection and the patterns. `everything`: whether tensors that the user leaves
+    out are among them.
     """
     trees = model_trees(index)
     if not trees:
@@ -202,16 +195,10 @@ def refuse_casting_quantized(
 
 
 class KeptDtypes(Struct, frozen=True):
-    """Tensors that stay in float32 where the others are cast to 16 bits.
+    """Tensors that stay in float32 where the others are cast to 16 bits."""
 
-    Attributes:
-        always: Expressions that are searched in a name.
-        in_float16: The same, for casts to float16 alone.
-        names: Whole names.
-    """
-
-    always: tuple[str, ...] = ()
-    in_float16: tuple[str, ...] = ()
+    always: tuple[str, ...] = ()  # expressions that are searched in a name
+    in_float16: tuple[str, ...] = ()  # the same, for casts to float16 alone
     names: frozenset[str] = frozenset()
 
     def holds(self, name: str, wanted: DType) -> bool:
@@ -232,19 +219,13 @@ _FLOAT32 = dtype_named("float32")
 
 
 class DTypePolicy(Struct, frozen=True):
-    """Which element type each tensor is written in.
+    """Which element type each tensor is written in."""
 
-    Attributes:
-        choice: What `--dtype` says.
-        keep: Patterns of names that keep their stored type.
-        base: For the choice `base`, the element type of each tensor of the base model.
-        kept: What stays in float32.
-    """
-
-    choice: str
-    keep: tuple[str, ...] = ()
+    choice: str  # what `--dtype` says
+    keep: tuple[str, ...] = ()  # patterns of names that keep their stored type
+    # For the choice `base`, the element type of each tensor of the base model.
     base: Mapping[Fqn, DType] | None = None
-    kept: KeptDtypes = KeptDtypes()
+    kept: KeptDtypes = KeptDtypes()  # what stays in float32
 
     def is_kept(self, tensor: TensorEntry | TensorSpec) -> bool:
         """Returns whether a tensor stays in float32 although `--dtype` names another type."""
@@ -326,30 +307,6 @@ def add_tied_names(entries: Sequence[TensorEntry], absent: Mapping[Fqn, Fqn]) ->
     by_name = {entry.name: entry for entry in entries}
     added = [replace(by_name[source], name=target) for target, source in absent.items()]
     return [*entries, *added]
-
-
-def make_products(
-    entries: Sequence[TensorEntry],
-    policy: DTypePolicy,
-    dropped: Mapping[Fqn, Fqn],
-    cast: CastFactory,
-    origin: str = SOURCE,
-) -> list[Product]:
-    """Returns how each tensor is produced that is written."""
-    products = []
-    for entry in entries:
-        if entry.name in dropped:
-            continue
-        dtype = policy.target(entry)
-        spec = TensorSpec(entry.name, dtype, entry.shape)
-        key, stored = entry.key, entry.dtype
-        if dtype != stored and entry.master is not None:
-            key, stored = entry.master.key, entry.master.dtype
-        body: Copy | Compute = Copy(origin, key)
-        if dtype != stored:
-            body = Compute(cast(origin, key, stored, dtype), ((origin, key),))
-        products.append(Product(spec, body))
-    return products
 
 
 def describe_masters(entries: Sequence[TensorEntry], products: Iterable[Product]) -> str:

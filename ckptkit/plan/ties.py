@@ -9,7 +9,7 @@ names; some give patterns or whole modules (`TiePattern`), which are expanded he
 
 Source: transformers 5.23, `PreTrainedModel.get_expanded_tied_weights_keys`, `tie_weights` and
 `remove_tied_weights_from_state_dict`; `ZambaModel.__init__`, `Zamba2Model.get_layers`; the table in
-`tied_names` is derived from the library's classes.
+`tied_names.json` is derived from the library's classes.
 """
 
 from __future__ import annotations
@@ -21,21 +21,10 @@ from typing import Any
 
 from msgspec import Struct
 
+from ckptkit.core.data_rows import read_table
 from ckptkit.core.dtypes import DType
 from ckptkit.core.index import Fqn, Shape
 from ckptkit.core.model_configs import architecture_of
-from ckptkit.plan.tied_names import (
-    ALWAYS_TIED,
-    BY_NESTED,
-    BY_ROOT,
-    FLAG_SCALES_OUTPUTS,
-    HEADS,
-    OTHER_FLAG,
-    PATTERNS,
-    TIED_AS_TEXT,
-    TIED_BY_DEFAULT,
-    TIED_OR_TEXT,
-)
 
 Specs = Mapping[Fqn, tuple[DType, Shape]]
 _FLAG = "tie_word_embeddings"
@@ -43,24 +32,40 @@ _OLD_FLAG = "tie_embedding"  # LFM2's first name for it, which still overrides t
 _HEADED = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
 _DISTINCT_BLOCKS = "num_mem_blocks"
 _NESTING = 4  # real configurations nest twice
-_ROOT_PAIRS = {name: pairs for names, pairs in BY_ROOT.items() for name in names.split()}
-_NESTED_PAIRS = {
-    flag: {name: pairs for names, pairs in classes.items() for name in names.split()}
-    for flag, classes in BY_NESTED.items()
-}
+
+
+class _TieTable(Struct, frozen=True):
+    """What the model classes of transformers tie; made by `fixtures/generators/tied_names.py`."""
+
+    heads: tuple[tuple[str, str], ...]  # target and source, of a class without rules
+    by_default: frozenset[str]  # model types that are tied where no flag is given
+    or_text: frozenset[str]  # tied by their own flag or that of `text_config`
+    as_text: frozenset[str]  # tied by that of `text_config` alone
+    always: frozenset[str]  # tied whatever the flag says
+    other_flag: dict[str, str]  # tied by a flag of another name, which is set unless it is given
+    flag_scales_outputs: frozenset[str]  # the flag also scales the head's input
+    # Path and model type of the part whose flag decides (empty for the root), classes, and what is
+    # tied, target to source; a `*` stands for one segment of a name.
+    rules: tuple[tuple[str, str, tuple[str, ...], dict[str, str]], ...]
+    # By class, in order: prefix of a module, pattern of targets in it, pattern of their sources,
+    # the field that decides it if any, and the value that the field has by default.
+    patterns: dict[str, tuple[tuple[str, str, str, str, bool], ...]]
+
+
+_TABLE = read_table(__file__, "tied_names.json", _TieTable)
+_PAIRS: dict[tuple[str, str], dict[str, dict[str, str]]] = {}
+for _path, _kind, _classes, _tied in _TABLE.rules:
+    _PAIRS.setdefault((_path, _kind), {}).update(dict.fromkeys(_classes, _tied))
+_ROOT_PAIRS = _PAIRS.pop(("", ""))
 
 
 def find_tie_candidates(config: Mapping[str, Any] | None, names: Specs) -> Mapping[Fqn, Fqn]:
     """Finds the names that the configuration declares tied, and that could hold one tensor.
 
-    Args:
-        config: A parsed `config.json`, or None, which declares nothing.
-        names: Element type and shape of every tensor, by live name.
-
-    Returns:
-        From each name that `save_pretrained` leaves out to the one that it keeps; both are in
-        `names`, and agree in element type and shape. Whether they hold the same bytes is for
-        the caller to see.
+    `config`: a parsed `config.json`, or None, which declares nothing. `names`: element type and
+    shape of every tensor, by live name. Returns from each name that `save_pretrained` leaves out to
+    the one that it keeps; both are in `names`, and agree in element type and shape. Whether they
+    hold the same bytes is for the caller to see.
     """
     return {t: s for t, s in _find_declared_pairs(config, names).items() if names[t] == names[s]}
 
@@ -81,10 +86,8 @@ def choose_ties_to_drop(
     One flag ties all names of a model. Where one pair differs, the flag is about to be set
     false, and nothing would restore the others; so then all are written.
 
-    Args:
-        config: The configuration before `untie_config`.
-        same: The candidates whose bytes agree.
-        broken: The targets whose bytes, type or shape differ from those of their source.
+    `config`: the configuration before `untie_config`. `same`: the candidates whose bytes agree.
+    `broken`: the targets whose bytes, type or shape differ from those of their source.
     """
     if broken and untie_config(config or {}) != config:
         return {}
@@ -98,8 +101,7 @@ def find_absent_tied_names(
 
     Only classes that are known to have a head are considered.
 
-    Returns:
-        From each absent name to the one in `names` that holds its bytes.
+    Returns from each absent name to the one in `names` that holds its bytes.
     """
     architecture = _architecture(config or {})
     if config is None or not (architecture in _ROOT_PAIRS or architecture.endswith(_HEADED)):
@@ -120,12 +122,11 @@ def find_class_without_targets(
 
     Which names a live model has there is not in the configuration.
 
-    Returns:
-        The class; None where all is there, or nothing is tied in this way.
+    Returns the class; None where all is there, or nothing is tied in this way.
     """
     name = _architecture(config or {})
     is_shared = name.startswith("Zamba") and _model_type(config or {}) in SHARED_BLOCKS
-    if config is None or not (name in PATTERNS or is_shared) or not _is_tied(config, ""):
+    if config is None or not (name in _TABLE.patterns or is_shared) or not _is_tied(config, ""):
         return None
     patterns = _patterns(config, names)
     is_needed = bool(patterns) or is_shared
@@ -144,7 +145,7 @@ def untie_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _untie(config: Mapping[str, Any], depth: int, *, is_root: bool) -> dict[str, Any]:
     model_type = _model_type(config)
-    if model_type in ALWAYS_TIED | FLAG_SCALES_OUTPUTS:
+    if model_type in _TABLE.always | _TABLE.flag_scales_outputs:
         return dict(config)
     changed = {
         key: _untie(value, depth - 1, is_root=False)
@@ -152,12 +153,12 @@ def _untie(config: Mapping[str, Any], depth: int, *, is_root: bool) -> dict[str,
         else value
         for key, value in config.items()
     }
-    if is_root or _FLAG in config or model_type in TIED_BY_DEFAULT:
+    if is_root or _FLAG in config or model_type in _TABLE.by_default:
         changed[_FLAG] = False
     if _OLD_FLAG in config:
         changed[_OLD_FLAG] = False
-    if model_type in OTHER_FLAG:
-        changed[OTHER_FLAG[model_type]] = False
+    if model_type in _TABLE.other_flag:
+        changed[_TABLE.other_flag[model_type]] = False
     return changed
 
 
@@ -189,7 +190,7 @@ def _patterns(config: Mapping[str, Any], names: Collection[Fqn]) -> list[TiePatt
         return find_shared_blocks(names, config.get(_DISTINCT_BLOCKS))
     return [
         TiePattern(prefix, target, source)
-        for prefix, target, source, condition, default in PATTERNS.get(name, ())
+        for prefix, target, source, condition, default in _TABLE.patterns.get(name, ())
         if not condition or config.get(condition, default) is True
     ]
 
@@ -198,11 +199,11 @@ def _rules(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, str]]]
     """Yields what the model's class ties, each with the path of the flag that decides it."""
     name = _architecture(config)
     if name not in _ROOT_PAIRS:
-        for target, source in HEADS:
+        for target, source in _TABLE.heads:
             yield "", {target: source}
         return
     yield "", _ROOT_PAIRS[name]
-    for (path, model_type), pairs in _NESTED_PAIRS.items():
+    for (path, model_type), pairs in _PAIRS.items():
         if name in pairs and _model_type(_nested(config, path)) == model_type:
             yield path, pairs[name]
 
@@ -218,20 +219,20 @@ def _is_tied(config: Mapping[str, Any], flag_path: str) -> bool:
     """Returns whether the flag of a configuration, or of a nested one, ties the weights."""
     nested = _nested(config, flag_path)
     model_type = _model_type(nested)
-    if model_type in ALWAYS_TIED:
+    if model_type in _TABLE.always:
         return not _has_own_code(config)
-    if model_type in TIED_AS_TEXT:
+    if model_type in _TABLE.as_text:
         return _own_flag(_nested(nested, "text_config"))
-    if model_type in TIED_OR_TEXT and _own_flag(_nested(nested, "text_config")):
+    if model_type in _TABLE.or_text and _own_flag(_nested(nested, "text_config")):
         return True
     return _own_flag(nested, has_default=not _has_own_code(config))
 
 
 def _own_flag(config: Mapping[str, Any], *, has_default: bool = True) -> bool:
-    other = OTHER_FLAG.get(_model_type(config))
+    other = _TABLE.other_flag.get(_model_type(config))
     if other is not None:
         return config.get(other, has_default) is True
-    default = has_default and _model_type(config) in TIED_BY_DEFAULT
+    default = has_default and _model_type(config) in _TABLE.by_default
     return config.get(_FLAG, default) is True and config.get(_OLD_FLAG, True) is True
 
 
@@ -261,25 +262,18 @@ _BLOCK = re.compile(r"(?P<prefix>(?:.*\.)?layers\.)(?P<layer>\d{1,9})\.shared_tr
 
 
 class TiePattern(Struct, frozen=True):
-    """Names of a module that are tied to others of the same module.
+    """Names of a module that are tied to others of the same module."""
 
-    Attributes:
-        prefix: What the module's names begin with: empty, or a path that ends in a dot.
-        target: A regular expression that the tied names begin with, after the prefix.
-        source: The same of the names that they are tied to, in the order of both when sorted.
-    """
-
-    prefix: str
-    target: str
-    source: str
+    prefix: str  # what the module's names begin with: empty, or a path that ends in a dot
+    target: str  # a regular expression that the tied names begin with, after the prefix
+    source: str  # the same of the names that they are tied to, in the order of both when sorted
 
 
 def expand_ties(patterns: Sequence[TiePattern], names: Collection[Fqn]) -> dict[Fqn, Fqn]:
     """Finds the names that patterns tie.
 
-    Returns:
-        From each name that `save_pretrained` leaves out to the one that it keeps. Nothing where
-        a pattern does not fit the names, as where some of them were left out.
+    Returns from each name that `save_pretrained` leaves out to the one that it keeps. Nothing where
+    a pattern does not fit the names, as where some of them were left out.
     """
     pairs: dict[Fqn, Fqn] = {}
     for pattern in patterns:
@@ -306,9 +300,8 @@ def expand_ties(patterns: Sequence[TiePattern], names: Collection[Fqn]) -> dict[
 def find_shared_blocks(names: Collection[Fqn], distinct: object) -> list[TiePattern]:
     """Returns what Zamba's hybrid layers share.
 
-    Args:
-        names: All names of the model; those of shared blocks show which layers are hybrid.
-        distinct: After how many hybrid layers Zamba 2 uses the first block again.
+    `names`: all names of the model; those of shared blocks show which layers are hybrid.
+    `distinct`: after how many hybrid layers Zamba 2 uses the first block again.
     """
     found = {match for name in names if (match := _BLOCK.match(name))}
     layers = sorted({int(match["layer"]) for match in found})

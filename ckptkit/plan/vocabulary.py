@@ -65,14 +65,8 @@ def plan_trim(
 ) -> Trim:
     """Finds the tensors that have a row for each token.
 
-    Args:
-        specs: Everything that is to be written.
-        size: How many tokens there are.
-        config: The model's configuration, or None.
-        location: The source, for messages.
-
-    Returns:
-        What to cut.
+    `specs`: everything that is to be written. `size`: how many tokens there are. `config`: the
+    model's configuration, or None. Returns what to cut.
     """
     inputs = [spec for spec in specs if is_embedding(spec.name)]
     heads = [spec for spec in specs if is_head(spec.name)]
@@ -107,8 +101,7 @@ def plan_trim(
 def count_tokens(tokenizer: Mapping[str, Any]) -> int:
     """Returns how many rows the tokens of a `tokenizer.json` need: the largest number, plus 1.
 
-    Args:
-        tokenizer: Its content; what is not understood of it needs no row.
+    `tokenizer`: its content; what is not understood of it needs no row.
 
     Source: tokenizers 0.22, the serialized `Tokenizer`, `BPE`, `WordPiece`, `WordLevel`, `Unigram`.
     """
@@ -129,9 +122,7 @@ def count_tokens(tokenizer: Mapping[str, Any]) -> int:
 def describe_lacking_rows(tokens: int, config: Mapping[str, Any]) -> list[str]:
     """Returns a note if a tokenizer has tokens for which a model has no rows.
 
-    Args:
-        tokens: How many rows the tokenizer needs, as far as is known.
-        config: The model's configuration.
+    `tokens`: how many rows the tokenizer needs, as far as is known.
     """
     rows = _rows_of(config, tokens)
     if tokens <= rows:
@@ -151,13 +142,9 @@ def find_grown_rows(
 ) -> int | None:
     """Returns the rows of embeddings that training enlarged for its tokenizer's tokens.
 
-    Args:
-        specs: Everything that is to be written.
-        tokens: How many rows the tokenizer needs.
-        config: A configuration, which may be that of the model before training.
-
-    Returns:
-        The rows; None where the configuration has enough, or the embeddings too few.
+    `specs`: everything that is to be written. `tokens`: how many rows the tokenizer needs.
+    `config`: a configuration, which may be that of the model before training. Returns the rows;
+    None where the configuration has enough, or the embeddings too few.
     """
     found = {s.shape[0] for s in specs if s.shape and (is_embedding(s.name) or is_head(s.name))}
     rows = max(found, default=0)
@@ -167,10 +154,7 @@ def find_grown_rows(
 def refuse_cut_tokenizer(trim: Trim, tokens: int, *, location: str) -> None:
     """Refuses to cut rows that belong to tokens.
 
-    Args:
-        trim: What is to be cut.
-        tokens: How many rows the tokenizer needs, as far as is known.
-        location: The source, for messages.
+    `trim`: what is to be cut. `tokens`: how many rows the tokenizer needs, as far as is known.
     """
     if trim.size < min(tokens, trim.rows):
         raise RefusedError(

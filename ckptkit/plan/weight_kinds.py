@@ -15,45 +15,34 @@ and `canonical_lora.py`, as NeMo 2 before it; mlx-lm, `tuner/lora.py`.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from msgspec import Struct
 
-from ckptkit.core.dtypes import DType
+from ckptkit.core.data_rows import read_table
+from ckptkit.core.dtypes import DType, dtype_named
 from ckptkit.core.errors import RefusedError
 from ckptkit.core.index import Fqn, Shape, TensorEntry
 
 
 class Method(Struct, frozen=True):
-    """A method of PEFT.
+    """A method of PEFT."""
 
-    Attributes:
-        key: Its `peft_type` in `adapter_config.json`.
-        title: The usual name of one of its adapters, with the article.
-        segments: The segments of tensor names that this method alone has.
-        merges: Whether `merge_and_unload` of PEFT makes one model of base and adapter.
-    """
-
-    key: str
-    title: str
-    segments: tuple[str, ...] = ()
-    merges: bool = True
+    key: str  # its `peft_type` in `adapter_config.json`
+    title: str  # the usual name of one of its adapters, with the article
+    segments: tuple[str, ...] = ()  # the segments of tensor names that this method alone has
+    merges: bool = True  # whether `merge_and_unload` of PEFT makes one model of base and adapter
 
 
 class AdapterSign(Struct, frozen=True):
-    """What shows that tensors are an adapter's.
+    """What shows that tensors are an adapter's."""
 
-    Attributes:
-        name: The first tensor that does.
-        method: The key of the method; empty where names do not show it.
-        form: Whose names the factors have, a key of `FACTORS`.
-    """
-
-    name: str
-    method: str
-    form: str = "PEFT"
+    name: str  # the first tensor that does
+    method: str  # the key of the method; empty where names do not show it
+    form: str = "PEFT"  # whose names the factors have, a key of `FACTORS`
 
     @property
     def title(self) -> str:
@@ -94,117 +83,9 @@ _OTHER_FACTORS = {"lora_a", "lora_b", "linear_in", "linear_out"}
 
 LORA, ADALORA, XLORA = "LORA", "ADALORA", "XLORA"
 _MULTITASK = "MULTITASK_PROMPT_TUNING"
-_TABLE = (
-    # Those that build on another method come first: they have its segments too.
-    Method(XLORA, "an XLoRA adapter", ("internal_xlora_classifier",)),
-    Method(ADALORA, "an AdaLoRA adapter", ("lora_E", "ranknum")),
-    Method("ADAMSS", "an AdaMSS adapter", ("adamss_A", "adamss_B")),
-    Method(
-        "ADAPTION_PROMPT", "an AdaptionPrompt", ("adaption_prompt", "adaption_gate"), merges=False
-    ),
-    Method("BEFT", "a BEFT adapter", ("beft_bias",)),
-    Method("BOFT", "a BOFT adapter", ("boft_R", "boft_s")),
-    Method("BONE", "a Bone adapter", ("bone_block",)),  # called MiSS since PEFT 0.18
-    Method("C3A", "a C3A adapter", ("c3a_kernel",)),
-    Method("DEFT", "a DEFT adapter", ("deft_P", "deft_R")),
-    Method(
-        "DELORA", "a DeLoRA adapter", ("delora_A", "delora_B", "delora_lambda", "delora_w_norm")
-    ),
-    Method("FOURIERFT", "a FourierFT adapter", ("fourierft_spectrum",)),
-    Method(
-        "FROD",
-        "a FRoD adapter",
-        ("frod_lambda_l", "frod_lambda_s_values", "frod_V", "frod_s_indices", "frod_s_size"),
-    ),
-    Method("GLORA", "a GLoRA adapter", ("glora_A", "glora_B", "glora_C", "glora_D", "glora_E")),
-    Method(
-        "GRALORA",
-        "a GraLoRA adapter",
-        ("gralora_A", "gralora_B", "gralora_A_general", "gralora_B_general"),
-    ),
-    Method("HIRA", "a HiRA adapter", ("hira_A", "hira_B", "hira_embedding_A", "hira_embedding_B")),
-    Method("HRA", "an HRA adapter", ("hra_u",)),
-    Method("IA3", "an IA3 adapter", ("ia3_l",)),
-    Method("LILY", "a Lily adapter", ("lily_A", "lily_B", "lily_router"), merges=False),
-    Method("LN_TUNING", "an LN-tuning adapter", ("ln_tuning_layers",)),
-    Method(
-        "LOHA",
-        "a LoHa adapter",
-        ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b", "hada_t1", "hada_t2"),
-    ),
-    Method(
-        "LOKR",
-        "a LoKr adapter",
-        (
-            *("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b"),
-            "lokr_t2",
-        ),
-    ),
-    Method("MISS", "a MiSS adapter", ("miss_block",)),
-    Method("OFT", "an OFT adapter", ("oft_R", "oft_embedding_R", "oft_r")),
-    Method("OSF", "an OSF adapter", ("osf_svd_params",)),
-    Method(
-        "PEANUT",
-        "a PEANuT adapter",
-        ("peanut_A", "peanut_B", "peanut_encoders", "peanut_decoders"),
-    ),
-    Method("POLY", "a Poly adapter", ("poly_lora_A", "poly_lora_B", "poly_router"), merges=False),
-    Method("PSOFT", "a PSOFT adapter", ("psoft_R",)),
-    Method("PVERA", "a PVeRA adapter", ("pvera_lambda_b", "pvera_lambda_d", "pvera_A", "pvera_B")),
-    Method(
-        "RANDLORA",
-        "a RandLora adapter",
-        ("randlora_lambda", "randlora_gamma", "randlora_A", "randlora_B"),
-    ),
-    Method("ROAD", "a RoAd adapter", ("road_theta", "road_alpha")),
-    Method(
-        "SHADOW",
-        "a Shadow adapter",
-        (
-            *("shadow_down", "shadow_up", "shadow_update_transform", "shadow_update_gate"),
-            *("shadow_backbone", "shadow_dropout"),
-        ),
-        merges=False,
-    ),
-    Method("SHIRA", "a SHiRA adapter", ("shira_weight", "shira_indices")),
-    Method(
-        "SUPERTUNING",
-        "a Supertuning adapter",
-        (
-            *("supertuning_values", "supertuning_indices"),
-            *("supertuning_lora_A", "supertuning_lora_B"),
-        ),
-    ),
-    Method(
-        "TINYLORA",
-        "a TinyLoRA adapter",
-        ("tinylora_v", "tinylora_A", "tinylora_B", "tinylora_P"),
-    ),
-    Method("UNILORA", "a UniLoRA adapter", ("unilora_theta_d",)),
-    Method(
-        "VBLORA",
-        "a VBLoRA adapter",
-        ("vblora_logits_A", "vblora_logits_B", "vblora_vector_bank"),
-    ),
-    Method("VERA", "a VeRA adapter", ("vera_lambda_b", "vera_lambda_d", "vera_A", "vera_B")),
-    Method("WAVEFT", "a WaveFT adapter", ("waveft_spectrum",)),
-    Method(
-        LORA,
-        "a LoRA adapter",
-        (
-            *("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B"),
-            *("lora_magnitude_vector", "lora_diag", "lora_velora_embed"),
-        ),
-    ),
-    Method("TRAINABLE_TOKENS", "a TrainableTokens adapter", ("trainable_tokens_delta",)),
-    # Prompts: PEFT's files hold what a module computes, `prompt_embeddings`, whatever the method.
-    Method(_MULTITASK, "a multitask prompt", merges=False),
-    Method("P_TUNING", "a P-tuning prompt", merges=False),
-    Method("CPT", "a CPT prompt", merges=False),
-    Method("CARTRIDGE", "a Cartridge prompt", merges=False),
-    Method("PREFIX_TUNING", "a prefix-tuning prompt", merges=False),
-    Method("PROMPT_TUNING", "a prompt-tuning prompt", merges=False),
-)
+# Methods that build on another one come first: they have its segments too. PEFT's files of prompts
+# hold what a module computes, `prompt_embeddings`, whatever the method.
+_TABLE = read_table(__file__, "peft_methods.json", tuple[Method, ...])
 METHODS: Mapping[str, Method] = {method.key: method for method in _TABLE}
 """All methods by their `peft_type`, those that build on another one before it."""
 
@@ -260,12 +141,8 @@ _WORDS = frozenset(
 def find_adapter(names: Iterable[str], own: Collection[str] = ()) -> AdapterSign | None:
     """Finds out whether tensors are an adapter's, or those of a model that PEFT wraps.
 
-    Args:
-        names: Of a whole state dict.
-        own: Names of the adapters that are a part of the model; see `own_adapters`.
-
-    Returns:
-        None where nothing shows it.
+    `names`: of a whole state dict. `own`: names of the adapters that are a part of the model; see
+    `own_adapters`. Returns None where nothing shows it.
 
     Example:
         >>> find_adapter(["base_model.model.norm.weight", "base_model.model.q_proj.ia3_l"])
@@ -344,9 +221,8 @@ def title_of(method: str) -> str:
 def advice_on(method: str, folder: str = "") -> str:
     """Returns what to do with an adapter that `ckptkit adapter` does not handle.
 
-    Args:
-        method: Its method; empty where it is not known.
-        folder: PEFT's folder of it; empty for one in a checkpoint.
+    `method`: its method; empty where it is not known. `folder`: PEFT's folder of it; empty for one
+    in a checkpoint.
     """
     known = METHODS.get(method)
     merged = (
@@ -446,9 +322,8 @@ def explain_random_weights(
 
     Bytes that have a scale are known to Transformers, as in compressed tensors.
 
-    Args:
-        tensors: Names, shapes and element types of a whole model.
-        config: The model's configuration: adapters that it declares are a part of the model.
+    `tensors`: names, shapes and element types of a whole model. `config`: the model's
+    configuration: adapters that it declares are a part of the model.
     """
     rows = list(tensors)
     sign = find_adapter((name for name, _, _ in rows), own_adapters(config))
@@ -482,10 +357,7 @@ def refuse_random_weights(
 ) -> None:
     """Refuses adapters and packed weights, which load as another model without an error.
 
-    Args:
-        entries: What would be written.
-        location: The source, for messages.
-        config: See `explain_random_weights`.
+    `entries`: what would be written.
     """
     if reason := explain_random_weights(map(_describe, entries), config=config):
         raise RefusedError(reason, where=location, hint=hint_at_raw_names())
@@ -513,3 +385,117 @@ def is_quantized(name: Fqn, names: Mapping[Fqn, DType]) -> bool:
         base = names.get(Fqn(scale[1]), names.get(Fqn(f"{scale[1]}.qweight")))
         return base is not None and (base.itemsize == 1 or base.kind == "int")
     return names[name].itemsize == 1 and any(Fqn(name + end) in names for end in _SCALE_ENDINGS)
+
+
+# How many parameters a stored tensor stands for, and what it is where its name and shape say so.
+#
+# Source: bitsandbytes 0.50, `functional.py` (two codes of 4 bits in a byte, in a column of any
+# element type); AutoGPTQ and AutoAWQ, whose `qweight` and `qzeros` pack numbers into 32 bits;
+# compressed-tensors, `pack-quantized` (`weight_packed` by columns, `weight_zero_point` by rows) and
+# `nvfp4-pack-quantized` (two in a byte); openai/gpt-oss, MXFP4 (`_blocks`); peft,
+# `tuners/lora/layer.py` (A has the rank first, B second).
+_RANK_OF_FACTOR = r"(?:^|\.)lora_(?:embedding_)?([AB])(?:\.|$)"  # few commands compile these
+_WORD_BITS = 32
+_BITS = (2, 3, 4, 8)
+# What is stored with a packed weight, by the ending of its name.
+_COMPANIONS = (
+    ("scales", r"(\.(nested_)?absmax|\.SCB|[._]scales?(_inv|_2)?)$"),
+    ("zero points", r"(\.qzeros|_zero_point)$"),
+    (
+        "settings",
+        r"(\.(nested_)?quant_map|\.quant_state\.bitsandbytes__\w+|_shape|g_idx|\.weight_format)$",
+    ),
+)
+FOUR_BIT = "4-bit"
+_BASE_LAYER = ".base_layer."
+_QUANT = "quant_state.bitsandbytes__"
+
+
+class StoredWeight(Struct, frozen=True):
+    """What a stored tensor is."""
+
+    parameters: int  # how many parameters of the model it holds; none for scales
+    label: str = ""  # such as `4-bit`, `scales` or `rank 8`; empty for a plain tensor
+
+
+def describe_stored(tensors: Iterable[tuple[str, Shape, str]]) -> dict[str, StoredWeight]:
+    """Describes the tensors of one model.
+
+    `tensors`: names, shapes and element types.
+
+    >>> found = describe_stored([("q_proj.weight", (8, 1), "uint8"), ("q_proj.lora_A", (4, 3), "")])
+    >>> found["q_proj.weight"], found["q_proj.lora_A"]
+    (StoredWeight(parameters=16, label='4-bit'), StoredWeight(parameters=12, label='rank 4'))
+    """
+    rows = list(tensors)
+    groups: dict[str, dict[str, Shape]] = {}
+    for name, shape, _ in rows:
+        groups.setdefault(find_dense_name(name), {})[name] = shape
+    return {
+        name: _describe_stored(name, shape, dtype, groups[find_dense_name(name)])
+        for name, shape, dtype in rows
+    }
+
+
+def _describe_stored(
+    name: str, shape: Shape, dtype: str, group: Mapping[str, Shape]
+) -> StoredWeight:
+    """Describes a tensor; `group` has the shapes of all that are stored for its weight."""
+    elements = math.prod(shape)
+    factor = re.search(_RANK_OF_FACTOR, name)
+    if factor is not None and len(shape) >= _MATRIX:
+        return StoredWeight(elements, f"rank {shape[0 if factor[1] == 'A' else 1]:,}")
+    if len(group) > 1:
+        for label, ending in _COMPANIONS:
+            if re.search(ending, name):
+                return StoredWeight(0, label)
+    labels = {
+        label for label, ending in _COMPANIONS if any(re.search(ending, one) for one in group)
+    }
+    if name.endswith(".qweight"):
+        bits = _find_bits(group, "qzeros", "scales", 1)
+        return StoredWeight(elements * _WORD_BITS // bits if bits else elements, _bits_text(bits))
+    is_eight_bit = any(other.endswith("SCB") for other in group)
+    if any(_QUANT in other for other in group) or (not is_eight_bit and _is_column(name, shape)):
+        return StoredWeight(2 * elements * dtype_named(dtype).itemsize, FOUR_BIT)
+    is_paired = (
+        name.endswith(("_blocks", "weight_packed")) or f"{name}_scale_2" in group
+    ) and "scales" in labels
+    if is_paired and dtype == "uint8":
+        return StoredWeight(2 * elements, FOUR_BIT)
+    if name.endswith("weight_packed"):  # without zero points, the configuration alone has the bits
+        bits = _find_bits(group, "weight_zero_point", "weight_scale", 0)
+        return StoredWeight(elements * _WORD_BITS // bits if bits else elements, _bits_text(bits))
+    if "scales" in labels and dtype in {"int8", "uint8"}:
+        return StoredWeight(elements, _bits_text(8))
+    return StoredWeight(elements)
+
+
+def _bits_text(bits: int) -> str:
+    return f"{bits}-bit" if bits else "packed"
+
+
+def _is_column(name: str, shape: Shape) -> bool:
+    """Returns whether a weight is packed by its shape, also where PEFT has it as `base_layer`."""
+    if shape[1:] != (1,):
+        return False
+    return looks_packed(name.replace(_BASE_LAYER, "."), shape) or (
+        _BASE_LAYER in name and name.endswith(".weight") and shape[0] > 1
+    )
+
+
+def _find_bits(group: Mapping[str, Shape], zeros: str, scales: str, packed: int) -> int:
+    """Returns the bits of a number where zero points show them, else 0.
+
+    `group`: shapes of what is stored for a weight, by name. `zeros`: how the name of its zero
+    points ends, which are packed as the weight is. `scales`: how that of its scales ends. `packed`:
+    the dimension in which zero points are packed.
+    """
+    first, second = (
+        next((shape for name, shape in group.items() if name.endswith(f".{ending}")), ())
+        for ending in (zeros, scales)
+    )
+    if len(first) != _MATRIX or len(second) != _MATRIX or not second[packed]:
+        return 0
+    bits = _WORD_BITS * first[packed] // second[packed]
+    return bits if bits in _BITS and bits * second[packed] == _WORD_BITS * first[packed] else 0

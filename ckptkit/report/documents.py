@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec import Struct
 
 from ckptkit.core.text import make_printable, size_text, without_url_secrets
-from ckptkit.plan.parameter_counts import describe_stored
+from ckptkit.plan.weight_kinds import describe_stored
 from ckptkit.runs.steps import RunStep
 from ckptkit.version import __version__
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ckptkit.conversion.inspect import Inspection, TensorLine
     from ckptkit.conversion.stats import Statistics
     from ckptkit.core.index import Problem
-    from ckptkit.plan.shard_map import Shares
+    from ckptkit.plan.coverage import Shares
     from ckptkit.runs.listing import RunListing
 
 MOST_TENSORS = 200_000

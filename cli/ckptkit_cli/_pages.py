@@ -226,8 +226,8 @@ def plan_json(planned: PlannedOutput, out: str) -> dict[str, Any]:
     reads = estimate_reads(plan, planned.inputs.origins)
     if reads is not None:
         document["requests"] = {
-            "count": reads.requests,
-            "bytes": reads.size_bytes,
+            "count": reads[0],
+            "bytes": reads[1],
             "most_bytes": REQUEST_BYTES,
             "gap_bytes": GAP_BYTES,
         }
@@ -283,7 +283,7 @@ def _facts(planned: PlannedOutput) -> Iterator[tuple[str, str]]:
         yield (
             "requests",
             (
-                f"about {reads.requests:,} for {size_text(reads.size_bytes)}, of at most"
+                f"about {reads[0]:,} for {size_text(reads[1])}, of at most"
                 f" {size_text(REQUEST_BYTES)} each; gaps of up to {size_text(GAP_BYTES)} are read"
                 " too"
             ),

@@ -14,7 +14,7 @@ from safetensors import safe_open
 import ckptkit
 from ckptkit.conversion.mapped_names import describe_step, fold_names
 from ckptkit.core.errors import RefusedError
-from ckptkit.name_maps.rearrangement import parse_step
+from ckptkit.name_maps.rule_steps import parse_step
 from tests.command_line import run_command
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"

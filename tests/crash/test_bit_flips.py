@@ -13,7 +13,7 @@ import safetensors.numpy
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.engine.executor import ExecutionSettings, Executor
-from ckptkit.engine.kernels import CastKernel
+from ckptkit.engine.kernels import make_products
 from ckptkit.engine.outcome import ignore
 from ckptkit.engine.reader import Origin
 from ckptkit.engine.segment_reader import Inputs
@@ -22,7 +22,7 @@ from ckptkit.options import ConsolidateRequest
 from ckptkit.plan.coverage import error_of, find_problems
 from ckptkit.plan.layouts.hf import layout_hf_weights
 from ckptkit.plan.plan import SOURCE, Plan
-from ckptkit.plan.selection import DTypePolicy, make_products, select_model
+from ckptkit.plan.selection import DTypePolicy, select_model
 from ckptkit.storage.overlay import MemorySource
 from tests.memory_target import MemoryTarget
 
@@ -52,7 +52,7 @@ def consolidated(files: Files) -> bytes:
     entries = select_model(index, request, location=source.location)
     for problem in find_problems(index, entries):
         raise error_of(problem, source.location)
-    products = make_products(entries, DTypePolicy(request.dtype), {}, CastKernel)
+    products = make_products(entries, DTypePolicy(request.dtype), {})
     plan = Plan(tuple(layout_hf_weights(products, request.max_file_bytes)), {})
     inputs = Inputs({SOURCE: Origin(SOURCE, source, index)}, {})
     target = MemoryTarget()

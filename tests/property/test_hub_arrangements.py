@@ -15,10 +15,9 @@ from numpy.typing import NDArray
 
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import CannotPlanError
+from ckptkit.core.geometry import Arrangement, join
 from ckptkit.core.index import Fqn, Key, Shape, Span
-from ckptkit.engine.kernels import StoredOperand
-from ckptkit.engine.rearranged import RearrangeKernel, StridedBox
-from ckptkit.hub_names.arrangements import Arrangement, join
+from ckptkit.engine.kernels import RearrangeKernel, StoredOperand
 from ckptkit.hub_names.disk_tensors import HubTensor, find_run, find_whole, find_window
 from ckptkit.plan.plan import TensorSpec
 from tests.property.examples import examples
@@ -51,12 +50,8 @@ def realised(tensor: HubTensor, live: Live) -> Array:
 
 def computed(tensor: HubTensor, live: Live, block: int) -> Array:
     """Puts a described tensor together as an execution does, block by block."""
-    number = {name: i for i, name in enumerate(live)}
-    kernel = RearrangeKernel(
-        tensor.grid,
-        tuple(StridedBox(p.box, number[p.source], p.start, p.steps) for p in tensor.pieces),
-        tuple(StoredOperand("source", Key(name), INT64) for name in live),
-    )
+    operands = {name: StoredOperand("source", Key(name), INT64) for name in live}
+    kernel = RearrangeKernel(tensor.grid, tensor.pieces, operands)
     spec = TensorSpec(tensor.name, INT64, tensor.shape)
     made = np.full(spec.elements, -1, np.int64)
     for start in range(0, spec.elements, block):
@@ -79,7 +74,7 @@ class Program:
         self.draw = draw
         self.live = {name: live_tensors(shape)[Fqn("live.0")]}
         self.array = self.live[name]
-        self.thought = Arrangement.of_live(name, shape)
+        self.thought = Arrangement.of(name, shape)
 
     def step(self) -> None:
         moves = [self.unsqueeze, self.view]
@@ -143,7 +138,7 @@ def test_any_series_of_moves_is_followed_exactly_or_refused(
     try:
         for _ in range(data.draw(st.integers(1, 5))):
             program.step()
-        tensor = program.thought.to_tensor(Fqn("disk"))
+        tensor = HubTensor.of(Fqn("disk"), program.thought)
     except CannotPlanError:
         assume(False)
         raise
@@ -224,7 +219,7 @@ def test_what_computes_or_cannot_be_followed_is_refused(torch: Any, what: str) -
         "every second": lambda a: a[::2],
         "two types": lambda a: torch.cat([a, _traced(torch, live_tensors((4, 4)), "int32")[0]]),
     }
-    from ckptkit.hub_names.transformers.tracing import ComputesError
+    from ckptkit.hub_names.transformers.answers import ComputesError
 
     (tensor,) = _traced(torch, live_tensors((4, 4)))
     with pytest.raises(CannotPlanError if what == "two types" else ComputesError):
@@ -232,7 +227,7 @@ def test_what_computes_or_cannot_be_followed_is_refused(torch: Any, what: str) -
 
 
 def _traced(torch: Any, live: Live, dtype: str = "int64") -> list[Any]:
-    from ckptkit.hub_names.transformers.tracing import TracedTensor
+    from ckptkit.hub_names.transformers.answers import TracedTensor
 
     return [TracedTensor.of_live(n, v.shape, getattr(torch, dtype)) for n, v in live.items()]
 
@@ -240,7 +235,7 @@ def _traced(torch: Any, live: Live, dtype: str = "int64") -> list[Any]:
 def _compare(torch: Any, function: Callable[..., Any], live: Live) -> None:
     real = function(*[torch.from_numpy(value.copy()) for value in live.values()])
     traced = function(*_traced(torch, live))
-    tensor = traced.arrangement.to_tensor(Fqn("disk"))
+    tensor = HubTensor.of(Fqn("disk"), traced.arrangement)
     assert tensor.shape == tuple(real.shape) == tuple(traced.shape)
     assert np.array_equal(realised(tensor, live), real.numpy())
     for block in (1, 7, 1000):

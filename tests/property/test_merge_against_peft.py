@@ -34,7 +34,7 @@ from ckptkit.adapters.merge_kernel import (
 from ckptkit.core.dtypes import BY_NAME, DType
 from ckptkit.core.index import Fqn, Key, Span
 from ckptkit.engine.kernels import StoredOperand
-from ckptkit.plan.plan import Demand, TensorSpec
+from ckptkit.plan.plan import Demand, Reading, TensorSpec
 from tests.property.examples import examples
 
 Array = NDArray[Any]
@@ -107,13 +107,12 @@ class Shelf:
 
     tensors: dict[str, Array] = field(default_factory=dict)
 
-    def open_once(self, *_given: object) -> Any:
-        raise NotImplementedError
-
     def read(self, demand: Demand) -> Array:
         return self.tensors[demand.key].reshape(-1)[demand.place.start : demand.place.stop].copy()
 
-    read_shared = read
+    @property
+    def reading(self) -> Reading:
+        return Reading(self.read, self.read, lambda *_: pytest.fail("opens nothing"))
 
     def factor(self, name: str, tensor: torch.Tensor) -> Factor:
         self.tensors[name] = array_of(tensor)
@@ -127,7 +126,7 @@ class Shelf:
     def merged(self, kernel: MergeKernel, shape: tuple[int, ...], cuts: int = 3) -> Array:
         """Runs a kernel over blocks that begin anywhere."""
         spec = TensorSpec(Fqn("out"), kernel.base.dtype, shape)
-        ready = kernel.prepare(spec, self)
+        ready = kernel.prepare(spec, self.reading)
         out = np.empty(spec.elements, self.tensors["base"].dtype)
         edges = np.random.default_rng(spec.elements).integers(0, out.size, cuts)
         for low, high in zip([0, *sorted(edges)], [*sorted(edges), out.size], strict=True):

@@ -9,10 +9,16 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptkit.core.geometry import row_major_strides
-from ckptkit.core.index import Box, Shape
-from ckptkit.core.tiles import Tile, find_tile, walk_boxes
-from ckptkit.engine.reader import ArrayMemory, slices_of
+from ckptkit.core.geometry import (
+    StridedBox,
+    Tile,
+    find_tile,
+    row_major_strides,
+    slices_of,
+    walk_boxes,
+)
+from ckptkit.core.index import Box, Fqn, Shape
+from ckptkit.engine.reader import ArrayMemory
 from tests.property.examples import examples
 
 sizes = st.lists(st.integers(1, 4), min_size=1, max_size=4).map(tuple)
@@ -73,7 +79,7 @@ def test_what_a_tile_finds_is_what_numpy_moves(case: Any, data: st.DataObject) -
     )
     made[slices_of(part)] = view
     made = made.reshape(shape)
-    tile = find_tile(shape, grid, part, (start, steps), other)
+    tile = find_tile(shape, grid, StridedBox(part, Fqn(""), start, steps), other)
     if tile is None:
         return
     # The other tensor is stored, and a box of this one is wanted.
@@ -99,7 +105,7 @@ def test_exchanged_dimensions_are_always_found(
     turned = tuple(shape[axis] for axis in axes)
     steps = tuple(strides[axis] for axis in axes)
     whole = Box((0,) * len(shape), turned)
-    tile = find_tile(turned, turned, whole, (0, steps), shape)
+    tile = find_tile(turned, turned, StridedBox(whole, Fqn(""), 0, steps), shape)
     assert tile is not None
     wanted = data.draw(boxes(turned))
     walks = list(walk_boxes(tile.swapped, wanted))
@@ -109,12 +115,16 @@ def test_exchanged_dimensions_are_always_found(
 
 def test_rows_of_groups_are_found_group_by_group() -> None:
     # The queries of a fused projection: of 3 groups of 6 rows, 4 rows each.
-    tile = find_tile((12, 5), (3, 4, 5), Box((0, 0, 0), (3, 4, 5)), (0, (30, 5, 1)), (18, 5))
+    tile = find_tile(
+        (12, 5), (3, 4, 5), StridedBox(Box((0, 0, 0), (3, 4, 5)), Fqn(""), 0, (30, 5, 1)), (18, 5)
+    )
     assert tile is not None
     found = [walk.box for walk in walk_boxes(tile.swapped, Box((2, 0), (9, 5)))]
     assert found == [Box((6, 0), (4, 5)), Box((2, 0), (2, 5)), Box((12, 0), (3, 5))]
 
 
 def test_steps_that_follow_no_dimension_are_not_found() -> None:
-    assert find_tile((4,), (4,), Box((0,), (4,)), (0, (6,)), (5, 5)) is None
-    assert find_tile((6,), (4, 2), Box((0, 0), (1, 1)), (0, (1, 1)), (6,)) is None
+    assert find_tile((4,), (4,), StridedBox(Box((0,), (4,)), Fqn(""), 0, (6,)), (5, 5)) is None
+    assert (
+        find_tile((6,), (4, 2), StridedBox(Box((0, 0), (1, 1)), Fqn(""), 0, (1, 1)), (6,)) is None
+    )

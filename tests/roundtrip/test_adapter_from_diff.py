@@ -21,8 +21,9 @@ from ckptkit.core.errors import (
     UnsupportedError,
     UsageError,
 )
+from ckptkit.core.geometry import StridedBox
 from ckptkit.core.index import Box, Fqn
-from ckptkit.hub_names.disk_tensors import DiskBox, HubNames, HubTensor
+from ckptkit.hub_names.disk_tensors import HubNames, HubTensor
 from ckptkit.lora.config import LoraSettings
 
 torch = pytest.importorskip("torch")
@@ -343,7 +344,7 @@ def test_modules_have_the_names_that_they_have_in_memory(
 
 def _piece(name: str, shape: tuple[int, int], source: str, row: int) -> HubTensor:
     size = shape[0] * shape[1]
-    piece = DiskBox(Box((0, 0), shape), Fqn(source), row * size, (shape[1], 1))
+    piece = StridedBox(Box((0, 0), shape), Fqn(source), row * size, (shape[1], 1))
     return HubTensor(Fqn(name), shape, shape, (piece,))
 
 

@@ -45,8 +45,7 @@ from ckptkit.formats.registry import read_index, recognise
 from ckptkit.formats.safetensors.hf_shards import UNPROVEN, HfShardsReader
 from ckptkit.formats.safetensors.reader import UNPROVEN_WHOLE
 from ckptkit.formats.torch_files import TorchOptimizerReader, read_optimizer_file
-from ckptkit.hub_names.known_models import is_made_by_model
-from ckptkit.hub_names.outlines_table import BASE_PREFIXES
+from ckptkit.hub_names.known_models import BASE_PREFIXES, is_made_by_model
 from ckptkit.options import ConsolidateRequest
 from ckptkit.plan.coverage import refuse_problems
 from ckptkit.plan.layouts.hf import INDEX_NAME, SINGLE_NAME, FileMap
@@ -369,11 +368,11 @@ def plan_optimizer_files(
 
 def _check_names(states: OptimizerStates, model: Sequence[TensorEntry], location: str) -> None:
     names = {str(entry.name) for entry in model}
-    twice = next((t for t in states.tensors if t.product.spec.name in names), None)
+    twice = next((made for _, made in states.tensors if made.spec.name in names), None)
     if twice is not None:
         raise RefusedError(
             f"a weight of the model and a state of its optimizer are both called"
-            f" {twice.product.spec.name!r}",
+            f" {twice.spec.name!r}",
             where=f"--optimizer {location}",
             hint="write them one by one: once without --optimizer",
         )

@@ -24,8 +24,7 @@ _LONGEST = 300  # characters of what another library says
 def report_on_diffusers(request: LoadRequest) -> LoadReport:
     """Reports what loading tensors of these names and shapes would miss, or not use.
 
-    Args:
-        request: The configuration, and the tensors.
+    `request`: the configuration, and the tensors.
     """
     name = class_of(request.config)
     model = _build(name, request.config)

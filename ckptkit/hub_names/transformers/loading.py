@@ -12,8 +12,8 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from itertools import islice
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -47,19 +47,13 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 class _Found(Struct, frozen=True):
-    """What loading reports, by the model's own names.
+    """What loading reports, by the model's own names."""
 
-    Attributes:
-        missing: Names that the model has and no tensor is for.
-        unexpected: Names of tensors, as they were given, that the model has nothing for.
-        mismatched: What was found, and what the model has, by name.
-        targets: What each given name is for, and whether the model has it.
-    """
-
-    missing: frozenset[str]
+    missing: frozenset[str]  # names that the model has and no tensor is for
+    # Names of tensors, as they were given, that the model has nothing for.
     unexpected: frozenset[str]
-    mismatched: Mapping[str, tuple[str, str]]
-    targets: Mapping[str, str]
+    mismatched: Mapping[str, tuple[str, str]]  # what was found, and what the model has, by name
+    targets: Mapping[str, str]  # what each given name is for, and whether the model has it
 
     @property
     def is_clean(self) -> bool:
@@ -82,8 +76,7 @@ class _Found(Struct, frozen=True):
 def report_loading(request: LoadRequest) -> LoadReport:
     """Reports what loading tensors of these names and shapes would miss, or not use.
 
-    Args:
-        request: The configuration, and the tensors.
+    `request`: the configuration, and the tensors.
     """
     model = build_model(request.config, list(request.tensors))
     found = _load(model, request)
@@ -160,7 +153,7 @@ def _by_loading(
 def _by_name(model: Any, targets: Mapping[str, str]) -> _Found:
     """Compares names alone: the shapes of packed weights are their method's own."""
     own = model.state_dict()
-    info = _Info(set(own) - set(targets.values()), set())
+    info = _info(set(own) - set(targets.values()))
     unexpected = {name for name, target in targets.items() if target not in own}
     info.unexpected_keys = {targets[name] for name in unexpected}
     _settle(model, info)
@@ -168,12 +161,9 @@ def _by_name(model: Any, targets: Mapping[str, str]) -> _Found:
     return _Found(frozenset(info.missing_keys) - unsaved_names(model), frozenset(rest), {}, targets)
 
 
-@dataclass
-class _Info:
-    """What transformers adjusts of a report."""
-
-    missing_keys: set[str]
-    unexpected_keys: set[str]
+def _info(missing: set[str]) -> SimpleNamespace:
+    """Returns what transformers adjusts of a report."""
+    return SimpleNamespace(missing_keys=missing, unexpected_keys=set())
 
 
 def _settle(model: Any, info: Any) -> None:
@@ -253,12 +243,10 @@ def loads_as_built(
     For a process that trains: it builds the class without weights, once, and loads nothing. Element
     types are left out, since torch's default would change for all threads.
 
-    Args:
-        config: The configuration as it is written.
-        live: The shapes that training holds, by name, with tied ones under each name.
-        disk: The names on disk, each with the live tensors that it is made of.
-        is_converted: Whether those are what `save_pretrained` makes of the live ones; else they are
-            live names.
+    `config`: the configuration as it is written. `live`: the shapes that training holds, by name,
+    with tied ones under each name. `disk`: the names on disk, each with the live tensors that it is
+    made of. `is_converted`: whether those are what `save_pretrained` makes of the live ones; else
+    they are live names.
     """
     if _reaches_beyond(config):
         return False
@@ -271,7 +259,7 @@ def loads_as_built(
         if target not in disk[name] or (passes_converter and not is_converted):
             return False
     written = {source for sources in disk.values() for source in sources}
-    info = _Info(own.keys() - written, set())
+    info = _info(own.keys() - written)
     _settle(model, info)
     return not info.missing_keys - unsaved_names(model)
 

@@ -26,13 +26,9 @@ _TASKS = (
 def build_model(config: Mapping[str, Any], live: Collection[str]) -> Any:
     """Builds a model on the meta device.
 
-    Args:
-        config: A parsed `config.json`.
-        live: Names that training holds; they choose the class where the configuration does not.
-
-    Returns:
-        The model of the class that the configuration names, unless its model type is that of
-        others, which the auto classes would load.
+    `live`: names that training holds; they choose the class where the configuration does not.
+    Returns the model of the class that the configuration names, unless its model type is that of
+    others, which the auto classes would load.
     """
     parsed = _parse(_config_class(config), config)
     parsed._attn_implementation = "eager"  # noqa: SLF001  kernels of others need not be there
@@ -150,9 +146,7 @@ class _DrawNothing(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def list_parameters(config: Mapping[str, Any], live: list[str]) -> list[dict[str, Any]]:
     """Returns names and shape of every parameter, tied ones once with all their names.
 
-    Args:
-        config: A parsed `config.json`.
-        live: Names in the checkpoint; they choose the class where `config` does not.
+    `live`: names in the checkpoint; they choose the class where `config` does not.
     """
     model = build_model(config, live)
     if hasattr(model, "tie_weights"):

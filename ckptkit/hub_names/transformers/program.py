@@ -65,8 +65,7 @@ def _replies() -> int:
 def answer_question(question: dict[str, Any]) -> dict[str, Any]:
     """Answers what a model keeps in float32, its names, or what loading would report.
 
-    Args:
-        question: As a line of JSON holds it.
+    `question`: as a line of JSON holds it.
     """
     if "library" not in question and find_spec("transformers.core_model_loading") is None:
         import transformers

@@ -25,9 +25,9 @@ from msgspec.structs import replace
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from ckptkit.core.errors import CkptkitError, NoSpaceError, SaveError
+from ckptkit.core.geometry import slices_of
 from ckptkit.core.index import Box, Shape
 from ckptkit.core.wrapper_names import COMPILED
-from ckptkit.engine.reader import slices_of
 from ckptkit.training.agree.peers import Peers
 from ckptkit.training.save.shared_memory import SharedBuffer
 from ckptkit.training.state.dtensors import Copies

@@ -74,13 +74,8 @@ def layout_hf_weights(
     Files are filled in the order of the names, so that they depend on the model alone, and not on
     the order in which ranks saved their tensors.
 
-    Args:
-        products: What is written.
-        max_file_bytes: Bytes of tensor data after which a new file starts.
-        stem: What names of files begin with.
-
-    Returns:
-        The weight files, and their index where there are several.
+    `max_file_bytes`: bytes of tensor data after which a new file starts. `stem`: what names of
+    files begin with. Returns the weight files, and their index where there are several.
     """
     ordered = sorted(products, key=lambda product: name_order(product.spec.name))
     groups = split_by_size(ordered, max_file_bytes)
@@ -93,12 +88,8 @@ def layout_hf_files(
 ) -> list[OutputFile]:
     """Lays tensors out in the given files.
 
-    Args:
-        groups: `(name of the file, its tensors)`.
-        stem: What the name of the index begins with.
-
-    Returns:
-        The weight files, and their index unless the only file is `model.safetensors`.
+    `groups`: `(name of the file, its tensors)`. `stem`: what the name of the index begins with.
+    Returns the weight files, and their index unless the only file is `model.safetensors`.
     """
     files = [_weights_file(*group, {}) for group in groups]
     names = [name for name, _ in groups]
@@ -114,10 +105,7 @@ def layout_adapter(
 ) -> OutputFile:
     """Lays the tensors of an adapter out as PEFT reads them: always one file.
 
-    Args:
-        products: What is written.
-        stem: What the name of the file begins with.
-        metadata: Further texts of the header.
+    `stem`: what the name of the file begins with. `metadata`: further texts of the header.
     """
     return _weights_file(f"{stem}.safetensors", products, metadata or {})
 
@@ -176,22 +164,10 @@ _MOST_PATTERNS = 12
 
 
 class FileMap(Struct, frozen=True):
-    """The files of a model, and the tensors in them.
-
-    Attributes:
-        location: The model's folder, for messages.
-        files: The file's name by the name of the tensor.
-    """
+    """The files of a model, and the tensors in them."""
 
     location: str
-    files: Mapping[Fqn, str]
-
-
-class Distribution(Struct, frozen=True):
-    """The tensors of each file to be written, and messages for the user."""
-
-    groups: tuple[tuple[str, tuple[Product, ...]], ...]
-    notes: tuple[str, ...]
+    files: Mapping[Fqn, str]  # the file's name by the name of the tensor
 
 
 def distribute(
@@ -200,20 +176,15 @@ def distribute(
     *,
     is_wanted: Callable[[str], bool],
     tied: Collection[Fqn],
-) -> Distribution:
+) -> tuple[Sequence[tuple[str, Sequence[Product]]], Sequence[str]]:
     """Puts each tensor into the file that it has in another model.
 
     A tensor that the other model lacks, such as a head that is no longer tied, goes to the file
     of the tensor before it in the order of the names, so that no file is new.
 
-    Args:
-        products: What is to be written.
-        file_map: The other model's files.
-        is_wanted: Whether the user left a name in.
-        tied: Names that are not written because another tensor holds their bytes.
-
-    Returns:
-        The files that hold something, by name.
+    `products`: what is to be written. `file_map`: the other model's files. `is_wanted`: whether the
+    user left a name in. `tied`: names that are not written because another tensor holds their
+    bytes. Returns the files that hold something, by name, and notes.
     """
     there = {*tied, *(product.spec.name for product in products)}
     lacking = [name for name in file_map.files if name not in there and is_wanted(name)]
@@ -243,7 +214,7 @@ def distribute(
             added[name] = file
         groups.setdefault(file, []).append(product)
     named = tuple((name, tuple(groups[name])) for name in sorted(groups))
-    return Distribution(named, tuple(_notes(added, file_map, groups)))
+    return named, _notes(added, file_map, groups)
 
 
 def _notes(added: Mapping[str, str], file_map: FileMap, written: Collection[str]) -> Sequence[str]:

@@ -3,7 +3,7 @@
 An archive is a zip whose headers are known beforehand and whose checksums are filled in after its
 tensors were written. Its pickle is written opcode by opcode, so that torch is not needed.
 torch.distributed.checkpoint and accelerate load folders of such archives: a model's, and an
-optimizer's.
+optimizer's; Megatron-Core and torchtitan start training from such folders.
 
 Sources: the ZIP application note (APPNOTE 6.3.9, sections 4.3 and 4.5) for the structures;
 torch/csrc/jit `PyTorchStreamWriter` for names, order, flags and the padding of records; torch.save
@@ -16,7 +16,9 @@ SHARDED_STATE_DICT.
 
 from __future__ import annotations
 
+import json
 import posixpath
+import re
 import struct
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -33,9 +35,6 @@ from ckptkit.plan.layouts.dcp_metadata import (
     DcpTensor,
     Place,
     make_metadata,
-)
-from ckptkit.plan.layouts.hf import make_index_file
-from ckptkit.plan.layouts.opcodes import (
     make_pickle,
     push_call,
     push_dict,
@@ -46,6 +45,7 @@ from ckptkit.plan.layouts.opcodes import (
     push_text,
     push_tuple,
 )
+from ckptkit.plan.layouts.hf import make_index_file
 from ckptkit.plan.optimizer_states import OPTIMIZER, OptimizerStates
 from ckptkit.plan.plan import (
     Body,
@@ -83,9 +83,8 @@ class _Entry(Struct, frozen=True):
 class ZipParts:
     """Collects the rows of one archive, in order.
 
-    Args:
-        prefix: What every record name starts with, without `/`.
-        first_segment: How many segments the file has before this archive.
+    `prefix`: what every record name starts with, without `/`. `first_segment`: how many segments
+    the file has before this archive.
     """
 
     def __init__(self, prefix: str, first_segment: int = 0) -> None:
@@ -106,12 +105,8 @@ class ZipParts:
     ) -> None:
         """Adds a record: its header, its bytes, and the descriptor that follows them.
 
-        Args:
-            name: Of the record.
-            size: Length of its bytes.
-            body: What they are.
-            crc: Their CRC-32, None where it is known once they are written.
-            spec: The tensor that they are, if they are one.
+        `size`: length of its bytes. `crc`: their CRC-32, None where it is known once they are
+        written. `spec`: the tensor that they are, if they are one.
         """
         start = self.size_bytes
         full = f"{self._prefix}/{name}".encode()
@@ -238,8 +233,7 @@ class TensorRecord(Struct, frozen=True):
 def push_value(value: Any) -> bytes:
     """Pushes a plain value: numbers, texts, None, and tuples, lists and dictionaries of them.
 
-    Args:
-        value: `TensorRecord` tensors may be in it.
+    `value`: `TensorRecord` tensors may be in it.
     """
     if isinstance(value, TensorRecord):
         return push_tensor(value.spec, value.storage)
@@ -282,8 +276,7 @@ def layout_torch_full(products: Sequence[Product], max_file_bytes: int) -> list[
 
     `torch.load(weights_only=True)` opens each file as a dictionary of tensors.
 
-    Returns:
-        The weight files, and their index where there are several.
+    Returns the weight files, and their index where there are several.
     """
     groups = split_by_size(products, max_file_bytes)
     names = name_shards("pytorch_model", "bin", len(groups))
@@ -310,15 +303,15 @@ def layout_optimizer_file(states: OptimizerStates) -> OutputFile:
     It is the FULL state dict of FSDP: `state` by the names of parameters, and `param_groups`.
     """
     tree: dict[Any, Any] = {}
-    for number, tensor in enumerate(states.tensors):
-        _put(tree, tensor.path, TensorRecord(tensor.product.spec, str(number)))
+    for number, (path, product) in enumerate(states.tensors):
+        _put(tree, path, TensorRecord(product.spec, str(number)))
     for path, value in states.values.items():
         _put(tree, path, value)
     for key in _LISTS:
         inside = tree.get(key)
         if isinstance(inside, dict) and set(inside) == set(range(len(inside))):
             tree[key] = [inside[position] for position in range(len(inside))]
-    products = [tensor.product for tensor in states.tensors]
+    products = [product for _, product in states.tensors]
     return lay_out_file(
         OPTIMIZER_FILE, _build(ZipParts("optimizer"), push_value(tree), products).rows
     )
@@ -341,8 +334,7 @@ def layout_dcp(products: Sequence[Product], max_file_bytes: int) -> list[OutputF
     Keys are `model.` and the name; every tensor is one chunk, which any number of ranks may
     load their parts of.
 
-    Returns:
-        The data files, and `.metadata`.
+    Returns the data files, and `.metadata`.
     """
     tensors = [((CONTAINER, product.spec.name), product) for product in products]
     return lay_out_dcp(MODEL_FOLDER, tensors, max_file_bytes)
@@ -351,10 +343,9 @@ def layout_dcp(products: Sequence[Product], max_file_bytes: int) -> list[OutputF
 def layout_optimizer_folder(states: OptimizerStates, max_file_bytes: int) -> list[OutputFile]:
     """Lays the states of an optimizer out so that `dcp.load` and `load_state` read them.
 
-    Returns:
-        The data files, and `.metadata`.
+    Returns the data files, and `.metadata`.
     """
-    tensors = [((OPTIMIZER, *tensor.path), tensor.product) for tensor in states.tensors]
+    tensors = [((OPTIMIZER, *path), product) for path, product in states.tensors]
     values = {(OPTIMIZER, *path): value for path, value in states.values.items()}
     return lay_out_dcp(OPTIMIZER_FOLDER, tensors, max_file_bytes, values=values)
 
@@ -369,12 +360,9 @@ def lay_out_dcp(
 ) -> list[OutputFile]:
     """Fills data files with tensors, puts the values into the first, and adds `.metadata`.
 
-    Args:
-        folder: The folder of the files; empty for the output itself.
-        tensors: With the path of keys for each.
-        max_file_bytes: The most bytes of tensors in a file.
-        values: What is not a tensor, by path.
-        parts: The tensors that are parts of larger ones, by name; such a part is a chunk.
+    `folder`: the folder of the files; empty for the output itself. `tensors`: with the path of keys
+    for each. `max_file_bytes`: the most bytes of tensors in a file. `values`: what is not a tensor,
+    by path. `parts`: the tensors that are parts of larger ones, by name; such a part is a chunk.
     """
     paths = {product.spec.name: path for path, product in tensors}
     files: list[OutputFile] = []
@@ -411,3 +399,135 @@ def lay_out_dcp(
 def make_file(path: str, content: bytes) -> OutputFile:
     """Lays out a file whose content is known."""
     return lay_out_file(path, [(len(content), Literal(content), None)])
+
+
+# Checkpoints that other frameworks start training from: Megatron-Core's and torchtitan's.
+#
+# Both are DCP. Tensors that the framework stacks have one chunk for each layer or expert, since a
+# rank that loads reads whole chunks.
+#
+# Megatron-LM finds the weights in the folder `release`, which `latest_checkpointed_iteration.txt`
+# names; it starts at iteration 0 then, with an optimizer of its own. The padding of vocabularies
+# depends on the tensor parallel size; Megatron-Core loads embeddings without it.
+#
+# Sources: `save_checkpoint`, `load_checkpoint`, `check_checkpoint_args` and
+# `load_args_from_checkpoint` in megatron/training/checkpointing.py;
+# core.py, serialization.py and strategies/common.py of megatron/core/dist_checkpointing;
+# `TransformerBlock.sharded_state_dict` in megatron/core/transformer/transformer_block.py;
+# scripts/checkpoint_conversion/convert_from_hf.py of torchtitan.
+_FOLDER = "release"
+_TRACKER = "latest_checkpointed_iteration.txt"
+_KIND = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+_ARGUMENTS = {
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "ffn_hidden_size": "intermediate_size",
+    "num_attention_heads": "num_attention_heads",
+    "num_query_groups": "num_key_value_heads",
+    "kv_channels": "head_dim",
+    "max_position_embeddings": "max_position_embeddings",
+    "rotary_base": "rope_theta",
+}
+_HAS_STATE = re.compile(r"(decoder\..*(?:\.linear_\w+|layernorm))\.weight")
+_LAYER = re.compile(r"(?:^|\.)layers\.\d+\.")
+
+
+def layout_torchtitan(
+    products: Sequence[Product], parts: Mapping[Fqn, StackedPart], max_file_bytes: int
+) -> list[OutputFile]:
+    """Lays tensors out as torchtitan's `checkpoint.initial_load_path` takes them.
+
+    `products`: by torchtitan's names; stacked ones in parts. `parts`: where these are in the
+    stacked tensors. `max_file_bytes`: the most bytes of tensors in a file.
+    """
+    return lay_out_dcp("", _with_keys(products, parts), max_file_bytes, parts=parts)
+
+
+def layout_megatron(
+    products: Sequence[Product],
+    parts: Mapping[Fqn, StackedPart],
+    max_file_bytes: int,
+    config: Mapping[str, Any] | None,
+) -> list[OutputFile]:
+    """Lays tensors out as a `torch_dist` checkpoint.
+
+    `products`: by Megatron-Core's names; stacked ones in parts. `parts`: where these are in the
+    stacked tensors. `max_file_bytes`: the most bytes of tensors in a file. `config`: the
+    configuration of the model, for the sizes among the arguments.
+    """
+    keys = _with_keys(products, parts)
+    is_apart = any(_LAYER.search(str(path[0])) for path, _ in keys)
+    state = [
+        (push_text("checkpoint_version"), push_scalar(3.0)),
+        (push_text("iteration"), push_scalar(0)),
+        (push_text("args"), _push_namespace(_list_arguments(config or {}))),
+        (
+            push_text("content_metadata"),
+            push_value({"singleton_local_shards": False, "non_homogeneous_layers": is_apart}),
+        ),
+    ]
+    common = build_archive("common", push_dict(state))
+    return [
+        *lay_out_dcp(_FOLDER, keys, max_file_bytes, values=_list_states(keys, parts), parts=parts),
+        lay_out_file(f"{_FOLDER}/common.pt", common),
+        make_file(f"{_FOLDER}/metadata.json", json.dumps(_KIND).encode()),
+        make_file(_TRACKER, _FOLDER.encode()),
+    ]
+
+
+def _with_keys(
+    products: Sequence[Product], parts: Mapping[Fqn, StackedPart]
+) -> list[tuple[tuple[Fqn], Product]]:
+    names = {product.spec.name: product.spec.name for product in products}
+    names |= {name: part.name for name, part in parts.items()}
+    return [((names[product.spec.name],), product) for product in products]
+
+
+def _list_states(
+    keys: Sequence[tuple[tuple[Fqn], Product]], parts: Mapping[Fqn, StackedPart]
+) -> dict[KeyPath, list[None]]:
+    """Returns the empty states of layers, which Megatron-Core loads beside their weights.
+
+    A state is one object for each layer and expert, `MODULE._extra_state/shard_INDEX_COUNTS`. Its
+    own layers have one where they are linear, those of Transformer Engine also where they are
+    norms or compute attention; a loader ignores those that it does not know.
+    """
+    states: dict[KeyPath, list[None]] = {}
+    for (key,), product in keys:
+        found = _HAS_STATE.fullmatch(key)
+        part = parts.get(product.spec.name)
+        index, counts = (part.index, part.counts) if part else ((0,), (1,))
+        shard = f"{'.'.join(map(str, index))}_{'.'.join(map(str, counts))}"
+        modules = [found[1]] if found else []
+        if found and found[1].endswith("self_attention.linear_proj"):
+            modules.append(found[1].replace("linear_proj", "core_attention"))
+        states |= {(f"{module}._extra_state/shard_{shard}",): [None] for module in modules}
+    return states
+
+
+def _list_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arguments that Megatron-LM compares with its own, or takes from a checkpoint."""
+    text = config.get("text_config")
+    values = {**config, **(text if isinstance(text, dict) else {})}
+    rope = values.get("rope_parameters")
+    values = {**(rope if isinstance(rope, dict) else {}), **values}
+    found = {name: values.get(key) for name, key in _ARGUMENTS.items()}
+    sizes = {n: v for n, v in found.items() if isinstance(v, (int, float)) and v is not True}
+    return sizes | {
+        "tensor_model_parallel_size": 1,
+        "pipeline_model_parallel_size": 1,
+        "expert_model_parallel_size": 1,
+        "add_position_embedding": False,
+        "position_embedding_type": "rope",
+        "ckpt_format": "torch_dist",
+    }
+
+
+def _push_namespace(values: Mapping[str, Any]) -> bytes:
+    """Pushes an `argparse.Namespace`."""
+    return push_global("argparse", "Namespace") + b")\x81" + push_value(dict(values)) + b"b"

@@ -43,7 +43,7 @@ from ckptkit.core.geometry import intersect
 from ckptkit.core.index import Box, ChunkTable, Fqn, Key, Shape, TensorEntry
 from ckptkit.core.manifest import SIDE_FOLDER
 from ckptkit.core.model_configs import parse_json_object, parse_model_config
-from ckptkit.engine.kernels import CastKernel
+from ckptkit.engine.kernels import make_products
 from ckptkit.formats.trees import EXTRA_STATE
 from ckptkit.hub_names.disk_tensors import (
     HubNames,
@@ -69,7 +69,6 @@ from ckptkit.plan.selection import (
     DTypePolicy,
     KeptDtypes,
     describe_kept,
-    make_products,
     refuse_casting_quantized,
 )
 from ckptkit.plan.ties import (
@@ -306,7 +305,7 @@ def plan_model(
     for target, source in find_tie_candidates(config, extents).items():
         (same if is_tied(target, source) else broken)[target] = source
     dropped = choose_ties_to_drop(config, same, broken)
-    live = {p.spec.name: p.spec for p in make_products(entries, policy, dropped, CastKernel)}
+    live = {p.spec.name: p.spec for p in make_products(entries, policy, dropped)}
     products = [Product(spec, Copy(SOURCE, Key(spec.name))) for spec in names.specs(live)]
     consumer, truth = find_consumer(config), Truth()
     weights = layout_hf_weights(products, options.max_file_bytes, consumer.stem)
@@ -343,7 +342,7 @@ def plan_adapter(table: Table, side: Mapping[str, bytes], options: ConsolidateRe
             hint="write it with save_pretrained of the PEFT model",
         )
     policy = DTypePolicy(options.dtype)
-    products = make_products(list(_entries(table)), policy, {}, CastKernel)
+    products = make_products(list(_entries(table)), policy, {})
     beside = {name: data for name, data in side.items() if name not in _OF_MODELS}
     own = _literal(ADAPTER_CONFIG, beside[ADAPTER_CONFIG])
     return Plan((layout_adapter(products), own, *_side_files(beside)), {})

@@ -21,10 +21,9 @@ from ckptkit.core.errors import (
     SourceChangedError,
     UnsupportedError,
 )
-from ckptkit.core.geometry import flat_offset
+from ckptkit.core.geometry import Walk, flat_offset, slices_of, walk_boxes
 from ckptkit.core.index import Box, Fqn, Key, Shape, TensorEntry
 from ckptkit.core.text import list_first
-from ckptkit.core.tiles import Walk, walk_boxes
 from ckptkit.engine.box_reads import (
     CastMemory,
     SpanRead,
@@ -37,7 +36,7 @@ from ckptkit.engine.box_reads import (
 )
 from ckptkit.engine.checksum_tracker import NumberedRecord
 from ckptkit.engine.outcome import BytesWritten, Listener, Started
-from ckptkit.engine.reader import BoxMemory, ChunkRead, Origin, slices_of
+from ckptkit.engine.reader import BoxMemory, ChunkRead, Origin
 from ckptkit.training.load.live_model import LiveModel, LiveTensor
 from ckptkit.training.load.shared_source import SharedSource
 from ckptkit.training.load.tensor_sources import (

@@ -16,8 +16,8 @@ from msgspec.structs import replace
 
 from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import LoadError
+from ckptkit.core.geometry import Tile, find_tile
 from ckptkit.core.index import Fqn, Shape, TensorEntry, TensorIndex
-from ckptkit.core.tiles import Tile, find_tile
 from ckptkit.formats.trees import EXTRA_STATE
 from ckptkit.hub_names.disk_tensors import HubNames, HubTensor
 from ckptkit.plan.ties import find_absent_tied_names
@@ -259,9 +259,7 @@ def _tiles(tensor: HubTensor, live: Mapping[Fqn, Shape]) -> Iterator[tuple[Fqn, 
     if 0 in tensor.shape:
         return
     for piece in tensor.pieces:
-        tile = find_tile(
-            tensor.shape, tensor.grid, piece.box, (piece.start, piece.steps), live[piece.source]
-        )
+        tile = find_tile(tensor.shape, tensor.grid, piece, live[piece.source])
         if tile is not None:
             yield piece.source, tile
 

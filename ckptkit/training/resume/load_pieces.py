@@ -22,13 +22,12 @@ from numpy.typing import NDArray
 from ckptkit.core.crc import crc32_combine
 from ckptkit.core.dtypes import dtype_named
 from ckptkit.core.errors import ChecksumError, ResumeError
-from ckptkit.core.geometry import flat_offset
+from ckptkit.core.geometry import Walk, flat_offset, slices_of
 from ckptkit.core.index import Box, Key, Shape, TensorEntry, TensorIndex
 from ckptkit.core.text import list_first
-from ckptkit.core.tiles import Walk
 from ckptkit.engine.box_reads import plan_chunk_reads, read_chunks
 from ckptkit.engine.checksum_tracker import NumberedRecord
-from ckptkit.engine.reader import ArrayMemory, BoxMemory, Origin, byte_type, slices_of
+from ckptkit.engine.reader import ArrayMemory, BoxMemory, Origin, byte_type
 from ckptkit.storage.base import Source
 from ckptkit.training.state.memory_changes import count_changes
 from ckptkit.training.state.pieces import Piece

@@ -78,14 +78,13 @@ class Tensors:
 
     arrays: dict[str, Array]
 
-    def open_once(self, *_given: object) -> Any:
-        raise NotImplementedError
-
     def read(self, demand: Demand) -> Array:
         flat = self.arrays[demand.key].reshape(-1)
         return flat[demand.place.start : demand.place.stop].copy()
 
-    read_shared = read
+    @property
+    def reading(self) -> Reading:
+        return Reading(self.read, self.read, lambda *_: pytest.fail("opens nothing"))
 
     def factor(self, name: str) -> Factor:
         array = self.arrays[name]
@@ -140,7 +139,7 @@ def lora(held: Tensors, scaling: float = 0.5, *, dora: bool = False) -> Update:
 def merged(held: Tensors, kernel: MergeKernel, dtype: str | None = None) -> Array:
     base = held.arrays[kernel.base.reads[0][1]]
     spec = TensorSpec(Fqn("out"), BY_NAME[dtype or base.dtype.name], base.shape)
-    ready = kernel.prepare(spec, held)
+    ready = kernel.prepare(spec, held.reading)
     out = np.empty(base.size, getattr(ml_dtypes, spec.dtype.name, None) or spec.dtype.name)
     block = Span(0, base.size)
     ready.run(spec, block, [held.read(demand) for demand in ready.demands(spec, block)], out)
@@ -192,7 +191,7 @@ def test_products_of_any_size_are_those_of_torch(rows: int, rank: int, columns: 
     held = Tensors({"a": normal((rank, columns), 1), "b": normal((rows, rank), 2)})
     update = linear_update(held.factor("a"), held.factor("b"), 1.0, FLOAT32)
     found = np.empty((rows, columns), np.float32)
-    merge_kernel.FactorProduct(update, held, FLOAT32).rows(0, rows, found)
+    merge_kernel.FactorProduct(update, held.reading, FLOAT32).rows(0, rows, found)
     expected = torch.mm(*(torch.from_numpy(held.arrays[name]) for name in "ba"))
     assert (found == expected.numpy()).all()
 
@@ -389,10 +388,12 @@ def test_blocks_of_a_large_tensor_agree_with_the_whole(dora: bool, turned: bool)
 
 
 @dataclass(frozen=True)
-class Counting:
+class Counting(Kernel):
     """A kernel that notes when it is prepared."""
 
     calls: list[str]
+
+    is_ready = False
 
     def prepare(self, out: TensorSpec, reading: Reading) -> Kernel:
         self.calls.append(out.name)
@@ -400,10 +401,7 @@ class Counting:
         return Zeros()
 
 
-class Zeros:
-    def grain_elements(self, _out: TensorSpec) -> int:
-        return 1
-
+class Zeros(Kernel):
     def demands(self, _out: TensorSpec, _block: Span) -> tuple[Demand, ...]:
         return ()
 
@@ -439,7 +437,9 @@ def test_a_preparation_that_fails_is_the_error_of_all_who_wait_for_it() -> None:
     waiting = threading.Barrier(2)
     errors: list[BaseException] = []
 
-    class Broken:
+    class Broken(Kernel):
+        is_ready = False
+
         def prepare(self, _out: TensorSpec, _reading: Reading) -> Kernel:
             raise AdapterError("no")
 

@@ -35,7 +35,7 @@ from ckptkit.core.index import (
 from ckptkit.core.manifest import LEAF_BYTES
 from ckptkit.engine.checksum_tracker import OpenRecord
 from ckptkit.engine.executor import ExecutionSettings, Executor
-from ckptkit.engine.kernels import CastKernel
+from ckptkit.engine.kernels import make_products
 from ckptkit.engine.outcome import BytesWritten, Digests, Event, Outcome, Started, ignore
 from ckptkit.engine.reader import Origin, TensorReader
 from ckptkit.engine.segment_reader import Inputs
@@ -44,7 +44,7 @@ from ckptkit.plan.coverage import find_problems
 from ckptkit.plan.layouts.hf import layout_hf_weights
 from ckptkit.plan.layouts.torch import layout_dcp, layout_torch_full
 from ckptkit.plan.plan import SOURCE, Plan, Share, tasks_of
-from ckptkit.plan.selection import DTypePolicy, make_products
+from ckptkit.plan.selection import DTypePolicy
 from ckptkit.storage.overlay import MemorySource
 from tests.memory_target import MemoryTarget
 
@@ -102,7 +102,7 @@ def run(
 ) -> tuple[dict[str, bytes], Digests]:
     request = ConsolidateRequest(**options)
     policy = DTypePolicy(request.dtype, request.keep_dtype)
-    products = make_products(list(origin.index.tensors.values()), policy, {}, CastKernel)
+    products = make_products(list(origin.index.tensors.values()), policy, {})
     plan = Plan(tuple(layout(products, request.max_file_bytes)), {})
     target = target or MemoryTarget()
     executor = Executor(
@@ -375,7 +375,7 @@ def in_parts(
     def executor() -> tuple[Executor, Plan]:
         origin = shelf.origin()
         policy = DTypePolicy(request.dtype, request.keep_dtype)
-        products = make_products(list(origin.index.tensors.values()), policy, {}, CastKernel)
+        products = make_products(list(origin.index.tensors.values()), policy, {})
         plan = Plan(tuple(layout(products, request.max_file_bytes)), {})
         inputs = Inputs({SOURCE: origin}, {})
         return Executor(plan, inputs, target, ExecutionSettings(1), ignore), plan

@@ -21,13 +21,13 @@ from ckptkit.core.index import (
     TensorIndex,
 )
 from ckptkit.engine.executor import ExecutionSettings, Executor
-from ckptkit.engine.kernels import CastKernel
+from ckptkit.engine.kernels import make_products
 from ckptkit.engine.outcome import ignore
 from ckptkit.engine.reader import RUN_BYTES, Origin, TensorReader
 from ckptkit.engine.segment_reader import COMPUTE_ELEMENTS, Inputs
 from ckptkit.plan.layouts.hf import layout_hf_weights
 from ckptkit.plan.plan import SOURCE, Plan
-from ckptkit.plan.selection import DTypePolicy, make_products
+from ckptkit.plan.selection import DTypePolicy
 from ckptkit.storage.overlay import MemorySource
 from tests.memory_target import MemoryTarget
 
@@ -90,7 +90,7 @@ def test_the_rows_that_a_range_begins_and_ends_in_are_no_passes_of_their_own() -
 def test_a_cast_passes_over_a_transposed_chunk_once_for_each_large_block() -> None:
     origin, source = transposed()
     entries = list(origin.index.tensors.values())
-    products = make_products(entries, DTypePolicy("float16"), {}, CastKernel)
+    products = make_products(entries, DTypePolicy("float16"), {})
     plan = Plan(tuple(layout_hf_weights(products, 10**9)), {})
     target = MemoryTarget()
     Executor(plan, Inputs({SOURCE: origin}, {}), target, ExecutionSettings(1), ignore).run()

@@ -17,9 +17,9 @@ from ckptkit.conversion import naming_program
 from ckptkit.conversion.naming_program import ask_transformers
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import RefusedError
+from ckptkit.core.geometry import StridedBox
 from ckptkit.core.index import Box, Fqn
 from ckptkit.hub_names.disk_tensors import (
-    DiskBox,
     HubNames,
     HubTensor,
     NamingRequest,
@@ -148,7 +148,7 @@ def test_questions_and_answers_survive_the_way() -> None:
     request = NamingRequest({"model_type": "mixtral"}, tensors, (Fqn("x"),))
     assert NamingRequest.from_json(request.to_json()) == request
     assert NamingRequest.from_json(REQUEST.to_json()) == REQUEST
-    piece = DiskBox(Box((0, 0, 0), (3, 1, 2)), Fqn("a"), 0, (1, 0, 3))
+    piece = StridedBox(Box((0, 0, 0), (3, 1, 2)), Fqn("a"), 0, (1, 0, 3))
     names = HubNames(
         "5.23.0",
         {Fqn("b"): (), Fqn("a"): (2, 3)},

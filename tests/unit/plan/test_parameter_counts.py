@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckptkit.plan.parameter_counts import StoredWeight, describe_stored
+from ckptkit.plan.weight_kinds import StoredWeight, describe_stored
 
 FP8 = "float8_e4m3fn"
 

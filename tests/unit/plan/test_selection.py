@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ckptkit
-from ckptkit.core.dtypes import DType, dtype_named
+from ckptkit.core.dtypes import dtype_named
 from ckptkit.core.errors import (
     AmbiguousSourceError,
     CannotPlanError,
@@ -28,12 +28,11 @@ from ckptkit.core.index import (
     TensorEntry,
     TensorIndex,
 )
-from ckptkit.engine.kernels import CastKernel
+from ckptkit.engine.kernels import OperandKernel, StoredOperand, make_products
 from ckptkit.options import ConsolidateRequest
 from ckptkit.plan.plan import SOURCE, Compute, Copy
 from ckptkit.plan.selection import (
     DTypePolicy,
-    make_products,
     model_trees,
     refuse_casting_quantized,
     select_model,
@@ -185,17 +184,14 @@ def test_a_kept_name_keeps_its_type_whatever_the_rest_becomes() -> None:
 
 def test_products_copy_what_stays_compute_what_changes_and_leave_out_what_is_tied() -> None:
     entries = [entry("a"), entry("b", dtype="int64"), entry("c", dtype="bfloat16"), entry("d")]
-    casts: list[tuple[str, str, str]] = []
-
-    def cast(origin: str, key: Key, before: DType, after: DType) -> CastKernel:
-        casts.append((key, before.name, after.name))
-        return CastKernel(origin, key, before, after)
-
-    products = make_products(entries, DTypePolicy("bfloat16"), {Fqn("d"): Fqn("a")}, cast)
+    products = make_products(entries, DTypePolicy("bfloat16"), {Fqn("d"): Fqn("a")})
     assert [product.spec.name for product in products] == ["a", "b", "c"]
     assert [type(product.body) for product in products] == [Compute, Copy, Copy]
     assert products[1].body == Copy(SOURCE, Key("b"))
-    assert casts == [("a", "float32", "bfloat16")]
+    assert (products[0].spec.dtype.name, products[0].body) == (
+        "bfloat16",
+        OperandKernel(StoredOperand(SOURCE, Key("a"), dtype_named("float32"))).compute(),
+    )
 
 
 # The same through the whole pipeline

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from ckptkit.conversion.diff import Difference, NumericDifference, TensorDifference
 from ckptkit.core.index import Problem
-from ckptkit.plan.shard_map import _MOST_RUNS, _share
+from ckptkit.plan.coverage import _MOST_RUNS, _share
 from ckptkit.report.documents import (
     pack_names,
     plan_difference_report,

@@ -14,13 +14,13 @@ from ckptkit.core.dtypes import dtype_named
 from ckptkit.core.errors import OverflowRefusedError
 from ckptkit.core.index import Fqn, Key, Shape, Span
 from ckptkit.engine.kernels import first_rows, recast
-from ckptkit.plan.plan import Compute, Copy, Demand, Preparable, Product, TensorSpec
+from ckptkit.plan.plan import Compute, Copy, Demand, Kernel, Product, TensorSpec
 
 FLOAT32, HALF = dtype_named("float32"), dtype_named("float16")
 
 
 @dataclass(frozen=True)
-class Rows:
+class Rows(Kernel):
     """Makes whole rows of 4, each element its own number in the whole."""
 
     def grain_elements(self, out: TensorSpec) -> int:
@@ -48,7 +48,7 @@ def test_rows_of_a_computed_tensor_are_cut_and_then_cast() -> None:
     assert made.spec == TensorSpec(Fqn("w"), HALF, (2, 4))
     assert isinstance(made.body, Compute)
     assert made.body.reads == (("source", "w"),)
-    assert not isinstance(made.body.kernel, Preparable)
+    assert made.body.kernel.is_ready
     kernel, block = made.body.kernel, Span(4, 8)
     assert kernel.grain_elements(made.spec) == 4
     assert kernel.demands(made.spec, block) == (Demand("source", Key("w"), block),)
