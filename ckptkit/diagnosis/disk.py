@@ -31,52 +31,21 @@ _FILES_OF_A_RANK = 6
 _SPARE_FILES = 1000
 
 
-class DiskProbe(Struct, frozen=True):
-    """What writing to a file has shown.
-
-    Attributes:
-        written_bytes: How much was written, and synced, one process alone.
-        seconds: In which time.
-        sync_seconds: How long the first mebibyte took to be durable.
-        has_locks: Whether a lock keeps other descriptors out; None where that cannot be tried.
-    """
-
-    written_bytes: int
-    seconds: float
-    sync_seconds: float
-    has_locks: bool | None
-
-    @property
-    def bytes_per_second(self) -> float:
-        return self.written_bytes / self.seconds if self.seconds else 0.0
-
-
 class DiskFacts(Struct, frozen=True):
-    """What is known of the place of a run.
+    """What is known of the place of a run; None where it is not, or nothing was written."""
 
-    Attributes:
-        where: The place as the user named it.
-        folder: It, or the folder above it that exists.
-        kind: The type of its file system; empty where unknown.
-        mount_source: What is mounted.
-        mount_options: How.
-        free_bytes: For this user; None where the file system does not say.
-        free_files: How many files can be made; None where there is no limit, or it is unknown.
-        problem: Why nothing can be written there; empty if it can.
-        is_planted: Whether another user may have put it there.
-        probe: What writing has shown; None if nothing was written.
-    """
-
-    where: str
-    folder: Path
-    kind: str = ""
+    where: str  # as the user named it
+    folder: Path  # it, or the folder above it that exists
+    kind: str = ""  # the type of its file system
     mount_source: str = ""
     mount_options: frozenset[str] = frozenset()
-    free_bytes: int | None = None
-    free_files: int | None = None
-    problem: str = ""
-    is_planted: bool = False
-    probe: DiskProbe | None = None
+    free_bytes: int | None = None  # for this user
+    free_files: int | None = None  # that can be made; None also where there is no limit
+    problem: str = ""  # why nothing can be written there
+    is_planted: bool = False  # another user may have put it there
+    written_bytes: int = 0  # and synced, by one process alone
+    seconds: float = 0.0
+    has_locks: bool | None = None  # a lock keeps other descriptors out
 
 
 def gather_disk(where: str, path: Path, *, writes: bool) -> DiskFacts:
@@ -91,12 +60,13 @@ def gather_disk(where: str, path: Path, *, writes: bool) -> DiskFacts:
         return DiskFacts(where, folder, problem=f"{folder} is a file")
     mount = find_mount(folder.resolve(), read_mounts())
     free_bytes, free_files = _free(folder)
-    probe, problem = None, ""
+    trial: tuple[int, float, bool | None] = 0, 0.0, None
+    problem = ""
     if not os.access(folder, os.W_OK | os.X_OK):
         problem = f"{folder} cannot be written by this user"
     elif writes:
         try:
-            probe = _probe(folder, most_bytes=min(_MOST_BYTES, _least(free_bytes)))
+            trial = _try_writing(folder, free_bytes)
         except OSError as error:
             problem = f"a file in {folder} cannot be written: {error.strerror or error}"
     return DiskFacts(
@@ -109,7 +79,9 @@ def gather_disk(where: str, path: Path, *, writes: bool) -> DiskFacts:
         free_files=free_files,
         problem=problem,
         is_planted=is_planted(path),
-        probe=probe,
+        written_bytes=trial[0],
+        seconds=trial[1],
+        has_locks=trial[2],
     )
 
 
@@ -124,27 +96,26 @@ def _free(folder: Path) -> tuple[int | None, int | None]:
     )
 
 
-def _least(free_bytes: int | None) -> int:
-    return _MOST_BYTES if free_bytes is None else free_bytes // _SHARE_OF_FREE
-
-
-def _probe(folder: Path, *, most_bytes: int) -> DiskProbe:
+def _try_writing(folder: Path, free_bytes: int | None) -> tuple[int, float, bool | None]:
+    """Returns how many bytes were written, in how many seconds, and whether locks work."""
+    most_bytes = _MOST_BYTES
+    if free_bytes is not None:
+        most_bytes = min(most_bytes, free_bytes // _SHARE_OF_FREE)
     block = os.urandom(_BLOCK_BYTES)  # that no file system compresses
     with tempfile.TemporaryFile(dir=folder, prefix=".ckptkit-doctor-", buffering=0) as file:
-        began = time.monotonic()
         file.write(block[: max(min(most_bytes, _BLOCK_BYTES), 1)])
         os.fsync(file.fileno())
-        sync_seconds = time.monotonic() - began
+        began = time.monotonic()
         written, blocks, seconds = 0, 1, 0.0
         while seconds < _MOST_SECONDS and written + blocks * _BLOCK_BYTES <= most_bytes:
             for _ in range(blocks):
                 file.write(block)
             os.fsync(file.fileno())
             written += blocks * _BLOCK_BYTES
-            earlier, seconds = seconds, time.monotonic() - began - sync_seconds
+            earlier, seconds = seconds, time.monotonic() - began
             if seconds - earlier < _MOST_SECONDS / 8:
                 blocks = min(2 * blocks, _MOST_AT_ONCE)
-        return DiskProbe(written, seconds, sync_seconds, _has_locks(file.fileno()))
+        return written, seconds, _has_locks(file.fileno())
 
 
 def _has_locks(descriptor: int) -> bool | None:
@@ -170,13 +141,7 @@ def _has_locks(descriptor: int) -> bool | None:
 def judge_disk(
     facts: DiskFacts, demand: SaveDemand, *, is_local_tier: bool = False
 ) -> list[Finding]:
-    """Judges the place of a run.
-
-    Args:
-        facts: The place.
-        demand: What the run needs.
-        is_local_tier: Whether it is a node's own disk, for steps before they are drained.
-    """
+    """Judges the place of a run, or a node's own disk for steps before they are drained."""
     if facts.problem:
         advice = "name another directory, or change its owner or the mount"
         where = facts.where
@@ -306,14 +271,13 @@ def _plain_kind(facts: DiskFacts, demand: SaveDemand) -> Finding:
 
 
 def _locks(facts: DiskFacts, *, is_local_tier: bool) -> Iterator[Finding]:
-    has_locks = facts.probe.has_locks if facts.probe is not None else None
     of_node = sorted(_NODE_LOCKS & facts.mount_options)
-    if has_locks is False:
+    if facts.has_locks is False:
         found = f"{facts.kind or 'it'} has no locks"
     elif of_node and not is_local_tier:
         found = f"mounted with {of_node[0]}: a lock is not seen by other nodes"
     else:
-        if has_locks:
+        if facts.has_locks:
             yield Finding("file-locks", "ok", facts.where, "a lock keeps a second job out")
         return
     advice = "start one job for a run at a time, and prune while none reads; "
@@ -323,10 +287,9 @@ def _locks(facts: DiskFacts, *, is_local_tier: bool) -> Iterator[Finding]:
 
 
 def _speed(facts: DiskFacts, demand: SaveDemand) -> Iterator[Finding]:
-    probe = facts.probe
-    if probe is None or not probe.written_bytes:
+    if not facts.written_bytes or not facts.seconds:
         return
-    rate = probe.bytes_per_second
+    rate = facts.written_bytes / facts.seconds
     found = f"{size_text(rate)}/s written and synced by one process"
     if demand.step_bytes:
         # Ranks of a node share its disk or its link; more nodes bring more links.

@@ -22,46 +22,21 @@ _LEAST_TASKS = 4096
 _SPARE_SHARE = 1.1  # of memory, beside the copy of the state
 
 
-class Limit(Struct, frozen=True):
-    """A limit of this process; None stands for no limit.
-
-    Attributes:
-        soft: What applies.
-        hard: To what this user may raise it.
-    """
-
-    soft: int | None
-    hard: int | None
-
-
 class MachineFacts(Struct, frozen=True):
-    """What is known of this machine; None where it is not.
+    """What is known of this machine and its process; None where it is not, or without a limit."""
 
-    Attributes:
-        memory_bytes: Of the machine, or of the control group of this process.
-        available_bytes: What of it can be taken now.
-        shared_bytes: The size of `/dev/shm`.
-        free_shared_bytes: What of it is free.
-        gives_unnamed_memory: Whether `memfd_create` works, which no size of a mount limits.
-        open_files: The limit of `ulimit -n`.
-        locked_bytes: The limit of `ulimit -l`, in bytes.
-        tasks: The limit of `ulimit -u`.
-        file_bytes: The limit of `ulimit -f`, in bytes.
-        tasks_left: What the control groups leave of theirs.
-        accelerators: How many devices of NVIDIA or AMD there are.
-    """
-
-    memory_bytes: int | None = None
+    memory_bytes: int | None = None  # of the machine, or of the control group of this process
     available_bytes: int | None = None
-    shared_bytes: int | None = None
+    shared_bytes: int | None = None  # the size of /dev/shm
     free_shared_bytes: int | None = None
-    gives_unnamed_memory: bool = True
-    open_files: Limit | None = None
-    locked_bytes: Limit | None = None
-    tasks: Limit | None = None
-    file_bytes: Limit | None = None
-    tasks_left: int | None = None
-    accelerators: int = 0
+    gives_unnamed_memory: bool = True  # `memfd_create` works, which no size of a mount limits
+    open_files: int | None = None
+    most_open_files: int | None = None  # to which this user may raise it
+    locked_bytes: int | None = None
+    tasks: int | None = None
+    file_bytes: int | None = None
+    tasks_left: int | None = None  # that the control groups leave
+    accelerators: int = 0  # devices of NVIDIA or AMD
 
 
 def gather_machine(shared_memory: Path = _SHARED_MEMORY) -> MachineFacts:
@@ -70,29 +45,34 @@ def gather_machine(shared_memory: Path = _SHARED_MEMORY) -> MachineFacts:
     with suppress(OSError, AttributeError):  # there is no statvfs on Windows
         status = os.statvfs(shared_memory)
         shared, free_shared = status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
+    open_files, most_open_files = _limits("RLIMIT_NOFILE")
+    is_root = hasattr(os, "geteuid") and os.geteuid() == 0
     return MachineFacts(
         memory_bytes=memory_bytes(),
         available_bytes=available_bytes(),
         shared_bytes=shared,
         free_shared_bytes=free_shared,
         gives_unnamed_memory=_gives_unnamed_memory(),
-        open_files=_limit("RLIMIT_NOFILE"),
-        locked_bytes=_limit("RLIMIT_MEMLOCK"),
-        tasks=None if _is_root() else _limit("RLIMIT_NPROC"),  # which does not bind root
-        file_bytes=_limit("RLIMIT_FSIZE"),
+        open_files=open_files,
+        most_open_files=most_open_files,
+        locked_bytes=_limits("RLIMIT_MEMLOCK")[0],
+        tasks=None if is_root else _limits("RLIMIT_NPROC")[0],  # which does not bind root
+        file_bytes=_limits("RLIMIT_FSIZE")[0],
         tasks_left=tasks_left(),
         accelerators=_count_accelerators(),
     )
 
 
-def _limit(name: str) -> Limit | None:
+def _limits(name: str) -> tuple[int | None, int | None]:
+    """Returns the soft and the hard limit of this process."""
     try:
         import resource  # not there on Windows
 
         soft, hard = resource.getrlimit(getattr(resource, name))
     except (ImportError, AttributeError, OSError):
-        return None
-    return Limit(*(None if value == resource.RLIM_INFINITY else value for value in (soft, hard)))
+        return None, None
+    unlimited = resource.RLIM_INFINITY
+    return None if soft == unlimited else soft, None if hard == unlimited else hard
 
 
 def _gives_unnamed_memory() -> bool:
@@ -101,10 +81,6 @@ def _gives_unnamed_memory() -> bool:
     except (AttributeError, OSError):
         return False
     return True
-
-
-def _is_root() -> bool:
-    return hasattr(os, "geteuid") and os.geteuid() == 0
 
 
 def _count_accelerators() -> int:
@@ -116,7 +92,6 @@ def _count_accelerators() -> int:
 
 
 def judge_machine(facts: MachineFacts, demand: SaveDemand) -> list[Finding]:
-    """Judges this machine."""
     return [
         *_memory(facts, demand),
         *_shared_memory(facts, demand),
@@ -134,11 +109,12 @@ def _memory(facts: MachineFacts, demand: SaveDemand) -> Iterator[Finding]:
     found = f"{size_text(facts.available_bytes)} available"
     if facts.memory_bytes is not None:
         found += f" of {size_text(facts.memory_bytes)}"
-    need = demand.staging_bytes
+    need = demand.node_bytes
     if need is None:
         yield Finding("memory", "ok", "memory of this node", found)
         return
-    text = f"{size_text(need)} for the copy of this node's part of {demand.describe()}"
+    text = f"{size_text(need)} for the copy of this node's part of"
+    text += f" {size_text(demand.step_bytes or 0)} ({demand.basis})"
     if need * _SPARE_SHARE <= facts.available_bytes:
         yield Finding("memory", "ok", "memory of this node", f"{found}, {text}")
         return
@@ -166,7 +142,7 @@ def _shared_memory(facts: MachineFacts, demand: SaveDemand) -> Iterator[Finding]
             )
         return
     found = f"{size_text(facts.shared_bytes)}, {size_text(facts.free_shared_bytes)} free"
-    need = demand.staging_bytes or 0
+    need = demand.node_bytes or 0
     if facts.shared_bytes < _LEAST_SHARED_BYTES:
         expected = f"at least {size_text(_LEAST_SHARED_BYTES)}"
         advice = "DataLoader workers and NCCL end with a bus error where it is full: start the"
@@ -182,9 +158,7 @@ def _shared_memory(facts: MachineFacts, demand: SaveDemand) -> Iterator[Finding]
 
 
 def _open_files(facts: MachineFacts) -> Iterator[Finding]:
-    if facts.open_files is None:
-        return
-    soft, hard = facts.open_files.soft, facts.open_files.hard
+    soft, hard = facts.open_files, facts.most_open_files
     found = "no limit" if soft is None else f"{soft:,} open files"
     if soft is None or soft >= _LEAST_OPEN_FILES:
         yield Finding("open-files", "ok", "ulimit -n", found)
@@ -206,7 +180,7 @@ def _open_files(facts: MachineFacts) -> Iterator[Finding]:
 
 def _tasks(facts: MachineFacts) -> Iterator[Finding]:
     counts = {
-        "ulimit -u": facts.tasks.soft if facts.tasks is not None else None,
+        "ulimit -u": facts.tasks,
         "pids.max of the control group": facts.tasks_left,
     }
     for where, count in counts.items():
@@ -227,15 +201,13 @@ def _tasks(facts: MachineFacts) -> Iterator[Finding]:
 
 def _locked_memory(facts: MachineFacts, demand: SaveDemand) -> Iterator[Finding]:
     """Pinned memory and RDMA lock pages; without a device nothing does."""
-    if facts.locked_bytes is None:
-        return
-    soft = facts.locked_bytes.soft
+    soft = facts.locked_bytes
     found = "no limit" if soft is None else f"{size_text(soft)} of locked memory"
     if soft is None or not facts.accelerators:
         because = "" if soft is None else ", and no GPU that would need it"
         yield Finding("locked-memory", "ok", "ulimit -l", f"{found}{because}")
         return
-    need = demand.staging_bytes
+    need = demand.node_bytes
     wanted = "no limit" if need is None else f"{size_text(need)} for staging, or no limit"
     yield Finding(
         "locked-memory",
@@ -249,10 +221,10 @@ def _locked_memory(facts: MachineFacts, demand: SaveDemand) -> Iterator[Finding]
 
 
 def _file_size(facts: MachineFacts, demand: SaveDemand) -> Iterator[Finding]:
-    soft = facts.file_bytes.soft if facts.file_bytes is not None else None
+    soft = facts.file_bytes
     if soft is None:
         return
-    need = demand.rank_bytes
+    need = None if demand.step_bytes is None else -(-demand.step_bytes // max(demand.ranks, 1))
     severity: Severity = "warning" if need is None or need <= soft else "error"
     yield Finding(
         "file-size",
