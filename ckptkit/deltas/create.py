@@ -74,20 +74,14 @@ _STEP_BYTES = 512 << 10
 
 
 class DeltaRequest(Struct, frozen=True):
-    """What a delta is like.
+    """What a delta is like."""
 
-    Attributes:
-        version: The version that it leads to, from the one before; None for the number in the name
-            of an output such as `weight_v000002`, and 1 for other names.
-        encoding: How changes are written.
-        checksum: The kind of the tensors' checksums.
-        max_file_bytes: Size at which a new file is begun.
-    """
-
+    # The version that it leads to, from the one before; None for the number in the name of an
+    # output such as `weight_v000002`, and 1 for other names
     version: int | None = None
-    encoding: Encoding = "xor"
-    checksum: ChecksumFormat = "xxh3-128"
-    max_file_bytes: int = DEFAULT_MAX_FILE_BYTES
+    encoding: Encoding = "xor"  # how changes are written
+    checksum: ChecksumFormat = "xxh3-128"  # the kind of the tensors' checksums
+    max_file_bytes: int = DEFAULT_MAX_FILE_BYTES  # size at which a new file is begun
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> Self:
@@ -119,22 +113,14 @@ class DeltaRequest(Struct, frozen=True):
 
 
 class EncodedTensor(Struct, frozen=True):
-    """What was found of a tensor.
+    """What was found of a tensor."""
 
-    Attributes:
-        name: The tensor.
-        extents: Where its change is in the spool, as `(start, size in bytes)`; none if it did not
-            change.
-        checksum: Of its bytes after the change, in the form of the delta.
-        digest_before: Their digest before the change.
-        changed_elements: How many elements changed.
-    """
-
-    name: str
+    name: str  # the tensor
+    # Where its change is in the spool, as `(start, size in bytes)`; none if it did not change
     extents: tuple[tuple[int, int], ...]
-    checksum: str
-    digest_before: str
-    changed_elements: int
+    checksum: str  # of its bytes after the change, in the form of the delta
+    digest_before: str  # their digest before the change
+    changed_elements: int  # how many elements changed
 
     @property
     def stored_bytes(self) -> int:
@@ -142,13 +128,7 @@ class EncodedTensor(Struct, frozen=True):
 
 
 def make_job(src: PathLike, out: PathLike, options: Mapping[str, Any]) -> ConversionJob:
-    """Returns the job that plans a model on one side of a delta.
-
-    Args:
-        src: The model, in any form.
-        out: The output of the command, with the options of its storage.
-        options: By their names in `ckptkit.api`.
-    """
+    """Returns the job that plans a model on one side of a delta."""
     values = {"base": None, **options, "also": (), "resume": False}
     job = ConversionJob.from_options(resolve_places(src, out, values), "hf")
     return replace(job, advice=DELTA_CREATE)
@@ -179,17 +159,7 @@ def create_delta(
 ) -> Manifest:
     """Writes what changed between two models; both are planned as they would be written.
 
-    Args:
-        base: The model before; its output is that of the delta.
-        new: The model after.
-        request: What the delta is like.
-        listener: Receives progress events, from several threads.
-        facts: Further entries of the manifest's `source`.
-        published: The version that the delta will be applied to, if it was published before; a
-            base that is not that very model is refused.
-
-    Returns:
-        The manifest of the delta.
+    With the manifest of a `published` version, a base that is not that very model is refused.
     """
     head = request.head_for(new.destination)
     for job in (base, new):

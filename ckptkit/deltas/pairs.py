@@ -19,17 +19,11 @@ _OTHER_OPTIONS = "publish the new model as a whole, or make it with the options 
 
 
 class TensorPair(Struct, frozen=True):
-    """A tensor before and after.
+    """A tensor before and after."""
 
-    Attributes:
-        spec: Its name, element type and shape, which are the same.
-        before: Where it is planned for the first model.
-        after: The same of the second.
-    """
-
-    spec: TensorSpec
-    before: tuple[int, Segment]
-    after: tuple[int, Segment]
+    spec: TensorSpec  # its name, element type and shape, which are the same
+    before: tuple[int, Segment]  # where it is planned for the first model
+    after: tuple[int, Segment]  # the same of the second
 
 
 def pair_tensors(before: PlannedOutput, after: PlannedOutput) -> tuple[TensorPair, ...]:
@@ -76,14 +70,10 @@ class PublishedBase(Struct, frozen=True):
     """The version that a delta will be applied to, as it was published.
 
     It was made of the same checkpoint as the base of the delta, maybe with other options.
-
-    Attributes:
-        version: Its number.
-        manifest: Its manifest.
     """
 
-    version: int
-    manifest: Manifest
+    version: int  # its number
+    manifest: Manifest  # its manifest
 
     def refuse_other_tensors(self, specs: Iterable[TensorSpec]) -> None:
         """Refuses a base with other names, element types or shapes."""

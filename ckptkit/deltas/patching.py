@@ -74,15 +74,10 @@ _STREAM_BYTES = 2 << 20
 
 
 class CopyKernel(ElementKernel, Struct, frozen=True):
-    """Copies a stored tensor.
+    """Copies a stored tensor."""
 
-    Attributes:
-        origin: The source of the tensor.
-        key: The tensor.
-    """
-
-    origin: str
-    key: Key
+    origin: str  # the source of the tensor
+    key: Key  # the tensor
 
     def demands(self, _out: TensorSpec, block: Span) -> tuple[Demand, ...]:
         return (Demand(self.origin, self.key, block),)
@@ -137,17 +132,11 @@ class ExpectedChecksum:
 
 
 class PatchKernel(Struct, frozen=True, eq=False):
-    """Computes a tensor as another kernel does, and changes it.
+    """Computes a tensor as another kernel does, and changes it."""
 
-    Attributes:
-        inner: The other kernel.
-        changes: Of all deltas.
-        checksum: What has to come out.
-    """
-
-    inner: Kernel
-    changes: ChangeStream
-    checksum: ExpectedChecksum
+    inner: Kernel  # the other kernel
+    changes: ChangeStream  # of all deltas
+    checksum: ExpectedChecksum  # what has to come out
 
     def grain_elements(self, out: TensorSpec) -> int:
         return self.inner.grain_elements(out)
@@ -429,16 +418,7 @@ class _PatchedOutput(SingleProcess):
 def apply_deltas(
     job: ConversionJob, deltas: Sequence[PathLike], listener: Listener = ignore
 ) -> Manifest:
-    """Writes the model that deltas lead to.
-
-    Args:
-        job: Of the model that the first delta is applied to, and of the output.
-        deltas: In their order.
-        listener: Receives progress events, from several threads.
-
-    Returns:
-        The manifest of the output.
-    """
+    """Writes the model that deltas lead to."""
     job.check_places()
     for delta in deltas:
         check_destination(delta, job.destination, overwrite=job.overwrite)

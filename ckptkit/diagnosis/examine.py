@@ -54,19 +54,7 @@ def examine(
     steps: int | None,
     writes: bool,
 ) -> Diagnosis:
-    """Looks at everything at once, and judges what was found.
-
-    Args:
-        places: At most one run, or where one will be, and configuration files.
-        storage_options: Of the storage of the run.
-        local: A node's own disk, for steps before they are drained.
-        model_size: The number of parameters.
-        ranks: Of the job.
-        nodes: Of the job.
-        keep_last: How many steps will stay.
-        steps: How many more will be saved.
-        writes: Whether places are tried by writing.
-    """
+    """Looks at everything at once, and judges what was found."""
     named, configs = _tell_apart(places, storage_options)
     parameters = None if model_size is None else parse_parameters(model_size)
     said = TrainingArguments()

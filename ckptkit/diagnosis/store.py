@@ -93,13 +93,7 @@ def store_problem(where: str, problem: str, advice: str) -> Finding:
 
 
 def judge_trial(where: str, no_conditions: str, *, keeps_checksum: bool | None) -> list[Finding]:
-    """Judges what writing has shown.
-
-    Args:
-        where: The URL.
-        no_conditions: Why `If-None-Match` does not work; empty if it does.
-        keeps_checksum: Whether the store keeps the CRC-32 of an object; None if none was sent.
-    """
+    """Judges what writing has shown."""
     conditions = Finding("store-conditions", "ok", where, "If-None-Match is obeyed")
     if no_conditions:
         conditions = Finding(

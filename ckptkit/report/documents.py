@@ -43,17 +43,11 @@ Fact = tuple[str, str]
 
 
 class ReportDocument(Struct, frozen=True):
-    """The content of one page.
+    """The content of one page."""
 
-    Attributes:
-        kind: Which of the two pages it is.
-        title: What it is about; printable.
-        content: JSON values; the keys are those that `assets/data.js` reads.
-    """
-
-    kind: str
-    title: str
-    content: Mapping[str, Any]
+    kind: str  # which of the two pages it is
+    title: str  # what it is about; printable
+    content: Mapping[str, Any]  # JSON values; the keys are those that `assets/data.js` reads
 
     def to_json(self) -> dict[str, Any]:
         by = f"ckptkit {__version__}"
@@ -67,14 +61,7 @@ def plan_inspection_report(
     run: RunListing | None = None,
     remarks: Sequence[str] = (),
 ) -> ReportDocument:
-    """Plans the page of a checkpoint.
-
-    Args:
-        inspection: The checkpoint; without `shards`, the page has no map of ranks and files.
-        statistics: The numbers of its tensors.
-        run: The run that it is a step of.
-        remarks: What could not be shown, and why.
-    """
+    """Plans the page of a checkpoint."""
     order = _choose_tensors([line.size_bytes for line in inspection.tensors])
     lines = [inspection.tensors[number] for number in order]
     trees = _Numbered((line.tree, line.part) for line in lines)

@@ -59,11 +59,7 @@ def render_page(document: ReportDocument) -> bytes:
 
 
 def write_page(document: ReportDocument, out: PathLike, *, overwrite: bool) -> Path:
-    """Writes the page of a document: all of it, or nothing.
-
-    Returns:
-        The file.
-    """
+    """Writes the page of a document: all of it, or nothing."""
     path = check_page_path(out, overwrite=overwrite)
     data = render_page(document)
     draft = new_hidden_path(path, _DRAFT)

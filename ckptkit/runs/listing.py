@@ -119,15 +119,7 @@ def bytes_of(files: Iterable[StoredFile]) -> int:
 
 
 def list_run(run: PathLike, *, state: PathLike | None = None) -> RunListing:
-    """Lists the steps of a run, on any storage; headers alone are read.
-
-    Args:
-        run: The directory or URL of the run.
-        state: The folder with the state of a watch, if it is not in the run.
-
-    Returns:
-        The steps.
-    """
+    """Lists the steps of a run, on any storage; headers alone are read."""
     store = open_run(run)
     with open_source(run) as source:
         return _Listing(source, store, run, state).listing()
@@ -328,16 +320,12 @@ _CALLS = {
 
 
 class ResumeAdvice(Struct, frozen=True):
-    """The step to resume from.
+    """The step to resume from."""
 
-    Attributes:
-        step: The newest complete one that training did not go back from, or the one that the
-            tracker of the run names.
-        call: The line of Python that resumes; empty where the framework is unknown.
-    """
-
+    # The newest complete one that training did not go back from, or the one that the tracker of
+    # the run names
     step: RunStep
-    call: str
+    call: str  # the line of Python that resumes; empty where the framework is unknown
 
     def to_json(self) -> dict[str, Any]:
         return {"step": self.step.step, "path": self.step.path, "call": self.call}

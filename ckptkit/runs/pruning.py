@@ -34,15 +34,11 @@ _SETTLED_SECONDS = 600.0  # after which nothing is still saving a step
 
 
 class PruneLimits(Struct, frozen=True):
-    """What is removed although no rule removes it.
+    """What is removed although no rule removes it."""
 
-    Attributes:
-        incomplete: Whether incomplete steps go, if nothing writes to them any more.
-        total_bytes: The size that all steps may have together; None for no limit. The newest
-            complete step stays, and the best one, and steps that something needs.
-    """
-
-    incomplete: bool = False
+    incomplete: bool = False  # whether incomplete steps go, if nothing writes to them any more
+    # The size that all steps may have together; None for no limit. The newest complete step
+    # stays, and the best one, and steps that something needs
     total_bytes: int | None = None
 
 
@@ -132,18 +128,6 @@ def prune_run(
     Whatever the rules say, these stay: the newest complete step, incomplete steps, steps that are
     being read or pushed, the best step of a Trainer, and the step that a tracker names. After a
     kill each step is complete or gone, and the next pruning finishes the removal.
-
-    Args:
-        run: The directory or URL of the run.
-        retention: The rules; steps whose names differ in numbers only are counted together.
-        protected: Numbers of further steps that stay.
-        dry_run: Whether to report only what would be done.
-        state: The folder with the state of a watch, if it is not in the run.
-        limits: What is removed in addition.
-        listener: Receives progress events; the bytes are those that are removed.
-
-    Returns:
-        The result for each step.
     """
     if retention.keeps_all and limits == PruneLimits():
         raise UsageError(

@@ -80,11 +80,7 @@ class RemoteRun:
 
     @contextmanager
     def hold(self, step: str, markers: Collection[str]) -> Iterator[None]:  # noqa: ARG002
-        """Keeps a mark while a block of code runs; without permission there is no mark.
-
-        Yields:
-            Nothing.
-        """
+        """Keeps a mark while a block of code runs; without permission there is no mark."""
         path = f"{_IN_USE}/{step}/{os.urandom(_NONCE_BYTES).hex()}.json"
         if self._objects.store.protocol in _READ_ONLY or not self._marked(path, step):
             yield

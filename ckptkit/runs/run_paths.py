@@ -150,11 +150,7 @@ class LocalRun:
         remove_tree(trash)
 
     def clear_up(self, *, remove: bool) -> Sequence[str]:
-        """Finishes removals that were interrupted; returns the names of these steps.
-
-        Args:
-            remove: Whether to remove the files; otherwise the steps are only returned.
-        """
+        """Finishes removals that were interrupted; returns the names of these steps."""
         steps = []
         with _readable(self._root):
             left = sorted(self._root.iterdir())
@@ -254,12 +250,7 @@ def absent_run(run: PathLike) -> NotACheckpointError:
 
 
 def absent_folder(place: PathLike, meant: str) -> tuple[str, str]:
-    """Returns what is wrong with a local path that is no directory, and what to do.
-
-    Args:
-        place: The path.
-        meant: What to pass instead, in words.
-    """
+    """Returns what is wrong with a local path that is no directory, and what to do."""
     path = local_path(place)
     if path.exists():
         return (
@@ -270,12 +261,7 @@ def absent_folder(place: PathLike, meant: str) -> tuple[str, str]:
 
 
 def hint_at_near(place: PathLike, meant: str = "") -> str:
-    """Returns what a path that does not exist may be meant as; at least where its name ends.
-
-    Args:
-        place: The path.
-        meant: What else it may be meant as, in words; empty for nothing.
-    """
+    """Returns what a path that does not exist may be meant as; at least where its name ends."""
     path = local_path(place)
     above = next((folder for folder in path.parents if folder.is_dir()), Path())
     try:
@@ -384,11 +370,7 @@ def _runs_above(step: str) -> Iterator[str]:
 
 
 def list_closed(folders: Sequence[Source]) -> dict[str, str]:
-    """Returns the folders of a source that may not be entered, each with the location above it.
-
-    Args:
-        folders: The directories of the source, which were listed.
-    """
+    """Returns the folders of a source that may not be entered, each with the location above it."""
     return {
         path: folder.location
         for folder in folders
@@ -398,15 +380,7 @@ def list_closed(folders: Sequence[Source]) -> dict[str, str]:
 
 
 def describe_links(folders: Sequence[Source], *, as_run: bool = False) -> tuple[str, str]:
-    """Returns which links to folders a search did not follow, and what to pass instead.
-
-    Args:
-        folders: The directories of a source in which nothing was found.
-        as_run: Whether a run is to be passed: of a step, the folder above it.
-
-    Returns:
-        A part of a message and a hint; both are empty where there are no links.
-    """
+    """Returns which links to folders a search did not follow, and what to pass instead."""
     targets: dict[str, str] = {}
     for folder in folders:
         for name in folder.linked_folders():
@@ -423,14 +397,7 @@ def describe_links(folders: Sequence[Source], *, as_run: bool = False) -> tuple[
 def make_not_found(
     folders: Sequence[Source], paths: Sequence[str], location: str, base: str
 ) -> NotACheckpointError:
-    """Returns the error for a place without a checkpoint, and says what was not searched there.
-
-    Args:
-        folders: The directories of the source.
-        paths: All files that were listed.
-        location: The path as the user typed it.
-        base: The folder below it that was searched; empty for itself.
-    """
+    """Returns the error for a place without a checkpoint, and says what was not searched there."""
     error = make_not_found_error(paths, location, base)
     closed = [path for path in list_closed(folders) if not base or path.startswith(f"{base}/")]
     texts, hints = [error.message], [error.hint]
@@ -454,15 +421,6 @@ def check_closed(
 
     It may be a newer step, or hold a part of the chosen checkpoint. Others, such as `lost+found`
     and those of other users, do not matter.
-
-    Args:
-        found: What was chosen among the folders that could be entered.
-        folders: The directories of the source, which were listed.
-        select: The user's selection, or None.
-        read_tracker: Returns what the tracker of a run says, as in `RunRecords`.
-
-    Returns:
-        What was chosen, with a note about folders that do not matter.
     """
     labels = {found.folder, *(posixpath.join(found.folder, unit.label) for unit in found.units)}
     called = f"{select or ''}/"
@@ -602,14 +560,7 @@ def hold_source(source: Source) -> FileLocks:
 
 @contextmanager
 def hold_step(step: PathLike) -> Iterator[None]:
-    """Protects a step of a run from pruning while a block of code runs.
-
-    Args:
-        step: The folder of the step. At a URL, a mark is written into the run if allowed.
-
-    Yields:
-        Nothing.
-    """
+    """Protects a step of a run from pruning while a block of code runs."""
     if is_url(step):
         with _held_at_store(place_of(step)):
             yield
@@ -624,14 +575,7 @@ def hold_step(step: PathLike) -> Iterator[None]:
 
 @contextmanager
 def hold_at_stores(steps: Sequence[PathLike]) -> Iterator[None]:
-    """Marks the steps among some that are in runs on object stores as being read.
-
-    Args:
-        steps: Folders of steps, or of parts of them.
-
-    Yields:
-        Nothing.
-    """
+    """Marks the steps among some that are in runs on object stores as being read."""
     with ExitStack() as stack:
         for place in dict.fromkeys(place_of(step) for step in steps if is_url(step)):
             run, _, name = place.rpartition("/")

@@ -161,15 +161,11 @@ def step_folder(folder: str) -> str:
 
 
 class Findings(NamedTuple):
-    """What the save of a step found.
+    """What the save of a step found."""
 
-    Attributes:
-        lost: The entries of the state that could not be saved, each with the reason.
-        notes: What users of the step should know.
-    """
-
+    # The entries of the state that could not be saved, each with the reason
     lost: Mapping[str, str] = MappingProxyType({})
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # what users of the step should know
 
 
 def read_findings(manifest: Manifest) -> Findings:

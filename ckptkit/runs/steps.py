@@ -180,15 +180,9 @@ def list_saved_steps(
 ) -> tuple[RunStep, ...]:
     """Lists steps that ckptkit saved; a step is complete if its manifest matches its files.
 
-    Args:
-        numbers: The numbers of the steps, by names of their folders.
-        files: Access to them.
-        known: What an earlier listing found; updated. A complete step is looked into again only
-            once it was replaced.
-
-    Returns:
-        The steps by number, except that those that training went back from, see `abandoned`, come
-        first: training resumes from the last one, and from these as a last resort.
+    Training resumes from the last one of the list. Those that training went back from, see
+    `abandoned`, come first: they are a last resort. `known` is what an earlier listing found, and
+    is updated: a complete step is looked into again only once it was replaced.
     """
     earlier = {} if known is None else dict(known)
     steps: list[RunStep] = []

@@ -29,11 +29,7 @@ _HINT = (
 def digest_problems(
     source: Source, folder: str, manifest: Manifest, *, leaving_out: Collection[str]
 ) -> Iterator[Problem]:
-    """Reads the files whose digest is in a manifest.
-
-    Yields:
-        The files with another digest, and those that cannot be read.
-    """
+    """Yields the files that have another digest than in a manifest, or cannot be read."""
     for name, record in manifest.files.items():
         path = posixpath.join(folder, name)
         if not record.digest or path in leaving_out:
@@ -47,14 +43,7 @@ def digest_problems(
 
 
 def check_file(source: Source, path: str, manifest: Manifest, name: str) -> None:
-    """Compares a file with the digest that a manifest has for it, if it has one.
-
-    Args:
-        source: The files.
-        path: The file, relative to the root of the source.
-        manifest: The manifest.
-        name: The file, relative to the folder of the manifest.
-    """
+    """Compares a file with the digest that a manifest has for it, if it has one."""
     record = manifest.files.get(name)
     if record is None or not record.digest or _has_digest(source, path, record):
         return
@@ -68,15 +57,7 @@ def check_file(source: Source, path: str, manifest: Manifest, name: str) -> None
 def prove_index(
     source: Source, folder: str, manifest: Manifest, candidate: Candidate, index: TensorIndex
 ) -> TensorIndex:
-    """Compares what was parsed with a manifest, and adds the checksums that the format lacks.
-
-    Args:
-        source: The files.
-        folder: The folder of the manifest, relative to the root of the source.
-        manifest: The manifest.
-        candidate: The checkpoint that was parsed.
-        index: What is in it.
-    """
+    """Compares what was parsed with a manifest, and adds the checksums that the format lacks."""
     for path in candidate.files:
         check_file(source, path, manifest, relative_path(path, folder))
     if index.format != SafetensorsReader.name or not manifest.tensors:

@@ -53,14 +53,10 @@ _HINT = (
 
 
 class DeferredWeights(Struct, frozen=True):
-    """The files of the weights of a model, as they were when it was made.
+    """The files of the weights of a model, as they were when it was made."""
 
-    Attributes:
-        folder: That holds them.
-        files: Path, size in bytes and time of the last change in nanoseconds of each.
-    """
-
-    folder: Path
+    folder: Path  # that holds them
+    # Path, size in bytes and time of the last change in nanoseconds of each
     files: tuple[tuple[str, int, int], ...]
 
     @classmethod
@@ -97,12 +93,7 @@ def keep_deferred(model: nn.Module, weights: DeferredWeights) -> None:
 
 @contextmanager
 def fill_when_prepared(accelerator: Any, *, reads: bool) -> Iterator[None]:
-    """Makes `accelerator.prepare` fill models, until the block ends.
-
-    Args:
-        accelerator: The accelerator.
-        reads: Whether to read the weights; else a checkpoint follows that has all of them.
-    """
+    """Makes `accelerator.prepare` fill models, until the block ends."""
     before = vars(accelerator).get("prepare")
     stock = accelerator.prepare
     accelerator.prepare = partial(prepare_and_fill, accelerator, stock, reads=reads)
@@ -126,17 +117,6 @@ def prepare_and_fill(
 
     All ranks have to call it. What they communicate is whether they can do so, whether tensors that
     have values already are equal, and whether they succeeded; weights are not sent.
-
-    Args:
-        accelerator: The accelerator.
-        prepare: Its own method.
-        *objects: What it prepares.
-        reads: Whether to read the weights.
-        **options: For `prepare`.
-
-    Raises:
-        LoadError: If the files do not fit the model, on every rank, and nothing is prepared.
-        PartlyFilledError: If reading failed on any rank, on every rank.
     """
     models = [value for value in objects if isinstance(value, nn.Module)]
     kind = getattr(accelerator.distributed_type, "value", accelerator.distributed_type)
@@ -341,13 +321,7 @@ def _give_memory(
     memory: dict[int, tuple[nn.Parameter, nn.Parameter]],
     module: nn.Module,
 ) -> nn.Module:
-    """Gives the tensors of one module memory on a device, as FSDP1 asks for it.
-
-    Args:
-        device: The device.
-        memory: The old and the new parameters, by the identity of the old ones.
-        module: The module.
-    """
+    """Gives the tensors of one module memory on a device, as FSDP1 asks for it."""
     for name, old in list(module.named_parameters(recurse=False, remove_duplicate=False)):
         if id(old) not in memory:
             new = nn.Parameter(_filled(old.detach(), device), requires_grad=old.requires_grad)

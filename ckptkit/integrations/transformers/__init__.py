@@ -134,13 +134,8 @@ def install(
 
 
 def _check_version() -> None:
-    """Compares the methods of `Trainer` with those that are known.
-
-    Raises:
-        UnsupportedError: If one is missing, or has other parameters.
-
-    Source: transformers 5.23, `trainer.py`.
-    """
+    """Compares the methods of `Trainer` with those that are known."""
+    # Source: transformers 5.23, `trainer.py`.
     for name, expected in _METHODS.items():
         method = getattr(Trainer, name, None)
         parameters = () if method is None else tuple(inspect.signature(method).parameters)[1:]
@@ -338,17 +333,9 @@ def _report_upload(end: ProgramEnd, repo_id: str, again: str, upload: Future[Any
 
 
 def _write_model(trainer: Any, checkpoints: TrainerCheckpoints, output_dir: str | None) -> bool:
-    """Writes the whole model, or the adapter of a PEFT model, from all ranks at once.
-
-    It adds the files of the Trainer: configurations, tokenizer, and its arguments without tokens.
-    Other files in the folder stay.
-
-    Returns:
-        Whether it was written; the Trainer itself writes a model that is not sharded.
-
-    Raises:
-        OutputError: If the files of the Trainer cannot be written.
-    """
+    """Writes the whole model, or the adapter of a PEFT model; False if it is not sharded."""
+    # With it go the files of the Trainer: configurations, tokenizer, and its arguments without
+    # tokens. Other files in the folder stay.
     if not is_sharded(trainer.model):
         return False
     out = Path(output_dir or trainer.args.output_dir)

@@ -61,9 +61,6 @@ def defer_weights() -> Iterator[None]:
     A model that cannot be read this way is loaded as usual, and the log says why: one that is
     quantized, is in other files than safetensors, goes to devices by `device_map`, or has names
     or values that are computed while it is loaded.
-
-    Raises:
-        UnsupportedError: If this version of Transformers loads in another way.
     """
     stock = _stock_method()
 
@@ -253,14 +250,7 @@ def _obstacle(model: Any, state_dict: Any, files: Sequence[str] | None, config: 
 
 
 def _doubt(model: Any, weights: DeferredWeights, info: Any, initialised: set[str]) -> str:
-    """Returns what ckptkit would read in another way than Transformers; empty for nothing.
-
-    Args:
-        model: The model, on the meta device.
-        weights: Where its weights are.
-        info: What Transformers has found in their headers.
-        initialised: Names of tensors that are not there, or have another shape.
-    """
+    """Returns what ckptkit would read in another way than Transformers; empty for nothing."""
     try:
         with ModelLoad(model, weights.folder, kept=frozenset(map(Fqn, initialised))) as load:
             load.check(strict=False)

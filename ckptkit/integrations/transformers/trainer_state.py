@@ -116,11 +116,6 @@ def steps_beyond(steps: Sequence[RunStep], limit: int | None, best: int | None) 
 
     The newest stays, and so does the best, which counts. Incomplete steps stay and do not count.
 
-    Args:
-        steps: All steps of the run.
-        limit: `save_total_limit`: how many may stay; all for None or 0.
-        best: The step with the best metric, or None.
-
     Source: transformers 5.23, `trainer_utils.rotate_checkpoints`.
 
     >>> every = [RunStep(step) for step in (2, 4, 6, 8)]
