@@ -565,7 +565,7 @@ def list_run(run: PathLike, *, state: PathLike | None = None) -> RunListing:
         InputError: If there is no such run, or if it cannot be listed.
     """
     from ckptkit.runs import listing
-    from ckptkit.runs.run_paths import find_run
+    from ckptkit.runs.find_run import find_run
 
     return listing.list_run(
         find_run(place_of(run)), state=None if state is None else place_of(state)
@@ -617,7 +617,7 @@ def prune(
     from ckptkit.engine.progress import report_to
     from ckptkit.options import parse_total
     from ckptkit.runs.pruning import PruneLimits, prune_run
-    from ckptkit.runs.save_order import Retention
+    from ckptkit.runs.retention import Retention
 
     size = max_total_size
     total = None if size is None else parse_total(size, option="--max-total-size")

@@ -49,7 +49,7 @@ from ckptkit.formats.parsing import (
 from ckptkit.formats.safetensors.reader import HeaderTensor, read_header
 from ckptkit.options import ChecksumFormat as ChecksumFormat  # noqa: PLC0414  of the form
 from ckptkit.options import Encoding as Encoding  # noqa: PLC0414
-from ckptkit.runs.run_paths import absent_folder
+from ckptkit.runs.find_run import absent_folder
 from ckptkit.storage.base import Source
 from ckptkit.storage.manifests import read_manifest
 from ckptkit.storage.places import PathLike, is_url, local_path, open_source, place_of

@@ -23,9 +23,9 @@ from ckptkit.diagnosis.training_arguments import (
     read_arguments,
 )
 from ckptkit.diagnosis.versions import installed_versions, judge_versions
+from ckptkit.runs.find_run import find_run
 from ckptkit.runs.listing import RunListing, bytes_of, list_run
-from ckptkit.runs.run_paths import find_run
-from ckptkit.runs.save_order import trainer_state
+from ckptkit.runs.retention import trainer_state
 from ckptkit.runs.steps import RunStep
 from ckptkit.storage.locations import PathLike, Place, is_url, local_path, place_of
 from ckptkit.storage.places import open_source

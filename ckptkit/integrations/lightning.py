@@ -26,7 +26,7 @@ from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.formats.discovery import parse_step
 from ckptkit.integrations.checkpointers import OpenRun, naming_options
 from ckptkit.runs.marks import STEP_PREFIXES, is_step_folder
-from ckptkit.runs.save_order import RETENTION_OPTIONS
+from ckptkit.runs.retention import RETENTION_OPTIONS
 from ckptkit.storage.local.durable import remove_folder
 from ckptkit.storage.local.source import LocalSource
 from ckptkit.training import Options, SaveHandle, SaveReport

@@ -24,17 +24,11 @@ from ckptkit.formats.discovery import (
 )
 from ckptkit.formats.registry import describe_missing, recognise
 from ckptkit.formats.zero.reader import read_tag
+from ckptkit.runs.find_run import describe_links, find_runs_nearby
+from ckptkit.runs.local_run import RunStore, marker, open_run
 from ckptkit.runs.marks import STEP_PREFIXES, is_step_folder
-from ckptkit.runs.run_paths import (
-    RunStore,
-    describe_links,
-    find_runs_nearby,
-    marker,
-    open_run,
-    read_pushes,
-    read_watch,
-)
-from ckptkit.runs.save_order import TRAINER_STATE, save_orders, trainer_state
+from ckptkit.runs.push_journal import read_pushes, read_watch
+from ckptkit.runs.retention import TRAINER_STATE, save_orders, trainer_state
 from ckptkit.runs.step_manifests import StepManifests, list_files
 from ckptkit.runs.steps import (
     RunStep,

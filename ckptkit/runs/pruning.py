@@ -16,8 +16,8 @@ from ckptkit.core.errors import CkptkitError, OutputError, RefusedError, UsageEr
 from ckptkit.core.text import counted, size_text
 from ckptkit.engine.outcome import BytesWritten, Listener, Started, ignore
 from ckptkit.runs.listing import OF_SOME_RANKS, RunListing, bytes_of, list_run
-from ckptkit.runs.run_paths import RunStore, open_run
-from ckptkit.runs.save_order import (
+from ckptkit.runs.local_run import RunStore, open_run
+from ckptkit.runs.retention import (
     Retention,
     Rule,
     missing_metric,

@@ -12,16 +12,14 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from msgspec import Struct, field
 
 from ckptkit.core.errors import CkptkitError, InputError
 from ckptkit.core.manifest import MANIFEST_NAME, TRAINING, Manifest
+from ckptkit.runs.push_journal import StepPush
 from ckptkit.storage.manifests import read_local_manifest
-
-if TYPE_CHECKING:
-    from ckptkit.runs.push_journal import StepPush
 
 _NUMBER = re.compile(r"\d+")
 
@@ -60,7 +58,7 @@ class RunStep(Struct, frozen=True):
         save_number: The larger, the later the step was saved, compared with others of its series;
             0 where unknown. ckptkit counts the saves of a run, across its jobs. Clocks are not
             used, since the next job may run on another host; for steps that other frameworks
-            saved, `ckptkit.runs.save_order` decides whether times can be used.
+            saved, `ckptkit.runs.retention` decides whether times can be used.
         protected: Whether something needs it, whatever the rules of a retention say.
         writer: The framework that saved it; empty where unknown.
         size_bytes: Of its files; those that it shares with other steps count in each.

@@ -16,7 +16,7 @@ from ckptkit.consumers.side_files import is_side_file
 from ckptkit.core.errors import InputError, NotACheckpointError
 from ckptkit.core.manifest import MANIFEST_NAME, SIDE_FOLDER
 from ckptkit.formats.discovery import name_step, parse_step
-from ckptkit.runs.run_paths import ENTER_HINT, absent_run, describe_links
+from ckptkit.runs.find_run import ENTER_HINT, absent_run, describe_links
 from ckptkit.runs.steps import StoredFile
 from ckptkit.storage.locations import is_work_folder
 from ckptkit.storage.places import PathLike, is_url, local_path, open_source

@@ -115,7 +115,7 @@ def age_text(seconds: float) -> str:
 
 def find_the_run(output: Output, run: PathLike) -> PathLike:
     """Returns the run at or below a directory, and warns if it is below."""
-    from ckptkit.runs.run_paths import find_run
+    from ckptkit.runs.find_run import find_run
 
     below = find_run(run)
     if os.fspath(below) != os.fspath(run):

@@ -68,7 +68,7 @@ def prune(
     that are not complete. If the command is killed, each step is either whole or gone.
     """
     from ckptkit.runs.pruning import PruneLimits, prune_run
-    from ckptkit.runs.save_order import Retention
+    from ckptkit.runs.retention import Retention
     from ckptkit_cli._progress import Progress
 
     retention = Retention(keep_last, keep_every, keep_best, best_mode)

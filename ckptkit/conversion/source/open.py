@@ -105,15 +105,9 @@ from ckptkit.formats.zero.reader import drop_older_tags, read_tag
 from ckptkit.plan.coverage import error_of
 from ckptkit.plan.selection import model_trees, plain_trees, propose_trees
 from ckptkit.plan.weight_kinds import ADAPTER_OF_TORCHTUNE, MERGED_BESIDE
-from ckptkit.runs.run_paths import (
-    absent_folder,
-    check_closed,
-    hint_at_near,
-    hold_candidates,
-    make_not_found,
-    marker,
-)
-from ckptkit.runs.save_order import left_behind
+from ckptkit.runs.find_run import absent_folder, check_closed, hint_at_near, make_not_found
+from ckptkit.runs.local_run import hold_candidates, marker
+from ckptkit.runs.retention import left_behind
 from ckptkit.runs.step_manifests import StepManifests, list_files, prefetch_headers, step_folder
 from ckptkit.runs.steps import RunStep, save_number_of, series_of
 from ckptkit.storage.base import Source, is_there

@@ -23,7 +23,7 @@ from ckptkit.core.errors import CkptkitError, ResumeError, error_from_json
 from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.formats.dcp.reader import METADATA
 from ckptkit.integrations.scalars import values_of
-from ckptkit.runs.save_order import Retention, steps_to_remove
+from ckptkit.runs.retention import Retention, steps_to_remove
 from ckptkit.runs.steps import RunStep, abandoned
 from ckptkit.storage.manifests import read_local_manifest
 from ckptkit.training import step_names

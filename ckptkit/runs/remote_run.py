@@ -53,7 +53,7 @@ def run_and_step(step: PathLike) -> tuple[Place, str]:
 
 
 class RemoteRun:
-    """A prefix with steps in it; its methods are those of `ckptkit.runs.run_paths.LocalRun`."""
+    """A prefix with steps in it; its methods are those of `ckptkit.runs.local_run.LocalRun`."""
 
     def __init__(self, run: PathLike) -> None:
         place = place_of(run)
