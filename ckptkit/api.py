@@ -1057,8 +1057,7 @@ def write_report(
     from ckptkit.conversion.diff import Difference
     from ckptkit.conversion.inspect import Inspection
     from ckptkit.conversion.stats import Statistics
-    from ckptkit.report.documents import plan_difference_report, plan_inspection_report
-    from ckptkit.report.page import write_page
+    from ckptkit.report.page import plan_difference_report, plan_inspection_report, write_page
     from ckptkit.runs.listing import RunListing
 
     if isinstance(result, Difference):

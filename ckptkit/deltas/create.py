@@ -9,7 +9,7 @@ for any number of threads.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from pathlib import Path
@@ -31,9 +31,17 @@ from ckptkit.conversion.write import (
     write_output,
 )
 from ckptkit.core.arrays import aligned_buffer
-from ckptkit.core.checksums import join_leaves, join_sums, leaf_digest, leaf_ranges, tree_digest
+from ckptkit.core.checksums import (
+    DIGEST_SCHEME,
+    join_leaves,
+    join_sums,
+    leaf_digest,
+    leaf_ranges,
+    tree_digest,
+)
 from ckptkit.core.crc import crc32
 from ckptkit.core.errors import RefusedError, UsageError
+from ckptkit.core.index import Fqn, Shape
 from ckptkit.core.manifest import LEAF_BYTES, FileRecord, Manifest
 from ckptkit.core.threads import Throttle, run_crew
 from ckptkit.deltas.encoding import MOST_OVERWRITTEN_BYTES, Encoder, open_encoder
@@ -50,18 +58,105 @@ from ckptkit.deltas.form import (
     new_hasher,
     version_of_folder,
 )
-from ckptkit.deltas.pairs import PublishedBase, TensorPair, pair_tensors
 from ckptkit.engine.kernels import Preparations
 from ckptkit.engine.outcome import BytesWritten, Digests, Listener, Planned, Started, ignore
 from ckptkit.engine.reader import RUN_BYTES, same_bytes
 from ckptkit.engine.segment_reader import SegmentReader
 from ckptkit.options import DEFAULT_MAX_FILE_BYTES, check_choice
 from ckptkit.plan.load_report import DELTA_CREATE
-from ckptkit.plan.plan import SegmentRange, name_order
+from ckptkit.plan.plan import Segment, SegmentRange, TensorSpec, name_order
 from ckptkit.storage.base import Target
 from ckptkit.storage.local.target import LocalTarget, translate_errors
 from ckptkit.storage.locations import resolve_places
 from ckptkit.storage.places import PathLike, open_target
+
+_LISTED = 3
+_OTHER_OPTIONS = "publish the new model as a whole, or make it with the options of that version"
+
+
+class TensorPair(Struct, frozen=True):
+    """A tensor before and after."""
+
+    spec: TensorSpec  # its name, element type and shape, which are the same
+    before: tuple[int, Segment]  # where it is planned for the first model
+    after: tuple[int, Segment]  # the same of the second
+
+
+def pair_tensors(before: PlannedOutput, after: PlannedOutput) -> tuple[TensorPair, ...]:
+    """Pairs the tensors of two plans, and refuses those that are not of one model."""
+    first, second = _segments(before), _segments(after)
+    names = (before.checkpoint.path, after.checkpoint.path)
+    for one, other, location, of in (
+        (first, second, names[1], names[0]),
+        (second, first, names[0], names[1]),
+    ):
+        lacking = sorted(one.keys() - other.keys(), key=name_order)
+        if lacking:
+            more = f" and {len(lacking) - _LISTED:,} more" if len(lacking) > _LISTED else ""
+            listed = ", ".join(map(repr, lacking[:_LISTED]))
+            raise RefusedError(
+                f"lacks {listed}{more}, which {of} has; a delta needs the same tensors",
+                where=location,
+                hint="leave tensors out with --exclude, or publish the new model as a whole",
+            )
+    pairs = []
+    for name, (number, segment, spec) in second.items():
+        number_before, segment_before, spec_before = first[name]
+        if (spec.dtype, spec.shape) != (spec_before.dtype, spec_before.shape):
+            raise RefusedError(
+                f"tensor {name!r} is {spec.dtype.name} {list(spec.shape)}, and in {names[0]}"
+                f" {spec_before.dtype.name} {list(spec_before.shape)}",
+                where=names[1],
+                hint="a delta needs the same types and shapes; --dtype casts both",
+            )
+        pairs.append(TensorPair(spec, (number_before, segment_before), (number, segment)))
+    return tuple(pairs)
+
+
+def _segments(planned: PlannedOutput) -> dict[str, tuple[int, Segment, TensorSpec]]:
+    return {
+        str(segment.spec.name): (number, segment, segment.spec)
+        for file in planned.plan.files
+        for number, segment in enumerate(file.segments)
+        if segment.spec is not None
+    }
+
+
+class PublishedBase(Struct, frozen=True):
+    """The version that a delta will be applied to, as it was published.
+
+    It was made of the same checkpoint as the base of the delta, maybe with other options.
+    """
+
+    version: int  # its number
+    manifest: Manifest  # its manifest
+
+    def refuse_other_tensors(self, specs: Iterable[TensorSpec]) -> None:
+        """Refuses a base with other names, element types or shapes."""
+        records = self.manifest.tensors
+        expected = {str(name): (record.dtype, record.shape) for name, record in records.items()}
+        found = {str(spec.name): (spec.dtype.name, spec.shape) for spec in specs}
+        for name in sorted(expected.keys() | found.keys(), key=name_order):
+            if expected.get(name) != found.get(name):
+                before, now = _describe(expected.get(name)), _describe(found.get(name))
+                raise self._refused(f"tensor {name!r} was published as {before}, and is {now} now")
+
+    def refuse_other_bytes(self, digests: Mapping[str, str]) -> None:
+        """Refuses a base with other bytes; `digests` has those of all its tensors."""
+        for name, found in digests.items():
+            expected = self.manifest.tensors[Fqn(name)].digest
+            if expected.startswith(DIGEST_SCHEME) and found != expected:
+                raise self._refused(
+                    f"tensor {name!r} was published with digest {expected}, and has {found} now"
+                )
+
+    def _refused(self, message: str) -> RefusedError:
+        return RefusedError(message, where=name_version(self.version), hint=_OTHER_OPTIONS)
+
+
+def _describe(found: tuple[str, Shape] | None) -> str:
+    return "absent" if found is None else f"{found[0]} {list(found[1])}"
+
 
 _MOST_VERSION = 999_999_999
 _READ_BYTES = LEAF_BYTES // 2

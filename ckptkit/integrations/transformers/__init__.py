@@ -46,12 +46,12 @@ from ckptkit.integrations.checkpointers import export_into, is_sharded
 from ckptkit.integrations.patches import saves_whole_models
 from ckptkit.integrations.transformers.checkpoints import (
     TrainerCheckpoints,
+    agree_on_newest,
     find_uncalled,
     hub_options,
     replaces_save_model,
 )
 from ckptkit.integrations.transformers.pretrained import defer_weights
-from ckptkit.integrations.transformers.trainer_state import agree_on_newest
 from ckptkit.training.handle import SaveHandle
 from ckptkit.training.pushing import ProgramEnd, program_end
 from ckptkit.training.settings import Options

@@ -26,8 +26,13 @@ from ckptkit.core.arguments import check_names
 from ckptkit.core.errors import CkptkitError, UnsupportedError
 from ckptkit.core.index import Fqn
 from ckptkit.core.text import list_first
-from ckptkit.integrations.accelerate.deferred_weights import DeferredWeights, keep_deferred
-from ckptkit.integrations.accelerate.watched_parameters import find_changed, is_watched, watch
+from ckptkit.integrations.accelerate.deferred_weights import (
+    DeferredWeights,
+    find_changed,
+    is_watched,
+    keep_deferred,
+    watch,
+)
 from ckptkit.training.load.load_into import ModelLoad
 
 logger = logging.getLogger(__name__)

@@ -20,12 +20,16 @@ from safetensors.numpy import save_file
 
 import ckptkit
 from ckptkit.core.errors import FormatError, InputError, UnsupportedError, UsageError
-from ckptkit.diagnosis.disk import DiskFacts, gather_disk, judge_disk
+from ckptkit.diagnosis.examine import read_arguments
 from ckptkit.diagnosis.findings import Diagnosis, Finding, SaveDemand
-from ckptkit.diagnosis.machine import MachineFacts, gather_machine, judge_machine
-from ckptkit.diagnosis.store import judge_trial
-from ckptkit.diagnosis.training_arguments import read_arguments
-from ckptkit.diagnosis.versions import installed_versions, judge_versions
+from ckptkit.diagnosis.machine import (
+    MachineFacts,
+    gather_machine,
+    installed_versions,
+    judge_machine,
+    judge_versions,
+)
+from ckptkit.diagnosis.place import DiskFacts, gather_disk, judge_disk, judge_trial
 
 ROOT = Path(__file__).resolve().parents[3]
 RUN_OF_0_1 = ROOT / "fixtures" / "written_by_0_1" / "run"
