@@ -36,6 +36,15 @@ class Finding(Struct, frozen=True):
     source: str = ""
 
 
+def judged(
+    name: str, severity: Severity, where: str, found: str, expected: str, advice: str
+) -> Finding:
+    """Returns a finding; one that is well expects nothing, and advises nothing."""
+    if severity == "ok":
+        return Finding(name, "ok", where, found)
+    return Finding(name, severity, where, found, expected, advice)
+
+
 class Diagnosis(Displayed, Struct, frozen=True):
     """All findings, errors first.
 

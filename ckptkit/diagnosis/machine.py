@@ -13,13 +13,15 @@ from pathlib import Path
 from msgspec import Struct
 
 from ckptkit.core.text import size_text
-from ckptkit.diagnosis.findings import Finding, SaveDemand, Severity
+from ckptkit.diagnosis.findings import Finding, SaveDemand, Severity, judged
 from ckptkit.storage.local.control_groups import available_bytes, memory_bytes, tasks_left
 
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  where Linux has it
 _DEVICES = Path("/dev")
 _LEAST_SHARED_BYTES = 1 << 30
 _LEAST_OPEN_FILES = 8192
+_WELL_OPEN_FILES = 65_536
+_DIGITS = re.compile(r"\d+")
 _LEAST_TASKS = 4096
 _SPARE_SHARE = 1.1  # of memory, beside the copy of the state
 
@@ -47,7 +49,7 @@ def gather_machine(shared_memory: Path = _SHARED_MEMORY) -> MachineFacts:
     with suppress(OSError, AttributeError):  # there is no statvfs on Windows
         status = os.statvfs(shared_memory)
         shared, free_shared = status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
-    open_files, most_open_files = _limits("RLIMIT_NOFILE")
+    open_files, most_open_files = _limit("RLIMIT_NOFILE")
     is_root = hasattr(os, "geteuid") and os.geteuid() == 0
     return MachineFacts(
         memory_bytes=memory_bytes(),
@@ -57,15 +59,15 @@ def gather_machine(shared_memory: Path = _SHARED_MEMORY) -> MachineFacts:
         gives_unnamed_memory=_gives_unnamed_memory(),
         open_files=open_files,
         most_open_files=most_open_files,
-        locked_bytes=_limits("RLIMIT_MEMLOCK")[0],
-        tasks=None if is_root else _limits("RLIMIT_NPROC")[0],  # which does not bind root
-        file_bytes=_limits("RLIMIT_FSIZE")[0],
+        locked_bytes=_limit("RLIMIT_MEMLOCK")[0],
+        tasks=None if is_root else _limit("RLIMIT_NPROC")[0],  # which does not bind root
+        file_bytes=_limit("RLIMIT_FSIZE")[0],
         tasks_left=tasks_left(),
         accelerators=_count_accelerators(),
     )
 
 
-def _limits(name: str) -> tuple[int | None, int | None]:
+def _limit(name: str) -> tuple[int | None, int | None]:
     """Returns the soft and the hard limit of this process."""
     try:
         import resource  # not there on Windows
@@ -94,14 +96,7 @@ def _count_accelerators() -> int:
 
 
 def judge_machine(facts: MachineFacts, demand: SaveDemand) -> list[Finding]:
-    return [
-        *_memory(facts, demand),
-        *_shared_memory(facts, demand),
-        *_open_files(facts),
-        *_tasks(facts),
-        *_locked_memory(facts, demand),
-        *_file_size(facts, demand),
-    ]
+    return [*_memory(facts, demand), *_shared_memory(facts, demand), *_limits(facts, demand)]
 
 
 def _memory(facts: MachineFacts, demand: SaveDemand) -> Iterator[Finding]:
@@ -111,134 +106,99 @@ def _memory(facts: MachineFacts, demand: SaveDemand) -> Iterator[Finding]:
     found = f"{size_text(facts.available_bytes)} available"
     if facts.memory_bytes is not None:
         found += f" of {size_text(facts.memory_bytes)}"
-    need = demand.node_bytes
-    if need is None:
-        yield Finding("memory", "ok", "memory of this node", found)
-        return
-    text = f"{size_text(need)} for the copy of this node's part of"
-    text += f" {size_text(demand.step_bytes or 0)} ({demand.basis})"
-    if need * _SPARE_SHARE <= facts.available_bytes:
-        yield Finding("memory", "ok", "memory of this node", f"{found}, {text}")
-        return
-    yield Finding(
+    need, expected = demand.node_bytes, ""
+    severity: Severity = "ok"
+    if need is not None:
+        expected = f"{size_text(need)} for the copy of this node's part of"
+        expected += f" {size_text(demand.step_bytes or 0)} ({demand.basis})"
+        if need * _SPARE_SHARE > facts.available_bytes:
+            severity = "error" if need > facts.available_bytes else "warning"
+    if severity == "ok":
+        found, expected = ", ".join(filter(None, (found, expected))), ""
+    yield judged(
         "memory",
-        "error" if need > facts.available_bytes else "warning",
+        severity,
         "memory of this node",
         found,
-        f"{text}, in addition to what training takes",
+        f"{expected}, in addition to what training takes",
         'set staging_limit="4GB" or so in the Checkpointer, which stages in waves; pass --nodes if'
         " there are several; raise the memory of the container or job",
     )
 
 
 def _shared_memory(facts: MachineFacts, demand: SaveDemand) -> Iterator[Finding]:
+    least = f"at least {size_text(_LEAST_SHARED_BYTES)}"
+    where, need = str(_SHARED_MEMORY), demand.node_bytes or 0
     if facts.shared_bytes is None or facts.free_shared_bytes is None:
         if sys.platform == "linux":
-            yield Finding(
-                "shared-memory",
-                "warning",
-                str(_SHARED_MEMORY),
-                "is not there",
-                f"at least {size_text(_LEAST_SHARED_BYTES)}",
-                "mount a tmpfs there: DataLoader workers and NCCL fail without it",
-            )
+            advice = "mount a tmpfs there: DataLoader workers and NCCL fail without it"
+            yield Finding("shared-memory", "warning", where, "is not there", least, advice)
         return
     found = f"{size_text(facts.shared_bytes)}, {size_text(facts.free_shared_bytes)} free"
-    need = demand.node_bytes or 0
     if facts.shared_bytes < _LEAST_SHARED_BYTES:
-        expected = f"at least {size_text(_LEAST_SHARED_BYTES)}"
         advice = "DataLoader workers and NCCL end with a bus error where it is full: start the"
         advice += " container with `--ipc=host` or `--shm-size=16g`; on Kubernetes mount an"
         advice += " emptyDir with `medium: Memory`"
+        yield Finding("shared-memory", "warning", where, found, least, advice)
     elif not facts.gives_unnamed_memory and need > facts.free_shared_bytes:
         expected = f"{size_text(need)}, since memfd_create is refused"
         advice = "saves are staged in a file below TMPDIR, slower: enlarge /dev/shm"
+        yield Finding("shared-memory", "warning", where, found, expected, advice)
     else:
-        yield Finding("shared-memory", "ok", str(_SHARED_MEMORY), found)
-        return
-    yield Finding("shared-memory", "warning", str(_SHARED_MEMORY), found, expected, advice)
+        yield Finding("shared-memory", "ok", where, found)
 
 
-def _open_files(facts: MachineFacts) -> Iterator[Finding]:
-    soft, hard = facts.open_files, facts.most_open_files
-    found = "no limit" if soft is None else f"{soft:,} open files"
-    if soft is None or soft >= _LEAST_OPEN_FILES:
-        yield Finding("open-files", "ok", "ulimit -n", found)
-        return
-    most = 65_536 if hard is None else min(hard, 65_536)
-    advice = f"run `ulimit -n {most}` before the launch"
-    if most < _LEAST_OPEN_FILES:
-        advice = "raise it in /etc/security/limits.conf, or with `docker run --ulimit"
-        advice += " nofile=65536`"
-    yield Finding(
+def _limits(facts: MachineFacts, demand: SaveDemand) -> Iterator[Finding]:
+    files = facts.open_files
+    most = min(facts.most_open_files or _WELL_OPEN_FILES, _WELL_OPEN_FILES)
+    yield judged(
         "open-files",
-        "warning",
+        "ok" if files is None or files >= _LEAST_OPEN_FILES else "warning",
         "ulimit -n",
-        found,
+        "no limit" if files is None else f"{files:,} open files",
         f"{_LEAST_OPEN_FILES:,}: DataLoader workers pass descriptors for each tensor",
-        advice,
+        f"run `ulimit -n {most}` before the launch"
+        if most >= _LEAST_OPEN_FILES
+        else "raise it in /etc/security/limits.conf, or with `docker run --ulimit nofile=65536`",
     )
-
-
-def _tasks(facts: MachineFacts) -> Iterator[Finding]:
-    counts = {
-        "ulimit -u": facts.tasks,
-        "pids.max of the control group": facts.tasks_left,
-    }
-    for where, count in counts.items():
-        if count is None:
-            continue
-        if count >= _LEAST_TASKS:
-            yield Finding("tasks", "ok", where, f"{count:,} processes and threads")
-            continue
-        yield Finding(
-            "tasks",
-            "warning",
-            where,
-            f"{count:,} processes and threads",
-            f"{_LEAST_TASKS:,}: each rank has threads of torch and NCCL, and DataLoader workers",
-            "raise it: `ulimit -u`, `docker run --pids-limit`, podPidsLimit of Kubernetes",
-        )
-
-
-def _locked_memory(facts: MachineFacts, demand: SaveDemand) -> Iterator[Finding]:
-    """Pinned memory and RDMA lock pages; without a device nothing does."""
-    soft = facts.locked_bytes
-    found = "no limit" if soft is None else f"{size_text(soft)} of locked memory"
-    if soft is None or not facts.accelerators:
-        because = "" if soft is None else ", and no GPU that would need it"
-        yield Finding("locked-memory", "ok", "ulimit -l", f"{found}{because}")
-        return
-    need = demand.node_bytes
-    wanted = "no limit" if need is None else f"{size_text(need)} for staging, or no limit"
-    yield Finding(
+    tasks = {"ulimit -u": facts.tasks, "pids.max of the control group": facts.tasks_left}
+    for where, count in tasks.items():
+        if count is not None:
+            yield judged(
+                "tasks",
+                "ok" if count >= _LEAST_TASKS else "warning",
+                where,
+                f"{count:,} processes and threads",
+                f"{_LEAST_TASKS:,}: each rank has threads of torch and NCCL, and DataLoader"
+                " workers",
+                "raise it: `ulimit -u`, `docker run --pids-limit`, podPidsLimit of Kubernetes",
+            )
+    # Pinned memory and RDMA lock pages; without a device nothing does.
+    locked, need = facts.locked_bytes, demand.node_bytes
+    found = "no limit" if locked is None else f"{size_text(locked)} of locked memory"
+    if locked is not None and not facts.accelerators:
+        found += ", and no GPU that would need it"
+    is_enough = locked is None or (need is not None and need <= locked)
+    yield judged(
         "locked-memory",
-        "warning" if need is None or need > soft else "ok",
+        "ok" if is_enough or not facts.accelerators else "warning",
         "ulimit -l",
         found,
-        wanted,
+        "no limit" if need is None else f"{size_text(need)} for staging, or no limit",
         "run `ulimit -l unlimited` before the launch, or `docker run --ulimit memlock=-1`: RDMA"
         " fails otherwise, and copies from a device may be slower",
     )
-
-
-def _file_size(facts: MachineFacts, demand: SaveDemand) -> Iterator[Finding]:
-    soft = facts.file_bytes
-    if soft is None:
-        return
-    need = None if demand.step_bytes is None else -(-demand.step_bytes // max(demand.ranks, 1))
-    severity: Severity = "warning" if need is None or need <= soft else "error"
-    yield Finding(
-        "file-size",
-        severity,
-        "ulimit -f",
-        f"files of at most {size_text(soft)}",
-        "no limit" if need is None else f"{size_text(need)}, which one rank writes",
-        "run `ulimit -f unlimited` before the launch",
-    )
-
-
-_DIGITS = re.compile(r"\d+")
+    if facts.file_bytes is not None:
+        size = demand.step_bytes
+        size = None if size is None else -(-size // max(demand.ranks, 1))
+        yield Finding(
+            "file-size",
+            "warning" if size is None or size <= facts.file_bytes else "error",
+            "ulimit -f",
+            f"files of at most {size_text(facts.file_bytes)}",
+            "no limit" if size is None else f"{size_text(size)}, which one rank writes",
+            "run `ulimit -f unlimited` before the launch",
+        )
 
 
 class KnownFault(Struct, frozen=True):

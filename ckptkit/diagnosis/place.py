@@ -20,7 +20,7 @@ from msgspec import Struct
 from ckptkit.core.crc import crc32
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.text import size_text
-from ckptkit.diagnosis.findings import Finding, SaveDemand, Severity
+from ckptkit.diagnosis.findings import Finding, SaveDemand, Severity, judged
 from ckptkit.storage.local.disk import is_refused
 from ckptkit.storage.local.ownership import is_planted
 from ckptkit.storage.place_identity import find_mount, read_mounts, why_not_shared
@@ -153,23 +153,15 @@ def judge_disk(
     """Judges the place of a run, or a node's own disk for steps before they are drained."""
     if facts.problem:
         advice = "name another directory, or change its owner or the mount"
-        where = facts.where
-        return [
-            Finding("disk-writable", "error", where, facts.problem, "a writable folder", advice)
-        ]
+        problem, expected = facts.problem, "a writable folder"
+        return [Finding("disk-writable", "error", facts.where, problem, expected, advice)]
     findings = [_room(facts, demand, is_local_tier=is_local_tier), *_inodes(facts, demand)]
     findings += [*_kind(facts, demand, is_local_tier=is_local_tier), *_speed(facts, demand)]
     if facts.is_planted:
-        findings.append(
-            Finding(
-                "disk-owner",
-                "warning",
-                facts.where,
-                "another user made it in a folder where everybody may make files",
-                "a folder of this user",
-                "that user can replace steps: name a directory that you have made",
-            )
-        )
+        found = "another user made it in a folder where everybody may make files"
+        advice = "that user can replace steps: name a directory that you have made"
+        expected = "a folder of this user"
+        findings.append(Finding("disk-owner", "warning", facts.where, found, expected, advice))
     return findings
 
 
@@ -188,12 +180,15 @@ def _room(facts: DiskFacts, demand: SaveDemand, *, is_local_tier: bool) -> Findi
     severity: Severity = "ok" if fit >= steps else "warning"
     if fit < min(steps, 1) or (fit < steps and (is_local_tier or demand.more_steps is not None)):
         severity = "error"
-    if severity == "ok":
-        return Finding("disk-space", "ok", facts.where, f"{found}; {why}")
-    expected = f"{size_text(steps * size)}: {why}"
-    advice = "make room (`ckptkit prune RUN --keep-last 3 --dry-run`), save to another disk,"
-    advice += " or keep fewer steps"
-    return Finding("disk-space", severity, facts.where, found, expected, advice)
+    return judged(
+        "disk-space",
+        severity,
+        facts.where,
+        f"{found}; {why}" if severity == "ok" else found,
+        f"{size_text(steps * size)}: {why}",
+        "make room (`ckptkit prune RUN --keep-last 3 --dry-run`), save to another disk, or keep"
+        " fewer steps",
+    )
 
 
 def _steps_needed(demand: SaveDemand, *, is_local_tier: bool) -> tuple[int, str]:
@@ -216,16 +211,12 @@ def _inodes(facts: DiskFacts, demand: SaveDemand) -> Iterator[Finding]:
         return
     files = max(demand.files, _FILES_OF_A_RANK * demand.ranks)
     needed = files * (_STEPS_AHEAD if demand.more_steps is None else demand.more_steps)
-    found = f"{facts.free_files:,} more files can be made"
-    if facts.free_files >= needed + _SPARE_FILES:
-        yield Finding("disk-inodes", "ok", facts.where, found)
-        return
     severity: Severity = "error" if facts.free_files < needed else "warning"
-    yield Finding(
+    yield judged(
         "disk-inodes",
-        severity,
+        "ok" if facts.free_files >= needed + _SPARE_FILES else severity,
         facts.where,
-        found,
+        f"{facts.free_files:,} more files can be made",
         f"{needed + _SPARE_FILES:,}: a step has about {files:,}",
         "remove small files (caches, datasets, logs), or use another file system",
     )
@@ -299,24 +290,21 @@ def _speed(facts: DiskFacts, demand: SaveDemand) -> Iterator[Finding]:
     if not facts.written_bytes or not facts.seconds:
         return
     rate = facts.written_bytes / facts.seconds
+    # Ranks of a node share its disk or its link; more nodes bring more links.
+    seconds = (demand.node_bytes or 0) / rate
     found = f"{size_text(rate)}/s written and synced by one process"
     if demand.step_bytes:
-        # Ranks of a node share its disk or its link; more nodes bring more links.
-        seconds = (demand.node_bytes or 0) / rate
         about = "" if seconds < 1 else "about "
         found += f"; {about}{_duration(seconds)} for a node's part of a step"
-        if seconds > _SLOW_SECONDS:
-            yield Finding(
-                "disk-speed",
-                "warning",
-                facts.where,
-                found,
-                f"less than {_duration(_SLOW_SECONDS)}",
-                "save to the node's own disk first with `Checkpointer(..., local=DIR)`, or less"
-                " often; a save that waits for the disk as a whole runs into NCCL's timeout",
-            )
-            return
-    yield Finding("disk-speed", "ok", facts.where, found)
+    yield judged(
+        "disk-speed",
+        "warning" if seconds > _SLOW_SECONDS else "ok",
+        facts.where,
+        found,
+        f"less than {_duration(_SLOW_SECONDS)}",
+        "save to the node's own disk first with `Checkpointer(..., local=DIR)`, or less often; a"
+        " save that waits for the disk as a whole runs into NCCL's timeout",
+    )
 
 
 def _duration(seconds: float) -> str:
@@ -408,26 +396,27 @@ def store_problem(where: str, problem: str, advice: str) -> Finding:
 
 def judge_trial(where: str, no_conditions: str, *, keeps_checksum: bool | None) -> list[Finding]:
     """Judges what writing has shown."""
-    conditions = Finding("store-conditions", "ok", where, "If-None-Match is obeyed")
-    if no_conditions:
-        conditions = Finding(
+    findings = [
+        judged(
             "store-conditions",
-            "warning",
+            "warning" if no_conditions else "ok",
             where,
-            no_conditions,
+            no_conditions or "If-None-Match is obeyed",
             "If-None-Match is obeyed",
             "start one job for a place at a time, and do not use --slice with it",
         )
-    if keeps_checksum is None:
-        return [conditions]
-    checksums = Finding("store-checksums", "ok", where, "the CRC-32 of an object is kept")
-    if not keeps_checksum:
-        checksums = Finding(
-            "store-checksums",
-            "warning",
-            where,
-            "the store keeps no CRC-32 of objects",
-            "the checksum that was sent",
-            "what arrives is not proven: run `ckptkit verify URL` after an upload",
+    ]
+    if keeps_checksum is not None:
+        findings.append(
+            judged(
+                "store-checksums",
+                "ok" if keeps_checksum else "warning",
+                where,
+                "the CRC-32 of an object is kept"
+                if keeps_checksum
+                else "the store keeps no CRC-32 of objects",
+                "the checksum that was sent",
+                "what arrives is not proven: run `ckptkit verify URL` after an upload",
+            )
         )
-    return [conditions, checksums]
+    return findings
