@@ -141,8 +141,7 @@ def prune_run(
     judge = _Verdicts(listing, retention, frozenset(protected), limits)
     verdicts, notes = judge.all()
     listing = replace(listing, notes=(*listing.notes, *notes))
-    pruning = _Pruning(store, listing, verdicts, judge.newest)
-    return pruning.run(dry_run=dry_run, listener=listener)
+    return _execute_all(store, listing, verdicts, judge.newest, listener, dry_run=dry_run)
 
 
 class _Verdicts:
@@ -269,78 +268,68 @@ def _size_of(verdicts: Iterable[PrunedStep]) -> int:
     return bytes_of(file for verdict in verdicts for file in verdict.step.files)
 
 
-class _Pruning:
-    """Executes the verdicts."""
-
-    def __init__(
-        self,
-        store: RunStore,
-        listing: RunListing,
-        verdicts: Sequence[PrunedStep],
-        newest: Mapping[str, RunStep],
-    ) -> None:
-        self._store = store
-        self._listing = listing
-        self._verdicts = verdicts
-        self._newest = newest
-
-    def run(self, *, dry_run: bool, listener: Listener) -> Pruned:
-        notes = list(self._listing.notes)
-        try:
-            cleared = tuple(self._store.clear_up(remove=not dry_run))
-        except OutputError as error:
-            cleared = ()
-            notes.append(str(error))
-        bound = [verdict.step for verdict in self._verdicts if verdict.action == "remove"]
-        if bound and not dry_run:
-            listener(Started(sum(step.size_bytes for step in bound)))
-        executed = []
-        for verdict in self._verdicts:
-            executed.append(self._execute(verdict, dry_run=dry_run))
-            if verdict.action == "remove" and not dry_run:
-                listener(BytesWritten(verdict.step.size_bytes))
-        steps = tuple(executed)
-        gone = [f for pruned in steps if pruned.action == "remove" for f in pruned.step.files]
-        names = Counter(file.inode for file in gone if file.inode)
-        freed = {  # files with other names that stay free nothing
-            file.inode or file.path: file.size_bytes
-            for file in gone
-            if not file.inode or names[file.inode] >= file.links
-        }
-        return Pruned(
-            location=self._listing.location,
-            dry_run=dry_run,
-            steps=steps,
-            freed_bytes=sum(freed.values()),
-            cleared=cleared,
-            notes=tuple(notes),
-        )
-
-    def _execute(self, verdict: PrunedStep, *, dry_run: bool) -> PrunedStep:
+def _execute_all(
+    store: RunStore,
+    listing: RunListing,
+    verdicts: Sequence[PrunedStep],
+    newest: Mapping[str, RunStep],
+    listener: Listener,
+    *,
+    dry_run: bool,
+) -> Pruned:
+    notes = list(listing.notes)
+    try:
+        cleared = tuple(store.clear_up(remove=not dry_run))
+    except OutputError as error:
+        cleared = ()
+        notes.append(str(error))
+    bound = [verdict.step for verdict in verdicts if verdict.action == "remove"]
+    if bound and not dry_run:
+        listener(Started(sum(step.size_bytes for step in bound)))
+    steps = []
+    for verdict in verdicts:
         if verdict.action != "remove":
-            return verdict
-        step = verdict.step
+            steps.append(verdict)
+            continue
         try:
             if dry_run:
-                is_free = not self._store.in_use(step.name, step.markers)
+                is_free = not store.in_use(verdict.step.name, verdict.step.markers)
             else:
-                is_free = self._remove(step)
+                is_free = _remove(store, verdict.step, newest[verdict.step.series])
+            done = verdict if is_free else PrunedStep(verdict.step, "keep", "it is being read")
         except CkptkitError as error:
-            return PrunedStep(step, "failed", error.message)
-        return verdict if is_free else PrunedStep(step, "keep", "it is being read")
+            done = PrunedStep(verdict.step, "failed", error.message)
+        steps.append(done)
+        if not dry_run:
+            listener(BytesWritten(verdict.step.size_bytes))
+    gone = [f for pruned in steps if pruned.action == "remove" for f in pruned.step.files]
+    names = Counter(file.inode for file in gone if file.inode)
+    freed = {  # files with other names that stay free nothing
+        file.inode or file.path: file.size_bytes
+        for file in gone
+        if not file.inode or names[file.inode] >= file.links
+    }
+    return Pruned(
+        location=listing.location,
+        dry_run=dry_run,
+        steps=tuple(steps),
+        freed_bytes=sum(freed.values()),
+        cleared=cleared,
+        notes=tuple(notes),
+    )
 
-    def _remove(self, step: RunStep) -> bool:
-        mark = self._store.claim(step.name, step.markers, step.files)
-        if mark is None:
-            return False
-        with mark:
-            newest = self._newest[step.series]
-            if not all(self._store.is_there(path) for path in newest.markers):
-                raise RefusedError(
-                    f"not removed, since {newest.name}, the newest complete step, is gone"
-                    " meanwhile",
-                    where=self._listing.location,
-                    hint="check what else prunes the run, then run again",
-                )
-            self._store.remove(step.name, step.files)
-        return True
+
+def _remove(store: RunStore, step: RunStep, newest: RunStep) -> bool:
+    """Removes a step; returns whether it was not being read."""
+    mark = store.claim(step.name, step.markers, step.files)
+    if mark is None:
+        return False
+    with mark:
+        if not all(store.is_there(path) for path in newest.markers):
+            raise RefusedError(
+                f"not removed, since {newest.name}, the newest complete step, is gone meanwhile",
+                where=store.location,
+                hint="check what else prunes the run, then run again",
+            )
+        store.remove(step.name, step.files)
+    return True
