@@ -616,15 +616,21 @@ def prune(
     """
     from ckptkit.engine.progress import report_to
     from ckptkit.options import parse_total
-    from ckptkit.runs.pruning import PruneLimits, prune_run
+    from ckptkit.runs.pruning import prune_run
     from ckptkit.runs.retention import Retention
 
     size = max_total_size
     total = None if size is None else parse_total(size, option="--max-total-size")
     retention = Retention(keep_last, keep_every, keep_best, best_mode)
-    limits = PruneLimits(incomplete, total)
     with report_to("prune", {"listener": listener, "progress": progress}) as listen:
-        return prune_run(run, retention, dry_run=dry_run, limits=limits, listener=listen)
+        return prune_run(
+            run,
+            retention,
+            dry_run=dry_run,
+            incomplete=incomplete,
+            most_bytes=total,
+            listener=listen,
+        )
 
 
 class AdapterOptions(ProgressOptions, total=False):

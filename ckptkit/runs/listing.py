@@ -313,20 +313,12 @@ _CALLS = {
 """By the framework that saved a step."""
 
 
-class ResumeAdvice(Struct, frozen=True):
-    """The step to resume from."""
+def advise_on_resume(listing: RunListing) -> tuple[RunStep, str] | None:
+    """Returns the step to resume from, and the line of Python that does; None without a step.
 
-    # The newest complete one that training did not go back from, or the one that the tracker of
-    # the run names
-    step: RunStep
-    call: str  # the line of Python that resumes; empty where the framework is unknown
-
-    def to_json(self) -> dict[str, Any]:
-        return {"step": self.step.step, "path": self.step.path, "call": self.call}
-
-
-def advise_on_resume(listing: RunListing) -> ResumeAdvice | None:
-    """Returns the step to resume from; None if no step is complete."""
+    It is the newest complete one that training did not go back from, or the one that the tracker of
+    the run names. The line is empty where the framework is unknown.
+    """
     complete = [step for step in listing.steps if step.complete]
     left = {
         (series, number)
@@ -344,7 +336,7 @@ def advise_on_resume(listing: RunListing) -> ResumeAdvice | None:
     writer = "accelerate" if is_accelerates else step.writer
     call = _CALLS.get("Transformers Trainer" if is_trainers else writer, "")
     text = call.format(path=step.path, run=listing.location, name=step.name)
-    return ResumeAdvice(step, text)
+    return step, text
 
 
 def _resume_order(step: RunStep) -> tuple[int, int, float]:

@@ -33,15 +33,6 @@ Action = Literal["keep", "remove", "failed"]
 _SETTLED_SECONDS = 600.0  # after which nothing is still saving a step
 
 
-class PruneLimits(Struct, frozen=True):
-    """What is removed although no rule removes it."""
-
-    incomplete: bool = False  # whether incomplete steps go, if nothing writes to them any more
-    # The size that all steps may have together; None for no limit. The newest complete step
-    # stays, and the best one, and steps that something needs
-    total_bytes: int | None = None
-
-
 class PrunedStep(Struct, frozen=True):
     """The decision on a step, and its result.
 
@@ -120,16 +111,20 @@ def prune_run(
     protected: Collection[int] = (),
     dry_run: bool = False,
     state: PathLike | None = None,
-    limits: PruneLimits = PruneLimits(),
+    incomplete: bool = False,
+    most_bytes: int | None = None,
     listener: Listener = ignore,
 ) -> Pruned:
-    """Removes the steps of a run that no rule keeps, and those that limits do not allow.
+    """Removes the steps of a run that no rule keeps.
 
     Whatever the rules say, these stay: the newest complete step, incomplete steps, steps that are
     being read or pushed, the best step of a Trainer, and the step that a tracker names. After a
     kill each step is complete or gone, and the next pruning finishes the removal.
+
+    With `incomplete`, incomplete steps go too, if nothing writes to them any more. With
+    `most_bytes`, the oldest go until all together take no more than that.
     """
-    if retention.keeps_all and limits == PruneLimits():
+    if retention.keeps_all and not incomplete and most_bytes is None:
         raise UsageError(
             "no rule says which steps stay",
             where="prune",
@@ -138,8 +133,11 @@ def prune_run(
         )
     store = open_run(run)
     listing = list_run(run, state=state)
-    judge = _Verdicts(listing, retention, frozenset(protected), limits)
-    verdicts, notes = judge.all()
+    judge = _Verdicts(listing, retention, protected, incomplete=incomplete)
+    verdicts = judge.all()
+    notes: list[str] = []
+    if most_bytes is not None:
+        verdicts, notes = judge.fit(verdicts, most_bytes)
     listing = replace(listing, notes=(*listing.notes, *notes))
     return _execute_all(store, listing, verdicts, judge.newest, listener, dry_run=dry_run)
 
@@ -151,11 +149,12 @@ class _Verdicts:
         self,
         listing: RunListing,
         retention: Retention,
-        protected: frozenset[int],
-        limits: PruneLimits,
+        protected: Collection[int],
+        *,
+        incomplete: bool,
     ) -> None:
         self._listing = listing
-        self._limits = limits
+        self._removes_incomplete = incomplete
         self._now = time.time()
         self._retention = retention
         self._protected = protected
@@ -177,8 +176,7 @@ class _Verdicts:
                 newest = max(complete, key=lambda step: (step.modified, step.step))
                 self._newest_files.add(newest.name)
 
-    def all(self) -> tuple[list[PrunedStep], list[str]]:
-        """Returns the verdicts, and notes."""
+    def all(self) -> list[PrunedStep]:
         if missing_metric(self._listing.steps, self._retention):
             where = f"--keep-best {self._retention.keep_best}"
             raise unknown_metric((step.metrics for step in self._listing.steps), where=where)
@@ -186,14 +184,10 @@ class _Verdicts:
         for step in self._listing.steps:
             series.setdefault(step.series, []).append(step)
         verdicts = [verdict for steps in series.values() for verdict in self._of_series(steps)]
-        verdicts.sort(key=lambda verdict: (verdict.step.step, verdict.step.name))
-        return self._fit(verdicts)
+        return sorted(verdicts, key=lambda verdict: (verdict.step.step, verdict.step.name))
 
-    def _fit(self, verdicts: list[PrunedStep]) -> tuple[list[PrunedStep], list[str]]:
-        """Has the oldest steps removed until the others fit into the limit."""
-        limit = self._limits.total_bytes
-        if limit is None:
-            return verdicts, []
+    def fit(self, verdicts: Sequence[PrunedStep], limit: int) -> tuple[list[PrunedStep], list[str]]:
+        """Has the oldest steps removed until the others fit into the limit; returns notes too."""
         kept = {v.step.name: v for v in verdicts if v.action == "keep"}
         gone: set[str] = set()
         order = sorted(kept.values(), key=lambda v: (v.step.save_number, v.step.step))
@@ -239,7 +233,7 @@ class _Verdicts:
         """Returns why an incomplete step is not removed; empty if it is."""
         problem = f"not complete: {step.problem}"
         complete = [one.step for one in steps if one.complete]
-        if not self._limits.incomplete:
+        if not self._removes_incomplete:
             return problem
         if not complete:
             return f"{problem}; no step is complete, and it may be all that is left"

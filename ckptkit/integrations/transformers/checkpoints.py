@@ -210,33 +210,18 @@ _REPORTERS = "transformers.integrations."
 _COUNTING = frozenset({"DVCLiveCallback"})  # these count each call as a training step
 
 
-class ReportQueue:
-    """Passes reports of saves from the thread that writes to the thread that trains.
-
-    Callbacks of the Trainer expect to be called by the latter only.
-    """
-
-    def __init__(self) -> None:
-        self._waiting: deque[SaveReport] = deque()
-
-    def put(self, report: SaveReport) -> None:
-        """Keeps a report until `write_to`; can be called in any thread."""
-        self._waiting.append(report)
-
-    def write_to(self, trainer: Any) -> None:
-        """Logs the reports at the steps that were saved, as `train/ckptkit/…`."""
-        while self._waiting:
-            report = self._waiting.popleft()
-            state = copy.copy(trainer.state)
-            state.global_step = report.step
-            values = {f"ckptkit/{name}": value for name, value in values_of(report).items()}
-            for callback in trainer.callback_handler.callbacks:
-                kinds = type(callback).__mro__  # the callbacks of `report_to` may be subclassed
-                reports = any(kind.__module__.startswith(_REPORTERS) for kind in kinds)
-                if reports and _COUNTING.isdisjoint(kind.__name__ for kind in kinds):
-                    callback.on_log(
-                        trainer.args, state, trainer.control, model=trainer.model, logs=dict(values)
-                    )
+def _log_report(trainer: Any, report: SaveReport) -> None:
+    """Logs a report at the step that was saved, as `train/ckptkit/…`."""
+    state = copy.copy(trainer.state)
+    state.global_step = report.step
+    values = {f"ckptkit/{name}": value for name, value in values_of(report).items()}
+    for callback in trainer.callback_handler.callbacks:
+        kinds = type(callback).__mro__  # the callbacks of `report_to` may be subclassed
+        reports = any(kind.__module__.startswith(_REPORTERS) for kind in kinds)
+        if reports and _COUNTING.isdisjoint(kind.__name__ for kind in kinds):
+            callback.on_log(
+                trainer.args, state, trainer.control, model=trainer.model, logs=dict(values)
+            )
 
 
 _SET_BY_ARGUMENTS = {
@@ -364,7 +349,8 @@ class TrainerCheckpoints:
         self._best: dict[int, int | None] = {}  # by step under way: the best step when it was saved
         self._spared: list[int | None] = []  # the best step, if others waited for their push
         self._rotating = threading.Lock()
-        self._reports = ReportQueue()
+        # From the thread that writes to the one that trains, which alone may call callbacks.
+        self._reports: deque[SaveReport] = deque()
         self._has_warned = False
         self.is_due = False
         self.is_adding = False
@@ -539,7 +525,8 @@ class TrainerCheckpoints:
             logger.error("step %d was not saved; later steps were", step)
 
     def write_reports(self) -> None:
-        self._reports.write_to(self._trainer)
+        while self._reports:
+            _log_report(self._trainer, self._reports.popleft())
 
     def folder(self, step: int) -> Path:
         """Returns the folder of a complete step."""
@@ -595,7 +582,7 @@ class TrainerCheckpoints:
 
     def _on_saved(self, report: SaveReport) -> None:
         self._rotate(report.step)
-        self._reports.put(report)
+        self._reports.append(report)
         listener = self._options.get("listener")
         if listener is not None:
             listener(report)
