@@ -48,7 +48,7 @@ def absent_run(run: PathLike) -> NotACheckpointError:
         hint = "pass the directory that contains the folders of steps"
         text = "is a file, where the directory of a run was expected"
         return NotACheckpointError(text, where=os.fspath(run), hint=hint)
-    hint = hint_at_near(run)
+    hint = suggest_path(run)
     return NotACheckpointError("no such file or directory", where=os.fspath(run), hint=hint)
 
 
@@ -60,10 +60,10 @@ def absent_folder(place: PathLike, meant: str) -> tuple[str, str]:
             "is a file, where a directory was expected",
             meant or f"pass its folder: {path.parent}",
         )
-    return "no such directory", hint_at_near(place, meant)
+    return "no such directory", suggest_path(place, meant)
 
 
-def hint_at_near(place: PathLike, meant: str = "") -> str:
+def suggest_path(place: PathLike, meant: str = "") -> str:
     """Returns what a path that does not exist may be meant as; at least where its name ends."""
     path = local_path(place)
     above = next((folder for folder in path.parents if folder.is_dir()), Path())
@@ -82,7 +82,7 @@ def hint_at_near(place: PathLike, meant: str = "") -> str:
     if there is not None:
         return "; ".join(filter(None, [f"did you mean {there}?", meant]))
     if near:  # what is missing in that folder, which is one level further down
-        return hint_at_near(near[0], meant)
+        return suggest_path(near[0], meant)
     if meant and above == Path():
         return meant
     listed = ", ".join(names[:_LISTED]) + (", ..." if len(names) > _LISTED else "")

@@ -182,7 +182,7 @@ def _are_apart(source: Source, pairs: Sequence[tuple[RunStep, RunStep]]) -> bool
     )
 
 
-def left_behind(source: Source, steps: Sequence[RunStep]) -> frozenset[str]:
+def abandoned_folders(source: Source, steps: Sequence[RunStep]) -> frozenset[str]:
     """Returns the folders of steps that training went back from, see `abandoned`."""
     orders = save_orders(source, steps)
     left = abandoned(replace(step, save_number=orders[step.name]) for step in steps)

@@ -168,8 +168,8 @@ class DeferredWeights(Struct, frozen=True):
     files: tuple[tuple[str, int, int], ...]
 
     @classmethod
-    def look(cls, paths: Sequence[str]) -> DeferredWeights:
-        """Looks at files that are in one folder."""
+    def record(cls, paths: Sequence[str]) -> DeferredWeights:
+        """Records the state of files that are in one folder."""
         whole = [Path(path).absolute() for path in paths]
         states = [path.stat() for path in whole]
         files = tuple(

@@ -221,7 +221,7 @@ def _load_headers(
     why = _obstacle(model, state_dict, files, config)
     if not why:
         assert files is not None  # noqa: S101  see _obstacle
-        weights = DeferredWeights.look(files)
+        weights = DeferredWeights.record(files)
         headers: dict[str, torch.Tensor] = {}
         for path in files:
             headers |= modeling_utils.load_state_dict(path, map_location="meta")
