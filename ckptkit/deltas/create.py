@@ -543,7 +543,6 @@ class _Found:
             self._end_leaf()
 
     def finish(self) -> None:
-        """Ends the last leaf."""
         if self._filled:
             self._end_leaf()
 

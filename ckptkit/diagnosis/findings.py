@@ -76,7 +76,6 @@ class Diagnosis(Displayed, Struct, frozen=True):
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the findings as plain values."""
         return {
             "where": self.where,
             "errors": len(self.errors),

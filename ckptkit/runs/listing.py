@@ -94,7 +94,6 @@ class RunListing(Displayed, Struct, frozen=True):
         return bytes_of(file for step in self.steps for file in step.files)
 
     def to_json(self, *, now: float) -> dict[str, Any]:
-        """Returns the listing as plain values."""
         return {
             "run": self.location,
             "live": self.live,

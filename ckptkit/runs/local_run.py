@@ -213,7 +213,6 @@ RunStore: TypeAlias = "LocalRun | RemoteRun"
 
 
 def open_run(run: PathLike) -> RunStore:
-    """Returns the store of a run."""
     if is_url(run):
         from ckptkit.runs.remote_run import RemoteRun
 

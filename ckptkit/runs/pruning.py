@@ -88,7 +88,6 @@ class Pruned(Displayed, Struct, frozen=True):
         return Facts(self.location, lines, ("step", "action", "why"), rows)
 
     def to_json(self, *, now: float) -> dict[str, Any]:
-        """Returns the report as plain values."""
         return {
             "run": self.location,
             "dry_run": self.dry_run,

@@ -89,7 +89,6 @@ class WatchStatus(Struct, frozen=True):
     problem: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the status as plain values."""
         failed = {str(step): why for step, why in sorted(self.failed.items())}
         return {**plain_fields(self), "waiting": list(self.waiting), "failed": failed}
 

@@ -57,7 +57,6 @@ class Retention(Struct, frozen=True):
 
     @property
     def keeps_all(self) -> bool:
-        """Whether there is no rule."""
         return self.keep_last is None and self.keep_every is None and self.keep_best is None
 
 

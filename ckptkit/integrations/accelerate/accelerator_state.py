@@ -239,7 +239,6 @@ def with_limit(accelerator: Accelerator, options: Options) -> Options:
 def state_of(
     accelerator: Accelerator, registered: Iterable[RegisteredObject], *, loaders: bool = True
 ) -> dict[str, object]:
-    """Returns the state that `save_state` saves."""
     models, optimizers = list_prepared(accelerator)
     state: dict[str, object] = {
         "model": models,

@@ -504,7 +504,6 @@ class TrainerCheckpoints:
         return True
 
     def finish(self) -> None:
-        """Waits for all saves."""
         ended = {step: handle.exception() for step, handle in self._handles.items()}
         failed = {
             step: error
@@ -529,7 +528,6 @@ class TrainerCheckpoints:
             _log_report(self._trainer, self._reports.popleft())
 
     def folder(self, step: int) -> Path:
-        """Returns the folder of a complete step."""
         return self._run / f"checkpoint-{step}"
 
     def _is_waited_for(self) -> bool:
@@ -619,8 +617,6 @@ class TrainerCheckpoints:
 
 
 class _Callback(TrainerCallback):  # type: ignore[misc]  # its module is not followed
-    """The callback for the Trainer."""
-
     def __init__(self, checkpoints: TrainerCheckpoints) -> None:
         self._checkpoints = checkpoints
 
