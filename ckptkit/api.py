@@ -565,7 +565,7 @@ def list_run(run: PathLike, *, state: PathLike | None = None) -> RunListing:
         InputError: If there is no such run, or if it cannot be listed.
     """
     from ckptkit.runs import listing
-    from ckptkit.runs.run_paths import find_run
+    from ckptkit.runs.find_run import find_run
 
     return listing.list_run(
         find_run(place_of(run)), state=None if state is None else place_of(state)
@@ -616,15 +616,21 @@ def prune(
     """
     from ckptkit.engine.progress import report_to
     from ckptkit.options import parse_total
-    from ckptkit.runs.pruning import PruneLimits, prune_run
-    from ckptkit.runs.save_order import Retention
+    from ckptkit.runs.pruning import prune_run
+    from ckptkit.runs.retention import Retention
 
     size = max_total_size
     total = None if size is None else parse_total(size, option="--max-total-size")
     retention = Retention(keep_last, keep_every, keep_best, best_mode)
-    limits = PruneLimits(incomplete, total)
     with report_to("prune", {"listener": listener, "progress": progress}) as listen:
-        return prune_run(run, retention, dry_run=dry_run, limits=limits, listener=listen)
+        return prune_run(
+            run,
+            retention,
+            dry_run=dry_run,
+            incomplete=incomplete,
+            most_bytes=total,
+            listener=listen,
+        )
 
 
 class AdapterOptions(ProgressOptions, total=False):
@@ -1049,8 +1055,7 @@ def write_report(
     from ckptkit.conversion.diff import Difference
     from ckptkit.conversion.inspect import Inspection
     from ckptkit.conversion.stats import Statistics
-    from ckptkit.report.documents import plan_difference_report, plan_inspection_report
-    from ckptkit.report.page import write_page
+    from ckptkit.report.page import plan_difference_report, plan_inspection_report, write_page
     from ckptkit.runs.listing import RunListing
 
     if isinstance(result, Difference):
@@ -1086,7 +1091,6 @@ class DoctorOptions(TypedDict, total=False):
         nodes: Of the job; by default those of the configuration, or 1.
         keep_last: How many steps stay.
         steps: How many more steps will be saved.
-        push: A repository on the Hub: asks whether the token may push to it.
         probe: Whether the probe is written; it is by default.
         src_options: Options of the storage, as fsspec names them.
     """
@@ -1097,7 +1101,6 @@ class DoctorOptions(TypedDict, total=False):
     nodes: CountLike | None
     keep_last: CountLike | None
     steps: CountLike | None
-    push: str | None
     probe: bool
     src_options: Mapping[str, Any] | None
 
@@ -1111,13 +1114,13 @@ def doctor(
 ) -> Diagnosis:
     """Looks for what will hurt a run, before it starts.
 
-    Disk, memory, limits of this process, installed versions, configurations, the Hub and the store
-    are looked at. Nothing is written but a probe, which is removed again: a file without a name of
-    at most 256 MB, or three small objects of a store.
+    Disk or store, memory, limits of this process and installed versions are looked at. Nothing is
+    written but a probe, which is removed again: a file without a name of at most 256 MB, or three
+    small objects of a store.
 
     Args:
         places: The run, or where it will be: a directory or a URL; and configuration files of
-            accelerate, DeepSpeed or the Trainer (YAML or JSON). By default the current directory.
+            accelerate or the Trainer (YAML or JSON). By default the current directory.
         **options: See `DoctorOptions`.
 
     Returns:
@@ -1127,25 +1130,23 @@ def doctor(
         InputError: If a configuration, or the run, cannot be read.
         UsageError: If an option has no valid value, or several runs are named.
     """
-    from ckptkit.diagnosis.examine import Examination, examine, parse_parameters
+    from ckptkit.diagnosis.examine import examine
 
     named = [places] if isinstance(places, (str, os.PathLike)) else list(places)
-    local, size = options.get("local"), options.get("model_size")
+    local = options.get("local")
     given: Mapping[str, Any] = options
     counts = {
         name: positive_number(given.get(name), option=f"--{name.replace('_', '-')}", example=4)
         for name in _COUNTS
     }
-    examination = Examination.of(
+    return examine(
         named,
         options.get("src_options"),
         local=None if local is None else local_path(place_of(local)),
-        parameters=None if size is None else parse_parameters(size),
-        push=options.get("push") or "",
+        model_size=options.get("model_size"),
         writes=bool(options.get("probe", True)),
         **counts,
     )
-    return examine(examination)
 
 
 class ServeOptions(SourceOptions, total=False):

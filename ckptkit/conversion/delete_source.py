@@ -48,8 +48,9 @@ from ckptkit.formats.discovery import CheckpointUnit, is_unit_folder, name_step,
 from ckptkit.formats.torch_files import is_optimizer_candidate
 from ckptkit.options import changed_options
 from ckptkit.plan.plan import SOURCE, Compute, Copy, Plan
+from ckptkit.runs.local_run import marker, open_run
 from ckptkit.runs.marks import claim
-from ckptkit.runs.run_paths import marker, open_run, read_pushes
+from ckptkit.runs.push_journal import read_pushes
 from ckptkit.runs.step_manifests import step_folder
 from ckptkit.storage.base import Source, is_there
 from ckptkit.storage.local.disk import LOCAL_DISK

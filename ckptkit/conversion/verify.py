@@ -53,8 +53,13 @@ from ckptkit.plan.coverage import find_problems_by_key
 from ckptkit.plan.optimizer_states import OPTIMIZER
 from ckptkit.plan.plan import SOURCE, StackedPart
 from ckptkit.plan.selection import propose_trees
-from ckptkit.runs.step_manifests import file_problems, list_files, step_folder
-from ckptkit.runs.stored_proofs import check_file, digest_problems
+from ckptkit.runs.step_manifests import (
+    check_file,
+    digest_problems,
+    file_problems,
+    list_files,
+    step_folder,
+)
 from ckptkit.storage.base import Source
 from ckptkit.storage.local.disk import LOCAL_DISK
 from ckptkit.storage.local.durable import new_hidden_path, sync_file

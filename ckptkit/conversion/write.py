@@ -99,7 +99,7 @@ from ckptkit.plan.plan import (
     Segment,
     ServerCopy,
 )
-from ckptkit.runs.run_paths import hold_at_stores
+from ckptkit.runs.local_run import hold_at_stores
 from ckptkit.storage.base import Target
 from ckptkit.storage.local.disk import LOCAL_DISK
 from ckptkit.storage.local.target import (

@@ -9,7 +9,7 @@ for any number of threads.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from pathlib import Path
@@ -31,9 +31,17 @@ from ckptkit.conversion.write import (
     write_output,
 )
 from ckptkit.core.arrays import aligned_buffer
-from ckptkit.core.checksums import join_leaves, join_sums, leaf_digest, leaf_ranges, tree_digest
+from ckptkit.core.checksums import (
+    DIGEST_SCHEME,
+    join_leaves,
+    join_sums,
+    leaf_digest,
+    leaf_ranges,
+    tree_digest,
+)
 from ckptkit.core.crc import crc32
 from ckptkit.core.errors import RefusedError, UsageError
+from ckptkit.core.index import Fqn, Shape
 from ckptkit.core.manifest import LEAF_BYTES, FileRecord, Manifest
 from ckptkit.core.threads import Throttle, run_crew
 from ckptkit.deltas.encoding import MOST_OVERWRITTEN_BYTES, Encoder, open_encoder
@@ -50,18 +58,105 @@ from ckptkit.deltas.form import (
     new_hasher,
     version_of_folder,
 )
-from ckptkit.deltas.pairs import PublishedBase, TensorPair, pair_tensors
 from ckptkit.engine.kernels import Preparations
 from ckptkit.engine.outcome import BytesWritten, Digests, Listener, Planned, Started, ignore
 from ckptkit.engine.reader import RUN_BYTES, same_bytes
 from ckptkit.engine.segment_reader import SegmentReader
 from ckptkit.options import DEFAULT_MAX_FILE_BYTES, check_choice
 from ckptkit.plan.load_report import DELTA_CREATE
-from ckptkit.plan.plan import SegmentRange, name_order
+from ckptkit.plan.plan import Segment, SegmentRange, TensorSpec, name_order
 from ckptkit.storage.base import Target
 from ckptkit.storage.local.target import LocalTarget, translate_errors
 from ckptkit.storage.locations import resolve_places
 from ckptkit.storage.places import PathLike, open_target
+
+_LISTED = 3
+_OTHER_OPTIONS = "publish the new model as a whole, or make it with the options of that version"
+
+
+class TensorPair(Struct, frozen=True):
+    """A tensor before and after."""
+
+    spec: TensorSpec  # its name, element type and shape, which are the same
+    before: tuple[int, Segment]  # where it is planned for the first model
+    after: tuple[int, Segment]  # the same of the second
+
+
+def pair_tensors(before: PlannedOutput, after: PlannedOutput) -> tuple[TensorPair, ...]:
+    """Pairs the tensors of two plans, and refuses those that are not of one model."""
+    first, second = _segments(before), _segments(after)
+    names = (before.checkpoint.path, after.checkpoint.path)
+    for one, other, location, of in (
+        (first, second, names[1], names[0]),
+        (second, first, names[0], names[1]),
+    ):
+        lacking = sorted(one.keys() - other.keys(), key=name_order)
+        if lacking:
+            more = f" and {len(lacking) - _LISTED:,} more" if len(lacking) > _LISTED else ""
+            listed = ", ".join(map(repr, lacking[:_LISTED]))
+            raise RefusedError(
+                f"lacks {listed}{more}, which {of} has; a delta needs the same tensors",
+                where=location,
+                hint="leave tensors out with --exclude, or publish the new model as a whole",
+            )
+    pairs = []
+    for name, (number, segment, spec) in second.items():
+        number_before, segment_before, spec_before = first[name]
+        if (spec.dtype, spec.shape) != (spec_before.dtype, spec_before.shape):
+            raise RefusedError(
+                f"tensor {name!r} is {spec.dtype.name} {list(spec.shape)}, and in {names[0]}"
+                f" {spec_before.dtype.name} {list(spec_before.shape)}",
+                where=names[1],
+                hint="a delta needs the same types and shapes; --dtype casts both",
+            )
+        pairs.append(TensorPair(spec, (number_before, segment_before), (number, segment)))
+    return tuple(pairs)
+
+
+def _segments(planned: PlannedOutput) -> dict[str, tuple[int, Segment, TensorSpec]]:
+    return {
+        str(segment.spec.name): (number, segment, segment.spec)
+        for file in planned.plan.files
+        for number, segment in enumerate(file.segments)
+        if segment.spec is not None
+    }
+
+
+class PublishedBase(Struct, frozen=True):
+    """The version that a delta will be applied to, as it was published.
+
+    It was made of the same checkpoint as the base of the delta, maybe with other options.
+    """
+
+    version: int  # its number
+    manifest: Manifest  # its manifest
+
+    def refuse_other_tensors(self, specs: Iterable[TensorSpec]) -> None:
+        """Refuses a base with other names, element types or shapes."""
+        records = self.manifest.tensors
+        expected = {str(name): (record.dtype, record.shape) for name, record in records.items()}
+        found = {str(spec.name): (spec.dtype.name, spec.shape) for spec in specs}
+        for name in sorted(expected.keys() | found.keys(), key=name_order):
+            if expected.get(name) != found.get(name):
+                before, now = _describe(expected.get(name)), _describe(found.get(name))
+                raise self._refused(f"tensor {name!r} was published as {before}, and is {now} now")
+
+    def refuse_other_bytes(self, digests: Mapping[str, str]) -> None:
+        """Refuses a base with other bytes; `digests` has those of all its tensors."""
+        for name, found in digests.items():
+            expected = self.manifest.tensors[Fqn(name)].digest
+            if expected.startswith(DIGEST_SCHEME) and found != expected:
+                raise self._refused(
+                    f"tensor {name!r} was published with digest {expected}, and has {found} now"
+                )
+
+    def _refused(self, message: str) -> RefusedError:
+        return RefusedError(message, where=name_version(self.version), hint=_OTHER_OPTIONS)
+
+
+def _describe(found: tuple[str, Shape] | None) -> str:
+    return "absent" if found is None else f"{found[0]} {list(found[1])}"
+
 
 _MOST_VERSION = 999_999_999
 _READ_BYTES = LEAF_BYTES // 2
@@ -74,20 +169,14 @@ _STEP_BYTES = 512 << 10
 
 
 class DeltaRequest(Struct, frozen=True):
-    """What a delta is like.
+    """What a delta is like."""
 
-    Attributes:
-        version: The version that it leads to, from the one before; None for the number in the name
-            of an output such as `weight_v000002`, and 1 for other names.
-        encoding: How changes are written.
-        checksum: The kind of the tensors' checksums.
-        max_file_bytes: Size at which a new file is begun.
-    """
-
+    # The version that it leads to, from the one before; None for the number in the name of an
+    # output such as `weight_v000002`, and 1 for other names
     version: int | None = None
-    encoding: Encoding = "xor"
-    checksum: ChecksumFormat = "xxh3-128"
-    max_file_bytes: int = DEFAULT_MAX_FILE_BYTES
+    encoding: Encoding = "xor"  # how changes are written
+    checksum: ChecksumFormat = "xxh3-128"  # the kind of the tensors' checksums
+    max_file_bytes: int = DEFAULT_MAX_FILE_BYTES  # size at which a new file is begun
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> Self:
@@ -119,22 +208,14 @@ class DeltaRequest(Struct, frozen=True):
 
 
 class EncodedTensor(Struct, frozen=True):
-    """What was found of a tensor.
+    """What was found of a tensor."""
 
-    Attributes:
-        name: The tensor.
-        extents: Where its change is in the spool, as `(start, size in bytes)`; none if it did not
-            change.
-        checksum: Of its bytes after the change, in the form of the delta.
-        digest_before: Their digest before the change.
-        changed_elements: How many elements changed.
-    """
-
-    name: str
+    name: str  # the tensor
+    # Where its change is in the spool, as `(start, size in bytes)`; none if it did not change
     extents: tuple[tuple[int, int], ...]
-    checksum: str
-    digest_before: str
-    changed_elements: int
+    checksum: str  # of its bytes after the change, in the form of the delta
+    digest_before: str  # their digest before the change
+    changed_elements: int  # how many elements changed
 
     @property
     def stored_bytes(self) -> int:
@@ -142,13 +223,7 @@ class EncodedTensor(Struct, frozen=True):
 
 
 def make_job(src: PathLike, out: PathLike, options: Mapping[str, Any]) -> ConversionJob:
-    """Returns the job that plans a model on one side of a delta.
-
-    Args:
-        src: The model, in any form.
-        out: The output of the command, with the options of its storage.
-        options: By their names in `ckptkit.api`.
-    """
+    """Returns the job that plans a model on one side of a delta."""
     values = {"base": None, **options, "also": (), "resume": False}
     job = ConversionJob.from_options(resolve_places(src, out, values), "hf")
     return replace(job, advice=DELTA_CREATE)
@@ -179,17 +254,7 @@ def create_delta(
 ) -> Manifest:
     """Writes what changed between two models; both are planned as they would be written.
 
-    Args:
-        base: The model before; its output is that of the delta.
-        new: The model after.
-        request: What the delta is like.
-        listener: Receives progress events, from several threads.
-        facts: Further entries of the manifest's `source`.
-        published: The version that the delta will be applied to, if it was published before; a
-            base that is not that very model is refused.
-
-    Returns:
-        The manifest of the delta.
+    With the manifest of a `published` version, a base that is not that very model is refused.
     """
     head = request.head_for(new.destination)
     for job in (base, new):
@@ -478,7 +543,6 @@ class _Found:
             self._end_leaf()
 
     def finish(self) -> None:
-        """Ends the last leaf."""
         if self._filled:
             self._end_leaf()
 

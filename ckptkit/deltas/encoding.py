@@ -124,14 +124,7 @@ class _OverwriteEncoder:
 def open_encoder(
     encoding: Encoding, size_bytes: int, put: Callable[[bytes], None], folder: Path | None
 ) -> Encoder:
-    """Returns an encoder for the change of one tensor.
-
-    Args:
-        encoding: How the change is written.
-        size_bytes: Of the tensor.
-        put: Takes the compressed bytes, in order.
-        folder: Where large intermediate results are put; None for the system's choice.
-    """
+    """Returns an encoder for the change of one tensor."""
     if encoding == "xor":
         return _XorEncoder(size_bytes, put)
     return _OverwriteEncoder(put, folder)
@@ -157,11 +150,7 @@ class Decoder(Protocol):
         ...
 
     def skim(self) -> int:
-        """Reads all of a change from its front, without a tensor.
-
-        Returns:
-            How many bytes the tensor has; for `overwrite`, how many at least.
-        """
+        """Reads all of a change from its front, without a tensor."""
         ...
 
 
@@ -319,15 +308,7 @@ def _refuse_other_length(content: ZstdContent, size_bytes: int, where: str) -> N
 def open_decoder(
     encoding: Encoding, read: Read, stored_bytes: int, size_bytes: int, *, where: str
 ) -> Decoder:
-    """Returns a decoder for the change of one tensor.
-
-    Args:
-        encoding: How the change is written.
-        read: Returns the compressed bytes `[start, stop)` of the change.
-        stored_bytes: How many these are.
-        size_bytes: Of the tensor.
-        where: File and tensor, for messages.
-    """
+    """Returns a decoder for the change of one tensor."""
     content = ZstdContent(read, stored_bytes, where=where, hint=HINT)
     if encoding == "xor":
         return _XorDecoder(content, where)
@@ -354,12 +335,7 @@ class ChangeStream:
     """
 
     def __init__(self, opened: Callable[[], Sequence[Decoder]], size_bytes: int) -> None:
-        """Opens nothing yet.
-
-        Args:
-            opened: Opens the decoders, in the order of their deltas.
-            size_bytes: Of the tensor.
-        """
+        """Opens nothing yet."""
         self._opened = opened
         self._size_bytes = size_bytes
         self._decoders: Sequence[Decoder] | None = None

@@ -49,7 +49,7 @@ from ckptkit.formats.parsing import (
 from ckptkit.formats.safetensors.reader import HeaderTensor, read_header
 from ckptkit.options import ChecksumFormat as ChecksumFormat  # noqa: PLC0414  of the form
 from ckptkit.options import Encoding as Encoding  # noqa: PLC0414
-from ckptkit.runs.run_paths import absent_folder
+from ckptkit.runs.find_run import absent_folder
 from ckptkit.storage.base import Source
 from ckptkit.storage.manifests import read_manifest
 from ckptkit.storage.places import PathLike, is_url, local_path, open_source, place_of
@@ -115,20 +115,14 @@ def new_hasher(checksum: ChecksumFormat) -> Hasher:
 
 
 class DeltaHead(Struct, frozen=True):
-    """What the index of a delta says about all of it.
+    """What the index of a delta says about all of it."""
 
-    Attributes:
-        version: The version that it leads to.
-        base_version: The version that it has to be applied to.
-        encoding: How a change is written: `xor` with the bytes before, or `overwrite`, the
-            positions and the new values of bytes.
-        checksum: The kind of the tensors' checksums.
-    """
-
-    version: int
-    base_version: int
+    version: int  # the version that it leads to
+    base_version: int  # the version that it has to be applied to
+    # How a change is written: `xor` with the bytes before, or `overwrite`, the positions and the
+    # new values of bytes
     encoding: Encoding = "xor"
-    checksum: ChecksumFormat = "xxh3-128"
+    checksum: ChecksumFormat = "xxh3-128"  # the kind of the tensors' checksums
 
     @classmethod
     def parse(cls, metadata: Mapping[str, Any], where: str) -> Self:
@@ -177,21 +171,13 @@ def _parse_choice(metadata: Mapping[str, Any], key: str, known: Sequence[str], w
 
 
 class DeltaTensor(Struct, frozen=True):
-    """The change of one tensor.
+    """The change of one tensor."""
 
-    Attributes:
-        name: The tensor.
-        path: The file that has the change.
-        start: First byte of the compressed change in the file.
-        stop: First byte after it.
-        checksum: Of the tensor's bytes after the change, in hexadecimal digits.
-    """
-
-    name: str
-    path: str
-    start: int
-    stop: int
-    checksum: str
+    name: str  # the tensor
+    path: str  # the file that has the change
+    start: int  # first byte of the compressed change in the file
+    stop: int  # first byte after it
+    checksum: str  # of the tensor's bytes after the change, in hexadecimal digits
 
     @property
     def size_bytes(self) -> int:
@@ -199,23 +185,14 @@ class DeltaTensor(Struct, frozen=True):
 
 
 class OpenedDelta(Struct, frozen=True):
-    """A delta, its files open and their headers parsed.
+    """A delta, its files open and their headers parsed."""
 
-    Attributes:
-        location: The place as the user named it.
-        source: Its files.
-        head: What holds for all of it.
-        tensors: The changes by the names of the tensors.
-        files: The index, and the files that it names.
-        manifest: Its manifest, if ckptkit wrote it.
-    """
-
-    location: str
-    source: Source
-    head: DeltaHead
-    tensors: Mapping[str, DeltaTensor]
-    files: tuple[FileRef, ...]
-    manifest: Manifest | None
+    location: str  # the place as the user named it
+    source: Source  # its files
+    head: DeltaHead  # what holds for all of it
+    tensors: Mapping[str, DeltaTensor]  # the changes by the names of the tensors
+    files: tuple[FileRef, ...]  # the index, and the files that it names
+    manifest: Manifest | None  # its manifest, if ckptkit wrote it
 
     @property
     def facts(self) -> Mapping[str, Any]:
@@ -251,11 +228,7 @@ def is_delta(place: PathLike) -> bool:
 
 @contextmanager
 def open_delta(place: PathLike) -> Iterator[OpenedDelta]:
-    """Opens a delta and checks its index against the headers of its files; reads no changes.
-
-    Yields:
-        The delta, its files open.
-    """
+    """Opens a delta and checks its index against the headers of its files; reads no changes."""
     place = place_of(place)
     if not is_url(place) and not local_path(place).is_dir():
         text, hint = absent_folder(place, _NAME_A_FOLDER)
@@ -349,12 +322,7 @@ def name_files(count: int) -> list[str]:
 
 
 def make_header(tensors: Sequence[tuple[str, int]], checksums: Mapping[str, str]) -> bytes:
-    """Returns the header of a file, with its length before it.
-
-    Args:
-        tensors: Names and sizes in bytes, in the order of the bytes.
-        checksums: Of these tensors after the change.
-    """
+    """Returns the header of a file, with its length before it."""
     document: dict[str, Any] = {
         _METADATA_KEY: {name: checksums[name] for name, _ in tensors},
     }

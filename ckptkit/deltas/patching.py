@@ -113,17 +113,11 @@ class ExpectedChecksum:
 
 
 class PatchKernel(Kernel, Struct, frozen=True, eq=False):
-    """Computes a tensor as another kernel does, and changes it.
+    """Computes a tensor as another kernel does, and changes it."""
 
-    Attributes:
-        inner: The other kernel.
-        changes: Of all deltas.
-        checksum: What has to come out.
-    """
-
-    inner: Kernel
-    changes: ChangeStream
-    checksum: ExpectedChecksum
+    inner: Kernel  # the other kernel
+    changes: ChangeStream  # of all deltas
+    checksum: ExpectedChecksum  # what has to come out
 
     @property
     def is_ready(self) -> bool:
@@ -409,16 +403,7 @@ class _PatchedOutput(SingleProcess):
 def apply_deltas(
     job: ConversionJob, deltas: Sequence[PathLike], listener: Listener = ignore
 ) -> Manifest:
-    """Writes the model that deltas lead to.
-
-    Args:
-        job: Of the model that the first delta is applied to, and of the output.
-        deltas: In their order.
-        listener: Receives progress events, from several threads.
-
-    Returns:
-        The manifest of the output.
-    """
+    """Writes the model that deltas lead to."""
     job.check_places()
     for delta in deltas:
         check_destination(delta, job.destination, overwrite=job.overwrite)

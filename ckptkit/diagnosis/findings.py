@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Literal
 
 from msgspec import Struct
 
 from ckptkit.core.arguments import ambiguous_truth
 from ckptkit.core.display import Displayed, Facts, plain_fields
-from ckptkit.core.text import counted, size_text
+from ckptkit.core.text import counted
 
 Severity = Literal["ok", "warning", "error"]
-_ORDER: tuple[Severity, ...] = ("error", "warning", "ok")
 
 
 class Finding(Struct, frozen=True):
@@ -38,6 +36,15 @@ class Finding(Struct, frozen=True):
     source: str = ""
 
 
+def judged(
+    name: str, severity: Severity, where: str, found: str, expected: str, advice: str
+) -> Finding:
+    """Returns a finding; one that is well expects nothing, and advises nothing."""
+    if severity == "ok":
+        return Finding(name, "ok", where, found)
+    return Finding(name, severity, where, found, expected, advice)
+
+
 class Diagnosis(Displayed, Struct, frozen=True):
     """All findings, errors first.
 
@@ -52,22 +59,13 @@ class Diagnosis(Displayed, Struct, frozen=True):
     def __bool__(self) -> bool:
         raise ambiguous_truth(self, "diagnosis.errors, or `finding.severity` of one of them")
 
-    @classmethod
-    def of(cls, where: str, findings: Sequence[Finding]) -> Diagnosis:
-        """Sorts findings by their severity."""
-        ordered = sorted(findings, key=lambda finding: _ORDER.index(finding.severity))
-        return cls(where, tuple(ordered))
-
     @property
     def errors(self) -> tuple[Finding, ...]:
-        return self._of("error")
+        return tuple(finding for finding in self.findings if finding.severity == "error")
 
     @property
     def warnings(self) -> tuple[Finding, ...]:
-        return self._of("warning")
-
-    def _of(self, severity: Severity) -> tuple[Finding, ...]:
-        return tuple(finding for finding in self.findings if finding.severity == severity)
+        return tuple(finding for finding in self.findings if finding.severity == "warning")
 
     def _facts(self) -> Facts:
         counts = [counted(len(self.errors), "error"), counted(len(self.warnings), "warning")]
@@ -78,7 +76,6 @@ class Diagnosis(Displayed, Struct, frozen=True):
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the findings as plain values."""
         return {
             "where": self.where,
             "errors": len(self.errors),
@@ -88,32 +85,17 @@ class Diagnosis(Displayed, Struct, frozen=True):
 
 
 class SaveDemand(Struct, frozen=True):
-    """What the steps of a run need.
+    """What the steps of a run need; None where it is unknown."""
 
-    Attributes:
-        step_bytes: Of one more step, without files that it shares with earlier ones; None if
-            that is unknown.
-        basis: What the size is known from, for people.
-        stored_steps: How many complete steps there are already.
-        keep_last: How many steps stay; None if all do, or if that is unknown.
-        kept_because: What that number is known from.
-        to_come: How many more steps will be saved, None if that is unknown.
-        files: How many files a step has.
-        ranks: Of the job.
-        nodes: That share its ranks evenly.
-        in_flight: How many saves may be under way at once.
-    """
-
-    step_bytes: int | None = None
-    basis: str = ""
-    stored_steps: int = 0
-    keep_last: int | None = None
+    step_bytes: int | None = None  # of one more, without files that it shares with earlier ones
+    basis: str = ""  # what the size is known from, for people
+    stored_steps: int = 0  # complete ones that are there already
+    keep_last: int | None = None  # None also if all stay
     kept_because: str = ""
     to_come: int | None = None
-    files: int = 0
+    files: int = 0  # of a step
     ranks: int = 1
-    nodes: int = 1
-    in_flight: int = 1
+    nodes: int = 1  # that share the ranks evenly
 
     @property
     def more_steps(self) -> int | None:
@@ -130,17 +112,3 @@ class SaveDemand(Struct, frozen=True):
     def node_bytes(self) -> int | None:
         """The part of a step that is on one node."""
         return None if self.step_bytes is None else -(-self.step_bytes // max(self.nodes, 1))
-
-    @property
-    def rank_bytes(self) -> int | None:
-        """The part of a step that one rank writes."""
-        return None if self.step_bytes is None else -(-self.step_bytes // max(self.ranks, 1))
-
-    @property
-    def staging_bytes(self) -> int | None:
-        """The memory of one node for the copies of saves that are under way."""
-        return None if self.node_bytes is None else self.node_bytes * self.in_flight
-
-    def describe(self) -> str:
-        """Says how large a step is, and where that is known from."""
-        return "" if self.step_bytes is None else f"{size_text(self.step_bytes)} ({self.basis})"

@@ -47,7 +47,7 @@ from ckptkit.hub.large_files import LargeFile, large_file
 from ckptkit.hub.secrets import MAX_SMALL_BYTES, refuse_secrets, secrets_in
 from ckptkit.options import ProgressOptions
 from ckptkit.plan.load_report import PUSH
-from ckptkit.runs.run_paths import ENTER_HINT, absent_folder
+from ckptkit.runs.find_run import ENTER_HINT, absent_folder
 from ckptkit.runs.step_manifests import file_problems
 from ckptkit.storage.base import Source
 from ckptkit.storage.manifests import read_manifest

@@ -44,7 +44,7 @@ from ckptkit.hub.package import (
 )
 from ckptkit.hub.secrets import find_secrets, refuse_secrets
 from ckptkit.options import check_choice
-from ckptkit.runs.run_paths import hold_source
+from ckptkit.runs.local_run import hold_source
 from ckptkit.storage.base import Source
 from ckptkit.storage.places import PathLike, open_source
 

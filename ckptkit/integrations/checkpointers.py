@@ -43,11 +43,7 @@ def register(checkpointer: Checkpointer) -> None:
 
 
 def close_all() -> list[CkptkitError]:
-    """Closes all registered Checkpointers after their saves.
-
-    Returns:
-        The errors of saves that no call has raised.
-    """
+    """Closes all registered Checkpointers after their saves; returns errors that no call raised."""
     failures: list[CkptkitError] = []
     while _OPEN:
         try:
@@ -59,11 +55,7 @@ def close_all() -> list[CkptkitError]:
 
 @contextmanager
 def naming_options(how: str) -> Iterator[None]:
-    """Has hints name the options of a Checkpointer as the user of an integration passes them.
-
-    Args:
-        how: A template of `name` and `value`.
-    """
+    """Has hints name the options of a Checkpointer as the user of an integration passes them."""
     try:
         yield
     except CkptkitError as error:
@@ -90,13 +82,7 @@ class OpenRun:
         return self._checkpointer
 
     def of(self, run: Path, options: Options, *, prefix: str | None = None) -> Checkpointer:
-        """Returns a Checkpointer for a run; the open one if it fits.
-
-        Args:
-            run: The run's directory.
-            options: For the Checkpointer.
-            prefix: The prefix of step folders, None for any.
-        """
+        """Returns a Checkpointer for a run; the open one if it fits."""
         wanted: dict[str, Any] = dict(options)
         if prefix is not None:
             wanted["prefix"] = prefix
@@ -145,13 +131,6 @@ def export_into(
 
     Other files in the folder stay, except for the weights of an earlier model. The files are
     complete once the first rank has returned.
-
-    Args:
-        checkpointer: Of any run.
-        out: The folder; created if it does not exist.
-        model: A sharded model.
-        is_first: Whether this is rank 0.
-        **options: As for `Checkpointer.export`.
     """
     options = {**options, "overwrite": True}  # replaces an export that a kill interrupted
     handle = checkpointer.export(out / BESIDE_FILES, state={"model": model}, **options)

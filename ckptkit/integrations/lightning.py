@@ -26,7 +26,7 @@ from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.formats.discovery import parse_step
 from ckptkit.integrations.checkpointers import OpenRun, naming_options
 from ckptkit.runs.marks import STEP_PREFIXES, is_step_folder
-from ckptkit.runs.save_order import RETENTION_OPTIONS
+from ckptkit.runs.retention import RETENTION_OPTIONS
 from ckptkit.storage.local.durable import remove_folder
 from ckptkit.storage.local.source import LocalSource
 from ckptkit.training import Options, SaveHandle, SaveReport
@@ -84,14 +84,7 @@ class StrategySaves:
         files: Mapping[str, bytes] | None,
         step: int | None,
     ) -> None:
-        """Copies this rank's part of the state, and writes it to a path in the background.
-
-        Args:
-            path: The directory to write; a complete one is replaced.
-            state: Models and optimizers.
-            files: Small files to add to it.
-            step: The training step, where known.
-        """
+        """Copies this rank's part of the state, and writes it to a path in the background."""
         path = path.absolute()
         with self._lock:
             self._count += 1
@@ -152,11 +145,6 @@ def load(state: Mapping[str, Any], path: Path, settings: Settings) -> None:
     """Loads a directory into models and optimizers in place, on all ranks.
 
     The directory need not be writable, and Lightning may have written it.
-
-    Args:
-        state: Models and optimizers, by their keys in the directory.
-        path: A DCP directory.
-        settings: The options of the strategy.
     """
     timeout_seconds = settings.timeout_seconds
     peers = open_peers(path, timeout_seconds=timeout_seconds)
@@ -190,13 +178,7 @@ class _ShardedSaves:
     broadcast: Any
 
     def __init__(self, *args: Any, checkpointer: Options | None = None, **kwargs: Any) -> None:
-        """Takes the arguments of Lightning's strategy.
-
-        Args:
-            *args: As for Lightning's strategy.
-            checkpointer: Options of the `Checkpointer` that saves, such as `in_flight`.
-            **kwargs: As for Lightning's strategy.
-        """
+        """Takes the arguments of Lightning's strategy."""
         super().__init__(*args, **kwargs)
         self._saves = StrategySaves(checkpointer or {})
 

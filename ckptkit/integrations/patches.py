@@ -30,22 +30,14 @@ _Version = tuple[int, int]
 
 
 class Library(Struct, frozen=True):
-    """A library that can be patched.
+    """A library that can be patched."""
 
-    Attributes:
-        module: The module after whose import it is patched.
-        title: Its name in the log.
-        first: The oldest version that `patch` is known to fit.
-        last: The newest one.
-        patch: Patches the module, all of it or nothing.
-        requires: The module of a library that it saves with, which has to be patched as well.
-    """
-
-    module: str
-    title: str
-    first: _Version
-    last: _Version
-    patch: Callable[[ModuleType, ImportPatcher], None]
+    module: str  # the module after whose import it is patched
+    title: str  # its name in the log
+    first: _Version  # the oldest version that `patch` is known to fit
+    last: _Version  # the newest one
+    patch: Callable[[ModuleType, ImportPatcher], None]  # patches the module, all of it or nothing
+    # The module of a library that it saves with, which has to be patched as well
     requires: str = ""
 
 
@@ -57,13 +49,7 @@ class ImportPatcher(importlib.abc.MetaPathFinder):
     """
 
     def __init__(self, libraries: Sequence[Library], *, waits: bool, logs: bool) -> None:
-        """Takes the libraries; call `install` to begin.
-
-        Args:
-            libraries: The libraries to patch.
-            waits: Whether every save is waited for.
-            logs: Whether this process writes to the log; one of all ranks does.
-        """
+        """Takes the libraries; call `install` to begin."""
         self.waits = waits
         self._libraries = {library.module: library for library in libraries}
         self._logs = logs

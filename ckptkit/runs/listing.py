@@ -24,17 +24,11 @@ from ckptkit.formats.discovery import (
 )
 from ckptkit.formats.registry import describe_missing, recognise
 from ckptkit.formats.zero.reader import read_tag
+from ckptkit.runs.find_run import describe_links, find_runs_nearby
+from ckptkit.runs.local_run import RunStore, marker, open_run
 from ckptkit.runs.marks import STEP_PREFIXES, is_step_folder
-from ckptkit.runs.run_paths import (
-    RunStore,
-    describe_links,
-    find_runs_nearby,
-    marker,
-    open_run,
-    read_pushes,
-    read_watch,
-)
-from ckptkit.runs.save_order import TRAINER_STATE, save_orders, trainer_state
+from ckptkit.runs.push_journal import read_pushes, read_watch
+from ckptkit.runs.retention import TRAINER_STATE, save_orders, trainer_state
 from ckptkit.runs.step_manifests import StepManifests, list_files
 from ckptkit.runs.steps import (
     RunStep,
@@ -100,7 +94,6 @@ class RunListing(Displayed, Struct, frozen=True):
         return bytes_of(file for step in self.steps for file in step.files)
 
     def to_json(self, *, now: float) -> dict[str, Any]:
-        """Returns the listing as plain values."""
         return {
             "run": self.location,
             "live": self.live,
@@ -119,15 +112,7 @@ def bytes_of(files: Iterable[StoredFile]) -> int:
 
 
 def list_run(run: PathLike, *, state: PathLike | None = None) -> RunListing:
-    """Lists the steps of a run, on any storage; headers alone are read.
-
-    Args:
-        run: The directory or URL of the run.
-        state: The folder with the state of a watch, if it is not in the run.
-
-    Returns:
-        The steps.
-    """
+    """Lists the steps of a run, on any storage; headers alone are read."""
     store = open_run(run)
     with open_source(run) as source:
         return _Listing(source, store, run, state).listing()
@@ -327,24 +312,12 @@ _CALLS = {
 """By the framework that saved a step."""
 
 
-class ResumeAdvice(Struct, frozen=True):
-    """The step to resume from.
+def advise_on_resume(listing: RunListing) -> tuple[RunStep, str] | None:
+    """Returns the step to resume from, and the line of Python that does; None without a step.
 
-    Attributes:
-        step: The newest complete one that training did not go back from, or the one that the
-            tracker of the run names.
-        call: The line of Python that resumes; empty where the framework is unknown.
+    It is the newest complete one that training did not go back from, or the one that the tracker of
+    the run names. The line is empty where the framework is unknown.
     """
-
-    step: RunStep
-    call: str
-
-    def to_json(self) -> dict[str, Any]:
-        return {"step": self.step.step, "path": self.step.path, "call": self.call}
-
-
-def advise_on_resume(listing: RunListing) -> ResumeAdvice | None:
-    """Returns the step to resume from; None if no step is complete."""
     complete = [step for step in listing.steps if step.complete]
     left = {
         (series, number)
@@ -362,7 +335,7 @@ def advise_on_resume(listing: RunListing) -> ResumeAdvice | None:
     writer = "accelerate" if is_accelerates else step.writer
     call = _CALLS.get("Transformers Trainer" if is_trainers else writer, "")
     text = call.format(path=step.path, run=listing.location, name=step.name)
-    return ResumeAdvice(step, text)
+    return step, text
 
 
 def _resume_order(step: RunStep) -> tuple[int, int, float]:

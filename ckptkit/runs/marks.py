@@ -72,11 +72,7 @@ class RunLock:
 
 
 def take_run_lock(run: Path, disk: Disk = LOCAL_DISK) -> RunLock | None:
-    """Takes the lock of a run for this process.
-
-    Returns:
-        The lock, or None if the file system has no locks.
-    """
+    """Takes the lock of a run for this process; None if the file system has no locks."""
     path = run / MARKS_FOLDER / _LOCK
     path.parent.mkdir(parents=True, exist_ok=True)
     file = _locked(path, disk)
@@ -237,12 +233,7 @@ def hold(paths: Iterable[Path], disk: Disk = LOCAL_DISK) -> FileLocks:
 
 
 def claim(paths: Iterable[Path], disk: Disk = LOCAL_DISK) -> FileLocks | None:
-    """Locks files for removal, without waiting.
-
-    Returns:
-        The mark, which keeps readers out; None if one of the files is being read. If the file
-        system has no locks, the mark is empty.
-    """
+    """Locks files for removal, without waiting; None if one of them is being read."""
     taken: list[OpenFile] = []
     try:
         for path in paths if disk.locks else ():

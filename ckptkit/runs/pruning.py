@@ -16,8 +16,8 @@ from ckptkit.core.errors import CkptkitError, OutputError, RefusedError, UsageEr
 from ckptkit.core.text import counted, size_text
 from ckptkit.engine.outcome import BytesWritten, Listener, Started, ignore
 from ckptkit.runs.listing import OF_SOME_RANKS, RunListing, bytes_of, list_run
-from ckptkit.runs.run_paths import RunStore, open_run
-from ckptkit.runs.save_order import (
+from ckptkit.runs.local_run import RunStore, open_run
+from ckptkit.runs.retention import (
     Retention,
     Rule,
     missing_metric,
@@ -31,19 +31,6 @@ from ckptkit.storage.places import PathLike
 Action = Literal["keep", "remove", "failed"]
 
 _SETTLED_SECONDS = 600.0  # after which nothing is still saving a step
-
-
-class PruneLimits(Struct, frozen=True):
-    """What is removed although no rule removes it.
-
-    Attributes:
-        incomplete: Whether incomplete steps go, if nothing writes to them any more.
-        total_bytes: The size that all steps may have together; None for no limit. The newest
-            complete step stays, and the best one, and steps that something needs.
-    """
-
-    incomplete: bool = False
-    total_bytes: int | None = None
 
 
 class PrunedStep(Struct, frozen=True):
@@ -101,7 +88,6 @@ class Pruned(Displayed, Struct, frozen=True):
         return Facts(self.location, lines, ("step", "action", "why"), rows)
 
     def to_json(self, *, now: float) -> dict[str, Any]:
-        """Returns the report as plain values."""
         return {
             "run": self.location,
             "dry_run": self.dry_run,
@@ -124,28 +110,20 @@ def prune_run(
     protected: Collection[int] = (),
     dry_run: bool = False,
     state: PathLike | None = None,
-    limits: PruneLimits = PruneLimits(),
+    incomplete: bool = False,
+    most_bytes: int | None = None,
     listener: Listener = ignore,
 ) -> Pruned:
-    """Removes the steps of a run that no rule keeps, and those that limits do not allow.
+    """Removes the steps of a run that no rule keeps.
 
     Whatever the rules say, these stay: the newest complete step, incomplete steps, steps that are
     being read or pushed, the best step of a Trainer, and the step that a tracker names. After a
     kill each step is complete or gone, and the next pruning finishes the removal.
 
-    Args:
-        run: The directory or URL of the run.
-        retention: The rules; steps whose names differ in numbers only are counted together.
-        protected: Numbers of further steps that stay.
-        dry_run: Whether to report only what would be done.
-        state: The folder with the state of a watch, if it is not in the run.
-        limits: What is removed in addition.
-        listener: Receives progress events; the bytes are those that are removed.
-
-    Returns:
-        The result for each step.
+    With `incomplete`, incomplete steps go too, if nothing writes to them any more. With
+    `most_bytes`, the oldest go until all together take no more than that.
     """
-    if retention.keeps_all and limits == PruneLimits():
+    if retention.keeps_all and not incomplete and most_bytes is None:
         raise UsageError(
             "no rule says which steps stay",
             where="prune",
@@ -154,11 +132,13 @@ def prune_run(
         )
     store = open_run(run)
     listing = list_run(run, state=state)
-    judge = _Verdicts(listing, retention, frozenset(protected), limits)
-    verdicts, notes = judge.all()
+    judge = _Verdicts(listing, retention, protected, incomplete=incomplete)
+    verdicts = judge.all()
+    notes: list[str] = []
+    if most_bytes is not None:
+        verdicts, notes = judge.fit(verdicts, most_bytes)
     listing = replace(listing, notes=(*listing.notes, *notes))
-    pruning = _Pruning(store, listing, verdicts, judge.newest)
-    return pruning.run(dry_run=dry_run, listener=listener)
+    return _execute_all(store, listing, verdicts, judge.newest, listener, dry_run=dry_run)
 
 
 class _Verdicts:
@@ -168,11 +148,12 @@ class _Verdicts:
         self,
         listing: RunListing,
         retention: Retention,
-        protected: frozenset[int],
-        limits: PruneLimits,
+        protected: Collection[int],
+        *,
+        incomplete: bool,
     ) -> None:
         self._listing = listing
-        self._limits = limits
+        self._removes_incomplete = incomplete
         self._now = time.time()
         self._retention = retention
         self._protected = protected
@@ -194,8 +175,7 @@ class _Verdicts:
                 newest = max(complete, key=lambda step: (step.modified, step.step))
                 self._newest_files.add(newest.name)
 
-    def all(self) -> tuple[list[PrunedStep], list[str]]:
-        """Returns the verdicts, and notes."""
+    def all(self) -> list[PrunedStep]:
         if missing_metric(self._listing.steps, self._retention):
             where = f"--keep-best {self._retention.keep_best}"
             raise unknown_metric((step.metrics for step in self._listing.steps), where=where)
@@ -203,14 +183,10 @@ class _Verdicts:
         for step in self._listing.steps:
             series.setdefault(step.series, []).append(step)
         verdicts = [verdict for steps in series.values() for verdict in self._of_series(steps)]
-        verdicts.sort(key=lambda verdict: (verdict.step.step, verdict.step.name))
-        return self._fit(verdicts)
+        return sorted(verdicts, key=lambda verdict: (verdict.step.step, verdict.step.name))
 
-    def _fit(self, verdicts: list[PrunedStep]) -> tuple[list[PrunedStep], list[str]]:
-        """Has the oldest steps removed until the others fit into the limit."""
-        limit = self._limits.total_bytes
-        if limit is None:
-            return verdicts, []
+    def fit(self, verdicts: Sequence[PrunedStep], limit: int) -> tuple[list[PrunedStep], list[str]]:
+        """Has the oldest steps removed until the others fit into the limit; returns notes too."""
         kept = {v.step.name: v for v in verdicts if v.action == "keep"}
         gone: set[str] = set()
         order = sorted(kept.values(), key=lambda v: (v.step.save_number, v.step.step))
@@ -256,7 +232,7 @@ class _Verdicts:
         """Returns why an incomplete step is not removed; empty if it is."""
         problem = f"not complete: {step.problem}"
         complete = [one.step for one in steps if one.complete]
-        if not self._limits.incomplete:
+        if not self._removes_incomplete:
             return problem
         if not complete:
             return f"{problem}; no step is complete, and it may be all that is left"
@@ -285,78 +261,68 @@ def _size_of(verdicts: Iterable[PrunedStep]) -> int:
     return bytes_of(file for verdict in verdicts for file in verdict.step.files)
 
 
-class _Pruning:
-    """Executes the verdicts."""
-
-    def __init__(
-        self,
-        store: RunStore,
-        listing: RunListing,
-        verdicts: Sequence[PrunedStep],
-        newest: Mapping[str, RunStep],
-    ) -> None:
-        self._store = store
-        self._listing = listing
-        self._verdicts = verdicts
-        self._newest = newest
-
-    def run(self, *, dry_run: bool, listener: Listener) -> Pruned:
-        notes = list(self._listing.notes)
-        try:
-            cleared = tuple(self._store.clear_up(remove=not dry_run))
-        except OutputError as error:
-            cleared = ()
-            notes.append(str(error))
-        bound = [verdict.step for verdict in self._verdicts if verdict.action == "remove"]
-        if bound and not dry_run:
-            listener(Started(sum(step.size_bytes for step in bound)))
-        executed = []
-        for verdict in self._verdicts:
-            executed.append(self._execute(verdict, dry_run=dry_run))
-            if verdict.action == "remove" and not dry_run:
-                listener(BytesWritten(verdict.step.size_bytes))
-        steps = tuple(executed)
-        gone = [f for pruned in steps if pruned.action == "remove" for f in pruned.step.files]
-        names = Counter(file.inode for file in gone if file.inode)
-        freed = {  # files with other names that stay free nothing
-            file.inode or file.path: file.size_bytes
-            for file in gone
-            if not file.inode or names[file.inode] >= file.links
-        }
-        return Pruned(
-            location=self._listing.location,
-            dry_run=dry_run,
-            steps=steps,
-            freed_bytes=sum(freed.values()),
-            cleared=cleared,
-            notes=tuple(notes),
-        )
-
-    def _execute(self, verdict: PrunedStep, *, dry_run: bool) -> PrunedStep:
+def _execute_all(
+    store: RunStore,
+    listing: RunListing,
+    verdicts: Sequence[PrunedStep],
+    newest: Mapping[str, RunStep],
+    listener: Listener,
+    *,
+    dry_run: bool,
+) -> Pruned:
+    notes = list(listing.notes)
+    try:
+        cleared = tuple(store.clear_up(remove=not dry_run))
+    except OutputError as error:
+        cleared = ()
+        notes.append(str(error))
+    bound = [verdict.step for verdict in verdicts if verdict.action == "remove"]
+    if bound and not dry_run:
+        listener(Started(sum(step.size_bytes for step in bound)))
+    steps = []
+    for verdict in verdicts:
         if verdict.action != "remove":
-            return verdict
-        step = verdict.step
+            steps.append(verdict)
+            continue
         try:
             if dry_run:
-                is_free = not self._store.in_use(step.name, step.markers)
+                is_free = not store.in_use(verdict.step.name, verdict.step.markers)
             else:
-                is_free = self._remove(step)
+                is_free = _remove(store, verdict.step, newest[verdict.step.series])
+            done = verdict if is_free else PrunedStep(verdict.step, "keep", "it is being read")
         except CkptkitError as error:
-            return PrunedStep(step, "failed", error.message)
-        return verdict if is_free else PrunedStep(step, "keep", "it is being read")
+            done = PrunedStep(verdict.step, "failed", error.message)
+        steps.append(done)
+        if not dry_run:
+            listener(BytesWritten(verdict.step.size_bytes))
+    gone = [f for pruned in steps if pruned.action == "remove" for f in pruned.step.files]
+    names = Counter(file.inode for file in gone if file.inode)
+    freed = {  # files with other names that stay free nothing
+        file.inode or file.path: file.size_bytes
+        for file in gone
+        if not file.inode or names[file.inode] >= file.links
+    }
+    return Pruned(
+        location=listing.location,
+        dry_run=dry_run,
+        steps=tuple(steps),
+        freed_bytes=sum(freed.values()),
+        cleared=cleared,
+        notes=tuple(notes),
+    )
 
-    def _remove(self, step: RunStep) -> bool:
-        mark = self._store.claim(step.name, step.markers, step.files)
-        if mark is None:
-            return False
-        with mark:
-            newest = self._newest[step.series]
-            if not all(self._store.is_there(path) for path in newest.markers):
-                raise RefusedError(
-                    f"not removed, since {newest.name}, the newest complete step, is gone"
-                    " meanwhile",
-                    where=self._listing.location,
-                    hint="check what else prunes the run, then run again",
-                )
-            self._store.remove(step.name, step.files)
-        return True
+
+def _remove(store: RunStore, step: RunStep, newest: RunStep) -> bool:
+    """Removes a step; returns whether it was not being read."""
+    mark = store.claim(step.name, step.markers, step.files)
+    if mark is None:
+        return False
+    with mark:
+        if not all(store.is_there(path) for path in newest.markers):
+            raise RefusedError(
+                f"not removed, since {newest.name}, the newest complete step, is gone meanwhile",
+                where=store.location,
+                hint="check what else prunes the run, then run again",
+            )
+        store.remove(step.name, step.files)
+    return True

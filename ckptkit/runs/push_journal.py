@@ -28,7 +28,7 @@ from ckptkit.runs.marks import FileLocks, identity_in
 from ckptkit.storage.local.disk import LOCAL_DISK, Disk, OpenFile, is_out_of_space
 from ckptkit.storage.local.durable import replace_file
 from ckptkit.storage.local.ownership import make_private, refuse_planted
-from ckptkit.storage.locations import MARKS_FOLDER
+from ckptkit.storage.locations import MARKS_FOLDER, PathLike, is_url, local_path
 
 WATCH_FOLDER = f"{MARKS_FOLDER}/watch"
 _LOCK = "lock"
@@ -89,7 +89,6 @@ class WatchStatus(Struct, frozen=True):
     problem: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the status as plain values."""
         failed = {str(step): why for step, why in sorted(self.failed.items())}
         return {**plain_fields(self), "waiting": list(self.waiting), "failed": failed}
 
@@ -197,6 +196,26 @@ def read_journals(state: Path) -> tuple[StepPush, ...]:
         except (OSError, FormatError):
             continue  # damaged
     return tuple(sorted(pushes, key=lambda push: push.step))
+
+
+def read_pushes(run: PathLike, state: PathLike | None) -> tuple[StepPush, ...]:
+    """Returns the pushes that a watch has recorded for a run."""
+    folder = _watch_folder(run, state)
+    return () if folder is None else read_journals(folder)
+
+
+def read_watch(run: PathLike, state: PathLike | None) -> WatchStatus | None:
+    """Returns what the last watch of a run has not pushed; None where there was none."""
+    folder = _watch_folder(run, state)
+    status = None if folder is None else read_status(folder)
+    return status if status is not None and status.repo_id else None
+
+
+def _watch_folder(run: PathLike, state: PathLike | None) -> Path | None:
+    """Returns the folder with the state of a watch; None where it is unknown."""
+    if state is not None:
+        return Path(state)
+    return None if is_url(run) else local_path(run) / WATCH_FOLDER
 
 
 def take_watch_lock(state: Path, run: Path | None, disk: Disk = LOCAL_DISK) -> FileLocks:

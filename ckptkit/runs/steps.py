@@ -12,16 +12,14 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from msgspec import Struct, field
 
 from ckptkit.core.errors import CkptkitError, InputError
 from ckptkit.core.manifest import MANIFEST_NAME, TRAINING, Manifest
+from ckptkit.runs.push_journal import StepPush
 from ckptkit.storage.manifests import read_local_manifest
-
-if TYPE_CHECKING:
-    from ckptkit.runs.push_journal import StepPush
 
 _NUMBER = re.compile(r"\d+")
 
@@ -60,7 +58,7 @@ class RunStep(Struct, frozen=True):
         save_number: The larger, the later the step was saved, compared with others of its series;
             0 where unknown. ckptkit counts the saves of a run, across its jobs. Clocks are not
             used, since the next job may run on another host; for steps that other frameworks
-            saved, `ckptkit.runs.save_order` decides whether times can be used.
+            saved, `ckptkit.runs.retention` decides whether times can be used.
         protected: Whether something needs it, whatever the rules of a retention say.
         writer: The framework that saved it; empty where unknown.
         size_bytes: Of its files; those that it shares with other steps count in each.
@@ -180,15 +178,9 @@ def list_saved_steps(
 ) -> tuple[RunStep, ...]:
     """Lists steps that ckptkit saved; a step is complete if its manifest matches its files.
 
-    Args:
-        numbers: The numbers of the steps, by names of their folders.
-        files: Access to them.
-        known: What an earlier listing found; updated. A complete step is looked into again only
-            once it was replaced.
-
-    Returns:
-        The steps by number, except that those that training went back from, see `abandoned`, come
-        first: training resumes from the last one, and from these as a last resort.
+    Training resumes from the last one of the list. Those that training went back from, see
+    `abandoned`, come first: they are a last resort. `known` is what an earlier listing found, and
+    is updated: a complete step is looked into again only once it was replaced.
     """
     earlier = {} if known is None else dict(known)
     steps: list[RunStep] = []

@@ -16,7 +16,7 @@ from ckptkit.consumers.side_files import is_side_file
 from ckptkit.core.errors import InputError, NotACheckpointError
 from ckptkit.core.manifest import MANIFEST_NAME, SIDE_FOLDER
 from ckptkit.formats.discovery import name_step, parse_step
-from ckptkit.runs.run_paths import ENTER_HINT, absent_run, describe_links
+from ckptkit.runs.find_run import ENTER_HINT, absent_run, describe_links
 from ckptkit.runs.steps import StoredFile
 from ckptkit.storage.locations import is_work_folder
 from ckptkit.storage.places import PathLike, is_url, local_path, open_source
@@ -61,21 +61,13 @@ def kind_of(path: str) -> str:
 
 
 class StepUsage(Struct, frozen=True):
-    """What a step takes.
+    """What a step takes."""
 
-    Attributes:
-        name: Its folder; empty for files of the run that are in no step.
-        size_bytes: Of all its files.
-        freed_bytes: What its removal would free: files without names elsewhere.
-        kinds: Bytes by kind.
-        files: How many files it has.
-    """
-
-    name: str
-    size_bytes: int
-    freed_bytes: int
-    kinds: Mapping[str, int]
-    files: int
+    name: str  # its folder; empty for files of the run that are in no step
+    size_bytes: int  # of all its files
+    freed_bytes: int  # what its removal would free: files without names elsewhere
+    kinds: Mapping[str, int]  # bytes by kind
+    files: int  # how many files it has
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -89,18 +81,12 @@ class StepUsage(Struct, frozen=True):
 
 
 class RunUsage(Struct, frozen=True):
-    """What a run takes.
+    """What a run takes."""
 
-    Attributes:
-        path: Its folder.
-        size_bytes: Of all files; one with several names counts once.
-        kinds: The same by kind.
-        steps: Its steps in the order of their numbers, and then what is in no step.
-    """
-
-    path: str
-    size_bytes: int
-    kinds: Mapping[str, int]
+    path: str  # its folder
+    size_bytes: int  # of all files; one with several names counts once
+    kinds: Mapping[str, int]  # the same by kind
+    # Its steps in the order of their numbers, and then what is in no step
     steps: tuple[StepUsage, ...]
 
     def to_json(self) -> dict[str, Any]:
@@ -113,12 +99,7 @@ class RunUsage(Struct, frozen=True):
 
 
 def measure_runs(place: PathLike) -> tuple[RunUsage, ...]:
-    """Measures all runs at or below a place, the largest first; no file is opened.
-
-    Raises:
-        NotACheckpointError: If there is no run.
-        InputError: If it cannot be listed.
-    """
+    """Measures all runs at or below a place, the largest first; no file is opened."""
     files = list(_list_remote(place) if is_url(place) else _list_local(local_path(place)))
     location = os.fspath(place).rstrip("/")
     runs: dict[str, list[tuple[str, StoredFile]]] = defaultdict(list)

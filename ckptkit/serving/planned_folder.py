@@ -36,7 +36,7 @@ from ckptkit.engine.reader import RUN_BYTES, Origin
 from ckptkit.engine.segment_reader import Inputs, SegmentReader
 from ckptkit.options import Resources
 from ckptkit.plan.plan import TASK_BYTES, Compute, Literal, OutputFile, RawCopy, cut_into_tasks
-from ckptkit.runs.run_paths import hold_at_stores
+from ckptkit.runs.local_run import hold_at_stores
 from ckptkit.serving.plans import ServePlan
 from ckptkit.storage.base import Source
 from ckptkit.storage.places import place_of

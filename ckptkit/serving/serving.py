@@ -13,7 +13,7 @@ from ckptkit.core.errors import AccessError, CkptkitError, StorageError
 from ckptkit.core.text import Closing, event_of_note
 from ckptkit.engine.outcome import Event, Planned
 from ckptkit.hub.watch.watched_steps import WatchedRun
-from ckptkit.runs.run_paths import find_run
+from ckptkit.runs.find_run import find_run
 from ckptkit.runs.steps import abandoned
 from ckptkit.serving.planned_folder import IdleReaders, PlannedFolder, divide_memory
 from ckptkit.serving.plans import ServePlan

@@ -40,7 +40,7 @@ from ckptkit.core.text import a_kind
 from ckptkit.core.threads import weak_callback
 from ckptkit.runs.marks import is_step_folder
 from ckptkit.runs.push_journal import WATCH_FOLDER, WatchStatus, read_status, write_status
-from ckptkit.runs.save_order import Retention
+from ckptkit.runs.retention import Retention
 from ckptkit.storage.places import Place
 from ckptkit.training.agree.key_values import KeyValueStore
 from ckptkit.training.environment import own_environment

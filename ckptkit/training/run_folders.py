@@ -26,7 +26,7 @@ from ckptkit.runs.marks import (
     take_request,
     take_run_lock,
 )
-from ckptkit.runs.save_order import Retention, missing_metric, steps_to_remove
+from ckptkit.runs.retention import Retention, missing_metric, steps_to_remove
 from ckptkit.runs.steps import (
     KnownSteps,
     LocalStepFiles,

@@ -20,7 +20,7 @@ from ckptkit.core.errors import UsageError
 from ckptkit.core.text import a_kind
 from ckptkit.options import parse_size
 from ckptkit.runs.marks import STEP_PREFIXES
-from ckptkit.runs.save_order import RETENTION_OPTIONS, BestMode, Retention
+from ckptkit.runs.retention import RETENTION_OPTIONS, BestMode, Retention
 from ckptkit.training.agree.peers import name_ranks
 from ckptkit.training.handle import SaveReport
 from ckptkit.training.pushing import HubSettings, HubStrategy, check_hub

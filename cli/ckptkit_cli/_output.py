@@ -29,7 +29,7 @@ from ckptkit.version import __version__
 
 if TYPE_CHECKING:
     from ckptkit.core.index import Problem
-    from ckptkit.report.documents import ReportDocument
+    from ckptkit.report.page import ReportDocument
 
 _MIN_ELASTIC = 16
 _MAX_TEXT = 2000

@@ -29,7 +29,7 @@ def _count(flag: str, help_text: str) -> Option:
         "places",
         "[RUN|CONFIG]...",
         "The run, or where it will be, as a directory or a URL; and configuration files of"
-        " accelerate, DeepSpeed or the Trainer (YAML or JSON). By default this directory.",
+        " accelerate or the Trainer (YAML or JSON). By default this directory.",
         repeated=True,
         optional=True,
     ),
@@ -47,7 +47,6 @@ def _count(flag: str, help_text: str) -> Option:
     Option(
         "--local", READ, "The directory on the node's own disk where steps are saved first.", "DIR"
     ),
-    Option("--push", READ, "Ask the Hub whether the token may push to this repository.", "REPO_ID"),
     Option("--no-probe", OUTPUT, "Write nothing; locks and speed are not tried then."),
     SRC_OPTION,
     JSON,
@@ -66,9 +65,8 @@ def doctor(
         ckptkit doctor runs/llama accelerate.yaml --keep-last 3
 
     Room for the steps to come, memory, /dev/shm, limits of processes and files, the file system and
-    its speed, installed versions with known faults, settings of accelerate, DeepSpeed and the
-    Trainer, the token for the Hub, and conditions and checksums of S3. Run it on the node, and in
-    the environment, of the training.
+    its speed, installed versions with known faults, and conditions and checksums of S3. Run it on
+    the node, and in the environment, of the training.
 
     Writes nothing but a probe: a file without a name of at most 256 MB for about a second, or three
     small objects in a store, which it removes. Exits with 6 if there is an error.

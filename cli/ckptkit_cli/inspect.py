@@ -167,7 +167,7 @@ def _write_page(
     """Writes the page of a checkpoint, with the run that it is in, if there is to be one."""
     if page["html"] is None:
         return []
-    from ckptkit.report.documents import plan_inspection_report
+    from ckptkit.report.page import plan_inspection_report
 
     statistics, remark = None, ""
     if page["stats"]:

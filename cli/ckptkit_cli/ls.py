@@ -25,7 +25,7 @@ from ckptkit_cli._output import (
 from ckptkit_cli._program import Option, command
 
 if TYPE_CHECKING:
-    from ckptkit.runs.listing import ResumeAdvice, RunListing
+    from ckptkit.runs.listing import RunListing
     from ckptkit.runs.steps import RunStep
     from ckptkit.storage.places import PathLike
 
@@ -71,7 +71,11 @@ def ls(
         problems = found.get(entry["name"])
         entry["verified"] = None if problems is None else not problems
         entry["damage"] = problems or []
-    output.document(document | {"resume": None if advice is None else advice.to_json()})
+    document["resume"] = None
+    if advice is not None:
+        step, call = advice
+        document["resume"] = {"step": step.step, "path": step.path, "call": call}
+    output.document(document)
     output.lines(listing_page(output, listing, advice, now=now, found=found))
     exit_unless(not damaged)
 
@@ -115,7 +119,7 @@ def age_text(seconds: float) -> str:
 
 def find_the_run(output: Output, run: PathLike) -> PathLike:
     """Returns the run at or below a directory, and warns if it is below."""
-    from ckptkit.runs.run_paths import find_run
+    from ckptkit.runs.find_run import find_run
 
     below = find_run(run)
     if os.fspath(below) != os.fspath(run):
@@ -126,7 +130,7 @@ def find_the_run(output: Output, run: PathLike) -> PathLike:
 def listing_page(
     output: Output,
     listing: RunListing,
-    advice: ResumeAdvice | None,
+    advice: tuple[RunStep, str] | None,
     *,
     now: float,
     found: Mapping[str, list[str]],
@@ -178,17 +182,18 @@ def _watch_lines(listing: RunListing) -> Iterator[str]:
 
 
 def _resume_lines(
-    output: Output, listing: RunListing, advice: ResumeAdvice | None
+    output: Output, listing: RunListing, advice: tuple[RunStep, str] | None
 ) -> Iterator[str]:
     if advice is None:
         text = "no step is complete: training would begin anew"
         yield from wrapped(text, width=output.width)
         return
-    newer = [s.name for s in listing.steps if s.step > advice.step.step]
-    text = f"resume from {advice.step.name}" + ("" if newer else ", the newest")
+    step, call = advice
+    newer = [s.name for s in listing.steps if s.step > step.step]
+    text = f"resume from {step.name}" + ("" if newer else ", the newest")
     yield f"  {escaped(text)}"
-    if advice.call:
-        yield f"    {output.styled(escaped(advice.call), 'cyan')}"
+    if call:
+        yield f"    {output.styled(escaped(call), 'cyan')}"
 
 
 def step_facts(step: RunStep, now: float) -> tuple[str, str, str]:

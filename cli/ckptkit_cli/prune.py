@@ -67,20 +67,20 @@ def prune(
     are being read or pushed, or that the Trainer calls its best, and without --incomplete those
     that are not complete. If the command is killed, each step is either whole or gone.
     """
-    from ckptkit.runs.pruning import PruneLimits, prune_run
-    from ckptkit.runs.save_order import Retention
+    from ckptkit.runs.pruning import prune_run
+    from ckptkit.runs.retention import Retention
     from ckptkit_cli._progress import Progress
 
     retention = Retention(keep_last, keep_every, keep_best, best_mode)
     place = find_the_run(output, place_of(run, src_option))
-    limits = PruneLimits(incomplete, max_total_size)
     with Progress(output, "prune") as progress:
         pruned = prune_run(
             place,
             retention,
             dry_run=dry_run,
             state=state,
-            limits=limits,
+            incomplete=incomplete,
+            most_bytes=max_total_size,
             listener=progress.listen,
         )
     now = time.time()

@@ -59,8 +59,8 @@ def save_now(output: Output, run: str, wait: float | None) -> None:
 
 def _request_save(output: Output, run: str, path: Path) -> dict[int, tuple[Path, int]]:
     """Writes the request, and returns the steps that existed before."""
+    from ckptkit.runs.find_run import absent_run
     from ckptkit.runs.marks import ask_for_save, committed_steps, run_is_live
-    from ckptkit.runs.run_paths import absent_run
 
     if not path.is_dir():
         raise absent_run(run)

@@ -216,7 +216,7 @@ def diff(
     progress.warn(progress.notes)
     written: list[str] = []
     if html is not None:
-        from ckptkit.report.documents import plan_difference_report
+        from ckptkit.report.page import plan_difference_report
 
         written = write_html(plan_difference_report(difference), html, overwrite=overwrite)
     output.document(difference.to_json())

@@ -247,7 +247,7 @@ def watch(output: Output, json_lines: bool, **typed: Any) -> None:
 def _make_request(values: Mapping[str, Any]) -> WatchRequest:
     from ckptkit.hub.watch.build import PushChoice
     from ckptkit.hub.watch.watch import WATCH_RETRIES, WatchRequest
-    from ckptkit.runs.save_order import RETENTION_OPTIONS, Retention
+    from ckptkit.runs.retention import RETENTION_OPTIONS, Retention
 
     run = Place(values["run"], values["src_option"] | (values["src_options_from"] or {}))
     state = None if values["state"] is None else Path(values["state"])
@@ -380,7 +380,7 @@ def _find_run(request: WatchRequest, page: WatchPage, values: Mapping[str, Any])
     A watch without an end keeps the folder that it was given, which may get steps.
     """
     from ckptkit.hub.watch.watch import WatchEvent
-    from ckptkit.runs.run_paths import find_run
+    from ckptkit.runs.find_run import find_run
 
     if _is_of_training(values):
         return request

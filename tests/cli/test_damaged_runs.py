@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import ckptkit
-from ckptkit.runs.run_paths import find_run
+from ckptkit.runs.find_run import find_run
 from ckptkit.runs.usage import measure_runs
 from tests.command_line import run_command
 from tests.other_user import as_nobody, needs_root, open_folder

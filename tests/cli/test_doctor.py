@@ -8,14 +8,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.command_line import run_command
-from tests.hub_server import TOKEN, HubServer
 from tests.object_store import SECRET, ObjectStore
 
 ROOT = Path(__file__).parents[2]
@@ -24,12 +22,6 @@ RUN = ROOT / "fixtures" / "written_by_0_1" / "run"
 
 def findings(stdout: str) -> dict[str, dict[str, Any]]:
     return {finding["id"]: finding for finding in json.loads(stdout)["findings"]}
-
-
-@pytest.fixture(scope="module")
-def hub() -> Iterator[HubServer]:
-    with HubServer() as server:
-        yield server
 
 
 def test_a_sound_run_is_0_and_an_error_is_6(tmp_path: Path) -> None:
@@ -64,53 +56,6 @@ def test_wrong_arguments_are_refused(arguments: list[Any], status: int, message:
     assert done.returncode == status, done.stderr
     assert message in done.stderr
     assert "secret" not in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("repo_id", "role", "severity", "say"),
-    [
-        ("me/model", "write", "ok", "is made at the first push"),
-        ("org/model", "write", "ok", "is made at the first push"),
-        ("me/model", "read", "error", "a token that may write"),
-        ("other/model", "write", "error", "log in as a member of other"),
-    ],
-)
-def test_the_hub_is_asked_what_the_token_may_do(
-    hub: HubServer,
-    monkeypatch: pytest.MonkeyPatch,
-    repo_id: str,
-    role: str,
-    severity: str,
-    say: str,
-) -> None:
-    from huggingface_hub import constants
-
-    import ckptkit
-
-    hub.clear()
-    hub.roles = {"me": role}
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "ENDPOINT", hub.url)
-    monkeypatch.setenv("HF_TOKEN", TOKEN)
-    judged = ckptkit.doctor(RUN, push=repo_id, probe=False)
-    (found,) = (finding for finding in judged.findings if finding.id == "hub")
-    assert found.severity == severity
-    assert say in repr(found)
-    assert TOKEN not in repr(judged.to_json())
-    assert not hub.has(repo_id)
-
-
-def test_a_hub_that_is_not_there_costs_a_bounded_wait_and_is_said() -> None:
-    environment = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_TOKEN": TOKEN, "HF_HUB_OFFLINE": "0"}
-    began = time.monotonic()
-    done = run_command("doctor", "--no-probe", "--push", "me/x", "--json", **environment)
-    assert time.monotonic() - began < 30
-    assert done.returncode == 6
-    assert findings(done.stdout)["hub"]["expected"] == "an answer"
-    assert TOKEN not in done.stdout + done.stderr
-    offline = run_command("doctor", "--no-probe", "--json", HF_HUB_OFFLINE="1")
-    assert offline.returncode == 0
-    assert "offline mode is on" in findings(offline.stdout)["hub"]["found"]
 
 
 def test_a_store_is_tried_and_left_as_it_was(object_store: ObjectStore) -> None:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 import ckptkit
 from ckptkit.conversion.inspect import run_inspection
-from ckptkit.report.documents import plan_inspection_report
+from ckptkit.report.page import plan_inspection_report
 from ckptkit_cli.main import main
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"

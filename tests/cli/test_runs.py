@@ -9,7 +9,7 @@ import pytest
 
 import ckptkit
 from ckptkit.core.manifest import MANIFEST_NAME
-from ckptkit.runs.run_paths import hold_step
+from ckptkit.runs.local_run import hold_step
 from tests.command_line import run_command as run
 from tests.made_up_runs import save_step
 from tests.object_store import ObjectStore

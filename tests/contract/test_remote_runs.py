@@ -20,7 +20,7 @@ from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.engine.outcome import Event, Started
 from ckptkit.options import ConsolidateRequest
 from ckptkit.plan.plan import Share
-from ckptkit.runs.run_paths import hold_step
+from ckptkit.runs.local_run import hold_step
 from ckptkit.storage.places import Place
 from tests.made_up_runs import save_step
 from tests.object_store import Bucket, Fault, ObjectStore
@@ -109,7 +109,7 @@ def test_a_mark_of_a_process_that_died_long_ago_keeps_nothing(
     bucket: Bucket, run: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bucket.put("run/.ckptkit/in-use/checkpoint-1/0123.json", b"{}")
-    monkeypatch.setattr("ckptkit.runs.remote._LIFE_SECONDS", -3600.0)
+    monkeypatch.setattr("ckptkit.runs.remote_run._LIFE_SECONDS", -3600.0)
     bucket.put("run/.ckptkit/in-use/checkpoint-0/4567.json", b"{}")  # of a step that is gone
     ckptkit.prune(run, keep_last=1)
     assert left(bucket) == ["checkpoint-3"]
@@ -130,7 +130,7 @@ def test_who_may_only_read_reads_without_a_mark(
 def test_a_reader_that_comes_during_a_removal_is_told(
     bucket: Bucket, run: Place, object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ckptkit.runs.remote._TRY_SECONDS", 0.0)
+    monkeypatch.setattr("ckptkit.runs.remote_run._TRY_SECONDS", 0.0)
     told: list[type[Exception]] = []
 
     def read() -> None:

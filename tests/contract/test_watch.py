@@ -19,7 +19,7 @@ from ckptkit.hub import pull
 from ckptkit.hub.watch.build import BuildSettings, PushChoice
 from ckptkit.hub.watch.watch import WatchEvent, WatchRequest, run_watch
 from ckptkit.runs.push_journal import WATCH_FOLDER, read_journals
-from ckptkit.runs.save_order import Retention
+from ckptkit.runs.retention import Retention
 from ckptkit.storage.places import PathLike, Place
 from ckptkit.storage.remote.errors import RetryPolicy
 from tests.hub_models import add_step

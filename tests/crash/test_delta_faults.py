@@ -33,8 +33,7 @@ from ckptkit.core.errors import (
     UnsafePathError,
     UnsupportedError,
 )
-from ckptkit.deltas.create import DeltaRequest, create_delta, make_job
-from ckptkit.deltas.pairs import PublishedBase
+from ckptkit.deltas.create import DeltaRequest, PublishedBase, create_delta, make_job
 from ckptkit.engine.outcome import BytesWritten, Event
 from tests.small_deltas import (
     LEAF,

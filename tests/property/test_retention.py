@@ -7,7 +7,7 @@ import math
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ckptkit.runs.save_order import Retention, steps_to_remove
+from ckptkit.runs.retention import Retention, steps_to_remove
 from ckptkit.runs.steps import RunStep, abandoned
 
 METRICS = st.dictionaries(st.sampled_from(["loss", "accuracy"]), st.none() | st.floats())

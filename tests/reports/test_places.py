@@ -20,8 +20,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 import ckptkit
 from ckptkit.core.errors import AmbiguousSourceError, CkptkitError, NotACheckpointError
+from ckptkit.runs.find_run import find_run
 from ckptkit.runs.listing import list_run
-from ckptkit.runs.run_paths import find_run, hold_step
+from ckptkit.runs.local_run import hold_step
 from ckptkit.storage.places import PathLike, Place
 from tests.command_line import Result, run_command
 from tests.compared_models import model_of, trained

@@ -103,15 +103,9 @@ from ckptkit.formats.zero.reader import drop_older_tags, read_tag
 from ckptkit.plan.coverage import error_of
 from ckptkit.plan.selection import model_trees, plain_trees, propose_trees
 from ckptkit.plan.weight_kinds import ADAPTER_OF_TORCHTUNE, MERGED_BESIDE
-from ckptkit.runs.run_paths import (
-    absent_folder,
-    check_closed,
-    hint_at_near,
-    hold_candidates,
-    make_not_found,
-    marker,
-)
-from ckptkit.runs.save_order import left_behind
+from ckptkit.runs.find_run import absent_folder, check_closed, make_not_found, suggest_path
+from ckptkit.runs.local_run import hold_candidates, marker
+from ckptkit.runs.retention import abandoned_folders
 from ckptkit.runs.step_manifests import StepManifests, list_files, prefetch_headers, step_folder
 from ckptkit.runs.steps import RunStep, save_number_of, series_of
 from ckptkit.storage.base import Source, is_there
@@ -595,7 +589,9 @@ class _Search(CandidateChooser):
                 saved = RunStep(step, folder, has_manifest=False, modified=max(times, default=0.0))
             place = posixpath.dirname(folder), series_of(posixpath.basename(folder))
             series.setdefault("/".join(place), []).append(saved)
-        return frozenset[str]().union(*(left_behind(self._source, own) for own in series.values()))
+        return frozenset[str]().union(
+            *(abandoned_folders(self._source, own) for own in series.values())
+        )
 
     def read_tracker(self, run: str) -> tuple[str, str] | None:
         for file in TRACKERS:
@@ -829,7 +825,7 @@ def open_root(stack: ExitStack, place: PathLike) -> tuple[Source, str | None]:
         return stack.enter_context(LocalSource(path.parent)), path.name
     if path.exists():
         raise NotACheckpointError("neither a file nor a directory", where=os.fspath(place))
-    hint = hint_at_near(place, describe_hub_name(place))
+    hint = suggest_path(place, describe_hub_name(place))
     raise NotACheckpointError("no such file or directory", where=os.fspath(place), hint=hint)
 
 

@@ -88,8 +88,7 @@ from ckptkit.formats.pickle.torch_zip import open_archive
 from ckptkit.formats.safetensors.hf_shards import METADATA_FOLDER
 from ckptkit.lora.config import PEFT_PREFIX
 from ckptkit.options import ConsolidateRequest, TokenizerOrigin, check_choice
-from ckptkit.runs.step_manifests import step_folder
-from ckptkit.runs.stored_proofs import check_file
+from ckptkit.runs.step_manifests import check_file, step_folder
 from ckptkit.storage.base import Source, is_there
 from ckptkit.storage.local.source import LocalSource
 from ckptkit.storage.manifests import read_manifest

@@ -31,7 +31,7 @@ from ckptkit.lora.changes import MergeRequest
 from ckptkit.options import ConsolidateRequest, PushKind, Resources
 from ckptkit.plan.load_report import WATCH, Advice
 from ckptkit.runs.push_journal import StepPush
-from ckptkit.runs.save_order import BestMode
+from ckptkit.runs.retention import BestMode
 from ckptkit.runs.steps import RunStep, abandoned
 from ckptkit.storage.places import PathLike, is_url, open_source, open_target
 

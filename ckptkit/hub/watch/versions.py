@@ -28,9 +28,8 @@ from ckptkit.core.errors import (
     RefusedError,
 )
 from ckptkit.core.manifest import Manifest
-from ckptkit.deltas.create import DeltaRequest, create_delta
+from ckptkit.deltas.create import DeltaRequest, PublishedBase, create_delta
 from ckptkit.deltas.form import DELTA, name_version, version_of_folder
-from ckptkit.deltas.pairs import PublishedBase
 from ckptkit.engine.outcome import Listener
 from ckptkit.hub.watch.build import BuildSettings, write_model
 from ckptkit.hub.watch.watched_steps import OF_NO_STEP, StepCommit, WatchedRun

@@ -46,6 +46,7 @@ from ckptkit.hub.watch.watched_steps import (
     StepCommit,
     WatchedRun,
 )
+from ckptkit.runs.find_run import absent_folder
 from ckptkit.runs.marks import FileLocks
 from ckptkit.runs.pruning import prune_run
 from ckptkit.runs.push_journal import (
@@ -59,8 +60,7 @@ from ckptkit.runs.push_journal import (
     watch_identity,
     write_status,
 )
-from ckptkit.runs.run_paths import absent_folder
-from ckptkit.runs.save_order import Retention, unknown_metric
+from ckptkit.runs.retention import Retention, unknown_metric
 from ckptkit.runs.steps import RunStep
 from ckptkit.storage.place_identity import PlaceIdentity, PlaceRelation, find_overlap
 from ckptkit.storage.places import PathLike, is_url, local_path

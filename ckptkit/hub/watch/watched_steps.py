@@ -38,8 +38,8 @@ from ckptkit.hub.publish import push as push_folder
 from ckptkit.hub.secrets import redact_secrets
 from ckptkit.hub.watch.build import BuildSettings
 from ckptkit.runs.listing import list_run
+from ckptkit.runs.local_run import open_run
 from ckptkit.runs.push_journal import StepPush
-from ckptkit.runs.run_paths import open_run
 from ckptkit.runs.steps import RunStep
 from ckptkit.storage.places import PathLike, Place, is_url, open_source
 

@@ -177,18 +177,7 @@ def save_like_stock(
     waits: bool = False,
     **further: Any,
 ) -> Path:
-    """Saves under the signature of `Accelerator.save_state`.
-
-    Args:
-        accelerator: The accelerator.
-        output_dir: The folder.
-        safe_serialization: For accelerate, if it has to save.
-        waits: Whether to wait for the save, even without `wait` in `install`.
-        **further: For accelerate, if it has to save.
-
-    Returns:
-        The folder.
-    """
+    """Saves under the signature of `Accelerator.save_state`."""
     saves = _saves(accelerator)
     stock = {"safe_serialization": safe_serialization, **further}
     handle = saves.save(accelerator, output_dir, saves.options, stock)
@@ -203,14 +192,7 @@ def load_like_stock(
     load_kwargs: dict[str, Any] | None = None,
     **further: Any,
 ) -> None:
-    """Loads under the signature of `Accelerator.load_state`.
-
-    Args:
-        accelerator: The accelerator.
-        input_dir: The folder.
-        load_kwargs: For accelerate, if it has to load.
-        **further: The same.
-    """
+    """Loads under the signature of `Accelerator.load_state`."""
     if load_kwargs is not None:  # older versions have no such argument
         further["load_kwargs"] = load_kwargs
     saves = _saves(accelerator)
@@ -224,15 +206,7 @@ def save_model_like_stock(
     max_shard_size: int | str = "10GB",
     safe_serialization: bool = True,  # noqa: FBT001, FBT002  as in accelerate
 ) -> None:
-    """Writes a model under the signature of `Accelerator.save_model`.
-
-    Args:
-        accelerator: The accelerator that prepared the model.
-        model: A model; accelerate itself writes one that is not sharded.
-        save_directory: The directory to write to.
-        max_shard_size: The maximum size of a file.
-        safe_serialization: Accelerate itself writes the model if this is not set.
-    """
+    """Writes a model under the signature of `Accelerator.save_model`."""
     is_ours = safe_serialization and is_sharded(prepared_model(accelerator, model))
     if is_ours and not Path(save_directory).is_file():
         save_model(accelerator, model, save_directory, max_shard_size=max_shard_size)
@@ -249,12 +223,6 @@ def get_state_like_stock(
 
     As with the stock method, other ranks than the first get an empty dictionary. It issues no
     collective.
-
-    Args:
-        accelerator: The accelerator that prepared the model.
-        model: A model; accelerate itself gathers one that FSDP does not shard.
-        *further: For accelerate, if it has to gather.
-        **options: The same.
     """
     kind = getattr(accelerator.distributed_type, "value", accelerator.distributed_type)
     if kind == "FSDP" and is_sharded(model):

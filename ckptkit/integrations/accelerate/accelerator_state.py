@@ -56,19 +56,12 @@ _READ = (  # the attributes of an accelerator that are read here
 
 
 class SaveTarget(Struct, frozen=True):
-    """The folder of a save.
+    """The folder of a save."""
 
-    Attributes:
-        run: The directory above it.
-        step: The number of the save, from its name or counted.
-        prefix: The prefix of the names of steps.
-        name: The name of the folder if it is not that of a step; else None.
-    """
-
-    run: Path
-    step: int
-    prefix: str
-    name: str | None = None
+    run: Path  # the directory above it
+    step: int  # the number of the save, from its name or counted
+    prefix: str  # the prefix of the names of steps
+    name: str | None = None  # the name of the folder if it is not that of a step; else None
 
     @property
     def folder(self) -> Path:
@@ -145,16 +138,11 @@ def _target_at(folder: Path, count: int) -> SaveTarget:
 
 
 class LoadSource(Struct, frozen=True):
-    """A folder to load.
+    """A folder to load."""
 
-    Attributes:
-        folder: The directory.
-        ours: Whether ckptkit wrote it.
-        newest: Whether it is the newest of a run, so that an older one can be loaded instead.
-    """
-
-    folder: Path
-    ours: bool
+    folder: Path  # the directory
+    ours: bool  # whether ckptkit wrote it
+    # Whether it is the newest of a run, so that an older one can be loaded instead
     newest: bool = False
 
 
@@ -251,7 +239,6 @@ def with_limit(accelerator: Accelerator, options: Options) -> Options:
 def state_of(
     accelerator: Accelerator, registered: Iterable[RegisteredObject], *, loaders: bool = True
 ) -> dict[str, object]:
-    """Returns the state that `save_state` saves."""
     models, optimizers = list_prepared(accelerator)
     state: dict[str, object] = {
         "model": models,

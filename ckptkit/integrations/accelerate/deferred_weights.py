@@ -4,6 +4,10 @@
 weights are. Without it accelerate shards a model that is in memory: each rank has the whole of it,
 or the first has, and sends it to the others (`cpu_ram_efficient_loading`).
 
+A script may edit weights right after `from_pretrained`: fill rows for new tokens, merge an adapter,
+cast. On the meta device all of that succeeds and is lost, so parameters notice it, and it is
+refused later.
+
 Source: accelerate 1.15, `Accelerator.prepare`, `fsdp2_prepare_model` and `prepare_model`.
 """
 
@@ -12,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -23,6 +27,7 @@ import torch.distributed as dist
 from msgspec import Struct
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
 from ckptkit.core.errors import (
     CkptkitError,
@@ -33,7 +38,6 @@ from ckptkit.core.errors import (
 )
 from ckptkit.core.index import Fqn
 from ckptkit.core.text import list_first
-from ckptkit.integrations.accelerate.watched_parameters import find_changed, release
 from ckptkit.training.load.load_into import ModelLoad
 from ckptkit.training.resume.materialise import is_wide_float
 from ckptkit.training.resume.unsaved_buffers import find_unsaved
@@ -41,6 +45,110 @@ from ckptkit.training.state.bound import unwrap_optimizer
 from ckptkit.training.state.dtensors import DTensor
 from ckptkit.training.state.models import check_modes, plain_torch
 from ckptkit.training.step_names import clean_fqn
+
+_KEEPS_VALUES = frozenset({"requires_grad_", "retain_grad"})
+_SETS_ITEM = frozenset({"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__"})
+_OWNER = "_ckptkit_owner"
+_CHANGE = "_ckptkit_change"
+_MAKES_NEW = ("empty", "zeros", "ones", "full", "rand", "new_")
+_CALL_PLAIN: Any = torch.Tensor.__torch_function__  # its results are plain tensors
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+def watch(parameters: Iterable[nn.Parameter]) -> None:
+    """Makes parameters notice changes; those that have values are left as they are."""
+    for parameter in parameters:
+        if parameter.is_meta and type(parameter) is nn.Parameter:
+            parameter.__class__ = _Watched
+
+
+def is_watched(parameter: torch.Tensor) -> bool:
+    return isinstance(parameter, _Watched)
+
+
+def find_changed(named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, str]]:
+    """Yields the parameters without values that are not as `watch` has found them, and why."""
+    for name, parameter in named:
+        if type(parameter) is _Watched:
+            change = getattr(parameter, _CHANGE, "")
+            if change:
+                yield name, change
+        elif parameter.is_meta:
+            yield name, "another parameter"
+
+
+def release(parameters: Iterable[torch.Tensor]) -> None:
+    """Makes parameters plain again."""
+    for parameter in parameters:
+        if type(parameter) is _Watched:
+            setattr(parameter, "__class__", nn.Parameter)  # noqa: B010  mypy refuses the other way
+
+
+def _call(func: Callable[..., Any], arguments: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
+    """Calls a function of torch; notes in parameters that it writes to."""
+    name = getattr(func, "__name__", "")
+    is_write = name in _SETS_ITEM or (
+        name.endswith("_") and not name.endswith("__") and name not in _KEEPS_VALUES
+    )
+    first = arguments[0] if arguments else options.get("tensor")  # of functions of `nn.init`
+    if func is torch.empty_like and isinstance(first, _Watched):
+        _refuse_memory(options.get("device"))
+    written = [*(first if isinstance(first, list | tuple) else [first])] if is_write else []
+    if "out" in options:
+        written.append(options["out"])
+    if func == _SET_DATA:
+        written, name = [first], "an assignment to its data"
+    for value in written:
+        owner = getattr(value, _OWNER, value) if isinstance(value, _Watched | _Alias) else None
+        if owner is not None:
+            setattr(owner, _CHANGE, name)
+    found = _CALL_PLAIN(func, (), arguments, options)
+    owner = getattr(first, _OWNER, first)
+    # On the meta device it does not matter what shares memory and what is a copy without values.
+    if isinstance(owner, _Watched) and not name.startswith(_MAKES_NEW):
+        return tree_map(partial(_alias, owner), found)
+    return found
+
+
+def _refuse_memory(device: Any) -> None:
+    """Refuses memory for a parameter that nothing would fill, as `to_empty` and FSDP1 give it."""
+    if device is not None and torch.device(device).type != "meta":
+        raise UnsupportedError(
+            "the model gets memory, and its weights were deferred: nothing would fill it",
+            where=f"memory on {device}",
+            hint="load a model that the Trainer, or an accelerator with install, does not prepare"
+            " outside of the block with defer_weights, such as a reference model; or fill it by"
+            " ckptkit.training.load_into",
+        )
+
+
+class _Watching(torch.Tensor):
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        return _call(func, args, kwargs or {})
+
+
+class _Watched(_Watching, nn.Parameter):
+    pass
+
+
+class _Alias(_Watching):
+    """What was made from a parameter that is watched, and may share its memory."""
+
+
+def _alias(owner: nn.Parameter, found: object) -> object:
+    if type(found) is not torch.Tensor:
+        return found
+    alias = found.as_subclass(_Alias)
+    setattr(alias, _OWNER, owner)
+    return alias
+
 
 logger = logging.getLogger(__name__)
 
@@ -53,19 +161,15 @@ _HINT = (
 
 
 class DeferredWeights(Struct, frozen=True):
-    """The files of the weights of a model, as they were when it was made.
+    """The files of the weights of a model, as they were when it was made."""
 
-    Attributes:
-        folder: That holds them.
-        files: Path, size in bytes and time of the last change in nanoseconds of each.
-    """
-
-    folder: Path
+    folder: Path  # that holds them
+    # Path, size in bytes and time of the last change in nanoseconds of each
     files: tuple[tuple[str, int, int], ...]
 
     @classmethod
-    def look(cls, paths: Sequence[str]) -> DeferredWeights:
-        """Looks at files that are in one folder."""
+    def record(cls, paths: Sequence[str]) -> DeferredWeights:
+        """Records the state of files that are in one folder."""
         whole = [Path(path).absolute() for path in paths]
         states = [path.stat() for path in whole]
         files = tuple(
@@ -97,12 +201,7 @@ def keep_deferred(model: nn.Module, weights: DeferredWeights) -> None:
 
 @contextmanager
 def fill_when_prepared(accelerator: Any, *, reads: bool) -> Iterator[None]:
-    """Makes `accelerator.prepare` fill models, until the block ends.
-
-    Args:
-        accelerator: The accelerator.
-        reads: Whether to read the weights; else a checkpoint follows that has all of them.
-    """
+    """Makes `accelerator.prepare` fill models, until the block ends."""
     before = vars(accelerator).get("prepare")
     stock = accelerator.prepare
     accelerator.prepare = partial(prepare_and_fill, accelerator, stock, reads=reads)
@@ -126,17 +225,6 @@ def prepare_and_fill(
 
     All ranks have to call it. What they communicate is whether they can do so, whether tensors that
     have values already are equal, and whether they succeeded; weights are not sent.
-
-    Args:
-        accelerator: The accelerator.
-        prepare: Its own method.
-        *objects: What it prepares.
-        reads: Whether to read the weights.
-        **options: For `prepare`.
-
-    Raises:
-        LoadError: If the files do not fit the model, on every rank, and nothing is prepared.
-        PartlyFilledError: If reading failed on any rank, on every rank.
     """
     models = [value for value in objects if isinstance(value, nn.Module)]
     kind = getattr(accelerator.distributed_type, "value", accelerator.distributed_type)
@@ -341,13 +429,7 @@ def _give_memory(
     memory: dict[int, tuple[nn.Parameter, nn.Parameter]],
     module: nn.Module,
 ) -> nn.Module:
-    """Gives the tensors of one module memory on a device, as FSDP1 asks for it.
-
-    Args:
-        device: The device.
-        memory: The old and the new parameters, by the identity of the old ones.
-        module: The module.
-    """
+    """Gives the tensors of one module memory on a device, as FSDP1 asks for it."""
     for name, old in list(module.named_parameters(recurse=False, remove_duplicate=False)):
         if id(old) not in memory:
             new = nn.Parameter(_filled(old.detach(), device), requires_grad=old.requires_grad)

@@ -42,20 +42,13 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")  # identifies the machine and it
 
 
 class _SharedTensor(Struct, frozen=True):
-    """One tensor of the model in the shared memory.
+    """One tensor of the model in the shared memory."""
 
-    Attributes:
-        names: All of its names.
-        shape: Of the whole tensor.
-        dtype: Its element type.
-        start: Its offset in the shared memory.
-        boxes: What this rank copies: boxes, each with its elements.
-    """
-
-    names: tuple[str, ...]
-    shape: Shape
-    dtype: torch.dtype
-    start: int
+    names: tuple[str, ...]  # all of its names
+    shape: Shape  # of the whole tensor
+    dtype: torch.dtype  # its element type
+    start: int  # its offset in the shared memory
+    # What this rank copies: boxes, each with its elements
     boxes: tuple[tuple[Box, torch.Tensor], ...]
 
     def within(self, memory: memoryview) -> torch.Tensor:
@@ -68,18 +61,12 @@ class _SharedTensor(Struct, frozen=True):
 
 
 class _GatherPlan(Struct, frozen=True):
-    """The part of a rank in the gathering.
+    """The part of a rank in the gathering."""
 
-    Attributes:
-        parts: The tensors, in the same order on all ranks.
-        size_bytes: The memory for all of them.
-        reason: Why stock accelerate has to gather the state; empty if it does not.
-        modules: The modules of the model, in the order in which a state dict goes through them.
-    """
-
-    parts: tuple[_SharedTensor, ...] = ()
-    size_bytes: int = 0
-    reason: str = ""
+    parts: tuple[_SharedTensor, ...] = ()  # the tensors, in the same order on all ranks
+    size_bytes: int = 0  # the memory for all of them
+    reason: str = ""  # why stock accelerate has to gather the state; empty if it does not
+    # The modules of the model, in the order in which a state dict goes through them
     modules: Mapping[str, int] = field(default_factory=dict)
 
     def order(self, name: str) -> int:
@@ -92,14 +79,8 @@ def whole_state(
 ) -> dict[str, torch.Tensor] | str:
     """Returns the whole state of a sharded model on rank 0; all ranks have to call it.
 
-    Args:
-        model: The prepared model.
-        peers: The ranks.
-        timeout_seconds: How long to wait for the others.
-
-    Returns:
-        The tensors by name, as in the `state_dict` of the unsharded model; empty on the other
-        ranks. Or, on all ranks, why stock accelerate has to gather it.
+    The names are those of the unsharded model; other ranks get none. A text says on all ranks why
+    stock accelerate has to gather the state.
     """
     plan = _plan(model, peers)
     with _Memory(peers, plan, timeout_seconds) as memory:

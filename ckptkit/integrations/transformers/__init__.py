@@ -46,12 +46,12 @@ from ckptkit.integrations.checkpointers import export_into, is_sharded
 from ckptkit.integrations.patches import saves_whole_models
 from ckptkit.integrations.transformers.checkpoints import (
     TrainerCheckpoints,
+    agree_on_newest,
     find_uncalled,
     hub_options,
     replaces_save_model,
 )
 from ckptkit.integrations.transformers.pretrained import defer_weights
-from ckptkit.integrations.transformers.trainer_state import agree_on_newest
 from ckptkit.training.handle import SaveHandle
 from ckptkit.training.pushing import ProgramEnd, program_end
 from ckptkit.training.settings import Options
@@ -134,13 +134,8 @@ def install(
 
 
 def _check_version() -> None:
-    """Compares the methods of `Trainer` with those that are known.
-
-    Raises:
-        UnsupportedError: If one is missing, or has other parameters.
-
-    Source: transformers 5.23, `trainer.py`.
-    """
+    """Compares the methods of `Trainer` with those that are known."""
+    # Source: transformers 5.23, `trainer.py`.
     for name, expected in _METHODS.items():
         method = getattr(Trainer, name, None)
         parameters = () if method is None else tuple(inspect.signature(method).parameters)[1:]
@@ -338,17 +333,9 @@ def _report_upload(end: ProgramEnd, repo_id: str, again: str, upload: Future[Any
 
 
 def _write_model(trainer: Any, checkpoints: TrainerCheckpoints, output_dir: str | None) -> bool:
-    """Writes the whole model, or the adapter of a PEFT model, from all ranks at once.
-
-    It adds the files of the Trainer: configurations, tokenizer, and its arguments without tokens.
-    Other files in the folder stay.
-
-    Returns:
-        Whether it was written; the Trainer itself writes a model that is not sharded.
-
-    Raises:
-        OutputError: If the files of the Trainer cannot be written.
-    """
+    """Writes the whole model, or the adapter of a PEFT model; False if it is not sharded."""
+    # With it go the files of the Trainer: configurations, tokenizer, and its arguments without
+    # tokens. Other files in the folder stay.
     if not is_sharded(trainer.model):
         return False
     out = Path(output_dir or trainer.args.output_dir)

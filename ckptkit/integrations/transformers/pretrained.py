@@ -26,8 +26,13 @@ from ckptkit.core.arguments import check_names
 from ckptkit.core.errors import CkptkitError, UnsupportedError
 from ckptkit.core.index import Fqn
 from ckptkit.core.text import list_first
-from ckptkit.integrations.accelerate.deferred_weights import DeferredWeights, keep_deferred
-from ckptkit.integrations.accelerate.watched_parameters import find_changed, is_watched, watch
+from ckptkit.integrations.accelerate.deferred_weights import (
+    DeferredWeights,
+    find_changed,
+    is_watched,
+    keep_deferred,
+    watch,
+)
 from ckptkit.training.load.load_into import ModelLoad
 
 logger = logging.getLogger(__name__)
@@ -61,9 +66,6 @@ def defer_weights() -> Iterator[None]:
     A model that cannot be read this way is loaded as usual, and the log says why: one that is
     quantized, is in other files than safetensors, goes to devices by `device_map`, or has names
     or values that are computed while it is loaded.
-
-    Raises:
-        UnsupportedError: If this version of Transformers loads in another way.
     """
     stock = _stock_method()
 
@@ -219,7 +221,7 @@ def _load_headers(
     why = _obstacle(model, state_dict, files, config)
     if not why:
         assert files is not None  # noqa: S101  see _obstacle
-        weights = DeferredWeights.look(files)
+        weights = DeferredWeights.record(files)
         headers: dict[str, torch.Tensor] = {}
         for path in files:
             headers |= modeling_utils.load_state_dict(path, map_location="meta")
@@ -253,14 +255,7 @@ def _obstacle(model: Any, state_dict: Any, files: Sequence[str] | None, config: 
 
 
 def _doubt(model: Any, weights: DeferredWeights, info: Any, initialised: set[str]) -> str:
-    """Returns what ckptkit would read in another way than Transformers; empty for nothing.
-
-    Args:
-        model: The model, on the meta device.
-        weights: Where its weights are.
-        info: What Transformers has found in their headers.
-        initialised: Names of tensors that are not there, or have another shape.
-    """
+    """Returns what ckptkit would read in another way than Transformers; empty for nothing."""
     try:
         with ModelLoad(model, weights.folder, kept=frozenset(map(Fqn, initialised))) as load:
             load.check(strict=False)

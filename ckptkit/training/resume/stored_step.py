@@ -21,8 +21,7 @@ from ckptkit.core.manifest import MANIFEST_NAME, RUN_FACTS, Manifest, check_mani
 from ckptkit.core.text import Closing, list_first
 from ckptkit.formats.base import Candidate
 from ckptkit.formats.dcp.reader import METADATA, DcpReader
-from ckptkit.runs.step_manifests import Findings, read_findings
-from ckptkit.runs.stored_proofs import digest_problems
+from ckptkit.runs.step_manifests import Findings, digest_problems, read_findings
 from ckptkit.storage.base import Source
 from ckptkit.storage.manifests import read_manifest
 from ckptkit.storage.places import Place, open_source

@@ -4,7 +4,7 @@ RUN/STEP/ckptkit.json         the manifest: a step is complete while it exists, 
                               and removed first
 RUN/STEP/.ranks/uploading     put first: shows that a save of ours is under way, or was broken off
 RUN/STEP/.ranks/R.json        the record of rank R, after its files; removed after the commit
-RUN/.ckptkit/in-use/STEP/     marks of readers of a step, see ckptkit.runs.remote
+RUN/.ckptkit/in-use/STEP/     marks of readers of a step, see ckptkit.runs.remote_run
 RUN/.ckptkit/newest           names the step that was committed last, since listings may lag behind
 RUN/.ckptkit/identity         differs between runs, also from an earlier run at the same URL
 RUN/.ckptkit/job              the nonce of the job that opened the run last

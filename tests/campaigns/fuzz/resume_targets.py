@@ -10,7 +10,7 @@ from ckptkit.core.model_configs import parse_json_object
 from ckptkit.formats.ranks.flat import parse_layout
 from ckptkit.lora.quantized import FourBitState
 from ckptkit.runs.push_journal import parse_journal
-from ckptkit.runs.save_order import trainer_state
+from ckptkit.runs.retention import trainer_state
 from ckptkit.storage.overlay import MemorySource
 from ckptkit.training.resume.stored_step import parse_facts
 from ckptkit.training.state.objects_on_disk import object_from_bytes

@@ -16,28 +16,24 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from msgspec.structs import replace
 from safetensors.numpy import save_file
 
 import ckptkit
 from ckptkit.core.errors import FormatError, InputError, UnsupportedError, UsageError
-from ckptkit.diagnosis.config_checks import TrainingSetup, join_setups, judge_setup, read_setup
-from ckptkit.diagnosis.disk_checks import DiskFacts, gather_disk, judge_disk
+from ckptkit.diagnosis.examine import read_arguments
 from ckptkit.diagnosis.findings import Diagnosis, Finding, SaveDemand
-from ckptkit.diagnosis.machine_checks import Limit, MachineFacts, gather_machine, judge_machine
-from ckptkit.diagnosis.service_checks import (
-    HubFacts,
-    StoreFacts,
-    gather_hub,
-    judge_hub,
-    judge_store,
+from ckptkit.diagnosis.machine import (
+    MachineFacts,
+    gather_machine,
+    installed_versions,
+    judge_machine,
+    judge_versions,
 )
-from ckptkit.diagnosis.version_checks import installed_versions, judge_versions
+from ckptkit.diagnosis.place import DiskFacts, gather_disk, judge_disk, judge_trial
 
 ROOT = Path(__file__).resolve().parents[3]
 RUN_OF_0_1 = ROOT / "fixtures" / "written_by_0_1" / "run"
 MOUNT, UNMOUNT = (shutil.which(name) or name for name in ("mount", "umount"))
-GB = 10**9
 
 
 def found(findings: list[Finding] | Diagnosis, name: str) -> list[Finding]:
@@ -66,9 +62,8 @@ def test_a_disk_without_room_for_a_step_is_an_error_and_nothing_is_left_there(
 ) -> None:
     facts = gather_disk("run", small_disk / "runs" / "a", writes=True)
     assert (facts.kind, facts.problem) == ("tmpfs", "")
-    assert facts.probe is not None
-    assert facts.probe.has_locks
-    assert facts.probe.written_bytes <= (4 << 20) // 20
+    assert facts.has_locks
+    assert facts.written_bytes <= (4 << 20) // 20
     assert list(small_disk.iterdir()) == []
     judged = judge_disk(facts, SaveDemand(step_bytes=5 << 20, basis="a test", ranks=8))
     assert severities(judged, "disk-space") == ["error"]
@@ -138,7 +133,7 @@ import json, resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
 from ckptkit.diagnosis.findings import SaveDemand
-from ckptkit.diagnosis.machine_checks import gather_machine, judge_machine
+from ckptkit.diagnosis.machine import gather_machine, judge_machine
 found = judge_machine(gather_machine(), SaveDemand(step_bytes=1 << 30, ranks=4))
 assert not {"torch", "accelerate"} & sys.modules.keys()
 print(json.dumps({finding.id: [finding.severity, finding.found] for finding in found}))
@@ -172,8 +167,9 @@ def test_docker_defaults_are_warned_of() -> None:
     container = MachineFacts(
         shared_bytes=64 << 20,
         free_shared_bytes=64 << 20,
-        locked_bytes=Limit(64 << 10, 64 << 10),
-        open_files=Limit(1024, 1 << 20),
+        locked_bytes=64 << 10,
+        open_files=1024,
+        most_open_files=1 << 20,
         tasks_left=500,
         accelerators=8,
     )
@@ -185,104 +181,81 @@ def test_docker_defaults_are_warned_of() -> None:
     assert "ulimit -n 65536" in files.advice
 
 
-@pytest.fixture(scope="module")
-def configurations(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `accelerate config` writes, with the questions answered in several ways."""
+def accelerate_config(path: Path) -> Path:
     from accelerate.commands.config.config_args import ClusterConfig
 
-    folder = tmp_path_factory.mktemp("configurations")
-    ways = {
-        "full": {"fsdp_state_dict_type": "FULL_STATE_DICT", "fsdp_version": 1},
-        "default1": {"fsdp_version": 1},
-        "sharded2": {"fsdp_state_dict_type": "SHARDED_STATE_DICT", "fsdp_version": 2},
-        "full2": {"fsdp_state_dict_type": "FULL_STATE_DICT", "fsdp_version": 2},
-        "local": {"fsdp_state_dict_type": "LOCAL_STATE_DICT", "fsdp_version": 1},
-        "refused": {
-            "fsdp_cpu_ram_efficient_loading": True,
-            "fsdp_sync_module_states": False,
-            "fsdp_state_dict_type": "SHARDED_STATE_DICT",
-        },
-        "efficient": {"fsdp_version": 2, "fsdp_cpu_ram_efficient_loading": True},
-    }
-    for name, fsdp in ways.items():
-        config = ClusterConfig(
-            compute_environment="LOCAL_MACHINE",
-            distributed_type="FSDP",
-            mixed_precision="bf16",
-            use_cpu=False,
-            debug=False,
-            num_processes=64,
-            num_machines=8,
-            fsdp_config=fsdp,
-        )
-        config.to_yaml_file(folder / f"{name}.yaml")
     config = ClusterConfig(
         compute_environment="LOCAL_MACHINE",
-        distributed_type="DEEPSPEED",
+        distributed_type="FSDP",
         mixed_precision="bf16",
         use_cpu=False,
         debug=False,
-        num_processes=8,
-        deepspeed_config={"zero_stage": 3, "zero3_save_16bit_model": True},
+        num_processes=64,
+        num_machines=8,
+        fsdp_config={"fsdp_state_dict_type": "FULL_STATE_DICT", "fsdp_version": 1},
     )
-    config.to_yaml_file(folder / "zero3.yaml")
-    return folder
+    config.to_yaml_file(path)
+    return path
+
+
+def test_what_accelerate_config_writes_says_how_many_ranks_share_a_step(tmp_path: Path) -> None:
+    said = read_arguments(accelerate_config(tmp_path / "fsdp.yaml"))
+    assert (said.ranks, said.nodes, said.save_every) == (64, 8, None)
+
+
+def test_arguments_of_the_trainer_say_what_a_step_takes_and_show_no_token(tmp_path: Path) -> None:
+    arguments = {
+        "output_dir": str(tmp_path / "run"),
+        "per_device_train_batch_size": 1,
+        "save_total_limit": "2",
+        "optim": "paged_adamw_8bit",
+        "hub_token": "hf_secretsecretsecretsecretsecret",
+        "fsdp_config": {"version": 1},
+        "max_steps": 1.0e5,
+    }
+    file = tmp_path / "sft.yaml"
+    for only_model, size in ((False, "6.00 MB"), (True, "4.00 MB")):
+        file.write_text(yaml.safe_dump(arguments | {"save_only_model": only_model}))
+        said = read_arguments(file)
+        assert (said.keep_last, said.max_steps, said.save_every) == (2, 100_000, 500)
+        judged = ckptkit.doctor([file, accelerate_config(tmp_path / "a.yaml")], model_size="1M")
+        (room,) = found(judged, "disk-space")
+        assert size in room.found
+        assert "2 stay (save_total_limit)" in room.found
+        assert "secretsecret" not in repr(judged.to_json()) + repr(said)
 
 
 @pytest.mark.parametrize(
-    ("name", "finding", "severity"),
+    ("installed", "severities_expected"),
     [
-        ("full", "state-dict-type", "warning"),
-        ("default1", "state-dict-type", "warning"),
-        ("full2", "state-dict-type", "warning"),
-        ("local", "state-dict-type", "warning"),
-        ("refused", "efficient-loading", "error"),
-        ("zero3", "gathered-weights", "warning"),
-        ("sharded2", "configuration", "ok"),
+        ({"peft": "0.21.0"}, ["warning"]),
+        ({"peft": "0.21.2"}, ["warning"]),
+        ({"peft": "0.20.0"}, []),
+        ({"peft": "0.20.0", "accelerate": "1.14.0"}, ["warning"]),
+        ({"peft": "0.20.0", "accelerate": "1.15.0"}, []),
+        ({"accelerate": "1.14.0"}, []),  # of adapters
+        ({"transformers": "5.22.2"}, ["warning"]),
+        ({"transformers": "5.23.0"}, []),
+        ({"transformers": "4.57.0"}, []),
+        ({"torch": "2.5.1+cu124"}, []),
+        ({"torch": "2.5.1+cu124", "accelerate": "1.15.0"}, ["warning"]),
+        ({"torch": "2.13.0+cpu", "accelerate": "1.15.0"}, []),
+        ({"torch": "2.0.1"}, ["warning"]),
+        ({"bitsandbytes": "0.49.1"}, ["warning"]),
+        ({"bitsandbytes": "0.49.2"}, []),
+        ({"deepspeed": "0.18.3"}, ["warning", "warning"]),
+        ({"deepspeed": "0.19.0"}, ["warning"]),
+        ({"fairscale": "0.4.13"}, ["warning"]),
     ],
 )
-def test_what_accelerate_config_writes_is_judged(
-    configurations: Path, name: str, finding: str, severity: str
+def test_versions_with_known_faults_are_found(
+    installed: dict[str, str], severities_expected: list[str]
 ) -> None:
-    setup = read_setup(configurations / f"{name}.yaml")
-    judged = judge_setup(setup, SaveDemand(), None)
-    assert severities(judged, finding) == [severity]
-    assert setup.ranks == (8 if name == "zero3" else 64)
-
-
-def test_a_state_that_rank_0_cannot_hold_is_an_error(configurations: Path) -> None:
-    setup = read_setup(configurations / "full.yaml")
-    demand = SaveDemand(step_bytes=96 * GB, basis="--model-size")
-    (gathered,) = found(judge_setup(setup, demand, 64 * GB), "state-dict-type")
-    assert gathered.severity == "error"
-    assert "96.0 GB, where 64.0 GB are available" in gathered.found
-
-
-@pytest.mark.parametrize(
-    ("installed", "name", "adapter", "expected"),
-    [
-        ({"peft": "0.21.0"}, "full", True, "error"),
-        ({"peft": "0.21.2"}, "full", None, "warning"),
-        ({"peft": "0.21.2"}, "sharded2", True, ""),
-        ({"peft": "0.20.0"}, "full", True, ""),
-        ({"peft": "0.20.0", "accelerate": "1.14.0"}, "full2", True, "error"),
-        ({"peft": "0.20.0", "accelerate": "1.15.0"}, "full2", True, ""),
-        ({"accelerate": "1.14.0"}, "full2", None, ""),
-        ({"transformers": "5.22.2"}, "efficient", None, "warning"),
-        ({"transformers": "5.23.0"}, "efficient", None, ""),
-        ({"transformers": "4.57.0"}, "efficient", None, ""),
-        ({"torch": "2.5.1+cu124"}, "sharded2", None, "error"),
-        ({"torch": "2.13.0+cpu"}, "sharded2", None, ""),
-    ],
-)
-def test_versions_are_judged_for_the_job_that_a_configuration_describes(
-    configurations: Path, installed: dict[str, str], name: str, adapter: bool | None, expected: str
-) -> None:
-    setup = join_setups(
-        [read_setup(configurations / f"{name}.yaml"), TrainingSetup(trains_adapter=adapter)]
+    judged = judge_versions(installed)
+    assert severities(judged, "known-fault") == severities_expected
+    assert severities(judged, "versions") == (
+        [] if severities_expected and len(installed) == 1 else ["ok"]
     )
-    judged = severities(judge_versions(installed, setup), "known-fault")
-    assert judged == ([expected] if expected else [])
 
 
 def test_installed_versions_are_those_that_would_be_imported() -> None:
@@ -291,51 +264,6 @@ def test_installed_versions_are_those_that_would_be_imported() -> None:
     installed = installed_versions()
     assert installed["accelerate"] == accelerate.__version__
     assert {"peft", "torch", "transformers"} <= installed.keys()
-
-
-TRAINER = {
-    "output_dir": "runs/a",
-    "per_device_train_batch_size": 1,
-    "save_total_limit": 2,
-    "optim": "paged_adamw_8bit",
-    "hub_token": "hf_secretsecretsecretsecretsecret",
-    "use_peft": True,
-    "fsdp": "full_shard",
-    "fsdp_config": {"version": 1, "cpu_ram_efficient_loading": "true"},
-    "save_only_model": True,
-    "enable_jit_checkpoint": True,
-}
-
-
-def test_arguments_of_the_trainer_are_judged_and_show_no_token(tmp_path: Path) -> None:
-    file = tmp_path / "sft.yaml"
-    file.write_text(yaml.safe_dump(TRAINER))
-    setup = read_setup(file)
-    assert (setup.strategy, setup.state_dict, setup.keep_last) == ("fsdp1", "FULL_STATE_DICT", 2)
-    assert setup.state_dict_default
-    judged = judge_setup(setup, SaveDemand(ranks=8), None)
-    assert {finding.id for finding in judged} == {
-        *("state-dict-type", "paged-optimizer", "8-bit-optimizer", "save-only-model"),
-        *("jit-checkpoint", "token-in-file"),
-    }
-    assert "secretsecret" not in repr(judged) + repr(setup)
-    assert severities(judge_versions({"peft": "0.21.2"}, setup), "known-fault") == ["error"]
-    old = judge_versions({"bitsandbytes": "0.49.1"}, setup)
-    assert severities(old, "known-fault") == ["error"]
-    assert severities(judge_versions({"bitsandbytes": "0.49.2"}, setup), "known-fault") == []
-
-
-def test_a_gathered_state_is_warned_of_where_no_file_says_how_many_ranks_there_are(
-    tmp_path: Path,
-) -> None:
-    file = tmp_path / "args.yaml"
-    file.write_text(yaml.safe_dump({"output_dir": str(tmp_path), "fsdp": "full_shard"}))
-    (gathered,) = found(ckptkit.doctor(file, probe=False), "state-dict-type")
-    assert gathered.severity == "warning"
-    assert gathered.advice.endswith("pass --ranks, which no file says")
-    assert found(ckptkit.doctor(file, probe=False, ranks=1), "state-dict-type") == []
-    (counted,) = found(ckptkit.doctor(file, probe=False, ranks=4), "state-dict-type")
-    assert "of 4 ranks on rank 0" in counted.found
 
 
 @pytest.mark.parametrize(
@@ -369,51 +297,6 @@ def test_arguments_of_the_trainer_say_how_many_steps_are_to_come(
         assert f"{to_come} steps are to come" in room.found + room.expected
 
 
-def test_a_trainer_that_pushes_needs_a_token(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
-    said = {"output_dir": str(tmp_path / "run"), "push_to_hub": True}
-    file = tmp_path / "args.json"
-    for named, repo in (({}, "run"), ({"hub_model_id": "org/model"}, "org/model")):
-        file.write_text(json.dumps({**said, **named}))
-        (hub,) = found(ckptkit.doctor(file, probe=False), "hub")
-        assert (hub.severity, hub.where, hub.expected) == ("error", repo, "a token")
-    for other in ({"push_to_hub": False}, {"hub_token": "hf_of_the_file"}):
-        file.write_text(json.dumps({**said, **other}))
-        assert severities(ckptkit.doctor(file, probe=False), "hub") == ["ok"]
-
-
-def test_faults_that_pages_name_are_found_by_versions(tmp_path: Path) -> None:
-    file = tmp_path / "zero.json"
-    for round_robin, expected in ((True, ["warning", "warning"]), (False, ["warning"])):
-        zero = {"stage": 2, "round_robin_gradients": round_robin}
-        file.write_text(json.dumps({"zero_optimization": zero}))
-        setup = read_setup(file)
-        assert severities(judge_versions({"deepspeed": "0.18.3"}, setup), "known-fault") == expected
-        newer = judge_versions({"deepspeed": "0.19.0"}, setup)
-        assert severities(newer, "known-fault") == ["warning"]
-    judged = judge_versions({"fairscale": "0.4.13"}, TrainingSetup())
-    assert severities(judged, "known-fault") == ["warning"]
-
-
-def test_a_configuration_of_deepspeed_is_read_where_another_names_it(tmp_path: Path) -> None:
-    zero = {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}
-    (tmp_path / "zero.json").write_text(
-        json.dumps(
-            {"zero_optimization": zero, "checkpoint": {"use_node_local_storage": True}}, indent="\t"
-        )
-    )
-    (tmp_path / "args.json").write_text(json.dumps({"output_dir": "x", "deepspeed": "zero.json"}))
-    for name in ("zero.json", "args.json"):
-        judged = judge_setup(read_setup(tmp_path / name), SaveDemand(), None)
-        assert severities(judged, "gathered-weights") == ["warning"]
-        assert severities(judged, "node-local-storage") == ["warning"]
-
-
 @pytest.mark.parametrize(
     ("content", "error"),
     [
@@ -434,113 +317,9 @@ def test_files_that_are_no_configuration_are_refused(
     file = tmp_path / "x.yaml"
     file.write_bytes(content)
     with pytest.raises(error, match=r"x\.yaml"):
-        read_setup(file)
+        read_arguments(file)
     with pytest.raises(InputError, match="cannot be read: no such file"):
-        read_setup(tmp_path / "absent.yaml")
-
-
-FSDP = "distributed_type: FSDP\nnum_processes: 2\n"
-
-
-@pytest.mark.parametrize(
-    ("text", "found_text", "expected"),
-    [
-        ("distributed_type: FSPD\n", "distributed_type: FSPD", "FSDP"),
-        ("distributed_type: FSDP\nnum_processes: lots\n", "num_processes: lots", "whole number"),
-        (f"{FSDP}fsdp_config: {{fsdp_version: 3}}\n", "fsdp_config.fsdp_version: 3", "1, 2"),
-        (
-            f"{FSDP}fsdp_config: {{fsdp_state_dict_type: SHARDED}}\n",
-            "fsdp_config.fsdp_state_dict_type: SHARDED",
-            "SHARDED_STATE_DICT",
-        ),
-        (
-            f"{FSDP}fsdp_config: {{fsdp_sync_module_states: maybe}}\n",
-            "fsdp_config.fsdp_sync_module_states: maybe",
-            "true or false",
-        ),
-        ("distributed_type: FSDP\nfsdp_config: [1]\n", "fsdp_config: a list", "a table"),
-        (
-            "distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 4}\n",
-            "deepspeed_config.zero_stage: 4",
-            "0, 1, 2, 3",
-        ),
-        (
-            '{"zero_optimization": {"stage": "three"}}',
-            "zero_optimization.stage: three",
-            "0, 1, 2, 3",
-        ),
-        ('{"zero_optimization": 3}', "zero_optimization: 3", "a table"),
-        ("output_dir: x\nsave_strategy: step\n", "save_strategy: step", "steps"),
-        (
-            "output_dir: x\ndeepspeed: {zero_optimization: {stage: x}}\n",
-            "zero_optimization.stage: x",
-            "0, 1, 2, 3",
-        ),
-    ],
-)
-def test_values_that_a_launcher_refuses_are_errors(
-    tmp_path: Path, text: str, found_text: str, expected: str
-) -> None:
-    file = tmp_path / "x.yaml"
-    file.write_text(text)
-    (finding,) = found(judge_setup(read_setup(file), SaveDemand(), None), "setting")
-    assert (finding.severity, finding.where) == ("error", str(file))
-    assert finding.found.startswith(found_text)
-    assert expected in finding.expected
-
-
-def test_values_that_a_launcher_takes_are_none(tmp_path: Path) -> None:
-    file = tmp_path / "x.yaml"
-    for text in (
-        "distributed_type: NO\nnum_processes: 1\nfsdp_config: {}\n",
-        "distributed_type: multi_gpu\nnum_processes: -1\nnum_machines: '2'\n",
-        f"{FSDP}fsdp_config: {{fsdp_cpu_ram_efficient_loading: 'True', fsdp_version: '2'}}\n",
-        '{"zero_optimization": {"stage": 3, "round_robin_gradients": "auto"}}',
-        "output_dir: x\nmax_steps: -1\nsave_strategy: no\nfsdp_config: fsdp.json\n",
-        '{"output_dir": "x", "max_steps": 1.0e+5}',
-    ):
-        file.write_text(text)
-        assert not found(judge_setup(read_setup(file), SaveDemand(), None), "setting")
-
-
-def test_names_that_nothing_can_have_are_told_with_their_settings(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    file = tmp_path / "x.json"
-    for said, setting in (
-        ({"output_dir": "a\0b", "push_to_hub": True}, "output_dir"),
-        ({"output_dir": "a" * 5_000}, "output_dir"),
-        ({"output_dir": "s3://a\0b/c"}, "output_dir"),
-        ({"output_dir": "x", "push_to_hub": True, "hub_model_id": "a b"}, "hub_model_id"),
-        ({"output_dir": "my run", "push_to_hub": True}, "hub_model_id"),
-    ):
-        file.write_text(json.dumps(said))
-        (finding,) = found(ckptkit.doctor(str(file), probe=False), "setting")
-        assert finding.found.startswith(f"{setting}: ")
-        assert (finding.severity, finding.where) == ("error", str(file))
-    file.write_text(json.dumps({"output_dir": "my run", "hub_model_id": "a b"}))
-    assert not found(ckptkit.doctor(str(file), probe=False), "setting")
-
-
-@pytest.mark.parametrize("number", ["0x" + "f" * 6_000, ":".join(["1"] * 20_000)])
-def test_a_number_without_end_is_shown_as_text(tmp_path: Path, number: str) -> None:
-    file = tmp_path / "x.yaml"
-    file.write_text(f"output_dir: x\nsave_total_limit: {number}\n")
-    (finding,) = found(judge_setup(read_setup(file), SaveDemand(), None), "setting")
-    assert finding.found == f"save_total_limit: {number[:40]}"
-    assert (finding.where, finding.expected) == (str(file), "a whole number")
-
-
-@pytest.mark.parametrize(
-    "value",
-    ['!!int ""', '!!float ""', "!!bool maybe", "!!timestamp x", f"{'1:' * 200}1.0", "2026-99-99"],
-)
-def test_a_value_that_its_tag_does_not_fit_is_no_crash(tmp_path: Path, value: str) -> None:
-    file = tmp_path / "x.yaml"
-    file.write_text(f"output_dir: x\nsave_total_limit: {value}\n")
-    with pytest.raises(FormatError, match="is neither YAML nor JSON"):
-        read_setup(file)
+        read_arguments(tmp_path / "absent.yaml")
 
 
 @given(st.binary(max_size=200) | st.text("&*<>:[]{}!\"'-0x1ab\n ,=", max_size=60).map(str.encode))
@@ -549,92 +328,44 @@ def test_whatever_a_file_holds_ends_in_an_error_of_its_own(tmp_path: Path, conte
     file = tmp_path / "x.yaml"
     file.write_bytes(b"output_dir: x\nsave_total_limit: " + content)
     with suppress(InputError):
-        judge_setup(read_setup(file), SaveDemand(), None)
+        read_arguments(file)
 
 
 @pytest.mark.parametrize(
-    ("document", "setting"),
+    "value",
     [
-        ("distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: %s}\n", "d"),
-        ("output_dir: x\ndeepspeed: %s\n", "deepspeed: "),
+        *('!!int ""', '!!float ""', "!!bool maybe", "!!timestamp x", "2026-99-99", "[1]", "~"),
+        *(f"{'1:' * 200}1.0", "0x" + "f" * 6_000, ":".join(["1"] * 20_000), "9" * 5_000, "-1"),
+        *(".nan", ".inf", "1.5", "many"),
     ],
 )
-@pytest.mark.parametrize(
-    ("name", "problem"),
-    [
-        ('"a\\0b"', "embedded null byte"),
-        ("a" * 5_000, "file name too long"),
-        ("absent.json", "no such file"),
-        ("x.d", "is a directory"),
-        ("broken.json", "is neither YAML nor JSON"),
-    ],
-)
-def test_a_file_of_deepspeed_that_cannot_be_read_is_named_with_its_setting(
-    tmp_path: Path, document: str, setting: str, name: str, problem: str
-) -> None:
-    (tmp_path / "x.d").mkdir()
-    (tmp_path / "broken.json").write_text("{")
+def test_what_is_no_number_of_steps_says_nothing(tmp_path: Path, value: str) -> None:
     file = tmp_path / "x.yaml"
-    file.write_text(document % name)
-    (finding,) = found(judge_setup(read_setup(file), SaveDemand(), None), "setting")
-    assert (finding.severity, finding.where) == ("error", str(file))
-    assert finding.found.startswith(setting)
-    assert problem in finding.found
-    assert len(finding.found) < 400
-    assert finding.expected == "a configuration of DeepSpeed"
+    file.write_text(f"output_dir: x\nsave_total_limit: {value}\nmax_steps: 7\n")
+    said = read_arguments(file)
+    assert (said.keep_last, said.max_steps) == (None, 7)
 
 
-def test_merge_keys_do_not_expand_without_end(tmp_path: Path) -> None:
+def test_aliases_and_merge_keys_do_not_expand_without_end(tmp_path: Path) -> None:
     file = tmp_path / "x.yaml"
-    eight = "".join(f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 9)}]}}\n" for n in range(1, 9))
-    wide = f"b: &b {{{', '.join(f'k{n}: 1' for n in range(1_000))}}}\n"
-    for bomb in (
-        f"a0: &a0 {{x: 1, y: 2}}\n{eight}",
-        f"{wide}c: {{<<: [{', '.join(['*b'] * 2_000)}]}}\n",
-        f"a: &a {{}}\nc: {{{', '.join(['<<: *a'] * 12_000)}}}\n",
-    ):
-        file.write_text(f"output_dir: x\n{bomb}")
-        with pytest.raises(FormatError, match="merges more than 10,000 settings"):
-            read_setup(file)
-    file.write_text("a: &a {<<: *a}\noutput_dir: x\n")
-    with pytest.raises(FormatError, match="is neither YAML nor JSON"):
-        read_setup(file)
-    file.write_text("a: &a {max_steps: 5, save_total_limit: 1}\n<<: [*a]\nsave_total_limit: 3\n")
-    file.write_text(f"{file.read_text()}output_dir: x\n")
-    setup = read_setup(file)
-    assert (setup.max_steps, setup.keep_last) == (5, 3)
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        "output_dir: x\ndeepspeed: other.yaml\ngradient_accumulation_steps: 1\n",
-        "distributed_type: DEEPSPEED\n",
-        '{"model_type": "llama"}',
-    ],
-)
-def test_a_file_that_is_none_of_deepspeed_is_refused_where_a_setting_names_it(
-    tmp_path: Path, content: str
-) -> None:
-    (tmp_path / "other.yaml").write_text(content)
-    file = tmp_path / "x.yaml"
-    file.write_text("output_dir: x\ndeepspeed: other.yaml\n")
-    (finding,) = found(judge_setup(read_setup(file), SaveDemand(), None), "setting")
-    assert finding.found == "deepspeed: 'other.yaml', which is no configuration of DeepSpeed"
-    (tmp_path / "other.yaml").write_text('{"bf16": {"enabled": true}}')
-    assert not found(judge_setup(read_setup(file), SaveDemand(), None), "setting")
-
-
-def test_values_of_unexpected_kinds_are_no_crash(tmp_path: Path) -> None:
-    file = tmp_path / "x.yaml"
-    file.write_text(
-        "distributed_type: [FSDP]\nfsdp_config: 3\nnum_processes: many\n"
-        "deepspeed_config: {zero_stage: {a: 1}}\nfp8_config: no\n"
-    )
-    assert judge_setup(read_setup(file), SaveDemand(), None)
     laughs = "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 30))
-    file.write_text(f"a0: &a0 ha\n{laughs}distributed_type: *a29\nfsdp_config: {{x: *a29}}\n")
-    assert judge_setup(read_setup(file), SaveDemand(), None)
+    eight = "".join(f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 9)}]}}\n" for n in range(1, 9))
+    for bomb in (f"a0: &a0 ha\n{laughs}", f"a0: &a0 {{x: 1}}\n{eight}", "a: &a {<<: *a}\n"):
+        file.write_text(f"{bomb}output_dir: x\nmax_steps: 7\n")
+        assert read_arguments(file).max_steps == 7
+    file.write_text("a: &a {max_steps: 5}\n<<: *a\noutput_dir: x\n")
+    with pytest.raises(FormatError, match="merges settings with '<<' at its top"):
+        read_arguments(file)
+
+
+@pytest.mark.parametrize("folder", ["a\0b", "a" * 5_000, "s3://a\0b/c"])
+def test_an_output_directory_that_nothing_can_be_is_told_with_its_file(
+    tmp_path: Path, folder: str
+) -> None:
+    file = tmp_path / "x.json"
+    file.write_text(json.dumps({"output_dir": folder}))
+    with pytest.raises(InputError, match=r"x\.json: output_dir is .*a path or a URL was expected"):
+        ckptkit.doctor(str(file), probe=False)
 
 
 def test_a_run_shows_what_the_next_step_needs(tmp_path: Path) -> None:
@@ -673,38 +404,7 @@ def test_an_empty_adapter_in_a_run_is_an_error(tmp_path: Path) -> None:
 
 
 def test_a_store_that_breaks_a_promise_is_warned_of() -> None:
-    writes_over = StoreFacts("s3://b/x", "s3", was_tried=True, no_conditions="it writes over")
-    assert severities(judge_store(writes_over), "store-conditions") == ["warning"]
-    keeps_none = StoreFacts("s3://b/x", "s3", was_tried=True, has_checksum=False)
-    assert severities(judge_store(keeps_none), "store-checksums") == ["warning"]
-    gone = StoreFacts("s3://b/x", "s3", problem="access denied", advice="log in")
-    assert severities(judge_store(gone), "store") == ["error"]
-
-
-@pytest.mark.parametrize(("repo_id", "severity"), [("me/model", "error"), ("", "warning")])
-def test_a_token_that_no_hub_gives_is_no_trouble_of_the_network(
-    repo_id: str, severity: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    monkeypatch.setenv("HF_TOKEN", "hf_üüüü")
-    (judged,) = judge_hub(gather_hub(repo_id))
-    assert judged.severity == severity
-    assert judged.found == "the token is not accepted: the token has characters that no token has"
-    assert "hf auth login" in judged.advice
-
-
-def test_a_token_for_chosen_repositories_is_compared_with_the_one_to_push_to() -> None:
-    facts = HubFacts(
-        "https://hub",
-        "org/model",
-        has_token=True,
-        is_reached=True,
-        user="me",
-        owners=frozenset({"me", "org"}),
-        role="fineGrained",
-        writes_to=frozenset({"org/other"}),
-    )
-    (refused,) = judge_hub(facts)
-    assert (refused.severity, refused.expected) == ("error", "write access to org/model")
-    (allowed,) = judge_hub(replace(facts, writes_to=frozenset({"org"})))
-    assert allowed.severity == "ok"
+    writes_over = judge_trial("s3://b/x", "it writes over", keeps_checksum=None)
+    assert severities(writes_over, "store-conditions") == ["warning"]
+    keeps_none = judge_trial("s3://b/x", "", keeps_checksum=False)
+    assert severities(keeps_none, "store-checksums") == ["warning"]

@@ -13,14 +13,14 @@ from msgspec.structs import replace
 from ckptkit.conversion.diff import Difference, NumericDifference, TensorDifference
 from ckptkit.core.index import Problem
 from ckptkit.plan.coverage import _MOST_RUNS, _share
-from ckptkit.report.documents import (
+from ckptkit.report.page import (
     pack_names,
     plan_difference_report,
     plan_inspection_report,
+    render_page,
     rounded,
     shown,
 )
-from ckptkit.report.page import render_page
 from ckptkit.runs.listing import RunListing
 from ckptkit.runs.steps import RunStep, StoredFile
 from tests.made_up_inspections import inspection_of, mixture_tensors, statistics_of

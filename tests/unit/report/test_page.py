@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from ckptkit.core.errors import OutputError, OutputExistsError
-from ckptkit.report.documents import ReportDocument, plan_inspection_report
-from ckptkit.report.page import render_page, write_page
+from ckptkit.report.page import ReportDocument, plan_inspection_report, render_page, write_page
 from tests.made_up_inspections import inspection_of
 
 HOSTILE = [

@@ -16,11 +16,11 @@ import ckptkit
 from ckptkit.conversion.source.open import open_checkpoint
 from ckptkit.core.errors import MissingFileError, RefusedError, UsageError
 from ckptkit.core.manifest import MANIFEST_NAME
+from ckptkit.runs.local_run import LocalRun, hold_step
 from ckptkit.runs.marks import claim, hold
 from ckptkit.runs.pruning import Pruned, prune_run
 from ckptkit.runs.push_journal import WATCH_FOLDER, StepPush, open_journal
-from ckptkit.runs.run_paths import LocalRun, hold_step
-from ckptkit.runs.save_order import Retention
+from ckptkit.runs.retention import Retention
 from ckptkit.writer.commit import remove_steps
 from tests.command_line import started
 from tests.made_up_runs import save_step, save_stock_step
@@ -114,7 +114,7 @@ def test_a_step_that_is_open_stays_and_goes_once_it_is_closed(run: Path) -> None
 
 def test_a_step_that_another_process_uses_stays_until_that_is_killed(run: Path) -> None:
     program = (
-        "import sys, time; from ckptkit.runs.run_paths import hold_step\n"
+        "import sys, time; from ckptkit.runs.local_run import hold_step\n"
         "with hold_step(sys.argv[1]):\n    print('held', flush=True); time.sleep(600)"
     )
     command = [sys.executable, "-c", program, str(run / "checkpoint-300")]

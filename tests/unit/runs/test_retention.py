@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ckptkit.core.errors import UsageError
-from ckptkit.runs.save_order import Retention, missing_metric, steps_to_remove
+from ckptkit.runs.retention import Retention, missing_metric, steps_to_remove
 from ckptkit.runs.steps import RunStep
 
 

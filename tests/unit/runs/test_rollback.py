@@ -15,7 +15,7 @@ from ckptkit.conversion.source.open import open_checkpoint
 from ckptkit.hub.watch.build import PushChoice, choose_steps
 from ckptkit.hub.watch.watched_steps import WatchedRun
 from ckptkit.runs.push_journal import StepPush
-from ckptkit.runs.save_order import Retention, steps_to_remove
+from ckptkit.runs.retention import Retention, steps_to_remove
 from ckptkit.runs.steps import RunStep
 from tests.made_up_runs import save_step, save_stock_step
 

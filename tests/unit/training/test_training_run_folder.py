@@ -19,7 +19,7 @@ import ckptkit.runs.steps as step_records
 from ckptkit.core.errors import OutputError, RefusedError, UsageError
 from ckptkit.core.manifest import MANIFEST_NAME, FileRecord, Manifest
 from ckptkit.runs.marks import ask_for_save, run_is_live, take_run_lock
-from ckptkit.runs.save_order import Retention, steps_to_remove
+from ckptkit.runs.retention import Retention, steps_to_remove
 from ckptkit.storage.local.disk import Disk
 from ckptkit.training.run_folders import RunFolder, saved_steps
 from tests.command_line import started

@@ -53,7 +53,7 @@ def run_and_step(step: PathLike) -> tuple[Place, str]:
 
 
 class RemoteRun:
-    """A prefix with steps in it; its methods are those of `ckptkit.runs.run_paths.LocalRun`."""
+    """A prefix with steps in it; its methods are those of `ckptkit.runs.local_run.LocalRun`."""
 
     def __init__(self, run: PathLike) -> None:
         place = place_of(run)
@@ -80,11 +80,7 @@ class RemoteRun:
 
     @contextmanager
     def hold(self, step: str, markers: Collection[str]) -> Iterator[None]:  # noqa: ARG002
-        """Keeps a mark while a block of code runs; without permission there is no mark.
-
-        Yields:
-            Nothing.
-        """
+        """Keeps a mark while a block of code runs; without permission there is no mark."""
         path = f"{_IN_USE}/{step}/{os.urandom(_NONCE_BYTES).hex()}.json"
         if self._objects.store.protocol in _READ_ONLY or not self._marked(path, step):
             yield

@@ -28,21 +28,13 @@ RETENTION_OPTIONS = ("keep_last", "keep_every", "keep_best", "best_mode")
 
 
 class Retention(Struct, frozen=True):
-    """Which steps stay: those that any rule keeps, and all if there is no rule.
+    """Which steps stay: those that any rule keeps, and all if there is no rule."""
 
-    Attributes:
-        keep_last: How many of the newest stay, not counting abandoned ones.
-        keep_every: Steps divisible by this stay.
-        keep_best: The metric by which the best ones stay.
-        best_mode: Whether the smallest or the largest value is best.
-        best_count: How many of the best stay.
-    """
-
-    keep_last: int | None = None
-    keep_every: int | None = None
-    keep_best: str | None = None
-    best_mode: BestMode = "min"
-    best_count: int = 1
+    keep_last: int | None = None  # how many of the newest stay, not counting abandoned ones
+    keep_every: int | None = None  # steps divisible by this stay
+    keep_best: str | None = None  # the metric by which the best ones stay
+    best_mode: BestMode = "min"  # whether the smallest or the largest value is best
+    best_count: int = 1  # how many of the best stay
 
     def __post_init__(self) -> None:
         for name in ("keep_last", "keep_every", "best_count"):
@@ -65,7 +57,6 @@ class Retention(Struct, frozen=True):
 
     @property
     def keeps_all(self) -> bool:
-        """Whether there is no rule."""
         return self.keep_last is None and self.keep_every is None and self.keep_best is None
 
 
@@ -165,12 +156,7 @@ _MOST_BYTES = 64 << 20
 
 
 def save_orders(source: Source, steps: Sequence[RunStep]) -> dict[str, int]:
-    """Returns a number for each folder that grows with the time of the save; 0 where unknown.
-
-    Args:
-        source: The run.
-        steps: Complete steps of one series; their names are folders in the source.
-    """
+    """Returns a number for each folder that grows with the time of the save; 0 where unknown."""
     if any(step.has_manifest for step in steps):
         return {step.name: step.save_number for step in steps}
     ordered = sorted(steps, key=lambda step: step.step)
@@ -195,7 +181,7 @@ def _are_apart(source: Source, pairs: Sequence[tuple[RunStep, RunStep]]) -> bool
     )
 
 
-def left_behind(source: Source, steps: Sequence[RunStep]) -> frozenset[str]:
+def abandoned_folders(source: Source, steps: Sequence[RunStep]) -> frozenset[str]:
     """Returns the folders of steps that training went back from, see `abandoned`."""
     orders = save_orders(source, steps)
     left = abandoned(replace(step, save_number=orders[step.name]) for step in steps)

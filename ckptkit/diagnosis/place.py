@@ -1,7 +1,7 @@
-"""The disk of a run: room, inodes, kind of file system, locks and speed.
+"""The place of a run: room, inodes, kind of file system, locks and speed; what a store keeps to.
 
 `gather_disk` writes to one file without a name, which disappears with its descriptor however the
-process ends. All else here reads, or computes with what was read.
+process ends. `examine_store` writes three small objects, and removes them.
 """
 
 from __future__ import annotations
@@ -10,15 +10,24 @@ import os
 import tempfile
 import time
 from collections.abc import Iterator
+from io import BytesIO
+from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
+from ckptkit.core.crc import crc32
+from ckptkit.core.errors import CkptkitError
 from ckptkit.core.text import size_text
-from ckptkit.diagnosis.findings import Finding, SaveDemand, Severity
+from ckptkit.diagnosis.findings import Finding, SaveDemand, Severity, judged
 from ckptkit.storage.local.disk import is_refused
 from ckptkit.storage.local.ownership import is_planted
 from ckptkit.storage.place_identity import find_mount, read_mounts, why_not_shared
+from ckptkit.storage.places import Place
+
+if TYPE_CHECKING:
+    from ckptkit.storage.remote.s3 import S3Uploads
 
 _BLOCK_BYTES = 1 << 20
 _MOST_BYTES = 256 << 20
@@ -31,52 +40,21 @@ _FILES_OF_A_RANK = 6
 _SPARE_FILES = 1000
 
 
-class DiskProbe(Struct, frozen=True):
-    """What writing to a file has shown.
-
-    Attributes:
-        written_bytes: How much was written, and synced, one process alone.
-        seconds: In which time.
-        sync_seconds: How long the first mebibyte took to be durable.
-        has_locks: Whether a lock keeps other descriptors out; None where that cannot be tried.
-    """
-
-    written_bytes: int
-    seconds: float
-    sync_seconds: float
-    has_locks: bool | None
-
-    @property
-    def bytes_per_second(self) -> float:
-        return self.written_bytes / self.seconds if self.seconds else 0.0
-
-
 class DiskFacts(Struct, frozen=True):
-    """What is known of the place of a run.
+    """What is known of the place of a run; None where it is not, or nothing was written."""
 
-    Attributes:
-        where: The place as the user named it.
-        folder: It, or the folder above it that exists.
-        kind: The type of its file system; empty where unknown.
-        mount_source: What is mounted.
-        mount_options: How.
-        free_bytes: For this user; None where the file system does not say.
-        free_files: How many files can be made; None where there is no limit, or it is unknown.
-        problem: Why nothing can be written there; empty if it can.
-        is_planted: Whether another user may have put it there.
-        probe: What writing has shown; None if nothing was written.
-    """
-
-    where: str
-    folder: Path
-    kind: str = ""
+    where: str  # as the user named it
+    folder: Path  # it, or the folder above it that exists
+    kind: str = ""  # the type of its file system
     mount_source: str = ""
     mount_options: frozenset[str] = frozenset()
-    free_bytes: int | None = None
-    free_files: int | None = None
-    problem: str = ""
-    is_planted: bool = False
-    probe: DiskProbe | None = None
+    free_bytes: int | None = None  # for this user
+    free_files: int | None = None  # that can be made; None also where there is no limit
+    problem: str = ""  # why nothing can be written there
+    is_planted: bool = False  # another user may have put it there
+    written_bytes: int = 0  # and synced, by one process alone
+    seconds: float = 0.0
+    has_locks: bool | None = None  # a lock keeps other descriptors out
 
 
 def gather_disk(where: str, path: Path, *, writes: bool) -> DiskFacts:
@@ -91,12 +69,13 @@ def gather_disk(where: str, path: Path, *, writes: bool) -> DiskFacts:
         return DiskFacts(where, folder, problem=f"{folder} is a file")
     mount = find_mount(folder.resolve(), read_mounts())
     free_bytes, free_files = _free(folder)
-    probe, problem = None, ""
+    trial: tuple[int, float, bool | None] = 0, 0.0, None
+    problem = ""
     if not os.access(folder, os.W_OK | os.X_OK):
         problem = f"{folder} cannot be written by this user"
     elif writes:
         try:
-            probe = _probe(folder, most_bytes=min(_MOST_BYTES, _least(free_bytes)))
+            trial = _try_writing(folder, free_bytes)
         except OSError as error:
             problem = f"a file in {folder} cannot be written: {error.strerror or error}"
     return DiskFacts(
@@ -109,7 +88,9 @@ def gather_disk(where: str, path: Path, *, writes: bool) -> DiskFacts:
         free_files=free_files,
         problem=problem,
         is_planted=is_planted(path),
-        probe=probe,
+        written_bytes=trial[0],
+        seconds=trial[1],
+        has_locks=trial[2],
     )
 
 
@@ -124,27 +105,26 @@ def _free(folder: Path) -> tuple[int | None, int | None]:
     )
 
 
-def _least(free_bytes: int | None) -> int:
-    return _MOST_BYTES if free_bytes is None else free_bytes // _SHARE_OF_FREE
-
-
-def _probe(folder: Path, *, most_bytes: int) -> DiskProbe:
+def _try_writing(folder: Path, free_bytes: int | None) -> tuple[int, float, bool | None]:
+    """Returns how many bytes were written, in how many seconds, and whether locks work."""
+    most_bytes = _MOST_BYTES
+    if free_bytes is not None:
+        most_bytes = min(most_bytes, free_bytes // _SHARE_OF_FREE)
     block = os.urandom(_BLOCK_BYTES)  # that no file system compresses
     with tempfile.TemporaryFile(dir=folder, prefix=".ckptkit-doctor-", buffering=0) as file:
-        began = time.monotonic()
         file.write(block[: max(min(most_bytes, _BLOCK_BYTES), 1)])
         os.fsync(file.fileno())
-        sync_seconds = time.monotonic() - began
+        began = time.monotonic()
         written, blocks, seconds = 0, 1, 0.0
         while seconds < _MOST_SECONDS and written + blocks * _BLOCK_BYTES <= most_bytes:
             for _ in range(blocks):
                 file.write(block)
             os.fsync(file.fileno())
             written += blocks * _BLOCK_BYTES
-            earlier, seconds = seconds, time.monotonic() - began - sync_seconds
+            earlier, seconds = seconds, time.monotonic() - began
             if seconds - earlier < _MOST_SECONDS / 8:
                 blocks = min(2 * blocks, _MOST_AT_ONCE)
-        return DiskProbe(written, seconds, sync_seconds, _has_locks(file.fileno()))
+        return written, seconds, _has_locks(file.fileno())
 
 
 def _has_locks(descriptor: int) -> bool | None:
@@ -170,32 +150,18 @@ def _has_locks(descriptor: int) -> bool | None:
 def judge_disk(
     facts: DiskFacts, demand: SaveDemand, *, is_local_tier: bool = False
 ) -> list[Finding]:
-    """Judges the place of a run.
-
-    Args:
-        facts: The place.
-        demand: What the run needs.
-        is_local_tier: Whether it is a node's own disk, for steps before they are drained.
-    """
+    """Judges the place of a run, or a node's own disk for steps before they are drained."""
     if facts.problem:
         advice = "name another directory, or change its owner or the mount"
-        where = facts.where
-        return [
-            Finding("disk-writable", "error", where, facts.problem, "a writable folder", advice)
-        ]
+        problem, expected = facts.problem, "a writable folder"
+        return [Finding("disk-writable", "error", facts.where, problem, expected, advice)]
     findings = [_room(facts, demand, is_local_tier=is_local_tier), *_inodes(facts, demand)]
     findings += [*_kind(facts, demand, is_local_tier=is_local_tier), *_speed(facts, demand)]
     if facts.is_planted:
-        findings.append(
-            Finding(
-                "disk-owner",
-                "warning",
-                facts.where,
-                "another user made it in a folder where everybody may make files",
-                "a folder of this user",
-                "that user can replace steps: name a directory that you have made",
-            )
-        )
+        found = "another user made it in a folder where everybody may make files"
+        advice = "that user can replace steps: name a directory that you have made"
+        expected = "a folder of this user"
+        findings.append(Finding("disk-owner", "warning", facts.where, found, expected, advice))
     return findings
 
 
@@ -214,12 +180,15 @@ def _room(facts: DiskFacts, demand: SaveDemand, *, is_local_tier: bool) -> Findi
     severity: Severity = "ok" if fit >= steps else "warning"
     if fit < min(steps, 1) or (fit < steps and (is_local_tier or demand.more_steps is not None)):
         severity = "error"
-    if severity == "ok":
-        return Finding("disk-space", "ok", facts.where, f"{found}; {why}")
-    expected = f"{size_text(steps * size)}: {why}"
-    advice = "make room (`ckptkit prune RUN --keep-last 3 --dry-run`), save to another disk,"
-    advice += " or keep fewer steps"
-    return Finding("disk-space", severity, facts.where, found, expected, advice)
+    return judged(
+        "disk-space",
+        severity,
+        facts.where,
+        f"{found}; {why}" if severity == "ok" else found,
+        f"{size_text(steps * size)}: {why}",
+        "make room (`ckptkit prune RUN --keep-last 3 --dry-run`), save to another disk, or keep"
+        " fewer steps",
+    )
 
 
 def _steps_needed(demand: SaveDemand, *, is_local_tier: bool) -> tuple[int, str]:
@@ -242,16 +211,12 @@ def _inodes(facts: DiskFacts, demand: SaveDemand) -> Iterator[Finding]:
         return
     files = max(demand.files, _FILES_OF_A_RANK * demand.ranks)
     needed = files * (_STEPS_AHEAD if demand.more_steps is None else demand.more_steps)
-    found = f"{facts.free_files:,} more files can be made"
-    if facts.free_files >= needed + _SPARE_FILES:
-        yield Finding("disk-inodes", "ok", facts.where, found)
-        return
     severity: Severity = "error" if facts.free_files < needed else "warning"
-    yield Finding(
+    yield judged(
         "disk-inodes",
-        severity,
+        "ok" if facts.free_files >= needed + _SPARE_FILES else severity,
         facts.where,
-        found,
+        f"{facts.free_files:,} more files can be made",
         f"{needed + _SPARE_FILES:,}: a step has about {files:,}",
         "remove small files (caches, datasets, logs), or use another file system",
     )
@@ -306,14 +271,13 @@ def _plain_kind(facts: DiskFacts, demand: SaveDemand) -> Finding:
 
 
 def _locks(facts: DiskFacts, *, is_local_tier: bool) -> Iterator[Finding]:
-    has_locks = facts.probe.has_locks if facts.probe is not None else None
     of_node = sorted(_NODE_LOCKS & facts.mount_options)
-    if has_locks is False:
+    if facts.has_locks is False:
         found = f"{facts.kind or 'it'} has no locks"
     elif of_node and not is_local_tier:
         found = f"mounted with {of_node[0]}: a lock is not seen by other nodes"
     else:
-        if has_locks:
+        if facts.has_locks:
             yield Finding("file-locks", "ok", facts.where, "a lock keeps a second job out")
         return
     advice = "start one job for a run at a time, and prune while none reads; "
@@ -323,28 +287,24 @@ def _locks(facts: DiskFacts, *, is_local_tier: bool) -> Iterator[Finding]:
 
 
 def _speed(facts: DiskFacts, demand: SaveDemand) -> Iterator[Finding]:
-    probe = facts.probe
-    if probe is None or not probe.written_bytes:
+    if not facts.written_bytes or not facts.seconds:
         return
-    rate = probe.bytes_per_second
+    rate = facts.written_bytes / facts.seconds
+    # Ranks of a node share its disk or its link; more nodes bring more links.
+    seconds = (demand.node_bytes or 0) / rate
     found = f"{size_text(rate)}/s written and synced by one process"
     if demand.step_bytes:
-        # Ranks of a node share its disk or its link; more nodes bring more links.
-        seconds = (demand.node_bytes or 0) / rate
         about = "" if seconds < 1 else "about "
         found += f"; {about}{_duration(seconds)} for a node's part of a step"
-        if seconds > _SLOW_SECONDS:
-            yield Finding(
-                "disk-speed",
-                "warning",
-                facts.where,
-                found,
-                f"less than {_duration(_SLOW_SECONDS)}",
-                "save to the node's own disk first with `Checkpointer(..., local=DIR)`, or less"
-                " often; a save that waits for the disk as a whole runs into NCCL's timeout",
-            )
-            return
-    yield Finding("disk-speed", "ok", facts.where, found)
+    yield judged(
+        "disk-speed",
+        "warning" if seconds > _SLOW_SECONDS else "ok",
+        facts.where,
+        found,
+        f"less than {_duration(_SLOW_SECONDS)}",
+        "save to the node's own disk first with `Checkpointer(..., local=DIR)`, or less often; a"
+        " save that waits for the disk as a whole runs into NCCL's timeout",
+    )
 
 
 def _duration(seconds: float) -> str:
@@ -356,3 +316,107 @@ def _duration(seconds: float) -> str:
     if seconds < 1:
         return "less than 1 s"
     return f"{seconds:.0f} s" if seconds < 60 else f"{seconds / 60:.0f} min"  # noqa: PLR2004
+
+
+_FOLDER = ".ckptkit-doctor"
+_COUNTED = 1000
+_LIFECYCLE_RULE = (
+    "give the bucket a lifecycle rule that removes them after two days"
+    " (AbortIncompleteMultipartUpload)"
+)
+
+
+def examine_store(place: Place, *, writes: bool) -> list[Finding]:
+    """Lists a place in a store and, if `writes`, writes and removes three small objects there."""
+    from ckptkit.storage.remote.errors import error_translator
+    from ckptkit.storage.remote.s3 import S3Uploads
+    from ckptkit.storage.remote.s3_target import S3Notes
+    from ckptkit.storage.remote.store import get_store
+
+    listed = Finding("store", "ok", place.location, "can be listed; nothing was written")
+    try:
+        store = get_store(place)
+        translate_errors = error_translator(place.location, place.options)
+        with translate_errors():
+            root = store.path_of(place.location)
+            if not store.is_s3 or not writes:
+                store.list_folders(root, ())
+            if not store.is_s3:
+                return [listed]
+            uploads = S3Uploads(store, root)
+            unfinished = _count(islice(uploads.list_uploads(uploads.prefix), _COUNTED))
+            findings = [] if writes else [listed]
+            if writes:
+                prefix = f"{uploads.prefix}{_FOLDER}/"
+                notes = S3Notes(uploads, prefix, translate_errors)
+                problem, keeps = notes.why_no_conditions(), _keeps_checksum(uploads, prefix)
+                findings = judge_trial(place.location, problem, keeps_checksum=keeps)
+    except CkptkitError as error:
+        return [store_problem(place.location, error.message, error.hint)]
+    if unfinished:
+        count = f"{unfinished:,}" if unfinished < _COUNTED else f"{_COUNTED:,} or more"
+        found = f"{count} unfinished uploads, which cost storage and are in no listing"
+        findings.append(
+            Finding("store-uploads", "warning", place.location, found, "none", _LIFECYCLE_RULE)
+        )
+    return findings
+
+
+def _count(uploads: Iterator[object]) -> int | None:
+    try:
+        return sum(1 for _ in uploads)
+    except OSError:  # the right to list uploads is apart from others
+        return None
+
+
+def _keeps_checksum(uploads: S3Uploads, prefix: str) -> bool | None:
+    """Sends an object in parts, as weights are sent, and asks for its checksum."""
+    from ckptkit.storage.remote.s3 import ObjectSums
+
+    if not uploads.has_checksums:
+        return None
+    key, data = f"{prefix}checksum-{os.urandom(8).hex()}", b"checksum"
+    upload = uploads.begin(key)
+    try:
+        part = uploads.send(key, upload, 1, BytesIO(data), crc32(data))
+        uploads.complete(key, upload, [part])
+        stored = uploads.head(key).checksum
+    except OSError:
+        uploads.abort(key, upload)
+        raise
+    finally:
+        uploads.delete([key])
+    return stored is not None and ObjectSums.of([(crc32(data), len(data))]).matches(stored)
+
+
+def store_problem(where: str, problem: str, advice: str) -> Finding:
+    expected = "a place that can be listed, written and removed"
+    return Finding("store", "error", where, problem, expected, advice)
+
+
+def judge_trial(where: str, no_conditions: str, *, keeps_checksum: bool | None) -> list[Finding]:
+    """Judges what writing has shown."""
+    findings = [
+        judged(
+            "store-conditions",
+            "warning" if no_conditions else "ok",
+            where,
+            no_conditions or "If-None-Match is obeyed",
+            "If-None-Match is obeyed",
+            "start one job for a place at a time, and do not use --slice with it",
+        )
+    ]
+    if keeps_checksum is not None:
+        findings.append(
+            judged(
+                "store-checksums",
+                "ok" if keeps_checksum else "warning",
+                where,
+                "the CRC-32 of an object is kept"
+                if keeps_checksum
+                else "the store keeps no CRC-32 of objects",
+                "the checksum that was sent",
+                "what arrives is not proven: run `ckptkit verify URL` after an upload",
+            )
+        )
+    return findings

@@ -10,7 +10,7 @@ import pytest
 
 from ckptkit.core.errors import ResumeError
 from ckptkit.core.manifest import Manifest
-from ckptkit.integrations.transformers.trainer_state import (
+from ckptkit.integrations.transformers.checkpoints import (
     find_newest_checkpoint,
     remove_sentinel,
     steps_beyond,
