@@ -88,8 +88,6 @@ SaveInstead = Callable[[BoundState, str], SaveHandle]
 
 
 class _Written(Struct, frozen=True):
-    """What this rank wrote."""
-
     plan: Plan
     live: LiveModel
     is_adapter: bool
@@ -102,7 +100,6 @@ class ExportAttempt:
     def __init__(
         self, peers: Peers, number: int, request: ExportRequest, timeout_seconds: float
     ) -> None:
-        """Takes the ranks, the number of the export in this session, and what to write."""
         self._peers = peers
         self._number = number
         self._name = f"{peers.nonce}/{number}"
@@ -266,7 +263,6 @@ class ExportAttempt:
         return unpack_table(self._agree(pack_table(exported.table), decide))
 
     def _commit(self, written: _Written) -> Mapping[str, Any]:
-        """Reports to all ranks that this one is done, and returns what was committed."""
         target = self._target
         assert target is not None  # noqa: S101  begin() returned
 
@@ -299,8 +295,7 @@ class ExportAttempt:
     def _share_failure(self, error: BaseException) -> CkptkitError | None:
         """Fails the export on all ranks with the error of this one.
 
-        Returns:
-            The error of another rank that came before, and led to this one.
+        Returns the error of another rank that came before, and led to this one.
         """
         shared: CkptkitError = SaveError(f"{type(error).__name__}: {error}", hint=OURS)
         if isinstance(error, CkptkitError):
@@ -334,7 +329,6 @@ class ExportAttempt:
             self._target = None
 
     def _report(self, began: float, durable: float) -> ExportReport:
-        """Waits until the output, or the sharded save instead, is complete."""
         if self._saved is None:
             assert self._written is not None  # noqa: S101  begin() returned
             committed = self._commit(self._written)
@@ -390,13 +384,6 @@ class ExportOptions(TypedDict, total=False):
 def make_request(
     out: str | PathLike[str], options: ExportOptions, source: Mapping[str, Any]
 ) -> ExportRequest:
-    """Checks the options of an export.
-
-    Args:
-        out: The directory to write.
-        options: How to write it.
-        source: What the manifest says of the origin; the folder at its `path` is not replaced.
-    """
     path = os.fspath(out)
     check_path(path, "out")
     refuse_unknown(options, ExportOptions.__annotations__, where="export")
@@ -425,13 +412,6 @@ class Exporter:
     """Runs the exports of a Checkpointer; calls come one at a time, the same on all ranks."""
 
     def __init__(self, peers: Peers, sidecar: Mapping[str, object], timeout_seconds: float) -> None:
-        """Takes what all exports have in common.
-
-        Args:
-            peers: The ranks.
-            sidecar: What the user adds to the weights.
-            timeout_seconds: How long other ranks are waited for.
-        """
         self._peers = peers
         self._sidecar = sidecar
         self._timeout_seconds = timeout_seconds
@@ -447,16 +427,9 @@ class Exporter:
         """Writes this rank's part, and leaves the rest to the background.
 
         Where ranks hold different tensors, as stages of a pipeline do, it waits for all of them
-        first.
-
-        Args:
-            find_bound: Returns the state, with one model; its errors are raised on all ranks.
-            request: What to write.
-            save_instead: Saves the state sharded, where the output's storage does not take
-                ranges from several machines; called on all ranks or on none.
-
-        Returns:
-            The handle of the export, once this rank's bytes are durable.
+        first. `save_instead` saves the state sharded, where the output's storage takes no ranges
+        from several machines; it is called on all ranks or on none. Returns once this rank's bytes
+        are durable.
         """
         began = time.perf_counter()
         self._under_way = [e for e in self._under_way if not e[1].done() or e[1].unheard_error]
@@ -475,7 +448,6 @@ class Exporter:
         return handle
 
     def close(self) -> None:
-        """Waits for all exports to end."""
         for thread, _ in self._under_way:
             thread.join()
         errors = [error for _, handle in self._under_way if (error := handle.unheard_error)]

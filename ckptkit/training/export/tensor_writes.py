@@ -91,39 +91,20 @@ _BUFFERS = WRITERS + 1
 
 
 class Block(Struct, frozen=True):
-    """Elements of a box that are cast at once.
-
-    Attributes:
-        first: The first one, in the row-major order of the box.
-        stop: The first one after them.
-        at: int64; where each run of them begins, in bytes from the tensor's first.
-        run_bytes: How long each run is.
-    """
-
-    first: int
-    stop: int
-    at: Ints
-    run_bytes: int
+    first: int  # the first one, in the row-major order of the box
+    stop: int  # the first one after them
+    at: Ints  # int64; where each run of them begins, in bytes from the tensor's first
+    run_bytes: int  # how long each run is
 
 
 class BoxWrite(Struct, frozen=True):
-    """A box of a tensor that this rank writes.
-
-    Attributes:
-        place: Where the tensor is in the output.
-        dtype: Of the elements here, before they are cast.
-        box: Which part of the tensor it is.
-        local: The elements, in the shape of the box.
-    """
-
-    place: OutputPlace
-    dtype: DType
-    box: Box
-    local: torch.Tensor
+    place: OutputPlace  # where the tensor is in the output
+    dtype: DType  # of the elements here, before they are cast
+    box: Box  # which part of the tensor it is
+    local: torch.Tensor  # the elements, in the shape of the box
 
     @property
     def size_bytes(self) -> int:
-        """How many bytes it takes in the output."""
         return self.local.numel() * self.place.spec.dtype.itemsize
 
 
@@ -192,8 +173,6 @@ def _jobs(parts: Sequence[BoxWrite]) -> Iterator[tuple[BoxWrite, Block]]:
 
 
 class _BlockCaster:
-    """Casts blocks into buffers, and computes their checksums."""
-
     def __init__(self) -> None:
         self.shares: defaultdict[Fqn, ChecksumShare] = defaultdict(ChecksumShare)
         self._casters: dict[tuple[DType, DType], Caster] = {}
@@ -285,8 +264,7 @@ def _cuts(low: int, stop: int, start: int) -> Iterator[int]:
 def runs_of(box: Box, shape: Shape) -> tuple[int, Ints]:
     """Returns the runs of row-major elements that a box consists of.
 
-    Returns:
-        The length of each run, and int64 of where each begins, in elements and ascending.
+    Their length, and int64 of where each begins, in elements and ascending.
     """
     axis = len(shape)
     while axis > 0 and box.sizes[axis - 1] == shape[axis - 1]:
@@ -335,15 +313,6 @@ def answer_of(
     out: str,
     rows: Sequence[Row],
 ) -> dict[str, Any]:
-    """Returns what a rank reports of its part, as JSON values.
-
-    Args:
-        plan: Of the whole, as this rank has it.
-        shares: What this rank wrote of each tensor.
-        size_bytes: How many bytes that are.
-        out: The output, as this rank calls it.
-        rows: Of what it has written for rank 0 to put in its place.
-    """
     return {
         "plan": digest_of_plan(plan),
         "shares": [shares.get(spec.name, ChecksumShare()) for _, _, spec in plan.specs()],
@@ -354,7 +323,6 @@ def answer_of(
 
 
 def part_of(rank: int) -> str:
-    """Returns the file in the hidden folder that has the bytes of a rank for rank 0."""
     return f"part-{rank}"
 
 
@@ -371,19 +339,7 @@ def commit(
     is_adapter: bool,
     patience_seconds: float,
 ) -> dict[str, Any]:
-    """Makes the parts of all ranks one directory, the manifest last.
-
-    Args:
-        target: Where the parts are.
-        plan: Of the whole.
-        request: The request.
-        answers: By rank, what `answer_of` returned.
-        is_adapter: Whether it is an adapter.
-        patience_seconds: How long to wait until the marks of the others are seen here.
-
-    Returns:
-        What all ranks get to know.
-    """
+    """Makes the parts of all ranks one directory, the manifest last."""
     where = str(request.named)
     digest = digest_of_plan(plan)
     other = [rank for rank, answer in enumerate(answers) if answer["plan"] != digest]

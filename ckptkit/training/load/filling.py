@@ -117,11 +117,6 @@ class Filling:
         self.partial: tuple[NumberedRecord, ...] = ()  # records that were read in part
 
     def run(self, digests: Mapping[str, StoredDigest]) -> LoadResult:
-        """Fills the model.
-
-        Args:
-            digests: Those that are known of stored tensors, by name.
-        """
         checkpoint, sources = self._checkpoint, self._sources
         chunks, spans = self._plan(self._wanted_of_all())
         # Digests of whole tensors, without a CRC-32, would have each rank read all of them.
@@ -169,7 +164,6 @@ class Filling:
     def _read(
         self, origins: Sequence[Origin], chunks: Sequence[ChunkRead], spans: Sequence[SpanRead]
     ) -> int:
-        """Reads what was planned, and returns the number of bytes."""
         boxes = [(c.entry, of.target, memory) for c in chunks for of, memory in c.targets]
         boxes += [(span.entry, span.box, span.memory) for span in spans]
         sizes = {id(memory): math.prod(box.sizes) * e.dtype.itemsize for e, box, memory in boxes}
@@ -253,7 +247,6 @@ class Filling:
             )
 
     def notes_on_ties(self) -> Iterator[str]:
-        """Yields how tied tensors differ in the checkpoint."""
         for name, forms in self._sources.further.items():
             for parts in forms:
                 if parts and parts[0].name in self._untied:
@@ -278,8 +271,7 @@ class Filling:
     def _prove(self, origin: Origin) -> int:
         """Reads what little is missing of records that were read in part, and compares them.
 
-        Returns:
-            How many bytes were read for that.
+        Returns how many bytes were read for that.
         """
         missing = {
             number: record.stop - record.start - sum(length for _, length, _ in record.pieces)
@@ -327,14 +319,12 @@ class Filling:
         return self._names_of(keys)
 
     def _names_of(self, keys: Collection[Key]) -> tuple[str, ...]:
-        """Returns the live tensors that are made of some stored ones."""
         return tuple(name for name, own in self._keys.items() if not own.isdisjoint(keys))
 
     def _partly_filled(self, error: CkptkitError) -> PartlyFilledError:
         return PartlyFilledError(f"{error.message}; {self._progress()}", where=error.where)
 
     def _progress(self) -> str:
-        """Says which tensors are not filled."""
         done = Counter(self._owners[number] for number in tuple(self._done))
         left = [name for name, count in self._left.items() if done[name] < count]
         if not left:

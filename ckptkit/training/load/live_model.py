@@ -36,19 +36,10 @@ from ckptkit.training.step_names import (
 
 
 class LiveTensor(Struct, frozen=True):
-    """A tensor of the whole model.
-
-    Attributes:
-        names: All its names; several where weights are tied.
-        shape: Of the whole tensor, in elements.
-        dtype: Its element type.
-        pieces: The parts that are on this rank.
-    """
-
-    names: tuple[Fqn, ...]
-    shape: Shape
+    names: tuple[Fqn, ...]  # all its names; several where weights are tied
+    shape: Shape  # of the whole tensor, in elements
     dtype: DType
-    pieces: tuple[Piece, ...]
+    pieces: tuple[Piece, ...]  # the parts that are on this rank
 
     @property
     def name(self) -> Fqn:
@@ -56,21 +47,14 @@ class LiveTensor(Struct, frozen=True):
 
 
 class LiveModel:
-    """A model as this rank holds it; looked at without communicating.
-
-    Attributes:
-        module: The outermost module.
-        tensors: Parameters and persistent buffers, each once.
-        extra: The names of what else its state dict has, such as extra states of modules.
-        is_stage: Whether other ranks hold other tensors, as those of a pipeline do.
-    """
+    """A model as this rank holds it; looked at without communicating."""
 
     def __init__(self, module: nn.Module) -> None:
         if not isinstance(module, nn.Module):
             raise UsageError(
                 f"{a_kind(module)} was found where a module was expected", where="model"
             )
-        self.module = module
+        self.module = module  # the outermost module
         world = Copies()
         if dist.is_available() and dist.is_initialized():
             world = Copies(dist.get_world_size(), dist.get_rank())
@@ -79,8 +63,9 @@ class LiveModel:
 
     def _read(self) -> None:
         view = ModelWalk(self.module, TensorPlaces("", ()), world=self._world).look()
+        # other ranks hold other tensors, as those of a pipeline do
         self.is_stage = view.values.count < self._world.number
-        self.extra = view.extra
+        self.extra = view.extra  # names of what else its state dict has, such as extra states
         self.tensors: tuple[LiveTensor, ...] = tuple(_tensors(view.pieces))
 
     @property
@@ -94,12 +79,10 @@ class LiveModel:
 
     @property
     def where(self) -> str:
-        """What messages call it."""
         return type(innermost(self.module)).__name__.removeprefix("FSDP")
 
     @cached_property
     def base(self) -> Any:
-        """The model inside of its wrappers, and of PEFT's."""
         inner: Any = innermost(self.module)
         find = getattr(inner, "get_base_model", None)
         return find() if self.is_peft and callable(find) else inner
@@ -117,11 +100,9 @@ class LiveModel:
             yield from tensor.names
 
     def is_of_adapter(self, name: Fqn) -> bool:
-        """Whether a tensor was added by PEFT, so that no base model has it."""
         return self.is_peft and any(map(holds_adapters, name.split(".")))
 
     def plain_name(self, name: Fqn) -> Fqn:
-        """Returns the name of a tensor in the base model."""
         return Fqn(make_plain_name(name)) if self.is_peft and not self.is_of_adapter(name) else name
 
     @cached_property
@@ -158,10 +139,7 @@ class LiveModel:
     ) -> None:
         """Gives memory to tensors on the meta device.
 
-        Args:
-            dtype: What those of floats become; None for what they are.
-            leave: The names of tensors that stay there.
-            optimizers: Those of its parameters; they get the new ones.
+        Those of floats become `dtype`; those named in `leave` stay there.
         """
         parallel, left = parallel_prefixes(self.module), frozenset(leave)
         named = (

@@ -122,11 +122,7 @@ def load_into(
 
 
 class ModelLoad(Closing):
-    """One load in two parts, between which ranks can agree. Use it as a context manager.
-
-    Attributes:
-        partial: The records that this rank has read in part, for `cross_check`.
-    """
+    """One load in two parts, between which ranks can agree. Use it as a context manager."""
 
     def __init__(
         self,
@@ -138,16 +134,6 @@ class ModelLoad(Closing):
         select: str | None = None,
         kept: Collection[Fqn] = (),
     ) -> None:
-        """Opens the checkpoint, and finds the tensors of the model in it; see `load_into`.
-
-        Args:
-            model: The model.
-            source: The checkpoint.
-            dtype: What floats on the meta device become.
-            name_map: The map of names of another framework.
-            select: Which of several checkpoints to take.
-            kept: Names of tensors of the model that stay as they are.
-        """
         self._live, self._dtype = LiveModel(model), _parse_dtype(dtype)
         if self._dtype is not None:
             self._live.refuse_other(self._dtype)
@@ -160,13 +146,13 @@ class ModelLoad(Closing):
             if kept:
                 self._sources = self._sources.without(self._live.tensors, kept)
             self._scales = ScalePlan()
+            # the records that this rank has read in part, for `cross_check`
             self.partial: tuple[NumberedRecord, ...] = ()
             self._digests = read_stored_digests(self._checkpoint, without_crc32=True)
             self._stack = stack.pop_all()
 
     @property
     def step(self) -> int | None:
-        """The training step of the checkpoint, or None."""
         return self._checkpoint.index.run.step
 
     @property
@@ -175,13 +161,11 @@ class ModelLoad(Closing):
         return self._live.rank == 0
 
     def name_record(self, number: int) -> str:
-        """Returns the path of the file that a record of `partial` is in."""
         checkpoint = self._checkpoint
         return posixpath.join(checkpoint.source.location, checkpoint.index.path_of(number))
 
     @property
     def files(self) -> tuple[str, ...]:
-        """The paths of the files that hold tensors of the checkpoint."""
         index = self._checkpoint.index
         records = {record for entry in self._stored.values() for record in entry.chunks.record}
         numbers = sorted({int(index.records.file[record]) for record in records})
@@ -224,12 +208,6 @@ class ModelLoad(Closing):
             )
 
     def fill(self, optimizers: Sequence[Optimizer] = (), listener: Listener = ignore) -> LoadResult:
-        """Fills the model.
-
-        Args:
-            optimizers: Those of its parameters, which get new ones for those on the meta device.
-            listener: Receives progress events.
-        """
         announce_changes(self._live.module)
         alone = (*self._sources.missing, *self._sources.left_alone)
         self._live.materialise(self._dtype, alone, optimizers)
@@ -245,7 +223,6 @@ class ModelLoad(Closing):
         return result
 
     def close(self) -> None:
-        """Closes the files of the checkpoint."""
         self._stack.close()
 
 

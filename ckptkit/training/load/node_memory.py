@@ -69,8 +69,6 @@ _CREDENTIALS = struct.Struct("3i")  # pid, uid and gid, as SO_PEERCRED returns t
 
 
 class BlockStatus(Enum):
-    """What becomes of a block that this process needs."""
-
     THERE = auto()  # it can be copied
     OWN = auto()  # this process is to download it for all
     AWAITED = auto()  # another process downloads it
@@ -79,19 +77,13 @@ class BlockStatus(Enum):
 
 
 class BlockKey(Struct, frozen=True):
-    """A byte range of one version of a file, and who wants it.
+    """A byte range of one version of a file, and who wants it."""
 
-    Attributes:
-        digest: 16 bytes that differ for other ranges, files and versions.
-        size_bytes: The length of the range.
-        wants: Those that a process has to have announced, all of them, to want the range.
-        is_spare: Whether it makes room for other blocks before all have taken it.
-    """
-
-    digest: bytes
+    digest: bytes  # 16 bytes that differ for other ranges, files and versions
     size_bytes: int
+    # those that a process has to have announced, all of them, to want the range
     wants: tuple[int, ...]
-    is_spare: bool = False
+    is_spare: bool = False  # whether it makes room for other blocks before all have taken it
 
     @property
     def words(self) -> tuple[int, int]:
@@ -178,12 +170,7 @@ class NodeMemory(Closing):
         return found
 
     def ask(self, blocks: Sequence[BlockKey], *, most_claims: int) -> list[BlockStatus]:
-        """Says what becomes of blocks; those that are `OWN` have to be published or given up.
-
-        Args:
-            blocks: What this member needs.
-            most_claims: How many it is willing to download for all.
-        """
+        """Says what becomes of blocks; those that are `OWN` have to be published or given up."""
         statuses: list[BlockStatus] = []
         with self._table() as is_locked:
             for block in blocks:
@@ -376,11 +363,7 @@ class NodeMemory(Closing):
 def join_node(name: str) -> NodeMemory | None:
     """Joins the processes of this user on this node that load from one place.
 
-    Args:
-        name: The place.
-
-    Returns:
-        The memory that they share; None where it cannot be had, as on other systems than Linux.
+    Returns None where it cannot be had, as on other systems than Linux.
     """
     if sys.platform != "linux" or not hasattr(os, "memfd_create"):
         return None

@@ -39,12 +39,6 @@ class SharedSource(Source):
     """A source that is read as before, and takes from other ranks what they have of it."""
 
     def __init__(self, source: Source, node: NodeMemory | None) -> None:
-        """Shares nothing before `announce`.
-
-        Args:
-            source: What is read.
-            node: What the ranks share; None for nothing.
-        """
         self.location = source.location
         self._taken: deque[int] = deque()  # lengths; threads append
         self._source, self._node = source, node
@@ -55,19 +49,12 @@ class SharedSource(Source):
 
     @property
     def bytes_shared(self) -> int:
-        """How much was taken from other ranks."""
         return sum(self._taken)
 
     def announce(
         self, index: TensorIndex, chunks: Iterable[ChunkRead], spans: Iterable[SpanRead]
     ) -> None:
-        """Says what this rank is going to read, and waits a little for what the others say.
-
-        Args:
-            index: Of the source.
-            chunks: The reads of chunks.
-            spans: The reads of tensors that are computed or decoded.
-        """
+        """Says what this rank is going to read, and waits a little for what the others say."""
         if self._node is None or not self.is_remote:
             return
         self._wants = wants = _list_wants(index, chunks, spans)
@@ -84,7 +71,6 @@ class SharedSource(Source):
         return self._source.read(path, start, stop)
 
     def read_into(self, path: str, start: int, target: memoryview) -> None:
-        """Fills `target` from byte `start` on."""
         if self._node is None or not target.nbytes:
             self._source.read_into(path, start, target)
         else:
@@ -94,7 +80,6 @@ class SharedSource(Source):
         self._source.prefetch(ranges)
 
     def fetch(self, reads: Sequence[tuple[FileRange, memoryview]]) -> None:
-        """Fills each buffer from its range, many at a time."""
         own, shared = [], []
         for wanted, view in reads:
             block = self._block_of(wanted)

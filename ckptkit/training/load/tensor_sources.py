@@ -29,16 +29,11 @@ Rename = Callable[[Fqn], Fqn]
 
 
 class PartSource(Struct, frozen=True):
-    """A stored tensor that holds a live one, or a part of it.
+    """A stored tensor that holds a live one, or a part of it."""
 
-    Attributes:
-        name: Of the stored tensor.
-        shape: That it has to have.
-        tile: The elements that both have; None where these are all, in the same order.
-    """
-
-    name: Fqn
-    shape: Shape
+    name: Fqn  # of the stored tensor
+    shape: Shape  # that it has to have
+    # the elements that both have; None where these are all, in the same order
     tile: Tile | None = None
 
 
@@ -46,38 +41,25 @@ Parts = tuple[PartSource, ...]
 
 
 class Naming(Struct, frozen=True):
-    """One way to find a model in a checkpoint.
+    """One way to find a model in a checkpoint."""
 
-    Attributes:
-        parts: By the live name, what the tensor is made of.
-        unsaved: Live tensors that are in no file of such a model.
-        empty: Stored tensors without elements, which no live tensor is made of.
-    """
-
-    parts: Mapping[Fqn, Parts]
-    unsaved: frozenset[Fqn] = frozenset()
+    parts: Mapping[Fqn, Parts]  # by the live name, what the tensor is made of
+    unsaved: frozenset[Fqn] = frozenset()  # live tensors that are in no file of such a model
+    # stored tensors without elements, which no live tensor is made of
     empty: frozenset[Fqn] = frozenset()
 
 
 class TensorSources(Struct, frozen=True):
-    """Where the tensors of a model come from.
-
-    Attributes:
-        parts: What each live tensor is made of, by its first name.
-        missing: The live tensors that the checkpoint does not have, by their first names.
-        unexpected: The stored tensors that the model does not have.
-        further: Where the checkpoint has a tied tensor once more under another of its names.
-        left_alone: Live tensors that no checkpoint of this kind holds, such as those of an adapter
-            where a base model is loaded.
-        why_live: Why the names on disk are not known, where that may matter; else empty.
-    """
-
-    parts: Mapping[Fqn, Parts]
+    parts: Mapping[Fqn, Parts]  # what each live tensor is made of, by its first name
+    # the live tensors that the checkpoint does not have, by their first names
     missing: tuple[Fqn, ...] = ()
-    unexpected: tuple[Fqn, ...] = ()
+    unexpected: tuple[Fqn, ...] = ()  # the stored tensors that the model does not have
+    # live tensors that no checkpoint of this kind holds, such as those of an adapter where a base
+    # model is loaded
     left_alone: tuple[Fqn, ...] = ()
+    # where the checkpoint has a tied tensor once more under another of its names
     further: Mapping[Fqn, tuple[Parts, ...]] = field(default_factory=dict)
-    why_live: str = ""
+    why_live: str = ""  # why the names on disk are not known, where that may matter; else empty
 
     def all_parts(self) -> Iterator[tuple[Fqn, PartSource]]:
         """Yields every stored tensor that is read, with the first name of the live one."""
@@ -86,12 +68,6 @@ class TensorSources(Struct, frozen=True):
                 yield from ((name, part) for part in form)
 
     def without(self, tensors: Sequence[LiveTensor], kept: Collection[Fqn]) -> TensorSources:
-        """Returns the sources of all tensors but some.
-
-        Args:
-            tensors: Those of the model.
-            kept: Names of tensors that are not loaded.
-        """
         gone = {tensor.name for tensor in tensors if any(name in kept for name in tensor.names)}
         return replace(
             self,
@@ -102,11 +78,6 @@ class TensorSources(Struct, frozen=True):
         )
 
     def read_apart(self, scales: Mapping[str, Fqn]) -> TensorSources:
-        """Returns the sources without some scales.
-
-        Args:
-            scales: Stored tensors that are read apart, by their live names.
-        """
         stored = frozenset(scales.values())
         return replace(
             self,
@@ -117,25 +88,15 @@ class TensorSources(Struct, frozen=True):
 
     @property
     def rest(self) -> int:
-        """How many tensors have no counterpart."""
         return len(self.missing) + len(self.unexpected)
 
 
 class SourceSearch:
-    """Finds the tensors of a live model among stored ones."""
-
     def __init__(self, model: LiveModel, stored: Stored) -> None:
-        """Finds nothing yet.
-
-        Args:
-            model: The model.
-            stored: The tensors of the checkpoint's model, by name.
-        """
         self._model = model
         self._stored = stored
 
     def find(self) -> TensorSources:
-        """Returns what leaves the least over."""
         best: TensorSources | None = None
         for naming in self._namings():
             found = self._match(naming)
@@ -202,7 +163,6 @@ class SourceSearch:
         )
 
     def _match(self, naming: Naming) -> TensorSources:
-        """Returns what one way of naming finds."""
         parts: dict[Fqn, Parts] = {}
         further: dict[Fqn, tuple[Parts, ...]] = {}
         missing: list[LiveTensor] = []
@@ -274,15 +234,7 @@ def refuse_misfits(
     *,
     strict: bool,
 ) -> None:
-    """Refuses what torch's `load_state_dict` refuses, and casts between numbers of other kinds.
-
-    Args:
-        model: The model.
-        sources: Where its tensors come from.
-        stored: The tensors of the checkpoint's model.
-        dtypes: What the live tensors are to have, by their first names.
-        strict: Whether missing and unexpected tensors are refused too.
-    """
+    """Refuses what torch's `load_state_dict` refuses, and casts between numbers of other kinds."""
     problems: list[str] = []
     if strict and sources.missing:
         problems.append(f"Missing key(s) in state_dict: {_quoted(sources.missing)}.")
@@ -323,13 +275,7 @@ def _quoted(names: Sequence[Fqn]) -> str:
 
 
 def best_entry(index: TensorIndex, entry: TensorEntry, dtype: DType) -> TensorEntry:
-    """Returns where the values of a tensor are, as a type has them: unrounded if there are such.
-
-    Args:
-        index: What holds the tensor.
-        entry: The tensor.
-        dtype: The type that it is loaded as.
-    """
+    """Returns where the values of a tensor are, as a type has them: unrounded if there are such."""
     if entry.dtype == dtype or entry.master is None:
         return entry
     return index.tensors[entry.master.key]

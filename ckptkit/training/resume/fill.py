@@ -85,7 +85,6 @@ class StepLoader:
 
     @property
     def stored(self) -> StoredStep:
-        """The directory."""
         if self._stored is None:
             self._stored = StoredStep.open(self._folder)
         return self._stored
@@ -111,7 +110,6 @@ class StepLoader:
         return bound
 
     def loaders_alike(self) -> dict[str, bool]:
-        """Returns which dataloaders of all ranks were at the same place; see `restore`."""
         return loaders_alike(self.stored, self.bound)
 
     def unfit_optimizers(self) -> dict[str, str]:
@@ -139,13 +137,8 @@ class StepLoader:
     ) -> tuple[dict[str, list[Piece]], list[Apply]]:
         """Reads everything but the tensors, and checks that these fit; overwrites none of them.
 
-        Args:
-            step: The number of the step.
-            alike: What `loaders_alike` returned to rank 0.
-            anew: The names of optimizers whose state is cleared, not loaded.
-
-        Returns:
-            The tensors to fill, by DCP directory; functions that put everything else in place.
+        Returns the tensors to fill, by DCP directory, and functions that put everything else in
+        place. The state of the optimizers that `anew` names is cleared, not loaded.
         """
         stored, bound, slots = self.stored, self.bound, self._slots
         fresh = [o for o in bound.optimizers if o.name in anew]
@@ -185,7 +178,6 @@ class StepLoader:
         return pieces, changes
 
     def fill(self, pieces: Mapping[str, Sequence[Piece]]) -> tuple[dict[str, FillReport], Untied]:
-        """Fills the tensors; returns what was read of each DCP directory, and was left out."""
         reports = {
             unit: load_pieces(self.stored.index(unit), self.stored.source, of_unit)
             for unit, of_unit in pieces.items()
@@ -219,11 +211,7 @@ class StepLoader:
                 yield name, of_kept, difference
 
     def _stored_pieces(self, fresh: Sequence[BoundOptimizer] = ()) -> list[Piece]:
-        """Returns the pieces to fill: what a live optimizer has beyond the step is dropped later.
-
-        Args:
-            fresh: Optimizers whose state is not filled.
-        """
+        """Returns the pieces to fill: not what an optimizer has beyond the step."""
         dropped: set[int] = set()
         starts = [(optimizer.unit, optimizer.path) for optimizer in fresh]
         pieces = [
@@ -350,7 +338,6 @@ class StepLoader:
         ]
 
     def _groups_of(self, bound: BoundOptimizer) -> list[dict[str, Any]]:
-        """Returns an optimizer's groups in the step, which those of another kind are not."""
         groups = stored_groups(self.stored, bound, self._slots)
         entry = self.stored.entry(*bound.saved_as)
         made_by = entry.made_by if entry is not None else ""

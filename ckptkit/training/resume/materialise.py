@@ -39,13 +39,8 @@ def materialise(
     """Allocates all tensors on the meta device; everything else is unchanged.
 
     Parameters and persistent buffers are left without content, to be loaded. Buffers that no
-    checkpoint holds get theirs from the module that made them.
-
-    Args:
-        modules: The models, wrapped already.
-        optimizers: Those of their parameters; they get the new ones.
-        dtype: What tensors of floats become that are left without content; None for what they are.
-        leave: The identities of tensors that stay on the meta device.
+    checkpoint holds get theirs from the module that made them. Tensors of floats that are left
+    without content become `dtype`. Those whose identities are in `leave` stay on the meta device.
     """
     for module in modules:
         if not any(tensor.is_meta for tensor in _tensors(module)):
@@ -127,15 +122,8 @@ def allocate_state(
 ) -> None:
     """Gives an optimizer the state tensors that a checkpoint has for it, without content.
 
-    Tensors that are there stay, to be filled in place; state of parameters for which the
-    checkpoint has none is removed.
-
-    Args:
-        optimizer: It may never have stepped.
-        slots: What its parameters hold on this rank, see `ModelView.slots`.
-        index: Of the DCP directory that holds the state.
-        path: What comes before `state` in the key paths.
-        leave: The identities of parameters whose state stays as it is.
+    Tensors that are there stay, to be filled in place; state of parameters for which the checkpoint
+    has none is removed. The state of parameters whose identities are in `leave` stays as it is.
     """
     stored = _stored_states(index, path)
     parameters = [
@@ -233,11 +221,8 @@ def step_without_effect(optimizer: Optimizer, is_made: Callable[[], bool]) -> No
     """Lets an optimizer make its own state, by a step with gradients of zero, or by two.
 
     The parameters are loaded afterwards. Gradients and hyperparameters are put back. An optimizer
-    that has state already keeps it.
-
-    Args:
-        optimizer: What `torch.compile` does in its step is not worth while here, and left out.
-        is_made: Whether it has all of the state; some make a part in their second step.
+    that has state already keeps it. What `torch.compile` does in its step is not worth while here,
+    and left out. Some make a part of their state in the second step only, as `is_made` says.
     """
     if optimizer.state:
         return

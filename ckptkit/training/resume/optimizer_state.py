@@ -61,11 +61,7 @@ def check_optimizer(
 ) -> None:
     """Compares an optimizer's class and the names of its hyperparameters with the stored ones.
 
-    Args:
-        optimizer: The live one; it may never have stepped.
-        groups: The stored groups.
-        made_by: The class that was saved; empty where that is not known.
-        where: The entry of the state, for messages.
+    `made_by` is the class that was saved; empty where that is not known.
     """
     own = class_of(optimizer)
     if made_by == own or not groups:
@@ -93,15 +89,7 @@ def check_optimizer(
 
 
 def check_state(stored: StoredStep, bound: BoundOptimizer, slots: Slots, world: Copies) -> None:
-    """Refuses state that this rank could not continue from.
-
-    Args:
-        stored: The step.
-        bound: The optimizer.
-        slots: What its parameters hold on this rank.
-        world: The number of ranks, and this one.
-
-    """
+    """Refuses state that this rank could not continue from."""
     live = {name: slots[id(p)] for name, p in _parameters(bound, slots).items()}
     layout = _layout(stored, bound, live.keys(), world)
     if layout is None:
@@ -131,14 +119,7 @@ def check_state(stored: StoredStep, bound: BoundOptimizer, slots: Slots, world: 
 
 
 def allocate(stored: StoredStep, bound: BoundOptimizer, slots: Slots, world: Copies) -> None:
-    """Gives an optimizer the state tensors that a step has for it, without content.
-
-    Args:
-        stored: The step, which `check_state` has found to fit.
-        bound: The optimizer; it may never have stepped.
-        slots: What its parameters hold on this rank.
-        world: The number of ranks, and this one.
-    """
+    """Gives an optimizer the state tensors that a step has for it, without content."""
     live, composed = _parameters(bound, slots), composed_kinds(stored, bound)
     states: MutableMapping[Any, Any] = bound.optimizer.state
     for name, parameter in live.items():
@@ -270,11 +251,8 @@ def _fit_state(
 ) -> None:
     """Gives a parameter's state the tensors that this rank has saved.
 
-    Args:
-        bound: The optimizer.
-        parameter: The parameter.
-        saved: The place of each in the state, its class, and where its elements are.
-        placed: Shape and placements of DTensors, which steps of older versions do not have.
+    `saved` has the place of each in the state, its class, and where its elements are; `placed`
+    shape and placements of DTensors, which steps of older versions do not have.
     """
     state = bound.optimizer.state[parameter]
     for names, kind, entry in saved:

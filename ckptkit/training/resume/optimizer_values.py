@@ -48,18 +48,9 @@ def group_changes(
 ) -> Iterator[Apply]:
     """Finds the hyperparameters of an optimizer's groups.
 
-    Groups are recognised by the names of their parameters, so that their order may differ. A
-    stage of a pipeline has a part of a group, or groups that other stages do not have.
-
-    Args:
-        stored: The step.
-        bound: The optimizer.
-        slots: What its parameters hold on this rank.
-        groups: What `stored_groups` returned.
-        world: The number of ranks, and this one.
-
-    Yields:
-        Functions that put them in place.
+    Groups are recognised by the names of their parameters, so that their order may differ. A stage
+    of a pipeline has a part of a group, or groups that other stages do not have. Yields functions
+    that put them in place.
     """
     of_names = {name: group for group in groups for name in group[PARAMS]}
     defaults: Mapping[str, Any] = getattr(unwrap_optimizer(bound.optimizer), "defaults", {})
@@ -95,15 +86,8 @@ def missing_groups(
 
     The other groups of a pipeline's stage are in the optimizers of other stages. Of flattened
     groups, each of one parameter, those without a state are left out: a parameter that is not
-    trained may be in one.
-
-    Args:
-        stored: The step.
-        bound: The optimizer.
-        beside: All optimizers of the state, of which several may have been saved as one.
-        slots: What their parameters hold on this rank.
-        groups: What `stored_groups` returned.
-        world: The number of ranks, and this one.
+    trained may be in one. `beside` has all optimizers of the state, of which several may have been
+    saved as one.
     """
     place = bound.unit, bound.path
     together = [other.optimizer for other in beside if (other.unit, other.path) == place]
@@ -181,11 +165,6 @@ def stored_groups(stored: StoredStep, bound: BoundOptimizer, slots: Slots) -> li
 
     Of flattened ones, which are as many as there are parameters, those of this rank are read,
     each as a group of one.
-
-    Args:
-        stored: The step.
-        bound: The optimizer.
-        slots: What its parameters hold on this rank.
     """
     index = stored.index(bound.unit)
     own = {slot.fqn for p in _parameters(bound.optimizer) for slot in slots[id(p)]}
@@ -286,14 +265,8 @@ def _set_state(
 ) -> None:
     """Gives an optimizer the state of a parameter, and no other.
 
-    Args:
-        optimizer: The optimizer.
-        parameter: The parameter.
-        saved: What was read, by the rest of the key path.
-        filled: The places of the tensors that were filled in place.
-        nodes: The structure of the state; None where it follows from the paths.
-        where: The parameter, for messages.
-        adapts: Whether types are taken from the live state.
+    `saved` is what was read, by the rest of the key path; `filled` has the places of the tensors
+    that were filled in place; with `adapts`, types are taken from the live state.
     """
     live: Any = optimizer.state.get(parameter)
     leaves = {
@@ -387,14 +360,7 @@ def value_changes(
 ) -> Iterator[Apply]:
     """Reads an optimizer's state, without the tensors that are filled in place.
 
-    Args:
-        stored: The step.
-        bound: The optimizer.
-        slots: What its parameters hold on this rank.
-        world: The number of ranks, and this one.
-
-    Yields:
-        Functions that put them in place.
+    Yields functions that put it in place.
     """
     states = _StoredStates(stored, bound, world)
     for parameter in _parameters(bound.optimizer):
@@ -412,14 +378,7 @@ def unbound_changes(
 ) -> Iterator[Apply]:
     """Reads what an optimizer keeps under names of its own, not under parameters.
 
-    Args:
-        stored: The step.
-        bound: The optimizer.
-        groups: What `stored_groups` returned.
-        pieces: Gets the sharded tensors in it, to be filled before.
-
-    Yields:
-        A function that puts it in place.
+    `pieces` gets the sharded tensors in it, to be filled before.
     """
     index = stored.index(bound.unit)
     state: MutableMapping[Any, Any] = bound.optimizer.state

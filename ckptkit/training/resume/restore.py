@@ -47,17 +47,9 @@ _PLAIN = frozenset((torch.Tensor, nn.Parameter))
 
 
 class ValueLocation(Struct, frozen=True):
-    """Where a nested value is stored.
-
-    Attributes:
-        unit: The DCP directory.
-        path: What its key paths begin with.
-        name: What it is called in messages.
-    """
-
     unit: str
-    path: KeyPath
-    name: str
+    path: KeyPath  # what its key paths begin with
+    name: str  # what it is called in messages
 
 
 def unflatten(
@@ -71,16 +63,11 @@ def unflatten(
 ) -> Any:
     """Restores a value from the keys of a DCP directory.
 
-    Steps without structures, which older versions and other tools write, do not have all types,
-    and have nothing of empty mappings: then both are taken from the live value.
-
-    Args:
-        stored: The step.
-        place: Of the value.
-        live: The live value in its place.
-        pieces: Gets the sharded tensors of the live value, to be filled in place.
-        saved: Whether it is known to have been saved, so that it may have no leaves.
-        leaving: Names on the first level that belong to something else.
+    Steps without structures, which older versions and other tools write, do not have all types, and
+    have nothing of empty mappings: then both are taken from the live value. `pieces` gets the
+    sharded tensors of the live value, to be filled in place. With `saved`, it is known to have been
+    saved, so that it may have no leaves. `leaving` has names on the first level that belong to
+    something else.
     """
     nodes = stored.structure(place.unit, place.path)
     keys = {entry.key_path for entry in stored.index(place.unit).tensors.values()}
@@ -183,14 +170,8 @@ def loaders_alike(stored: StoredStep, bound: BoundState) -> dict[str, bool]:
     """Returns for each dataloader, or generator, whether all ranks saved it at the same place.
 
     Called on one rank, for all: it reads what every rank had saved, or the checksums of it. Seeds
-    of workers, which each rank may have drawn for itself, are no part of the place.
-
-    Args:
-        stored: The step.
-        bound: The state, with its places in the step.
-
-    Returns:
-        By the names of the entries; empty where as many ranks resume as saved.
+    of workers, which each rank may have drawn for itself, are no part of the place. By the names of
+    the entries; empty where as many ranks resume as saved.
     """
     alike: dict[str, bool] = {}
     world = stored.world_size or bound.world_size
@@ -255,14 +236,7 @@ def object_changes(
 ) -> Iterator[Apply]:
     """Reads schedulers, scalers, dataloaders and all other objects.
 
-    Args:
-        stored: The step.
-        bound: The state.
-        alike: What `loaders_alike` returned to rank 0.
-        pieces: Gets the sharded tensors in them, to be filled before.
-
-    Yields:
-        Functions that restore them.
+    `pieces` gets the sharded tensors in them, to be filled before.
     """
     world = stored.world_size or bound.world_size
     for other in bound.others:
@@ -307,9 +281,6 @@ def random_changes(stored: StoredStep, bound: BoundState, step: int) -> Iterator
 
     With as many ranks as saved the step, each restores its own. Otherwise all generators are
     seeded from the save, the step and the rank, so that the same resume gives the same numbers.
-
-    Yields:
-        Functions that restore them.
     """
     world = stored.world_size or bound.world_size
     if world == bound.world_size:
@@ -346,14 +317,7 @@ def extra_state_changes(
 ) -> Iterator[Apply]:
     """Reads the extra state of a model's modules.
 
-    Args:
-        stored: The step.
-        model: The model.
-        pieces: Gets the sharded tensors in it, to be filled before.
-        rank: Of this process.
-
-    Yields:
-        Functions that restore it.
+    `pieces` gets the sharded tensors in it, to be filled before.
     """
     index, depth = stored.index(model.unit), len(model.path)
     left = {path for path in index.values if path[:depth] == model.path}
@@ -393,13 +357,6 @@ def copied_changes(model: BoundModel, pieces: Mapping[str, Sequence[Piece]]) -> 
     """Finds tensors that `state_dict` of a module copies, so that filling them changes nothing.
 
     Modules of torchmetrics copy their states, and hooks may cast parameters.
-
-    Args:
-        model: The model.
-        pieces: What is filled, by directory.
-
-    Yields:
-        A function that passes the copies, once they are filled, to `load_state_dict`.
     """
     raw_names = () if has_flat_parameters(model.module) else _copied(model.module)
     if not raw_names:

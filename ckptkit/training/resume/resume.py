@@ -75,18 +75,8 @@ def resume(
 ) -> int | None:
     """Loads the newest complete step of a run in place, on all ranks.
 
-    A step that turns out to be damaged is skipped with a warning, on all ranks.
-
-    Args:
-        bound: The state to fill.
-        run: The run's directory, or its URL.
-        peers: The other ranks, which have to call this too.
-        timeout_seconds: How long to wait for the slowest of them, for each thing to agree on.
-        step: A step to load instead of the newest; then no step is skipped.
-        prefix: What comes before the number in the names of the run's steps.
-
-    Returns:
-        The step, or None where the run has none that is complete.
+    A step that turns out to be damaged is skipped with a warning, on all ranks. With `step`, that
+    one is loaded, and none is skipped. Returns None where no step is complete.
     """
     if step is not None and (type(step) is not int or step < 0):
         error = UsageError(f"is {step!r}, where a count of steps was expected", where="step")
@@ -134,10 +124,7 @@ def _say_that_none_was_found(run: Path | Place, prefix: str) -> None:
 def decline(peers: Peers, error: Exception, *, timeout_seconds: float) -> None:
     """Lets the other ranks, which call `resume`, know at once that this one cannot.
 
-    Args:
-        peers: The other ranks.
-        error: Why not; it is raised on all of them.
-        timeout_seconds: As for `resume`.
+    It is raised on all of them.
     """
     peers.refuse(_FIRST_ROUND, error, timeout_seconds=timeout_seconds)
 
@@ -148,16 +135,7 @@ def resume_from(
     """Loads one given directory in place, on all ranks; it may have been written by other tools.
 
     Of a checkpoint that no training loop resumes from, such as a model folder, only the model is
-    loaded.
-
-    Args:
-        bound: The state to fill.
-        folder: A step's directory, or its URL, with or without a manifest.
-        peers: The other ranks, which have to call this too.
-        timeout_seconds: As for `resume`.
-
-    Returns:
-        The number of the step, 0 where it is not known.
+    loaded. Returns the number of the step, 0 where it is not known.
     """
     found: dict[str, Any] = peers.agree(
         _FIRST_ROUND,

@@ -44,27 +44,15 @@ _APART = PER_RANK | {"model", "optimizer"}  # all others have a file alike
 
 
 class SavedEntry(Struct, frozen=True):
-    """An entry of the mapping that a step was saved from.
-
-    Attributes:
-        key: Its key.
-        position: In the list under that key; None without a list.
-        kind: What it was.
-        unit: The DCP directory of what it holds in one; see `BoundModel` and the others.
-        file: The file of its state, empty where it has none; that of rank 0 where each has one.
-        made_by: The class of an optimizer, empty where that is not known.
-        base_unit: Of a model whose adapter was saved apart, the directory of all other tensors.
-        stages: Whether it is all stages of a pipeline together, which a list held.
-    """
-
     key: str
-    position: int | None
+    position: int | None  # in the list under that key; None without a list
     kind: str
-    unit: str
-    file: str
-    made_by: str = ""
+    unit: str  # the DCP directory of what it holds in one; see `BoundModel` and the others
+    file: str  # the file of its state, empty where it has none; that of rank 0 where each has one
+    made_by: str = ""  # the class of an optimizer, empty where that is not known
+    # of a model whose adapter was saved apart, the directory of all other tensors
     base_unit: str = ""
-    stages: bool = False
+    stages: bool = False  # whether it is all stages of a pipeline together, which a list held
 
     @property
     def name(self) -> str:
@@ -72,24 +60,14 @@ class SavedEntry(Struct, frozen=True):
 
 
 class SavedFacts(NamedTuple):
-    """What the facts of a run say about a step.
+    """What the facts of a run say about a step."""
 
-    Attributes:
-        entries: Of the mapping that it was saved from; None in steps of older versions.
-        has_structures: Whether it has the structures of nested values, see `structures`.
-    """
-
+    # of the mapping that it was saved from; None in steps of older versions
     entries: tuple[SavedEntry, ...] | None = None
-    has_structures: bool = False
+    has_structures: bool = False  # whether it has the structures of nested values, see `structures`
 
 
 def parse_facts(data: bytes, *, where: str) -> SavedFacts:
-    """Parses the facts of a run.
-
-    Args:
-        data: The file of the facts.
-        where: It, for messages.
-    """
     try:
         document = json.loads(data)
         listed = document.get("entries")
@@ -112,13 +90,7 @@ def _entry(document: Mapping[str, Any]) -> SavedEntry:
 
 
 def bind_to_step(bound: BoundState, entries: Sequence[SavedEntry], *, where: str) -> BoundState:
-    """Returns the same state with the places that its entries have in a step.
-
-    Args:
-        bound: In the layout of the step.
-        entries: What the step holds.
-        where: The step, for messages.
-    """
+    """Returns the same state with the places that its entries have in a step."""
     saved = {(entry.key, entry.position): entry for entry in entries}
     mine: list[Bound] = [*bound.models, *bound.optimizers, *bound.others]
     pairs = [(_name(entry), entry, _of(entry, saved)) for entry in mine]
@@ -152,7 +124,6 @@ def bind_to_step(bound: BoundState, entries: Sequence[SavedEntry], *, where: str
 
 
 def _of(entry: Bound, saved: Mapping[tuple[str, int | None], SavedEntry]) -> SavedEntry | None:
-    """Returns what an entry was saved as; a list may have been one of stages, or be one now."""
     together = saved.get((entry.key, None))
     if together is not None and together.stages:
         return together
@@ -202,21 +173,10 @@ def _at_places(bound: BoundState, saved: Mapping[str, SavedEntry]) -> BoundState
 
 
 class StoredStep(Closing):
-    """A step's directory; also one that accelerate or `dcp.save` wrote, without a manifest.
-
-    Attributes:
-        manifest: Its manifest, None where it has none.
-        source: Its files, open.
-    """
+    """A step's directory; also one that accelerate or `dcp.save` wrote, without a manifest."""
 
     def __init__(self, place: Path | Place, manifest: Manifest | None = None) -> None:
-        """Opens it.
-
-        Args:
-            place: The directory, or its URL.
-            manifest: Its manifest, where that is known.
-        """
-        self.manifest = manifest
+        self.manifest = manifest  # its manifest, None where it has none
         self.source: Source = open_source(place)
         self._indexes: dict[str, TensorIndex] = {}
         self._facts: SavedFacts | None = None
@@ -266,12 +226,10 @@ class StoredStep(Closing):
 
     @property
     def findings(self) -> Findings:
-        """What its save found."""
         return Findings() if self.manifest is None else read_findings(self.manifest)
 
     @property
     def entries(self) -> tuple[SavedEntry, ...] | None:
-        """The entries of the mapping that it was saved from, None where that is not known."""
         return self._read_facts().entries
 
     @property
@@ -291,7 +249,6 @@ class StoredStep(Closing):
         return self._facts
 
     def structure(self, unit: str, path: KeyPath) -> Nodes | None:
-        """Returns the structure of a nested value; None where it follows from its leaves."""
         if self._structures is None:
             structures: dict[tuple[str, KeyPath], Nodes] = {}
             for file in self.manifest.files if self.has_structures and self.manifest else ():
@@ -307,7 +264,6 @@ class StoredStep(Closing):
         return next(entries, None)
 
     def index(self, unit: str) -> TensorIndex:
-        """Returns the index of a DCP directory."""
         if unit not in self._indexes:
             path = posixpath.join(unit, METADATA)
             self._require(path)
@@ -320,17 +276,14 @@ class StoredStep(Closing):
         return path in self.index(unit).values
 
     def value(self, unit: str, path: KeyPath) -> Any:
-        """Returns the value under a key."""
         blob = self.index(unit).values[path]
         return read_object(self.source, blob, where=repr(".".join(map(str, path))))
 
     def file(self, path: str) -> Any:
-        """Returns the value in a small file."""
         self._require(path)
         return read_torch_file(self.source, path)
 
     def has_file(self, path: str) -> bool:
-        """Whether the step was saved with a file."""
         if self.manifest is not None:
             return path in self.manifest.files
         try:

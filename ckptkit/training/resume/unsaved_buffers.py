@@ -25,17 +25,11 @@ from ckptkit.training.state.models import members_of
 
 
 class UnsavedBuffers(Struct, frozen=True):
-    """The buffers of one module that are on the meta device and in no checkpoint.
+    """The buffers of one module that are on the meta device and in no checkpoint."""
 
-    Attributes:
-        path: The name of the module in the model; empty for the model.
-        owner: The module.
-        names: The names of the buffers in the module.
-    """
-
-    path: str
+    path: str  # the name of the module in the model; empty for the model
     owner: nn.Module
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # the names of the buffers in the module
 
     @property
     def buffers(self) -> dict[str, torch.Tensor]:
@@ -58,15 +52,6 @@ def find_unsaved(model: nn.Module) -> list[UnsavedBuffers]:
 
 
 def fill_unsaved(model: nn.Module, unsaved: Sequence[UnsavedBuffers]) -> None:
-    """Computes buffers that have memory by now.
-
-    Args:
-        model: The model.
-        unsaved: Its buffers, as `find_unsaved` found them.
-
-    Raises:
-        ResumeError: If some are not computed; it names them.
-    """
     if not unsaved:
         return
     flags = [b for group in unsaved for b in group.buffers.values() if b.dtype is torch.bool]

@@ -164,21 +164,11 @@ class _BoundEntry:
 
 
 class BoundModel(_BoundEntry, Struct, frozen=True):
-    """A model in the mapping.
-
-    Attributes:
-        key: Its key in the mapping.
-        position: In the list under that key; None without a list.
-        module: The model.
-        places: The keys of its tensors in a step.
-        stage: Whether it is one of the stages that a pipeline has in the list.
-    """
-
     key: str
-    position: int | None
+    position: int | None  # in the list under that key; None without a list
     module: nn.Module
-    places: TensorPlaces
-    stage: bool = False
+    places: TensorPlaces  # the keys of its tensors in a step
+    stage: bool = False  # whether it is one of the stages that a pipeline has in the list
 
     @property
     def unit(self) -> str:
@@ -191,23 +181,12 @@ class BoundModel(_BoundEntry, Struct, frozen=True):
 
 
 class BoundOptimizer(_BoundEntry, Struct, frozen=True):
-    """An optimizer in the mapping.
-
-    Attributes:
-        key: Its key in the mapping.
-        position: In the list under that key; None without a list.
-        optimizer: The optimizer.
-        unit: The DCP directory of its state.
-        path: What comes before `state` and `param_groups` in its key paths.
-        stage: Whether it is that of a pipeline's stage, one of several in the list.
-    """
-
     key: str
-    position: int | None
+    position: int | None  # in the list under that key; None without a list
     optimizer: Optimizer
-    unit: str
-    path: KeyPath
-    stage: bool = False
+    unit: str  # the DCP directory of its state
+    path: KeyPath  # what comes before `state` and `param_groups` in its key paths
+    stage: bool = False  # whether it is that of a pipeline's stage, one of several in the list
 
     @property
     def name(self) -> str:
@@ -215,28 +194,16 @@ class BoundOptimizer(_BoundEntry, Struct, frozen=True):
 
 
 class BoundObject(_BoundEntry, Struct, frozen=True):
-    """Anything else in the mapping.
-
-    Attributes:
-        key: Its key in the mapping.
-        position: In the list under that key; None without a list.
-        target: The object, or the plain dict or list.
-        kind: What it is.
-        unit: The DCP directory of its values: always with the layout `dcp`, otherwise where it
-            holds DTensors.
-        path: What comes before the names in its state dict.
-        file: The file of its state, relative to the step; empty with the layout `dcp`.
-        stage: Always False: pipelines split models and optimizers only.
-    """
-
     key: str
-    position: int | None
+    position: int | None  # in the list under that key; None without a list
     target: Any
     kind: Kind
+    # the DCP directory of its values: always with the layout `dcp`, otherwise where it holds
+    # DTensors
     unit: str
-    path: KeyPath
-    file: str
-    stage: bool = False
+    path: KeyPath  # what comes before the names in its state dict
+    file: str  # the file of its state, relative to the step; empty with the layout `dcp`
+    stage: bool = False  # always: pipelines split models and optimizers only
 
     def state(self) -> Any:
         if self.kind == "plain":

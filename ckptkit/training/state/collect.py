@@ -72,19 +72,9 @@ class BoundState(Struct, frozen=True):
     Gradients are no part of it: a save between two micro-batches keeps the parameters and the
     optimizer as the last `optimizer.step()` left them, and a resume starts the accumulation
     anew. Save after a step to lose no work.
-
-    Attributes:
-        layout: What the step's directory looks like.
-        rank: Of this process.
-        world_size: How many processes train.
-        models: All models in the mapping.
-        optimizers: All optimizers in the mapping.
-        others: All other entries of the mapping.
-        unfit_optimizer: What a resume does with an optimizer that does not fit the step.
-        missing_groups: What it does with groups of the step that an optimizer does not have.
     """
 
-    layout: Layout
+    layout: Layout  # what the step's directory looks like
     rank: int
     world_size: int
     models: tuple[BoundModel, ...]
@@ -93,11 +83,12 @@ class BoundState(Struct, frozen=True):
     _walks: tuple[ModelWalk, ...]
     _optimizer_walks: tuple[OptimizerWalk, ...]
     _files: tuple[Inline, ...] = ()
+    # what a resume does with an optimizer that does not fit the step
     unfit_optimizer: Unfit = "error"
+    # what it does with groups of the step that an optimizer does not have
     missing_groups: MissingGroups = "error"
 
     def with_files(self, files: Mapping[str, bytes] | None) -> BoundState:
-        """Returns the same state with further files, by name, that this rank saves with it."""
         if not files:
             return self
         own = [name for other in self.others for name in (other.unit, other.file)]
@@ -113,9 +104,6 @@ class BoundState(Struct, frozen=True):
         The pieces are the very objects of the call before where nothing moved in memory. Their
         tensors are those of training, and objects may be shared with it: both have to be copied
         before training continues. Files are copies already.
-
-        Args:
-            step: The number of the step that is saved.
         """
         dispensable: list[dict[str, Any]] = []
         with few_collections():  # of what the same thread frees again
@@ -148,7 +136,6 @@ class BoundState(Struct, frozen=True):
         )
 
     def pieces(self) -> tuple[Piece, ...]:
-        """Returns the tensors of models and optimizers on this rank: what a resume writes into."""
         views = [walk.look() for walk in self._walks]
         states = [walk.states(views) for walk in self._optimizer_walks]
         return tuple(chain(*(view.pieces for view in views), *states))
@@ -217,11 +204,9 @@ class BoundState(Struct, frozen=True):
     ) -> CollectedState:
         """Returns what this rank holds of the models and optimizers.
 
-        Args:
-            keep: Whether to remember the pieces, so that the next time is faster.
-            sparing: Gets the optimizers, and what is wrong with them, as `Holdings.dispensable` has
-                them; one whose state cannot be stored is then left out, and the models are
-                saved without it. None to have that raised.
+        With `keep`, the pieces are remembered, so that the next time is faster. `sparing` gets the
+        optimizers, and what is wrong with them, as `Holdings.dispensable` has them; one whose state
+        cannot be stored is then left out. With None, that is raised.
         """
         views: list[ModelView] = [walk.look(keep=keep) for walk in self._walks]
         collected = CollectedState()
@@ -266,7 +251,6 @@ class BoundState(Struct, frozen=True):
     def _take_other(
         self, bound: BoundObject, collected: CollectedState, files: list[Inline]
     ) -> None:
-        """Adds what this rank holds of an entry that is no model and no optimizer."""
         state = bound.state()
         check_nesting(state, bound.where)
         if bound.kind in PER_RANK and self.layout == "dcp":
@@ -309,16 +293,7 @@ def check_keys(pieces: Iterable[Piece], objects: Iterable[ObjectValue]) -> None:
 
 
 def bind(state: Mapping[str, object], *, layout: Layout, rank: int, world_size: int) -> BoundState:
-    """Checks the user's mapping, and gives everything in it a place on disk.
-
-    Args:
-        state: Models, optimizers, learning rate schedulers, gradient scalers, dataloaders,
-            generators of torch, other objects with `state_dict` and `load_state_dict`, plain dicts
-            and lists, or lists of these. Models are wrapped already.
-        layout: What the step's directory looks like.
-        rank: Of this process.
-        world_size: How many processes train.
-    """
+    """Checks the user's mapping, and gives everything in it a place on disk."""
     world = Copies(world_size, rank)
     models, optimizers, others = place_entries(state, layout, rank=rank)
     if any(m.position is not None for m in models) or any(
@@ -360,11 +335,6 @@ def _merge_stages(
     A rank may have several stages, and another rank another number of them. A stage is a model
     that is on a part of the ranks only. The tensors of the stages have different names, so that
     all of them together are the model that a resume without the pipeline has.
-
-    Args:
-        models: Each with a place of its own.
-        optimizers: Each with a place of its own.
-        world: The number of ranks, and this one.
     """
     stages = [
         model.module
@@ -407,13 +377,7 @@ def _merge_stages(
 def expected_state_bytes(bound: BoundState, pieces: Sequence[Piece], owners: Sequence[bool]) -> int:
     """Estimates what optimizers that have never stepped will add to this rank's part of a save.
 
-    Args:
-        bound: The state.
-        pieces: All of it that is on this rank.
-        owners: For each piece whether this rank writes it.
-
-    Returns:
-        Bytes, with the headers around every tensor; 0 where no optimizer is without state.
+    With the headers around every tensor; 0 where no optimizer is without state.
     """
     further: list[Piece] = []
     counts = 0  # of steps, one number per parameter

@@ -72,26 +72,17 @@ class Meshes:
 
     The ranks of a data parallel wrapper (DDP) have a mesh each, as those of tensor parallelism,
     or all ranks of a mesh are among them, as those of experts that the wrapper ignores.
-
-    Attributes:
-        largest: The mesh that spans the model, None if no tensor is on any.
     """
 
     def __init__(self, around: Copies, ranks: Iterable[int] = ()) -> None:
-        """Starts without a mesh.
-
-        Args:
-            around: How often the whole exists, as in a data parallel wrapper.
-            ranks: Those of the wrapper.
-        """
         self._around = around
         self._ranks = frozenset(ranks)
+        # the mesh that spans the model, None if no tensor is on any
         self.largest: DeviceMesh | None = None
         self._cuts: dict[tuple[Any, ...], _Cut] = {}
         self._replicas: dict[tuple[Any, ...], Replicas] = {}
 
     def learn(self, tensors: Iterable[object]) -> None:
-        """Adds the meshes of all DTensors among the values."""
         for tensor in tensors:
             if isinstance(tensor, DTensor):
                 mesh = tensor.device_mesh
@@ -117,11 +108,7 @@ class Meshes:
     ) -> ShardLayout:
         """Returns where a tensor's elements belong.
 
-        Args:
-            fqn: Its name.
-            tensor: One that is no DTensor is whole on each of its ranks.
-            values: Which ranks hold what there is once per tensor.
-            copies: Which ranks hold a plain tensor; None for the same ranks.
+        One that is no DTensor is whole on each of the ranks of `copies`, or else of `values`.
         """
         if not isinstance(tensor, DTensor):
             return whole_layout(fqn, tensor, values if copies is None else copies, values)
@@ -187,12 +174,7 @@ class Meshes:
 
 
 def local_part(tensor: torch.Tensor, where: str = "") -> torch.Tensor:
-    """Returns this rank's own plain tensor, without copying and outside of autograd.
-
-    Args:
-        tensor: A tensor.
-        where: Its name, for messages.
-    """
+    """Returns this rank's own plain tensor, without copying and outside of autograd."""
     tensor = unwrap_dtensor(tensor)
     if isinstance(tensor, AsyncCollectiveTensor):
         tensor = tensor.wait()
@@ -236,14 +218,7 @@ def make_dtensor(
 ) -> torch.Tensor | None:
     """Returns a DTensor without content on the mesh of another one, without communicating.
 
-    Args:
-        like: The other one.
-        shape: Of the whole tensor, in elements.
-        placements: Their texts.
-        dtype: Of the elements.
-
-    Returns:
-        The tensor; None if no placement has one of the texts.
+    Returns None if no placement has one of the texts.
     """
     if tuple(shape) == tuple(like.shape) and list(placements) == list(map(repr, like.placements)):
         return empty_like(like, dtype)

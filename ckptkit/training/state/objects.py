@@ -38,19 +38,13 @@ _ADVICE = "let its state_dict() return plain values, tensors and arrays, or leav
 
 
 def torch_archive(value: object) -> bytes:
-    """Returns the archive that `torch.save` writes for a value."""
     target = io.BytesIO()
     torch.save(value, target)
     return target.getvalue()
 
 
 def serialise(value: object, where: str) -> bytes:
-    """Returns a user's value as `torch.save` writes it, proven to be restored equal.
-
-    Args:
-        value: What to save.
-        where: Its path in the state, for messages.
-    """
+    """Returns a user's value as `torch.save` writes it, proven to be restored equal."""
     check_nesting(value, where)
     proven = _prove(value)
     if proven.problem is None:
@@ -66,11 +60,7 @@ def serialise(value: object, where: str) -> bytes:
 def make_object(unit: str, path: KeyPath, value: object, where: str) -> ObjectValue:
     """Returns a value for a DCP directory, proven to be restored equal.
 
-    Args:
-        unit: The DCP directory.
-        path: The key path in it.
-        value: What to save; it may change once this returns.
-        where: Its path in the state, for messages.
+    The value may change once this returns.
     """
     items: Iterable[object] = value if isinstance(value, list | tuple) else (value,)
     if is_plain(value) and all(map(is_sound, items)):
@@ -108,14 +98,7 @@ def is_sound(value: object) -> bool:
 def check_nesting(
     value: object, where: str, around: Mapping[int, str] | None = None, done: set[int] | None = None
 ) -> None:
-    """Refuses a value that contains itself, or is nested too deep.
-
-    Args:
-        value: The value.
-        where: Its path in the state, for messages.
-        around: The paths of the values that it is in, by their identities.
-        done: The identities of values that were checked.
-    """
+    """Refuses a value that contains itself, or is nested too deep."""
     around, done = around or {}, set() if done is None else done
     if type(value) in _SCALARS or isinstance(value, torch.Tensor) or id(value) in done:
         return
@@ -173,8 +156,6 @@ def _children(value: object) -> Iterator[tuple[str, Any]]:
 
 
 class _Proven(NamedTuple):
-    """A value as bytes, empty where it has none, and why it would not be restored equal."""
-
     data: bytes
     problem: str | None
 
@@ -207,10 +188,7 @@ def _innermost(value: object, proven: _Proven, where: str) -> tuple[object, _Pro
 def is_same(value: Any, other: Any, *, contents: bool = True) -> bool:
     """Whether two values are equal in all types, keys, items and their order.
 
-    Args:
-        value: One value.
-        other: Another one; neither contains itself.
-        contents: Whether to compare the contents of tensors, not only types and shapes.
+    Neither contains itself. Without `contents`, tensors are compared by type and shape only.
     """
     kind = type(value)
     if kind is not type(other):
@@ -385,9 +363,8 @@ def under_trainer_keys(states: Mapping[str, Any]) -> dict[str, Any]:
 def restore(states: Mapping[str, Any]) -> None:
     """Puts the generators back to captured states; those without one stay as they are.
 
-    Args:
-        states: What `capture` returned, here or in a process with other devices: the states of
-            the devices that this one has too are taken. Keys may be those of the Trainer.
+    Of other devices, the states of those that this process has too are taken. Keys may be those of
+    the Trainer.
     """
     states = {key: states[alias] for key, alias in _TRAINERS.items() if alias in states} | {
         key: states[key] for key in _TRAINERS if key in states

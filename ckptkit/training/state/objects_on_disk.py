@@ -66,13 +66,7 @@ _ALLOWED = {name: value for name, value in ALLOWED.items() if name not in {_PARA
 def read_object(source: Source, blob: BlobRef, *, where: str) -> Any:
     """Reads a value that a DCP data file has under a key of its own.
 
-    Args:
-        source: The folder of the file.
-        blob: Its bytes, as the index has them.
-        where: The key, for messages.
-
-    Returns:
-        The value, of plain types, tensors on the CPU and numpy arrays.
+    It is of plain types, tensors on the CPU and numpy arrays.
     """
     place = f"{posixpath.join(source.location, blob.path)}, {where}"
     return object_from_bytes(read_blob(source, blob, where=place), where=place)
@@ -111,15 +105,6 @@ def object_without_data(data: bytes) -> Any:
 
 
 def object_from_bytes(data: bytes, *, where: str) -> Any:
-    """Returns the value in an archive that `torch.save` wrote.
-
-    Args:
-        data: The whole archive.
-        where: The file, for messages.
-
-    Returns:
-        The value, of plain types, tensors on the CPU and numpy arrays.
-    """
     archive, inert = _parsed(data, where=where)
     return _ValueBuilder(archive).value(inert, 0)
 
@@ -149,7 +134,6 @@ class _ValueBuilder:
         self._storages: dict[str, torch.Tensor] = {}
 
     def value(self, inert: object, depth: int) -> Any:
-        """Returns the value of an inert one."""
         if isinstance(inert, _PLAIN):
             return inert
         if depth > _DEEPEST:
@@ -251,8 +235,6 @@ class _ValueBuilder:
 
 
 class _TypeBuilder(_ValueBuilder):
-    """Creates values with empty tensors."""
-
     def _storage(self, _: StorageRef, /) -> torch.Tensor:
         return torch.empty(0)
 

@@ -66,11 +66,6 @@ _PROBE_SHAPE = (2, 2)
 def below(paths: Iterable[KeyPath], start: KeyPath, part: str) -> Iterator[tuple[KeyPath, KeyPath]]:
     """Yields the key paths of one part of an optimizer, in front of each what follows the part.
 
-    Args:
-        paths: Of everything in a DCP directory.
-        start: What comes before `state` and `param_groups`.
-        part: One of these.
-
     >>> paths = [("o", "state", "a.b", "step"), ("o", "state.a.b.step"), ("o", "states", "c")]
     >>> [rest for rest, _ in below(paths, ("o",), "state")]
     [('a.b', 'step'), ('a.b', 'step')]
@@ -92,8 +87,6 @@ _STATE_HINT = "use an optimizer that keeps tensors and plain values"
 
 
 class OptimizerWalk:
-    """Walks one optimizer, again for each save; what does not change in between is kept."""
-
     def __init__(
         self,
         optimizer: Optimizer,
@@ -103,15 +96,6 @@ class OptimizerWalk:
         world: Copies,
         where: str = "optimizer",
     ) -> None:
-        """Notes the optimizer.
-
-        Args:
-            optimizer: Of parameters in one or more models.
-            unit: The DCP directory.
-            path: What comes before `state` and `param_groups` in the key paths.
-            world: The number of ranks of the job, and this one.
-            where: The optimizer's path in the user's state, for messages.
-        """
         self._optimizer = optimizer
         self._place = unit, path, world, where
         self._kept: tuple[_States, tuple[Any, ...], KeptPieces] | None = None
@@ -134,11 +118,6 @@ class OptimizerWalk:
         are `param_groups` and each parameter's name instead, as torch's
         `get_optimizer_state_dict` has them with `flatten_optimizer_state_dict=True`: so the
         stages, which all have groups of their own, write different keys.
-
-        Args:
-            views: The models in which its parameters are.
-            keep: Whether to keep the pieces, and to return them again as long as all tensors
-                stay where they are.
         """
         optimizer, walk = self._optimizer, _Walk(views, self._place, for_save=True)
         _check_optimizer(optimizer, self._place[-1])
@@ -168,8 +147,6 @@ class OptimizerWalk:
 
 
 class _Group(NamedTuple):
-    """The names of a group's parameters, and which of the models they are in."""
-
     names: list[str]
     model: int
 
@@ -184,36 +161,24 @@ class _States(NamedTuple):
 
 
 class CollectedState(Struct):
-    """What a walk over models and optimizers has collected.
-
-    Attributes:
-        pieces: The tensors on this rank.
-        objects: The values that it has to write.
-        structures: Of nested values, where these do not follow from their leaves.
-    """
-
-    pieces: list[Piece] = field(default_factory=list)
-    objects: list[ObjectValue] = field(default_factory=list)
+    pieces: list[Piece] = field(default_factory=list)  # the tensors on this rank
+    objects: list[ObjectValue] = field(default_factory=list)  # the values that it has to write
+    # of nested values, where these do not follow from their leaves
     structures: list[Structure] = field(default_factory=list)
 
     def add(self, other: CollectedState | ModelView | _States) -> None:
-        """Adds what another walk has collected."""
         self.pieces += other.pieces
         self.objects += other.objects
         self.structures += other.structures
 
 
 class _Inputs(NamedTuple):
-    """What the pieces of an optimizer depend on.
+    """What the pieces of an optimizer depend on."""
 
-    Attributes:
-        place: The identities of the looks at the models and of the parameters, those that have a
-            state with how much there is in it, and the names of the values.
-        values: Of the parameters' states, composed tensors taken apart.
-    """
-
+    # the identities of the looks at the models and of the parameters, those that have a state with
+    # how much there is in it, and the names of the values
     place: tuple[Any, ...]
-    values: list[Any]
+    values: list[Any]  # of the parameters' states, composed tensors taken apart
 
     @classmethod
     def of(cls, optimizer: Optimizer, views: Sequence[ModelView]) -> _Inputs:
@@ -286,8 +251,6 @@ def _wait_for_pages(values: Sequence[object]) -> None:
 
 
 class _Walk:
-    """One walk over an optimizer."""
-
     def __init__(
         self,
         views: Sequence[ModelView],
@@ -498,10 +461,8 @@ def state_types(optimizer: Optimizer) -> tuple[torch.dtype, ...]:
 
     A twin of torch's own optimizers takes one step on a parameter of four elements, without the
     hooks that the user may have put into all optimizers; the optimizer itself is not touched.
-    Optimizers of other origin, which may do anything in a step, are taken for Adam.
-
-    Returns:
-        The types of the tensors: two for Adam, none for plain SGD.
+    Optimizers of other origin, which may do anything in a step, are taken for Adam, which
+    has two; plain SGD has none.
     """
     kind = type(optimizer)
     dtype = next((p.dtype for group in optimizer.param_groups for p in group["params"]), None)

@@ -32,14 +32,9 @@ StoredScale = tuple[TensorIndex, Source, TensorEntry]
 
 
 class ScalePlan(Struct, frozen=True):
-    """What has to be done for scales.
-
-    Attributes:
-        problems: How weights were packed otherwise than the live ones.
-        changes: What puts the scales in place, once all else fits.
-    """
-
+    # how weights were packed otherwise than the live ones
     problems: list[str] = field(default_factory=list)
+    # what puts the scales in place, once all else fits
     changes: list[Callable[[], object]] = field(default_factory=list)
 
 
@@ -49,22 +44,13 @@ def is_made_anew(key: str) -> bool:
 
 
 def scale_names(packed: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yields the names of weights and their scales, such as ("a.weight", "absmax").
-
-    Args:
-        packed: The live states by the names of their weights, from `packed_weights`.
-    """
+    """Yields the names of weights and their scales, such as ("a.weight", "absmax")."""
     for weight, state in packed.items():
         yield from ((weight, key) for key in _tensors_of(state))
 
 
 def plan_scales(packed: Mapping[str, Any], stored: Mapping[str, StoredScale]) -> ScalePlan:
-    """Reads scales that nothing else fills, and compares how weights were packed.
-
-    Args:
-        packed: The live states by the names of their weights.
-        stored: The scales to read, by their live names.
-    """
+    """Reads scales that nothing else fills, and compares how weights were packed."""
     plan = ScalePlan()
     for weight, state in packed.items():
         live = _tensors_of(state)

@@ -55,17 +55,9 @@ _LOW_BITS = 8
 
 
 class ParameterState(Struct, frozen=True):
-    """A parameter of an optimizer with its state on this rank.
-
-    Attributes:
-        slots: The original parameters that it stands for.
-        leaves: The values in its state, each with the path of names to it.
-        nodes: Their structure, where their paths do not show it.
-    """
-
     slots: Sequence[ShardLayout]
-    leaves: Sequence[Leaf]
-    nodes: Nodes | None = None
+    leaves: Sequence[Leaf]  # the values in its state, each with the path of names to it
+    nodes: Nodes | None = None  # their structure, where their paths do not show it
 
     @property
     def name(self) -> str:
@@ -127,14 +119,7 @@ def _has_place(tensor: torch.Tensor, slot: ShardLayout) -> bool:
 def layouts_of(
     held: Iterable[ParameterState], unit: str, path: KeyPath, world: Copies
 ) -> Iterator[ObjectValue]:
-    """Yields a record that lists this rank's parts of sharded parameters and their state.
-
-    Args:
-        held: All parameters of an optimizer.
-        unit: The DCP directory.
-        path: What comes before `rank_layout`.
-        world: The number of ranks, and this one.
-    """
+    """Yields a record that lists this rank's parts of sharded parameters and their state."""
     parameters: dict[str, Any] = {}
     for state in held:
         if state.sharded:
@@ -200,12 +185,6 @@ _SCALE = re.compile(
 
 
 def packed_weights(model: nn.Module, parallel: Sequence[str]) -> dict[str, Any]:
-    """Returns how the 4-bit weights of a model were packed, by their names.
-
-    Args:
-        model: Wrapped or not.
-        parallel: What `names.parallel_prefixes` returned for it.
-    """
     packed: dict[str, Any] = {}
     for raw, module in model.named_modules(remove_duplicate=False):
         own = dict(module.named_parameters(recurse=False)).get("weight")
@@ -229,12 +208,7 @@ def packed_weights(model: nn.Module, parallel: Sequence[str]) -> dict[str, Any]:
 def lost_scales(
     packed: Mapping[str, Any], names: Container[str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields what bitsandbytes would have written into a state dict, and has not.
-
-    Args:
-        packed: What `packed_weights` returned.
-        names: The names in the state dict.
-    """
+    """Yields what bitsandbytes would have written into a state dict, and has not."""
     for name, state in packed.items():
         for key, value in state.as_dict(packed=True).items():
             if isinstance(value, torch.Tensor) and f"{name}.{key}" not in names:

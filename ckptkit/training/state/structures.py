@@ -61,31 +61,15 @@ _KEYS = frozenset((bool, int, float, type(None)))
 
 
 class Structure(Struct, frozen=True):
-    """The structure of a value whose leaves are in a DCP directory.
-
-    Attributes:
-        unit: The DCP directory.
-        path: What the key paths of its leaves begin with.
-        nodes: The table.
-    """
-
     unit: str
-    path: KeyPath
+    path: KeyPath  # what the key paths of its leaves begin with
     nodes: Nodes
 
 
 class Leaf(Struct, frozen=True):
-    """A value in a DCP directory.
-
-    Attributes:
-        path: The rest of its key path.
-        value: What is stored.
-        where: Its path in the user's state, for messages.
-    """
-
-    path: KeyPath
+    path: KeyPath  # the rest of its key path
     value: Any
-    where: str
+    where: str  # its path in the user's state, for messages
 
 
 def take_apart(
@@ -93,11 +77,8 @@ def take_apart(
 ) -> tuple[list[Leaf], Nodes | None]:
     """Returns the leaves of a value, and its structure where it does not follow from them.
 
-    Args:
-        value: What to take apart.
-        where: Its path in the user's state, for messages.
-        any_tensor: Whether tensors may be of classes of their own.
-        taken: Names on the first level that belong to something else.
+    With `any_tensor`, tensors may be of classes of their own. `taken` has names on the first level
+    that belong to something else.
     """
     if (  # a mapping as most optimizers have it, whose leaves show all of it
         any_tensor
@@ -124,7 +105,6 @@ class _TableBuilder:
         self._keys: set[str] = set()
 
     def add(self, value: Any, path: KeyPath, where: str, taken: frozenset[str]) -> int:
-        """Adds a value to the table, and returns its position."""
         number = len(self.nodes)
         self.nodes.append(())
         if path and isinstance(path[-1], int) and _leaves_nothing(value):
@@ -222,7 +202,6 @@ def tables_of(structures: Iterable[Structure]) -> dict[str, Any]:
 
 
 def parse_structures(document: Any, *, where: str) -> list[Structure]:
-    """Returns the structures that a file holds."""
     try:
         version = document["version"]
         structures = [
@@ -257,7 +236,6 @@ def leaves_by_key(nodes: Nodes, where: str) -> dict[Any, KeyPath]:
 
 
 def leaf_paths(nodes: Nodes, where: str) -> list[KeyPath]:
-    """Returns the paths of a structure's leaves."""
     try:
         return [_checked_path(node[1]) for node in nodes if node[0] in {"leaf", "parameter"}]
     except (TypeError, ValueError, LookupError) as error:
@@ -274,10 +252,7 @@ def _checked_path(path: Iterable[Any]) -> KeyPath:
 def assemble(nodes: Nodes | None, leaves: Mapping[KeyPath, Any], where: str) -> Any:
     """Returns the value that was taken apart.
 
-    Args:
-        nodes: Its structure; None where it follows from the leaves alone.
-        leaves: Its leaves, by the rest of their key paths.
-        where: The step and the value, for messages.
+    `nodes` is None where the structure follows from the leaves alone.
     """
     if nodes is None:
         return _nest(leaves)
@@ -340,11 +315,7 @@ def adapt(value: Any, live: Any) -> Any:
     """Returns a value that was saved without its structure, with the types of a live value.
 
     Keys get the types of the live keys, mappings their classes. Values without a leaf, such as
-    empty mappings, are taken from the live value.
-
-    Args:
-        value: Created from the leaves alone.
-        live: The live value in its place; it does not contain itself.
+    empty mappings, are taken from the live value. `live` does not contain itself.
     """
     if isinstance(live, Mapping) and isinstance(value, dict):
         return _adapt_mapping(value, live)
