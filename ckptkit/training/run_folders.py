@@ -42,6 +42,7 @@ from ckptkit.storage.places import Place
 from ckptkit.training.save.writer_process import WriterProcess, WriterTimeouts
 from ckptkit.writer.process import writer_command
 
+__all__ = ["RunFolder", "RunLock", "TrainingRun", "saved_steps"]
 logger = logging.getLogger(__name__)
 
 PlaceT = TypeVar("PlaceT", Path, Place)
@@ -130,8 +131,6 @@ class TrainingRun(Generic[PlaceT]):
     def _manifest(self, name: str) -> Manifest | None:
         raise NotImplementedError
 
-
-__all__ = ["RunFolder", "RunLock", "saved_steps"]
 
 _URL = re.compile(r"(?:^|/)[A-Za-z][A-Za-z0-9+.-]+:/")  # in a path made absolute as well
 

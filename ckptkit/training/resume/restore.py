@@ -30,12 +30,10 @@ from ckptkit.training import step_names
 from ckptkit.training.resume.load_pieces import load_pieces
 from ckptkit.training.resume.stored_step import StoredStep
 from ckptkit.training.state import objects as rng
-from ckptkit.training.state.bound import PER_RANK, shown_name
-from ckptkit.training.state.collect import BoundModel, BoundObject, BoundState
+from ckptkit.training.state.collect import PER_RANK, BoundModel, BoundObject, BoundState, shown_name
 from ckptkit.training.state.dtensors import Copies, DTensor, Meshes, local_part
 from ckptkit.training.state.fsdp import has_flat_parameters
-from ckptkit.training.state.objects import flatten, is_same
-from ckptkit.training.state.objects_on_disk import object_from_bytes, read_blob
+from ckptkit.training.state.objects import flatten, is_same, object_from_bytes, read_blob
 from ckptkit.training.state.pieces import Piece, Replicas, whole_places
 from ckptkit.training.state.structures import adapt, assemble, leaf_paths
 from ckptkit.training.step_names import clean_fqn, parallel_prefixes

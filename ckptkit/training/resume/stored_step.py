@@ -27,11 +27,19 @@ from ckptkit.storage.base import Source
 from ckptkit.storage.manifests import read_manifest
 from ckptkit.storage.places import Place, open_source
 from ckptkit.training import step_names
-from ckptkit.training.state.bound import PER_RANK, Layout, index_of, shown_name
-from ckptkit.training.state.collect import BoundModel, BoundObject, BoundOptimizer, BoundState
+from ckptkit.training.state.collect import (
+    PER_RANK,
+    BoundModel,
+    BoundObject,
+    BoundOptimizer,
+    BoundState,
+    Layout,
+    index_of,
+    shown_name,
+)
 from ckptkit.training.state.dtensors import Copies
 from ckptkit.training.state.models import ModelWalk
-from ckptkit.training.state.objects_on_disk import read_object, read_torch_file
+from ckptkit.training.state.objects import read_object, read_torch_file
 from ckptkit.training.state.optimizers import OptimizerWalk
 from ckptkit.training.state.structures import Nodes, parse_structures
 from ckptkit.training.step_names import TensorPlaces, adapter_names

@@ -52,7 +52,7 @@ from ckptkit.training.state.pieces import (
     ShardLayout,
     Watched,
 )
-from ckptkit.training.state.rank_bound import lasting_scales, lost_scales, packed_weights
+from ckptkit.training.state.quant_states import lasting_scales, lost_scales, packed_weights
 from ckptkit.training.state.structures import Structure, take_apart
 from ckptkit.training.step_names import TensorPlaces, clean_fqn, parallel_prefixes, wrapper_names
 

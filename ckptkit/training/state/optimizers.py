@@ -16,10 +16,27 @@ parameter has hyperparameters of its own, so that the stages of a pipeline write
 ckptkit writes the same flat keys, as paths: (…, "param_groups", "layers.0.weight", "lr").
 
 Source: `torch.distributed.checkpoint.state_dict._flatten_optim_state_dict` of torch 2.13.
+
+Optimizer state that is only valid with one rank's own part of the parameters.
+
+Low-bit optimizers quantise in blocks: the scales belong to runs of elements of the local part,
+so that neither they nor the codes have a place in the full tensor. Such state is stored rank by
+rank, in its inner plain tensors:
+
+    (…, "rank_bound", "3", "layers.0.weight", "exp_avg", "codes")
+
+and `(…, "rank_layout", "3", "layers.0.weight")` has in JSON which part of each parameter the rank
+held, for one optimizer, named by the first of them: stages of a pipeline have several on a rank. It
+is restored only on a rank that holds the same parts.
+
+Where each rank has whole parameters, all have the same state, and its keys are under `state` like
+those of any other, a composed tensor as its inner ones: (…, "state", "layers.0.weight", "exp_avg",
+"codes"). Then `(…, "composed", "layers.0.weight")` has in JSON which class it was of.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -34,7 +51,6 @@ from torch.optim import Optimizer
 from ckptkit.core.errors import UnsupportedError, UsageError
 from ckptkit.core.index import KeyPath
 from ckptkit.training.save.file_layout import check_storable
-from ckptkit.training.state import rank_bound
 from ckptkit.training.state.dtensors import (
     Copies,
     DTensor,
@@ -42,6 +58,7 @@ from ckptkit.training.state.dtensors import (
     inner_tensors,
     is_composed,
     local_part,
+    unwrap_dtensor,
 )
 from ckptkit.training.state.memory_changes import KeptPieces
 from ckptkit.training.state.models import ModelView
@@ -54,8 +71,147 @@ from ckptkit.training.state.pieces import (
     whole_layout,
     whole_places,
 )
-from ckptkit.training.state.rank_bound import ParameterState
-from ckptkit.training.state.structures import Leaf, Structure, take_apart
+from ckptkit.training.state.structures import Leaf, Nodes, Structure, take_apart
+
+RANK_STATES = "rank_bound"
+RANK_LAYOUTS = "rank_layout"
+COMPOSED = "composed"
+_LOW_BITS = 8
+
+
+class ParameterState(Struct, frozen=True):
+    slots: Sequence[ShardLayout]
+    leaves: Sequence[Leaf]  # the values in its state, each with the path of names to it
+    nodes: Nodes | None = None  # their structure, where their paths do not show it
+
+    @property
+    def name(self) -> str:
+        return self.slots[0].fqn
+
+    @property
+    def sharded(self) -> bool:
+        return any(slot.sharded for slot in self.slots)
+
+
+def unwrap_optimizer(optimizer: Optimizer) -> Optimizer:
+    inner = getattr(optimizer, "optimizer", None)
+    return inner if isinstance(inner, Optimizer) else optimizer
+
+
+def class_of(optimizer: Optimizer) -> str:
+    return type(unwrap_optimizer(optimizer)).__name__
+
+
+def is_rank_bound(optimizer: Optimizer, held: Iterable[ParameterState]) -> bool:
+    """Whether the state of an optimizer's sharded parameters has no place in full tensors.
+
+    All ranks need the same answer, also one whose parts are too small to be quantised. So low-bit
+    optimizers are recognised by their class, and others by any state that has no place.
+    """
+    return is_low_bit(optimizer) or any(
+        isinstance(leaf.value, torch.Tensor) and not _has_place(leaf.value, slot)
+        for parameter in held
+        if parameter.sharded
+        for leaf in parameter.leaves
+        for slot in parameter.slots
+    )
+
+
+def is_low_bit(optimizer: Optimizer) -> bool:
+    """Whether an optimizer quantises its state in blocks: those of bitsandbytes and torchao.
+
+    Their libraries are not imported for that: their objects have attributes of their own.
+    """
+    optimizer = unwrap_optimizer(optimizer)
+    packages = {base.__module__.partition(".")[0] for base in type(optimizer).__mro__}
+    if "torchao" in packages:
+        block: object = getattr(optimizer, "block_size", None)
+        return isinstance(block, int)  # infinite where nothing is quantised
+    if "bitsandbytes" in packages:
+        return getattr(getattr(optimizer, "args", None), "optim_bits", 0) == _LOW_BITS
+    return False
+
+
+def is_paged(optimizer: Optimizer) -> bool:
+    return bool(getattr(unwrap_optimizer(optimizer), "is_paged", False))
+
+
+def _has_place(tensor: torch.Tensor, slot: ShardLayout) -> bool:
+    """Whether the place of a state tensor in the full one follows from the parameter.
+
+    A plain one has a place if it is cut like the parameter, is a single number, or belongs to a
+    whole parameter.
+    """
+    if is_composed(tensor):
+        return False
+    if isinstance(tensor, DTensor):
+        return True
+    follows = bool(tensor.dim() and tuple(tensor.shape) == slot.held)
+    return follows or tensor.numel() == 1 or (slot.whole and slot.start is None)
+
+
+def layouts_of(
+    held: Iterable[ParameterState], unit: str, path: KeyPath, world: Copies
+) -> Iterator[ObjectValue]:
+    """Yields a record that lists this rank's parts of sharded parameters and their state."""
+    parameters: dict[str, Any] = {}
+    for state in held:
+        if state.sharded:
+            tensors = [leaf for leaf in state.leaves if isinstance(leaf.value, torch.Tensor)]
+            kinds = [(leaf.path, kind_of(leaf.value)) for leaf in tensors]
+            placed = [
+                (leaf.path, leaf.value.shape, list(map(repr, leaf.value.placements)))
+                for leaf in tensors
+                if isinstance(leaf.value, DTensor)
+            ]
+            parameters[state.name] = {**part_of(state.slots), "kinds": kinds, "placed": placed}
+    if parameters:
+        document = {"world_size": world.number, "parameters": parameters}
+        key = (*path, RANK_LAYOUTS, str(world.own), next(iter(parameters)))
+        yield ObjectValue(unit, key, json.dumps(document))
+
+
+def composed_of(held: ParameterState, unit: str, path: KeyPath) -> Iterator[ObjectValue]:
+    """Yields a record of the classes of the composed tensors in a whole parameter's state."""
+    kinds = [
+        (leaf.path, kind_of(leaf.value))
+        for leaf in held.leaves
+        if isinstance(leaf.value, torch.Tensor) and is_composed(leaf.value)
+    ]
+    if kinds and held.slots[0].values.own == 0:
+        yield ObjectValue(unit, (*path, COMPOSED, held.name), json.dumps(kinds))
+
+
+def part_of(slots: Sequence[ShardLayout]) -> dict[str, Any]:
+    """Returns, as plain values, which elements of a parameter a rank holds and how."""
+    return {
+        "names": [slot.fqn for slot in slots],
+        "sharded": any(slot.sharded for slot in slots),
+        "held": list(slots[0].held),
+        "places": [
+            [[list(place.offsets), list(place.sizes)] for place in slot.places] for slot in slots
+        ],
+    }
+
+
+def kind_of(tensor: torch.Tensor) -> str:
+    """Returns what a state tensor is, such as `Tensor`, `DTensor` or `OptimState8bit`."""
+    if is_composed(tensor):
+        return type(unwrap_dtensor(tensor)).__name__
+    return "DTensor" if isinstance(tensor, DTensor) else "Tensor"
+
+
+def tensor_at(state: Any, names: KeyPath) -> torch.Tensor | None:
+    """Returns the tensor at a place in a parameter's state, None where there is none."""
+    for name in names:
+        if isinstance(state, Mapping):
+            state = next((value for key, value in state.items() if str(key) == str(name)), None)
+        elif isinstance(state, list) and isinstance(name, int) and name < len(state):
+            state = state[name]
+        else:
+            return None
+    return state if isinstance(state, torch.Tensor) else None
+
 
 STATE = "state"
 GROUPS = "param_groups"
@@ -106,7 +262,7 @@ class OptimizerWalk:
         Nothing else is collected, as a resume replaces it.
         """
         walk = _Walk(views, self._place, for_save=False)
-        if rank_bound.is_paged(self._optimizer):
+        if is_paged(self._optimizer):
             _wait_for_pages(_Inputs.of(self._optimizer, views).values)
         return list(walk.take_states(self._optimizer).pieces)
 
@@ -122,7 +278,7 @@ class OptimizerWalk:
         optimizer, walk = self._optimizer, _Walk(views, self._place, for_save=True)
         _check_optimizer(optimizer, self._place[-1])
         now = _Inputs.of(optimizer, views)
-        if rank_bound.is_paged(optimizer):
+        if is_paged(optimizer):
             _wait_for_pages(now.values)
         states, pieces, kept = None, None, self._kept if keep else None
         if kept is not None and kept[1] == now.place:
@@ -278,19 +434,19 @@ class _Walk:
                 held.append((self._held(slots, optimizer, parameter), self._views[model].meshes))
             groups.append(_Group(names, model))
         all_held = [state for state, _ in held]
-        bound = rank_bound.is_rank_bound(optimizer, all_held)
+        bound = is_rank_bound(optimizer, all_held)
         self._numbers = _paths_of_numbers(all_held)
         pieces: list[Piece] = []
         objects: list[ObjectValue] = []
         if bound:
-            objects += rank_bound.layouts_of(all_held, self._unit, self._path, self._world)
+            objects += layouts_of(all_held, self._unit, self._path, self._world)
         for state, meshes in held:
             if bound and state.sharded:
                 pieces += self._rank_bound_pieces(state)
             else:
                 pieces += self._placed_pieces(state, meshes)
             if not state.sharded:
-                objects += rank_bound.composed_of(state, self._unit, self._path)
+                objects += composed_of(state, self._unit, self._path)
         for piece in pieces:
             check_storable(piece.local, piece.key)
         collected = self.collected
@@ -376,7 +532,7 @@ class _Walk:
 
     def _rank_bound_pieces(self, held: ParameterState) -> Iterator[Piece]:
         """Adds the values of a state under the keys of this rank, and yields its inner tensors."""
-        start = (*self._path, rank_bound.STATES, str(self._world.own), held.name)
+        start = (*self._path, RANK_STATES, str(self._world.own), held.name)
         if held.nodes is not None:
             self.collected.structures.append(Structure(self._unit, start, held.nodes))
         for leaf in held.leaves:

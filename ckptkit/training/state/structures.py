@@ -31,6 +31,7 @@ from ckptkit.core.text import a_kind
 from ckptkit.training.save.file_layout import check_storable
 from ckptkit.training.state.dtensors import DTensor
 from ckptkit.training.state.objects import (
+    FACTORIES,
     check_nesting,
     flatten,
     holds_more,
@@ -38,7 +39,6 @@ from ckptkit.training.state.objects import (
     serialise_or_refuse,
     step_of,
 )
-from ckptkit.training.state.objects_on_disk import FACTORIES
 
 Nodes = Sequence[tuple[Any, ...]]
 VERSION = 1

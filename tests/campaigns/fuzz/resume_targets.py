@@ -13,7 +13,7 @@ from ckptkit.runs.push_journal import parse_journal
 from ckptkit.runs.save_order import trainer_state
 from ckptkit.storage.overlay import MemorySource
 from ckptkit.training.resume.stored_step import parse_facts
-from ckptkit.training.state.objects_on_disk import object_from_bytes
+from ckptkit.training.state.objects import object_from_bytes
 from ckptkit.training.state.structures import assemble, leaf_paths, leaves_by_key, parse_structures
 from ckptkit.writer.record import parse_record
 from tests.campaigns.fuzz.judge import Target

@@ -17,7 +17,7 @@ from torch.optim import SGD, lr_scheduler
 
 from ckptkit.core.errors import ChecksumError, FormatError, ResumeError
 from ckptkit.storage.local.source import LocalSource
-from ckptkit.training.state.objects_on_disk import is_readable, object_from_bytes, read_torch_file
+from ckptkit.training.state.objects import is_readable, object_from_bytes, read_torch_file
 
 
 def through_disk(value: object) -> Any:

@@ -17,8 +17,7 @@ from ckptkit.core.errors import CkptkitError, FormatError, ResumeError, UsageErr
 from ckptkit.training import Checkpointer
 from ckptkit.training.agree.key_values import LocalKeyValueStore
 from ckptkit.training.agree.peers import Peers
-from ckptkit.training.resume.fill import StepLoader
-from ckptkit.training.resume.resume import resume
+from ckptkit.training.resume.resume import StepLoader, resume
 from ckptkit.training.resume.stored_step import SavedFacts, parse_facts
 from ckptkit.training.state.collect import bind
 
