@@ -262,8 +262,8 @@ class StoredStep(Closing):
             for file in self.manifest.files if self.has_structures and self.manifest else ():
                 if file.startswith(step_names.VALUES_FILES):
                     where = posixpath.join(self.source.location, file)
-                    for each in parse_structures(self.file(file), where=where):
-                        structures[each.unit, each.path] = each.nodes
+                    for unit_, path_, nodes in parse_structures(self.file(file), where=where):
+                        structures[unit_, path_] = nodes
             self._structures = structures
         return self._structures.get((unit, path))
 

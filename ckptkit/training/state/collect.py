@@ -30,7 +30,7 @@ from ckptkit.core.text import a_kind
 from ckptkit.training import step_names
 from ckptkit.training.sidecar import checked_files
 from ckptkit.training.state import objects as rng
-from ckptkit.training.state.dtensors import Copies, DTensor, Meshes, local_part
+from ckptkit.training.state.dtensors import Copies, DTensor, Meshes
 from ckptkit.training.state.models import ModelView, ModelWalk
 from ckptkit.training.state.objects import (
     check_nesting,
@@ -39,9 +39,9 @@ from ckptkit.training.state.objects import (
     serialise_or_refuse,
     torch_archive,
 )
-from ckptkit.training.state.optimizers import CollectedState, OptimizerWalk, class_of, state_types
+from ckptkit.training.state.optimizers import OptimizerWalk, class_of, state_types
 from ckptkit.training.state.pieces import Holdings, ObjectValue, Piece, Replicas, select_owned
-from ckptkit.training.state.structures import VERSION, Structure, tables_of, take_apart
+from ckptkit.training.state.structures import VERSION, Collected, tables_of
 from ckptkit.training.step_names import RNG, TensorPlaces, adapter_names
 from ckptkit.writer.merge import few_collections
 from ckptkit.writer.messages import Inline
@@ -465,7 +465,7 @@ class BoundState(Struct, frozen=True):
 
     def tensors(
         self, *, keep: bool = False, sparing: list[dict[str, Any]] | None = None
-    ) -> CollectedState:
+    ) -> Collected:
         """Returns what this rank holds of the models and optimizers.
 
         With `keep`, the pieces are remembered, so that the next time is faster. `sparing` gets the
@@ -473,7 +473,7 @@ class BoundState(Struct, frozen=True):
         cannot be stored is then left out. With None, that is raised.
         """
         views: list[ModelView] = [walk.look(keep=keep) for walk in self._walks]
-        collected = CollectedState()
+        collected = Collected()
         for view in views:
             collected.add(view)
         for bound, walk in zip(self.optimizers, self._optimizer_walks, strict=True):
@@ -512,33 +512,23 @@ class BoundState(Struct, frozen=True):
             for slot in slots
         )
 
-    def _take_other(
-        self, bound: BoundObject, collected: CollectedState, files: list[Inline]
-    ) -> None:
+    def _take_other(self, bound: BoundObject, collected: Collected, files: list[Inline]) -> None:
         state = bound.state()
         check_nesting(state, bound.where)
         if bound.kind in PER_RANK and self.layout == "dcp":
             path = (*bound.path, str(self.rank))
             collected.objects.append(make_object(bound.unit, path, state, bound.where))
         elif bound.kind not in PER_RANK and self._in_dcp(state):
-            self._take_leaves(bound, state, collected)
+            meshes = Meshes(Copies())
+            meshes.learn(leaf for _, leaf in flatten(state))
+            ranks = Replicas(self.world_size, self.rank, spread=False)
+            collected.take(
+                *(bound.unit, bound.path, state, bound.where),
+                lambda name, tensor: meshes.slot(name, tensor, ranks),
+                writes=self.rank == 0,
+            )
         elif bound.kind in PER_RANK or self.rank == 0:
             files.append(Inline(bound.file, serialise_or_refuse(state, bound.where)))
-
-    def _take_leaves(self, bound: BoundObject, state: object, collected: CollectedState) -> None:
-        parts, nodes = take_apart(state, bound.where)
-        if nodes is not None and self.rank == 0:
-            collected.structures.append(Structure(bound.unit, bound.path, nodes))
-        meshes = Meshes(Copies())
-        meshes.learn(leaf.value for leaf in parts)
-        values = Replicas(self.world_size, self.rank, spread=False)
-        for leaf in parts:
-            path = (*bound.path, *leaf.path)
-            if isinstance(leaf.value, torch.Tensor):
-                slot = meshes.slot(".".join(map(str, path)), leaf.value, values)
-                collected.pieces += slot.pieces(bound.unit, path, local_part(leaf.value))
-            elif self.rank == 0:
-                collected.objects.append(make_object(bound.unit, path, leaf.value, leaf.where))
 
 
 def check_keys(pieces: Iterable[Piece], objects: Iterable[ObjectValue]) -> None:

@@ -44,7 +44,7 @@ from ckptkit.training.state.fsdp import (
     strategy_of,
 )
 from ckptkit.training.state.memory_changes import KeptPieces, watched_by
-from ckptkit.training.state.objects import flatten, make_object, step_of
+from ckptkit.training.state.objects import flatten, step_of
 from ckptkit.training.state.pieces import (
     ObjectValue,
     Piece,
@@ -53,7 +53,7 @@ from ckptkit.training.state.pieces import (
     Watched,
 )
 from ckptkit.training.state.quant_states import lasting_scales, lost_scales, packed_weights
-from ckptkit.training.state.structures import Structure, take_apart
+from ckptkit.training.state.structures import Collected
 from ckptkit.training.step_names import TensorPlaces, clean_fqn, parallel_prefixes, wrapper_names
 
 
@@ -275,7 +275,7 @@ class ModelWalk:
         return restored
 
 
-class ModelView:
+class ModelView(Collected):
     """What this rank holds of a model at one moment; not changed once a walk has returned it."""
 
     def __init__(
@@ -288,6 +288,7 @@ class ModelView:
         *,
         for_save: bool,
     ) -> None:
+        super().__init__()
         meshes, group = structure.meshes, structure.group
         meshes.learn(value for _, value in entries)
         extent = units[0].extent if units else meshes.extent() or group or structure.world
@@ -295,12 +296,6 @@ class ModelView:
         # the same object in views that differ in the tensors of their pieces only
         self.origin = object()
         self._copies = Replicas(*(group or extent))
-        self.pieces: list[Piece] = []  # parameters and persistent buffers
-        # what modules save besides tensors, on the rank that writes it
-        self.objects: list[ObjectValue] = []
-        # of the objects, where these do not follow from their leaves, and of extra states that are
-        # parameters
-        self.structures: list[Structure] = []
         # by the identity of the object that an optimizer has as a parameter: the original
         # parameters that it stands for, several for a flat parameter of FSDP1
         self.slots: dict[int, tuple[ShardLayout, ...]] = {}
@@ -333,15 +328,19 @@ class ModelView:
             for name, value in entries
             if not isinstance(value, torch.Tensor) or EXTRA_STATE in name.split(".")
         )
-        take = self._take_other if for_save else self._take_live
+        writes = self.values.own == 0
         for name, value in entries:
-            if not isinstance(value, torch.Tensor):
-                take(name, value)
-            elif type(value) is nn.Parameter and name.rpartition(".")[2] == EXTRA_STATE:
-                # It is stored as a tensor; only its structure has that it is a parameter.
-                node = ("parameter", (), value.requires_grad)
-                if self.values.own == 0:
-                    self.structures.append(Structure(*structure.places.of(name), (node,)))
+            unit, path = structure.places.of(name)
+            if isinstance(value, torch.Tensor):
+                is_extra = name.rpartition(".")[2] == EXTRA_STATE
+                if writes and is_extra and type(value) is nn.Parameter:
+                    # It is stored as a tensor; only its structure has that it is a parameter.
+                    self.structures.append((unit, path, (("parameter", (), value.requires_grad),)))
+            elif for_save:
+                where = structure.where + step_of(name)
+                self.take(unit, path, value, where, self.slot, writes=writes)
+            else:
+                self._take_live(unit, path, value)
 
     def _take_unit(self, unit: FlatUnit) -> Iterator[tuple[str, nn.Parameter]]:
         """Adds a flat parameter, and yields what holds each of its original ones."""
@@ -358,22 +357,8 @@ class ModelView:
                 self.slots[id(part.parameter)] = self.slots[id(own)] = (part.on_its_own,)
             yield part.fqn, own
 
-    def _take_other(self, name: str, value: object) -> None:
-        unit, start = self._structure.places.of(name)
-        leaves, nodes = take_apart(value, self._structure.where + step_of(name))
-        if nodes is not None and self.values.own == 0:
-            self.structures.append(Structure(unit, start, nodes))
-        for leaf in leaves:
-            path = (*start, *leaf.path)
-            if isinstance(leaf.value, torch.Tensor):
-                slot = self.slot(".".join(map(str, path)), leaf.value)
-                self.pieces.extend(slot.pieces(unit, path, local_part(leaf.value)))
-            elif self.values.own == 0:
-                self.objects.append(make_object(unit, path, leaf.value, leaf.where))
-
-    def _take_live(self, name: str, value: object) -> None:
+    def _take_live(self, unit: str, start: KeyPath, value: object) -> None:
         """Adds values that a resume replaces, which need not all be fit to be saved."""
-        unit, start = self._structure.places.of(name)
         for path, leaf in flatten(value, start):
             if isinstance(leaf, torch.Tensor):
                 slot = self.slot(".".join(map(str, path)), leaf)

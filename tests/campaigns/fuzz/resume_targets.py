@@ -67,10 +67,10 @@ def _facts_seeds() -> list[bytes]:
 
 def _run_structures(data: bytes) -> None:
     document = parse_json_object(data, where="x")
-    for structure in parse_structures(document, where="x"):
-        leaves_by_key(structure.nodes, "x")
-        leaves = dict.fromkeys(leaf_paths(structure.nodes, "x")) if structure.nodes else {}
-        assemble(structure.nodes, leaves, "x")
+    for _, _, nodes in parse_structures(document, where="x"):
+        leaves_by_key(nodes, "x")
+        leaves = dict.fromkeys(leaf_paths(nodes, "x")) if nodes else {}
+        assemble(nodes, leaves, "x")
 
 
 def _structure_seeds() -> list[bytes]:
