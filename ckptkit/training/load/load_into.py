@@ -15,7 +15,7 @@ import logging
 import math
 import posixpath
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from os import PathLike
 from typing import Any
@@ -45,7 +45,6 @@ from ckptkit.core.errors import (
     SourceChangedError,
     UnsupportedError,
 )
-from ckptkit.core.geometry import flat_offset
 from ckptkit.core.index import Box, Fqn, Key, Shape, TensorEntry
 from ckptkit.core.text import Closing, counted, list_first
 from ckptkit.core.tiles import Walk, walk_boxes
@@ -82,13 +81,12 @@ from ckptkit.training.load.tensor_sources import (
     best_entry,
     refuse_misfits,
 )
-from ckptkit.training.resume.load_pieces import memory_of
+from ckptkit.training.resume.load_pieces import MOST_PARTS, DeviceMemory, memory_of, strided_part
 from ckptkit.training.resume.materialise import is_wide_float
 from ckptkit.training.resume.restore import copied_changes
 from ckptkit.training.state.memory_changes import announce_changes, count_changes
 from ckptkit.training.state.models import check_modes, plain_torch
 from ckptkit.training.state.quant_states import (
-    ScalePlan,
     StoredScale,
     is_made_anew,
     packed_weights,
@@ -183,7 +181,7 @@ class ModelLoad(Closing):
             self._find_scales()
             if kept:
                 self._sources = self._sources.without(self._live.tensors, kept)
-            self._scales = ScalePlan()
+            self._scale_changes: list[Callable[[], object]] = []
             # the records that this rank has read in part, for `cross_check`
             self.partial: tuple[NumberedRecord, ...] = ()
             self._digests = read_stored_digests(self._checkpoint, without_crc32=True)
@@ -236,11 +234,10 @@ class ModelLoad(Closing):
         refuse_misfits(live, sources, self._stored, dtypes, strict=strict)
         used = [self._stored[part.name] for _, part in sources.all_parts()]
         refuse_problems(checkpoint.index, used, checkpoint.path)
-        self._scales = plan_scales(self._packed, self._stored_scales)
-        if self._scales.problems:
+        problems, self._scale_changes = plan_scales(self._packed, self._stored_scales)
+        if problems:
             raise LoadError(
-                f"packed weights of the checkpoint are not those of {live.where}:"
-                f" {self._scales.problems[0]}",
+                f"packed weights of the checkpoint are not those of {live.where}: {problems[0]}",
                 hint="quantize the model as the checkpoint was, or build it with the"
                 " quantization_config of the checkpoint",
             )
@@ -253,7 +250,7 @@ class ModelLoad(Closing):
         stored, sources = self._stored, self._sources
         filling = Filling(self._live, self._checkpoint, stored, sources, files, listener)
         result = filling.run(self._digests)
-        for change in self._scales.changes:
+        for change in self._scale_changes:
             change()
         self.partial = filling.partial
         for note in filling.notes_on_ties() if self.is_first_rank else ():
@@ -315,7 +312,6 @@ def _stored_tensors(checkpoint: OpenedCheckpoint) -> Stored:
     return {entry.name: entry for entry in entries}
 
 
-_MOST_PARTS = 256  # of a record that are kept, as in a resume
 _PROOF_SHARE = 64  # so much of what is needed is read for proofs alone
 
 
@@ -386,7 +382,7 @@ class Filling:
         # Digests of whole tensors, without a CRC-32, would have each rank read all of them.
         records = checkpoint.index.records
         index = replace(checkpoint.index, records=records.with_sums(records.crc32, {}))
-        origins = [Origin("source", self._files, index, most_pieces=_MOST_PARTS) for _ in range(2)]
+        origins = [Origin("source", self._files, index, most_pieces=MOST_PARTS) for _ in range(2)]
         filled = [tensor for tensor in self._live.tensors if tensor.name in sources.parts]
         pieces = [piece for tensor in filled for piece in tensor.pieces]
         try:
@@ -599,17 +595,14 @@ class Filling:
         )
 
 
-class _Comparison:
+class _Comparison(DeviceMemory):
     """Memory that nothing is written to: what is read is compared with what is there."""
 
     def __init__(self, tensor: torch.Tensor, name: Fqn, differing: set[Fqn]) -> None:
         """Takes the memory, the name of what is read, and what gets the name if it differs."""
-        self._tensor = tensor
+        super().__init__(tensor)
         self._name = name
         self._differing = differing
-
-    def direct(self, _box: Box) -> memoryview | None:
-        return None
 
     def put(self, box: Box, elements: NDArray[Any]) -> None:
         own = self._tensor[slices_of(box)].cpu().contiguous().reshape(-1).view(torch.uint8)
@@ -618,10 +611,7 @@ class _Comparison:
             self._differing.add(self._name)
 
     def walked(self, start: Shape, walks: Sequence[Walk], sizes: Shape) -> _Comparison:
-        strides = self._tensor.stride()
-        steps = [strides[axis] * step if step else 0 for axis, step in walks]
-        first = self._tensor.storage_offset() + flat_offset(start, strides)
-        part = self._tensor.as_strided(sizes, steps, first)
+        part = strided_part(self._tensor, start, walks, sizes)
         return _Comparison(part, self._name, self._differing)
 
 

@@ -34,7 +34,7 @@ from ckptkit.training.state.memory_changes import count_changes
 from ckptkit.training.state.pieces import Piece
 
 # Of one record; matrices split by columns have thousands of parts, and stay unproven.
-_MOST_PARTS = 256
+MOST_PARTS = 256
 
 
 class FillReport(Struct, frozen=True):
@@ -72,7 +72,7 @@ def load_pieces(
             )
         for place, elements in piece.boxes():
             wanted.append((entry, place, memory_of(elements.detach().view(place.sizes))))
-    origin = Origin("step", source, index, most_pieces=_MOST_PARTS)
+    origin = Origin("step", source, index, most_pieces=MOST_PARTS)
     try:
         report = read_chunks(origin, plan_chunk_reads(wanted), threads=threads)
     finally:
@@ -121,10 +121,16 @@ class DeviceMemory:
         self._tensor[slices_of(box)].copy_(values)
 
     def walked(self, start: Shape, walks: Sequence[Walk], sizes: Shape) -> DeviceMemory:
-        strides = self._tensor.stride()
-        first = self._tensor.storage_offset() + flat_offset(start, strides)
-        steps = [strides[axis] * step if step else 0 for axis, step in walks]
-        return DeviceMemory(self._tensor.as_strided(sizes, steps, first))
+        return DeviceMemory(strided_part(self._tensor, start, walks, sizes))
+
+
+def strided_part(
+    tensor: torch.Tensor, start: Shape, walks: Sequence[Walk], sizes: Shape
+) -> torch.Tensor:
+    strides = tensor.stride()
+    first = tensor.storage_offset() + flat_offset(start, strides)
+    steps = [strides[axis] * step if step else 0 for axis, step in walks]
+    return tensor.as_strided(sizes, steps, first)
 
 
 def match_entries(index: TensorIndex, pieces: Sequence[Piece]) -> list[TensorEntry]:

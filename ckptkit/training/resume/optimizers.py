@@ -11,15 +11,15 @@ from __future__ import annotations
 import json
 import logging
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from ckptkit.core.errors import FormatError, ResumeError
-from ckptkit.core.index import KeyPath, TensorEntry
+from ckptkit.core.index import KeyPath, TensorEntry, TensorIndex
 from ckptkit.core.text import a_kind, list_first
 from ckptkit.training.resume.materialise import (
     Slots,
@@ -29,7 +29,6 @@ from ckptkit.training.resume.materialise import (
 )
 from ckptkit.training.resume.restore import (
     Apply,
-    ValueLocation,
     read_tensors,
     set_nested,
     unflatten,
@@ -87,315 +86,446 @@ _NEUTRAL = frozenset(
     )
 )
 _FLAGS = (bool, type(None))
+_NUMBERS = (torch.Tensor, int, float)
+_NAMES = "param_names"  # which torch keeps where a step has none
 _DECOUPLED = "decoupled_weight_decay"  # the flag by which AdamW differs from Adam since torch 2.7
 
 
-def check_optimizer(
-    optimizer: Optimizer, groups: Sequence[Mapping[str, Any]], *, made_by: str, where: str
-) -> None:
-    """Compares an optimizer's class and the names of its hyperparameters with the stored ones.
+class StoredOptimizer:
+    """What a step has for one optimizer: matched with it, and put in place."""
 
-    `made_by` is the class that was saved; empty where that is not known.
-    """
-    own = class_of(optimizer)
-    if made_by == own or not groups:
-        return
-    stored = {name for group in groups for name in group}
-    # Wrappers may have none. Newer versions of torch add flags, which an older one's steps lack.
-    defaults: Mapping[str, Any] = getattr(unwrap_optimizer(optimizer), "defaults", {})
-    needed = {name for name, value in defaults.items() if type(value) not in _FLAGS}
-    lacking = sorted(needed - stored - _NEUTRAL)
-    if made_by:
-        live = {name for group in optimizer.param_groups for name in group}
-        lacking += sorted(stored - live - _NEUTRAL)
-    if not lacking and _DECOUPLED in defaults:
-        decoupled = {group.get(_DECOUPLED) for group in groups} - {None}
-        lacking = [_DECOUPLED] * (decoupled == {not defaults[_DECOUPLED]})
-    if lacking:
-        raise ResumeError(
-            f"the state of another optimizer{made_by and f', {made_by},'} was found against {own};"
-            f" they differ in {list_first(lacking)}",
-            where=where,
-            hint=_HINT,
-        )
-    if made_by:
-        logger.warning("%s: it was saved as %s and is resumed as %s", where, made_by, own)
+    def __init__(
+        self, stored: StoredStep, bound: BoundOptimizer, slots: Slots, world: Copies
+    ) -> None:
+        self.optimizer = bound.optimizer
+        self._stored = stored
+        self._bound = bound
+        self._slots = slots  # what the parameters of all optimizers hold on this rank
+        self._world = world
 
+    @cached_property
+    def _index(self) -> TensorIndex:
+        return self._stored.index(self._bound.unit)
 
-def check_state(stored: StoredStep, bound: BoundOptimizer, slots: Slots, world: Copies) -> None:
-    """Refuses state that this rank could not continue from."""
-    live = {name: slots[id(p)] for name, p in _named_parameters(bound, slots).items()}
-    layout = _layout(stored, bound, live.keys(), world)
-    if layout is None:
-        # State of whole parameters would have to be quantised part by part.
-        whole = _names_with_state(stored, bound) & live.keys()
-        if is_low_bit(bound.optimizer) and any(_is_sharded(live[n]) for n in whole):
+    @cached_property
+    def _tensors(self) -> dict[KeyPath, TensorEntry]:
+        return {entry.key_path: entry for entry in self._index.tensors.values()}
+
+    def _values_below(self, part: str) -> Iterator[tuple[KeyPath, KeyPath]]:
+        return below(self._index.values, self._bound.path, part)
+
+    def _tensors_below(self, part: str) -> Iterator[tuple[KeyPath, KeyPath]]:
+        return below(self._tensors, self._bound.path, part)
+
+    @cached_property
+    def _parameters(self) -> list[torch.Tensor]:
+        return [p for group in self.optimizer.param_groups for p in group[PARAMS]]
+
+    @cached_property
+    def _live(self) -> dict[str, torch.Tensor]:
+        return {self._slots[id(p)][0].fqn: p for p in self._parameters}
+
+    @cached_property
+    def groups(self) -> list[dict[str, Any]]:
+        """The stored groups: their hyperparameters, and the names of their parameters.
+
+        Those of an optimizer of another kind are refused.
+        """
+        groups = self._read_groups()
+        entry = self._stored.entry(*self._bound.saved_as)
+        made_by = "" if entry is None else entry.made_by  # empty where that is not known
+        own = class_of(self.optimizer)
+        if made_by == own or not groups:
+            return groups
+        stored = {name for group in groups for name in group}
+        # Wrappers may have none. Newer versions of torch add flags, which older steps lack.
+        defaults: Mapping[str, Any] = getattr(unwrap_optimizer(self.optimizer), "defaults", {})
+        needed = {name for name, value in defaults.items() if type(value) not in _FLAGS}
+        lacking = sorted(needed - stored - _NEUTRAL)
+        if made_by:
+            live = {name for group in self.optimizer.param_groups for name in group}
+            lacking += sorted(stored - live - _NEUTRAL)
+        if not lacking and _DECOUPLED in defaults:
+            decoupled = {group.get(_DECOUPLED) for group in groups} - {None}
+            lacking = [_DECOUPLED] * (decoupled == {not defaults[_DECOUPLED]})
+        if lacking:
             raise ResumeError(
-                f"{class_of(bound.optimizer)} quantises the state of each rank's own part, and the"
-                " step holds a state that was made without sharding, or by another optimizer",
-                where=bound.name,
-                hint=RESET_HINT,
+                f"the state of another optimizer{made_by and f', {made_by},'} was found against"
+                f" {own}; they differ in {list_first(lacking)}",
+                where=self._bound.name,
+                hint=_HINT,
             )
-        return
-    keys = [entry.key_path for entry in stored.index(bound.unit).tensors.values()]
-    on_ranks = {str(rest[1]) for rest, _ in below(keys, bound.path, RANK_STATES)}
-    elsewhere = on_ranks - layout.keys()
-    moved = [name for name in elsewhere & live.keys() if any(s.elements for s in live[name])]
-    for name, saved in layout.items():
-        if not saved["kinds"]:
-            continue
-        here = live.get(name)
-        part = {} if here is None else part_of(here)
-        if here is None or any(saved.get(key) != value for key, value in part.items()):
-            moved.append(name)
-    if moved:
-        raise _elsewhere(bound, f"rank {world.own} holds another part of {min(moved)!r} now")
+        if made_by:
+            logger.warning(
+                "%s: it was saved as %s and is resumed as %s", self._bound.name, made_by, own
+            )
+        return groups
 
+    def _read_groups(self) -> list[dict[str, Any]]:
+        """Of flattened groups, as many as there are parameters, those of this rank are read."""
+        stored, bound = self._stored, self._bound
+        own = {slot.fqn for p in self._parameters for slot in self._slots[id(p)]}
+        leaves: dict[str | int, dict[KeyPath, Any]] = defaultdict(dict)
+        for rest, path in self._values_below(GROUPS):
+            if not rest:  # torch before 2.4 stores all groups as one value
+                return [dict(group) for group in stored.value(bound.unit, path)]
+            if isinstance(rest[0], int) or rest[0] in own:
+                leaves[rest[0]][rest[1:]] = stored.value(bound.unit, path)
+        tensors = {path: rest for rest, path in self._tensors_below(GROUPS)}
+        wanted = [
+            path for path, rest in tensors.items() if isinstance(rest[0], int) or rest[0] in own
+        ]
+        for path, tensor in read_tensors(stored, bound.unit, wanted):
+            leaves[tensors[path][0]][tensors[path][1:]] = tensor
+        groups: list[dict[str, Any]] = []
+        for key in sorted(leaves, key=str):  # the number of a group, or the name of one parameter
+            values = leaves[key]
+            names = values.pop((PARAMS,), None)
+            nodes = stored.structure(bound.unit, (*bound.path, GROUPS, key))
+            where = f"{bound.key}, group {key}"
+            group = assemble(nodes, values, where=where) if values or nodes is not None else {}
+            _check_mapping(group, where)
+            group = dict(group)
+            if isinstance(key, str):
+                group[PARAMS] = [key]
+            elif names is not None:
+                group[PARAMS] = names
+            if PARAMS in group:
+                groups.append(group)
+        return groups
 
-def allocate(stored: StoredStep, bound: BoundOptimizer, slots: Slots, world: Copies) -> None:
-    """Gives an optimizer the state tensors that a step has for it, without content."""
-    live, composed = _named_parameters(bound, slots), composed_kinds(stored, bound)
-    states: MutableMapping[Any, Any] = bound.optimizer.state
-    for name, parameter in live.items():
-        nodes = stored.structure(bound.unit, (*bound.path, STATE, name))
-        # Tensors get the names that they have in the step, from which all else comes.
-        before = None if nodes is None else states.pop(parameter, None)
-        if nodes is not None and isinstance(before, Mapping):
-            paths = leaves_by_key(nodes, name)
-            tensors = {key: before[key] for key in paths if torch.is_tensor(before.get(key))}
-            states[parameter] = {paths[key][0]: tensor for key, tensor in tensors.items()}
-    layout = _layout(stored, bound, live.keys(), world)
-    own: dict[str, Kinds] = {name: held["kinds"] for name, held in (layout or {}).items()}
-    placed = {
-        (name, tuple(path)): (shape, placements)
-        for name, held in (layout or {}).items()
-        for path, shape, placements in held.get("placed", ())
-    }
-    kinds = [*composed.values(), *own.values()]
-    # Tensors of classes of its own, or in memory of its own, are created by the optimizer.
-    makable = {"Tensor", "DTensor"} if placed else {"Tensor"}
-    has_own_classes = any(kind not in makable for of_parameter in kinds for _, kind in of_parameter)
-    quantises = kinds and is_low_bit(bound.optimizer)
-    names = kinds or _names_with_state(stored, bound)
-    if has_own_classes or quantises or (names and is_paged(bound.optimizer)):
-        wanted = [(name, path) for of in (composed, own) for name in of for path, _ in of[name]]
-        step_without_effect(
-            bound.optimizer,
-            lambda: all(
-                tensor_at(states.get(live[name], {}), tuple(path)) is not None
-                for name, path in wanted
-                if name in live
-            ),
+    def missing_groups(self, beside: Sequence[BoundOptimizer]) -> str:
+        """Returns what a step has of groups that an optimizer does not have; empty if it has all.
+
+        The other groups of a pipeline's stage are in the optimizers of other stages. Of flattened
+        groups, each of one parameter, those without a state are left out: a parameter that is not
+        trained may be in one. `beside` has all optimizers of the state, of which several may have
+        been saved as one.
+        """
+        bound, groups = self._bound, self.groups
+        place = bound.unit, bound.path
+        together = [other.optimizer for other in beside if (other.unit, other.path) == place]
+        own = [
+            slot
+            for each in together
+            for group in each.param_groups
+            for p in group[PARAMS]
+            for slot in self._slots[id(p)]
+        ]
+        if bound.stage or any(slot.values.count < self._world.number for slot in own):
+            return ""
+        names = {slot.fqn for slot in own}
+        keys = [*self._values_below(GROUPS), *self._tensors_below(GROUPS)]
+        flat = {rest[0] for rest, _ in keys if rest}
+        of_states = self._names_with_state()
+        left = sorted(name for name in flat - names if isinstance(name, str) and name in of_states)
+        if left:
+            return f"the step has a state of {len(left):,} parameters more: {list_first(left)}"
+        live = self.optimizer.param_groups
+        lacking = [group for group in groups if group[PARAMS] and names.isdisjoint(group[PARAMS])]
+        empty = sum(not group[PARAMS] for group in groups) - sum(
+            not group[PARAMS] for group in live
         )
-    apart = {n for n, p in live.items() if layout is not None and _is_sharded(slots[id(p)])}
-    index = stored.index(bound.unit)
-    identities = {id(live[name]) for name in apart}
-    allocate_state(bound.optimizer, slots, index, bound.path, leave=identities)
-    entries = {entry.key_path: entry for entry in index.tensors.values()} if apart else {}
-    start = (*bound.path, RANK_STATES, str(world.own))
-    for name in apart:
-        if own.get(name):
-            saved = [(k, kind, entries.get((*start, name, *k))) for k, kind in own[name]]
-            _fit_state(
-                bound, live[name], saved, {k: v for (n, k), v in placed.items() if n == name}
+        if not lacking and empty <= 0:
+            return ""
+        of_lacking = [name for group in lacking for name in group[PARAMS]]
+        what = f"the parameters {list_first(of_lacking)}" if lacking else "no parameters"
+        return (
+            f"the step has {len(groups):,}, and the optimizer {len(live):,}; what it lacks has"
+            f" {what}"
+        )
+
+    def group_changes(self) -> Iterator[Apply]:
+        """Finds the hyperparameters of an optimizer's groups.
+
+        Groups are recognised by the names of their parameters, so that their order may differ. A
+        stage of a pipeline has a part of a group, or groups that other stages do not have. Yields
+        functions that put them in place.
+        """
+        groups = self.groups
+        of_names = {name: group for group in groups for name in group[PARAMS]}
+        defaults: Mapping[str, Any] = getattr(unwrap_optimizer(self.optimizer), "defaults", {})
+        set_group = _set_exactly if self._stored.has_structures else _set_group
+        saved_without = [group for group in groups if not group[PARAMS]]
+        for number, group in enumerate(self.optimizer.param_groups):
+            own = [slot for p in group[PARAMS] for slot in self._slots[id(p)]]
+            if not own:
+                if saved_without:
+                    yield partial(set_group, group, saved_without.pop(0), defaults)
+                continue
+            staged = any(slot.values.count < self._world.number for slot in own)
+            names = frozenset(slot.fqn for slot in own)
+            values = _group_of(names, of_names, staged=staged)
+            if values is None:
+                raise ResumeError(
+                    _no_group(number, names, groups),
+                    where=self._bound.key,
+                    hint="build the optimizer with the parameter groups that it was saved with",
+                )
+            yield partial(set_group, group, values, defaults)
+
+    def check_state(self) -> None:
+        """Refuses state that this rank could not continue from."""
+        live = {name: self._slots[id(p)] for name, p in self._live.items()}
+        layout = self._layout()
+        if layout is None:
+            # State of whole parameters would have to be quantised part by part.
+            whole = self._names_with_state() & live.keys()
+            if is_low_bit(self.optimizer) and any(_is_sharded(live[n]) for n in whole):
+                raise ResumeError(
+                    f"{class_of(self.optimizer)} quantises the state of each rank's own part,"
+                    " and the step holds a state that was made without sharding, or by another"
+                    " optimizer",
+                    where=self._bound.name,
+                    hint=RESET_HINT,
+                )
+            return
+        on_ranks = {str(rest[1]) for rest, _ in self._tensors_below(RANK_STATES)}
+        elsewhere = on_ranks - layout.keys()
+        moved = [name for name in elsewhere & live.keys() if any(s.elements for s in live[name])]
+        for name, saved in layout.items():
+            if not saved["kinds"]:
+                continue
+            here = live.get(name)
+            part = {} if here is None else part_of(here)
+            if here is None or any(saved.get(key) != value for key, value in part.items()):
+                moved.append(name)
+        if moved:
+            raise self._elsewhere(
+                f"rank {self._world.own} holds another part of {min(moved)!r} now"
             )
-        else:
-            states.pop(live[name], None)
-    for name in composed.keys() & live.keys():
-        _check_kinds(bound, states.get(live[name], {}), composed[name])
 
+    def allocate(self) -> None:
+        """Gives an optimizer the state tensors that a step has for it, without content."""
+        stored, bound, live, composed = self._stored, self._bound, self._live, self._composed
+        states: MutableMapping[Any, Any] = self.optimizer.state
+        for name, parameter in live.items():
+            nodes = stored.structure(bound.unit, (*bound.path, STATE, name))
+            # Tensors get the names that they have in the step, from which all else comes.
+            before = None if nodes is None else states.pop(parameter, None)
+            if nodes is not None and isinstance(before, Mapping):
+                paths = leaves_by_key(nodes, name)
+                tensors = {key: before[key] for key in paths if torch.is_tensor(before.get(key))}
+                states[parameter] = {paths[key][0]: tensor for key, tensor in tensors.items()}
+        layout = self._layout()
+        own: dict[str, Kinds] = {name: held["kinds"] for name, held in (layout or {}).items()}
+        placed = {
+            (name, tuple(path)): (shape, placements)
+            for name, held in (layout or {}).items()
+            for path, shape, placements in held.get("placed", ())
+        }
+        kinds = [*composed.values(), *own.values()]
+        # Tensors of classes of its own, or in memory of its own, are created by the optimizer.
+        makable = {"Tensor", "DTensor"} if placed else {"Tensor"}
+        has_own_classes = any(
+            kind not in makable for of_parameter in kinds for _, kind in of_parameter
+        )
+        quantises = kinds and is_low_bit(self.optimizer)
+        names = kinds or self._names_with_state()
+        if has_own_classes or quantises or (names and is_paged(self.optimizer)):
+            wanted = [(name, path) for of in (composed, own) for name in of for path, _ in of[name]]
+            step_without_effect(
+                self.optimizer,
+                lambda: all(
+                    tensor_at(states.get(live[name], {}), tuple(path)) is not None
+                    for name, path in wanted
+                    if name in live
+                ),
+            )
+        apart = {
+            n for n, p in live.items() if layout is not None and _is_sharded(self._slots[id(p)])
+        }
+        identities = {id(live[name]) for name in apart}
+        allocate_state(self.optimizer, self._slots, self._index, bound.path, leave=identities)
+        start = (*bound.path, RANK_STATES, str(self._world.own))
+        for name in apart:
+            if own.get(name):
+                saved = [(k, kind, self._tensors.get((*start, name, *k))) for k, kind in own[name]]
+                self._fit_state(
+                    live[name], saved, {k: v for (n, k), v in placed.items() if n == name}
+                )
+            else:
+                states.pop(live[name], None)
+        for name in composed.keys() & live.keys():
+            self._check_kinds(states.get(live[name], {}), composed[name])
 
-def composed_kinds(stored: StoredStep, bound: BoundOptimizer) -> dict[str, Kinds]:
-    """Returns what the composed tensors in the state of whole parameters were, by parameter."""
-    index = stored.index(bound.unit)
-    return {
-        ".".join(map(str, rest)): _parsed(stored, bound, path)
-        for rest, path in below(index.values, bound.path, COMPOSED)
-    }
+    def _fit_state(
+        self,
+        parameter: torch.Tensor,
+        saved: Sequence[tuple[Sequence[str | int], str, TensorEntry | None]],
+        placed: Mapping[KeyPath, tuple[Sequence[int], Sequence[str]]],
+    ) -> None:
+        """Gives a parameter's state the tensors that this rank has saved.
 
+        `saved` has the place of each in the state, its class, and where its elements are; `placed`
+        shape and placements of DTensors, which steps of older versions do not have.
+        """
+        state = self.optimizer.state[parameter]
+        for names, kind, entry in saved:
+            path = tuple(names)
+            if entry is None or tensor_at(state, path) is not None:
+                continue
+            dtype: torch.dtype = getattr(torch, entry.dtype.name)
+            made: torch.Tensor | None = None
+            if kind == "Tensor":
+                made = torch.empty(entry.shape, dtype=dtype, device=parameter.device)
+            elif kind == "DTensor" and isinstance(parameter, DTensor):
+                as_parameter = parameter.shape, list(map(repr, parameter.placements))
+                made = make_dtensor(parameter, *placed.get(path, as_parameter), dtype)
+            if made is not None and unwrap_dtensor(made).shape == entry.shape:
+                set_nested(state, path, made)
+        self._check_kinds(state, [(names, kind) for names, kind, _ in saved])
 
-def composed_places(stored: StoredStep, bound: BoundOptimizer) -> Iterator[tuple[str, KeyPath]]:
-    """Yields parameters and the places of composed tensors in their state."""
-    for name, kinds in composed_kinds(stored, bound).items():
-        for names, _ in kinds:
-            yield name, tuple(names)
+    def _check_kinds(self, state: Mapping[Any, Any], kinds: Kinds) -> None:
+        for names, kind in kinds:
+            tensor = tensor_at(state, tuple(names))
+            here = None if tensor is None else kind_of(tensor)
+            if here != kind:
+                kept = f"a {here}" if here else "nothing"
+                raise ResumeError(
+                    f"{class_of(self.optimizer)} keeps {kept} as {'.'.join(map(str, names))!r}"
+                    f" where a {kind} was saved",
+                    where=self._bound.name,
+                    hint=RESET_HINT,
+                )
 
+    @cached_property
+    def _composed(self) -> dict[str, Kinds]:
+        """What the composed tensors in the state of whole parameters were, by parameter."""
+        keys = self._values_below(COMPOSED)
+        return {".".join(map(str, rest)): self._parsed(path) for rest, path in keys}
 
-def _named_parameters(bound: BoundOptimizer, slots: Slots) -> dict[str, torch.Tensor]:
-    parameters = [p for group in bound.optimizer.param_groups for p in group["params"]]
-    return {slots[id(p)][0].fqn: p for p in parameters}
+    @property
+    def composed_places(self) -> set[tuple[str, KeyPath]]:
+        """Parameters and the places of composed tensors in their state."""
+        composed = self._composed.items()
+        return {(name, tuple(names)) for name, kinds in composed for names, _ in kinds}
+
+    def _layout(self) -> dict[str, Mapping[str, Any]] | None:
+        """Returns what this rank held of each parameter when its state was saved, by name.
+
+        It is None where no state is bound to ranks. Parameters of other optimizers that this rank
+        had in the same place, as a pipeline's stages have them, are left out: they share none with
+        this one.
+        """
+        keys = list(self._values_below(RANK_LAYOUTS))
+        if not keys:
+            return None
+        size = self._parsed(keys[0][1]).get("world_size")
+        if size != self._world.number:
+            raise self._elsewhere(f"{size} ranks saved it, and {self._world.number} resume")
+        parameters: dict[str, Mapping[str, Any]] = {}
+        for rest, path in keys:
+            if rest[0] == str(self._world.own):
+                held = self._parsed(path)["parameters"]
+                parameters |= {} if held.keys().isdisjoint(self._live) else held
+        return parameters
+
+    def _parsed(self, path: KeyPath) -> Any:
+        try:
+            return json.loads(self._stored.value(self._bound.unit, path))
+        except (ValueError, TypeError) as error:
+            where = ".".join(map(str, path))
+            raise FormatError(f"does not say what a rank held: {error}", where=where) from error
+
+    def _names_with_state(self) -> set[str]:
+        """Returns the parameters whose state has the keys of whole parameters."""
+        keys = [*self._tensors_below(STATE), *self._values_below(STATE)]
+        return {str(rest[0]) for rest, _ in keys if rest}
+
+    def _elsewhere(self, what: str) -> ResumeError:
+        return ResumeError(
+            f"the state of {class_of(self.optimizer)} is quantised, or shaped, by the part of the"
+            f" parameters that each rank holds, and goes back only to the same parts: {what}",
+            where=self._bound.name,
+            hint=RESET_HINT,
+        )
+
+    def value_changes(self) -> Iterator[Apply]:
+        """Reads the parameters' states, without the tensors that are filled in place.
+
+        Yields functions that put them in place.
+        """
+        stored, unit, path = self._stored, self._bound.unit, self._bound.path
+        on_this_rank = (*path, RANK_STATES, str(self._world.own))
+        is_rank_bound = next(self._values_below(RANK_LAYOUTS), None) is not None
+        # By parameter: each place in its state, with the key path of a value that is no tensor.
+        values_of: dict[str, dict[KeyPath, KeyPath]] = defaultdict(dict)
+        for start in ((*path, STATE), on_this_rank):
+            for rest, key in below(self._index.values, start[:-1], str(start[-1])):
+                values_of[str(rest[0])][rest[1:]] = key
+        filled_of: dict[str, list[KeyPath]] = defaultdict(list)
+        nested_of: dict[str, dict[KeyPath, KeyPath]] = defaultdict(dict)
+        composed = self.composed_places
+        for name, place in composed:
+            filled_of[name].append(place)
+        for rest, key in self._tensors_below(STATE):
+            name, place = str(rest[0]), rest[1:]
+            if any((name, place[:end]) in composed for end in range(1, len(place))):
+                continue
+            if len(place) == 1:
+                filled_of[name].append(place)
+            else:
+                nested_of[name][place] = key
+        for parameter in self._parameters:
+            own = self._slots[id(parameter)]
+            if not own or not has_state(parameter, own):
+                continue
+            name = own[0].fqn
+            nodes = stored.structure(unit, (*path, STATE, name))
+            nodes = nodes or stored.structure(unit, (*on_this_rank, name))
+            filled, nested = list(filled_of.get(name, ())), nested_of.get(name, {})
+            if nested and (isinstance(parameter, DTensor) or not own[0].whole):
+                raise ResumeError(
+                    f"the optimizer keeps tensors in {name!r}, whose place on each rank is not"
+                    " known",
+                    where=name,
+                    hint="resume without sharding, or use an optimizer whose state has the shape"
+                    " of the parameters",
+                )
+            leaves = {place: stored.value(unit, k) for place, k in values_of[name].items()}
+            tensors = dict(read_tensors(stored, unit, nested.values())) if nested else {}
+            leaves |= {place: tensors[key] for place, key in nested.items()}
+            if nodes is not None:
+                filled += [place for place in leaf_paths(nodes, name) if place not in leaves]
+            if nodes is None and is_rank_bound:
+                if leaves:  # next to quantised tensors, which the optimizer has created itself
+                    yield partial(_add_to_state, self.optimizer, parameter, leaves)
+            elif nodes is not None or leaves or filled:
+                adapts = not stored.has_structures
+                change = partial(_set_state, self.optimizer, parameter, leaves, filled, nodes, name)
+                yield partial(change, adapts=adapts)
+
+    def unbound_changes(self, pieces: list[Piece]) -> Iterator[Apply]:
+        """Reads what an optimizer keeps under names of its own, not under parameters.
+
+        `pieces` gets the sharded tensors in it, to be filled before.
+        """
+        bound, stored = self._bound, self._stored
+        state: MutableMapping[Any, Any] = self.optimizer.state
+        of_parameters = {name for group in self.groups for name in group[PARAMS]}
+        # Of flattened groups, those of other ranks' parameters were not read.
+        below_groups = (rest[:1] for rest, _ in self._values_below(GROUPS))
+        of_parameters |= {name for key in below_groups for name in key if isinstance(name, str)}
+        live = {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
+        place = bound.unit, (*bound.path, STATE), bound.name
+        values = unflatten(stored, *place, live, pieces, saved=True, leaving=of_parameters)
+        _check_mapping(values, bound.name)
+        exact = stored.has_structures
+
+        def apply() -> None:
+            live = {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
+            for key in live:
+                if exact or key in values:
+                    del state[key]
+            for key, value in values.items():
+                state[key] = _filled(live.get(key), value)
+
+        yield apply
 
 
 def _is_sharded(slots: Sequence[ShardLayout]) -> bool:
     return any(slot.sharded for slot in slots)
-
-
-def _layout(
-    stored: StoredStep, bound: BoundOptimizer, live: Collection[str], world: Copies
-) -> dict[str, Mapping[str, Any]] | None:
-    """Returns what this rank held of each parameter when its state was saved, by name.
-
-    It is None where no state is bound to ranks. Parameters of other optimizers that this rank had
-    in the same place, as a pipeline's stages have them, are left out: they share none with this
-    one.
-    """
-    keys = list(below(stored.index(bound.unit).values, bound.path, RANK_LAYOUTS))
-    if not keys:
-        return None
-    size = _parsed(stored, bound, keys[0][1]).get("world_size")
-    if size != world.number:
-        raise _elsewhere(bound, f"{size} ranks saved it, and {world.number} resume")
-    parameters: dict[str, Mapping[str, Any]] = {}
-    for rest, path in keys:
-        if rest[0] == str(world.own):
-            held = _parsed(stored, bound, path)["parameters"]
-            parameters |= {} if held.keys().isdisjoint(live) else held
-    return parameters
-
-
-def _parsed(stored: StoredStep, bound: BoundOptimizer, path: KeyPath) -> Any:
-    try:
-        return json.loads(stored.value(bound.unit, path))
-    except (ValueError, TypeError) as error:
-        where = ".".join(map(str, path))
-        raise FormatError(f"does not say what a rank held: {error}", where=where) from error
-
-
-def _names_with_state(stored: StoredStep, bound: BoundOptimizer) -> set[str]:
-    """Returns the parameters whose state has the keys of whole parameters."""
-    index = stored.index(bound.unit)
-    keys = [entry.key_path for entry in index.tensors.values()]
-    return {str(rest[0]) for rest, _ in below([*keys, *index.values], bound.path, STATE) if rest}
-
-
-def _elsewhere(bound: BoundOptimizer, what: str) -> ResumeError:
-    return ResumeError(
-        f"the state of {class_of(bound.optimizer)} is quantised, or shaped, by the part of the"
-        f" parameters that each rank holds, and goes back only to the same parts: {what}",
-        where=bound.name,
-        hint=RESET_HINT,
-    )
-
-
-def _fit_state(
-    bound: BoundOptimizer,
-    parameter: torch.Tensor,
-    saved: Sequence[tuple[Sequence[str | int], str, TensorEntry | None]],
-    placed: Mapping[KeyPath, tuple[Sequence[int], Sequence[str]]],
-) -> None:
-    """Gives a parameter's state the tensors that this rank has saved.
-
-    `saved` has the place of each in the state, its class, and where its elements are; `placed`
-    shape and placements of DTensors, which steps of older versions do not have.
-    """
-    state = bound.optimizer.state[parameter]
-    for names, kind, entry in saved:
-        path = tuple(names)
-        if entry is None or tensor_at(state, path) is not None:
-            continue
-        dtype: torch.dtype = getattr(torch, entry.dtype.name)
-        made: torch.Tensor | None = None
-        if kind == "Tensor":
-            made = torch.empty(entry.shape, dtype=dtype, device=parameter.device)
-        elif kind == "DTensor" and isinstance(parameter, DTensor):
-            as_parameter = parameter.shape, list(map(repr, parameter.placements))
-            made = make_dtensor(parameter, *placed.get(path, as_parameter), dtype)
-        if made is not None and unwrap_dtensor(made).shape == entry.shape:
-            set_nested(state, path, made)
-    _check_kinds(bound, state, [(names, kind) for names, kind, _ in saved])
-
-
-def _check_kinds(bound: BoundOptimizer, state: Mapping[Any, Any], kinds: Kinds) -> None:
-    for names, kind in kinds:
-        tensor = tensor_at(state, tuple(names))
-        here = None if tensor is None else kind_of(tensor)
-        if here != kind:
-            kept = f"a {here}" if here else "nothing"
-            raise ResumeError(
-                f"{class_of(bound.optimizer)} keeps {kept} as {'.'.join(map(str, names))!r} where"
-                f" a {kind} was saved",
-                where=bound.name,
-                hint=RESET_HINT,
-            )
-
-
-_NUMBERS = (torch.Tensor, int, float)
-_NAMES = "param_names"  # which torch keeps where a step has none
-
-
-def group_changes(
-    stored: StoredStep,
-    bound: BoundOptimizer,
-    slots: Slots,
-    groups: Sequence[Mapping[str, Any]],
-    world: Copies,
-) -> Iterator[Apply]:
-    """Finds the hyperparameters of an optimizer's groups.
-
-    Groups are recognised by the names of their parameters, so that their order may differ. A stage
-    of a pipeline has a part of a group, or groups that other stages do not have. Yields functions
-    that put them in place.
-    """
-    of_names = {name: group for group in groups for name in group[PARAMS]}
-    defaults: Mapping[str, Any] = getattr(unwrap_optimizer(bound.optimizer), "defaults", {})
-    set_group = _set_exactly if stored.has_structures else _set_group
-    saved_without = [group for group in groups if not group[PARAMS]]
-    for number, group in enumerate(bound.optimizer.param_groups):
-        own = [slot for p in group[PARAMS] for slot in slots[id(p)]]
-        if not own:
-            if saved_without:
-                yield partial(set_group, group, saved_without.pop(0), defaults)
-            continue
-        staged = any(slot.values.count < world.number for slot in own)
-        names = frozenset(slot.fqn for slot in own)
-        values = _group_of(names, of_names, staged=staged)
-        if values is None:
-            raise ResumeError(
-                _no_group(number, names, groups),
-                where=bound.key,
-                hint="build the optimizer with the parameter groups that it was saved with",
-            )
-        yield partial(set_group, group, values, defaults)
-
-
-def missing_groups(
-    stored: StoredStep,
-    bound: BoundOptimizer,
-    beside: Sequence[BoundOptimizer],
-    slots: Slots,
-    groups: Sequence[Mapping[str, Any]],
-    world: Copies,
-) -> str:
-    """Returns what a step has of groups that an optimizer does not have; empty if it has all.
-
-    The other groups of a pipeline's stage are in the optimizers of other stages. Of flattened
-    groups, each of one parameter, those without a state are left out: a parameter that is not
-    trained may be in one. `beside` has all optimizers of the state, of which several may have been
-    saved as one.
-    """
-    place = bound.unit, bound.path
-    together = [other.optimizer for other in beside if (other.unit, other.path) == place]
-    own = [slot for each in together for p in _parameters(each) for slot in slots[id(p)]]
-    if bound.stage or any(slot.values.count < world.number for slot in own):
-        return ""
-    names = {slot.fqn for slot in own}
-    index = stored.index(bound.unit)
-    keys = [*index.values, *(entry.key_path for entry in index.tensors.values())]
-    flat = {rest[0] for rest, _ in below(keys, bound.path, GROUPS) if rest}
-    of_states = {str(rest[0]) for rest, _ in below(keys, bound.path, STATE) if rest}
-    left = sorted(name for name in flat - names if isinstance(name, str) and name in of_states)
-    if left:
-        return f"the step has a state of {len(left):,} parameters more: {list_first(left)}"
-    live = bound.optimizer.param_groups
-    lacking = [group for group in groups if group[PARAMS] and names.isdisjoint(group[PARAMS])]
-    empty = sum(not group[PARAMS] for group in groups) - sum(not group[PARAMS] for group in live)
-    if not lacking and empty <= 0:
-        return ""
-    of_lacking = [name for group in lacking for name in group[PARAMS]]
-    what = f"the parameters {list_first(of_lacking)}" if lacking else "no parameters"
-    return (
-        f"the step has {len(groups):,}, and the optimizer {len(live):,}; what it lacks has {what}"
-    )
 
 
 def _group_of(
@@ -442,43 +572,6 @@ def _no_group(number: int, own: frozenset[str], groups: Sequence[Mapping[str, An
         f"no group of the checkpoint's {len(groups):,} has the {len(own):,} parameters of group"
         f" {number}; the nearest differs in {list_first(differing)}"
     )
-
-
-def stored_groups(stored: StoredStep, bound: BoundOptimizer, slots: Slots) -> list[dict[str, Any]]:
-    """Returns the hyperparameters of an optimizer's groups, and the names of their parameters.
-
-    Of flattened ones, which are as many as there are parameters, those of this rank are read,
-    each as a group of one.
-    """
-    index = stored.index(bound.unit)
-    own = {slot.fqn for p in _parameters(bound.optimizer) for slot in slots[id(p)]}
-    leaves: dict[str | int, dict[KeyPath, Any]] = defaultdict(dict)
-    for rest, path in below(index.values, bound.path, GROUPS):
-        if not rest:  # torch before 2.4 stores all groups as one value
-            return [dict(group) for group in stored.value(bound.unit, path)]
-        if isinstance(rest[0], int) or rest[0] in own:
-            leaves[rest[0]][rest[1:]] = stored.value(bound.unit, path)
-    keys = (entry.key_path for entry in index.tensors.values())
-    tensors = {path: rest for rest, path in below(keys, bound.path, GROUPS)}
-    wanted = [path for path, rest in tensors.items() if isinstance(rest[0], int) or rest[0] in own]
-    for path, tensor in read_tensors(stored, bound.unit, wanted):
-        leaves[tensors[path][0]][tensors[path][1:]] = tensor
-    groups: list[dict[str, Any]] = []
-    for key in sorted(leaves, key=str):  # the number of a group, or the name of one parameter
-        values = leaves[key]
-        names = values.pop((PARAMS,), None)
-        nodes = stored.structure(bound.unit, (*bound.path, GROUPS, key))
-        where = f"{bound.key}, group {key}"
-        group = assemble(nodes, values, where=where) if values or nodes is not None else {}
-        _check_mapping(group, where)
-        group = dict(group)
-        if isinstance(key, str):
-            group[PARAMS] = [key]
-        elif names is not None:
-            group[PARAMS] = names
-        if PARAMS in group:
-            groups.append(group)
-    return groups
 
 
 def _check_mapping(value: object, where: str) -> None:
@@ -576,118 +669,5 @@ def _set_state(
 def _add_to_state(
     optimizer: Optimizer, parameter: torch.Tensor, saved: Mapping[KeyPath, Any]
 ) -> None:
-    """Sets values next to quantised tensors, which the optimizer has created itself."""
     for path, value in saved.items():
         set_nested(optimizer.state[parameter], path, value)
-
-
-class _StoredStates:
-    """What a step has of the states of an optimizer's parameters."""
-
-    def __init__(self, stored: StoredStep, bound: BoundOptimizer, world: Copies) -> None:
-        self._stored = stored
-        self._bound = bound
-        self._on_this_rank = (*bound.path, RANK_STATES, str(world.own))
-        index = stored.index(bound.unit)
-        layouts = below(index.values, bound.path, RANK_LAYOUTS)
-        self._is_rank_bound = next(layouts, None) is not None
-        # By parameter: each place in its state, with the key path of a value that is no tensor.
-        self._values: dict[str, dict[KeyPath, KeyPath]] = defaultdict(dict)
-        for start in ((*bound.path, STATE), self._on_this_rank):
-            for rest, key in below(index.values, start[:-1], str(start[-1])):
-                self._values[str(rest[0])][rest[1:]] = key
-        self._filled: dict[str, list[KeyPath]] = defaultdict(list)
-        self._nested: dict[str, dict[KeyPath, KeyPath]] = defaultdict(dict)
-        composed = dict.fromkeys(composed_places(stored, bound))
-        for name, path in composed:
-            self._filled[name].append(path)
-        keys = [entry.key_path for entry in index.tensors.values()]
-        for rest, key in below(keys, bound.path, STATE):
-            name, path = str(rest[0]), rest[1:]
-            if any((name, path[:end]) in composed for end in range(1, len(path))):
-                continue
-            if len(path) == 1:
-                self._filled[name].append(path)
-            else:
-                self._nested[name][path] = key
-
-    def change(self, parameter: torch.Tensor, slot: ShardLayout) -> Apply | None:
-        """Reads a parameter's state; returns what sets it, None where there is nothing to set."""
-        name, unit, structure = slot.fqn, self._bound.unit, self._stored.structure
-        nodes = structure(unit, (*self._bound.path, STATE, name))
-        nodes = nodes or structure(unit, (*self._on_this_rank, name))
-        filled, nested = list(self._filled.get(name, ())), self._nested.get(name, {})
-        if nested and (isinstance(parameter, DTensor) or not slot.whole):
-            raise ResumeError(
-                f"the optimizer keeps tensors in {name!r}, whose place on each rank is not known",
-                where=name,
-                hint="resume without sharding, or use an optimizer whose state has the shape of"
-                " the parameters",
-            )
-        values = self._values.get(name, {})
-        leaves = {path: self._stored.value(unit, key) for path, key in values.items()}
-        tensors = dict(read_tensors(self._stored, unit, nested.values())) if nested else {}
-        leaves |= {path: tensors[key] for path, key in nested.items()}
-        if nodes is not None:
-            filled += [path for path in leaf_paths(nodes, name) if path not in leaves]
-        optimizer = self._bound.optimizer
-        if nodes is None and self._is_rank_bound:
-            return partial(_add_to_state, optimizer, parameter, leaves) if leaves else None
-        if nodes is None and not (leaves or filled):
-            return None
-        adapts = not self._stored.has_structures
-        return partial(_set_state, optimizer, parameter, leaves, filled, nodes, name, adapts=adapts)
-
-
-def value_changes(
-    stored: StoredStep, bound: BoundOptimizer, slots: Slots, world: Copies
-) -> Iterator[Apply]:
-    """Reads an optimizer's state, without the tensors that are filled in place.
-
-    Yields functions that put it in place.
-    """
-    states = _StoredStates(stored, bound, world)
-    for parameter in _parameters(bound.optimizer):
-        own = slots[id(parameter)]
-        change = states.change(parameter, own[0]) if own and has_state(parameter, own) else None
-        if change is not None:
-            yield change
-
-
-def unbound_changes(
-    stored: StoredStep,
-    bound: BoundOptimizer,
-    groups: Sequence[Mapping[str, Any]],
-    pieces: list[Piece],
-) -> Iterator[Apply]:
-    """Reads what an optimizer keeps under names of its own, not under parameters.
-
-    `pieces` gets the sharded tensors in it, to be filled before.
-    """
-    index = stored.index(bound.unit)
-    state: MutableMapping[Any, Any] = bound.optimizer.state
-    of_parameters = {name for group in groups for name in group[PARAMS]}
-    # Of flattened groups, those of other ranks' parameters were not read.
-    below_groups = (rest[:1] for rest, _ in below(index.values, bound.path, GROUPS))
-    of_parameters |= {name for key in below_groups for name in key if isinstance(name, str)}
-    live = {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
-    place = ValueLocation(bound.unit, (*bound.path, STATE), bound.name)
-    values = unflatten(stored, place, live, pieces, saved=True, leaving=of_parameters)
-    _check_mapping(values, bound.name)
-
-    exact = stored.has_structures
-
-    def apply() -> None:
-        live = {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
-        for key in live:
-            if exact or key in values:
-                del state[key]
-        for key, value in values.items():
-            state[key] = _filled(live.get(key), value)
-
-    yield apply
-
-
-def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    for group in optimizer.param_groups:
-        yield from group[PARAMS]

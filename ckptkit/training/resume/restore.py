@@ -11,14 +11,13 @@ from __future__ import annotations
 import hashlib
 import logging
 import random
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
-from msgspec import Struct
 from torch import nn
 
 from ckptkit.core.errors import ResumeError
@@ -44,22 +43,18 @@ Apply = Callable[[], object]
 _PLAIN = frozenset((torch.Tensor, nn.Parameter))
 
 
-class ValueLocation(Struct, frozen=True):
-    unit: str
-    path: KeyPath  # what its key paths begin with
-    name: str  # what it is called in messages
-
-
 def unflatten(
     stored: StoredStep,
-    place: ValueLocation,
+    unit: str,
+    start: KeyPath,
+    name: str,
     live: Any,
     pieces: list[Piece],
     *,
     saved: bool,
     leaving: Collection[str] = (),
 ) -> Any:
-    """Restores a value from the keys of a DCP directory.
+    """Restores a value from the keys of a DCP directory that begin with `start`.
 
     Steps without structures, which older versions and other tools write, do not have all types, and
     have nothing of empty mappings: then both are taken from the live value. `pieces` gets the
@@ -67,58 +62,46 @@ def unflatten(
     saved, so that it may have no leaves. `leaving` has names on the first level that belong to
     something else.
     """
-    nodes = stored.structure(place.unit, place.path)
-    keys = {entry.key_path for entry in stored.index(place.unit).tensors.values()}
+    nodes = stored.structure(unit, start)
+    index, depth = stored.index(unit), len(start)
+    keys = {entry.key_path for entry in index.tensors.values()}
     sharded = {path: leaf for path, leaf in flatten(live) if isinstance(leaf, DTensor)}
     if nodes is not None:
-        paths = leaf_paths(nodes, place.name)
+        paths = leaf_paths(nodes, name)
     else:
-        paths = [path for path in _paths(stored, place) if not (path and str(path[0]) in leaving)]
-    leaves = _read_leaves(stored, place, paths, sharded)
-    own = {path: leaf for path, leaf in sharded.items() if (*place.path, *path) in keys}
+        below = (key[depth:] for key in chain(index.values, keys) if key[:depth] == start)
+        paths = [path for path in below if not (path and str(path[0]) in leaving)]
+    # Tensors are read as a whole, but for sharded ones.
+    leaves: dict[KeyPath, Any] = {}
+    tensors: list[KeyPath] = []
+    for path in paths:
+        key = (*start, *path)
+        if stored.has_value(unit, key):
+            leaves[path] = stored.value(unit, key)
+        elif path not in sharded:
+            tensors.append(key)
+    for key, tensor in read_tensors(stored, unit, tensors):
+        leaves[key[depth:]] = tensor
+    own = {path: leaf for path, leaf in sharded.items() if (*start, *path) in keys}
     leaves |= own
     if not leaves and nodes is None and not saved and next(flatten(live), None) is not None:
         raise ResumeError(
             "was not saved with this step",
-            where=place.name,
+            where=name,
             hint="resume without it, or leave it out of the state",
         )
     value: Any = []
     if leaves or nodes is not None or not isinstance(live, list):
-        value = assemble(nodes, leaves, where=f"{stored.source.location}, {place.name}")
+        value = assemble(nodes, leaves, where=f"{stored.source.location}, {name}")
     if not stored.has_structures:
         value = adapt(value, live)
     meshes = Meshes(Copies())
     meshes.learn(own.values())
     for path, leaf in own.items():
-        key = (*place.path, *path)
+        key = (*start, *path)
         slot = meshes.slot(".".join(map(str, key)), leaf, Replicas())
-        pieces += slot.pieces(place.unit, key, local_part(leaf))
+        pieces += slot.pieces(unit, key, local_part(leaf))
     return value
-
-
-def _paths(stored: StoredStep, place: ValueLocation) -> Iterator[KeyPath]:
-    index, depth = stored.index(place.unit), len(place.path)
-    for key in chain(index.values, (entry.key_path for entry in index.tensors.values())):
-        if key[:depth] == place.path:
-            yield key[depth:]
-
-
-def _read_leaves(
-    stored: StoredStep, place: ValueLocation, paths: Iterable[KeyPath], skip: Container[KeyPath]
-) -> dict[KeyPath, Any]:
-    """Returns the leaves at some paths below a place, tensors read as a whole."""
-    leaves: dict[KeyPath, Any] = {}
-    tensors: list[KeyPath] = []
-    for path in paths:
-        key = (*place.path, *path)
-        if stored.has_value(place.unit, key):
-            leaves[path] = stored.value(place.unit, key)
-        elif path not in skip:
-            tensors.append(key)
-    for key, tensor in read_tensors(stored, place.unit, tensors):
-        leaves[key[len(place.path) :]] = tensor
-    return leaves
 
 
 def set_nested(target: Any, path: KeyPath, value: Any) -> None:
@@ -261,9 +244,9 @@ def _state_of(stored: StoredStep, bound: BoundObject, pieces: list[Piece]) -> An
     if bound.file and stored.has_file(bound.file):
         state = stored.file(bound.file)
     else:
-        place = ValueLocation(bound.unit, bound.path, _name(bound))
+        place = bound.unit, bound.path, _name(bound)
         saved = stored.entry(bound.key, bound.position) is not None
-        state = unflatten(stored, place, bound.state(), pieces, saved=saved)
+        state = unflatten(stored, *place, bound.state(), pieces, saved=saved)
     if bound.kind == "plain" and isinstance(bound.target, dict) is not isinstance(state, Mapping):
         raise ResumeError(
             f"{a_kind(state)} was saved under this name, and the state has {a_kind(bound.target)}"
@@ -336,9 +319,9 @@ def extra_state_changes(
         left -= stored_paths
         live = module.get_extra_state()
         if stored_paths or stored.structure(model.unit, path) is not None:
-            place = ValueLocation(model.unit, path, f"{model.key}, {name}")
+            place = model.unit, path, f"{model.key}, {name}"
             yield partial(
-                module.set_extra_state, unflatten(stored, place, live, pieces, saved=True)
+                module.set_extra_state, unflatten(stored, *place, live, pieces, saved=True)
             )
         elif list(flatten(live)) != [((), None)]:
             missing.append(name)

@@ -55,18 +55,7 @@ from ckptkit.training.resume.load_pieces import (
     unpack,
 )
 from ckptkit.training.resume.materialise import materialise
-from ckptkit.training.resume.optimizers import (
-    LOST_HINT,
-    allocate,
-    check_optimizer,
-    check_state,
-    composed_places,
-    group_changes,
-    missing_groups,
-    stored_groups,
-    unbound_changes,
-    value_changes,
-)
+from ckptkit.training.resume.optimizers import LOST_HINT, StoredOptimizer
 from ckptkit.training.resume.restore import (
     Apply,
     copied_changes,
@@ -544,6 +533,7 @@ class StepLoader:
         self._folder = folder
         self._given = bound
         self._stored: StoredStep | None = None
+        self._optimizers: dict[int, StoredOptimizer] = {}
 
     @property
     def stored(self) -> StoredStep:
@@ -578,7 +568,8 @@ class StepLoader:
             try:
                 self._checked_groups(optimizer, [])
                 # It also has to have, or be able to create, state like that in the step.
-                allocate(self.stored, optimizer, self._slots, self._world)
+                matched = self._matched(optimizer)
+                matched.allocate()
                 depth = len(optimizer.path)
                 pieces = [
                     piece
@@ -586,7 +577,7 @@ class StepLoader:
                     if piece.unit == optimizer.unit and piece.key_path[:depth] == optimizer.path
                 ]
                 match_entries(self.stored.index(optimizer.unit), pieces)
-                list(value_changes(self.stored, optimizer, self._slots, self._world))
+                list(matched.value_changes())
             except ResumeError as error:
                 problems[optimizer.name] = str(error)
         return problems
@@ -599,7 +590,7 @@ class StepLoader:
         Returns the tensors to fill, by DCP directory, and functions that put everything else in
         place. The state of the optimizers that `anew` names is cleared, not loaded.
         """
-        stored, bound, slots = self.stored, self.bound, self._slots
+        stored, bound = self.stored, self.bound
         fresh = [o for o in bound.optimizers if o.name in anew]
         resumed = [o for o in bound.optimizers if o not in fresh]
         further: list[Piece] = []
@@ -607,12 +598,11 @@ class StepLoader:
             change for optimizer in resumed for change in self._checked_groups(optimizer, further)
         ]
         for optimizer in resumed:
-            changes += value_changes(stored, optimizer, slots, self._world)
+            changes += self._matched(optimizer).value_changes()
         for optimizer in fresh:
             changes.append(optimizer.optimizer.state.clear)
             try:
-                groups = self._groups_of(optimizer)
-                changes += list(group_changes(stored, optimizer, slots, groups, self._world))
+                changes += list(self._matched(optimizer).group_changes())
             except ResumeError as error:
                 logger.debug("hyperparameters stay as they are: %s", error)
         for model in bound.models:
@@ -621,7 +611,7 @@ class StepLoader:
         # Last, as loading a state dict may draw numbers.
         changes += random_changes(stored, bound, step)
         for optimizer in resumed:
-            allocate(stored, optimizer, slots, self._world)
+            self._matched(optimizer).allocate()
         pieces: dict[str, list[Piece]] = defaultdict(list)
         for piece in self._stored_pieces(fresh):
             pieces[piece.unit].append(piece)
@@ -686,7 +676,8 @@ class StepLoader:
             if optimizer in fresh or self._is_built_otherwise(optimizer):
                 continue
             start = (*optimizer.path, STATE)
-            composed = {(*start, n, *names) for n, names in composed_places(self.stored, optimizer)}
+            places = self._matched(optimizer).composed_places
+            composed = {(*start, name, *place) for name, place in places}
             keys = self.stored.index(optimizer.unit).tensors
             for piece in pieces:
                 path = piece.key_path
@@ -735,14 +726,14 @@ class StepLoader:
                 apart.add(place)
         for unit in units:
             pieces[unit] = [piece for piece in pieces[unit] if piece.entry not in apart]
-        plan = plan_scales(packed, stored)
-        if plan.problems:
+        problems, changes = plan_scales(packed, stored)
+        if problems:
             raise ResumeError(
-                f"packed weights of the checkpoint are not those of the model: {plan.problems[0]}",
+                f"packed weights of the checkpoint are not those of the model: {problems[0]}",
                 where=model.key,
                 hint="quantize the base as the run did",
             )
-        return plan.changes
+        return changes
 
     @cached_property
     def _absent(self) -> frozenset[str]:
@@ -766,7 +757,7 @@ class StepLoader:
         flags = {name: value for name, value in defaults.items() if isinstance(value, bool)}
         return any(
             group.get(name, value) is not value
-            for group in self._groups_of(bound)
+            for group in self._matched(bound).groups
             for name, value in flags.items()
         )
 
@@ -778,9 +769,8 @@ class StepLoader:
             raise ResumeError(
                 f"its state was not saved with this step: {lost}", where=where, hint=LOST_HINT
             )
-        groups = self._groups_of(bound)
-        optimizers = self.bound.optimizers
-        missing = missing_groups(self.stored, bound, optimizers, self._slots, groups, self._world)
+        matched = self._matched(bound)
+        missing = matched.missing_groups(self.bound.optimizers)
         if missing and self.bound.missing_groups == "error":
             raise ResumeError(
                 f"the step has a different number of parameter groups: {missing}",
@@ -790,18 +780,15 @@ class StepLoader:
             )
         if missing and self.bound.rank == 0:
             logger.warning("%s: the state of groups that it lacks is dropped: %s", where, missing)
-        check_state(self.stored, bound, self._slots, self._world)
-        return [
-            *group_changes(self.stored, bound, self._slots, groups, self._world),
-            *unbound_changes(self.stored, bound, groups, pieces),
-        ]
+        matched.check_state()
+        return [*matched.group_changes(), *matched.unbound_changes(pieces)]
 
-    def _groups_of(self, bound: BoundOptimizer) -> list[dict[str, Any]]:
-        groups = stored_groups(self.stored, bound, self._slots)
-        entry = self.stored.entry(*bound.saved_as)
-        made_by = entry.made_by if entry is not None else ""
-        check_optimizer(bound.optimizer, groups, made_by=made_by, where=bound.name)
-        return groups
+    def _matched(self, bound: BoundOptimizer) -> StoredOptimizer:
+        key = id(bound.optimizer)
+        if key not in self._optimizers:
+            matched = StoredOptimizer(self.stored, bound, self._slots, self._world)
+            self._optimizers[key] = matched
+        return self._optimizers[key]
 
     @property
     def _world(self) -> Copies:

@@ -9,8 +9,9 @@ import json
 import logging
 import posixpath
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, Self, cast, get_args
+from typing import Any, Self, cast, get_args
 
 import msgspec.structs
 from msgspec import Struct
@@ -67,20 +68,16 @@ class SavedEntry(Struct, frozen=True):
         return shown_name(self.key, self.position)
 
 
-class SavedFacts(NamedTuple):
-    """What the facts of a run say about a step."""
+def parse_facts(data: bytes, *, where: str) -> tuple[tuple[SavedEntry, ...] | None, bool]:
+    """Returns the entries of the mapping that a step was saved from, None in older steps.
 
-    # of the mapping that it was saved from; None in steps of older versions
-    entries: tuple[SavedEntry, ...] | None = None
-    has_structures: bool = False  # whether it has the structures of nested values, see `structures`
-
-
-def parse_facts(data: bytes, *, where: str) -> SavedFacts:
+    Also whether it has the structures of nested values.
+    """
     try:
         document = json.loads(data)
         listed = document.get("entries")
         entries = None if listed is None else tuple(_entry(entry) for entry in listed)
-        return SavedFacts(entries, bool(document.get("structures")))
+        return entries, bool(document.get("structures"))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise FormatError("does not name what the step holds", where=where) from error
 
@@ -187,8 +184,6 @@ class StoredStep(Closing):
         self.manifest = manifest  # its manifest, None where it has none
         self.source: Source = open_source(place)
         self._indexes: dict[str, TensorIndex] = {}
-        self._facts: SavedFacts | None = None
-        self._structures: dict[tuple[str, KeyPath], Nodes] | None = None
 
     @classmethod
     def open(cls, place: Path | Place) -> Self:
@@ -238,34 +233,35 @@ class StoredStep(Closing):
 
     @property
     def entries(self) -> tuple[SavedEntry, ...] | None:
-        return self._read_facts().entries
+        return self._facts[0]
 
     @property
     def has_structures(self) -> bool:
-        """Whether the step has the structures of nested values: older ones do not."""
-        return self._read_facts().has_structures
+        return self._facts[1]
 
-    def _read_facts(self) -> SavedFacts:
-        if self._facts is None:
-            self._facts = SavedFacts()
-            if self.has_file(RUN_FACTS):
-                size = self.source.stat(RUN_FACTS).size_bytes
-                check_manifest_size(size, where=RUN_FACTS)
-                data = self.source.read(RUN_FACTS, 0, size)
-                where = posixpath.join(self.source.location, RUN_FACTS)
-                self._facts = parse_facts(data, where=where)
-        return self._facts
+    @cached_property
+    def _facts(self) -> tuple[tuple[SavedEntry, ...] | None, bool]:
+        if not self.has_file(RUN_FACTS):
+            return None, False
+        size = self.source.stat(RUN_FACTS).size_bytes
+        check_manifest_size(size, where=RUN_FACTS)
+        data = self.source.read(RUN_FACTS, 0, size)
+        return parse_facts(data, where=posixpath.join(self.source.location, RUN_FACTS))
 
     def structure(self, unit: str, path: KeyPath) -> Nodes | None:
-        if self._structures is None:
-            structures: dict[tuple[str, KeyPath], Nodes] = {}
-            for file in self.manifest.files if self.has_structures and self.manifest else ():
-                if file.startswith(step_names.VALUES_FILES):
-                    where = posixpath.join(self.source.location, file)
-                    for unit_, path_, nodes in parse_structures(self.file(file), where=where):
-                        structures[unit_, path_] = nodes
-            self._structures = structures
         return self._structures.get((unit, path))
+
+    @cached_property
+    def _structures(self) -> dict[tuple[str, KeyPath], Nodes]:
+        files = self.manifest.files if self.has_structures and self.manifest else ()
+        return {
+            (unit, path): nodes
+            for file in files
+            if file.startswith(step_names.VALUES_FILES)
+            for unit, path, nodes in parse_structures(
+                self.file(file), where=posixpath.join(self.source.location, file)
+            )
+        }
 
     def entry(self, key: str, position: int | None) -> SavedEntry | None:
         entries = (e for e in self.entries or () if (e.key, e.position) == (key, position))

@@ -22,7 +22,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from msgspec import Struct, field
 from msgspec.structs import asdict, replace
 from torch import nn
 
@@ -39,11 +38,8 @@ _MOST_JSON_BYTES = 1 << 16  # real ones have up to 300
 StoredScale = tuple[TensorIndex, Source, TensorEntry]
 
 
-class ScalePlan(Struct, frozen=True):
-    # how weights were packed otherwise than the live ones
-    problems: list[str] = field(default_factory=list)
-    # what puts the scales in place, once all else fits
-    changes: list[Callable[[], object]] = field(default_factory=list)
+ScalePlan = tuple[list[str], list[Callable[[], object]]]
+"""How weights were packed otherwise than the live ones; what puts scales in place once all fits."""
 
 
 def is_made_anew(key: str) -> bool:
@@ -59,7 +55,8 @@ def scale_names(packed: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 def plan_scales(packed: Mapping[str, Any], stored: Mapping[str, StoredScale]) -> ScalePlan:
     """Reads scales that nothing else fills, and compares how weights were packed."""
-    plan = ScalePlan()
+    problems: list[str] = []
+    changes: list[Callable[[], object]] = []
     for weight, state in packed.items():
         live = _tensors_of(state)
         for key, tensor in live.items():
@@ -68,20 +65,18 @@ def plan_scales(packed: Mapping[str, Any], stored: Mapping[str, StoredScale]) ->
                 continue
             index, source, entry = stored[name]
             if key.startswith(_JSON):
-                _plan_json(plan, name, (state, tensor), stored[name])
+                _plan_json((problems, changes), name, (state, tensor), stored[name])
                 continue
             target = state.state2.code if key == _TABLE else tensor
             if str(tensor.dtype) != f"torch.{entry.dtype.name}" or tensor.shape != entry.shape:
-                plan.problems.append(
+                problems.append(
                     f"{name}: {entry.dtype.name} {list(entry.shape)} was found, and the model has"
                     f" {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
                 )
                 continue
             data = torch.frombuffer(_read(index, source, entry), dtype=torch.uint8)
-            plan.changes.append(
-                partial(target.copy_, data.view(tensor.dtype).reshape(tensor.shape))
-            )
-    return plan
+            changes.append(partial(target.copy_, data.view(tensor.dtype).reshape(tensor.shape)))
+    return problems, changes
 
 
 def _tensors_of(state: Any) -> dict[str, torch.Tensor]:
@@ -92,7 +87,7 @@ def _plan_json(
     plan: ScalePlan, name: str, live: tuple[Any, torch.Tensor], stored: StoredScale
 ) -> None:
     """Compares the JSON of a live state with the stored one, and plans to take its offset."""
-    state, json = live
+    (problems, changes), (state, json) = plan, live
     index, source, entry = stored
     if entry.dtype.name != "uint8" or entry.size_bytes > _MOST_JSON_BYTES:
         raise FormatError(
@@ -104,12 +99,12 @@ def _plan_json(
     own = FourBitState.parse(bytes(json.cpu().numpy()), where="the model's quantization state")
     found, expected = (asdict(replace(one, nested_offset=0.0)) for one in (theirs, own))
     apart = [key for key in expected if found[key] != expected[key]]
-    plan.problems.extend(
+    problems.extend(
         f"{name}: {key} {found[key]!r} was found, and the model has {expected[key]!r}"
         for key in apart
     )
     if theirs.nested_blocksize and not apart:
-        plan.changes.append(partial(_put_offset, state, theirs.nested_offset))
+        changes.append(partial(_put_offset, state, theirs.nested_offset))
 
 
 def _read(index: TensorIndex, source: Source, entry: TensorEntry) -> bytearray:
