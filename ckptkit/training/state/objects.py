@@ -24,8 +24,8 @@ import pathlib
 import posixpath
 import random
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -103,30 +103,20 @@ def is_readable(data: bytes) -> str:
     The contents of tensors are not read, so that this costs little.
     """
     try:
-        object_without_data(data)
+        object_from_bytes(data, contents=False)
     except CkptkitError as error:
         return error.message
     return ""
 
 
-def object_without_data(data: bytes) -> Any:
-    archive, inert = _parsed(data, where="")
-    return _TypeBuilder(archive).value(inert, 0)
-
-
-def object_from_bytes(data: bytes, *, where: str) -> Any:
-    archive, inert = _parsed(data, where=where)
-    return _ValueBuilder(archive).value(inert, 0)
-
-
-def _parsed(data: bytes, *, where: str) -> tuple[ZipArchive, object]:
+def object_from_bytes(data: bytes, *, where: str = "", contents: bool = True) -> Any:
+    """Returns the value in an archive of `torch.save`; without `contents`, tensors are empty."""
     archive = open_archive(lambda start, stop: data[start:stop], len(data), where=where)
     try:
-        return archive, parse_pickle(
-            archive.pickle(), _ALLOWED, where=where, persistent=storage_ref
-        )
+        inert = parse_pickle(archive.pickle(), _ALLOWED, where=where, persistent=storage_ref)
     except UnsafePickleError as error:
         raise ResumeError(error.message, where=error.where, hint=_PICKLE_HINT) from error
+    return _ValueBuilder(archive, contents=contents).value(inert, 0)
 
 
 def _check_size(size_bytes: int, where: str) -> None:
@@ -137,8 +127,9 @@ def _check_size(size_bytes: int, where: str) -> None:
 class _ValueBuilder:
     """Creates values from the parsed pickle of one archive; shared parts stay shared."""
 
-    def __init__(self, archive: ZipArchive) -> None:
+    def __init__(self, archive: ZipArchive, *, contents: bool) -> None:
         self._archive = archive
+        self._has_contents = contents
         self._made: dict[int, Any] = {}
         self._kept: list[object] = []  # so that no id is used twice
         self._storages: dict[str, torch.Tensor] = {}
@@ -221,7 +212,9 @@ class _ValueBuilder:
         whole = storage[: storage.numel() // ref.dtype.itemsize * ref.dtype.itemsize].view(dtype)
         return whole.as_strided(ref.shape, ref.strides, ref.storage_offset)
 
-    def _storage(self, ref: StorageRef, /) -> torch.Tensor:
+    def _storage(self, ref: StorageRef) -> torch.Tensor:
+        if not self._has_contents:
+            return torch.empty(0)
         if ref.key not in self._storages:
             start, stop, stored = self._archive.extent(ref)
             data = bytearray(self._archive.read(start, stop))
@@ -246,11 +239,6 @@ class _ValueBuilder:
             where=self._archive.where,
             hint=_PICKLE_HINT,
         )
-
-
-class _TypeBuilder(_ValueBuilder):
-    def _storage(self, _: StorageRef, /) -> torch.Tensor:
-        return torch.empty(0)
 
 
 Maker = Callable[[list[Any], Any], Any]
@@ -407,15 +395,13 @@ def torch_archive(value: object) -> bytes:
 def serialise(value: object, where: str) -> bytes:
     """Returns a user's value as `torch.save` writes it, proven to be restored equal."""
     check_nesting(value, where)
-    proven = _prove(value)
-    if proven.problem is None:
-        return proven.data
-    value, proven, where = _innermost(value, proven, where)
-    problem = str(proven.problem)
+    data, problem = _prove(value)
+    if problem is None:
+        return data
+    value, data, problem, where = _innermost(value, data, problem, where)
     hint = _GENERATOR_ADVICE if isinstance(value, torch.Generator) else _ADVICE
-    if not proven.data:
-        raise SaveError(problem, where=where, hint=hint)
-    raise UsageError(problem, where=where, hint=hint)
+    kind = UsageError if data else SaveError
+    raise kind(problem, where=where, hint=hint)
 
 
 def make_object(unit: str, path: KeyPath, value: object, where: str) -> ObjectValue:
@@ -516,34 +502,32 @@ def _children(value: object) -> Iterator[tuple[str, Any]]:
         yield from ((f".{n}", getattr(value, n)) for n in ("start", "stop", "step"))
 
 
-class _Proven(NamedTuple):
-    data: bytes
-    problem: str | None
-
-
-def _prove(value: object) -> _Proven:
+def _prove(value: object) -> tuple[bytes, str | None]:
+    """Returns a value as bytes, empty where it has none, and why it would not be restored equal."""
     try:
         data = torch_archive(value)
     except Exception as error:  # noqa: BLE001  whatever a user's `__reduce__` raises
-        return _Proven(b"", f"{a_kind(value)} cannot be pickled: {error}")
+        return b"", f"{a_kind(value)} cannot be pickled: {error}"
     try:
-        restored = object_without_data(data)
+        restored = object_from_bytes(data, contents=False)
     except CkptkitError as error:
-        return _Proven(data, f"could be saved, but not resumed from: {error.message}")
+        return data, f"could be saved, but not resumed from: {error.message}"
     if is_same(value, restored, contents=False):
-        return _Proven(data, None)
-    return _Proven(data, f"could be saved, but not resumed from: {a_kind(value)} would change")
+        return data, None
+    return data, f"could be saved, but not resumed from: {a_kind(value)} would change"
 
 
-def _innermost(value: object, proven: _Proven, where: str) -> tuple[object, _Proven, str]:
-    """Returns the innermost value that cannot be restored, its problem, and its path."""
+def _innermost(
+    value: object, data: bytes, problem: str, where: str
+) -> tuple[object, bytes, str, str]:
+    """Returns the innermost value that cannot be restored, its bytes, its problem, and its path."""
     for step, child in _children(value):
         if type(child) in _SCALARS and is_sound(child):
             continue
-        of_child = _prove(child)
-        if of_child.problem is not None:
-            return _innermost(child, of_child, where + step)
-    return value, proven, where
+        of_child, child_problem = _prove(child)
+        if child_problem is not None:
+            return _innermost(child, of_child, child_problem, where + step)
+    return value, data, problem, where
 
 
 def is_same(value: Any, other: Any, *, contents: bool = True) -> bool:
@@ -556,50 +540,44 @@ def is_same(value: Any, other: Any, *, contents: bool = True) -> bool:
         return False
     if kind in _SCALARS and not contents:  # a pickle holds them bit by bit
         return True
-    compare = _COMPARISONS.get(kind, _is_same_other)
-    return compare(value, other, contents)
-
-
-def _is_same_other(value: Any, other: Any, contents: bool) -> bool:  # noqa: FBT001
+    if kind in {list, tuple} and not contents and _holds_scalars(value):  # they may be many
+        return list(map(type, value)) == list(map(type, other))
+    if isinstance(value, defaultdict) and value.default_factory is not other.default_factory:
+        return False
+    parts, of_other = _parts(value), _parts(other)
+    if parts is not None and of_other is not None:
+        return len(parts) == len(of_other) and all(
+            is_same(*pair, contents=contents) for pair in zip(parts, of_other, strict=True)
+        )
     if isinstance(value, torch.Tensor):
         is_alike = (value.dtype, value.shape) == (other.dtype, other.shape)
         return is_alike and (not contents or _bytes_of(value) == _bytes_of(other))
+    if kind is np.ndarray or isinstance(value, np.generic):
+        is_alike = value.dtype == other.dtype and value.shape == other.shape
+        return bool(is_alike and value.tobytes() == other.tobytes())
+    if kind in {set, frozenset}:
+        return Counter(map(_spelled, value)) == Counter(map(_spelled, other))
+    # Of numbers with their signs, of dates with their zones.
+    return bool(value == other) if kind is bytearray else repr(value) == repr(other)
+
+
+def _parts(value: Any) -> Sequence[Any] | None:
+    """Returns what a container holds, in its order; None of any other value."""
+    kind = type(value)
+    if kind in {list, tuple, torch.Size}:
+        return value  # type: ignore[no-any-return]
     if isinstance(value, Mapping):
-        return _is_same_mapping(value, other, contents)
-    if isinstance(value, np.generic):
-        return _is_same_array(value, other, contents)
-    return repr(value) == repr(other)  # numbers with their signs, dates with their zones
+        return list(value.items())
+    if kind is deque:
+        return [value.maxlen, *value]
+    if kind is argparse.Namespace:
+        return list(vars(value).items())
+    return (value.start, value.stop, value.step) if kind is slice else None
 
 
 def _bytes_of(tensor: torch.Tensor) -> bytes:
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
-
-
-def _is_same_sequence(value: Any, other: Any, contents: bool) -> bool:  # noqa: FBT001
-    return len(value) == len(other) and all(
-        is_same(*pair, contents=contents) for pair in zip(value, other, strict=True)
-    )
-
-
-def _is_same_list(value: Any, other: Any, contents: bool) -> bool:  # noqa: FBT001
-    if not contents and _holds_scalars(value):  # they may be many
-        return list(map(type, value)) == list(map(type, other))
-    return _is_same_sequence(value, other, contents)
-
-
-def _is_same_mapping(value: Any, other: Any, contents: bool) -> bool:  # noqa: FBT001
-    if isinstance(value, defaultdict) and value.default_factory is not other.default_factory:
-        return False
-    return _is_same_sequence(list(value.items()), list(other.items()), contents)
-
-
-def _is_same_deque(value: Any, other: Any, contents: bool) -> bool:  # noqa: FBT001
-    return value.maxlen == other.maxlen and _is_same_sequence(value, other, contents)
-
-
-def _is_same_set(value: Any, other: Any, _: bool) -> bool:  # noqa: FBT001
-    return Counter(map(_spelled, value)) == Counter(map(_spelled, other))
 
 
 def _spelled(item: object) -> str:
@@ -611,38 +589,12 @@ def _spelled(item: object) -> str:
     return f"{type(item).__name__} {item!r}"
 
 
-def _is_same_array(value: Any, other: Any, _: bool) -> bool:  # noqa: FBT001
-    same = value.dtype == other.dtype and value.shape == other.shape
-    return bool(same and value.tobytes() == other.tobytes())
-
-
-def _is_same_namespace(value: Any, other: Any, contents: bool) -> bool:  # noqa: FBT001
-    return _is_same_mapping(vars(value), vars(other), contents)
-
-
-def _is_same_slice(value: Any, other: Any, contents: bool) -> bool:  # noqa: FBT001
-    first, second = ((v.start, v.stop, v.step) for v in (value, other))
-    return _is_same_sequence(first, second, contents)
-
-
-_Compare = Callable[[Any, Any, bool], bool]
-_COMPARISONS: Mapping[type, _Compare] = {
-    list: _is_same_list,
-    tuple: _is_same_list,
-    torch.Size: _is_same_sequence,
-    deque: _is_same_deque,
-    set: _is_same_set,
-    frozenset: _is_same_set,
-    bytearray: lambda value, other, _: bool(value == other),
-    np.ndarray: _is_same_array,
-    argparse.Namespace: _is_same_namespace,
-    slice: _is_same_slice,
-}
-
 _DEEPEST_PATH = 64  # what a save refuses, and only a live value may be
 
 
-def flatten(value: object, path: KeyPath = ()) -> Iterator[tuple[KeyPath, object]]:
+def flatten(
+    value: object, path: KeyPath = (), around: frozenset[int] = frozenset()
+) -> Iterator[tuple[KeyPath, object]]:
     """Yields the leaves of nested values, each with its path.
 
     Mappings are always entered, lists only where a tensor or a mapping is somewhere inside,
@@ -653,22 +605,16 @@ def flatten(value: object, path: KeyPath = ()) -> Iterator[tuple[KeyPath, object
     >>> list(flatten({"a": [1, 2], "b": [{"c": 3}]}))
     [(('a',), [1, 2]), (('b', 0, 'c'), 3)]
     """
-    yield from _flatten(value, path, frozenset())
-
-
-def _flatten(
-    value: object, path: KeyPath, around: frozenset[int]
-) -> Iterator[tuple[KeyPath, object]]:
     if id(value) in around or len(around) > _DEEPEST_PATH:
         return
     if isinstance(value, Mapping):
         inside = around | {id(value)}
         for key, entry in value.items():
-            yield from _flatten(entry, (*path, str(key)), inside)
+            yield from flatten(entry, (*path, str(key)), inside)
     elif isinstance(value, list) and holds_more(value):
         inside = around | {id(value)}
         for index, entry in enumerate(value):
-            yield from _flatten(entry, (*path, index), inside)
+            yield from flatten(entry, (*path, index), inside)
     else:
         yield path, value
 
