@@ -4,8 +4,6 @@ Every rank plans the whole folder from what it knows of the model, and writes it
 their final offsets. When they are durable it reports to rank 0, which makes the folder visible once
 all ranks have done so. A late rank delays only that commit, in the background.
 
-Writes an export: the part of each rank, and on rank 0 the commit of all parts.
-
 Blocks go through a few reused buffers: the calling thread casts while others write. Nothing is read
 back. Casts from float32 use torch's rounding, which is fastest; the bytes are those of `Caster`.
 

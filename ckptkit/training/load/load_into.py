@@ -4,8 +4,6 @@ Everything that can be compared is compared before the first element is written:
 element types, the sizes of files, and that each element is stored once. There is no communication,
 so that a rank which fails or ends leaves the others alone, and cannot stop them either: each rank
 has to look whether all of them succeeded, as its next collective will.
-
-Reads what a rank needs into a live model, and says how far it came if that fails.
 """
 
 from __future__ import annotations

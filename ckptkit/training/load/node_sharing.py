@@ -8,13 +8,11 @@ downloaded and others want, and of each process what it wants and what it has al
 Nothing waits for a process that has ended: locks on bytes of the memory, which the kernel releases
 with their process, show which processes are alive. They are tried, for a second at most.
 
-A distant source: what several ranks of a node need is downloaded once.
-
-Each rank says which parts it wants, and takes from the memory of the node what another one has
-downloaded. Ranks that want the same part of a record make the same requests for it, so a request is
-the unit that is shared. A rank waits for another only for a bounded time, and then downloads for
-itself; what it gets from another is compared with the checksum of what that one has downloaded, and
-goes through the same proofs as what it downloads.
+Each rank says which parts of a remote source it wants, and takes from the memory of the node what
+another one has downloaded. Ranks that want the same part of a record make the same requests for it,
+so a request is the unit that is shared. A rank waits for another only for a bounded time, and then
+downloads for itself; what it gets from another is compared with the checksum of what that one has
+downloaded, and goes through the same proofs as what it downloads.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
 """Allocates memory to load into: models on the meta device, optimizers that never stepped.
 
-Computes the buffers of models on the meta device that no checkpoint holds.
-
-Such a buffer, as the frequencies of a rotary embedding, is computed when its module is built; on
-the meta device that gives it no content. It is computed again as `from_pretrained` of Transformers
-does it: by the `_init_weights` of the innermost model of Transformers that the module is in, or of
-one that it is in, or else by a `reset_parameters` of its own. Either may initialise parameters too:
-while they run, all parameters and saved buffers of the model are replaced by others on the meta
-device, so that nothing that is loaded changes and no DTensor communicates.
+A buffer that no checkpoint holds, as the frequencies of a rotary embedding, is computed when its
+module is built; on the meta device that gives it no content. It is computed again as
+`from_pretrained` of Transformers does it: by the `_init_weights` of the innermost model of
+Transformers that the module is in, or of one that it is in, or else by a `reset_parameters` of its
+own. Either may initialise parameters too: while they run, all parameters and saved buffers of the
+model are replaced by others on the meta device, so that nothing that is loaded changes and no
+DTensor communicates.
 
 Source: transformers 5.23, `PreTrainedModel.initialize_weights`.
 """

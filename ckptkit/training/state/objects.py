@@ -6,10 +6,8 @@ path in the user's state.
 
 Also the states of the random number generators, under the keys of accelerate and of the Trainer.
 
-Python values out of a checkpoint's pickles, without running the pickles.
-
-The inert parser returns names and arguments. The values are created here, for a fixed list of
-types. Nothing that a checkpoint names is imported.
+Pickles of a checkpoint are not run: the inert parser returns names and arguments, and the values
+are created here, for a fixed list of types. Nothing that a checkpoint names is imported.
 """
 
 from __future__ import annotations

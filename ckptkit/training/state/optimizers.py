@@ -17,11 +17,9 @@ ckptkit writes the same flat keys, as paths: (…, "param_groups", "layers.0.wei
 
 Source: `torch.distributed.checkpoint.state_dict._flatten_optim_state_dict` of torch 2.13.
 
-Optimizer state that is only valid with one rank's own part of the parameters.
-
-Low-bit optimizers quantise in blocks: the scales belong to runs of elements of the local part,
-so that neither they nor the codes have a place in the full tensor. Such state is stored rank by
-rank, in its inner plain tensors:
+Some state is valid with one rank's own part of the parameters only. Low-bit optimizers quantise in
+blocks: the scales belong to runs of elements of the local part, so that neither they nor the codes
+have a place in the full tensor. Such state is stored rank by rank, in its inner plain tensors:
 
     (…, "rank_bound", "3", "layers.0.weight", "exp_avg", "codes")
 
