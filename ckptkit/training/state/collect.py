@@ -46,6 +46,9 @@ from ckptkit.training.step_names import RNG, TensorPlaces, adapter_names
 from ckptkit.writer.merge import few_collections
 from ckptkit.writer.messages import Inline
 
+logger = logging.getLogger(__name__)
+_BLOB_BYTES = 2_048  # headers and padding around one stored tensor, rounded up
+
 Layout = Literal["accelerate", "dcp", "trainer"]
 Kind = Literal[
     "model",
@@ -222,7 +225,7 @@ class BoundObject(_BoundEntry, Struct, frozen=True):
     unit: str
     path: KeyPath  # what comes before the names in its state dict
     file: str  # the file of its state, relative to the step; empty with the layout `dcp`
-    stage: bool = False  # always: pipelines split models and optimizers only
+    stage: bool = False  # never: pipelines split models and optimizers only
 
     def state(self) -> Any:
         if self.kind == "plain":
@@ -322,12 +325,6 @@ def shown_name(key: str, position: int | None) -> str:
     ('critic', 'models[1]')
     """
     return key if position is None else f"{key}[{position}]"
-
-
-logger = logging.getLogger(__name__)
-
-
-_BLOB_BYTES = 2_048  # headers and padding around one stored tensor, rounded up
 
 
 class BoundState(Struct, frozen=True):

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial, wraps
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from msgspec import Struct
@@ -107,14 +107,14 @@ def count_changes(tensors: Iterable[torch.Tensor]) -> None:
         torch.autograd.graph.increment_version(tensor)
 
 
-class _Source(NamedTuple):
-    """Where a piece gets its elements and the tensors that it watches from, among tensors."""
+_Cut = tuple[tuple[int, ...], tuple[int, ...], int]
+"""Shape, strides and first element of a piece of a tensor."""
+_Source = tuple[int, _Cut | None, tuple[tuple[int, bool], ...]]
+"""Where a piece gets its elements and the tensors that it watches from, among tensors.
 
-    number: int  # of the tensor with the elements
-    # shape, strides and first element of the piece, None if it is the whole tensor
-    cut: tuple[tuple[int, ...], tuple[int, ...], int] | None
-    # numbers of tensors, each with whether the local tensor of a DTensor is meant
-    watched: tuple[tuple[int, bool], ...]
+The number of the tensor with the elements; the cut, None if it is the whole tensor; the numbers of
+the watched ones, each with whether the local tensor of a DTensor is meant.
+"""
 
 
 class KeptPieces(Struct, frozen=True):
@@ -154,7 +154,7 @@ class KeptPieces(Struct, frozen=True):
                 first = int(piece.local.storage_offset()) - whole_first
                 cut = tuple(piece.local.shape), piece.local.stride(), first
             watched = tuple(numbers[id(tensor)] for tensor in piece.watched)
-            sources.append(_Source(number, cut, watched))
+            sources.append((number, cut, watched))
         bare = tuple(piece.holding(_NOTHING) for piece in pieces)
         return cls(tuple(map(id, reached)), forms, bare, tuple(sources))
 
