@@ -95,18 +95,6 @@ def read_torch_file(source: Source, path: str) -> Any:
     return object_from_bytes(source.read(path, 0, size_bytes), where=place)
 
 
-def is_readable(data: bytes) -> str:
-    """Returns why an archive of `torch.save` could never be resumed from; empty if it could.
-
-    The contents of tensors are not read, so that this costs little.
-    """
-    try:
-        object_from_bytes(data, contents=False)
-    except CkptkitError as error:
-        return error.message
-    return ""
-
-
 def object_from_bytes(data: bytes, *, where: str = "", contents: bool = True) -> Any:
     """Returns the value in an archive of `torch.save`; without `contents`, tensors are empty."""
     archive = open_archive(lambda start, stop: data[start:stop], len(data), where=where)
