@@ -34,7 +34,7 @@ from ckptkit.training.agree.peers import open_peers
 from ckptkit.training.resume.resume import decline, resume_from
 from ckptkit.training.settings import Settings, check_options
 from ckptkit.training.state.collect import bind
-from ckptkit.training.state.objects_on_disk import read_torch_file
+from ckptkit.training.state.objects import read_torch_file
 from ckptkit.training.step_names import clean_fqn
 
 logger = logging.getLogger(__name__)

@@ -15,8 +15,7 @@ if find_spec("torch") is None:
 
 from ckptkit.training.checkpointer import Checkpointer
 from ckptkit.training.handle import SaveHandle, SaveReport, SkippedError
-from ckptkit.training.load.filling import LoadResult
-from ckptkit.training.load.load_into import load_into
+from ckptkit.training.load.load_into import LoadResult, load_into
 from ckptkit.training.settings import Options
 from ckptkit.training.state.fsdp import write_flat_layout
 

@@ -32,8 +32,7 @@ from ckptkit.training.save.frozen import FrozenFiles
 from ckptkit.training.save.saver import Save, SaveSlot
 from ckptkit.training.session import Session, open_session
 from ckptkit.training.settings import Options, check_choice, check_options
-from ckptkit.training.state.bound import MissingGroups
-from ckptkit.training.state.collect import Binding, BoundState
+from ckptkit.training.state.collect import Binding, BoundState, MissingGroups
 from ckptkit.training.state.models import check_modes, plain_torch
 from ckptkit.training.tiers.save import open_committer
 

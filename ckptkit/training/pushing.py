@@ -70,25 +70,15 @@ _WHOLE_STEPS: dict[HubStrategy, str] = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HubSettings:
-    """The options of the Hub.
-
-    Attributes:
-        repo_id: The repository.
-        strategy: As the Trainer's `hub_strategy`.
-        private: Whether a new repository is private; None for the default, private.
-        revision: The branch; None for `main`.
-        token: Of the Hub; None for that of the environment, or of the last login.
-        include: Patterns of files that are pushed with the step itself.
-        timeout_seconds: How long the end of the program waits for pushes.
-    """
-
     repo_id: str
-    strategy: HubStrategy = "every_save"
+    strategy: HubStrategy = "every_save"  # as the Trainer's `hub_strategy`
+    # whether a new repository is private; None for the default, private
     private: bool | None = None
-    revision: str | None = None
+    revision: str | None = None  # the branch; None for `main`
+    # of the Hub; None for that of the environment, or of the last login
     token: str | None = dataclasses.field(default=None, repr=False)
-    include: tuple[str, ...] = ()
-    timeout_seconds: float = 0.0
+    include: tuple[str, ...] = ()  # patterns of files that are pushed with the step itself
+    timeout_seconds: float = 0.0  # how long the end of the program waits for pushes
 
     @property
     def at_end(self) -> bool:
@@ -108,7 +98,6 @@ class HubSettings:
         return [*words, "--whole-step", folder] if folder else words
 
     def shared(self) -> dict[str, Any]:
-        """Returns the options that must be equal on all ranks."""
         return {
             "push_to_hub": self.repo_id,
             "hub_strategy": self.strategy,
@@ -119,7 +108,6 @@ class HubSettings:
 
 
 def without_hub(options: Options) -> Options:
-    """Returns options of a Checkpointer without those of the Hub."""
     kept = {name: value for name, value in options.items() if name not in HUB_OPTIONS}
     return cast("Options", kept)
 
@@ -127,8 +115,7 @@ def without_hub(options: Options) -> Options:
 def check_hub(given: dict[str, Any]) -> HubSettings | None:
     """Takes the options of the Hub out of those of a Checkpointer.
 
-    Returns:
-        The settings, None if nothing is pushed.
+    Returns None if nothing is pushed.
     """
     options = {name: given.pop(name) for name in HUB_OPTIONS if given.get(name) is not None}
     for name in HUB_OPTIONS:
@@ -207,22 +194,15 @@ _COMES_FURTHER = frozenset({"building", "pushing", "pushed", "retrying"})
 
 
 class PushState(Struct, frozen=True):
-    """What is known of the pushes of a run, as rank 0 tells the other ranks.
+    """What is known of the pushes of a run, as rank 0 tells the other ranks."""
 
-    Attributes:
-        last: The last committed step.
-        waiting: Steps that wait for their push, or are being pushed.
-        failed: What failed for good: an error, and the steps that have it; none if no step waited.
-        again: The command that pushes the rest.
-    """
-
-    last: int | None
-    waiting: Sequence[int]
+    last: int | None  # the last committed step
+    waiting: Sequence[int]  # steps that wait for their push, or are being pushed
+    # what failed for good: an error, and the steps that have it; none if no step waited
     failed: Sequence[tuple[str, Sequence[int]]]
-    again: str
+    again: str  # the command that pushes the rest
 
     def log(self, repo_id: str) -> None:
-        """Logs what is not pushed."""
         for text, steps in self.failed:
             what = f"{_listed(steps)} not pushed to {repo_id}" if steps else repo_id
             logger.error(
@@ -263,7 +243,6 @@ class FollowedPushes:
         self._again = _command_for_rest(settings, run.place, run.path / WATCH_FOLDER)
 
     def listen(self, report: SaveReport) -> None:
-        """Records a committed step."""
         if is_step_folder(os.path.basename(os.fspath(report.path))):  # noqa: PTH119  a URL
             self._last = report.step
 
@@ -291,16 +270,12 @@ class ProgramEnd:
     returned, or by a `_WellEnded`. If that frame ended otherwise, it was by an error, or by a
     `SystemExit` that was raised without `sys.exit`: the interpreter drops it before any handler
     runs, so its status is not known here, and stays.
-
-    Attributes:
-        has_failed: Whether a push has failed that no `Pushing` knows.
-        has_ended_well: Whether the interpreter ends the program with a `_WellEnded`.
-        status: With which the program ends for its pushes, known once `atexit` has run; 0 for its
-            own one.
     """
 
     def __init__(self) -> None:
+        # whether a push has failed that no `Pushing` knows
         self.has_failed = self.has_ended_well = False
+        # with which the program ends for its pushes, known once `atexit` has run; 0 for its own one
         self.status = 0
         self._pushings: list[Pushing] = []
         self._pid = os.getpid()
@@ -399,14 +374,6 @@ class Pushing:
         retention: Retention,
         store: KeyValueStore,
     ) -> None:
-        """Starts the process.
-
-        Args:
-            run: The run.
-            settings: The options of the Hub.
-            retention: Which steps stay; the process removes those that waited for their push.
-            store: Of the ranks, which are told what happens.
-        """
         self._place: Path | Place = run.place
         self._state = run.path / WATCH_FOLDER
         self._settings = settings
@@ -448,12 +415,7 @@ class Pushing:
         return self._restarts == 0 and not is_reading and not self._failed
 
     def follow(self, handle: SaveHandle, name: str) -> None:
-        """Gives the handle of a save its push.
-
-        Args:
-            handle: Of the save.
-            name: Of its directory; one with a name of its own is not pushed.
-        """
+        """Gives the handle of a save its push."""
         if self._settings.at_end or not is_step_folder(name):
             return
         push = Push(handle.step)
@@ -462,7 +424,6 @@ class Pushing:
             self._pushes.setdefault(handle.step, []).append(push)
 
     def listen(self, report: SaveReport) -> None:
-        """Records a committed step, and has the process look for it."""
         if not is_step_folder(os.path.basename(os.fspath(report.path))):  # noqa: PTH119  a URL
             return
         with self._lock:
@@ -517,8 +478,7 @@ class Pushing:
     def finish(self) -> bool:
         """Waits for the process at the end of the program, as long as the user wants to.
 
-        Returns:
-            Whether a push failed that nobody has asked for.
+        Returns whether a push failed that nobody has asked for.
         """
         seconds, is_late = self._settings.timeout_seconds, False
         if self._reader is not None and self._reader.is_alive() and seconds:
@@ -567,7 +527,6 @@ class Pushing:
             self._store.set(_KEY, json.dumps(plain_fields(self._told())).encode())
 
     def _start(self) -> None:
-        """Starts the process if none runs."""
         with self._starting:
             if self._process is None or self._process.poll() is not None:
                 self._launch()
@@ -668,7 +627,6 @@ class Pushing:
         )
 
     def _restart(self, status: int) -> bool:
-        """Restarts the process after it died; it continues where the last one was killed."""
         with self._starting:
             if self._restarts == 0:
                 return False

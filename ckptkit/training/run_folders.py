@@ -42,23 +42,16 @@ from ckptkit.storage.places import Place
 from ckptkit.training.save.writer_process import WriterProcess, WriterTimeouts
 from ckptkit.writer.process import writer_command
 
+__all__ = ["RunFolder", "RunLock", "TrainingRun", "saved_steps"]
 logger = logging.getLogger(__name__)
 
 PlaceT = TypeVar("PlaceT", Path, Place)
 
 
 class TrainingRun(Generic[PlaceT]):
-    """A run from the view of training: a directory or a URL.
-
-    Attributes:
-        place: Of its steps.
-        path: A directory of this machine for marks, and for what is being written.
-        prefix: Of the names of its steps, before the number.
-    """
-
-    place: PlaceT
-    path: Path
-    prefix: str
+    place: PlaceT  # of its steps
+    path: Path  # a directory of this machine for marks, and for what is being written
+    prefix: str  # of the names of its steps, before the number
     takes_saves = True
     """Whether the ranks can write to it themselves."""
     _has_warned = False
@@ -115,13 +108,11 @@ class TrainingRun(Generic[PlaceT]):
         return tuple(self.step_folder(old) for old in steps_to_remove(every, retention))
 
     def identity(self) -> str:
-        """Returns the identity of the run; called while the run is locked."""
         raise NotImplementedError
 
     def process(
         self, timeouts: WriterTimeouts, name: str, *, niceness: int | None = None
     ) -> WriterProcess:
-        """Returns a process that writes to the run, not started yet."""
         raise NotImplementedError
 
     def check(self) -> None:
@@ -141,8 +132,6 @@ class TrainingRun(Generic[PlaceT]):
         raise NotImplementedError
 
 
-__all__ = ["RunFolder", "RunLock", "saved_steps"]
-
 _URL = re.compile(r"(?:^|/)[A-Za-z][A-Za-z0-9+.-]+:/")  # in a path made absolute as well
 
 
@@ -150,7 +139,6 @@ class RunFolder(TrainingRun[Path]):
     """A run's directory on a local or shared file system."""
 
     def __init__(self, path: str | os.PathLike[str], *, prefix: str = STEP_PREFIXES[0]) -> None:
-        """Creates the directory and its parents if they do not exist."""
         named = os.fspath(path)
         if _URL.search(named):
             raise UsageError(
@@ -172,7 +160,6 @@ class RunFolder(TrainingRun[Path]):
         return saved_steps(self.path, self.prefix, self._known)
 
     def identity(self) -> str:
-        """Returns the identity of the run; called while the run is locked."""
         with _translate_errors(self.path):
             return run_identity(self.path)
 
@@ -199,7 +186,6 @@ class RunFolder(TrainingRun[Path]):
     def process(
         self, timeouts: WriterTimeouts, name: str, *, niceness: int | None = None
     ) -> WriterProcess:
-        """Returns a process that writes to the run, not started yet; see `TrainingRun`."""
         if niceness is not None:
             timeouts = replace(timeouts, command=partial(writer_command, niceness=niceness))
         return WriterProcess(timeouts, name=name)

@@ -27,8 +27,7 @@ from ckptkit.training.pushing import HubSettings, HubStrategy, check_hub
 from ckptkit.training.save.file_layout import MIN_LIMIT_BYTES
 from ckptkit.training.sidecar import check_sidecar
 from ckptkit.training.signals import signal_names
-from ckptkit.training.state.bound import MissingGroups, Unfit
-from ckptkit.training.state.collect import Layout
+from ckptkit.training.state.collect import Layout, MissingGroups, Unfit
 
 _SECONDS = {"s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
 _TEXT = re.compile(r"\s*(\d{1,12}(?:\.\d{1,6})?)\s*([A-Za-z]*)\s*")

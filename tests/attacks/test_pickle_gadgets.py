@@ -29,7 +29,7 @@ from ckptkit.core.errors import (
 )
 from ckptkit.formats.registry import read_index, recognise
 from ckptkit.storage.overlay import MemorySource
-from ckptkit.training.state.objects_on_disk import object_from_bytes
+from ckptkit.training.state.objects import object_from_bytes
 from tests.attacks.archives import WITNESS, archive_with
 
 Copied = Callable[..., Path]

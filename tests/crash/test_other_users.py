@@ -37,7 +37,7 @@ from ckptkit.storage.local.ownership import is_own, is_planted, make_private
 from ckptkit.storage.local.target import LocalTarget, SharedTarget
 from ckptkit.storage.locations import MARKS_FOLDER, hidden_name
 from ckptkit.training import Checkpointer
-from ckptkit.training.load import node_memory
+from ckptkit.training.load import node_sharing
 from ckptkit.training.save.shared_memory import MemoryPlaces, SharedBuffer
 from tests.command_line import started
 from tests.other_user import NOBODY, as_nobody, can_be_read, needs_root, open_folder
@@ -275,13 +275,13 @@ def test_the_memory_of_a_save_has_no_name(everybody: Path) -> None:
 
 
 def abstract_address(name: str) -> str:
-    text = f"{node_memory._FORM} {os.geteuid()} {name}"
+    text = f"{node_sharing._FORM} {os.geteuid()} {name}"
     return "\0ckptkit-" + blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def test_the_memory_of_a_node_is_not_given_to_other_users() -> None:
     name = uuid.uuid4().hex
-    memory = node_memory.join_node(name)
+    memory = node_sharing.join_node(name)
     assert memory is not None
     try:
         address = abstract_address(name)
@@ -294,7 +294,7 @@ def test_the_memory_of_a_node_is_not_given_to_other_users() -> None:
 
         assert as_nobody(ask) == 0
         assert not can_be_read(Path(f"/proc/{os.getpid()}/fd/{memory._descriptor}"))
-        other = node_memory.join_node(name)
+        other = node_sharing.join_node(name)
         assert other is not None  # of this user
         other.close()
     finally:
@@ -315,7 +315,7 @@ def test_memory_that_another_user_offers_is_not_taken() -> None:
         assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"
         began = time.monotonic()
-        assert node_memory.join_node(name) is None  # each rank reads for itself
+        assert node_sharing.join_node(name) is None  # each rank reads for itself
         assert time.monotonic() - began < 5
         process.kill()
 

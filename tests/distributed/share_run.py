@@ -33,7 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ckptkit.core.errors import PartlyFilledError
 from ckptkit.storage.places import Place
 from ckptkit.training import load_into
-from ckptkit.training.load import node_memory, shared_source
+from ckptkit.training.load import node_sharing
 from tests.built_modules import local, part_of, same_bits
 
 WIDTH, LAYERS = 512, 6
@@ -100,8 +100,8 @@ def main() -> None:
     # On a busy machine ranks take longer; what they wait for is bounded in the same way. Where a
     # rank is to fail, the others need not wait long for it.
     patience = (1.0, 2.0) if fault else (30.0, 60.0)
-    shared_source._ROOM_SECONDS, shared_source._OWNER_SECONDS = patience
-    shared_source._START_SECONDS, node_memory._LOCK_SECONDS = 10.0 if fault else 30.0, 5.0
+    node_sharing._ROOM_SECONDS, node_sharing._OWNER_SECONDS = patience
+    node_sharing._START_SECONDS, node_sharing._LOCK_SECONDS = 10.0 if fault else 30.0, 5.0
     torch.manual_seed(1)
     store: dict[str, Any] = json.loads((folder / "store.json").read_text())
     model = WRAP[kind](make_model(store["layers"]))

@@ -16,9 +16,9 @@ from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.index import Box, Fqn, Shape
 from ckptkit.engine.casts import Caster
 from ckptkit.plan.plan import TensorSpec
-from ckptkit.training.export import tensor_writes as export_plan
+from ckptkit.training.export import export as export_plan
+from ckptkit.training.export.export import blocks_of, caster_of, runs_of
 from ckptkit.training.export.output_plan import OutputPlace
-from ckptkit.training.export.tensor_writes import blocks_of, caster_of, runs_of
 
 SHAPES = st.lists(st.integers(1, 7), max_size=4).map(tuple)
 

@@ -39,11 +39,10 @@ from ckptkit.core.errors import (
 from ckptkit.core.index import Fqn
 from ckptkit.core.text import list_first
 from ckptkit.training.load.load_into import ModelLoad
-from ckptkit.training.resume.materialise import is_wide_float
-from ckptkit.training.resume.unsaved_buffers import find_unsaved
-from ckptkit.training.state.bound import unwrap_optimizer
+from ckptkit.training.resume.materialise import find_unsaved, is_wide_float
 from ckptkit.training.state.dtensors import DTensor
 from ckptkit.training.state.models import check_modes, plain_torch
+from ckptkit.training.state.optimizers import unwrap_optimizer
 from ckptkit.training.step_names import clean_fqn
 
 _KEEPS_VALUES = frozenset({"requires_grad_", "retain_grad"})

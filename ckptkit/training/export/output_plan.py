@@ -97,16 +97,11 @@ Part = tuple[Box, torch.Tensor]
 
 
 class ExportNames:
-    """The names of live tensors on disk, and how these cut them.
-
-    Attributes:
-        notes: What the user should know.
-        versions: The libraries that determine the names, with their versions.
-    """
+    """The names of live tensors on disk, and how these cut them."""
 
     def __init__(self, names: HubNames | None, notes: tuple[str, ...] = ()) -> None:
         """Takes what `save_pretrained` makes of a model; None where it changes nothing."""
-        self.notes = notes
+        self.notes = notes  # what the user should know
         self._tensors = {} if names is None else names.tensors
         self._live = {} if names is None else names.live
         self._called = {
@@ -115,6 +110,7 @@ class ExportNames:
             if _is_same(tensor, self._live)
         }
         library = {} if names is None else {"transformers": names.library}
+        # the libraries that determine the names, with their versions
         self.versions: Mapping[str, str] = library
 
     def name_of(self, live: Fqn) -> Fqn:
@@ -134,16 +130,7 @@ class ExportNames:
         return (name,) if tensor is None else tensor.sources
 
     def parts(self, name: Fqn, source: Fqn, held: Iterator[Part]) -> Iterator[Part]:
-        """Turns parts of a live tensor into those of one on disk.
-
-        Args:
-            name: The tensor on disk.
-            source: One of its live tensors.
-            held: Boxes of that, with their elements in the shape of the box.
-
-        Yields:
-            Boxes of the tensor on disk, with theirs.
-        """
+        """Turns parts of a live tensor into those of one on disk."""
         tensor = self._tensors.get(name)
         if tensor is None or self._called.get(source) == name:
             yield from held
@@ -158,27 +145,14 @@ class ExportNames:
 
 
 class LiveModel(Struct, frozen=True):
-    """What is known of a live model without keeping it.
-
-    Attributes:
-        model_class: Its class.
-        table: The tensors of the whole model.
-        names: Their names on disk.
-    """
+    """What is known of a live model without keeping it."""
 
     model_class: type
-    table: Table
-    names: ExportNames
+    table: Table  # the tensors of the whole model
+    names: ExportNames  # their names on disk
 
 
 def disk_names(modules: Sequence[nn.Module], table: Table, config: Any) -> ExportNames:
-    """Determines the names of a model's tensors on disk.
-
-    Args:
-        modules: The model; several modules where they are stages of a pipeline.
-        table: The tensors of the whole model.
-        config: Its parsed `config.json`, or None.
-    """
     names, why = ask_disk_names(modules[0], config, _extents(table))
     if names is not None and not all(
         _is_same(tensor, names.live) or find_windows(tensor, names.live) is not None
@@ -207,7 +181,6 @@ def _is_same(tensor: HubTensor, live: Mapping[Fqn, Shape]) -> bool:
 
 
 def _moved(shared: Box, place: Box, window: Window) -> Box:
-    """Returns where on disk a part of a live tensor is."""
     return Box(
         tuple(
             offset + shared.offsets[axis] - window.box.offsets[axis]
@@ -242,25 +215,15 @@ _COMPUTED = frozenset(
 
 
 class ExportRequest(Struct, frozen=True):
-    """The request of an export.
-
-    Attributes:
-        out: The directory to write.
-        options: Element type and size of files.
-        overwrite: Whether a directory that holds something is replaced.
-        source: What the manifest says of the origin.
-        versions: The libraries besides ours that the output follows from, with their versions.
-    """
-
     out: Path
-    options: ConsolidateRequest
-    overwrite: bool
-    source: Mapping[str, Any]
+    options: ConsolidateRequest  # element type and size of files
+    overwrite: bool  # whether a directory that holds something is replaced
+    source: Mapping[str, Any]  # what the manifest says of the origin
+    # the libraries besides ours that the output follows from, with their versions
     versions: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def named(self) -> Path:
-        """The directory as the user knows it."""
         return self.out.parent if self.out.name == BESIDE_FILES else self.out
 
 
@@ -284,17 +247,7 @@ def plan_model(
 ) -> Plan:
     """Plans a model folder.
 
-    Args:
-        table: The tensors of the whole model.
-        side: The other files, by name: configurations, tokenizer.
-        options: How to write it.
-        is_tied: Returns whether two tensors that are declared tied hold the same bytes.
-        names: The names of its tensors on disk.
-        kept: What its class keeps in float32; see `kept_of`.
-        where: The output, for messages.
-
-    Returns:
-        The plan; its tensors are described and not yet bound to what they are copied from.
+    Tensors of the plan are described and not yet bound to what they are copied from.
     """
     config, entries, extents = parse_config(side), list(_entries(table)), _extents(table)
     policy = DTypePolicy(options.dtype, kept=KeptDtypes() if options.cast_all else kept)
@@ -327,13 +280,7 @@ def plan_model(
 
 
 def plan_adapter(table: Table, side: Mapping[str, bytes], options: ConsolidateRequest) -> Plan:
-    """Plans a folder that `PeftModel.from_pretrained` loads.
-
-    Args:
-        table: The tensors of the adapter, by the names that PEFT's files give them.
-        side: The other files, with `adapter_config.json`.
-        options: How to write it.
-    """
+    """Plans a folder that `PeftModel.from_pretrained` loads."""
     kind = parse_json_object(side[ADAPTER_CONFIG], where=ADAPTER_CONFIG).get("peft_type")
     if not table or kind in _COMPUTED:
         raise RefusedError(
@@ -419,21 +366,13 @@ def _literal(path: str, data: bytes) -> OutputFile:
 
 
 class ExportView(Struct, frozen=True):
-    """What this rank holds of the exported model.
+    """What this rank holds of the exported model."""
 
-    Attributes:
-        table: The tensors that are on this rank, whole or in part.
-        pieces: This rank's parts of them, by each of their names.
-        owned: The identities of the pieces that this rank writes.
-        is_everywhere: Whether all ranks hold the same tensors.
-        is_adapter: Whether it is the adapter of a PEFT model, and not a model.
-    """
-
-    table: Table
-    pieces: Mapping[Fqn, tuple[Piece, ...]]
-    owned: frozenset[int]
-    is_everywhere: bool
-    is_adapter: bool
+    table: Table  # the tensors that are on this rank, whole or in part
+    pieces: Mapping[Fqn, tuple[Piece, ...]]  # this rank's parts of them, by each of their names
+    owned: frozenset[int]  # the identities of the pieces that this rank writes
+    is_everywhere: bool  # whether all ranks hold the same tensors
+    is_adapter: bool  # whether it is the adapter of a PEFT model, and not a model
 
     def parts(self, name: Fqn) -> Iterator[tuple[Box, torch.Tensor]]:
         """Yields what this rank writes of a tensor: boxes, and their elements in that shape."""

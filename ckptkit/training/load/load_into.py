@@ -10,25 +10,56 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import posixpath
-from collections.abc import Collection, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from os import PathLike
+from typing import Any
 
+import numpy as np
 import torch
+from msgspec import Struct
+from msgspec.structs import replace
+from numpy.typing import NDArray
 from torch import nn
 from torch.optim import Optimizer
 
 from ckptkit.conversion.mapped_names import convert_checkpoint
-from ckptkit.conversion.source.open import OpenedCheckpoint, open_checkpoint, read_stored_digests
+from ckptkit.conversion.source.open import (
+    OpenedCheckpoint,
+    StoredDigest,
+    open_checkpoint,
+    read_stored_digests,
+)
 from ckptkit.core.arguments import check_arguments
+from ckptkit.core.checksums import digest_as
 from ckptkit.core.dtypes import DType, dtype_named
-from ckptkit.core.errors import LoadError
-from ckptkit.core.index import Fqn
-from ckptkit.core.text import Closing, counted
+from ckptkit.core.errors import (
+    CkptkitError,
+    LoadError,
+    PartlyFilledError,
+    SourceChangedError,
+    UnsupportedError,
+)
+from ckptkit.core.geometry import Walk, slices_of, walk_boxes
+from ckptkit.core.index import Box, Fqn, Key, Shape, TensorEntry
+from ckptkit.core.text import Closing, counted, list_first
+from ckptkit.engine.box_reads import (
+    CastMemory,
+    SpanRead,
+    WantedBox,
+    find_stored_boxes,
+    join_walks,
+    plan_chunk_reads,
+    read_chunks,
+    read_spans,
+)
 from ckptkit.engine.checksum_tracker import NumberedRecord
-from ckptkit.engine.outcome import Listener, ignore
+from ckptkit.engine.outcome import BytesWritten, Listener, Started, ignore
 from ckptkit.engine.progress import report_to
+from ckptkit.engine.reader import BoxMemory, ChunkRead, Origin
 from ckptkit.hub_names.known_models import recognise_framework
 from ckptkit.options import FACTOR_DTYPES, ConsolidateRequest, choose_dtype
 from ckptkit.plan.coverage import refuse_problems
@@ -36,27 +67,30 @@ from ckptkit.plan.selection import select_model
 from ckptkit.storage.local.control_groups import available_bytes
 from ckptkit.storage.places import is_url, place_of
 from ckptkit.training.environment import ranks_of_this_machine
-from ckptkit.training.load.filling import Filling, LoadResult
-from ckptkit.training.load.live_model import LiveModel, LiveTensor
-from ckptkit.training.load.node_memory import HEAP_BYTES, NodeMemory, join_node
-from ckptkit.training.load.shared_source import SharedSource
+from ckptkit.training.load.node_sharing import HEAP_BYTES, NodeMemory, SharedSource, join_node
 from ckptkit.training.load.tensor_sources import (
+    LiveModel,
+    LiveTensor,
+    Parts,
+    PartSource,
     SourceSearch,
     Stored,
     TensorSources,
+    best_entry,
     refuse_misfits,
 )
+from ckptkit.training.resume.load_pieces import MOST_PARTS, DeviceMemory, memory_of, strided_part
 from ckptkit.training.resume.materialise import is_wide_float
-from ckptkit.training.state.memory_changes import announce_changes
+from ckptkit.training.resume.restore import copied_changes
+from ckptkit.training.state.memory_changes import announce_changes, count_changes
 from ckptkit.training.state.models import check_modes, plain_torch
 from ckptkit.training.state.quant_states import (
-    ScalePlan,
     StoredScale,
     is_made_anew,
+    packed_weights,
     plan_scales,
     scale_names,
 )
-from ckptkit.training.state.rank_bound import packed_weights
 from ckptkit.training.step_names import parallel_prefixes
 
 logger = logging.getLogger(__name__)
@@ -122,11 +156,7 @@ def load_into(
 
 
 class ModelLoad(Closing):
-    """One load in two parts, between which ranks can agree. Use it as a context manager.
-
-    Attributes:
-        partial: The records that this rank has read in part, for `cross_check`.
-    """
+    """One load in two parts, between which ranks can agree. Use it as a context manager."""
 
     def __init__(
         self,
@@ -138,16 +168,6 @@ class ModelLoad(Closing):
         select: str | None = None,
         kept: Collection[Fqn] = (),
     ) -> None:
-        """Opens the checkpoint, and finds the tensors of the model in it; see `load_into`.
-
-        Args:
-            model: The model.
-            source: The checkpoint.
-            dtype: What floats on the meta device become.
-            name_map: The map of names of another framework.
-            select: Which of several checkpoints to take.
-            kept: Names of tensors of the model that stay as they are.
-        """
         self._live, self._dtype = LiveModel(model), _parse_dtype(dtype)
         if self._dtype is not None:
             self._live.refuse_other(self._dtype)
@@ -159,14 +179,14 @@ class ModelLoad(Closing):
             self._find_scales()
             if kept:
                 self._sources = self._sources.without(self._live.tensors, kept)
-            self._scales = ScalePlan()
+            self._scale_changes: list[Callable[[], object]] = []
+            # the records that this rank has read in part, for `cross_check`
             self.partial: tuple[NumberedRecord, ...] = ()
             self._digests = read_stored_digests(self._checkpoint, without_crc32=True)
             self._stack = stack.pop_all()
 
     @property
     def step(self) -> int | None:
-        """The training step of the checkpoint, or None."""
         return self._checkpoint.index.run.step
 
     @property
@@ -175,13 +195,11 @@ class ModelLoad(Closing):
         return self._live.rank == 0
 
     def name_record(self, number: int) -> str:
-        """Returns the path of the file that a record of `partial` is in."""
         checkpoint = self._checkpoint
         return posixpath.join(checkpoint.source.location, checkpoint.index.path_of(number))
 
     @property
     def files(self) -> tuple[str, ...]:
-        """The paths of the files that hold tensors of the checkpoint."""
         index = self._checkpoint.index
         records = {record for entry in self._stored.values() for record in entry.chunks.record}
         numbers = sorted({int(index.records.file[record]) for record in records})
@@ -214,22 +232,15 @@ class ModelLoad(Closing):
         refuse_misfits(live, sources, self._stored, dtypes, strict=strict)
         used = [self._stored[part.name] for _, part in sources.all_parts()]
         refuse_problems(checkpoint.index, used, checkpoint.path)
-        self._scales = plan_scales(self._packed, self._stored_scales)
-        if self._scales.problems:
+        problems, self._scale_changes = plan_scales(self._packed, self._stored_scales)
+        if problems:
             raise LoadError(
-                f"packed weights of the checkpoint are not those of {live.where}:"
-                f" {self._scales.problems[0]}",
+                f"packed weights of the checkpoint are not those of {live.where}: {problems[0]}",
                 hint="quantize the model as the checkpoint was, or build it with the"
                 " quantization_config of the checkpoint",
             )
 
     def fill(self, optimizers: Sequence[Optimizer] = (), listener: Listener = ignore) -> LoadResult:
-        """Fills the model.
-
-        Args:
-            optimizers: Those of its parameters, which get new ones for those on the meta device.
-            listener: Receives progress events.
-        """
         announce_changes(self._live.module)
         alone = (*self._sources.missing, *self._sources.left_alone)
         self._live.materialise(self._dtype, alone, optimizers)
@@ -237,7 +248,7 @@ class ModelLoad(Closing):
         stored, sources = self._stored, self._sources
         filling = Filling(self._live, self._checkpoint, stored, sources, files, listener)
         result = filling.run(self._digests)
-        for change in self._scales.changes:
+        for change in self._scale_changes:
             change()
         self.partial = filling.partial
         for note in filling.notes_on_ties() if self.is_first_rank else ():
@@ -245,7 +256,6 @@ class ModelLoad(Closing):
         return result
 
     def close(self) -> None:
-        """Closes the files of the checkpoint."""
         self._stack.close()
 
 
@@ -298,3 +308,355 @@ def _stored_tensors(checkpoint: OpenedCheckpoint) -> Stored:
     request = ConsolidateRequest(select=checkpoint.select)
     entries = select_model(checkpoint.index, request, location=checkpoint.path)
     return {entry.name: entry for entry in entries}
+
+
+_PROOF_SHARE = 64  # so much of what is needed is read for proofs alone
+
+
+class LoadResult(Struct, frozen=True):
+    """What `load_into` did.
+
+    Attributes:
+        path: The checkpoint that was taken.
+        format: Its format.
+        step: Its training step, or None.
+        missing_keys: Tensors of the model that the checkpoint does not have; they are unchanged.
+        unexpected_keys: Tensors of the checkpoint that the model does not have.
+        left_alone: Tensors of the model that such a checkpoint does not hold, as those of an
+            adapter where it is a base model, and extra states of modules; they are unchanged.
+        bytes_read: By this rank, from files of tensors.
+        bytes_shared: Taken from other ranks of the node, which have read them from the URL.
+        bytes_needed: What this rank holds of the tensors, in the element types of the files.
+        unverified: Tensors with bytes for which the checkpoint has no checksum.
+        unproven: Tensors with bytes whose checksum is that of more than this rank has read.
+        notes: What was ignored, or converted.
+    """
+
+    path: str
+    format: str
+    step: int | None
+    missing_keys: tuple[str, ...]
+    unexpected_keys: tuple[str, ...]
+    left_alone: tuple[str, ...]
+    bytes_read: int
+    bytes_shared: int
+    bytes_needed: int
+    unverified: tuple[str, ...]
+    unproven: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+
+
+class Filling:
+    """Reads what this rank needs, and says how far it came if that fails."""
+
+    def __init__(
+        self,
+        live: LiveModel,
+        checkpoint: OpenedCheckpoint,
+        stored: Stored,
+        sources: TensorSources,
+        files: SharedSource,
+        listener: Listener,
+    ) -> None:
+        self._live = live
+        self._files = files
+        self._listener = listener
+        self._checkpoint = checkpoint
+        self._stored = stored
+        self._sources = sources
+        self._owners: dict[int, Fqn] = {}  # by the identity of the memory of a part
+        self._keys: dict[Fqn, set[Key]] = {}  # of what is read, by the live name
+        self._left: Counter[Fqn] = Counter()
+        self._done: deque[int] = deque()
+        self._kept: list[BoxMemory] = []
+        self._needed_bytes = 0
+        self._untied: set[Fqn] = set()  # stored tensors that differ from the live one of their name
+        self._collided: set[Fqn] = set()  # live ones with one memory for elements that differ
+        self.partial: tuple[NumberedRecord, ...] = ()  # records that were read in part
+
+    def run(self, digests: Mapping[str, StoredDigest]) -> LoadResult:
+        checkpoint, sources = self._checkpoint, self._sources
+        chunks, spans = self._plan(self._wanted_of_all())
+        # Digests of whole tensors, without a CRC-32, would have each rank read all of them.
+        records = checkpoint.index.records
+        index = replace(checkpoint.index, records=records.with_sums(records.crc32, {}))
+        origins = [Origin("source", self._files, index, most_pieces=MOST_PARTS) for _ in range(2)]
+        filled = [tensor for tensor in self._live.tensors if tensor.name in sources.parts]
+        pieces = [piece for tensor in filled for piece in tensor.pieces]
+        try:
+            self._files.announce(checkpoint.index, chunks, spans)
+            read_bytes = self._read(origins, chunks, spans)
+            read_bytes += self._read(origins, *self._plan(self._wanted_again()))
+            self._refuse_collisions()
+            read_bytes += sum(map(self._prove, origins))
+            proven = set(self._compare(digests))
+            self._refuse_changes()
+            for change in copied_changes(self._live.bound, {"": pieces}):
+                change()
+        except CkptkitError as error:
+            raise self._partly_filled(error) from error
+        except BaseException as error:
+            error.add_note(self._progress())
+            raise
+        finally:
+            count_changes(piece.local for piece in pieces)
+        self.partial = tuple(n for origin in origins for n in origin.checksums.open_now().items())
+        left_open = {number for number, _ in self.partial}
+        unverified = {key for origin in origins for key in origin.unverified}
+        unverified_names = self._names_of(unverified)
+        return LoadResult(
+            path=checkpoint.path,
+            format=checkpoint.index.format,
+            step=checkpoint.index.run.step,
+            missing_keys=sources.missing,
+            unexpected_keys=sources.unexpected,
+            left_alone=(*sources.left_alone, *self._live.extra),
+            bytes_read=read_bytes - self._files.bytes_shared,
+            bytes_shared=self._files.bytes_shared,
+            bytes_needed=self._needed_bytes,
+            unverified=tuple(name for name in unverified_names if name not in proven),
+            unproven=self._names_in(left_open),
+            notes=(*checkpoint.notes, *self.notes_on_ties()),
+        )
+
+    def _read(
+        self, origins: Sequence[Origin], chunks: Sequence[ChunkRead], spans: Sequence[SpanRead]
+    ) -> int:
+        boxes = [(c.entry, of.target, memory) for c in chunks for of, memory in c.targets]
+        boxes += [(span.entry, span.box, span.memory) for span in spans]
+        sizes = {id(memory): math.prod(box.sizes) * e.dtype.itemsize for e, box, memory in boxes}
+
+        def note(memory: BoxMemory) -> None:
+            self._done.append(id(memory))
+            self._listener(BytesWritten(sizes[id(memory)]))
+
+        if sizes:
+            self._listener(Started(sum(sizes.values())))
+        report = read_chunks(origins[0], chunks, done=note)
+        return report.bytes_read + read_spans(origins[1], spans, done=note).bytes_read
+
+    def _plan(
+        self, wanted: Iterable[tuple[Fqn, WantedBox]]
+    ) -> tuple[list[ChunkRead], list[SpanRead]]:
+        boxes: list[WantedBox] = []
+        spans: list[SpanRead] = []
+        for name, box in wanted:
+            for found in find_stored_boxes(self._checkpoint.index, box):
+                if isinstance(found, SpanRead):
+                    spans.append(found)
+                    entry, memory = found.entry, found.memory
+                else:
+                    boxes.append(found)
+                    entry, _, memory = found
+                self._owners[id(memory)] = name
+                self._keys.setdefault(name, set()).add(entry.key)
+        chunks = plan_chunk_reads(boxes)
+        memories = [memory for read in chunks for _, memory in read.targets]
+        self._left.update(
+            self._owners[id(memory)] for memory in (*memories, *(span.memory for span in spans))
+        )
+        self._kept += memories  # so that their identities are not used again
+        return chunks, spans
+
+    def _wanted_of_all(self) -> Iterator[tuple[Fqn, WantedBox]]:
+        """Yields the parts of live tensors that are on this rank, as boxes of stored tensors."""
+        for tensor in self._live.tensors:
+            for place, elements in _places(tensor):
+                parts = self._sources.parts.get(tensor.name, ())
+                memory = memory_of(elements)
+                for count, wanted in self._wanted(tensor, parts, place, memory):
+                    self._needed_bytes += count * wanted[0].stored_dtype.itemsize
+                    yield tensor.name, wanted
+
+    def _wanted_again(self) -> Iterator[tuple[Fqn, WantedBox]]:
+        """Yields what is read to be compared with what is there.
+
+        Tied tensors may be stored more than once. In other tensors several elements may have one
+        place in memory.
+        """
+        for tensor in self._live.tensors:
+            own = self._sources.parts.get(tensor.name, ())
+            for place, elements in _places(tensor) if own else ():
+                forms = [
+                    (parts, _Comparison(elements, parts[0].name, self._untied))
+                    for parts in self._sources.further.get(tensor.name, ())
+                ]
+                if _may_overlap(elements):
+                    forms.append((own, _Comparison(elements, tensor.name, self._collided)))
+                for parts, memory in forms:
+                    for _, wanted in self._wanted(tensor, parts, place, memory):
+                        yield tensor.name, wanted
+
+    def _wanted(
+        self, tensor: LiveTensor, parts: Parts, place: Box, memory: BoxMemory
+    ) -> Iterator[tuple[int, WantedBox]]:
+        """Yields boxes of stored tensors, with the number of elements that are wanted of each."""
+        found = 0
+        for part in parts:
+            entry = best_entry(self._checkpoint.index, self._stored[part.name], tensor.dtype)
+            for count, box, own in _boxes_of(entry, part, place, memory):
+                found += count
+                yield count, (entry, box, _cast(own, entry, tensor))
+        if parts and found != math.prod(place.sizes):
+            raise UnsupportedError(
+                "is not made of whole parts of tensors on disk",
+                where=tensor.name,
+                hint="convert the checkpoint first: ckptkit consolidate SRC OUT",
+            )
+
+    def notes_on_ties(self) -> Iterator[str]:
+        for name, forms in self._sources.further.items():
+            for parts in forms:
+                if parts and parts[0].name in self._untied:
+                    yield (
+                        f"{parts[0].name!r} differs in the checkpoint from {name!r}, and the model"
+                        f" holds them as one tensor: it has the values of {name!r}"
+                    )
+
+    def _compare(self, digests: Mapping[str, StoredDigest]) -> Iterator[Fqn]:
+        """Yields tensors that are whole on this rank, and have the digest of the stored ones."""
+        for tensor in self._live.tensors if digests else ():
+            parts = self._sources.parts.get(tensor.name, ())
+            data = _whole_bytes(tensor)
+            if data is None or len(parts) != 1 or parts[0].tile is not None:
+                continue
+            stored, known = self._stored[parts[0].name], digests.get(parts[0].name)
+            if known is None or stored.derivation is not None or stored.dtype != tensor.dtype:
+                continue
+            known.compare(digest_as(known.record.digest, data))
+            yield tensor.name
+
+    def _prove(self, origin: Origin) -> int:
+        """Reads what little is missing of records that were read in part, and compares them.
+
+        Returns how many bytes were read for that.
+        """
+        missing = {
+            number: record.stop - record.start - sum(length for _, length, _ in record.pieces)
+            for number, record in origin.checksums.open_now().items()
+        }
+        left, read = self._needed_bytes // _PROOF_SHARE, 0
+        for number in sorted(missing, key=missing.__getitem__):
+            if missing[number] > left - read:
+                break
+            origin.checksums.settle(number)
+            read += missing[number]
+        return read
+
+    def _refuse_collisions(self) -> None:
+        if self._collided:
+            raise UnsupportedError(
+                "elements that differ in the checkpoint have one place in memory, as `expand` makes"
+                " it",
+                where=min(self._collided),
+                hint="give the model a tensor with memory for each element, as `clone` makes it",
+            )
+
+    def _refuse_changes(self) -> None:
+        index = self._checkpoint.index
+        records = [r for key in self._stored_keys() for r in index.tensors[key].chunks.record]
+        numbers = {int(index.records.file[record]) for record in records}
+        changed = self._checkpoint.source.changed([index.files[n] for n in sorted(numbers)])
+        if changed is not None:
+            raise SourceChangedError(
+                f"{changed.path!r} changed while it was read", where=self._checkpoint.path
+            )
+
+    def _stored_keys(self) -> Iterator[Key]:
+        """Yields the stored tensors that something is read of."""
+        index = self._checkpoint.index
+        for key in {key for keys in self._keys.values() for key in keys}:
+            derivation = index.tensors[key].derivation
+            yield from (key,) if derivation is None else (k for _, k in derivation.reads)
+
+    def _names_in(self, records: Collection[int]) -> tuple[str, ...]:
+        """Returns the live tensors that have elements in some records."""
+        tensors = self._checkpoint.index.tensors
+        wanted = np.array(sorted(records), np.int64)
+        keys = {k for k in self._stored_keys() if np.isin(tensors[k].chunks.record, wanted).any()}
+        return self._names_of(keys)
+
+    def _names_of(self, keys: Collection[Key]) -> tuple[str, ...]:
+        return tuple(name for name, own in self._keys.items() if not own.isdisjoint(keys))
+
+    def _partly_filled(self, error: CkptkitError) -> PartlyFilledError:
+        return PartlyFilledError(f"{error.message}; {self._progress()}", where=error.where)
+
+    def _progress(self) -> str:
+        done = Counter(self._owners[number] for number in tuple(self._done))
+        left = [name for name, count in self._left.items() if done[name] < count]
+        if not left:
+            return "the model is filled, and what was read is not proven"
+        return (
+            f"the model is partly filled: {len(left):,} of {len(self._left):,} tensors are not:"
+            f" {list_first(left)}"
+        )
+
+
+class _Comparison(DeviceMemory):
+    """Memory that nothing is written to: what is read is compared with what is there."""
+
+    def __init__(self, tensor: torch.Tensor, name: Fqn, differing: set[Fqn]) -> None:
+        """Takes the memory, the name of what is read, and what gets the name if it differs."""
+        super().__init__(tensor)
+        self._name = name
+        self._differing = differing
+
+    def put(self, box: Box, elements: NDArray[Any]) -> None:
+        own = self._tensor[slices_of(box)].cpu().contiguous().reshape(-1).view(torch.uint8)
+        read = np.ascontiguousarray(elements).reshape(-1).view(np.uint8)
+        if not np.array_equal(own.numpy(), read):
+            self._differing.add(self._name)
+
+    def walked(self, start: Shape, walks: Sequence[Walk], sizes: Shape) -> _Comparison:
+        part = strided_part(self._tensor, start, walks, sizes)
+        return _Comparison(part, self._name, self._differing)
+
+
+def _whole_bytes(tensor: LiveTensor) -> memoryview | None:
+    """Returns the bytes of a tensor that is on this rank as a whole, in host memory; else None."""
+    places = list(_places(tensor))
+    if len(places) != 1 or places[0][0].sizes != tensor.shape:
+        return None
+    elements = places[0][1]
+    if elements.device.type != "cpu" or not elements.is_contiguous() or elements.is_conj():
+        return None
+    return elements.reshape(-1).view(torch.uint8).numpy().data
+
+
+def _places(tensor: LiveTensor) -> Iterator[tuple[Box, torch.Tensor]]:
+    """Yields where the parts of a tensor are that are on this rank, with their elements."""
+    for piece in tensor.pieces:
+        for place, elements in piece.boxes() if piece.elements else ():
+            yield place, elements.detach().view(place.sizes)
+
+
+def _may_overlap(tensor: torch.Tensor) -> bool:
+    """Whether it is not certain that each element has memory of its own."""
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False
+
+
+def _cast(memory: BoxMemory, entry: TensorEntry, tensor: LiveTensor) -> BoxMemory:
+    if entry.dtype == tensor.dtype:
+        return memory
+    return CastMemory(memory, entry.dtype, tensor.dtype, f"tensor {tensor.name!r}")
+
+
+def _boxes_of(
+    entry: TensorEntry, part: PartSource, place: Box, memory: BoxMemory
+) -> Iterator[tuple[int, Box, BoxMemory]]:
+    """Yields boxes of a stored tensor for a box of a live one, and the elements in both."""
+    if part.tile is None:
+        yield math.prod(place.sizes), place, memory
+        return
+    walks = list(walk_boxes(part.tile, place))
+    left = sum(math.prod(walk.box.sizes) for walk in walks)
+    for box, own in join_walks(entry, walks, memory):
+        count = min(left, math.prod(box.sizes))
+        left -= count
+        yield count, box, own

@@ -33,25 +33,18 @@ from ckptkit.training.state.memory_changes import count_changes
 from ckptkit.training.state.pieces import Piece
 
 # Of one record; matrices split by columns have thousands of parts, and stay unproven.
-_MOST_PARTS = 256
+MOST_PARTS = 256
 
 
 class FillReport(Struct, frozen=True):
-    """What filling the pieces took, and what was proven of the bytes.
+    """What filling the pieces took, and what was proven of the bytes."""
 
-    Attributes:
-        bytes_read: From data files, headers and trailers of records included.
-        bytes_needed: What the pieces hold.
+    bytes_read: int = 0  # from data files, headers and trailers of records included
+    bytes_needed: int = 0  # what the pieces hold
 
-        unverified: Keys of tensors with bytes that were read and had no checksum stored.
-        partial: By number, the records whose parts, not whole, this rank needed; `cross_check`
-            proves them.
-    """
-
-    bytes_read: int = 0
-    bytes_needed: int = 0
-
+    # keys of tensors with bytes that were read and had no checksum stored
     unverified: tuple[Key, ...] = ()
+    # by number, the records whose parts, not whole, this rank needed; `cross_check` proves them
     partial: tuple[NumberedRecord, ...] = ()
 
 
@@ -60,14 +53,7 @@ def load_pieces(
 ) -> FillReport:
     """Fills the live tensors of pieces from a checkpoint.
 
-    Args:
-        index: Of the DCP directory that holds them.
-        source: Its files.
-        pieces: What to fill; one without elements only has to be in the checkpoint.
-        threads: As for `read_chunks`.
-
-    Returns:
-        What was read, and what is left to be proven.
+    A piece without elements only has to be in the checkpoint.
     """
     wanted: list[tuple[TensorEntry, Box, BoxMemory]] = []
     for piece, entry in zip(pieces, match_entries(index, pieces), strict=True):
@@ -85,7 +71,7 @@ def load_pieces(
             )
         for place, elements in piece.boxes():
             wanted.append((entry, place, memory_of(elements.detach().view(place.sizes))))
-    origin = Origin("step", source, index, most_pieces=_MOST_PARTS)
+    origin = Origin("step", source, index, most_pieces=MOST_PARTS)
     try:
         report = read_chunks(origin, plan_chunk_reads(wanted), threads=threads)
     finally:
@@ -134,10 +120,16 @@ class DeviceMemory:
         self._tensor[slices_of(box)].copy_(values)
 
     def walked(self, start: Shape, walks: Sequence[Walk], sizes: Shape) -> DeviceMemory:
-        strides = self._tensor.stride()
-        first = self._tensor.storage_offset() + flat_offset(start, strides)
-        steps = [strides[axis] * step if step else 0 for axis, step in walks]
-        return DeviceMemory(self._tensor.as_strided(sizes, steps, first))
+        return DeviceMemory(strided_part(self._tensor, start, walks, sizes))
+
+
+def strided_part(
+    tensor: torch.Tensor, start: Shape, walks: Sequence[Walk], sizes: Shape
+) -> torch.Tensor:
+    strides = tensor.stride()
+    first = tensor.storage_offset() + flat_offset(start, strides)
+    steps = [strides[axis] * step if step else 0 for axis, step in walks]
+    return tensor.as_strided(sizes, steps, first)
 
 
 def match_entries(index: TensorIndex, pieces: Sequence[Piece]) -> list[TensorEntry]:
@@ -208,12 +200,7 @@ class Packed(TypedDict):
 
 
 def pack(partial: Mapping[str, Sequence[NumberedRecord]], *, world_size: int) -> Packed:
-    """Returns records as texts that are together small enough for the store.
-
-    Args:
-        partial: Records that a rank read in part, by the index that they belong to.
-        world_size: How many ranks send theirs.
-    """
+    """Returns records as texts that are together small enough for the store."""
     rows = _MOST_ROWS // world_size
     characters = min(_MOST_CHARACTERS // world_size, _MOST_CHARACTERS_OF_A_RANK)
     tables: dict[str, str] = {}
@@ -252,12 +239,7 @@ def unpack(text: str) -> Table:
 def cross_check(tables: Sequence[Table], name: Callable[[int], str]) -> int:
     """Proves records from the parts that different ranks read.
 
-    Args:
-        tables: What the ranks report, of one index.
-        name: Returns what the record of a number is called in messages.
-
-    Returns:
-        How many records stay unproven, because no parts fit together to the whole.
+    Returns how many records stay unproven, because no parts fit together to the whole.
     """
     table = np.concatenate([*tables, np.empty((0, _COLUMNS), np.int64)])
     # By number, start and length, each row once, as replicas read the same parts.

@@ -11,14 +11,13 @@ from __future__ import annotations
 import hashlib
 import logging
 import random
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
-from msgspec import Struct
 from torch import nn
 
 from ckptkit.core.errors import ResumeError
@@ -30,12 +29,10 @@ from ckptkit.training import step_names
 from ckptkit.training.resume.load_pieces import load_pieces
 from ckptkit.training.resume.stored_step import StoredStep
 from ckptkit.training.state import objects as rng
-from ckptkit.training.state.bound import PER_RANK, shown_name
-from ckptkit.training.state.collect import BoundModel, BoundObject, BoundState
+from ckptkit.training.state.collect import PER_RANK, BoundModel, BoundObject, BoundState, shown_name
 from ckptkit.training.state.dtensors import Copies, DTensor, Meshes, local_part
 from ckptkit.training.state.fsdp import has_flat_parameters
-from ckptkit.training.state.objects import flatten, is_same
-from ckptkit.training.state.objects_on_disk import object_from_bytes, read_blob
+from ckptkit.training.state.objects import flatten, is_same, object_from_bytes, read_blob
 from ckptkit.training.state.pieces import Piece, Replicas, whole_places
 from ckptkit.training.state.structures import adapt, assemble, leaf_paths
 from ckptkit.training.step_names import clean_fqn, parallel_prefixes
@@ -46,94 +43,65 @@ Apply = Callable[[], object]
 _PLAIN = frozenset((torch.Tensor, nn.Parameter))
 
 
-class ValueLocation(Struct, frozen=True):
-    """Where a nested value is stored.
-
-    Attributes:
-        unit: The DCP directory.
-        path: What its key paths begin with.
-        name: What it is called in messages.
-    """
-
-    unit: str
-    path: KeyPath
-    name: str
-
-
 def unflatten(
     stored: StoredStep,
-    place: ValueLocation,
+    unit: str,
+    start: KeyPath,
+    name: str,
     live: Any,
     pieces: list[Piece],
     *,
     saved: bool,
     leaving: Collection[str] = (),
 ) -> Any:
-    """Restores a value from the keys of a DCP directory.
+    """Restores a value from the keys of a DCP directory that begin with `start`.
 
-    Steps without structures, which older versions and other tools write, do not have all types,
-    and have nothing of empty mappings: then both are taken from the live value.
-
-    Args:
-        stored: The step.
-        place: Of the value.
-        live: The live value in its place.
-        pieces: Gets the sharded tensors of the live value, to be filled in place.
-        saved: Whether it is known to have been saved, so that it may have no leaves.
-        leaving: Names on the first level that belong to something else.
+    Steps without structures, which older versions and other tools write, do not have all types, and
+    have nothing of empty mappings: then both are taken from the live value. `pieces` gets the
+    sharded tensors of the live value, to be filled in place. With `saved`, it is known to have been
+    saved, so that it may have no leaves. `leaving` has names on the first level that belong to
+    something else.
     """
-    nodes = stored.structure(place.unit, place.path)
-    keys = {entry.key_path for entry in stored.index(place.unit).tensors.values()}
+    nodes = stored.structure(unit, start)
+    index, depth = stored.index(unit), len(start)
+    keys = {entry.key_path for entry in index.tensors.values()}
     sharded = {path: leaf for path, leaf in flatten(live) if isinstance(leaf, DTensor)}
     if nodes is not None:
-        paths = leaf_paths(nodes, place.name)
+        paths = leaf_paths(nodes, name)
     else:
-        paths = [path for path in _paths(stored, place) if not (path and str(path[0]) in leaving)]
-    leaves = _read_leaves(stored, place, paths, sharded)
-    own = {path: leaf for path, leaf in sharded.items() if (*place.path, *path) in keys}
+        below = (key[depth:] for key in chain(index.values, keys) if key[:depth] == start)
+        paths = [path for path in below if not (path and str(path[0]) in leaving)]
+    # Tensors are read as a whole, but for sharded ones.
+    leaves: dict[KeyPath, Any] = {}
+    tensors: list[KeyPath] = []
+    for path in paths:
+        key = (*start, *path)
+        if stored.has_value(unit, key):
+            leaves[path] = stored.value(unit, key)
+        elif path not in sharded:
+            tensors.append(key)
+    for key, tensor in read_tensors(stored, unit, tensors):
+        leaves[key[depth:]] = tensor
+    own = {path: leaf for path, leaf in sharded.items() if (*start, *path) in keys}
     leaves |= own
     if not leaves and nodes is None and not saved and next(flatten(live), None) is not None:
         raise ResumeError(
             "was not saved with this step",
-            where=place.name,
+            where=name,
             hint="resume without it, or leave it out of the state",
         )
     value: Any = []
     if leaves or nodes is not None or not isinstance(live, list):
-        value = assemble(nodes, leaves, where=f"{stored.source.location}, {place.name}")
+        value = assemble(nodes, leaves, where=f"{stored.source.location}, {name}")
     if not stored.has_structures:
         value = adapt(value, live)
     meshes = Meshes(Copies())
     meshes.learn(own.values())
     for path, leaf in own.items():
-        key = (*place.path, *path)
+        key = (*start, *path)
         slot = meshes.slot(".".join(map(str, key)), leaf, Replicas())
-        pieces += slot.pieces(place.unit, key, local_part(leaf))
+        pieces += slot.pieces(unit, key, local_part(leaf))
     return value
-
-
-def _paths(stored: StoredStep, place: ValueLocation) -> Iterator[KeyPath]:
-    index, depth = stored.index(place.unit), len(place.path)
-    for key in chain(index.values, (entry.key_path for entry in index.tensors.values())):
-        if key[:depth] == place.path:
-            yield key[depth:]
-
-
-def _read_leaves(
-    stored: StoredStep, place: ValueLocation, paths: Iterable[KeyPath], skip: Container[KeyPath]
-) -> dict[KeyPath, Any]:
-    """Returns the leaves at some paths below a place, tensors read as a whole."""
-    leaves: dict[KeyPath, Any] = {}
-    tensors: list[KeyPath] = []
-    for path in paths:
-        key = (*place.path, *path)
-        if stored.has_value(place.unit, key):
-            leaves[path] = stored.value(place.unit, key)
-        elif path not in skip:
-            tensors.append(key)
-    for key, tensor in read_tensors(stored, place.unit, tensors):
-        leaves[key[len(place.path) :]] = tensor
-    return leaves
 
 
 def set_nested(target: Any, path: KeyPath, value: Any) -> None:
@@ -183,14 +151,8 @@ def loaders_alike(stored: StoredStep, bound: BoundState) -> dict[str, bool]:
     """Returns for each dataloader, or generator, whether all ranks saved it at the same place.
 
     Called on one rank, for all: it reads what every rank had saved, or the checksums of it. Seeds
-    of workers, which each rank may have drawn for itself, are no part of the place.
-
-    Args:
-        stored: The step.
-        bound: The state, with its places in the step.
-
-    Returns:
-        By the names of the entries; empty where as many ranks resume as saved.
+    of workers, which each rank may have drawn for itself, are no part of the place. By the names of
+    the entries; empty where as many ranks resume as saved.
     """
     alike: dict[str, bool] = {}
     world = stored.world_size or bound.world_size
@@ -255,14 +217,7 @@ def object_changes(
 ) -> Iterator[Apply]:
     """Reads schedulers, scalers, dataloaders and all other objects.
 
-    Args:
-        stored: The step.
-        bound: The state.
-        alike: What `loaders_alike` returned to rank 0.
-        pieces: Gets the sharded tensors in them, to be filled before.
-
-    Yields:
-        Functions that restore them.
+    `pieces` gets the sharded tensors in them, to be filled before.
     """
     world = stored.world_size or bound.world_size
     for other in bound.others:
@@ -289,9 +244,9 @@ def _state_of(stored: StoredStep, bound: BoundObject, pieces: list[Piece]) -> An
     if bound.file and stored.has_file(bound.file):
         state = stored.file(bound.file)
     else:
-        place = ValueLocation(bound.unit, bound.path, _name(bound))
+        place = bound.unit, bound.path, _name(bound)
         saved = stored.entry(bound.key, bound.position) is not None
-        state = unflatten(stored, place, bound.state(), pieces, saved=saved)
+        state = unflatten(stored, *place, bound.state(), pieces, saved=saved)
     if bound.kind == "plain" and isinstance(bound.target, dict) is not isinstance(state, Mapping):
         raise ResumeError(
             f"{a_kind(state)} was saved under this name, and the state has {a_kind(bound.target)}"
@@ -307,9 +262,6 @@ def random_changes(stored: StoredStep, bound: BoundState, step: int) -> Iterator
 
     With as many ranks as saved the step, each restores its own. Otherwise all generators are
     seeded from the save, the step and the rank, so that the same resume gives the same numbers.
-
-    Yields:
-        Functions that restore them.
     """
     world = stored.world_size or bound.world_size
     if world == bound.world_size:
@@ -346,14 +298,7 @@ def extra_state_changes(
 ) -> Iterator[Apply]:
     """Reads the extra state of a model's modules.
 
-    Args:
-        stored: The step.
-        model: The model.
-        pieces: Gets the sharded tensors in it, to be filled before.
-        rank: Of this process.
-
-    Yields:
-        Functions that restore it.
+    `pieces` gets the sharded tensors in it, to be filled before.
     """
     index, depth = stored.index(model.unit), len(model.path)
     left = {path for path in index.values if path[:depth] == model.path}
@@ -374,9 +319,9 @@ def extra_state_changes(
         left -= stored_paths
         live = module.get_extra_state()
         if stored_paths or stored.structure(model.unit, path) is not None:
-            place = ValueLocation(model.unit, path, f"{model.key}, {name}")
+            place = model.unit, path, f"{model.key}, {name}"
             yield partial(
-                module.set_extra_state, unflatten(stored, place, live, pieces, saved=True)
+                module.set_extra_state, unflatten(stored, *place, live, pieces, saved=True)
             )
         elif list(flatten(live)) != [((), None)]:
             missing.append(name)
@@ -393,13 +338,6 @@ def copied_changes(model: BoundModel, pieces: Mapping[str, Sequence[Piece]]) -> 
     """Finds tensors that `state_dict` of a module copies, so that filling them changes nothing.
 
     Modules of torchmetrics copy their states, and hooks may cast parameters.
-
-    Args:
-        model: The model.
-        pieces: What is filled, by directory.
-
-    Yields:
-        A function that passes the copies, once they are filled, to `load_state_dict`.
     """
     raw_names = () if has_flat_parameters(model.module) else _copied(model.module)
     if not raw_names:

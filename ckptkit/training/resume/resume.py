@@ -1,16 +1,24 @@
-"""Resuming: the newest step that is whole, loaded on all ranks or on none."""
+"""Resuming: the newest step that is whole, loaded on all ranks or on none.
+
+    choose a step -> open -> match model, optimizers, objects -> plan reads -> fill -> restore
+
+`_Attempt.load` drives these, and all ranks agree before the next; `StepLoader` does them on one.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import posixpath
 import time
-from collections import ChainMap
-from collections.abc import Callable, Mapping, Sequence
+from collections import ChainMap, defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
+import torch
 from msgspec import Struct
 from torch import nn
 
@@ -26,29 +34,54 @@ from ckptkit.core.errors import (
     UsageError,
     error_from_json,
 )
-from ckptkit.core.index import TensorIndex
+from ckptkit.core.index import Key, TensorEntry, TensorIndex
 from ckptkit.core.text import list_first, size_text
+from ckptkit.engine.checksum_tracker import NumberedRecord
 from ckptkit.formats.dcp.reader import METADATA
 from ckptkit.formats.discovery import parse_step
 from ckptkit.runs.marks import STEP_PREFIXES, step_folders
 from ckptkit.storage.places import Place
 from ckptkit.training.agree.peers import Peers, check_same_place, place_facts
-from ckptkit.training.load.filling import LoadResult
 from ckptkit.training.load.load_into import ModelLoad
-from ckptkit.training.resume.fill import StepLoader, Untied
 from ckptkit.training.resume.load_pieces import (
     FillReport,
     Packed,
     cross_check,
+    load_pieces,
+    match_entries,
+    names_of,
     pack,
+    unexpected_keys,
     unpack,
 )
-from ckptkit.training.resume.restore import Apply
-from ckptkit.training.resume.stored_step import StoredStep
+from ckptkit.training.resume.materialise import materialise
+from ckptkit.training.resume.optimizers import LOST_HINT, StoredOptimizer
+from ckptkit.training.resume.restore import (
+    Apply,
+    copied_changes,
+    extra_state_changes,
+    is_extra,
+    loaders_alike,
+    object_changes,
+    random_changes,
+)
+from ckptkit.training.resume.stored_step import StoredStep, bind_to_step
 from ckptkit.training.run_folders import saved_steps
-from ckptkit.training.state.collect import BoundState
-from ckptkit.training.state.pieces import Piece
-from ckptkit.training.step_names import model_unit, name_save
+from ckptkit.training.state.collect import BoundModel, BoundOptimizer, BoundState, bind
+from ckptkit.training.state.dtensors import Copies
+from ckptkit.training.state.fsdp import cast_buffers
+from ckptkit.training.state.models import ModelView, ModelWalk
+from ckptkit.training.state.optimizers import STATE, unwrap_optimizer
+from ckptkit.training.state.pieces import Entry, Piece, ShardLayout
+from ckptkit.training.state.quant_states import (
+    StoredScale,
+    is_made_anew,
+    is_scale,
+    packed_weights,
+    plan_scales,
+    scale_names,
+)
+from ckptkit.training.step_names import model_unit, name_save, parallel_prefixes
 from ckptkit.training.tiers.url_run import NearPlace, steps_of_place
 from ckptkit.writer.merge import few_collections
 
@@ -62,6 +95,12 @@ _ALL_DAMAGED = (
     "see the warnings above; the state may be overwritten in part, so build it anew before training"
     " from the start"
 )
+_COMPARED = 1 << 20  # elements at once, so that little memory is needed
+
+Untied = dict[str, tuple[str, float]]
+"""By the name of a tensor that is left out, because the model holds it as one with another: that
+one's name, and the largest absolute difference on this rank.
+"""
 
 
 def resume(
@@ -75,18 +114,8 @@ def resume(
 ) -> int | None:
     """Loads the newest complete step of a run in place, on all ranks.
 
-    A step that turns out to be damaged is skipped with a warning, on all ranks.
-
-    Args:
-        bound: The state to fill.
-        run: The run's directory, or its URL.
-        peers: The other ranks, which have to call this too.
-        timeout_seconds: How long to wait for the slowest of them, for each thing to agree on.
-        step: A step to load instead of the newest; then no step is skipped.
-        prefix: What comes before the number in the names of the run's steps.
-
-    Returns:
-        The step, or None where the run has none that is complete.
+    A step that turns out to be damaged is skipped with a warning, on all ranks. With `step`, that
+    one is loaded, and none is skipped. Returns None where no step is complete.
     """
     if step is not None and (type(step) is not int or step < 0):
         error = UsageError(f"is {step!r}, where a count of steps was expected", where="step")
@@ -98,8 +127,8 @@ def resume(
         lambda requests: _steps_to_try(requests, run, prefix),
         timeout_seconds=timeout_seconds,
     )
+    attempt = _Attempt(bound, peers, timeout_seconds)
     for entry in steps:
-        attempt = _Attempt(bound, peers, timeout_seconds)
         problem = entry["problem"] or attempt.load_from(run, entry["folder"], entry["step"])
         if problem is None:
             return int(entry["step"])
@@ -134,10 +163,7 @@ def _say_that_none_was_found(run: Path | Place, prefix: str) -> None:
 def decline(peers: Peers, error: Exception, *, timeout_seconds: float) -> None:
     """Lets the other ranks, which call `resume`, know at once that this one cannot.
 
-    Args:
-        peers: The other ranks.
-        error: Why not; it is raised on all of them.
-        timeout_seconds: As for `resume`.
+    It is raised on all of them.
     """
     peers.refuse(_FIRST_ROUND, error, timeout_seconds=timeout_seconds)
 
@@ -148,16 +174,7 @@ def resume_from(
     """Loads one given directory in place, on all ranks; it may have been written by other tools.
 
     Of a checkpoint that no training loop resumes from, such as a model folder, only the model is
-    loaded.
-
-    Args:
-        bound: The state to fill.
-        folder: A step's directory, or its URL, with or without a manifest.
-        peers: The other ranks, which have to call this too.
-        timeout_seconds: As for `resume`.
-
-    Returns:
-        The number of the step, 0 where it is not known.
+    loaded. Returns the number of the step, 0 where it is not known.
     """
     found: dict[str, Any] = peers.agree(
         _FIRST_ROUND,
@@ -165,77 +182,13 @@ def resume_from(
         lambda requests: _step_in(folder, requests, bound),
         timeout_seconds=timeout_seconds,
     )
+    attempt = _Attempt(bound, peers, timeout_seconds)
     if found["is_other"]:
-        return _fill_model(bound, folder, peers, timeout_seconds) or found["step"]
-    problem = _Attempt(bound, peers, timeout_seconds).load(folder, found["step"])
+        return attempt.fill_model(folder) or found["step"]
+    problem = attempt.load(folder, found["step"])
     if problem is not None:
         raise problem
     return int(found["step"])
-
-
-def _fill_model(
-    bound: BoundState, folder: Path | Place, peers: Peers, timeout_seconds: float
-) -> int | None:
-    """Fills the one model of a state from a checkpoint of any format; returns the step of that."""
-    with ExitStack() as stack:
-        error: Exception | None = None
-        load: ModelLoad | None = None
-        result: LoadResult | None = None
-        partial: Packed = Packed(tables={}, left_out=0)
-
-        def agree(topic: str, decide: Callable[[list[Any]], dict[str, Any] | None]) -> None:
-            value = {"problem": _problem(error), "partial": partial}
-            problems = peers.agree(topic, value, decide, timeout_seconds=timeout_seconds)
-            if problems is not None:
-                raise error_from_json(problems["error"]) from error
-
-        def first(values: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-            return _first_problem([value["problem"] for value in values])
-
-        try:
-            load = stack.enter_context(ModelLoad(_only_model(bound, folder), folder))
-            load.check(strict=True)
-        except Exception as caught:  # noqa: BLE001  the other ranks have to hear of it
-            error = caught
-        agree("whether the model fits", first)
-        assert load is not None  # noqa: S101  else it raised
-        opened = load
-        try:
-            result = load.fill([entry.optimizer for entry in bound.optimizers])
-            partial = pack({_WHOLE: load.partial}, world_size=peers.world_size)
-        except Exception as caught:  # noqa: BLE001  the other ranks have to hear of it
-            error = caught
-        agree("whether the model was filled", lambda v: first(v) or _unproven(opened, v))
-    if peers.rank == 0 and result is not None:
-        left = [entry.key for entry in (*bound.optimizers, *bound.others)]
-        also = f"; as before: {', '.join(dict.fromkeys(left))}" if left else ""
-        logger.warning("%s: of this %s only the model was loaded%s", folder, result.format, also)
-    return load.step
-
-
-def _unproven(load: ModelLoad, values: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Proves records that no rank has read as a whole; returns the problem of a damaged one."""
-    packed = [value["partial"] for value in values]
-    texts = [rank["tables"][_WHOLE] for rank in packed if _WHOLE in rank["tables"]]
-    try:
-        left = cross_check([unpack(text) for text in texts], load.name_record)
-    except ChecksumError as error:
-        text = f"{error.message}; the model is filled with what was read"
-        return _problem(PartlyFilledError(text, where=error.where))
-    left += max(rank["left_out"] for rank in packed)
-    if left:
-        logger.warning("%d records were read in part by all ranks, and not checked", left)
-    return None
-
-
-def _only_model(bound: BoundState, folder: Path | Place) -> nn.Module:
-    if len(bound.models) == 1:
-        return bound.models[0].module
-    raise ResumeError(
-        f"holds a model alone, and the state has {len(bound.models)}",
-        where=str(folder),
-        hint="fill each of them with ckptkit.training.load_into",
-    )
 
 
 def _steps_to_try(
@@ -325,7 +278,7 @@ def _can_resume(stored: StoredStep, bound: BoundState) -> bool:
 
 
 class _Attempt(Struct, frozen=True):
-    """One try to load one step."""
+    """Loads one step, or tries to; all ranks do the same, and agree after each part of it."""
 
     bound: BoundState
     peers: Peers
@@ -346,51 +299,103 @@ class _Attempt(Struct, frozen=True):
         """Returns what is damaged, the same on all ranks, or None where all is in place."""
         start = time.perf_counter()
         with few_collections(), StepLoader(folder, self.bound) as opening:
+            # Match: models get memory, optimizers and objects are compared with what is stored.
             alike = self._agree("where dataloaders go on", None, lambda _: _look(opening))
             anew = self._starting_anew(opening)
-            pieces: dict[str, list[Piece]] = {}
-            changes: list[Apply] = []
-            reports: dict[str, FillReport] = {}
-            untied: Untied = {}
-            error: Exception | None = None
-            try:
-                pieces, changes = opening.prepare(step, alike, anew)
-            except Exception as caught:  # noqa: BLE001  the other ranks have to hear of it
-                error = caught
-            # All of it has to fit on all ranks before any of them overwrites a tensor.
-            verdict = self._agree("what fits of a step", _problem(error), _first_problem)
-            problem = _stopped(verdict, error)
-            if problem is not None:
-                return problem
-            try:
-                reports, untied = opening.fill(pieces)
-            except Exception as caught:  # noqa: BLE001  the other ranks have to hear of it
-                error = caught
-            partial = {unit: report.partial for unit, report in reports.items()}
-            value = {
-                "problem": _problem(error),
-                "partial": pack(partial, world_size=self.peers.world_size),
-                "untied": untied,
-            }
-            verdict = self._agree(
-                "what was loaded of a step", value, lambda values: _verdict(values, opening)
+            # Plan: what is no tensor is read. All of it has to fit on all ranks before any of them
+            # overwrites a tensor.
+            planned, problem = self._together(
+                "what fits of a step", lambda: opening.prepare(step, alike, anew)
             )
-            problem = _stopped(verdict, error)
             if problem is not None:
                 return problem
-            self._apply(changes)
+            pieces, changes = planned
+            # Fill: each rank reads its parts of tensors, and rank 0 proves what none read whole.
+            filled, problem = self._together(
+                "what was loaded of a step",
+                lambda: opening.fill(pieces),
+                lambda filled: {
+                    "partial": self._pack({unit: r.partial for unit, r in filled[0].items()}),
+                    "untied": filled[1],
+                },
+                lambda values: _verdict(values, opening),
+            )
+            if problem is not None:
+                return problem
+            # Restore: everything else is put in place.
+            _, problem = self._together(
+                "putting the loaded values in place", lambda: _apply(changes)
+            )
+            if problem is not None:
+                raise problem
         if self.peers.rank == 0:
-            read = size_text(sum(report.bytes_read for report in reports.values()))
+            reports = filled[0].values()
+            read = size_text(sum(report.bytes_read for report in reports))
             seconds = time.perf_counter() - start
             done = name_save(step, folder)
             logger.info("resumed from %s: %s in %.2f s on rank 0", done, read, seconds)
-            unverified = [key for report in reports.values() for key in report.unverified]
+            unverified = [key for report in reports for key in report.unverified]
             if unverified:
                 logger.info("no checksums were stored for %s", list_first(unverified))
         return None
 
+    def fill_model(self, folder: Path | Place) -> int | None:
+        """Fills the one model from a checkpoint of any format; returns the step of that."""
+        bound = self.bound
+        with ExitStack() as stack:
+
+            def match() -> ModelLoad:
+                load = stack.enter_context(ModelLoad(_only_model(bound, folder), folder))
+                load.check(strict=True)
+                return load
+
+            load, problem = self._together("whether the model fits", match)
+            if problem is not None:
+                raise problem
+            result, problem = self._together(
+                "whether the model was filled",
+                lambda: load.fill([entry.optimizer for entry in bound.optimizers]),
+                lambda _: {"partial": self._pack({_WHOLE: load.partial})},
+                lambda values: _unproven(load, values),
+            )
+            if problem is not None:
+                raise problem
+        if self.peers.rank == 0:
+            left = [entry.key for entry in (*bound.optimizers, *bound.others)]
+            also = f"; as before: {', '.join(dict.fromkeys(left))}" if left else ""
+            logger.warning(
+                "%s: of this %s only the model was loaded%s", folder, result.format, also
+            )
+        step: int | None = load.step
+        return step
+
     def _agree(self, topic: str, value: Any, decide: Callable[[list[Any]], Any]) -> Any:
         return self.peers.agree(topic, value, decide, timeout_seconds=self.timeout_seconds)
+
+    def _together(
+        self,
+        topic: str,
+        work: Callable[[], Any],
+        share: Callable[[Any], Mapping[str, Any]] = lambda _: {},
+        decide: Callable[[list[Any]], dict[str, Any] | None] = lambda _: None,
+    ) -> tuple[Any, InputError | None]:
+        """Does a part of the work on all ranks; returns its result here, and what is damaged.
+
+        If it fails on any rank because the state does not fit, it raises on all of them. Otherwise
+        rank 0 decides over what the ranks share.
+        """
+        result, error, shared = None, None, dict[str, Any]()
+        try:
+            result = work()
+            shared = dict(share(result))
+        except Exception as caught:  # noqa: BLE001  the other ranks have to hear of it
+            error = caught
+        value = {"problem": _problem(error), **shared}
+        verdict = self._agree(topic, value, lambda values: _first_problem(values) or decide(values))
+        return result, _stopped(verdict, error)
+
+    def _pack(self, partial: Mapping[str, Sequence[NumberedRecord]]) -> Packed:
+        return pack(partial, world_size=self.peers.world_size)
 
     def _starting_anew(self, opening: StepLoader) -> frozenset[str]:
         """Agrees on which optimizers start without their state, where the user allows that."""
@@ -408,30 +413,23 @@ class _Attempt(Struct, frozen=True):
             logger.warning("%s starts anew, without the state in the step: %s", name, reason)
         return frozenset(reasons)
 
-    def _apply(self, changes: Sequence[Apply]) -> None:
-        error: Exception | None = None
-        try:
-            for change in changes:
-                change()
-        except Exception as caught:
-            error = caught
-            logger.exception("the values of the checkpoint could not be put in place")
-        problem = self._agree(
-            "putting the loaded values in place",
-            _problem(error),
-            lambda values: next(filter(None, values), None),
-        )
-        if problem is not None:
-            raise error_from_json(problem["error"]) from error
-
 
 def _look(opening: StepLoader) -> dict[str, bool]:
     """Returns which dataloaders were alike; where that fails, loading the step fails likewise."""
     try:
-        return opening.loaders_alike()
+        return loaders_alike(opening.stored, opening.bound)
     except Exception as error:  # noqa: BLE001  all ranks hear of it when they load the step
         logger.debug("dataloaders were not compared: %s", error)
         return {}
+
+
+def _apply(changes: Sequence[Apply]) -> None:
+    try:
+        for change in changes:
+            change()
+    except Exception:
+        logger.exception("the values of the checkpoint could not be put in place")
+        raise
 
 
 def _stopped(verdict: Mapping[str, Any] | None, error: Exception | None) -> InputError | None:
@@ -439,8 +437,9 @@ def _stopped(verdict: Mapping[str, Any] | None, error: Exception | None) -> Inpu
     if verdict is None:
         return None
     problem = error_from_json(verdict["error"])
+    problem.__cause__ = error
     if verdict["misfit"]:
-        raise problem from error
+        raise problem
     return problem if isinstance(problem, InputError) else InputError(str(problem))
 
 
@@ -455,10 +454,7 @@ def _problem(error: Exception | None) -> dict[str, Any] | None:
 
 
 def _verdict(values: Sequence[Mapping[str, Any]], opening: StepLoader) -> dict[str, Any] | None:
-    """Decides for all ranks, on rank 0."""
-    problem = _first_problem([value["problem"] for value in values])
-    if problem is not None:
-        return problem
+    """Proves what no rank could alone, and says what was left out; for rank 0."""
     try:
         opening.stored.check_digests()
         _prove(opening.stored, [value["partial"] for value in values])
@@ -480,9 +476,9 @@ def _verdict(values: Sequence[Mapping[str, Any]], opening: StepLoader) -> dict[s
     return None
 
 
-def _first_problem(of_ranks: Sequence[Mapping[str, Any] | None]) -> dict[str, Any] | None:
+def _first_problem(values: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     """Returns the problem to report: a state that does not fit comes before a damaged file."""
-    problems = [(rank, problem) for rank, problem in enumerate(of_ranks) if problem is not None]
+    problems = [(rank, v["problem"]) for rank, v in enumerate(values) if v["problem"] is not None]
     problems.sort(key=lambda entry: not entry[1]["misfit"])
     for rank, problem in problems:
         logger.debug("rank %d: %s", rank, problem["error"]["message"])
@@ -503,3 +499,362 @@ def _prove(stored: StoredStep, packed: Sequence[Mapping[str, Any]]) -> None:
         unproven += cross_check([unpack(text) for text in texts], name)
     if unproven:
         logger.info("%d records were read in part by all ranks, and not checked", unproven)
+
+
+def _unproven(load: ModelLoad, values: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Proves records that no rank has read as a whole; returns the problem of a damaged one."""
+    packed = [value["partial"] for value in values]
+    texts = [rank["tables"][_WHOLE] for rank in packed if _WHOLE in rank["tables"]]
+    try:
+        left = cross_check([unpack(text) for text in texts], load.name_record)
+    except ChecksumError as error:
+        text = f"{error.message}; the model is filled with what was read"
+        return _problem(PartlyFilledError(text, where=error.where))
+    left += max(rank["left_out"] for rank in packed)
+    if left:
+        logger.warning("%d records were read in part by all ranks, and not checked", left)
+    return None
+
+
+def _only_model(bound: BoundState, folder: Path | Place) -> nn.Module:
+    if len(bound.models) == 1:
+        return bound.models[0].module
+    raise ResumeError(
+        f"holds a model alone, and the state has {len(bound.models)}",
+        where=str(folder),
+        hint="fill each of them with ckptkit.training.load_into",
+    )
+
+
+class StepLoader:
+    """Loads a step into the state of this rank; its directory is opened on first use."""
+
+    def __init__(self, folder: Path | Place, bound: BoundState) -> None:
+        self._folder = folder
+        self._given = bound
+        self._stored: StoredStep | None = None
+        self._optimizers: dict[int, StoredOptimizer] = {}
+
+    @property
+    def stored(self) -> StoredStep:
+        if self._stored is None:
+            self._stored = StoredStep.open(self._folder)
+        return self._stored
+
+    @cached_property
+    def bound(self) -> BoundState:
+        """The state, with the places that it has in this step."""
+        bound, layout = self._given, self.stored.layout
+        if layout not in {None, bound.layout}:
+            state: dict[str, Any] = {}
+            for key, position, value in (
+                *((model.key, model.position, model.module) for model in bound.models),
+                *((entry.key, entry.position, entry.optimizer) for entry in bound.optimizers),
+                *((other.key, other.position, other.target) for other in bound.others),
+            ):
+                if position is None:
+                    state[key] = value
+                else:
+                    state.setdefault(key, []).append(value)
+            bound = bind(state, layout=layout, rank=bound.rank, world_size=bound.world_size)
+        if self.stored.entries is not None:
+            bound = bind_to_step(bound, self.stored.entries, where=str(self._folder))
+        return bound
+
+    def unfit_optimizers(self) -> dict[str, str]:
+        """Returns the optimizers that do not fit this step, by name, and why."""
+        problems: dict[str, str] = {}
+        for optimizer in self.bound.optimizers:
+            try:
+                self._checked_groups(optimizer, [])
+                # It also has to have, or be able to create, state like that in the step.
+                matched = self._matched(optimizer)
+                matched.allocate()
+                depth = len(optimizer.path)
+                pieces = [
+                    piece
+                    for piece in self._stored_pieces()
+                    if piece.unit == optimizer.unit and piece.key_path[:depth] == optimizer.path
+                ]
+                match_entries(self.stored.index(optimizer.unit), pieces)
+                list(matched.value_changes())
+            except ResumeError as error:
+                problems[optimizer.name] = str(error)
+        return problems
+
+    def prepare(
+        self, step: int, alike: Mapping[str, bool], anew: Collection[str] = frozenset()
+    ) -> tuple[dict[str, list[Piece]], list[Apply]]:
+        """Reads everything but the tensors, and checks that these fit; overwrites none of them.
+
+        Returns the tensors to fill, by DCP directory, and functions that put everything else in
+        place. The state of the optimizers that `anew` names is cleared, not loaded.
+        """
+        stored, bound = self.stored, self.bound
+        fresh = [o for o in bound.optimizers if o.name in anew]
+        resumed = [o for o in bound.optimizers if o not in fresh]
+        further: list[Piece] = []
+        changes = [
+            change for optimizer in resumed for change in self._checked_groups(optimizer, further)
+        ]
+        for optimizer in resumed:
+            changes += self._matched(optimizer).value_changes()
+        for optimizer in fresh:
+            changes.append(optimizer.optimizer.state.clear)
+            try:
+                changes += list(self._matched(optimizer).group_changes())
+            except ResumeError as error:
+                logger.debug("hyperparameters stay as they are: %s", error)
+        for model in bound.models:
+            changes += extra_state_changes(stored, model, further, rank=bound.rank)
+        changes += object_changes(stored, bound, alike, further)
+        # Last, as loading a state dict may draw numbers.
+        changes += random_changes(stored, bound, step)
+        for optimizer in resumed:
+            self._matched(optimizer).allocate()
+        pieces: dict[str, list[Piece]] = defaultdict(list)
+        for piece in self._stored_pieces(fresh):
+            pieces[piece.unit].append(piece)
+        self._check_models(pieces)
+        changes += [c for model in bound.models for c in self._scale_changes(model, pieces)]
+        changes += [c for model in bound.models for c in self._uncast_buffers(model, pieces)]
+        for model in bound.models:
+            changes += copied_changes(model, pieces)
+        for piece in further:
+            pieces[piece.unit].append(piece)
+        for unit, of_unit in pieces.items():
+            match_entries(stored.index(unit), of_unit)
+        return pieces, changes
+
+    def fill(self, pieces: Mapping[str, Sequence[Piece]]) -> tuple[dict[str, FillReport], Untied]:
+        reports = {
+            unit: load_pieces(self.stored.index(unit), self.stored.source, of_unit)
+            for unit, of_unit in pieces.items()
+        }
+        # What the model holds as one tensor and the step as several, as far as it was read.
+        differing: Untied = {}
+        starts = {unit: len(m.path) for m in self.bound.models for unit in m.places.units}
+        for unit, depth in starts.items():
+            for piece in pieces.get(unit, ()):
+                if piece.aliases and piece.elements:
+                    for name, kept, difference in self._differing(unit, piece, depth):
+                        before = differing.get(name, (kept, 0.0))[1]
+                        differing[name] = kept, max(before, difference)
+        return reports, differing
+
+    def _differing(self, unit: str, piece: Piece, depth: int) -> Iterator[tuple[str, str, float]]:
+        index = self.stored.index(unit)
+        stored = [index.tensors.get(Key(key)) for key in names_of(piece)]
+        kept, *further = (entry for entry in stored if entry is not None)
+        for entry in further:
+            if _records_of(index, entry) == _records_of(index, kept):
+                continue
+            difference = float("inf")
+            if entry.shape == kept.shape and entry.dtype == kept.dtype:
+                read = torch.empty_like(piece.local)
+                other = dataclasses.replace(piece, key_path=entry.key_path, aliases=(), local=read)
+                load_pieces(index, self.stored.source, [other])
+                difference = _largest_difference(piece.local, read)
+            if difference:
+                name, of_kept = (".".join(map(str, e.key_path[depth:])) for e in (entry, kept))
+                yield name, of_kept, difference
+
+    def _stored_pieces(self, fresh: Sequence[BoundOptimizer] = ()) -> list[Piece]:
+        """Returns the pieces to fill: not what an optimizer has beyond the step."""
+        dropped: set[int] = set()
+        starts = [(optimizer.unit, optimizer.path) for optimizer in fresh]
+        pieces = [
+            p
+            for p in self.bound.pieces()
+            if p.unit not in self._absent
+            and not any(p.unit == unit and p.key_path[: len(path)] == path for unit, path in starts)
+        ]
+        for model in self.bound.models:  # modules get their extra states through `set_extra_state`
+            unit, path = model.unit, model.path
+            pieces = [p for p in pieces if p.unit != unit or not is_extra(p.key_path, path)]
+        for optimizer in self.bound.optimizers:
+            if optimizer in fresh or self._is_built_otherwise(optimizer):
+                continue
+            start = (*optimizer.path, STATE)
+            places = self._matched(optimizer).composed_places
+            composed = {(*start, name, *place) for name, place in places}
+            keys = self.stored.index(optimizer.unit).tensors
+            for piece in pieces:
+                path = piece.key_path
+                if piece.unit != optimizer.unit or path[: len(start)] != start:
+                    continue
+                direct = len(path) == len(start) + 2  # the parameter, and a name
+                inside = any(path[:end] in composed for end in range(len(start) + 2, len(path)))
+                if not (direct or inside) or piece.key not in keys:
+                    dropped.add(id(piece))
+        return [piece for piece in pieces if id(piece) not in dropped]
+
+    def _uncast_buffers(self, model: BoundModel, pieces: dict[str, list[Piece]]) -> Iterator[Apply]:
+        """Replaces pieces of buffers that FSDP1 casts by ones in the dtype of the step.
+
+        Steps hold them as they were before the cast, or as they were after it; so do models,
+        before and after their first forward pass. Yields functions that cast them.
+        """
+        dtypes = cast_buffers(model.module, parallel_prefixes(model.module))
+        places = {model.places.of(name): pair for name, pair in dtypes.items()}
+        for unit in model.places.units if places else ():
+            stored = self.stored.index(unit).tensors if unit in pieces else {}
+            for number, piece in enumerate(pieces.get(unit, ())):
+                entry, own = stored.get(Key(piece.key)), piece.local
+                both = places.get(piece.entry, ())
+                kept = [d for d in both if entry and str(d) == f"torch.{entry.dtype.name}"]
+                if kept and own.dtype in both and own.dtype not in kept:
+                    read = torch.empty_like(own, dtype=kept[0])
+                    pieces[unit][number] = dataclasses.replace(piece, local=read)
+                    yield partial(own.copy_, read)
+
+    def _scale_changes(self, model: BoundModel, pieces: dict[str, list[Piece]]) -> list[Apply]:
+        """Takes out pieces of scales that are made anew, and returns what puts scales in place."""
+        packed = packed_weights(model.module, parallel_prefixes(model.module))
+        units = [unit for unit in model.places.units if packed and unit in pieces]
+        present = {piece.entry for unit in units for piece in pieces[unit]}
+        stored: dict[str, StoredScale] = {}
+        apart: set[Entry] = set()
+        for weight, key in scale_names(packed):
+            unit, path = place = model.places.of(f"{weight}.{key}")
+            if unit in self._absent or (place in present and not is_made_anew(key)):
+                continue
+            index = self.stored.index(unit)
+            entry = index.tensors.get(Key(".".join(map(str, path))))
+            if entry is not None:
+                stored[f"{weight}.{key}"] = index, self.stored.source, entry
+                apart.add(place)
+        for unit in units:
+            pieces[unit] = [piece for piece in pieces[unit] if piece.entry not in apart]
+        problems, changes = plan_scales(packed, stored)
+        if problems:
+            raise ResumeError(
+                f"packed weights of the checkpoint are not those of the model: {problems[0]}",
+                where=model.key,
+                hint="quantize the base as the run did",
+            )
+        return changes
+
+    @cached_property
+    def _absent(self) -> frozenset[str]:
+        """The directories of base models that the step does not have.
+
+        Stock Trainer saves the adapter alone: the base is as the user loaded it.
+        """
+        bases = {model.places.base_unit for model in self.bound.models} - {""}
+        missing = [unit for unit in bases if not self.stored.has_file(f"{unit}/{METADATA}")]
+        absent = frozenset(missing)
+        if absent and self.bound.rank == 0:
+            logger.info("%s: only the adapter was saved, and the base stays as it is", self._folder)
+        return absent
+
+    def _is_built_otherwise(self, bound: BoundOptimizer) -> bool:
+        """Whether an optimizer has other flags than were saved, such as `amsgrad`.
+
+        Then tensors in its state that the step lacks are no leftovers of later steps.
+        """
+        defaults: Mapping[str, Any] = getattr(unwrap_optimizer(bound.optimizer), "defaults", {})
+        flags = {name: value for name, value in defaults.items() if isinstance(value, bool)}
+        return any(
+            group.get(name, value) is not value
+            for group in self._matched(bound).groups
+            for name, value in flags.items()
+        )
+
+    def _checked_groups(self, bound: BoundOptimizer, pieces: list[Piece]) -> list[Apply]:
+        """Checks that an optimizer fits, and returns what sets its hyperparameters."""
+        where = bound.name
+        lost = self.stored.findings.lost.get(where)
+        if lost is not None:
+            raise ResumeError(
+                f"its state was not saved with this step: {lost}", where=where, hint=LOST_HINT
+            )
+        matched = self._matched(bound)
+        missing = matched.missing_groups(self.bound.optimizers)
+        if missing and self.bound.missing_groups == "error":
+            raise ResumeError(
+                f"the step has a different number of parameter groups: {missing}",
+                where=where,
+                hint="give the optimizer all groups before it is resumed, as add_param_group did"
+                " when it was saved, or drop their state with missing_groups='drop'",
+            )
+        if missing and self.bound.rank == 0:
+            logger.warning("%s: the state of groups that it lacks is dropped: %s", where, missing)
+        matched.check_state()
+        return [*matched.group_changes(), *matched.unbound_changes(pieces)]
+
+    def _matched(self, bound: BoundOptimizer) -> StoredOptimizer:
+        key = id(bound.optimizer)
+        if key not in self._optimizers:
+            matched = StoredOptimizer(self.stored, bound, self._slots, self._world)
+            self._optimizers[key] = matched
+        return self._optimizers[key]
+
+    @property
+    def _world(self) -> Copies:
+        return Copies(self.bound.world_size, self.bound.rank)
+
+    @cached_property
+    def _views(self) -> list[ModelView]:
+        """What this rank holds of each model, with memory for it."""
+        bound = self.bound
+        materialise([m.module for m in bound.models], [o.optimizer for o in bound.optimizers])
+        return [ModelWalk(m.module, m.places, world=self._world).look() for m in bound.models]
+
+    @cached_property
+    def _slots(self) -> dict[int, tuple[ShardLayout, ...]]:
+        return {key: slots for view in self._views for key, slots in view.slots.items()}
+
+    def _check_models(self, pieces: Mapping[str, Sequence[Piece]]) -> None:
+        """Refuses tensors that no model has, as torch's strict load_state_dict does.
+
+        Tensors that a pipeline's stage does not have are those of other stages.
+        """
+        for model, view in zip(self.bound.models, self._views, strict=True):
+            if view.values.count < self.bound.world_size:
+                continue
+            extra: list[str] = []
+            start = model.path
+            for unit in model.places.units:
+                if unit in self._absent:
+                    continue
+                index = self.stored.index(unit)
+                # A model that was wrapped before has the scales of its packed weights elsewhere.
+                extra += [
+                    key
+                    for key in unexpected_keys(index, pieces.get(unit, ()))
+                    if index.tensors[key].key_path[: len(start)] == start
+                    and not is_extra(index.tensors[key].key_path, start)
+                    and not is_scale(key, index.tensors)
+                ]
+            if extra:
+                raise ResumeError(
+                    f"{len(extra):,} tensors of the checkpoint are not in the model:"
+                    f" {list_first(extra)}",
+                    where=model.key,
+                    hint="build the model that was saved",
+                )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._stored is not None:
+            self._stored.close()
+
+
+def _records_of(index: TensorIndex, entry: TensorEntry) -> list[tuple[int, int]]:
+    records = [index.records[int(number)] for number in entry.chunks.record]
+    return sorted((record.file, record.start) for record in records)
+
+
+def _largest_difference(tensor: torch.Tensor, other: torch.Tensor) -> float:
+    """Returns the largest absolute difference; NaN equals NaN, and is infinitely far from else."""
+    largest = 0.0
+    for start in range(0, tensor.numel(), _COMPARED):
+        left, right = (t.reshape(-1)[start : start + _COMPARED] for t in (tensor, other))
+        wide = torch.complex128 if tensor.is_complex() else torch.float64
+        apart = (left.to(wide) - right.to(wide)).abs()
+        apart[(left == right) | (left.isnan() & right.isnan())] = 0
+        largest = max(largest, float(apart.nan_to_num(float("inf"), float("inf")).max()))
+    return largest

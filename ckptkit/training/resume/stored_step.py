@@ -9,8 +9,9 @@ import json
 import logging
 import posixpath
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, Self, cast, get_args
+from typing import Any, Self, cast, get_args
 
 import msgspec.structs
 from msgspec import Struct
@@ -26,11 +27,19 @@ from ckptkit.storage.base import Source
 from ckptkit.storage.manifests import read_manifest
 from ckptkit.storage.places import Place, open_source
 from ckptkit.training import step_names
-from ckptkit.training.state.bound import PER_RANK, Layout, index_of, shown_name
-from ckptkit.training.state.collect import BoundModel, BoundObject, BoundOptimizer, BoundState
+from ckptkit.training.state.collect import (
+    PER_RANK,
+    BoundModel,
+    BoundObject,
+    BoundOptimizer,
+    BoundState,
+    Layout,
+    index_of,
+    shown_name,
+)
 from ckptkit.training.state.dtensors import Copies
 from ckptkit.training.state.models import ModelWalk
-from ckptkit.training.state.objects_on_disk import read_object, read_torch_file
+from ckptkit.training.state.objects import read_object, read_torch_file
 from ckptkit.training.state.optimizers import OptimizerWalk
 from ckptkit.training.state.structures import Nodes, parse_structures
 from ckptkit.training.step_names import TensorPlaces, adapter_names
@@ -43,57 +52,31 @@ _APART = PER_RANK | {"model", "optimizer"}  # all others have a file alike
 
 
 class SavedEntry(Struct, frozen=True):
-    """An entry of the mapping that a step was saved from.
-
-    Attributes:
-        key: Its key.
-        position: In the list under that key; None without a list.
-        kind: What it was.
-        unit: The DCP directory of what it holds in one; see `BoundModel` and the others.
-        file: The file of its state, empty where it has none; that of rank 0 where each has one.
-        made_by: The class of an optimizer, empty where that is not known.
-        base_unit: Of a model whose adapter was saved apart, the directory of all other tensors.
-        stages: Whether it is all stages of a pipeline together, which a list held.
-    """
-
     key: str
-    position: int | None
+    position: int | None  # in the list under that key; None without a list
     kind: str
-    unit: str
-    file: str
-    made_by: str = ""
+    unit: str  # the DCP directory of what it holds in one; see `BoundModel` and the others
+    file: str  # the file of its state, empty where it has none; that of rank 0 where each has one
+    made_by: str = ""  # the class of an optimizer, empty where that is not known
+    # of a model whose adapter was saved apart, the directory of all other tensors
     base_unit: str = ""
-    stages: bool = False
+    stages: bool = False  # whether it is all stages of a pipeline together, which a list held
 
     @property
     def name(self) -> str:
         return shown_name(self.key, self.position)
 
 
-class SavedFacts(NamedTuple):
-    """What the facts of a run say about a step.
+def parse_facts(data: bytes, *, where: str) -> tuple[tuple[SavedEntry, ...] | None, bool]:
+    """Returns the entries of the mapping that a step was saved from, None in older steps.
 
-    Attributes:
-        entries: Of the mapping that it was saved from; None in steps of older versions.
-        has_structures: Whether it has the structures of nested values, see `structures`.
-    """
-
-    entries: tuple[SavedEntry, ...] | None = None
-    has_structures: bool = False
-
-
-def parse_facts(data: bytes, *, where: str) -> SavedFacts:
-    """Parses the facts of a run.
-
-    Args:
-        data: The file of the facts.
-        where: It, for messages.
+    Also whether it has the structures of nested values.
     """
     try:
         document = json.loads(data)
         listed = document.get("entries")
         entries = None if listed is None else tuple(_entry(entry) for entry in listed)
-        return SavedFacts(entries, bool(document.get("structures")))
+        return entries, bool(document.get("structures"))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise FormatError("does not name what the step holds", where=where) from error
 
@@ -111,13 +94,7 @@ def _entry(document: Mapping[str, Any]) -> SavedEntry:
 
 
 def bind_to_step(bound: BoundState, entries: Sequence[SavedEntry], *, where: str) -> BoundState:
-    """Returns the same state with the places that its entries have in a step.
-
-    Args:
-        bound: In the layout of the step.
-        entries: What the step holds.
-        where: The step, for messages.
-    """
+    """Returns the same state with the places that its entries have in a step."""
     saved = {(entry.key, entry.position): entry for entry in entries}
     mine: list[Bound] = [*bound.models, *bound.optimizers, *bound.others]
     pairs = [(_name(entry), entry, _of(entry, saved)) for entry in mine]
@@ -151,7 +128,6 @@ def bind_to_step(bound: BoundState, entries: Sequence[SavedEntry], *, where: str
 
 
 def _of(entry: Bound, saved: Mapping[tuple[str, int | None], SavedEntry]) -> SavedEntry | None:
-    """Returns what an entry was saved as; a list may have been one of stages, or be one now."""
     together = saved.get((entry.key, None))
     if together is not None and together.stages:
         return together
@@ -201,25 +177,12 @@ def _at_places(bound: BoundState, saved: Mapping[str, SavedEntry]) -> BoundState
 
 
 class StoredStep(Closing):
-    """A step's directory; also one that accelerate or `dcp.save` wrote, without a manifest.
-
-    Attributes:
-        manifest: Its manifest, None where it has none.
-        source: Its files, open.
-    """
+    """A step's directory; also one that accelerate or `dcp.save` wrote, without a manifest."""
 
     def __init__(self, place: Path | Place, manifest: Manifest | None = None) -> None:
-        """Opens it.
-
-        Args:
-            place: The directory, or its URL.
-            manifest: Its manifest, where that is known.
-        """
-        self.manifest = manifest
+        self.manifest = manifest  # its manifest, None where it has none
         self.source: Source = open_source(place)
         self._indexes: dict[str, TensorIndex] = {}
-        self._facts: SavedFacts | None = None
-        self._structures: dict[tuple[str, KeyPath], Nodes] | None = None
 
     @classmethod
     def open(cls, place: Path | Place) -> Self:
@@ -265,48 +228,45 @@ class StoredStep(Closing):
 
     @property
     def findings(self) -> Findings:
-        """What its save found."""
         return Findings() if self.manifest is None else read_findings(self.manifest)
 
     @property
     def entries(self) -> tuple[SavedEntry, ...] | None:
-        """The entries of the mapping that it was saved from, None where that is not known."""
-        return self._read_facts().entries
+        return self._facts[0]
 
     @property
     def has_structures(self) -> bool:
-        """Whether the step has the structures of nested values: older ones do not."""
-        return self._read_facts().has_structures
+        return self._facts[1]
 
-    def _read_facts(self) -> SavedFacts:
-        if self._facts is None:
-            self._facts = SavedFacts()
-            if self.has_file(RUN_FACTS):
-                size = self.source.stat(RUN_FACTS).size_bytes
-                check_manifest_size(size, where=RUN_FACTS)
-                data = self.source.read(RUN_FACTS, 0, size)
-                where = posixpath.join(self.source.location, RUN_FACTS)
-                self._facts = parse_facts(data, where=where)
-        return self._facts
+    @cached_property
+    def _facts(self) -> tuple[tuple[SavedEntry, ...] | None, bool]:
+        if not self.has_file(RUN_FACTS):
+            return None, False
+        size = self.source.stat(RUN_FACTS).size_bytes
+        check_manifest_size(size, where=RUN_FACTS)
+        data = self.source.read(RUN_FACTS, 0, size)
+        return parse_facts(data, where=posixpath.join(self.source.location, RUN_FACTS))
 
     def structure(self, unit: str, path: KeyPath) -> Nodes | None:
-        """Returns the structure of a nested value; None where it follows from its leaves."""
-        if self._structures is None:
-            structures: dict[tuple[str, KeyPath], Nodes] = {}
-            for file in self.manifest.files if self.has_structures and self.manifest else ():
-                if file.startswith(step_names.VALUES_FILES):
-                    where = posixpath.join(self.source.location, file)
-                    for each in parse_structures(self.file(file), where=where):
-                        structures[each.unit, each.path] = each.nodes
-            self._structures = structures
         return self._structures.get((unit, path))
+
+    @cached_property
+    def _structures(self) -> dict[tuple[str, KeyPath], Nodes]:
+        files = self.manifest.files if self.has_structures and self.manifest else ()
+        return {
+            (unit, path): nodes
+            for file in files
+            if file.startswith(step_names.VALUES_FILES)
+            for unit, path, nodes in parse_structures(
+                self.file(file), where=posixpath.join(self.source.location, file)
+            )
+        }
 
     def entry(self, key: str, position: int | None) -> SavedEntry | None:
         entries = (e for e in self.entries or () if (e.key, e.position) == (key, position))
         return next(entries, None)
 
     def index(self, unit: str) -> TensorIndex:
-        """Returns the index of a DCP directory."""
         if unit not in self._indexes:
             path = posixpath.join(unit, METADATA)
             self._require(path)
@@ -319,17 +279,14 @@ class StoredStep(Closing):
         return path in self.index(unit).values
 
     def value(self, unit: str, path: KeyPath) -> Any:
-        """Returns the value under a key."""
         blob = self.index(unit).values[path]
         return read_object(self.source, blob, where=repr(".".join(map(str, path))))
 
     def file(self, path: str) -> Any:
-        """Returns the value in a small file."""
         self._require(path)
         return read_torch_file(self.source, path)
 
     def has_file(self, path: str) -> bool:
-        """Whether the step was saved with a file."""
         if self.manifest is not None:
             return path in self.manifest.files
         try:

@@ -56,10 +56,8 @@ class Copies(NamedTuple):
         return Copies(self.number * number, self.own * number + own)
 
 
-class _Cut(NamedTuple):
-    places: tuple[Box, ...]
-    held: Shape
-    replicas: Replicas
+_Cut = tuple[tuple[Box, ...], Shape, Replicas]
+"""The places of this rank's part, its shape, and which other ranks hold it."""
 
 
 class Meshes:
@@ -72,26 +70,17 @@ class Meshes:
 
     The ranks of a data parallel wrapper (DDP) have a mesh each, as those of tensor parallelism,
     or all ranks of a mesh are among them, as those of experts that the wrapper ignores.
-
-    Attributes:
-        largest: The mesh that spans the model, None if no tensor is on any.
     """
 
     def __init__(self, around: Copies, ranks: Iterable[int] = ()) -> None:
-        """Starts without a mesh.
-
-        Args:
-            around: How often the whole exists, as in a data parallel wrapper.
-            ranks: Those of the wrapper.
-        """
         self._around = around
         self._ranks = frozenset(ranks)
+        # the mesh that spans the model, None if no tensor is on any
         self.largest: DeviceMesh | None = None
         self._cuts: dict[tuple[Any, ...], _Cut] = {}
         self._replicas: dict[tuple[Any, ...], Replicas] = {}
 
     def learn(self, tensors: Iterable[object]) -> None:
-        """Adds the meshes of all DTensors among the values."""
         for tensor in tensors:
             if isinstance(tensor, DTensor):
                 mesh = tensor.device_mesh
@@ -117,11 +106,7 @@ class Meshes:
     ) -> ShardLayout:
         """Returns where a tensor's elements belong.
 
-        Args:
-            fqn: Its name.
-            tensor: One that is no DTensor is whole on each of its ranks.
-            values: Which ranks hold what there is once per tensor.
-            copies: Which ranks hold a plain tensor; None for the same ranks.
+        One that is no DTensor is whole on each of the ranks of `copies`, or else of `values`.
         """
         if not isinstance(tensor, DTensor):
             return whole_layout(fqn, tensor, values if copies is None else copies, values)
@@ -129,7 +114,7 @@ class Meshes:
         shape = tuple(tensor.shape)
         key = (id(mesh), placements, shape)
         cut = self._cuts.get(key) or self._cuts.setdefault(key, self._cut(fqn, tensor))
-        return ShardLayout(fqn, shape, cut.places, cut.held, cut.replicas, values, sharded=True)
+        return ShardLayout(fqn, shape, *cut, values, sharded=True)
 
     def _cut(self, fqn: str, tensor: DTensor) -> _Cut:
         held = tuple(local_part(tensor, fqn).shape)
@@ -155,7 +140,7 @@ class Meshes:
                 )
         replicas = self._replicas_of(tensor)
         if mesh.get_coordinate() is None or 0 in held:
-            return _Cut((), held, replicas)
+            return (), held, replicas
         chunk = tensor.__create_chunk_list__()[0]  # type: ignore[no-untyped-call]
         box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
         if box.sizes != held:
@@ -165,7 +150,7 @@ class Meshes:
                 where=fqn,
                 hint="make the DTensor by distribute_tensor, or give its shape to from_local",
             )
-        return _Cut((box,), held, replicas)
+        return (box,), held, replicas
 
     def _replicas_of(self, tensor: DTensor) -> Replicas:
         mesh = tensor.device_mesh
@@ -176,7 +161,12 @@ class Meshes:
             if self._is_inside(mesh):
                 copies = _copies_among(mesh, self._ranks, (_root_of(mesh), mesh))
             elif self.largest is not None and self.largest is not mesh:
-                copies = copies.times(*_copies_in(mesh, self.largest))
+                # A mesh that was sliced out of another one, as that of experts is, has siblings
+                # there: these hold the copies, as far as their ranks belong to the largest mesh.
+                largest = self.largest
+                if largest.get_coordinate() is not None:
+                    grids = (_root_of(mesh), largest)
+                    copies = copies.times(*_copies_among(mesh, _ranks_of(largest), grids))
             for dim in repeated:
                 copies = copies.times(mesh.size(dim), at[dim] if at else 0)
             self._replicas[key] = Replicas(*copies, spread=True)
@@ -187,12 +177,7 @@ class Meshes:
 
 
 def local_part(tensor: torch.Tensor, where: str = "") -> torch.Tensor:
-    """Returns this rank's own plain tensor, without copying and outside of autograd.
-
-    Args:
-        tensor: A tensor.
-        where: Its name, for messages.
-    """
+    """Returns this rank's own plain tensor, without copying and outside of autograd."""
     tensor = unwrap_dtensor(tensor)
     if isinstance(tensor, AsyncCollectiveTensor):
         tensor = tensor.wait()
@@ -236,14 +221,7 @@ def make_dtensor(
 ) -> torch.Tensor | None:
     """Returns a DTensor without content on the mesh of another one, without communicating.
 
-    Args:
-        like: The other one.
-        shape: Of the whole tensor, in elements.
-        placements: Their texts.
-        dtype: Of the elements.
-
-    Returns:
-        The tensor; None if no placement has one of the texts.
+    Returns None if no placement has one of the texts.
     """
     if tuple(shape) == tuple(like.shape) and list(placements) == list(map(repr, like.placements)):
         return empty_like(like, dtype)
@@ -310,17 +288,6 @@ def memory_layout(tensor: torch.Tensor) -> tuple[Any, ...] | None:
 
 def _ranks_of(mesh: DeviceMesh) -> frozenset[int]:
     return frozenset(mesh.mesh.flatten().tolist())
-
-
-def _copies_in(mesh: DeviceMesh, largest: DeviceMesh) -> Copies:
-    """Returns how often tensors of `mesh` exist on the ranks of the largest one, and which is here.
-
-    A mesh that was sliced out of another one, as that of experts is, has siblings there: these
-    hold the copies, as far as their ranks belong to the largest mesh.
-    """
-    if largest.get_coordinate() is None:
-        return Copies()
-    return _copies_among(mesh, _ranks_of(largest), (_root_of(mesh), largest))
 
 
 def _copies_among(mesh: DeviceMesh, around: frozenset[int], grids: Iterable[DeviceMesh]) -> Copies:

@@ -48,14 +48,7 @@ _CALL = nn.Module._call_impl.__code__
 
 
 def check_unused(modules: Sequence[nn.Module]) -> None:
-    """Refuses a sharded model while a forward or backward pass is using it.
-
-    Args:
-        modules: All of its modules.
-
-    Raises:
-        UsageError: If it cannot be read now.
-    """
+    """Refuses a sharded model while a forward or backward pass is using it."""
     flat = [m for m in modules if isinstance(m, FullyShardedDataParallel)]
     states = list(fsdp2_states(modules))
     if any(_name(m._handle, "_training_state") == "SUMMON_FULL_PARAMS" for m in flat):
@@ -123,27 +116,19 @@ def _is_called(modules: set[int]) -> bool:
 
 
 class FlatPart(Struct, frozen=True):
-    """One original parameter inside a flat one.
+    """One original parameter inside a flat one."""
 
-    Attributes:
-        fqn: Its clean name.
-        aliases: Further names of the same parameter.
-        in_shard: Where it is in the flat shard of this rank.
-        on_its_own: Where it is in the original parameter (`use_orig_params=True`), whose
-            optimizer state is cut likewise; None without.
-        parameter: The original parameter that the optimizer has, None as before.
-        span: The elements on this rank, in the order of the flat parameter.
-        assigned: The parameter that holds the elements instead of the flat one, until FSDP1 writes
-            them back in its next forward pass: `parameter.data` was set, or the module has a new
-            parameter. None mostly.
-    """
-
-    fqn: str
-    aliases: tuple[str, ...]
-    in_shard: ShardLayout
+    fqn: str  # its clean name
+    aliases: tuple[str, ...]  # further names of the same parameter
+    in_shard: ShardLayout  # where it is in the flat shard of this rank
+    # where it is in the original parameter (`use_orig_params=True`), whose optimizer state is cut
+    # likewise; None without
     on_its_own: ShardLayout | None
-    parameter: nn.Parameter | None
-    span: Span
+    parameter: nn.Parameter | None  # the original parameter that the optimizer has, None as before
+    span: Span  # the elements on this rank, in the order of the flat parameter
+    # the parameter that holds the elements instead of the flat one, until FSDP1 writes them back in
+    # its next forward pass: `parameter.data` was set, or the module has a new parameter. None
+    # mostly.
     assigned: nn.Parameter | None = None
 
     @property
@@ -153,28 +138,18 @@ class FlatPart(Struct, frozen=True):
 
 
 class FlatUnit(Struct, frozen=True):
-    """A flat parameter.
+    """A flat parameter."""
 
-    Attributes:
-        parameter: The flat parameter itself, which the optimizer has with
-            `use_orig_params=False`.
-        shard: This rank's part of it with its padding, in full precision.
-        parts: The original parameters, in their order.
-        sharing: How many ranks share the flat parameter's elements; 1 if each has them all.
-        extent: The number of ranks that hold some of it, and which of them this is.
-        path: The clean name of the module that has it.
-        starts: Where the original parameters begin in the whole flat one, in elements.
-        elements: How many it has on all ranks together, with padding between parameters.
-    """
-
+    # the flat parameter itself, which the optimizer has with `use_orig_params=False`
     parameter: nn.Parameter
-    shard: torch.Tensor
-    parts: tuple[FlatPart, ...]
-    sharing: int
-    extent: Copies
-    path: str
+    shard: torch.Tensor  # this rank's part of it with its padding, in full precision
+    parts: tuple[FlatPart, ...]  # the original parameters, in their order
+    sharing: int  # how many ranks share the flat parameter's elements; 1 if each has them all
+    extent: Copies  # the number of ranks that hold some of it, and which of them this is
+    path: str  # the clean name of the module that has it
+    # where the original parameters begin in the whole flat one, in elements
     starts: tuple[int, ...]
-    elements: int
+    elements: int  # how many it has on all ranks together, with padding between parameters
 
 
 def has_flat_parameters(model: nn.Module) -> bool:
@@ -187,13 +162,8 @@ def cast_buffers(
 ) -> dict[str, tuple[torch.dtype, torch.dtype]]:
     """Returns the buffers that mixed precision casts in the first forward pass, by clean name.
 
-    Args:
-        model: With FSDP1 somewhere inside.
-        parallel: What `names.parallel_prefixes` returned for it.
-
-    Returns:
-        The dtype that each had when it was wrapped, in which state dicts have it, and the one
-        that it is cast to.
+    Of each the dtype that it had when it was wrapped, in which state dicts have it, and the one
+    that it is cast to.
 
     Source: `_common_unshard_post_state_dict_hook` in `torch.distributed.fsdp._state_dict_utils`.
     """
@@ -234,10 +204,6 @@ def flat_units(model: nn.Module, parallel: Sequence[str] = ()) -> tuple[FlatUnit
     """Returns all flat parameters of a model, as they are on this rank now.
 
     Where a flat parameter alone was widened, its original ones are widened too.
-
-    Args:
-        model: With FSDP1 somewhere inside.
-        parallel: What `names.parallel_prefixes` returned for it.
     """
     named: dict[int, tuple[Any, list[str]]] = {}
     for raw, module in model.named_modules(remove_duplicate=False):

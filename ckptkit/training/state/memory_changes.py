@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial, wraps
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from msgspec import Struct
@@ -76,15 +76,8 @@ def call_before_changes(
 ) -> Callable[[], None]:
     """Has a method called before each step of any optimizer and each load into the models.
 
-    Steps that were captured in a CUDA graph count when the graph is replayed.
-
-    Args:
-        method: Called without arguments; its object is not kept alive.
-        models: Whose `load_state_dict` calls it, from torch 2.5 on.
-        steps: Whether steps of optimizers call it as well as loads.
-
-    Returns:
-        A function that removes the hooks.
+    Steps that were captured in a CUDA graph count when the graph is replayed. The object of the
+    method is not kept alive. Returns a function that removes the hooks.
     """
     hook = _Hook(method)
     with ExitStack() as undo:
@@ -114,34 +107,23 @@ def count_changes(tensors: Iterable[torch.Tensor]) -> None:
         torch.autograd.graph.increment_version(tensor)
 
 
-class _Source(NamedTuple):
-    """Where a piece gets its elements and the tensors that it watches from, among tensors.
+_Cut = tuple[tuple[int, ...], tuple[int, ...], int]
+"""Shape, strides and first element of a piece of a tensor."""
+_Source = tuple[int, _Cut | None, tuple[tuple[int, bool], ...]]
+"""Where a piece gets its elements and the tensors that it watches from, among tensors.
 
-    Attributes:
-        number: Of the tensor with the elements.
-        cut: Shape, strides and first element of the piece, None if it is the whole tensor.
-        watched: Numbers of tensors, each with whether the local tensor of a DTensor is meant.
-    """
-
-    number: int
-    cut: tuple[tuple[int, ...], tuple[int, ...], int] | None
-    watched: tuple[tuple[int, bool], ...]
+The number of the tensor with the elements; the cut, None if it is the whole tensor; the numbers of
+the watched ones, each with whether the local tensor of a DTensor is meant.
+"""
 
 
 class KeptPieces(Struct, frozen=True):
-    """Pieces without tensors, to be made again of the live ones as long as these have one form.
+    """Pieces without tensors, to be made again of the live ones as long as these have one form."""
 
-    Attributes:
-        identities: Of the tensors.
-        forms: Address, shape, strides, type and placements of those with elements.
-        pieces: The pieces, without elements.
-        sources: Where each gets them from.
-    """
-
-    identities: tuple[int, ...]
-    forms: tuple[object, ...]
+    identities: tuple[int, ...]  # of the tensors
+    forms: tuple[object, ...]  # address, shape, strides, type and placements of those with elements
     pieces: tuple[Piece, ...]
-    sources: tuple[_Source, ...]
+    sources: tuple[_Source, ...]  # where each gets them from
 
     @classmethod
     def of(
@@ -150,13 +132,7 @@ class KeptPieces(Struct, frozen=True):
         tensors: Sequence[torch.Tensor],
         further: Sequence[torch.Tensor] = (),
     ) -> KeptPieces | None:
-        """Returns pieces without their tensors; None if they are of others than these.
-
-        Args:
-            pieces: The pieces.
-            tensors: What they are made of.
-            further: Other tensors that they may watch.
-        """
+        """Returns pieces without their tensors; None if they are of others than these."""
         reached = (*tensors, *further)
         numbers = {id(unwrap_dtensor(t)): (n, True) for n, t in enumerate(reached)}
         numbers |= {id(t): (n, False) for n, t in enumerate(reached)}
@@ -178,7 +154,7 @@ class KeptPieces(Struct, frozen=True):
                 first = int(piece.local.storage_offset()) - whole_first
                 cut = tuple(piece.local.shape), piece.local.stride(), first
             watched = tuple(numbers[id(tensor)] for tensor in piece.watched)
-            sources.append(_Source(number, cut, watched))
+            sources.append((number, cut, watched))
         bare = tuple(piece.holding(_NOTHING) for piece in pieces)
         return cls(tuple(map(id, reached)), forms, bare, tuple(sources))
 
@@ -246,11 +222,9 @@ def watched_by(
 ) -> Watched:
     """Returns the tensors that show changes of a frozen parameter; none if it is trained.
 
-    Args:
-        parameter: The parameter, or any other tensor of a model.
-        further: Others through which its elements may be changed, or that are frozen if it is, such
-            as the scales of a packed weight.
-        tied: Others of the model that are the same tensor: where one is trained, all are.
+    `further` are others through which its elements may be changed, or that are frozen if it is,
+    such as the scales of a packed weight; `tied` others of the model that are the same tensor:
+    where one is trained, all are.
     """
     if not isinstance(parameter, torch.nn.Parameter):
         return ()

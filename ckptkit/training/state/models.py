@@ -44,7 +44,7 @@ from ckptkit.training.state.fsdp import (
     strategy_of,
 )
 from ckptkit.training.state.memory_changes import KeptPieces, watched_by
-from ckptkit.training.state.objects import flatten, make_object, step_of
+from ckptkit.training.state.objects import flatten, step_of
 from ckptkit.training.state.pieces import (
     ObjectValue,
     Piece,
@@ -52,39 +52,25 @@ from ckptkit.training.state.pieces import (
     ShardLayout,
     Watched,
 )
-from ckptkit.training.state.rank_bound import lasting_scales, lost_scales, packed_weights
-from ckptkit.training.state.structures import Structure, take_apart
+from ckptkit.training.state.quant_states import lasting_scales, lost_scales, packed_weights
+from ckptkit.training.state.structures import Collected
 from ckptkit.training.step_names import TensorPlaces, clean_fqn, parallel_prefixes, wrapper_names
 
 
 class _Structure(Struct, frozen=True):
-    """The modules of a model, and how they are wrapped; kept as long as the modules stay the same.
+    """How a model is wrapped; kept as long as its modules stay the same."""
 
-    Attributes:
-        modules: All of them, those of several names once per name.
-        names: Of each module in the one that holds it.
-        parallel: The prefixes of data parallel wrappers.
-        flat: Whether some are wrapped by FSDP1.
-        reshards: What shards the parameters of FSDP2 again.
-        places: The keys of the tensors in a step.
-        world: The number of ranks of the job, and this one.
-        group: The ranks of the data parallel wrapper, if any.
-        equal: The identities of the parameters that it keeps equal.
-        meshes: Of the DTensors found so far.
-        where: The model's path in the user's state, for messages.
-    """
-
-    modules: tuple[nn.Module, ...]
-    names: tuple[str, ...]
-    parallel: tuple[str, ...]
-    flat: bool
-    reshards: tuple[Callable[[], None], ...]
-    places: TensorPlaces
-    world: Copies
-    group: Copies | None
-    equal: frozenset[int]
-    meshes: Meshes
-    where: str
+    modules: tuple[nn.Module, ...]  # all of them, those of several names once per name
+    names: tuple[str, ...]  # of each module in the one that holds it
+    parallel: tuple[str, ...]  # the prefixes of data parallel wrappers
+    flat: bool  # whether some are wrapped by FSDP1
+    reshards: tuple[Callable[[], None], ...]  # what shards the parameters of FSDP2 again
+    places: TensorPlaces  # the keys of the tensors in a step
+    world: Copies  # the number of ranks of the job, and this one
+    group: Copies | None  # the ranks of the data parallel wrapper, if any
+    equal: frozenset[int]  # the identities of the parameters that it keeps equal
+    meshes: Meshes  # of the DTensors found so far
+    where: str  # the model's path in the user's state, for messages
 
     @classmethod
     def of(cls, model: nn.Module, places: TensorPlaces, world: Copies, where: str) -> _Structure:
@@ -124,14 +110,6 @@ class ModelWalk:
     def __init__(
         self, model: nn.Module, places: TensorPlaces, *, world: Copies, where: str = "model"
     ) -> None:
-        """Notes how the model is wrapped; wrap it before.
-
-        Args:
-            model: The outermost module.
-            places: The keys of its tensors in a step.
-            world: The number of ranks of the job, and this one.
-            where: The model's path in the user's state, for messages.
-        """
         self._model = model
         self._place = places, world, where
         self._structure = _Structure.of(model, *self._place)
@@ -140,11 +118,10 @@ class ModelWalk:
     def look(self, *, keep: bool = False) -> ModelView:
         """Returns what this rank holds of the model now.
 
-        Args:
-            keep: As saves want it: whether to keep the answer, and to return it again as long as
-                all modules and tensors are the same and stay where they are; to add the scales of
-                packed weights that state dicts lack, which need not be loaded; and to refuse what
-                a resume would not give back.
+        With `keep`, as saves want it, the answer is kept and returned again as long as all modules
+        and tensors are the same and stay where they are; it has the scales of packed weights that
+        state dicts lack, which need not be loaded; and what a resume would not give back is
+        refused.
         """
         modules, member_names = _outline(self._model)
         before = self._structure.modules
@@ -206,11 +183,7 @@ class ModelWalk:
     def _members(
         self, managed: frozenset[int]
     ) -> tuple[tuple[object, ...], list[torch.Tensor], list[torch.Tensor]]:
-        """Returns the names and flags of all tensors of the model, the tensors, the managed ones.
-
-        Args:
-            managed: The identities of parameters that flat ones of FSDP1 stand for.
-        """
+        """Returns names and flags of all tensors of the model, the tensors, the managed ones."""
         names: list[object] = []
         trained: list[bool] = []
         tensors: list[torch.Tensor] = []
@@ -233,7 +206,6 @@ class ModelWalk:
         return (*names, *trained), [*tensors, *shards], [*others, *managed_too]
 
     def facts(self) -> dict[str, Any]:
-        """Returns how the model is wrapped and split, as plain values."""
         view, mesh = self.look(), self._structure.meshes.largest
         start = len(self._structure.places.path)
         tied = [
@@ -303,22 +275,8 @@ class ModelWalk:
         return restored
 
 
-class ModelView:
-    """What this rank holds of a model at one moment; not changed once a walk has returned it.
-
-    Attributes:
-        origin: The same object in views that differ in the tensors of their pieces only.
-        pieces: Parameters and persistent buffers.
-        objects: What modules save besides tensors, on the rank that writes it.
-        structures: Of the objects, where these do not follow from their leaves, and of extra
-            states that are parameters.
-        slots: By the identity of the object that an optimizer has as a parameter: the original
-            parameters that it stands for, several for a flat parameter of FSDP1.
-        meshes: The device meshes of the model.
-        values: Which ranks hold what there is once per model.
-        managed: The identities of the parameters that flat ones of FSDP1 stand for.
-        extra: The names of all other values in its state dict, such as extra states of modules.
-    """
+class ModelView(Collected):
+    """What this rank holds of a model at one moment; not changed once a walk has returned it."""
 
     def __init__(
         self,
@@ -330,19 +288,22 @@ class ModelView:
         *,
         for_save: bool,
     ) -> None:
+        super().__init__()
         meshes, group = structure.meshes, structure.group
         meshes.learn(value for _, value in entries)
         extent = units[0].extent if units else meshes.extent() or group or structure.world
         self._structure = structure
+        # the same object in views that differ in the tensors of their pieces only
         self.origin = object()
         self._copies = Replicas(*(group or extent))
-        self.pieces: list[Piece] = []
-        self.objects: list[ObjectValue] = []
-        self.structures: list[Structure] = []
+        # by the identity of the object that an optimizer has as a parameter: the original
+        # parameters that it stands for, several for a flat parameter of FSDP1
         self.slots: dict[int, tuple[ShardLayout, ...]] = {}
-        self.meshes = meshes
+        self.meshes = meshes  # the device meshes of the model
+        # which ranks hold what there is once per model
         self.values = Replicas(*extent, spread=False)
         compared = Replicas(*extent, spread=False, compared=True)
+        # the identities of the parameters that flat ones of FSDP1 stand for
         self.managed = managed_parameters(units)
         # Not an attribute, since a view must not keep parameters alive.
         parameters = {fqn: own for unit in units for fqn, own in self._take_unit(unit)}
@@ -361,20 +322,25 @@ class ModelView:
                 owner = parameters.get(names[0].rpartition(".")[0])
                 watched = () if owner is None else watched_by(owner, tensor)
             self._add(slot, names, local, watched)
+        # the names of all other values in its state dict, such as extra states of modules
         self.extra = tuple(
             name
             for name, value in entries
             if not isinstance(value, torch.Tensor) or EXTRA_STATE in name.split(".")
         )
-        take = self._take_other if for_save else self._take_live
+        writes = self.values.own == 0
         for name, value in entries:
-            if not isinstance(value, torch.Tensor):
-                take(name, value)
-            elif type(value) is nn.Parameter and name.rpartition(".")[2] == EXTRA_STATE:
-                # It is stored as a tensor; only its structure has that it is a parameter.
-                node = ("parameter", (), value.requires_grad)
-                if self.values.own == 0:
-                    self.structures.append(Structure(*structure.places.of(name), (node,)))
+            unit, path = structure.places.of(name)
+            if isinstance(value, torch.Tensor):
+                is_extra = name.rpartition(".")[2] == EXTRA_STATE
+                if writes and is_extra and type(value) is nn.Parameter:
+                    # It is stored as a tensor; only its structure has that it is a parameter.
+                    self.structures.append((unit, path, (("parameter", (), value.requires_grad),)))
+            elif for_save:
+                where = structure.where + step_of(name)
+                self.take(unit, path, value, where, self.slot, writes=writes)
+            else:
+                self._take_live(unit, path, value)
 
     def _take_unit(self, unit: FlatUnit) -> Iterator[tuple[str, nn.Parameter]]:
         """Adds a flat parameter, and yields what holds each of its original ones."""
@@ -391,22 +357,8 @@ class ModelView:
                 self.slots[id(part.parameter)] = self.slots[id(own)] = (part.on_its_own,)
             yield part.fqn, own
 
-    def _take_other(self, name: str, value: object) -> None:
-        unit, start = self._structure.places.of(name)
-        leaves, nodes = take_apart(value, self._structure.where + step_of(name))
-        if nodes is not None and self.values.own == 0:
-            self.structures.append(Structure(unit, start, nodes))
-        for leaf in leaves:
-            path = (*start, *leaf.path)
-            if isinstance(leaf.value, torch.Tensor):
-                slot = self.slot(".".join(map(str, path)), leaf.value)
-                self.pieces.extend(slot.pieces(unit, path, local_part(leaf.value)))
-            elif self.values.own == 0:
-                self.objects.append(make_object(unit, path, leaf.value, leaf.where))
-
-    def _take_live(self, name: str, value: object) -> None:
+    def _take_live(self, unit: str, start: KeyPath, value: object) -> None:
         """Adds values that a resume replaces, which need not all be fit to be saved."""
-        unit, start = self._structure.places.of(name)
         for path, leaf in flatten(value, start):
             if isinstance(leaf, torch.Tensor):
                 slot = self.slot(".".join(map(str, path)), leaf)
@@ -431,7 +383,6 @@ class ModelView:
         return view
 
     def slot(self, fqn: str, tensor: torch.Tensor) -> ShardLayout:
-        """Returns where the elements of a tensor belong."""
         copies = self._copies if id(tensor) in self._structure.equal else self.values
         return self._structure.meshes.slot(fqn, tensor, self.values, copies)
 
@@ -510,9 +461,7 @@ def plain_torch() -> Iterator[str]:
     What lasts from one call to the next must not depend on the modes: a view made under
     `inference_mode` cannot be written to outside of it, and a default device would allocate tensors
     elsewhere. The default dtype and deterministic algorithms belong to the whole process and stay.
-
-    Yields:
-        A mode under which the state cannot be read or written; empty for none.
+    Yields a mode under which the state cannot be read or written; empty for none.
     """
     with ExitStack() as undo:
         active: list[Any] = []

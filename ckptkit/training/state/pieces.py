@@ -28,19 +28,14 @@ Entry = tuple[str, KeyPath]
 
 
 class Replicas(Struct, frozen=True):
-    """Which ranks hold the same elements.
+    """Which ranks hold the same elements."""
 
-    Attributes:
-        count: How many ranks hold them.
-        own: Which of these this rank is, from 0.
-        spread: Whether any of them may write, because training keeps them equal; where it does
-            not (buffers, values outside any wrapper) the first one, rank 0, always writes.
-        compared: Whether a save compares what the first one writes with what the others have.
-    """
-
-    count: int = 1
-    own: int = 0
+    count: int = 1  # how many ranks hold them
+    own: int = 0  # which of these this rank is, from 0
+    # whether any of them may write, because training keeps them equal; where it does not (buffers,
+    # values outside any wrapper) the first one, rank 0, always writes
     spread: bool = True
+    # whether a save compares what the first one writes with what the others have
     compared: bool = False
 
 
@@ -52,31 +47,25 @@ class Piece:
     """The part of one tensor that is on this rank, at one moment.
 
     It holds tensors of training, so no piece outlives the call that it was made in.
-
-    Attributes:
-        unit: The DCP directory that it belongs to, relative to the step's; empty for the step's.
-        key_path: The path of dictionary keys and list positions, as DCP's `planner_data` has it.
-        shape: Of the full tensor, in elements.
-        places: Disjoint boxes of the full tensor; `local` holds the elements of the first in
-            row-major order, then those of the second, and so on. Empty where nothing of the
-            tensor is on this rank.
-        local: The elements, on any device, with any strides. A single box has its shape; several
-            follow one another in a contiguous tensor of one dimension.
-        replicas: Which other ranks hold the same elements.
-        aliases: Further key paths in the same unit under which the same tensor is known (ties).
-        watched: Of weights that are not trained: the tensors whose version counters show whether
-            the elements were changed all the same.
-        origin: The same object in pieces that differ in their tensors only.
     """
 
-    unit: str
+    unit: str  # the DCP directory that it belongs to, relative to the step's; empty for the step's
+    # the path of dictionary keys and list positions, as DCP's `planner_data` has it
     key_path: KeyPath
-    shape: Shape
+    shape: Shape  # of the full tensor, in elements
+    # disjoint boxes of the full tensor; `local` holds the elements of the first in row-major order,
+    # then those of the second, and so on. Empty where nothing of the tensor is on this rank.
     places: tuple[Box, ...]
+    # the elements, on any device, with any strides. A single box has its shape; several follow one
+    # another in a contiguous tensor of one dimension.
     local: torch.Tensor
-    replicas: Replicas = Replicas()
+    replicas: Replicas = Replicas()  # which other ranks hold the same elements
+    # further key paths in the same unit under which the same tensor is known (ties)
     aliases: tuple[KeyPath, ...] = ()
+    # of weights that are not trained: the tensors whose version counters show whether the elements
+    # were changed all the same
     watched: Watched = ()
+    # the same object in pieces that differ in their tensors only
     origin: object = field(default_factory=object, init=False, repr=False, compare=False)
 
     def holding(self, local: torch.Tensor, watched: Watched = ()) -> Piece:
@@ -106,7 +95,6 @@ class Piece:
 
     @property
     def size_bytes(self) -> int:
-        """How many bytes they take."""
         return self.elements * self.local.element_size()
 
     def boxes(self) -> Iterator[tuple[Box, torch.Tensor]]:
@@ -122,68 +110,47 @@ class Piece:
 
 
 class ObjectValue(Struct, frozen=True):
-    """A value that is no tensor, stored in a DCP directory under a key of its own.
-
-    Attributes:
-        unit: The DCP directory.
-        key_path: As for a piece.
-        value: What `torch.save` will be given.
-        archive: What it wrote; empty for plain values, whose archive is the same each time.
-    """
+    """A value that is no tensor, stored in a DCP directory under a key of its own."""
 
     unit: str
-    key_path: KeyPath
-    value: object
+    key_path: KeyPath  # as for a piece
+    value: object  # what `torch.save` will be given
+    # what it wrote; empty for plain values, whose archive is the same each time
     archive: bytes = b""
 
 
 class Holdings(Struct, frozen=True):
-    """All that one rank holds of the state.
-
-    Attributes:
-        pieces: Parts of tensors, replicas included, in an order that is the same on every rank
-            that holds the same tensors.
-        objects: What this rank has to write as objects into DCP directories.
-        files: What this rank has to write as files.
-        dispensable: The entries without which the step is still worth having, optimizers, as JSON:
-            the `name` in messages, the DCP directory (`unit`), what all its key paths begin with
-            (`path`), and why this rank cannot save it (`problem`; empty if it can).
-        values: The names of the entries that rank 0 writes for all ranks.
-    """
-
+    # parts of tensors, replicas included, in an order that is the same on every rank that holds the
+    # same tensors
     pieces: tuple[Piece, ...]
+    # what this rank has to write as objects into DCP directories
     objects: tuple[ObjectValue, ...] = ()
-    files: tuple[Inline, ...] = ()
+    files: tuple[Inline, ...] = ()  # what this rank has to write as files
+    # the entries without which the step is still worth having, optimizers, as JSON: the `name` in
+    # messages, the DCP directory (`unit`), what all its key paths begin with (`path`), and why this
+    # rank cannot save it (`problem`; empty if it can)
     dispensable: tuple[Mapping[str, Any], ...] = ()
-    values: tuple[str, ...] = ()
+    values: tuple[str, ...] = ()  # the names of the entries that rank 0 writes for all ranks
 
 
 class ShardLayout(Struct, frozen=True):
-    """What this rank holds of one parameter, and of every tensor that is cut like it.
-
-    Attributes:
-        fqn: The parameter's clean name.
-        shape: Of the full parameter, in elements.
-        places: As a `Piece` has them; of the parameter with permuted `axes` where there are any.
-        held: The shape of this rank's own tensor; a state tensor of this shape is cut alike.
-        replicas: Which other ranks hold the same elements.
-        values: Which ranks hold what there is once per parameter, such as `step`.
-        start: Where the elements begin in a `held` of one dimension that holds more than this
-            parameter; None where the tensor holds nothing else.
-        axes: The dimensions in order of falling strides, where the elements are in that order
-            instead of row-major (a channels-last parameter that was flattened).
-        sharded: Whether other ranks may hold other elements of the parameter; the same on all
-            ranks, also on one that holds all of them.
-    """
+    """What this rank holds of one parameter, and of every tensor that is cut like it."""
 
     fqn: str
-    shape: Shape
+    shape: Shape  # of the full parameter, in elements
+    # as a `Piece` has them; of the parameter with permuted `axes` where there are any
     places: tuple[Box, ...]
-    held: Shape
-    replicas: Replicas
-    values: Replicas
+    held: Shape  # the shape of this rank's own tensor; a state tensor of this shape is cut alike
+    replicas: Replicas  # which other ranks hold the same elements
+    values: Replicas  # which ranks hold what there is once per parameter, such as `step`
+    # where the elements begin in a `held` of one dimension that holds more than this parameter;
+    # None where the tensor holds nothing else
     start: int | None = None
+    # the dimensions in order of falling strides, where the elements are in that order instead of
+    # row-major (a channels-last parameter that was flattened)
     axes: tuple[int, ...] = ()
+    # whether other ranks may hold other elements of the parameter; the same on all ranks, also on
+    # one that holds all of them
     sharded: bool = False
 
     @property
@@ -205,13 +172,6 @@ class ShardLayout(Struct, frozen=True):
         """Yields this rank's part of the parameter, or of a tensor cut like it.
 
         That is one piece, and one for each place where the elements are not in row-major order.
-
-        Args:
-            unit: The DCP directory.
-            path: The key path in it.
-            tensor: Of shape `held`.
-            aliases: Further key paths of the same tensor.
-            watched: As a `Piece` has them.
         """
         # Detached, as torch refuses to swap the content of a tensor that has views.
         local, further = tensor.detach(), tuple(aliases)
@@ -274,14 +234,12 @@ def sampled_replicas(pieces: Sequence[Piece]) -> Iterator[int]:
 def select_owned(pieces: Sequence[Piece]) -> tuple[bool, ...]:
     """Returns for each piece whether this rank writes it.
 
-    Pieces that may be spread are dealt out by size, the largest first, each to the replica with
-    the fewest bytes so far. All ranks compute the same answer, because only pieces that share one
+    Pieces that may be spread are dealt out by size, the largest first, each to the replica with the
+    fewest bytes so far. All ranks compute the same answer, because only pieces that share one
     `Replicas` object are dealt out together: the pieces on one group of ranks, and only those, have
-    the same object. A piece with an object of its own goes to the first replica. Frozen weights
-    are dealt out separately, because most saves write only the others.
-
-    Args:
-        pieces: What this rank holds, in the same order on all ranks of a group.
+    the same object. A piece with an object of its own goes to the first replica. Frozen weights are
+    dealt out separately, because most saves write only the others. The pieces are in the same order
+    on all ranks of a group.
     """
     mine = [bool(piece.places) and piece.replicas.own == 0 for piece in pieces]
     groups: defaultdict[tuple[int, bool], list[int]] = defaultdict(list)

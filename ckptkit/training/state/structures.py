@@ -22,23 +22,24 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from msgspec import Struct
 from torch import nn
 
 from ckptkit.core.errors import FormatError, UnsupportedError, UsageError
 from ckptkit.core.index import KeyPath
 from ckptkit.core.text import a_kind
 from ckptkit.training.save.file_layout import check_storable
-from ckptkit.training.state.dtensors import DTensor
+from ckptkit.training.state.dtensors import DTensor, local_part
 from ckptkit.training.state.objects import (
+    FACTORIES,
     check_nesting,
     flatten,
     holds_more,
     is_sound,
+    make_object,
     serialise_or_refuse,
     step_of,
 )
-from ckptkit.training.state.objects_on_disk import FACTORIES
+from ckptkit.training.state.pieces import ObjectValue, Piece, ShardLayout
 
 Nodes = Sequence[tuple[Any, ...]]
 VERSION = 1
@@ -60,32 +61,10 @@ _SIMPLE = frozenset((torch.Tensor, DTensor, bool, int, float, str, type(None)))
 _KEYS = frozenset((bool, int, float, type(None)))
 
 
-class Structure(Struct, frozen=True):
-    """The structure of a value whose leaves are in a DCP directory.
-
-    Attributes:
-        unit: The DCP directory.
-        path: What the key paths of its leaves begin with.
-        nodes: The table.
-    """
-
-    unit: str
-    path: KeyPath
-    nodes: Nodes
-
-
-class Leaf(Struct, frozen=True):
-    """A value in a DCP directory.
-
-    Attributes:
-        path: The rest of its key path.
-        value: What is stored.
-        where: Its path in the user's state, for messages.
-    """
-
-    path: KeyPath
-    value: Any
-    where: str
+Structure = tuple[str, KeyPath, Nodes]
+"""The DCP directory of a value, what the key paths of its leaves begin with, and the table."""
+Leaf = tuple[KeyPath, Any, str]
+"""The rest of a leaf's key path, the leaf, and its path in the user's state, for messages."""
 
 
 def take_apart(
@@ -93,11 +72,8 @@ def take_apart(
 ) -> tuple[list[Leaf], Nodes | None]:
     """Returns the leaves of a value, and its structure where it does not follow from them.
 
-    Args:
-        value: What to take apart.
-        where: Its path in the user's state, for messages.
-        any_tensor: Whether tensors may be of classes of their own.
-        taken: Names on the first level that belong to something else.
+    With `any_tensor`, tensors may be of classes of their own. `taken` has names on the first level
+    that belong to something else.
     """
     if (  # a mapping as most optimizers have it, whose leaves show all of it
         any_tensor
@@ -106,11 +82,51 @@ def take_apart(
         and all(type(key) is str and key.isascii() for key in value)
         and all(type(item) in _SIMPLE for item in value.values())
     ):
-        return [Leaf((k,), v, where + step_of(k)) for k, v in value.items()], None
+        return [((k,), v, where + step_of(k)) for k, v in value.items()], None
     check_nesting(value, where)
     table = _TableBuilder(any_tensor=any_tensor)
     table.add(value, (), where, frozenset(taken))
     return table.leaves, None if table.is_implied else tuple(table.nodes)
+
+
+class Collected:
+    """What a walk over a part of the state has collected on this rank."""
+
+    def __init__(self) -> None:
+        self.pieces: list[Piece] = []
+        self.objects: list[ObjectValue] = []  # that this rank has to write
+        self.structures: list[Structure] = []  # where these do not follow from their leaves
+
+    def add(self, other: Collected) -> None:
+        self.pieces += other.pieces
+        self.objects += other.objects
+        self.structures += other.structures
+
+    def take(
+        self,
+        unit: str,
+        path: KeyPath,
+        value: object,
+        where: str,
+        layout_of: Callable[[str, torch.Tensor], ShardLayout],
+        *,
+        writes: bool,
+        taken: Collection[str] = (),
+    ) -> None:
+        """Adds a nested value, its tensors as `layout_of` says where they belong.
+
+        With `writes`, this rank is the one that writes what is no tensor.
+        """
+        leaves, nodes = take_apart(value, where, taken=taken)
+        if nodes is not None and writes:
+            self.structures.append((unit, path, nodes))
+        for rest, leaf, inner in leaves:
+            key_path = (*path, *rest)
+            if isinstance(leaf, torch.Tensor):
+                layout = layout_of(".".join(map(str, key_path)), leaf)
+                self.pieces += layout.pieces(unit, key_path, local_part(leaf))
+            elif writes:
+                self.objects.append(make_object(unit, key_path, leaf, inner))
 
 
 class _TableBuilder:
@@ -124,7 +140,6 @@ class _TableBuilder:
         self._keys: set[str] = set()
 
     def add(self, value: Any, path: KeyPath, where: str, taken: frozenset[str]) -> int:
-        """Adds a value to the table, and returns its position."""
         number = len(self.nodes)
         self.nodes.append(())
         if path and isinstance(path[-1], int) and _leaves_nothing(value):
@@ -185,7 +200,7 @@ class _TableBuilder:
             free = (*path[:-1], f"{path[-1]}~{number}")
         self._keys.add(key)
         self.is_implied = self.is_implied and free == path
-        self.leaves.append(Leaf(free, value, where))
+        self.leaves.append((free, value, where))
         if isinstance(value, torch.Tensor):
             if not self._any_tensor and type(value) not in _TENSORS:
                 raise UsageError(
@@ -218,15 +233,14 @@ def _name_of_factory(factory: Callable[[], Any] | None, where: str) -> str | Non
 
 
 def tables_of(structures: Iterable[Structure]) -> dict[str, Any]:
-    return {"version": VERSION, "structures": [(s.unit, s.path, s.nodes) for s in structures]}
+    return {"version": VERSION, "structures": list(structures)}
 
 
 def parse_structures(document: Any, *, where: str) -> list[Structure]:
-    """Returns the structures that a file holds."""
     try:
         version = document["version"]
-        structures = [
-            Structure(str(unit), tuple(path), tuple(map(tuple, nodes)))
+        structures: list[Structure] = [
+            (str(unit), tuple(path), tuple(map(tuple, nodes)))
             for unit, path, nodes in document["structures"]
         ]
     except (TypeError, ValueError, LookupError) as error:
@@ -257,7 +271,6 @@ def leaves_by_key(nodes: Nodes, where: str) -> dict[Any, KeyPath]:
 
 
 def leaf_paths(nodes: Nodes, where: str) -> list[KeyPath]:
-    """Returns the paths of a structure's leaves."""
     try:
         return [_checked_path(node[1]) for node in nodes if node[0] in {"leaf", "parameter"}]
     except (TypeError, ValueError, LookupError) as error:
@@ -274,48 +287,35 @@ def _checked_path(path: Iterable[Any]) -> KeyPath:
 def assemble(nodes: Nodes | None, leaves: Mapping[KeyPath, Any], where: str) -> Any:
     """Returns the value that was taken apart.
 
-    Args:
-        nodes: Its structure; None where it follows from the leaves alone.
-        leaves: Its leaves, by the rest of their key paths.
-        where: The step and the value, for messages.
+    `nodes` is None where the structure follows from the leaves alone.
     """
     if nodes is None:
         return _nest(leaves)
     try:
-        return _Assembler(nodes, leaves).make(0)
+        return _made(0, dict(enumerate(nodes)), leaves)
     except (TypeError, ValueError, LookupError, RecursionError) as error:
         message = f"the structure of a value is damaged: {type(error).__name__}: {error}"
         raise FormatError(message, where=where) from error
 
 
-class _Assembler:
-    """Creates the value of a table, which may be damaged: each node is used once."""
-
-    def __init__(self, nodes: Nodes, leaves: Mapping[KeyPath, Any]) -> None:
-        self._left: dict[int, tuple[Any, ...]] = dict(enumerate(nodes))
-        self._leaves = leaves
-
-    def make(self, number: int) -> Any:
-        match self._left.pop(number):
-            case ("defaultdict", items, factory):
-                value: Any = defaultdict(None if factory is None else FACTORIES[factory])
-                self._fill(value, items)
-            case ("dict" | "OrderedDict" | "Counter" as kind, items):
-                value = _MAKERS[kind]()
-                self._fill(value, items)
-            case ("list", children):
-                value = [self.make(child) for child in children]
-            case ("parameter", path, trained):
-                value = nn.Parameter(self._leaves[tuple(path)], requires_grad=bool(trained))
-            case ("leaf", path):
-                value = self._leaves[tuple(path)]
-            case node:
-                raise ValueError(f"no node of a structure: {node!r:.100}")
-        return value
-
-    def _fill(self, mapping: dict[Any, Any], items: Iterable[tuple[Any, int]]) -> None:
-        for key, child in items:
-            mapping[key] = self.make(child)
+def _made(number: int, left: dict[int, tuple[Any, ...]], leaves: Mapping[KeyPath, Any]) -> Any:
+    """Returns the value of a node; each is used once, since a table may be damaged."""
+    match left.pop(number):
+        case ("defaultdict", items, factory):
+            value: Any = defaultdict(None if factory is None else FACTORIES[factory])
+        case ("dict" | "OrderedDict" | "Counter" as kind, items):
+            value = _MAKERS[kind]()
+        case ("list", children):
+            return [_made(child, left, leaves) for child in children]
+        case ("parameter", path, trained):
+            return nn.Parameter(leaves[tuple(path)], requires_grad=bool(trained))
+        case ("leaf", path):
+            return leaves[tuple(path)]
+        case node:
+            raise ValueError(f"no node of a structure: {node!r:.100}")
+    for key, child in items:
+        value[key] = _made(child, left, leaves)
+    return value
 
 
 def _nest(leaves: Mapping[KeyPath, Any]) -> Any:
@@ -340,11 +340,7 @@ def adapt(value: Any, live: Any) -> Any:
     """Returns a value that was saved without its structure, with the types of a live value.
 
     Keys get the types of the live keys, mappings their classes. Values without a leaf, such as
-    empty mappings, are taken from the live value.
-
-    Args:
-        value: Created from the leaves alone.
-        live: The live value in its place; it does not contain itself.
+    empty mappings, are taken from the live value. `live` does not contain itself.
     """
     if isinstance(live, Mapping) and isinstance(value, dict):
         return _adapt_mapping(value, live)

@@ -13,7 +13,7 @@ from ckptkit.runs.push_journal import parse_journal
 from ckptkit.runs.retention import trainer_state
 from ckptkit.storage.overlay import MemorySource
 from ckptkit.training.resume.stored_step import parse_facts
-from ckptkit.training.state.objects_on_disk import object_from_bytes
+from ckptkit.training.state.objects import object_from_bytes
 from ckptkit.training.state.structures import assemble, leaf_paths, leaves_by_key, parse_structures
 from ckptkit.writer.record import parse_record
 from tests.campaigns.fuzz.judge import Target
@@ -67,10 +67,10 @@ def _facts_seeds() -> list[bytes]:
 
 def _run_structures(data: bytes) -> None:
     document = parse_json_object(data, where="x")
-    for structure in parse_structures(document, where="x"):
-        leaves_by_key(structure.nodes, "x")
-        leaves = dict.fromkeys(leaf_paths(structure.nodes, "x")) if structure.nodes else {}
-        assemble(structure.nodes, leaves, "x")
+    for _, _, nodes in parse_structures(document, where="x"):
+        leaves_by_key(nodes, "x")
+        leaves = dict.fromkeys(leaf_paths(nodes, "x")) if nodes else {}
+        assemble(nodes, leaves, "x")
 
 
 def _structure_seeds() -> list[bytes]:

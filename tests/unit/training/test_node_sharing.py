@@ -14,15 +14,15 @@ import pytest
 
 from ckptkit.core.index import FileRange, FileRef
 from ckptkit.storage.overlay import MemorySource
-from ckptkit.training.load import shared_source
-from ckptkit.training.load.node_memory import (
+from ckptkit.training.load import node_sharing
+from ckptkit.training.load.node_sharing import (
     HEAP_BYTES,
     BlockKey,
     BlockStatus,
     NodeMemory,
+    SharedSource,
     join_node,
 )
-from ckptkit.training.load.shared_source import SharedSource
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has such memory")
 MIB = 1 << 20
@@ -224,7 +224,7 @@ def test_a_failed_download_is_that_of_its_member_alone(join: Join) -> None:
 def test_a_member_that_downloads_for_ever_is_waited_for_once(
     join: Join, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shared_source, "_OWNER_SECONDS", 0.3)
+    monkeypatch.setattr(node_sharing, "_OWNER_SECONDS", 0.3)
     stuck, _ = announced(join, 2)
     store = Store(bytes(8 * MIB))
     source = SharedSource(store, join())

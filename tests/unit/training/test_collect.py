@@ -22,8 +22,7 @@ from torch.utils.data import DataLoader
 from ckptkit.core.errors import UnsupportedError, UsageError
 from ckptkit.training.save.file_layout import plan_save
 from ckptkit.training.state import objects as rng
-from ckptkit.training.state.bound import kind_of, leaves
-from ckptkit.training.state.collect import BoundState, Layout, bind
+from ckptkit.training.state.collect import BoundState, Layout, bind, kind_of, leaves
 from ckptkit.training.state.dtensors import memory_layout
 from ckptkit.training.state.pieces import Holdings, select_owned
 

@@ -32,7 +32,7 @@ from ckptkit.storage.local.source import LocalSource
 from ckptkit.training import Checkpointer
 from ckptkit.training.agree.key_values import LocalKeyValueStore
 from ckptkit.training.agree.peers import Peers
-from ckptkit.training.resume import fill as filling
+from ckptkit.training.resume import resume as filling
 from ckptkit.training.resume.resume import decline, resume, resume_from
 from ckptkit.training.resume.stored_step import StoredStep
 from ckptkit.training.state import objects as rng

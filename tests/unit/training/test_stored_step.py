@@ -17,9 +17,8 @@ from ckptkit.core.errors import CkptkitError, FormatError, ResumeError, UsageErr
 from ckptkit.training import Checkpointer
 from ckptkit.training.agree.key_values import LocalKeyValueStore
 from ckptkit.training.agree.peers import Peers
-from ckptkit.training.resume.fill import StepLoader
-from ckptkit.training.resume.resume import resume
-from ckptkit.training.resume.stored_step import SavedFacts, parse_facts
+from ckptkit.training.resume.resume import StepLoader, resume
+from ckptkit.training.resume.stored_step import parse_facts
 from ckptkit.training.state.collect import bind
 
 LAYOUTS = ["accelerate", "dcp"]
@@ -89,7 +88,7 @@ def test_entries_that_make_no_sense_are_damage(tmp_path: Path) -> None:
     for text in ("{", "[]", '{"entries": [{}]}', '{"entries": [{"key": 1}]}'):
         with pytest.raises(FormatError, match="does not name what the step holds"):
             parse_facts(text.encode(), where="file")
-    assert parse_facts(b"{}", where="file").entries is None
+    assert parse_facts(b"{}", where="file") == (None, False)
     assert StepLoader(tmp_path, bind({}, layout="dcp", rank=0, world_size=1)).stored.entries is None
 
 
@@ -147,7 +146,7 @@ def test_another_optimizer_is_refused(
     save(tmp_path, trained(SGD, momentum=0.9))
     if not known:
         monkeypatch.setattr(
-            "ckptkit.training.resume.stored_step.parse_facts", lambda *_, **__: SavedFacts()
+            "ckptkit.training.resume.stored_step.parse_facts", lambda *_, **__: (None, False)
         )
     model = nn.Linear(3, 2)
     with pytest.raises(ResumeError, match=r"optimizer: the state of another .* against AdamW") as e:

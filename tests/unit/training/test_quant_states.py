@@ -14,7 +14,7 @@ from torch import nn
 
 from ckptkit.core.errors import LoadError, ResumeError
 from ckptkit.training import Checkpointer, load_into
-from ckptkit.training.state.rank_bound import lost_scales, packed_weights
+from ckptkit.training.state.quant_states import lost_scales, packed_weights
 
 
 def test_scales_that_an_evaluation_on_a_cpu_has_rounded_are_not_saved() -> None:
