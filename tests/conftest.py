@@ -50,7 +50,6 @@ settings.load_profile("ckptkit")
 
 @pytest.fixture(scope="session")
 def repository() -> Path:
-    """The folder that holds pyproject.toml."""
     return ROOT
 
 
@@ -148,7 +147,6 @@ def closed_files() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def command_host() -> Iterator[None]:
-    """Ends the process that commands are forks of."""
     yield
     close_host()
 
@@ -222,7 +220,6 @@ def pytest_collect_file(
 
 
 def pytest_collection_finish() -> None:
-    """Spares the collections of all tests what was imported."""
     gc.freeze()
     gc.enable()
     gc.set_threshold(50_000, 20, 100)

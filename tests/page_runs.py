@@ -129,7 +129,6 @@ def fit_world(page: str, here: Path) -> None:
 
 
 def save_example_base(folder: Path) -> None:
-    """Saves the model that examples train adapters on."""
     example = runpy.run_path(str(pages.ROOT / "examples/toy.py"))
     example["model"]().save_pretrained(folder)
 

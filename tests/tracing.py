@@ -52,7 +52,6 @@ class Tracer:
 
 
 def start(lines: str, root: str) -> None:
-    """Traces this thread and those that it starts."""
     tracer = Tracer(lines, (f"{root}/ckptkit/", f"{root}/cli/"))
     threading.setprofile(tracer)
     sys.setprofile(tracer)

@@ -419,7 +419,6 @@ def small_shards(small_steps: Path, tmp_path: Path) -> list[Path]:
 
 @pytest.fixture
 def shards(large_steps: Path, tmp_path: Path) -> list[Path]:
-    """The output of these has several files."""
     return copied_steps(large_steps, tmp_path / "shards")
 
 

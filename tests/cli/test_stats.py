@@ -26,7 +26,6 @@ DIFFERENT = "different, 2 tensors, 0 equal"
 
 @pytest.fixture
 def odd(tmp_path: Path) -> Path:
-    """A model with one tensor of each odd kind."""
     tensors = {
         "plain": np.array([3.0, -4.0, 0.0, -0.0], np.float32),
         "broken.weight": np.array([np.nan, 1, np.inf, np.nan], ml_dtypes.bfloat16),

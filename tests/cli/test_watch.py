@@ -61,7 +61,6 @@ def started(hub: HubServer, run: Path, *options: str) -> Iterator[subprocess.Pop
 
 
 def event(process: subprocess.Popen[str], name: str) -> dict[str, Any]:
-    """Reads events up to one of a name."""
     assert process.stdout is not None
     for line in process.stdout:
         found: dict[str, Any] = json.loads(line)

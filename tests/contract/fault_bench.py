@@ -31,15 +31,7 @@ _END_OF_ZIP = 22  # bytes of the last record of an archive without a comment
 
 
 class Bench:
-    """One checkpoint, on which one thing after another is broken.
-
-    Attributes:
-        case: What it is.
-        files: What every file of it holds, by its path.
-        folder: Where it lies.
-        holders: Where elements of the model lie that are stored once: byte ranges by file.
-        truth: The weights as they are written where nothing is damaged.
-    """
+    """One checkpoint, on which one thing after another is broken."""
 
     def __init__(self, case: FaultCase, folder: Path) -> None:
         self.case = case
@@ -56,11 +48,7 @@ class Bench:
         return random.Random(f"{self.case.fixture} {purpose}")  # noqa: S311
 
     def outcome(self, changes: Mapping[str, bytes | None]) -> str:
-        """Puts files in place of others (None: takes them away) and tells what comes of it.
-
-        Returns:
-            `SAME`, `DIFFERENT`, or the code of the refusal.
-        """
+        """Puts files in place of others (None: takes them away) and tells what comes of it."""
         try:
             for path, content in changes.items():
                 self._put(path, content)
@@ -182,7 +170,6 @@ def flipped(data: bytes, bit: int) -> bytes:
 
 
 def _calling(module: str, name: str, argument: str) -> bytes:
-    """A pickle that calls a function of one string."""
     return b"\x80\x02c" + f"{module}\n{name}\n(X".encode() + _text(argument) + b"tR."
 
 
@@ -191,12 +178,7 @@ def _text(value: str) -> bytes:
 
 
 def hostile_pickles(trace: str, room: int) -> dict[str, bytes]:
-    """Pickles that run a program, take memory, or lead a reader astray, by what they do.
-
-    Args:
-        trace: The file that would be there if one of them was run.
-        room: Bytes that they may take.
-    """
+    """Pickles that run a program, take memory, or lead a reader astray, by what they do."""
     depth = min((room - 4) // 2, 20_000)
     return {
         "runs a program": _calling("os", "system", f"touch {trace}"),

@@ -114,7 +114,6 @@ def file_system(src: object, **options: Any) -> Any:
 
 @pytest.fixture(autouse=True)
 def closed() -> Iterator[None]:
-    """Closes what a test has made."""
     yield
     while MADE:
         MADE.pop().invalidate_cache()

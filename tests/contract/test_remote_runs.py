@@ -36,7 +36,6 @@ ckptkit.prune(Place(sys.argv[1], json.load(sys.stdin)), keep_last=1)
 
 @pytest.fixture
 def bucket(object_store: ObjectStore, tmp_path: Path) -> Iterator[Bucket]:
-    """A bucket with a run of three steps."""
     for step in (1, 2, 3):
         save_step(tmp_path / "run", step, metrics={"loss": float(step)}, save_number=step)
     bucket = object_store.bucket("runs-to-prune")

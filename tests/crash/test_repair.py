@@ -51,7 +51,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def tiers(saved: Path, tmp_path: Path) -> tuple[Path, Path]:
-    """A step on two tiers."""
     return tuple(  # type: ignore[return-value]
         Path(shutil.copytree(saved, tmp_path / tier)) / "checkpoint-2" for tier in ("a", "b")
     )

@@ -25,7 +25,6 @@ TENSOR = 12 << 20  # bytes: more than one leaf, so that several tasks make one t
 
 
 def save_sharded(place: Path, tensors: int, *, size_bytes: int = TENSOR) -> None:
-    """Saves a checkpoint of one rank by torch's own writer."""
     generator = torch.Generator().manual_seed(0)
     state = {
         f"layers.{i}.weight": torch.rand(size_bytes // 4096, 1024, generator=generator)
@@ -38,7 +37,6 @@ def save_sharded(place: Path, tensors: int, *, size_bytes: int = TENSOR) -> None
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """A checkpoint of several tasks that a test may change."""
     place = tmp_path / "source"
     save_sharded(place, 3)
     return place

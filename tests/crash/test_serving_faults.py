@@ -61,8 +61,6 @@ def source(saved: Path, tmp_path: Path) -> Path:
 
 
 class Events(list[ServeEvent]):
-    """The events of a server."""
-
     def failures(self) -> list[str]:
         return [event.facts["error"]["code"] for event in self if event.name == "failed"]
 

@@ -207,8 +207,6 @@ def test_a_new_dict_is_saved_without_looking_at_everything_anew(run: Path) -> No
 
 
 class _Odd:
-    """A sidecar that cannot be stored."""
-
     def save_pretrained(self, _: str) -> None:
         raise RuntimeError("no tokenizer today")
 
@@ -333,8 +331,6 @@ def test_a_save_that_is_complete_has_not_failed_though_the_others_cannot_be_told
 
 
 class _Process:
-    """Notes what it is asked."""
-
     def __init__(self) -> None:
         self.asked: list[tuple[str, str]] = []
 

@@ -73,7 +73,6 @@ def log() -> Iterator[Any]:
 
 @pytest.fixture
 def trouble(tmp_path: Path) -> Iterator[Any]:
-    """Gives all Checkpointers writers that can be got into trouble."""
     found = troubles.Trouble(tmp_path / "trouble")
     with found.writers():
         yield found

@@ -158,8 +158,6 @@ def test_a_writer_that_is_held_back_anywhere_mixes_nothing(
 
 
 class _Gate:
-    """Holds the request of one number back."""
-
     def __init__(self, proxy: Proxy, number: int) -> None:
         self.reached, self.open = threading.Event(), threading.Event()
         self._left = number

@@ -67,7 +67,6 @@ class Step:
         return cls(saves, proofs)
 
     def upload(self, store: RunStore, **further: Any) -> None:
-        """Does what the processes of two ranks do."""
         name, remote = self.saves[0].final.name, Remote(store.location)
         for rank, save in enumerate(self.saves):
             records = (f".ranks/{rank}.json",)

@@ -100,7 +100,6 @@ def lives(hub: HubServer, folder: Path) -> Iterator[Lives]:
 
 
 def pushed(hub: HubServer) -> Counter[int]:
-    """How many commits there are of each step."""
     if not hub.has(REPO):
         return Counter()
     titles = [re.match(r"Step (\d+) ", commit.message) for commit in hub.repo(REPO).commits]

@@ -83,7 +83,6 @@ def save(tmp_path: Path) -> Any:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of one megabyte."""
     place = tmp_path / "small"
     place.mkdir()
     if not mounted("-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place)):

@@ -64,7 +64,6 @@ def kill_writers(folder: Path) -> dict[str, Any]:
 
 
 def _dooms(case: str, rank: int) -> dict[str, Doom]:
-    """Returns what happens on a rank."""
     if case == "committer":
         return {"committer": Doom(KILL_ITSELF, 1, rising=2)}
     if case == "both":
@@ -149,7 +148,6 @@ def _outlive_idle_ones(life: Life) -> None:
 
 
 def _see_swept(life: Life) -> None:
-    """The next session removes what was left."""
     dist.barrier()
     life.checkpointer = Checkpointer(life.run)
     assert hidden(life.run) == []

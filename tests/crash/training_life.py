@@ -74,21 +74,14 @@ PAUSE = "time.sleep(1.0)"
 
 @dataclass
 class Doom:
-    """A command for writers to which something happens in the middle of a request.
-
-    Attributes:
-        act: What happens.
-        call: At which call.
-        request: In the how manieth request of these kinds; in the second, the first save is well.
-        kinds: Names of messages.
-        rising: By how many calls later it happens in every further process.
-    """
+    """A command for writers to which something happens in the middle of a request."""
 
     act: str
-    call: int
+    call: int  # at which call
+    # In the how manieth request of these kinds; in the second, the first save is well.
     request: int = 2
-    kinds: tuple[str, ...] = ("Persist", "Commit")
-    rising: int = 0
+    kinds: tuple[str, ...] = ("Persist", "Commit")  # names of messages
+    rising: int = 0  # by how many calls later it happens in every further process
 
     def command(self, descriptor: int) -> Sequence[str]:
         command = writer_command(descriptor, 0)
@@ -129,22 +122,15 @@ def doomed(
 
 @dataclass(frozen=True)
 class Point:
-    """When a rank comes to harm.
-
-    Attributes:
-        victim: The rank.
-        phase: In the trainer: `before`, `staging`, `returned`, `waiting`; or `writer` or
-            `committer`, whose `call` it is.
-        call: At which call.
-        act: What its writer does to it.
-        rank_0_hosts: See `Pair`.
-    """
+    """When a rank comes to harm."""
 
     victim: int
+    # In the trainer: `before`, `staging`, `returned`, `waiting`; or `writer` or `committer`, whose
+    # `call` it is.
     phase: str
-    call: int = 0
-    act: str = KILL_ITS_RANK
-    rank_0_hosts: bool = False
+    call: int = 0  # at which call
+    act: str = KILL_ITS_RANK  # what its writer does to it
+    rank_0_hosts: bool = False  # see `Pair`
 
     @property
     def name(self) -> str:
@@ -163,8 +149,6 @@ class Point:
 
 
 class Data:
-    """A dataloader that knows where it is."""
-
     def __init__(self) -> None:
         self.at = 10 * dist.get_rank()
 
@@ -291,7 +275,6 @@ def hidden(run: Path) -> list[str]:
 
 
 def spoil(state: dict[str, Any]) -> None:
-    """Changes everything that is resumed."""
     with torch.no_grad():
         for tensor in state["model"].parameters():
             tensor.to_local().fill_(7)

@@ -126,8 +126,6 @@ class Trouble:
 
 
 class Data:
-    """A dataloader that knows where it is."""
-
     def __init__(self) -> None:
         self.at = 0
 
@@ -250,7 +248,6 @@ class Log(logging.Handler):
 
 @contextmanager
 def listening() -> Iterator[Log]:
-    """Collects what ckptkit logs."""
     logger = logging.getLogger("ckptkit")
     log = Log()
     logger.addHandler(log)

@@ -42,23 +42,14 @@ Use = Callable[[Path, Path], str]
 
 @dataclass(frozen=True)
 class Case:
-    """A checkpoint in a folder, and what is done with it.
+    """A checkpoint in a folder, and what is done with it."""
 
-    Attributes:
-        make: Writes it into an empty folder.
-        uses: By name.
-        reason: Why some faults cannot be found.
-        is_ours: Whether ckptkit wrote it, so that every fault has to be found.
-        damaged: What the faults are in, relative to the folder.
-        spared: Files that have no part in what is promised.
-    """
-
-    make: Callable[[Path], None]
+    make: Callable[[Path], None]  # writes it into an empty folder
     uses: Mapping[str, Use]
-    reason: str = ""
-    is_ours: bool = False
-    damaged: str = CHECKPOINT
-    spared: tuple[str, ...] = field(default=())
+    reason: str = ""  # why some faults cannot be found
+    is_ours: bool = False  # whether ckptkit wrote it, so that every fault has to be found
+    damaged: str = CHECKPOINT  # what the faults are in, relative to the folder
+    spared: tuple[str, ...] = field(default=())  # files that have no part in what is promised
 
 
 def _digest_folder(folder: Path) -> str:
@@ -114,8 +105,6 @@ def _foreign(name: str, reason: str = "", inner: str = CHECKPOINT, **options: An
 
 
 class _Data:
-    """A dataloader that knows where it is."""
-
     def __init__(self) -> None:
         self.at = 0
 

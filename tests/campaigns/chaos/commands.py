@@ -99,23 +99,15 @@ def check_status(status: int, fault: Fault, reached: Sequence[Reached], beside: 
 
 @dataclass
 class Producing:
-    """A command that makes a folder of others.
-
-    Attributes:
-        host: Runs it.
-        work: What it does, for the table.
-        inputs: Makes what it reads, in a folder.
-        arguments: Of the command, for the folder of the inputs and its output.
-        has_before: Whether there is an output that it replaces.
-        keeps: Whether it keeps after an error what it goes on with.
-    """
+    """A command that makes a folder of others."""
 
     host: CommandHost
-    work: str
-    inputs: Callable[[Path], None]
+    work: str  # what it does, for the table
+    inputs: Callable[[Path], None]  # makes what it reads, in a folder
+    # Of the command, for the folder of the inputs and its output.
     arguments: Callable[[Path, Path], Sequence[object]]
-    has_before: bool = False
-    keeps: bool = False
+    has_before: bool = False  # whether there is an output that it replaces
+    keeps: bool = False  # whether it keeps after an error what it goes on with
     process: str = "command"
     sends: bool = False
     status: int = 0
@@ -271,7 +263,6 @@ def _delta(folder: Path) -> None:
 
 
 def commands(host: CommandHost) -> list[Producing | Pruning | Moving]:
-    """Returns the scenes of commands that write to disks."""
     sharded = _copied(run="accelerate_fsdp2_cpu_offload")
 
     def consolidate(*options: object) -> Callable[[Path, Path], Sequence[object]]:

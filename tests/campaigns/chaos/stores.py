@@ -203,7 +203,6 @@ class Uploading:
 
 
 def _parts(data: Mapping[str, bytes]) -> dict[str, bytes]:
-    """Leaves out what the uploads have noted beside the records."""
     return {path: found for path, found in data.items() if not path.endswith(".uploaded")}
 
 

@@ -63,17 +63,11 @@ class CallDoom(Doom):
 
 @dataclass(frozen=True)
 class Actor:
-    """A process of the job.
+    """A process of the job."""
 
-    Attributes:
-        name: As the functions of `training_kills_run` call it.
-        kinds: The requests of interest.
-        on_nodes: Whether the nodes' own disks come first.
-    """
-
-    name: str
-    kinds: tuple[str, ...]
-    on_nodes: bool = False
+    name: str  # as the functions of `training_kills_run` call it
+    kinds: tuple[str, ...]  # the requests of interest
+    on_nodes: bool = False  # whether the nodes' own disks come first
 
 
 ACTORS = {

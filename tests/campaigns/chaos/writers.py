@@ -213,13 +213,7 @@ that cannot be opened for writing is opened for reading."""
 
 
 def check_reported(fault: Fault, reached: Sequence[Reached], beside: str = "") -> None:
-    """What was written is reported durable: nothing that it is made of may have failed.
-
-    Args:
-        fault: What happened.
-        reached: The calls.
-        beside: A folder that it is not in, if there is one that is worked on as well.
-    """
+    """What was written is reported durable: nothing that it is made of may have failed."""
     failed = struck(fault, reached)
     if fault.act not in ERRORS or failed is None:
         return

@@ -115,7 +115,6 @@ def gradient(step: int, name: str, shape: torch.Size) -> torch.Tensor:
 
 
 def wrap(model: nn.Module, strategy: str) -> nn.Module:
-    """Shards a model over all ranks."""
     world = torch.distributed.get_world_size()
     units = [path for path in _UNITS if path in dict(model.named_modules())]
     if strategy == "ddp":
@@ -200,7 +199,6 @@ def sow(step: int, rank: int) -> None:
 
 
 def random_numbers() -> str:
-    """Returns the state of all random numbers of this rank."""
     held: Any = np.random.get_state()
     parts = (repr(random.getstate()), repr(held[1].tolist()), repr(held[2:]))
     torch_part = zlib.crc32(torch.get_rng_state().numpy().tobytes())
