@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Generator, Iterator
 from concurrent.futures import Future
@@ -164,6 +165,13 @@ def running_store() -> Iterator[ObjectStore]:
     """One S3 server for all tests of this process; tests take `object_store` instead."""
     with running_object_store() as store:
         yield store
+
+
+@pytest.fixture
+def memory_disk() -> Iterator[Path]:
+    """A folder where syncing costs nothing, so that hundreds of saves can be tried."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        yield Path(folder)
 
 
 @pytest.fixture

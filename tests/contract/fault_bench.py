@@ -21,6 +21,7 @@ from ckptkit.core.errors import CannotPlanError, CkptkitError
 from ckptkit.core.index import ChunkTable
 from ckptkit.engine.locate import Locator
 from tests.contract.format_faults import FIXTURES, FaultCase
+from tests.files import contents
 
 SAME = "the right bytes"
 DIFFERENT = "OTHER BYTES"
@@ -37,7 +38,7 @@ class Bench:
         self.case = case
         self.folder = folder / "run" / "checkpoint"
         shutil.copytree(case.path, self.folder)
-        self.files = files_in(self.folder)
+        self.files = contents(self.folder)
         self._outbox = folder / "outbox"
         self._outbox.mkdir()
         self.truth = self._consolidated()
@@ -141,17 +142,11 @@ def consolidated(checkpoint: Path, out: Path, options: Mapping[str, Any]) -> dic
 
 def weights_in(folder: Path) -> dict[str, bytes]:
     """What the files of weights below a folder hold, by their paths."""
-    return {name: data for name, data in files_in(folder).items() if name.endswith(_WEIGHTS)}
+    return {name: data for name, data in contents(folder).items() if name.endswith(_WEIGHTS)}
 
 
 def _fits(path: str, patterns: tuple[str, ...]) -> bool:
     return any(fnmatch(path, pattern) for pattern in patterns)
-
-
-def files_in(folder: Path) -> dict[str, bytes]:
-    """What all files below a folder hold, by their paths."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 
 def step_files(case: FaultCase) -> dict[str, bytes]:

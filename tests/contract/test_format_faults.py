@@ -19,7 +19,6 @@ from tests.contract.fault_bench import (
     TAKES_MEMORY,
     Bench,
     consolidated,
-    files_in,
     flipped,
     hostile_pickles,
     room_for_pickle,
@@ -27,6 +26,7 @@ from tests.contract.fault_bench import (
     with_pickle,
 )
 from tests.contract.format_faults import CASES, FaultCase
+from tests.files import contents
 from tests.sampled import sampled
 
 _FLIPS_ELSEWHERE = 6  # per checkpoint; one more for each of its files
@@ -210,7 +210,7 @@ def test_a_file_of_another_step_is_refused_where_the_format_can_tell(bench: Benc
 
 
 def _formats(case: FaultCase) -> set[str]:
-    return {candidate.format for candidate in recognise(list(files_in(case.path)))}
+    return {candidate.format for candidate in recognise(list(contents(case.path)))}
 
 
 def _guests(host: FaultCase) -> list[FaultCase]:
@@ -223,7 +223,7 @@ def _guests(host: FaultCase) -> list[FaultCase]:
 
 def _names(case: FaultCase) -> set[str]:
     """What a message may call a checkpoint: files and folders of it that others do not have."""
-    paths = [path for path in files_in(case.path) if not path.endswith("config.json")]
+    paths = [path for path in contents(case.path) if not path.endswith("config.json")]
     return {*paths, *(path.split("/")[0] for path in paths)}
 
 

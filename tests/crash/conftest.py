@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -18,32 +15,7 @@ from tests.crash.forked_commands import ForkedCommands, running_forks
 from tests.damaged_checkpoints import blobs, change_metadata, copied, out, refusal
 from tests.sharded import write_sharded
 
-
-def _load(name: str) -> None:
-    """Makes a module beside this file importable by the tests, whose folder is no package."""
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    sys.modules[name] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-
-
 __all__ = ["blobs", "change_metadata", "copied", "out", "refusal"]
-_load("writing")
-_load("troubles")
-
-
-@pytest.fixture
-def wait_for() -> Callable[..., None]:
-    """Waits until something holds, and fails when it takes too long."""
-
-    def wait(holds: Callable[[], bool], *, seconds: float) -> None:
-        end = time.monotonic() + seconds
-        while not holds():
-            assert time.monotonic() < end, f"not within {seconds} s"
-            time.sleep(0.01)
-
-    return wait
 
 
 @pytest.fixture

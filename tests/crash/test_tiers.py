@@ -5,7 +5,6 @@ from __future__ import annotations
 import array
 import dataclasses
 import fcntl
-import importlib
 import json
 import logging
 import os
@@ -42,9 +41,8 @@ from ckptkit.training.tiers.save import TieredBackend
 from ckptkit.writer.commit import commit
 from ckptkit.writer.drain import Drainer
 from ckptkit.writer.messages import ByteCounter, Drain, RecordProof
+from tests.crash import troubles, writing
 
-troubles: Any = importlib.import_module("troubles")  # put there by conftest.py
-writing: Any = importlib.import_module("writing")
 NATIVE = Disk()
 SECONDS = 30.0
 EVERY_PLATFORM = pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
 import signal
@@ -37,9 +36,9 @@ from ckptkit.training.handle import SaveHandle
 from ckptkit.training.save.saver import Save, SaveCommitter
 from ckptkit.training.save.writer_process import WriterProcess
 from ckptkit.writer.messages import StepCommitted
+from tests.crash import troubles
 from tests.ranks import RunRanks
 
-troubles: Any = importlib.import_module("troubles")  # put there by conftest.py
 SECONDS = 30.0
 
 

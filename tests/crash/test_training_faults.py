@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import errno
 import fcntl
-import importlib
 import logging
 import os
 import shutil
@@ -39,9 +38,10 @@ from ckptkit.training.save import saver as saves
 from ckptkit.training.save.shared_memory import MemoryPlaces, SharedBuffer
 from ckptkit.writer import persist as images
 from ckptkit.writer.messages import ByteCounter, Image
+from tests.crash import troubles
+from tests.files import wait_until
 from tests.ranks import RunRanks
 
-troubles: Any = importlib.import_module("troubles")  # put there by conftest.py
 MOUNT, UMOUNT = shutil.which("mount") or "mount", shutil.which("umount") or "umount"
 
 
@@ -357,9 +357,8 @@ def test_a_save_while_another_thread_resumes(run: Path, monkeypatch: pytest.Monk
 
 
 OTHER_JOB = """
-import os, sys, time
-sys.path.insert(0, {tests!r})
-import troubles
+import os, time
+from tests.crash import troubles
 trouble = troubles.Trouble(troubles.Path({file!r}))
 state = troubles.state_of(troubles.network(1), 1)
 with trouble.writers():
@@ -375,15 +374,15 @@ with trouble.writers():
 
 
 def test_two_jobs_in_one_directory(
-    run: Path, tmp_path: Path, log: Any, run_ranks: RunRanks, wait_for: Callable[..., None]
+    run: Path, tmp_path: Path, log: Any, run_ranks: RunRanks
 ) -> None:
     script, pid_file = tmp_path / "job.py", tmp_path / "under_way"
-    places = {"tests": Path(__file__).parent, "run": run, "file": tmp_path / "trouble"}
+    places = {"run": run, "file": tmp_path / "trouble"}
     places["pid_file"] = pid_file.with_suffix(".new")
     script.write_text(OTHER_JOB.format(**{name: str(place) for name, place in places.items()}))
     with ThreadPoolExecutor(1) as pool:
         job = pool.submit(run_ranks, script, 1, status=1, limit_seconds=60)
-        wait_for(lambda: pid_file.exists() or job.done(), seconds=60)
+        wait_until(lambda: pid_file.exists() or job.done())
         assert pid_file.exists(), job.result()
         process = int(pid_file.read_text())
         try:

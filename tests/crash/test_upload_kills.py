@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,8 +32,8 @@ from ckptkit.writer.persist import Persister
 from ckptkit.writer.upload import run_store as places
 from ckptkit.writer.upload.run_store import RunStore, UploadedFiles, finish, send_file
 from ckptkit.writer.upload.uploader import Uploader
+from tests.crash import writing
 
-writing: Any = importlib.import_module("writing")  # put there by conftest.py
 NATIVE = Disk()
 JOB = "0123abcd"
 CHANGES = ("pipe_file", "open", "rm_file", "cp_file")

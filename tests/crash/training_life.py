@@ -28,6 +28,7 @@ from ckptkit.training.save import saver as saves
 from ckptkit.training.save.writer_process import WriterTimeouts
 from ckptkit.training.tiers import save as tiered_saves
 from ckptkit.writer.process import writer_command
+from tests.crash.writer_programs import writer_running
 
 ROOT = Path(__file__).resolve().parents[2]
 WAIT_SECONDS = 60.0
@@ -36,8 +37,7 @@ WRITERS = ("writer", "committer")
 # In one of the requests that are of interest, every call that makes, changes, syncs, renames or
 # removes something counts, and so does the answer. Before one of them something happens.
 PROGRAM = """
-import os, signal, sys, time
-sys.path.append({root!r})
+import os, signal, time
 requests = calls = 0
 def deadly(call):
     def counted(*arguments, **options):
@@ -84,12 +84,11 @@ class Doom:
     rising: int = 0  # by how many calls later it happens in every further process
 
     def command(self, descriptor: int) -> Sequence[str]:
-        command = writer_command(descriptor, 0)
-        command[command.index("-c") + 1] = PROGRAM.format(
-            root=str(ROOT), call=self.call, act=self.act, request=self.request, kinds=self.kinds
+        program = PROGRAM.format(
+            call=self.call, act=self.act, request=self.request, kinds=self.kinds
         )
         self.call += self.rising
-        return command
+        return writer_running(program, descriptor)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -24,16 +24,14 @@ from ckptkit.training import Checkpointer, session
 from ckptkit.training.handle import SaveHandle
 from ckptkit.training.save import saver as saves
 from ckptkit.training.save.writer_process import WriterTimeouts
-from ckptkit.writer.process import writer_command
+from tests.crash.writer_programs import writer_running
 
-ROOT = Path(__file__).resolve().parents[2]
 LIMIT_SECONDS = 60.0
 SLOW_SECONDS = 0.06  # for each write of 4 KiB
 LATE_SECONDS = 1.0  # for each of two files
 
 PROGRAM = """
-import errno, fcntl, os, sys, threading, time
-sys.path.append({root!r})
+import errno, fcntl, os, threading, time
 from ckptkit.writer import persist as images
 from ckptkit.writer import process as main
 from ckptkit.writer import persist
@@ -97,15 +95,10 @@ class Trouble:
     def writers(self, *, bare: bool = False) -> Iterator[None]:
         """Starts such writers; bare ones use only what every platform has."""
         program = PROGRAM.format(
-            root=str(ROOT), file=str(self._file), bare=bare, slow=SLOW_SECONDS, late=LATE_SECONDS
+            file=str(self._file), bare=bare, slow=SLOW_SECONDS, late=LATE_SECONDS
         )
 
-        def command(descriptor: int) -> Sequence[str]:
-            usual = writer_command(descriptor, 0)
-            usual[usual.index("-c") + 1] = program
-            return usual
-
-        timeouts = partial(WriterTimeouts, command=command)
+        timeouts = partial(WriterTimeouts, command=partial(writer_running, program))
         with (
             mock.patch.object(saves, "WriterTimeouts", timeouts),
             mock.patch.object(session, "WriterTimeouts", timeouts),

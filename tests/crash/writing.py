@@ -37,6 +37,7 @@ from ckptkit.writer.messages import (
 )
 from ckptkit.writer.persist import Persister
 from ckptkit.writer.process import writer_command
+from tests.crash.writer_programs import writer_running
 
 PAGE = 4096
 STEP = 500
@@ -176,9 +177,8 @@ class Writer:
 
     def __init__(self, program: str | None = None, descriptor: int | None = None) -> None:
         ours, theirs = socket.socketpair()
-        command = writer_command(theirs.fileno(), 0)
-        if program is not None:
-            command[command.index("-c") + 1] = program
+        end = theirs.fileno()
+        command = writer_command(end, 0) if program is None else writer_running(program, end)
         kept = (theirs.fileno(),) if descriptor is None else (theirs.fileno(), descriptor)
         self.process = subprocess.Popen(command, pass_fds=kept)
         theirs.close()

@@ -33,10 +33,7 @@ from tests.campaigns.chaos.scenes import LossError, contents, require
 from tests.campaigns.chaos.system_calls import ERRORS, KILL, NO_SPACE, Fault, Reached, arm, struck
 from tests.crash import writing
 
-ROOT = Path(__file__).resolve().parents[3]
 PROGRAM = """
-import sys
-sys.path.append({root!r})
 from ckptkit.writer.process import main
 from tests.campaigns.chaos.system_calls import Fault, arm
 import ckptkit.writer.commit, ckptkit.writer.drain
@@ -84,7 +81,7 @@ def doomed_writer(fault: Fault | None) -> writing.Writer:
         return ForkedWriter(fault)
     if fault is None:
         return writing.Writer()
-    return writing.Writer(PROGRAM.format(root=str(ROOT), fault=vars(fault)))
+    return writing.Writer(PROGRAM.format(fault=vars(fault)))
 
 
 def data_of(step: Path) -> dict[str, bytes]:
