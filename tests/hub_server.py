@@ -247,6 +247,10 @@ class HubServer:
         self._thread.join()
         self._folder.cleanup()
 
+    @property
+    def environment(self) -> dict[str, str]:
+        return {"HF_ENDPOINT": self.url, "HF_TOKEN": TOKEN, "HF_HUB_OFFLINE": "0"}
+
     def fail(
         self, pattern: str, faults: Sequence[Fault], headers: Mapping[str, str] | None = None
     ) -> None:

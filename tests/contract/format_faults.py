@@ -115,12 +115,15 @@ DCP = (
         stale={"__4_0.distcp": "__3_0.distcp"},
         stale_is_left_alone=_DCP_STALE,
     ),
-    FaultCase(
-        "fsdp1_full_shard_flat",
-        needed=(".metadata",),
-        ranks=("__*_0.distcp",),
-        pickles=(".metadata",),
-        archives=("*.distcp",),
+    *(
+        FaultCase(
+            fixture,
+            needed=(".metadata",),
+            ranks=("__*_0.distcp",),
+            pickles=(".metadata",),
+            archives=("*.distcp",),
+        )
+        for fixture in ("fsdp1_full_shard_flat", "dcp_dtypes_and_layouts", "dtensor_column_split")
     ),
     _accelerate(
         "accelerate_fsdp2_bf16_tied",

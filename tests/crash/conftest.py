@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 from ckptkit.storage.remote.errors import call_with_retries
 from tests.crash.forked_commands import ForkedCommands, running_forks
 from tests.damaged_checkpoints import blobs, change_metadata, copied, out, refusal
+from tests.files import mounted, tmpfs
 from tests.sharded import write_sharded
 
 __all__ = ["blobs", "change_metadata", "copied", "out", "refusal"]
@@ -47,14 +47,5 @@ def forks() -> Iterator[ForkedCommands]:
 @pytest.fixture
 def tiny_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 2 MiB of its own."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(place)]
-    try:
-        mounted = subprocess.run(command, capture_output=True, check=False, text=True)
-    except FileNotFoundError:
-        pytest.skip("there is no mount command")
-    if mounted.returncode != 0:
-        pytest.skip(f"no tmpfs can be mounted: {mounted.stderr.strip()}")
-    yield place
-    subprocess.run(["umount", "-l", str(place)], check=True)  # noqa: S607
+    with mounted(tmp_path / "disk", *tmpfs("2m")) as place:
+        yield place

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import shutil
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -23,7 +22,7 @@ from ckptkit.core.errors import OutputExistsError
 from ckptkit.storage.local.disk import Disk
 from ckptkit.storage.local.target import LocalTarget
 from ckptkit.storage.local.workdir import is_free
-from tests.files import contents
+from tests.files import contents, mounted, tmpfs
 from tests.fork_host import ForkHost
 
 KINDS = {
@@ -213,18 +212,8 @@ def test_a_kill_while_a_mount_point_is_filled_is_undone_by_the_next_run(
     tmp_path: Path, run: Run
 ) -> None:
     out = tmp_path / "parent" / "out"
-    out.mkdir(parents=True)
-    mount, umount = shutil.which("mount"), shutil.which("umount")
-    if mount is None or umount is None or os.geteuid() != 0:
-        pytest.skip("only root may mount a file system")
-    made = [mount, "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(out)]
-    done = subprocess.run(made, capture_output=True, check=False)
-    if done.returncode:
-        pytest.skip(f"mount was refused: {done.stderr.decode().strip()}")
-    try:
+    with mounted(out, *tmpfs("8m")):
         seen = run("inside", "native")
-    finally:
-        subprocess.run([umount, str(out)], check=True)
     assert 1 <= seen["partial"] < 40  # visible, but without its manifest, and swept away later
     assert seen["absent"] > 30
     assert seen["new"] > 1

@@ -9,7 +9,6 @@ import logging
 import os
 import shutil
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -39,30 +38,16 @@ from ckptkit.training.save.shared_memory import MemoryPlaces, SharedBuffer
 from ckptkit.writer import persist as images
 from ckptkit.writer.messages import ByteCounter, Image
 from tests.crash import troubles
-from tests.files import wait_until
+from tests.files import mounted, remount, wait_until
 from tests.ranks import RunRanks
-
-MOUNT, UMOUNT = shutil.which("mount") or "mount", shutil.which("umount") or "umount"
-
-
-def mounted(*arguments: str) -> bool:
-    return subprocess.run([MOUNT, *arguments], check=False, capture_output=True).returncode == 0
 
 
 @pytest.fixture
 def mount(tmp_path: Path) -> Iterator[Callable[..., Path]]:
-    """Mounts file systems, as far as that is permitted."""
     with ExitStack() as stack:
-
-        def add(name: str, *arguments: str) -> Path:
-            place = tmp_path / name
-            place.mkdir()
-            if not mounted(*arguments, name, str(place)):
-                pytest.skip("mounting is not permitted here")
-            stack.callback(subprocess.run, [UMOUNT, "-l", str(place)], check=True)
-            return place
-
-        yield add
+        yield lambda name, *arguments: stack.enter_context(
+            mounted(tmp_path / name, *arguments, name)
+        )
 
 
 @pytest.fixture
@@ -146,13 +131,9 @@ def test_a_disk_that_is_full(mount: Callable[..., Path], log: Any) -> None:
 @contextmanager
 def read_only(folder: Path) -> Iterator[None]:
     """Puts a read-only view of a folder in its place; files that are open stay as they are."""
-    if not mounted("--bind", str(folder), str(folder)):
-        pytest.skip("mounting is not permitted here")
-    try:
-        assert mounted("-o", "remount,ro,bind", str(folder))
+    with mounted(folder, "--bind", str(folder)):
+        remount(folder, "-o", "remount,ro,bind")
         yield
-    finally:
-        subprocess.run([UMOUNT, "-l", str(folder)], check=True)
 
 
 def test_a_directory_that_turns_read_only(run: Path, log: Any) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from tests.crash.forked_commands import ForkedCommands, running_forks
 from tests.hub_models import add_step
-from tests.hub_server import TOKEN, HubServer
+from tests.hub_server import HubServer
 
 STEP = Path(__file__).parents[2] / "fixtures/peft_checkpointer/checkpoint/checkpoint-2"
 REPO = "org/run"
@@ -46,15 +46,8 @@ def run_and_die(
 
 
 def settings(hub: HubServer, folder: Path) -> dict[str, str]:
-    return {
-        "HF_ENDPOINT": hub.url,
-        "HF_TOKEN": TOKEN,
-        "HF_HOME": str(folder / "hf"),
-        "HF_HUB_DISABLE_XET": "1",
-        "HF_HUB_OFFLINE": "0",
-        "TRANSFORMERS_OFFLINE": "0",
-        "HF_HUB_DISABLE_TELEMETRY": "1",
-    }
+    off = {"HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "TRANSFORMERS_OFFLINE": "0"}
+    return hub.environment | off | {"HF_HOME": str(folder / "hf")}
 
 
 def pushed(hub: HubServer) -> Counter[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +29,7 @@ from ckptkit.training.save.writer_process import WriterTimeouts
 from ckptkit.training.tiers import save as tiered_saves
 from ckptkit.writer.process import writer_command
 from tests.crash.writer_programs import writer_running
+from tests.dataloaders import Data
 
 ROOT = Path(__file__).resolve().parents[2]
 WAIT_SECONDS = 60.0
@@ -147,20 +148,6 @@ class Point:
         return (-number, 0) if self.victim == 0 else (0, -number)
 
 
-class Data:
-    def __init__(self) -> None:
-        self.at = 10 * dist.get_rank()
-
-    def __iter__(self) -> Iterator[int]:
-        yield self.at
-
-    def state_dict(self) -> dict[str, int]:
-        return {"at": self.at}
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        self.at = state["at"]
-
-
 def make(seed: int, width: int = 5) -> dict[str, Any]:
     """Returns a state, and random numbers that differ between ranks."""
     for sow in (random.seed, np.random.seed, torch.manual_seed):
@@ -175,7 +162,7 @@ def make(seed: int, width: int = 5) -> dict[str, Any]:
         "optimizer": optimizer,
         "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2),
         "scaler": torch.amp.GradScaler("cpu", init_scale=seed + 8.0),
-        "dataloader": Data(),
+        "dataloader": Data(10 * dist.get_rank()),
         "progress": {"tokens": seed},
     }
 

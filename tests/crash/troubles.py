@@ -25,6 +25,7 @@ from ckptkit.training.handle import SaveHandle
 from ckptkit.training.save import saver as saves
 from ckptkit.training.save.writer_process import WriterTimeouts
 from tests.crash.writer_programs import writer_running
+from tests.dataloaders import Data
 
 LIMIT_SECONDS = 60.0
 SLOW_SECONDS = 0.06  # for each write of 4 KiB
@@ -116,20 +117,6 @@ class Trouble:
             yield
         finally:
             self._file.unlink()
-
-
-class Data:
-    def __init__(self) -> None:
-        self.at = 0
-
-    def __iter__(self) -> Iterator[int]:
-        yield self.at
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"at": self.at}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.at = state["at"]
 
 
 def state_of(model: nn.Module, seed: int) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from ckptkit.writer.commit import commit
 from ckptkit.writer.messages import ByteCounter
 from ckptkit.writer.persist import Persister
 from tests.crash import writing
+from tests.dataloaders import Data
 from tests.small_deltas import change_model, make_model, write_model
 
 FIXTURES = Path(__file__).resolve().parents[3] / "fixtures"
@@ -104,20 +105,6 @@ def _foreign(name: str, reason: str = "", inner: str = CHECKPOINT, **options: An
     return Case(_copy(name, inner), uses, reason)
 
 
-class _Data:
-    def __init__(self) -> None:
-        self.at = 0
-
-    def __iter__(self) -> Any:
-        yield self.at
-
-    def state_dict(self) -> dict[str, int]:
-        return {"at": self.at}
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        self.at = state["at"]
-
-
 def _make_state(seed: int) -> dict[str, Any]:
     for sow in (random.seed, np.random.seed, torch.manual_seed):
         sow(seed)
@@ -127,7 +114,7 @@ def _make_state(seed: int) -> dict[str, Any]:
         "model": model,
         "optimizer": optimizer,
         "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2),
-        "dataloader": _Data(),
+        "dataloader": Data(),
         "progress": {"tokens": seed, "nested": [1.5, {"name": "a", "at": torch.arange(3)}]},
     }
 
