@@ -28,7 +28,6 @@ from ckptkit.writer.messages import (
     UploadFiles,
     Written,
 )
-from ckptkit.writer.persist import Persister
 from ckptkit.writer.upload import run_store as places
 from ckptkit.writer.upload.run_store import RunStore, UploadedFiles, finish, send_file
 from ckptkit.writer.upload.uploader import Uploader
@@ -56,10 +55,7 @@ class Step:
         for rank in (0, 1):
             save = writing.Save(folder / f"node{rank}", world_size=2, step=step)
             memory, request = save.persist(rank, writing.usual_units(rank, 2, salt=salt))
-            persister = Persister(NATIVE)
-            size_bytes = memory.share().size_bytes
-            persister.attach(memory.descriptor, size_bytes)
-            proof = persister.persist(request, ByteCounter()).proof
+            proof = writing.persist(memory, request).proof
             assert proof is not None
             saves.append(save)
             proofs.append(proof)

@@ -214,11 +214,6 @@ def _make_adapter(folder: Path) -> None:
     shutil.copytree(_PEFT / "base", folder / "base")
 
 
-def _copy_adapter(folder: Path) -> None:
-    shutil.copytree(FIXTURES / "peft_generations" / "peft_0_21", folder / "all")
-    shutil.copytree(FIXTURES / "peft_generations" / "bases", folder / "bases")
-
-
 def _make_merging(folder: Path) -> None:
     _make_adapter(folder)
     shutil.rmtree(folder / "base")
