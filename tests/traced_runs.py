@@ -74,24 +74,39 @@ def command(lines: str, *arguments: str) -> None:
 
 def save(lines: str, run: str) -> None:
     """Traces one save, from `prepare` to the committed step, the writer's process included."""
-    import torch
-
     from ckptkit.training import Checkpointer
     from ckptkit.writer import process
 
     program = f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
     program += f"from tests import traced_runs; traced_runs.start({lines!r}, {str(ROOT)!r})\n"
     process._PROGRAM = program + process._PROGRAM
-    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 8))
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.randn(4, 64)).sum().backward()
-    optimizer.step()
-    state = {"model": model, "optimizer": optimizer}
+    state = trained_state()
     with Checkpointer(run) as checkpointer:
         start(lines, str(ROOT))
         checkpointer.prepare(state)
         checkpointer.save(5, state).result(timeout=60)
         sys.setprofile(None)
+
+
+def resume(lines: str, run: str) -> None:
+    """Traces one resume, of a step that was saved before."""
+    from ckptkit.training import Checkpointer
+
+    with Checkpointer(run) as checkpointer:
+        checkpointer.save(5, trained_state()).result(timeout=60)
+        start(lines, str(ROOT))
+        assert checkpointer.resume(trained_state()) == 5
+        sys.setprofile(None)
+
+
+def trained_state() -> dict[str, Any]:
+    import torch
+
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 8))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(4, 64)).sum().backward()
+    optimizer.step()
+    return {"model": model, "optimizer": optimizer}
 
 
 def push(lines: str, folder: Path) -> None:
@@ -116,6 +131,8 @@ def main(job: str, lines: str) -> None:
             command(lines, "adapter", "merge", ADAPTER, f"{folder}/out", "--quiet")
         elif job == "save":
             save(lines, f"{folder}/run")
+        elif job == "resume":
+            resume(lines, f"{folder}/run")
         else:
             push(lines, Path(folder))
 

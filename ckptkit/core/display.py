@@ -15,7 +15,7 @@ _MOST_ROWS = 20
 
 def plain_fields(record: Struct) -> dict[str, Any]:
     """Returns the fields of a record as values of JSON, records in it too."""
-    return cast("dict[str, Any]", to_builtins(record, enc_hook=str))  # of subclasses of `str`
+    return cast("dict[str, Any]", to_builtins(record, enc_hook=str.__str__))  # places are `str`
 
 
 class Facts(NamedTuple):

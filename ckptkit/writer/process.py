@@ -237,12 +237,12 @@ _PROGRAM = "import sys; sys.path.extend({!r}); from ckptkit.writer.process impor
 def writer_command(descriptor: int, niceness: int = NICENESS) -> list[str]:
     """Returns the command of a process that serves requests.
 
-    It starts without site-packages and environment variables; only the library that computes
-    CRC-32 fast is added if it is installed.
+    It starts without site-packages and environment variables; only the folders of msgspec, and of
+    the library that computes CRC-32 fast if it is installed, are added.
     """
-    spec = find_spec("isal")
-    folders = (spec.submodule_search_locations if spec else None) or ()
-    roots = [Path(__file__).resolve().parents[2], *(Path(folder).parent for folder in folders)]
+    specs = filter(None, map(find_spec, ("msgspec", "isal")))
+    folders = (folder for spec in specs for folder in spec.submodule_search_locations or ())
+    roots = dict.fromkeys([Path(__file__).resolve().parents[2], *(Path(f).parent for f in folders)])
     return [
         *(sys.executable, "-I", "-S", "-c", _PROGRAM.format([str(root) for root in roots])),
         *(str(descriptor), str(niceness)),

@@ -241,4 +241,4 @@ def test_options_that_are_not_passed_are_the_defaults_of_the_library() -> None:
     values = parse_values(CONVERSION, typed)
     assert ConsolidateRequest.from_options(values) == ConsolidateRequest()
     assert Resources.from_options(values) == Resources()
-    assert {*ConsolidateRequest.__dataclass_fields__} - {"max_file_bytes", "layout"} <= {*values}
+    assert {*ConsolidateRequest.__struct_fields__} - {"max_file_bytes", "layout"} <= {*values}

@@ -267,9 +267,10 @@ def _guests(host: FaultCase) -> list[FaultCase]:
 
 
 def _names(case: FaultCase) -> set[str]:
-    """What a message may call a checkpoint: files and folders of it that others do not have."""
+    """What a message may call a checkpoint: files and folders of it, `.` for one in the folder."""
     paths = [path for path in contents(case.path) if not path.endswith("config.json")]
-    return {*paths, *(path.split("/")[0] for path in paths)}
+    itself = {"'.'"} if any("/" not in path for path in paths) else set()
+    return {*paths, *(path.split("/")[0] for path in paths), *itself}
 
 
 def _says(text: str, case: FaultCase) -> bool:

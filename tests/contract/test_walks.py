@@ -14,9 +14,10 @@ import pytest
 pytestmark = pytest.mark.slow  # each run is traced, and asks Transformers anew
 ROOT = Path(__file__).resolve().parents[2]
 WALKS = {
-    "consolidate": "Consolidate",
-    "save": "Save",
-    "adapter merge": "Merge an adapter",
+    "consolidate": "How a consolidate works, in six files",
+    "save": "How a save works, in seven files",
+    "resume": "How a resume works, in six files",
+    "adapter merge": "How a merge works, in seven files",
     "push": "Push",
 }
 _FILE = re.compile(r"`((?:ckptkit|cli)/[\w/]+\.py)`")

@@ -13,7 +13,7 @@ from ckptkit.runs.steps import RunStep, abandoned
 METRICS = st.dictionaries(st.sampled_from(["loss", "accuracy"]), st.none() | st.floats())
 STEPS = st.lists(
     st.builds(
-        RunStep,
+        lambda **facts: RunStep(**facts),  # noqa: PLW0108  hides annotations of type checkers
         step=st.integers(0, 60),
         complete=st.booleans(),
         metrics=METRICS,

@@ -369,7 +369,7 @@ def test_the_last_of_a_run_counts_by_the_step_that_it_holds(tmp_path: Path) -> N
     (run / "epoch=0-step=4.ckpt").unlink()
     assert "last.ckpt was taken" in ckptkit.inspect(run).notes
     torch.save({"state_dict": {"a.weight": torch.ones(1)}}, run / "last.ckpt")
-    with pytest.raises(AmbiguousSourceError, match=r"'last\.ckpt', '\.'"):
+    with pytest.raises(AmbiguousSourceError, match=r"'last\.ckpt', 'epoch=0-step=2\.ckpt'"):
         ckptkit.inspect(run)
 
 

@@ -13,8 +13,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from msgspec.structs import replace
-
 FSDP1 = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
 STRATEGIES = ("fsdp2", "hsdp", "fsdp1", "ddp", "tp", "fsdp2_tp", "plain")
 # What a parameter that is trained may be, what a frozen one may be besides, and a buffer.
@@ -343,7 +341,7 @@ def simpler(draw: Draw) -> Iterator[Draw]:
 
 
 def _changed(one: Any, name: str, value: object) -> Any:
-    return replace(one, **{name: value})
+    return dataclasses.replace(one, **{name: value})
 
 
 def _simpler_units(unit: Unit) -> Iterator[Unit]:

@@ -19,8 +19,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 import ckptkit
+from ckptkit.conversion.verify import Verification
 from ckptkit.core import errors
 from ckptkit.core.display import Displayed, Facts
+from ckptkit.storage.places import Place
 from ckptkit.training import Checkpointer
 from ckptkit.training.handle import SaveHandle
 
@@ -34,6 +36,13 @@ def test_an_open_checkpoint_says_how_another_process_gets_one() -> None:
         for another in (pickle.dumps, copy.copy):
             with pytest.raises(TypeError, match=r"pass its path, and call ckptkit\.open"):
                 another(checkpoint)
+
+
+def test_fields_of_a_result_at_a_url_are_values_of_json() -> None:
+    place = Place("s3://bucket/model", {"key": "secret"})
+    fields = Verification(place, "output", (), 1, 8, ()).to_json()
+    assert fields["path"] == "s3://bucket/model"
+    assert type(fields["path"]) is str
 
 
 def test_results_are_one_short_line_at_a_prompt(tmp_path: Path) -> None:

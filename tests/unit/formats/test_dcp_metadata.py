@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import os
 import pathlib
 import pickle
 from collections.abc import Callable
 from typing import Any
 
-import msgspec.structs
 import numpy as np
 import pytest
 import torch
@@ -244,7 +244,7 @@ def in_entry(name: str, value: Any) -> Edit:
 def in_properties(**changes: Any) -> Edit:
     def edit(metadata: Metadata) -> None:
         found = entry(metadata, FIRST)
-        found.properties = msgspec.structs.replace(found.properties, **changes)
+        found.properties = dataclasses.replace(found.properties, **changes)
 
     return edit
 
