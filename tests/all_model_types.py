@@ -50,27 +50,19 @@ LONGEST = 300
 
 @dataclass(frozen=True)
 class Result:
-    """What came of one class.
+    """What came of one class."""
 
-    Attributes:
-        name: Of the class.
-        model_type: Of its configuration.
-        outcome: `ok`, `not built`, `not saved` where `save_pretrained` fails, `not reloaded` where
-            stock files do not load as they were saved, `refused too` where neither stock files
-            load nor ckptkit writes any, `refused`, or `differs`.
-        reason: Why it is not `ok`.
-        not_compared: Why its names were not compared with the model of its configuration, which
-            `consolidate` does before it writes; empty where they were.
-        tensors: Number of tensors that `save_pretrained` writes.
-        left_out: Number of live names that it leaves out.
-    """
-
-    name: str
-    model_type: str
+    name: str  # of the class
+    model_type: str  # of its configuration
+    # `ok`, `not built`, `not saved` where `save_pretrained` fails, `not reloaded` where stock
+    # files do not load as they were saved, `refused too` where neither stock files load nor
+    # ckptkit writes any, `refused`, or `differs`.
     outcome: str
-    reason: str = ""
-    tensors: int = 0
-    left_out: int = 0
+    reason: str = ""  # why it is not `ok`
+    tensors: int = 0  # number of tensors that `save_pretrained` writes
+    left_out: int = 0  # number of live names that it leaves out
+    # Why its names were not compared with the model of its configuration, which `consolidate` does
+    # before it writes; empty where they were.
     not_compared: str = ""
 
 
@@ -139,7 +131,6 @@ def exceptions() -> dict[str, str]:
 
 
 def load_folder(folder: Path) -> dict[str, Any]:
-    """Returns the tensors of all weight files of a folder."""
     found: dict[str, Any] = {}
     for path in folder.glob("model*.safetensors"):
         found |= load_file(path)
@@ -353,7 +344,6 @@ def run_classes(names: list[str], results: Path, workers: int) -> None:
 
 
 def read_results(path: Path) -> list[Result]:
-    """Returns the results that a file holds."""
     if not path.exists():
         return []
     return [Result(**json.loads(line)) for line in path.read_text().splitlines()]

@@ -96,7 +96,6 @@ class Browser:
         return entries
 
     def requests(self) -> list[str]:
-        """Returns the addresses that were requested since the last call."""
         messages = [json.loads(entry["message"])["message"] for entry in self.log("performance")]
         sent = [
             message["params"]

@@ -173,12 +173,10 @@ def run_command(*words: object, given: str = "", **environment: str) -> Result:
 
 
 def kill_command() -> None:
-    """Kills the command that another thread runs."""
     os.kill(_HOST.command, signal.SIGKILL)
 
 
 def close_host() -> None:
-    """Ends the process that commands are forks of."""
     _HOST.close()
 
 

@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Generator, Iterator
 from concurrent.futures import Future
@@ -50,7 +51,6 @@ settings.load_profile("ckptkit")
 
 @pytest.fixture(scope="session")
 def repository() -> Path:
-    """The folder that holds pyproject.toml."""
     return ROOT
 
 
@@ -148,7 +148,6 @@ def closed_files() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def command_host() -> Iterator[None]:
-    """Ends the process that commands are forks of."""
     yield
     close_host()
 
@@ -166,6 +165,13 @@ def running_store() -> Iterator[ObjectStore]:
     """One S3 server for all tests of this process; tests take `object_store` instead."""
     with running_object_store() as store:
         yield store
+
+
+@pytest.fixture
+def memory_disk() -> Iterator[Path]:
+    """A folder where syncing costs nothing, so that hundreds of saves can be tried."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        yield Path(folder)
 
 
 @pytest.fixture
@@ -222,7 +228,6 @@ def pytest_collect_file(
 
 
 def pytest_collection_finish() -> None:
-    """Spares the collections of all tests what was imported."""
     gc.freeze()
     gc.enable()
     gc.set_threshold(50_000, 20, 100)

@@ -21,56 +21,32 @@ _KEY = re.compile(rb"<Key>(.*?)</Key>", re.DOTALL)
 
 @dataclass(frozen=True)
 class Seen:
-    """A request that came in, and what went back.
+    """A request that came in, and what went back."""
 
-    Attributes:
-        method: Of the request.
-        path: With the query.
-        headers: Of the request, names in lower case.
-        status: Of the answer; 0 where none was given.
-        received: Bytes of the request's body.
-        sent: Bytes of the answer's body that went out.
-    """
-
-    method: str
-    path: str
-    headers: dict[str, str]
-    status: int
-    received: int
-    sent: int
+    method: str  # of the request
+    path: str  # with the query
+    headers: dict[str, str]  # of the request, names in lower case
+    status: int  # of the answer; 0 where none was given
+    received: int  # bytes of the request's body
+    sent: int  # bytes of the answer's body that went out
 
 
 @dataclass
 class Fault:
-    """What goes wrong with the requests that match.
+    """What goes wrong with the requests that match."""
 
-    Attributes:
-        pattern: Searched in `METHOD /bucket/key?query`.
-        times: How many requests it is for; None for all.
-        status: Answered instead of asking the server; 0 to ask it.
-        code: S3's name of the error, for the body.
-        message: What the body says besides.
-        headers: Of that answer.
-        cut_after: Bytes of the body after which the connection is closed, or None.
-        wait: Holds the request back until it is set.
-        seconds: How long the answer is held back.
-        lose_answer: Whether the server is asked, and the connection then closed.
-        before: Called before the server is asked.
-        hide: Keys that match are left out of listings.
-    """
-
-    pattern: str
-    times: int | None = 1
-    status: int = 0
-    code: str = "InternalError"
-    message: str = "injected"
-    headers: dict[str, str] = field(default_factory=dict)
-    cut_after: int | None = None
-    wait: threading.Event | None = None
-    seconds: float = 0.0
-    lose_answer: bool = False
-    before: Callable[[], None] | None = None
-    hide: str = ""
+    pattern: str  # searched in `METHOD /bucket/key?query`
+    times: int | None = 1  # how many requests it is for; None for all
+    status: int = 0  # answered instead of asking the server; 0 to ask it
+    code: str = "InternalError"  # S3's name of the error, for the body
+    message: str = "injected"  # what the body says besides
+    headers: dict[str, str] = field(default_factory=dict)  # of that answer
+    cut_after: int | None = None  # bytes of the body after which the connection is closed, or None
+    wait: threading.Event | None = None  # holds the request back until it is set
+    seconds: float = 0.0  # how long the answer is held back
+    lose_answer: bool = False  # whether the server is asked, and the connection then closed
+    before: Callable[[], None] | None = None  # called before the server is asked
+    hide: str = ""  # keys that match are left out of listings
     met: int = 0
 
 
@@ -117,15 +93,12 @@ class Proxy:
     def fail(
         self, pattern: str, status: int = 500, code: str = "InternalError", times: int | None = 1
     ) -> Fault:
-        """Answers with an error."""
         return self.add(Fault(pattern, times, status=status, code=code))
 
     def cut(self, pattern: str, after: int, times: int | None = 1) -> Fault:
-        """Closes the connection in the middle of an answer's body."""
         return self.add(Fault(pattern, times, cut_after=after))
 
     def slow(self, pattern: str, seconds: float, times: int | None = None) -> Fault:
-        """Holds answers back."""
         return self.add(Fault(pattern, times, seconds=seconds))
 
     def hide(self, keys: str) -> Fault:
@@ -199,8 +172,6 @@ class _Server(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Passes one connection's requests on."""
-
     proxy: ClassVar[Proxy]
     server_address: ClassVar[tuple[str, int]]
     protocol_version = "HTTP/1.1"

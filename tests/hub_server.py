@@ -33,7 +33,6 @@ _ENTRY_BYTES = 48
 
 
 def git_blob_id(data: bytes) -> str:
-    """What git calls a file of that content."""
     return hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
 
 
@@ -162,8 +161,6 @@ TOKEN = "hf_" + "Aa1" * 12
 
 @dataclass(frozen=True)
 class Seen:
-    """A request that was answered."""
-
     method: str
     path: str
     body_bytes: int
@@ -196,8 +193,6 @@ class _Faults:
 
 @dataclass
 class Request:
-    """What a route is given."""
-
     method: str
     path: str
     query: Mapping[str, list[str]]
@@ -251,6 +246,10 @@ class HubServer:
         self._http.server_close()
         self._thread.join()
         self._folder.cleanup()
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {"HF_ENDPOINT": self.url, "HF_TOKEN": TOKEN, "HF_HUB_OFFLINE": "0"}
 
     def fail(
         self, pattern: str, faults: Sequence[Fault], headers: Mapping[str, str] | None = None

@@ -10,11 +10,7 @@ from ckptkit.storage.locations import check_relative
 
 
 class MemoryTarget(Target):
-    """A directory whose files appear in a mapping when it is committed.
-
-    Attributes:
-        files: What has been committed, empty before.
-    """
+    """A directory whose files appear in a mapping when it is committed."""
 
     location = "memory"
 
@@ -25,13 +21,7 @@ class MemoryTarget(Target):
         overwrite: bool = False,
         room_bytes: int | None = None,
     ) -> None:
-        """Prepares the place.
-
-        Args:
-            files: The destination, which several targets may share.
-            overwrite: Whether a destination that holds something is replaced by the commit.
-            room_bytes: How much may be created in all; no limit when left out.
-        """
+        """Prepares the place."""
         self.files: dict[str, bytes] = {} if files is None else files
         self._overwrite = overwrite
         self._room_bytes = room_bytes
@@ -46,7 +36,6 @@ class MemoryTarget(Target):
         return self._room_bytes - sum(map(len, self._staged.values()))
 
     def create(self, path: str, size_bytes: int) -> None:
-        """Makes a file of that size."""
         check_relative(path, "memory")
         with self._lock:
             if path in self._staged:

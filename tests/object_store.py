@@ -88,26 +88,19 @@ class Bucket:
 
 @dataclass
 class ObjectStore:
-    """A running server and its proxy.
+    """A running server and its proxy."""
 
-    Attributes:
-        direct: The server's own URL, without the proxy: for benchmarks, and to look at results.
-        proxy: Counts, and misbehaves.
-    """
-
-    direct: str
-    proxy: Proxy
+    direct: str  # the server's own URL, without the proxy: for benchmarks, and to look at results
+    proxy: Proxy  # counts, and misbehaves
     _buckets: dict[str, Bucket] = field(default_factory=dict)
     _client: Any = None
 
     @property
     def endpoint(self) -> str:
-        """The URL of the proxy."""
         return self.proxy.url
 
     @property
     def options(self) -> dict[str, Any]:
-        """What fsspec has to be told."""
         return self.options_for(KEY, SECRET)
 
     @property

@@ -106,7 +106,6 @@ def differs(shown: str, expected: str, tolerance: float = 0.02) -> str:
 
 
 def write_outputs(page: Path, block: Block, outputs: Mapping[str, str]) -> None:
-    """Replaces the outputs of a block."""
     parts = []
     for command in re.split(r"^(?=\$ )", block.text, flags=re.MULTILINE):
         found = re.match(r"\$ (?:.*\\\n)*.*\n", command)

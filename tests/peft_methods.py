@@ -41,15 +41,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Built:
-    """A PEFT model.
+    """A PEFT model."""
 
-    Attributes:
-        model: The model, wrapped.
-        own: The state dict that PEFT's files hold.
-    """
-
-    model: Any
-    own: dict[str, torch.Tensor]
+    model: Any  # the model, wrapped
+    own: dict[str, torch.Tensor]  # the state dict that PEFT's files hold
 
 
 def tiny_llama() -> Any:

@@ -29,7 +29,6 @@ class RankHost:
     def run(
         self, script: Path, processes: int, *arguments: object, limit_seconds: float
     ) -> subprocess.CompletedProcess[str]:
-        """Runs a script on several ranks."""
         words = [str(script), *map(str, arguments)]
         with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
             command = {

@@ -11,12 +11,7 @@ from botocore.session import Session
 
 
 def client_of(environment: Mapping[str, str], **config: Any) -> Any:
-    """Returns a client that reports every error at once.
-
-    Args:
-        environment: What a server shows: its address and its keys.
-        config: Further options of botocore.
-    """
+    """Returns a client that reports every error at once."""
     import boto3  # not there with the lowest versions, which other tests are run with
 
     return boto3.client(
@@ -30,11 +25,7 @@ def client_of(environment: Mapping[str, str], **config: Any) -> Any:
 
 
 def keep_parsed(replace: Callable[[type, str, object], None]) -> None:
-    """Keeps what botocore reads of its own files; else each new client parses megabytes again.
-
-    Args:
-        replace: Sets an attribute of a class, as `setattr` does.
-    """
+    """Keeps what botocore reads of its own files; else each new client parses megabytes again."""
     load, list_services = JSONFileLoader.load_file, Loader.list_available_services
     kept: dict[Any, Any] = {}
 

@@ -13,13 +13,7 @@ from ckptkit.plan.layouts.dcp_metadata import METADATA_NAME, DcpTensor, Place, m
 
 
 def write_sharded(folder: Path, tensors: Mapping[str, torch.Tensor], ranks: int) -> None:
-    """Writes tensors in as many shards of rows as there are ranks, each as `torch.save` has it.
-
-    Args:
-        folder: Made; the data files, and `.metadata`.
-        tensors: By their keys, without a container.
-        ranks: How many files.
-    """
+    """Writes tensors in as many shards of rows as there are ranks, each as `torch.save` has it."""
     folder.mkdir(parents=True)
     files = [bytearray() for _ in range(ranks)]
     stored = [_stored(key, tensor, files) for key, tensor in tensors.items()]

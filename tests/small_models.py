@@ -260,11 +260,7 @@ def _divided(value: int, divisor: int) -> int:
 
 
 def small_model_config(model_class: Any, most: int = TOO_MANY_ELEMENTS) -> Any:
-    """Returns the configuration of a small model, which was built without elements.
-
-    Raises:
-        Exception: What the class raises for its own defaults, if nothing can be built.
-    """
+    """Returns the configuration of a small model, which was built without elements."""
     first: Exception | None = None
     best: tuple[int, Any] | None = None
     for options in _attempts(model_class.config_class.model_type):

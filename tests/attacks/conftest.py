@@ -43,8 +43,6 @@ def witness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def bounded() -> Callable[..., object]:
-    """Limits the CPU time and the memory of a block."""
-
     @contextmanager
     def limit(*, seconds: float, most_bytes: int) -> Iterator[None]:
         tracemalloc.start()

@@ -40,7 +40,6 @@ SHARDED = "fsdp2_hsdp"  # four ranks, two replicas
 
 
 def op(module: str, name: str, argument: str) -> bytes:
-    """A pickle that calls a function of one string."""
     return b"\x80\x02c" + f"{module}\n{name}\n(".encode() + text(argument) + b"tR."
 
 

@@ -13,17 +13,11 @@ WORK = Path(__file__).resolve().parent / "work"
 
 @dataclass(frozen=True)
 class Table:
-    """A table of a report.
+    """A table of a report."""
 
-    Attributes:
-        title: What was counted, as a heading.
-        columns: The names of the columns.
-        rows: A row for each kind of fault, format or drawn configuration.
-    """
-
-    title: str
+    title: str  # what was counted, as a heading
     columns: Sequence[str]
-    rows: Sequence[Sequence[object]]
+    rows: Sequence[Sequence[object]]  # a row for each kind of fault, format or drawn configuration
 
     def markdown(self) -> str:
         lines = [f"## {self.title}", "", _line(self.columns), _line(":--" for _ in self.columns)]
@@ -31,13 +25,7 @@ class Table:
 
 
 def write_report(campaign: str, command: str, tables: Sequence[Table]) -> Path:
-    """Prints the tables, writes them to `tests/campaigns/work/CAMPAIGN.md`, returns its path.
-
-    Args:
-        campaign: Its name, for example `soak`.
-        command: The command that repeats it, with its seed.
-        tables: The tables.
-    """
+    """Prints the tables, writes them to `tests/campaigns/work/CAMPAIGN.md`, returns its path."""
     day = datetime.now(UTC).date().isoformat()
     machine = f"{platform.system()} {platform.machine()}, Python {platform.python_version()}"
     head = f"# {campaign}\n\n`{command}`, {day}, {machine}\n"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -28,12 +27,6 @@ from tests.object_store import ObjectStore
 
 SEED = "of CI"
 pytestmark = pytest.mark.skipif(not is_possible(), reason="needs Linux 5.14 on x86-64")
-
-
-@pytest.fixture
-def memory_disk() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        yield Path(folder)
 
 
 def work(folder: Path) -> None:

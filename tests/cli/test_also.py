@@ -18,6 +18,7 @@ from ckptkit.core.errors import (
     RefusedError,
 )
 from tests.command_line import run_command as run
+from tests.files import flip_bit
 
 ROOT = Path(__file__).parents[2]
 FIXTURES = ROOT / "fixtures"
@@ -99,9 +100,8 @@ def test_what_is_still_missing_is_named_with_the_option_that_helps(
 
 def test_files_of_another_save_are_refused(nodes: tuple[Path, Path], tmp_path: Path) -> None:
     metadata = nodes[1] / "checkpoint-7" / UNIT / ".metadata"
-    data = bytearray((nodes[0] / "checkpoint-7" / UNIT / ".metadata").read_bytes())
-    data[-20] ^= 1
-    metadata.write_bytes(data)
+    shutil.copy(nodes[0] / "checkpoint-7" / UNIT / ".metadata", metadata)
+    flip_bit(metadata, -20)
     found = run("consolidate", nodes[0], tmp_path / "out", "--also", nodes[1])
     assert found.returncode == 3
     assert "one save" in found.stderr  # the hint
@@ -118,12 +118,10 @@ def test_a_file_of_one_size_and_two_contents_is_refused(
     nodes: tuple[Path, Path], tmp_path: Path
 ) -> None:
     file = nodes[0] / "checkpoint-7" / UNIT / "__0_0.distcp"
-    data = bytearray(file.read_bytes())
     copy = nodes[1] / "checkpoint-7" / UNIT / file.name
-    copy.write_bytes(data)
+    shutil.copy(file, copy)
     ckptkit.consolidate(nodes[0], tmp_path / "same", also=[nodes[1]])
-    data[len(data) // 2] ^= 1
-    copy.write_bytes(data)
+    flip_bit(copy, copy.stat().st_size // 2)
     with pytest.raises(FormatError, match="other bytes were found"):
         ckptkit.consolidate(nodes[0], tmp_path / "out", also=[nodes[1]])
     assert not (tmp_path / "out").exists()

@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,6 +34,7 @@ from ckptkit.core.errors import (
 from ckptkit.engine.outcome import Event, Started
 from ckptkit.options import ConsolidateRequest
 from tests.command_line import run_command as run
+from tests.files import contents, flip_bit, wait_until
 from tests.object_store import ObjectStore
 from tests.sharded import write_sharded
 
@@ -419,16 +419,13 @@ def small_shards(small_steps: Path, tmp_path: Path) -> list[Path]:
 
 @pytest.fixture
 def shards(large_steps: Path, tmp_path: Path) -> list[Path]:
-    """The output of these has several files."""
     return copied_steps(large_steps, tmp_path / "shards")
 
 
 def test_a_damaged_source_leaves_nothing(small_shards: list[Path], tmp_path: Path) -> None:
     shards = small_shards
     shard = shards[1] / "__1_0.distcp"
-    data = bytearray(shard.read_bytes())
-    data[len(data) // 2] ^= 1
-    shard.write_bytes(data)
+    flip_bit(shard, shard.stat().st_size // 2)
     with pytest.raises(ChecksumError, match="checkpoint-2"):
         ckptkit.average(shards, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["shards"]
@@ -449,10 +446,6 @@ def test_a_source_that_changes_meanwhile_is_found(small_shards: list[Path], tmp_
 SIZE = ("--max-shard-size", "5MB")
 
 
-def files_of(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
 def test_slices_make_what_one_process_makes(shards: list[Path], tmp_path: Path) -> None:
     plan = run("average", *shards, tmp_path / "out", *SIZE, "--dry-run", "--json")
     assert json.loads(plan.stdout)["bytes_read"] == 3 * 5 * 4_000_000
@@ -461,7 +454,7 @@ def test_slices_make_what_one_process_makes(shards: list[Path], tmp_path: Path) 
         done = run("average", *shards, tmp_path / "out", *SIZE, "--slice", number)
         assert done.returncode == 0, done.stderr
     assert run("average", *shards, tmp_path / "whole", *SIZE).returncode == 0
-    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
     same = ("--if-exists", "verify")
     assert run("average", *shards, tmp_path / "out", *SIZE, *same).returncode == 0
     other = run("average", *shards, tmp_path / "out", *SIZE, *same, "--weights", "1,2,3")
@@ -479,10 +472,7 @@ def test_a_killed_average_is_resumed(shards: list[Path], tmp_path: Path) -> None
     command = [sys.executable, "-m", "ckptkit_cli", *line, "--bandwidth", "10MB"]
     with subprocess.Popen(command, env=os.environ) as process:
         try:
-            end = time.monotonic() + 60
-            while len(finished()) < 2:
-                assert time.monotonic() < end
-                time.sleep(0.01)
+            wait_until(lambda: len(finished()) >= 2)
         finally:
             process.send_signal(signal.SIGKILL)
     assert not out.exists()
@@ -490,7 +480,7 @@ def test_a_killed_average_is_resumed(shards: list[Path], tmp_path: Path) -> None
     assert resumed.returncode == 0, resumed.stderr
     assert "were finished by the interrupted run" in resumed.stderr
     ckptkit.average(shards, tmp_path / "whole", max_shard_size="5MB")
-    assert files_of(out) == files_of(tmp_path / "whole")
+    assert contents(out) == contents(tmp_path / "whole")
 
 
 def test_steps_and_the_output_can_be_at_urls(

@@ -36,8 +36,6 @@ pytestmark = [pytest.mark.slow]
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """A virtual environment that commands are run in."""
-
     folder: Path
 
     @property
@@ -120,7 +118,6 @@ def bare(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture(scope="session")
 def consolidated(bare: Environment, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the bare environment makes of a real checkpoint."""
     out = tmp_path_factory.mktemp("bare") / "out"
     bare.ckptkit("consolidate", CASE / "checkpoint", out)
     return out

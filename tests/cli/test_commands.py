@@ -18,6 +18,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from tests.command_line import Result, run_command, started
+from tests.files import flip_bit
 from tests.sampled import sampled
 
 ROOT = Path(__file__).parents[2]
@@ -29,9 +30,7 @@ UNCHECKED = FIXTURES / "fsdp2_without_checksums" / "checkpoint"
 
 
 def environment(**more: str) -> Mapping[str, str]:
-    further = os.environ.get("PYTHONPATH")  # an empty part of it stands for the current directory
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "cli"), *([further] if further else [])])
-    return os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"} | more
+    return os.environ | {"OMP_NUM_THREADS": "1"} | more
 
 
 def run(*arguments: str | Path, code: str = "") -> Result:
@@ -68,9 +67,7 @@ def flipped(tmp_path: Path) -> Path:
     folder = tmp_path / "flipped"
     shutil.copytree(LLAMA, folder)
     shard = folder / "pytorch_model_fsdp_0" / "__0_0.distcp"
-    data = bytearray(shard.read_bytes())
-    data[data.index(b"PK\x05\x06") // 2] ^= 1
-    shard.write_bytes(data)
+    flip_bit(shard, shard.read_bytes().index(b"PK\x05\x06") // 2)
     return folder
 
 

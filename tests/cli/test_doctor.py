@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -89,10 +88,8 @@ def test_nothing_is_left_of_a_probe_that_is_stopped(
 ) -> None:
     run = tmp_path / "run"
     run.mkdir()
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "cli")])
     started = subprocess.Popen(
         [sys.executable, "-m", "ckptkit_cli", "doctor", run],
-        env=os.environ | {"PYTHONPATH": paths},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
     )
@@ -108,12 +105,10 @@ def test_nothing_is_left_of_a_probe_that_is_stopped(
 
 def test_a_directory_that_is_gone_is_an_error_and_no_bug(tmp_path: Path) -> None:
     (tmp_path / "gone").mkdir()
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "cli")])
     code = "import os; os.rmdir(os.getcwd()); from ckptkit_cli.main import main; main(['doctor'])"
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=tmp_path / "gone",
-        env=os.environ | {"PYTHONPATH": paths},
         capture_output=True,
         text=True,
         check=False,

@@ -21,6 +21,7 @@ from ckptkit.core.errors import UsageError
 from ckptkit.version import __version__
 from ckptkit_cli._output import cells, table
 from tests.command_line import run_command
+from tests.files import flip_bit
 from tests.made_up_runs import save_stock_step
 from tests.other_user import as_nobody, needs_root, open_folder
 
@@ -226,9 +227,7 @@ def test_a_flipped_bit_in_a_directory_is_hinted_at(tmp_path: Path) -> None:
     flipped = tmp_path / "flipped"
     shutil.copytree(PLAIN, flipped)
     shard = flipped / "__0_0.distcp"
-    data = bytearray(shard.read_bytes())
-    data[data.index(b"PK\x01\x02") + 10] ^= 1  # the method of compression
-    shard.write_bytes(data)
+    flip_bit(shard, shard.read_bytes().index(b"PK\x01\x02") + 10)  # the method of compression
     done = run_command("consolidate", flipped, tmp_path / "out")
     assert done.returncode == 3
     assert "hint: a flipped bit looks like this: take another copy of the file" in done.stderr

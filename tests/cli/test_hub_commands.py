@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ckptkit_cli.main import main
-from tests.command_line import Result, run_command
+from tests.command_line import run_command
 from tests.hub_models import consolidated
 from tests.hub_server import TOKEN, HubServer
 
@@ -23,16 +23,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return consolidated(tmp_path_factory.mktemp("model"))
 
 
-def shell(*words: str | Path, **environment: str) -> Result:
-    return run_command(*words, **environment)
-
-
 def test_the_environment_names_hub_and_token_and_the_token_is_nowhere(
     hub: HubServer, model: Path
 ) -> None:
-    environment = {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HUB_OFFLINE": "0"}
     hub.fail("POST .*/commit/", ["lost", 429], {"Retry-After": "0"})
-    pushed = shell("push", model, "me/model", "--tag", "step-30", "--json", **environment)
+    pushed = run_command("push", model, "me/model", "--tag", "step-30", "--json", **hub.environment)
     assert pushed.returncode == 0, pushed.stderr
     document = json.loads(pushed.stdout)
     assert document["tag"] == "step-30"

@@ -39,11 +39,10 @@ class Screen:
     def __init__(self, columns: int, *words: str | Path, env: dict[str, str] | None = None) -> None:
         self._terminal, inside = pty.openpty()
         fcntl.ioctl(inside, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
-        paths = os.pathsep.join([str(ROOT), str(ROOT / "cli"), os.environ.get("PYTHONPATH", "")])
         self._process = subprocess.Popen(
             [sys.executable, "-m", "ckptkit_cli", *map(str, words)],
             env=os.environ
-            | {"OMP_NUM_THREADS": "1", "TERM": "xterm", "PYTHONPATH": paths, "LC_ALL": "C.UTF-8"}
+            | {"OMP_NUM_THREADS": "1", "TERM": "xterm", "LC_ALL": "C.UTF-8"}
             | (env or {}),
             stdin=inside,
             stdout=inside,
@@ -204,10 +203,8 @@ def log_of(folder: Path, *words: str | Path) -> list[tuple[float, str]]:
     """Returns the lines that a command writes to its log, each with its second."""
     began = time.monotonic()
     command = [sys.executable, "-m", "ckptkit_cli", *map(str, words)]
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "cli")])
     with subprocess.Popen(
         command,
-        env=os.environ | {"PYTHONPATH": paths},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,

@@ -15,7 +15,7 @@ from ckptkit.conversion.source.open import find_model
 from ckptkit.core.errors import HubUnavailableError
 from tests.command_line import Result, run_command
 from tests.hub_models import running_hub
-from tests.hub_server import TOKEN, HubServer
+from tests.hub_server import HubServer
 
 ROOT = Path(__file__).parents[2]
 SHARDS = ROOT / "fixtures/fsdp2_llama_flat/checkpoint"
@@ -36,8 +36,7 @@ def hub() -> Iterator[HubServer]:
 
 
 def shell(hub: HubServer, *words: str | Path, **environment: str) -> Result:
-    names = {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HUB_OFFLINE": "0", **environment}
-    return run_command(*words, **names)
+    return run_command(*words, **hub.environment | environment)
 
 
 def config_of(folder: Path) -> dict[str, object]:

@@ -90,7 +90,6 @@ def forms(secret: str) -> Iterator[bytes]:
 
 
 def found_in(data: bytes | str) -> list[str]:
-    """Returns the names of the secrets in some data."""
     data = data if isinstance(data, bytes) else data.encode(errors="surrogateescape")
     return [name for name, secret in PLANTED.items() if any(form in data for form in forms(secret))]
 

@@ -65,9 +65,7 @@ def usual_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(*words: str | Path, **variables: str) -> str:
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "cli"), os.environ.get("PYTHONPATH", "")])
     given_here = {"OMP_NUM_THREADS": "1", "TERM": "xterm"} | variables
-    given_here["PYTHONPATH"] = os.pathsep.join([variables.get("PYTHONPATH", ""), paths])
     return subprocess.run(
         [sys.executable, *map(str, words)],
         env=os.environ | given_here,
@@ -117,7 +115,8 @@ if "ckptkit.hub_names.transformers.program" in " ".join(sys.orig_argv):
 
 def test_a_terminal_shows_what_is_waited_for_once_all_is_copied(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(SLOW_CHILD)
-    slow = {"PYTHONPATH": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    paths = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    slow = {"PYTHONPATH": paths, "XDG_CACHE_HOME": str(tmp_path / "cache")}
     shown = on_terminal(100, "consolidate", LLAMA, tmp_path / "out", SLOW_SECONDS="2.5", **slow)
     waited = "waiting until transformers has compared the names with the model"
     assert waited in shown

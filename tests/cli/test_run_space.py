@@ -32,7 +32,6 @@ def age(folder: Path, seconds: float = 3600.0) -> None:
 
 
 def spoil(folder: Path) -> None:
-    """Removes a shard of a step."""
     (folder / "pytorch_model_fsdp_0" / "__0_0.distcp").unlink()
 
 

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from ckptkit.serving.serving import ServeEvent, Serving
 from ckptkit.storage.locations import resolve_places
 from ckptkit_cli._program import make_application
 from tests.command_line import run_command, started
+from tests.files import wait_until
 from tests.s3_client import client_of
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
@@ -230,13 +231,6 @@ def run(tmp_path: Path) -> Path:
 
 def add_step(run: Path, number: int) -> None:
     shutil.copytree(STEP, run / f"checkpoint-{number}")  # with its times: it is not new
-
-
-def wait_until(holds: Callable[[], object], seconds: float = 60.0) -> None:
-    end = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.05)
 
 
 def prefixes(client: Any) -> set[str]:

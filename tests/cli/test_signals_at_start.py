@@ -15,10 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 LLAMA = ROOT / "fixtures" / "accelerate_fsdp2_tied_with_config" / "checkpoint"
-ENVIRONMENT = os.environ | {
-    "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "cli")]),
-    "OMP_NUM_THREADS": "1",
-}
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 # What a console script does, and what `python -m` does. The pipe tells when the first import begins
 # that takes time; what ends the interpreter before is told by the interpreter.
 ANNOUNCED = """

@@ -16,6 +16,7 @@ from safetensors.numpy import load_file, save_file
 import ckptkit
 from ckptkit.core.errors import ChecksumError, NotFiniteError, UsageError
 from tests.command_line import run_command as run
+from tests.files import flip_bit
 from tests.object_store import ObjectStore
 
 ROOT = Path(__file__).parents[2]
@@ -26,7 +27,6 @@ DIFFERENT = "different, 2 tensors, 0 equal"
 
 @pytest.fixture
 def odd(tmp_path: Path) -> Path:
-    """A model with one tensor of each odd kind."""
     tensors = {
         "plain": np.array([3.0, -4.0, 0.0, -0.0], np.float32),
         "broken.weight": np.array([np.nan, 1, np.inf, np.nan], ml_dtypes.bfloat16),
@@ -137,9 +137,7 @@ def flipped(tmp_path: Path) -> Path:
     folder = tmp_path / "flipped"
     shutil.copytree(LLAMA, folder)
     shard = folder / "pytorch_model_fsdp_0" / "__0_0.distcp"
-    data = bytearray(shard.read_bytes())
-    data[data.index(b"PK\x05\x06") // 2] ^= 1
-    shard.write_bytes(data)
+    flip_bit(shard, shard.read_bytes().index(b"PK\x05\x06") // 2)
     return folder
 
 

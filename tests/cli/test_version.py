@@ -17,11 +17,10 @@ HEAVY = {"torch", "transformers", "numpy", "huggingface_hub", "fsspec", "botocor
 
 
 def run(*words: str, code: str = "") -> subprocess.CompletedProcess[str]:
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "cli")])
     start = ["-c", code] if code else ["-m", "ckptkit"]
     return subprocess.run(
         [sys.executable, *start, *words],
-        env=os.environ | {"PYTHONPATH": paths, "SECRET_TOKEN": "hf_neverprinted"},
+        env=os.environ | {"SECRET_TOKEN": "hf_neverprinted"},
         capture_output=True,
         text=True,
         check=False,

@@ -37,17 +37,11 @@ def add(run: Path, step: int) -> None:
 
 @contextmanager
 def started(hub: HubServer, run: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
-    settings = {
-        "HF_ENDPOINT": hub.url,
-        "HF_TOKEN": TOKEN,
-        "HF_HUB_OFFLINE": "0",
-        "HF_HUB_DISABLE_XET": "1",
-        "HF_HUB_DISABLE_TELEMETRY": "1",
-    }
+    settings = {"HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
     command = [sys.executable, "-m", "ckptkit_cli", "watch", str(run), "--push", REPO, *options]
     process = subprocess.Popen(
         command,
-        env=os.environ | settings,
+        env=os.environ | hub.environment | settings,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -61,7 +55,6 @@ def started(hub: HubServer, run: Path, *options: str) -> Iterator[subprocess.Pop
 
 
 def event(process: subprocess.Popen[str], name: str) -> dict[str, Any]:
-    """Reads events up to one of a name."""
     assert process.stdout is not None
     for line in process.stdout:
         found: dict[str, Any] = json.loads(line)

@@ -21,6 +21,7 @@ from ckptkit.core.errors import CannotPlanError, CkptkitError
 from ckptkit.core.index import ChunkTable
 from ckptkit.engine.locate import Locator
 from tests.contract.format_faults import FIXTURES, FaultCase
+from tests.files import contents
 
 SAME = "the right bytes"
 DIFFERENT = "OTHER BYTES"
@@ -31,21 +32,13 @@ _END_OF_ZIP = 22  # bytes of the last record of an archive without a comment
 
 
 class Bench:
-    """One checkpoint, on which one thing after another is broken.
-
-    Attributes:
-        case: What it is.
-        files: What every file of it holds, by its path.
-        folder: Where it lies.
-        holders: Where elements of the model lie that are stored once: byte ranges by file.
-        truth: The weights as they are written where nothing is damaged.
-    """
+    """One checkpoint, on which one thing after another is broken."""
 
     def __init__(self, case: FaultCase, folder: Path) -> None:
         self.case = case
         self.folder = folder / "run" / "checkpoint"
         shutil.copytree(case.path, self.folder)
-        self.files = files_in(self.folder)
+        self.files = contents(self.folder)
         self._outbox = folder / "outbox"
         self._outbox.mkdir()
         self.truth = self._consolidated()
@@ -56,11 +49,7 @@ class Bench:
         return random.Random(f"{self.case.fixture} {purpose}")  # noqa: S311
 
     def outcome(self, changes: Mapping[str, bytes | None]) -> str:
-        """Puts files in place of others (None: takes them away) and tells what comes of it.
-
-        Returns:
-            `SAME`, `DIFFERENT`, or the code of the refusal.
-        """
+        """Puts files in place of others (None: takes them away) and tells what comes of it."""
         try:
             for path, content in changes.items():
                 self._put(path, content)
@@ -153,17 +142,11 @@ def consolidated(checkpoint: Path, out: Path, options: Mapping[str, Any]) -> dic
 
 def weights_in(folder: Path) -> dict[str, bytes]:
     """What the files of weights below a folder hold, by their paths."""
-    return {name: data for name, data in files_in(folder).items() if name.endswith(_WEIGHTS)}
+    return {name: data for name, data in contents(folder).items() if name.endswith(_WEIGHTS)}
 
 
 def _fits(path: str, patterns: tuple[str, ...]) -> bool:
     return any(fnmatch(path, pattern) for pattern in patterns)
-
-
-def files_in(folder: Path) -> dict[str, bytes]:
-    """What all files below a folder hold, by their paths."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 
 def step_files(case: FaultCase) -> dict[str, bytes]:
@@ -182,7 +165,6 @@ def flipped(data: bytes, bit: int) -> bytes:
 
 
 def _calling(module: str, name: str, argument: str) -> bytes:
-    """A pickle that calls a function of one string."""
     return b"\x80\x02c" + f"{module}\n{name}\n(X".encode() + _text(argument) + b"tR."
 
 
@@ -191,12 +173,7 @@ def _text(value: str) -> bytes:
 
 
 def hostile_pickles(trace: str, room: int) -> dict[str, bytes]:
-    """Pickles that run a program, take memory, or lead a reader astray, by what they do.
-
-    Args:
-        trace: The file that would be there if one of them was run.
-        room: Bytes that they may take.
-    """
+    """Pickles that run a program, take memory, or lead a reader astray, by what they do."""
     depth = min((room - 4) // 2, 20_000)
     return {
         "runs a program": _calling("os", "system", f"touch {trace}"),

@@ -29,44 +29,36 @@ class FaultCase:
 
     All files are named by their paths below the checkpoint's folder; patterns are those of
     `fnmatch`, whose `*` also stands for `/`.
-
-    Attributes:
-        fixture: Its folder in `fixtures/`.
-        checkpoint: The folder below it that is opened.
-        options: Of `ckptkit.convert`, whose `to` is `hf` unless given. Where files also hold the
-            state of an optimizer, it should be asked for: then every byte of them matters.
-        needed: Patterns of the files without which nothing may come out, besides those that hold
-            elements of the model: those are known from the index.
-        advisory: Patterns of files beside the model that change what comes out, and how.
-        ranks: Patterns of the files of one rank each; not one may be lost unnoticed.
-        pickles: Patterns of files that are pickles.
-        archives: Patterns of files that are archives of `torch.save`, one or several end to end.
-        unproven: Patterns of files in which a flipped bit cannot always be seen, and why.
-        stale: Files that an older run of another world size left: the new name, and which file
-            of the checkpoint is laid there.
-        stale_is_left_alone: Why such files are of no matter; empty where they are refused.
-        of_another_step: Files that a file of another step is put in place of: the name, and the
-            path of the other in `fixtures/`.
-        step_is_unseen: Why that cannot be seen; empty where it is refused.
     """
 
-    fixture: str
-    checkpoint: str = "checkpoint"
+    fixture: str  # its folder in `fixtures/`
+    checkpoint: str = "checkpoint"  # the folder below it that is opened
+    # Of `ckptkit.convert`, whose `to` is `hf` unless given. Where files also hold the state of an
+    # optimizer, it should be asked for: then every byte of them matters.
     options: Mapping[str, Any] = field(default_factory=dict)
+    # Patterns of the files without which nothing may come out, besides those that hold elements of
+    # the model: those are known from the index.
     needed: tuple[str, ...] = ()
+    # Patterns of files beside the model that change what comes out, and how.
     advisory: Mapping[str, str] = field(default_factory=dict)
+    # Patterns of the files of one rank each; not one may be lost unnoticed.
     ranks: tuple[str, ...] = ()
-    pickles: tuple[str, ...] = ()
+    pickles: tuple[str, ...] = ()  # patterns of files that are pickles
+    # Patterns of files that are archives of `torch.save`, one or several end to end.
     archives: tuple[str, ...] = ()
+    # Patterns of files in which a flipped bit cannot always be seen, and why.
     unproven: Mapping[str, str] = field(default_factory=dict)
+    # Files that an older run of another world size left: the new name, and which file of the
+    # checkpoint is laid there.
     stale: Mapping[str, str] = field(default_factory=dict)
-    stale_is_left_alone: str = ""
+    stale_is_left_alone: str = ""  # why such files are of no matter; empty where they are refused
+    # Files that a file of another step is put in place of: the name, and the path of the other in
+    # `fixtures/`.
     of_another_step: Mapping[str, str] = field(default_factory=dict)
-    step_is_unseen: str = ""
+    step_is_unseen: str = ""  # why that cannot be seen; empty where it is refused
 
     @property
     def path(self) -> Path:
-        """Where it lies."""
         return FIXTURES / self.fixture / self.checkpoint
 
 
@@ -123,12 +115,15 @@ DCP = (
         stale={"__4_0.distcp": "__3_0.distcp"},
         stale_is_left_alone=_DCP_STALE,
     ),
-    FaultCase(
-        "fsdp1_full_shard_flat",
-        needed=(".metadata",),
-        ranks=("__*_0.distcp",),
-        pickles=(".metadata",),
-        archives=("*.distcp",),
+    *(
+        FaultCase(
+            fixture,
+            needed=(".metadata",),
+            ranks=("__*_0.distcp",),
+            pickles=(".metadata",),
+            archives=("*.distcp",),
+        )
+        for fixture in ("fsdp1_full_shard_flat", "dcp_dtypes_and_layouts", "dtensor_column_split")
     ),
     _accelerate(
         "accelerate_fsdp2_bf16_tied",

@@ -28,6 +28,7 @@ from safetensors.torch import load, load_file, save_file
 import ckptkit
 from ckptkit.core.errors import ArgumentError, ChecksumError, SourceChangedError, UsageError
 from ckptkit.file_system import CheckpointFileSystem
+from tests.files import contents, flip_bit
 from tests.object_store import Bucket, ObjectStore
 from tests.sampled import sampled
 from tests.sharded import write_sharded
@@ -91,11 +92,7 @@ def save_odd_tensors(folder: Path) -> Path:
 
 def content(folder: Path) -> dict[str, bytes]:
     """Returns what the command wrote, without the manifest: its digests are not known yet."""
-    return {
-        path.relative_to(folder).as_posix(): path.read_bytes()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.name != "ckptkit.json"
-    }
+    return {path: data for path, data in contents(folder).items() if path != "ckptkit.json"}
 
 
 def same_content(actual: dict[str, bytes], expected: dict[str, bytes]) -> None:
@@ -114,7 +111,6 @@ def file_system(src: object, **options: Any) -> Any:
 
 @pytest.fixture(autouse=True)
 def closed() -> Iterator[None]:
-    """Closes what a test has made."""
     yield
     while MADE:
         MADE.pop().invalidate_cache()
@@ -353,17 +349,9 @@ def sharded(saved: Path, tmp_path: Path) -> tuple[Path, Path]:
     return folder, max(folder.iterdir(), key=lambda path: path.stat().st_size)
 
 
-def flip_bit(path: Path, at: int) -> None:
-    with path.open("r+b") as file:
-        file.seek(at)
-        byte = file.read(1)[0]
-        file.seek(at)
-        file.write(bytes([byte ^ 4]))
-
-
 def test_no_byte_of_a_damaged_record_is_read(sharded: tuple[Path, Path], tmp_path: Path) -> None:
     folder, shard = sharded
-    flip_bit(shard, shard.stat().st_size // 2)
+    flip_bit(shard, shard.stat().st_size // 2, 4)
     files = file_system(folder, names="live")
     assert len(files.cat_file("model.safetensors", 0, 100)) == 100  # the header is in no record
     with pytest.raises(ChecksumError):
@@ -379,7 +367,7 @@ def test_no_byte_of_a_damaged_record_is_read(sharded: tuple[Path, Path], tmp_pat
 
 
 def change_in_place(shard: Path) -> None:
-    flip_bit(shard, shard.stat().st_size - 5000)
+    flip_bit(shard, shard.stat().st_size - 5000, 4)
 
 
 def replace_by_another(shard: Path) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import shutil
 import tracemalloc
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
+import safetensors.numpy
 
 import ckptkit
 from ckptkit.core.errors import CkptkitError
@@ -19,7 +21,6 @@ from tests.contract.fault_bench import (
     TAKES_MEMORY,
     Bench,
     consolidated,
-    files_in,
     flipped,
     hostile_pickles,
     room_for_pickle,
@@ -27,6 +28,7 @@ from tests.contract.fault_bench import (
     with_pickle,
 )
 from tests.contract.format_faults import CASES, FaultCase
+from tests.files import contents
 from tests.sampled import sampled
 
 _FLIPS_ELSEWHERE = 6  # per checkpoint; one more for each of its files
@@ -55,11 +57,14 @@ def _name(case: FaultCase) -> str:
     return f"of {case.fixture}"
 
 
+def _place() -> Path | None:
+    return _MEMORY if _MEMORY.is_dir() else None
+
+
 @pytest.fixture(scope="module")
 def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
     """A checkpoint in memory, where there is a place for it: thousands of outputs are synced."""
-    place = _MEMORY if _MEMORY.is_dir() else None
-    with TemporaryDirectory(prefix="ckptkit-faults-", dir=place) as folder:
+    with TemporaryDirectory(prefix="ckptkit-faults-", dir=_place()) as folder:
         yield Bench(request.param, Path(folder))
 
 
@@ -206,11 +211,51 @@ def test_a_file_of_another_step_is_refused_where_the_format_can_tell(bench: Benc
         assert outcome == DIFFERENT if unseen else _is_refused(outcome), (name, outcome)
 
 
+# Every bit of what matters most, in two checkpoints of DCP
+
+
+@contextmanager
+def bench_of(fixture: str) -> Iterator[Bench]:
+    (case,) = (case for case in CASES if case.fixture == fixture)
+    with TemporaryDirectory(prefix="ckptkit-faults-", dir=_place()) as folder:
+        yield Bench(case, Path(folder))
+
+
+def _flip(bench: Bench, path: str, bit: int) -> str:
+    return bench.outcome({path: flipped(bench.files[path], bit)})
+
+
+def test_every_bit_of_a_row_of_weights_is_under_its_checksum() -> None:
+    with bench_of("fsdp2_hsdp") as bench:
+        (weights,) = bench.truth.values()
+        row = safetensors.numpy.load(weights)["up.weight"][0].tobytes()
+        (path,) = (path for path, data in bench.files.items() if row in data)
+        first = 8 * bench.files[path].index(row)
+        for bit in range(first, first + 8 * len(row), 3):
+            assert _flip(bench, path, bit) == "checksum-mismatch"
+
+
+@pytest.mark.parametrize("word", [b"planner_data", b"storage_data", b"state_dict_metadata"])
+def test_every_bit_in_the_name_of_a_table_matters(word: bytes) -> None:
+    with bench_of("fsdp2_hsdp") as bench:
+        first = 8 * bench.files[".metadata"].index(word)
+        for bit in range(first, first + 8 * len(word)):
+            assert _is_refused(_flip(bench, ".metadata", bit))
+
+
+def test_the_shape_of_a_tensor_without_elements_matters_too() -> None:
+    with bench_of("dcp_dtypes_and_layouts") as bench:
+        # (0, 5), that of the tensor itself
+        shape = bench.files[".metadata"].index(b"K\x00K\x05\x86")
+        for bit in range(8 * (shape + 3), 8 * (shape + 4)):
+            assert _flip(bench, ".metadata", bit) == "bad-format"
+
+
 # Two formats in one directory
 
 
 def _formats(case: FaultCase) -> set[str]:
-    return {candidate.format for candidate in recognise(list(files_in(case.path)))}
+    return {candidate.format for candidate in recognise(list(contents(case.path)))}
 
 
 def _guests(host: FaultCase) -> list[FaultCase]:
@@ -223,7 +268,7 @@ def _guests(host: FaultCase) -> list[FaultCase]:
 
 def _names(case: FaultCase) -> set[str]:
     """What a message may call a checkpoint: files and folders of it, `.` for one in the folder."""
-    paths = [path for path in files_in(case.path) if not path.endswith("config.json")]
+    paths = [path for path in contents(case.path) if not path.endswith("config.json")]
     itself = {"'.'"} if any("/" not in path for path in paths) else set()
     return {*paths, *(path.split("/")[0] for path in paths), *itself}
 

@@ -29,6 +29,7 @@ from ckptkit.hub import Pulled, pull, push
 from ckptkit.hub import download as partial_module
 from ckptkit.hub.download import open_pull_folder
 from ckptkit.storage.local import workdir
+from tests.files import flip_bit
 from tests.hub_models import consolidated
 from tests.hub_server import TOKEN, HubServer
 
@@ -151,9 +152,7 @@ def test_what_was_damaged_since_the_interruption_is_brought_again(
     out = tmp_path / "model"
     interrupt(hub, pulls, out)
     (kept,) = tmp_path.rglob("model.safetensors")
-    data = bytearray(kept.read_bytes())
-    data[-1] ^= 1
-    kept.write_bytes(data)
+    flip_bit(kept, -1)
     pulls(out)
     assert ckptkit.verify(out).ok
 

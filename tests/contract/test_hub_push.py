@@ -24,6 +24,7 @@ from ckptkit.core.errors import (
     VerificationError,
 )
 from ckptkit.hub import Pushed, pull, push
+from tests.files import flip_bit
 from tests.hub_models import consolidated, write_model
 from tests.hub_server import TOKEN, HubServer
 
@@ -295,9 +296,7 @@ def test_wrong_bytes_are_noticed_while_they_are_read_and_nothing_is_committed(
 ) -> None:
     folder = consolidated(tmp_path)
     weights = folder / "model.safetensors"
-    data = bytearray(weights.read_bytes())
-    data[-1] ^= 1
-    weights.write_bytes(data)
+    flip_bit(weights, -1)
     error = refused(pushes, folder, VerificationError)
     assert "tensor 'model.layers" in str(error)
     (folder / "config.json").write_text("{}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,6 @@ LIMIT_SECONDS = 120
 
 def run_cells(monkeypatch: pytest.MonkeyPatch, *cells: str) -> Any:
     """Runs cells in a kernel, and returns the notebook with what they show."""
-    paths = os.environ.get("PYTHONPATH", "")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), paths]))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     made = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(text) for text in cells])
     nbclient.NotebookClient(made, timeout=LIMIT_SECONDS, kernel_name="python3").execute()

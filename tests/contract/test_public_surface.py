@@ -73,7 +73,6 @@ def _parameter(parameter: Any) -> str:
 
 
 def errors() -> dict[str, int]:
-    """Returns the exit status of every error's code."""
     return {kind.code: kind.exit_status for kind in _kinds(CkptkitError)}
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -36,7 +35,6 @@ ckptkit.prune(Place(sys.argv[1], json.load(sys.stdin)), keep_last=1)
 
 @pytest.fixture
 def bucket(object_store: ObjectStore, tmp_path: Path) -> Iterator[Bucket]:
-    """A bucket with a run of three steps."""
     for step in (1, 2, 3):
         save_step(tmp_path / "run", step, metrics={"loss": float(step)}, save_number=step)
     bucket = object_store.bucket("runs-to-prune")
@@ -154,10 +152,7 @@ def test_a_kill_never_leaves_a_step_that_looks_whole(
     bucket: Bucket, run: Place, object_store: ObjectStore, before: int, begun: bool
 ) -> None:
     """The process dies before its n-th deletion reaches the store, and the next one goes on."""
-    environment = os.environ | {"PYTHONPATH": str(_ROOT), "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(
-        [sys.executable, "-c", _PROGRAM, run], env=environment, stdin=subprocess.PIPE
-    ) as process:
+    with subprocess.Popen([sys.executable, "-c", _PROGRAM, run], stdin=subprocess.PIPE) as process:
         deletions = iter(range(before))
 
         def die_in_time() -> None:

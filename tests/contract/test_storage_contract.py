@@ -29,6 +29,7 @@ from ckptkit.storage.places import Place as RemoteLocation
 from ckptkit.storage.places import open_target
 from ckptkit.storage.remote.source import RemoteSource
 from ckptkit.storage.remote.store import get_store
+from tests.files import contents
 from tests.memory_target import MemoryTarget
 from tests.object_store import Bucket, ObjectStore
 
@@ -60,8 +61,7 @@ class Place:
     def visible(self) -> dict[str, bytes]:
         if self._kind == "memory":
             return dict(self._files)
-        found = (path for path in self._out.rglob("*") if path.is_file())
-        return {path.relative_to(self._out).as_posix(): path.read_bytes() for path in found}
+        return contents(self._out)
 
 
 class RemotePlace(Place):

@@ -22,6 +22,7 @@ from ckptkit.runs.push_journal import WATCH_FOLDER, read_journals
 from ckptkit.runs.retention import Retention
 from ckptkit.storage.places import PathLike, Place
 from ckptkit.storage.remote.errors import RetryPolicy
+from tests.files import flip_bit
 from tests.hub_models import add_step
 from tests.hub_server import TOKEN, HubServer
 from tests.object_store import ObjectStore
@@ -142,9 +143,7 @@ def test_a_damaged_step_is_reported_and_the_next_one_is_pushed(
     hub: HubServer, run: Path, watch: Watch
 ) -> None:
     shard = next(add(run, 1).glob("pytorch_model_fsdp_0/*.distcp"))
-    data = bytearray(shard.read_bytes())
-    data[len(data) // 2] ^= 0xFF
-    shard.write_bytes(data)
+    flip_bit(shard, shard.stat().st_size // 2, 0xFF)
     add(run, 2)
     found = watch(lambda: None)
     assert found.of("failed") == [1]

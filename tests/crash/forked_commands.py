@@ -2,74 +2,87 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
+import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.fork_host import ForkHost
+
+_WRITES = {"os.rename", "os.remove", "os.rmdir", "shutil.rmtree", "os.mkdir"}
 IMPORTED = (
-    "s3fs",
-    "ckptkit_cli._pages",
-    "ckptkit_cli._progress",
-    "ckptkit_cli.consolidate",
-    "ckptkit.conversion.job",
-    "ckptkit.deltas.create",
+    *("s3fs", "hf_xet", "huggingface_hub.hf_api", "ckptkit.hub.watch.watch"),
+    *("ckptkit_cli._pages", "ckptkit_cli._progress", "ckptkit_cli.consolidate"),
+    *("ckptkit_cli.watch", "ckptkit.conversion.job", "ckptkit.deltas.create"),
+    *("ckptkit.runs.pruning", "tests.crash.forked_commands"),
 )
 
 
 class ForkedCommands:
-    """The process; see `command_host.py`."""
+    def __init__(self, host: ForkHost) -> None:
+        self.host = host
+        self.wait = host.wait
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        self._requests, self._answers = process.stdin, process.stdout
+    def start(
+        self, arguments: Sequence[str], log: Path, *, die_at: int = 0, folder: Path | None = None
+    ) -> int:
+        """Starts a command; returns the number of its process.
 
-    def start(self, arguments: Sequence[str], log: Path, *, die_at: int = 0) -> int:
-        """Starts a command, which writes to the log; returns its number.
-
-        It is killed when it changes something in `all` beside the log for the nth time.
+        It is killed when it changes something in the folder, that is `all` beside the log unless
+        given, for the nth time.
         """
-        return self._ask(
-            {
-                "arguments": [*arguments],
-                "beside": True,
-                "die_at": die_at,
-                "folder": str(log.parent / "all"),
-                "log": str(log),
-            }
-        )
+        place = str(folder or log.parent / "all")
+        return self.host.start(command, [*arguments], die_at, place, log=log)
 
-    def wait(self, pid: int) -> int:
-        """Returns the status of a command once it has ended."""
-        return self._ask({"pid": pid})
-
-    def run(self, arguments: Sequence[str], log: Path, *, die_at: int = 0) -> int:
-        return self.wait(self.start(arguments, log, die_at=die_at))
-
-    def _ask(self, request: dict[str, object]) -> int:
-        self._requests.write(json.dumps(request) + "\n")
-        self._requests.flush()
-        (answer,) = json.loads(self._answers.readline()).values()
-        return int(answer)
+    def run(
+        self, arguments: Sequence[str], log: Path, *, die_at: int = 0, folder: Path | None = None
+    ) -> int:
+        return self.wait(self.start(arguments, log, die_at=die_at, folder=folder))
 
 
 @contextmanager
-def running_forks() -> Iterator[ForkedCommands]:
-    """Starts the process, ready to write to stores, too."""
-    with subprocess.Popen(
-        [sys.executable, "-m", "tests.crash.command_host", *IMPORTED],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
-        forks = ForkedCommands(process)
-        yield forks
-        assert process.stdin is not None
-        process.stdin.close()
+def running_forks(**environment: str) -> Iterator[ForkedCommands]:
+    with ForkHost(*IMPORTED, prepare=None, **{"HF_HUB_OFFLINE": "1"} | environment) as host:
+        yield ForkedCommands(host)
+
+
+def command(arguments: list[str], count: int, folder: str) -> int:
+    from ckptkit_cli.main import main
+
+    if count:
+        die_at(count, folder)
+    return main(arguments)
+
+
+def die_at(count: int, folder: str) -> None:
+    left = [count]
+
+    def see(event: str, arguments: tuple[Any, ...]) -> None:
+        is_write = event in _WRITES or (event == "open" and _writes(arguments))
+        if not is_write or folder not in str(arguments[0]):
+            return
+        left[0] -= 1
+        if left[0] == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(see)
+
+
+def _writes(arguments: tuple[Any, ...]) -> bool:
+    flags = arguments[2]
+    return isinstance(flags, int) and bool(flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
+
+
+def consolidate_in_parts(
+    source: str, url: str, storage: Mapping[str, Any], options: Mapping[str, Any]
+) -> None:
+    """Weights go to the store in parts, as large ones do."""
+    import ckptkit
+    from ckptkit.storage.places import Place
+    from ckptkit.storage.remote import s3
+
+    s3.SMALL_BYTES = 2048
+    ckptkit.consolidate(source, Place(url, storage), **options)

@@ -50,21 +50,15 @@ def ended(child: int) -> int:
 
 @dataclass(frozen=True)
 class Pair:
-    """Two ranks that do the same job, in a group of processes of their own.
+    """Two ranks that do the same job, in a group of processes of their own."""
 
-    Attributes:
-        job: What each rank does; it is given its rank.
-        ends: The statuses with which the ranks have to end.
-        rank_0_hosts: Whether the store lives in rank 0, and ends with it; else it outlives both,
-            as that of torchrun does.
-    """
-
-    job: Job
-    ends: tuple[int, int] = (0, 0)
+    job: Job  # what each rank does; it is given its rank
+    ends: tuple[int, int] = (0, 0)  # the statuses with which the ranks have to end
+    # Whether the store lives in rank 0, and ends with it; else it outlives both, as that of
+    # torchrun does.
     rank_0_hosts: bool = False
 
     def run(self) -> None:
-        """Runs it to its end."""
         listener = socket.create_server(("127.0.0.1", 0))
         first = forked(lambda: self._live(0, listener))
         os.setpgid(first, first)

@@ -1,13 +1,7 @@
-"""Kills `--delete-source` before each change that it makes to its source, and runs it again.
-
-Each line of standard input is a case, as a JSON object: `checkpoint`, `folder` and `options`. The
-answer is a JSON object on a line: the number of kills, and the faults found after each. No fault is
-expected.
-"""
+"""Kills `--delete-source` before each change that it makes to its source, and runs it again."""
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -74,7 +68,9 @@ def files(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
 
 
-def kill_everywhere(checkpoint: Path, folder: Path, options: dict[str, Any]) -> dict[str, Any]:
+def kill_everywhere(checkpoint: str, place: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Returns the number of kills, and the faults found after each, of which none is expected."""
+    folder = Path(place)
     whole = folder / "whole"
     shutil.copytree(checkpoint, whole / SOURCE)
     convert(whole, options)
@@ -92,14 +88,3 @@ def kill_everywhere(checkpoint: Path, folder: Path, options: dict[str, Any]) -> 
         shutil.rmtree(case)
         change += 1
     return {"kills": change - 1, "stays": sorted(stays), "wrong": found}
-
-
-def main() -> None:
-    for line in sys.stdin:
-        asked = json.loads(line)
-        found = kill_everywhere(Path(asked["checkpoint"]), Path(asked["folder"]), asked["options"])
-        print(json.dumps(found), flush=True)  # noqa: T201
-
-
-if __name__ == "__main__":
-    main()

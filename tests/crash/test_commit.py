@@ -1,25 +1,20 @@
 """A process is killed before every step of staging and committing; what is left must be sound.
 
-Run as a script, this file does the experiments. It forks children, and kills each of them just
-before its n-th system call that changes something, until one gets through. Each line of standard
-input asks for an experiment, as a JSON list: a scene or `race`, a folder, and the kind of disk.
+An experiment forks children, and kills each of them just before its n-th system call that changes
+something, until one gets through. A process without threads does them.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import shutil
-import subprocess
 import sys
 import threading
-import traceback
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import pytest
 
@@ -27,6 +22,8 @@ from ckptkit.core.errors import OutputExistsError
 from ckptkit.storage.local.disk import Disk
 from ckptkit.storage.local.target import LocalTarget
 from ckptkit.storage.local.workdir import is_free
+from tests.files import contents, mounted, tmpfs
+from tests.fork_host import ForkHost
 
 KINDS = {
     "native": Disk(),
@@ -50,11 +47,6 @@ def stage_and_commit(out: Path, disk: Disk, *, overwrite: bool) -> None:
         target.commit("manifest.json")
     finally:
         target.abandon()
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    found = (path for path in folder.rglob("*") if path.is_file())
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in found}
 
 
 def visible(out: Path) -> dict[str, bytes]:
@@ -105,10 +97,10 @@ def survives(step: int, out: Path, kind: str, scene: str) -> bool:
     return code == 0
 
 
-def experiment(scene: str, folder: Path, kind: str) -> dict[str, int]:
+def experiment(scene: str, folder: str, kind: str) -> dict[str, int]:
     """Kills at every step, checks what is left, and runs once more; returns what was seen."""
     seen = {"absent": 0, "old": 0, "partial": 0, "new": 0}
-    out = folder / "parent" / "out"
+    out = Path(folder) / "parent" / "out"
     step, through = 0, False
     while not through:
         step += 1
@@ -168,41 +160,21 @@ def judge_after_sweep(out: Path, disk: Disk) -> str:
 
 
 Record = Callable[[str, object], None]
-Ask = Callable[[str, Path, str], Any]
 Run = Callable[[str, str], dict[str, int]]
 
 
 @pytest.fixture(scope="module")
-def ask() -> Iterator[Ask]:
-    """Has this file as a script do an experiment; returns its answer."""
-    with subprocess.Popen(
-        [sys.executable, __file__],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env={"PYTHONPATH": os.pathsep.join(sys.path)},
-        text=True,
-    ) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        requests, answers = process.stdin, process.stdout
-
-        def ask(what: str, folder: Path, kind: str) -> Any:
-            requests.write(json.dumps([what, str(folder), kind]) + "\n")
-            requests.flush()
-            answer = json.loads(answers.readline())
-            assert "error" not in answer, answer["error"]
-            return answer
-
-        yield ask
-        requests.close()
+def host() -> Iterator[ForkHost]:
+    with ForkHost(__name__) as host:
+        yield host
 
 
 @pytest.fixture
-def run(ask: Ask, tmp_path: Path, record_property: Record) -> Run:
+def run(host: ForkHost, tmp_path: Path, record_property: Record) -> Run:
     """Kills at every step of a scene in the folder of the test; returns what was seen."""
 
     def run(scene: str, kind: str) -> dict[str, int]:
-        seen: dict[str, int] = ask(scene, tmp_path, kind)
+        seen: dict[str, int] = host.call(experiment, scene, str(tmp_path), kind)
         record_property("kills", seen["steps"] - 1)
         return seen
 
@@ -240,18 +212,8 @@ def test_a_kill_while_a_mount_point_is_filled_is_undone_by_the_next_run(
     tmp_path: Path, run: Run
 ) -> None:
     out = tmp_path / "parent" / "out"
-    out.mkdir(parents=True)
-    mount, umount = shutil.which("mount"), shutil.which("umount")
-    if mount is None or umount is None or os.geteuid() != 0:
-        pytest.skip("only root may mount a file system")
-    made = [mount, "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(out)]
-    done = subprocess.run(made, capture_output=True, check=False)
-    if done.returncode:
-        pytest.skip(f"mount was refused: {done.stderr.decode().strip()}")
-    try:
+    with mounted(out, *tmpfs("8m")):
         seen = run("inside", "native")
-    finally:
-        subprocess.run([umount, str(out)], check=True)
     assert 1 <= seen["partial"] < 40  # visible, but without its manifest, and swept away later
     assert seen["absent"] > 30
     assert seen["new"] > 1
@@ -266,16 +228,16 @@ def test_a_kill_while_the_current_directory_is_filled_is_undone_by_the_next_run(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_of_two_processes_that_commit_at_once_exactly_one_wins(
-    tmp_path: Path, kind: str, ask: Ask
+    tmp_path: Path, kind: str, host: ForkHost
 ) -> None:
     for turn in range(3):
         folder = tmp_path / str(turn)
         folder.mkdir()
-        assert sorted(ask("race", folder, kind)) == ["exists", "won"]
+        assert sorted(host.call(race, str(folder), kind)) == ["exists", "won"]
         assert contents(folder) == {f"out/{name}": data for name, data in NEW.items()}
 
 
-def race(folder: Path, kind: str) -> list[str]:
+def race(folder: str, kind: str) -> list[str]:
     """Has two children stage everything, and then commit at once; returns what became of them."""
     (ready, staged), (word, go), (said, tell) = (os.pipe() for _ in range(3))
     racers = []
@@ -283,7 +245,7 @@ def race(folder: Path, kind: str) -> list[str]:
         racers.append(os.fork())
         if not racers[-1]:
             try:
-                tell_outcome(folder, kind, staged, word, tell)
+                tell_outcome(Path(folder), kind, staged, word, tell)
             finally:
                 os._exit(1)
     for descriptor in (staged, word, tell):
@@ -315,19 +277,3 @@ def tell_outcome(folder: Path, kind: str, staged: int, word: int, tell: int) -> 
     else:
         os.write(tell, b"won ")
     os._exit(0)
-
-
-def main() -> None:
-    for line in sys.stdin:
-        what, folder, kind = json.loads(line)
-        try:
-            is_race = what == "race"
-            answer: Any = (race if is_race else partial(experiment, what))(Path(folder), kind)
-        except Exception:  # noqa: BLE001  the test shows it
-            answer = {"error": traceback.format_exc()}
-        sys.stdout.write(json.dumps(answer) + "\n")
-        sys.stdout.flush()
-
-
-if __name__ == "__main__":
-    main()

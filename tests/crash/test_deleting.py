@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +27,9 @@ from ckptkit.core.manifest import Manifest
 from ckptkit.engine.outcome import Event, OutputCommitted
 from ckptkit.storage.places import Place
 from tests.command_line import Result, run_command
+from tests.crash.removal_kills import kill_everywhere
+from tests.files import flip_bit
+from tests.fork_host import ForkHost
 from tests.object_store import ObjectStore
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -135,9 +136,7 @@ def test_what_is_not_proven_on_the_disk_keeps_its_source(source: Callable[[str],
     before, weights = files(run), run.parent / "out" / "model.safetensors"
 
     def flip() -> None:
-        data = bytearray(weights.read_bytes())
-        data[-1] ^= 1
-        weights.write_bytes(bytes(data))
+        flip_bit(weights, -1)
 
     with pytest.raises(VerificationError, match="the source was not removed") as caught:
         consolidated(run, listener=once_committed(flip))
@@ -341,28 +340,9 @@ def test_a_slice_neither_removes_nor_resumes(source: Callable[[str], Path], opti
 
 
 @pytest.fixture(scope="module")
-def kill_everywhere() -> Iterator[Callable[..., dict[str, Any]]]:
-    """Asks a process that has imported all it needs; see `removal_kills.py`."""
-    with subprocess.Popen(
-        [sys.executable, "-m", "tests.crash.removal_kills"],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        requests, answers = process.stdin, process.stdout
-
-        def ask(checkpoint: Path, folder: Path, options: dict[str, Any]) -> dict[str, Any]:
-            asked = {"checkpoint": str(checkpoint), "folder": str(folder), "options": options}
-            requests.write(json.dumps(asked) + "\n")
-            requests.flush()
-            found: dict[str, Any] = json.loads(answers.readline())
-            return found
-
-        yield ask
-        requests.close()
+def kills() -> Iterator[ForkHost]:
+    with ForkHost(kill_everywhere.__module__) as host:
+        yield host
 
 
 @pytest.mark.parametrize(
@@ -390,10 +370,11 @@ def test_a_removal_that_is_killed_is_finished_by_the_same_command(
     tmp_path: Path,
     case: str,
     options: dict[str, Any],
-    kill_everywhere: Callable[..., dict[str, Any]],
+    kills: ForkHost,
     record_property: Callable[[str, object], None],
 ) -> None:
-    found = kill_everywhere(FIXTURES / case / "checkpoint", tmp_path, options)
+    checkpoint = str(FIXTURES / case / "checkpoint")
+    found = kills.call(kill_everywhere, checkpoint, str(tmp_path), options)
     assert found["wrong"] == {}
     record_property("kills", found["kills"])
     assert found["kills"] >= 4

@@ -35,6 +35,7 @@ from ckptkit.core.errors import (
 )
 from ckptkit.deltas.create import DeltaRequest, PublishedBase, create_delta, make_job
 from ckptkit.engine.outcome import BytesWritten, Event
+from tests.files import flip_bit
 from tests.small_deltas import (
     LEAF,
     Model,
@@ -124,9 +125,9 @@ def test_a_flipped_bit_in_a_base_with_a_manifest_is_found_without_one_in_the_del
         if name == "__metadata__" or not models[0][name].size:
             continue
         at = 8 + size + place["data_offsets"][0]
-        flipped(file, at)
+        flip_bit(file, at)
         refuse(ChecksumError, name, tmp_path / "base", *deltas)
-        flipped(file, at)
+        flip_bit(file, at)
     ckptkit.apply_delta(tmp_path / "base", deltas, tmp_path / "out")
     assert model_bytes(tmp_path / "out") == bytes_of(models[2])
 
@@ -147,12 +148,6 @@ def test_deltas_of_two_runs_do_not_make_a_chain(tmp_path: Path, models: list[Mod
     chain = tmp_path / "d1", tmp_path / "other"
     refuse(RefusedError, "was made from tensor", tmp_path / "s0", *chain)
     assert models
-
-
-def flipped(path: Path, at: int, bit: int = 0) -> None:
-    data = bytearray(path.read_bytes())
-    data[at] ^= 1 << bit
-    path.write_bytes(data)
 
 
 @pytest.mark.parametrize(
@@ -178,7 +173,7 @@ def test_no_flipped_bit_of_a_delta_leads_to_another_model(
         size = (delta / name).stat().st_size
         for at in random.choice(size, 60, replace=False).tolist():
             bit = int(random.integers(8))
-            flipped(delta / name, at, bit)
+            flip_bit(delta / name, at, 1 << bit)
             out = tmp_path / "out"
             with suppress(InputError, RefusedError):
                 ckptkit.apply_delta(tmp_path / "s0", [delta], out)
@@ -190,7 +185,7 @@ def test_no_flipped_bit_of_a_delta_leads_to_another_model(
                 refused += 1
             if has_manifest:
                 assert not _verified(delta)
-            flipped(delta / name, at, bit)
+            flip_bit(delta / name, at, 1 << bit)
     assert refused == 120 if has_manifest else refused > 80
     assert ckptkit.verify(delta)
 
@@ -205,9 +200,9 @@ def _verified(delta: Path) -> bool:
 def test_a_flipped_bit_of_the_base_is_found(tmp_path: Path, models: list[Model]) -> None:
     file = tmp_path / "s0" / "model.safetensors"
     for at in (-1, -900, -2000):
-        flipped(file, at)
+        flip_bit(file, at)
         refuse(ChecksumError, "delta", tmp_path / "s0", tmp_path / "d1")
-        flipped(file, at)
+        flip_bit(file, at)
     ckptkit.apply_delta(tmp_path / "s0", tmp_path / "d1", tmp_path / "out")
     assert model_bytes(tmp_path / "out") == bytes_of(models[1])
 

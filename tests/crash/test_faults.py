@@ -1,12 +1,15 @@
-"""Full disks, signals, races, and sources that change: whole outputs or none."""
+"""Full disks, signals, races, sources that change: whole outputs or none. Limits and progress."""
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,23 +21,27 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.numpy import save_file
+from safetensors.torch import load_file
 
 import ckptkit
 from ckptkit.core.errors import (
+    ChecksumError,
     CkptkitError,
     InputError,
     NoSpaceError,
     OutputExistsError,
     SourceChangedError,
+    UsageError,
 )
 from ckptkit.engine.executor import Executor
-from ckptkit.engine.outcome import BytesWritten, Event
+from ckptkit.engine.outcome import BytesWritten, Event, OutputCommitted, Started
+from tests.files import contents, flip_bit
+from tests.made_up_inspections import inspection_of
 
 TENSOR = 12 << 20  # bytes: more than one leaf, so that several tasks make one tensor
 
 
 def save_sharded(place: Path, tensors: int, *, size_bytes: int = TENSOR) -> None:
-    """Saves a checkpoint of one rank by torch's own writer."""
     generator = torch.Generator().manual_seed(0)
     state = {
         f"layers.{i}.weight": torch.rand(size_bytes // 4096, 1024, generator=generator)
@@ -53,12 +60,16 @@ def big(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    """A checkpoint of several tasks that a test may change."""
-    place = tmp_path / "source"
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("saved") / "checkpoint"
     save_sharded(place, 3)
     return place
+
+
+@pytest.fixture
+def source(saved: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved, tmp_path / "source"))
 
 
 class AtEvent:
@@ -110,6 +121,18 @@ def test_a_disk_that_fills_up_meanwhile_leaves_nothing(
         ckptkit.consolidate(tmp_path / "small", tiny_disk / "out")
     assert caught.value.exit_status == 4
     assert list(tiny_disk.iterdir()) == []
+
+
+def test_a_full_disk_leaves_the_earlier_page_and_nothing_else(tiny_disk: Path) -> None:
+    small = inspection_of([("w", "float32", (2,))], ranks=1)
+    page = ckptkit.write_report(small, tiny_disk / "r.html")
+    before = page.read_bytes()
+    filler = tiny_disk / "filler"
+    filler.write_bytes(bytes((2 << 20) - len(before) - (64 << 10)))
+    with pytest.raises(NoSpaceError, match="bytes more"):
+        ckptkit.write_report(small, page, overwrite=True)
+    assert page.read_bytes() == before
+    assert sorted(tiny_disk.iterdir()) == [filler, page]
 
 
 # Signals
@@ -308,4 +331,87 @@ def test_a_side_file_that_changes_size_is_noticed(size: int, source: Path, out: 
     resize = AtEvent(lambda: os.truncate(tokenizer, size))
     with pytest.raises(InputError, match="tokenizer"):
         ckptkit.consolidate(source, out, workers=1, listener=resize)
+    assert list(out.parent.iterdir()) == []
+
+
+# Resources
+
+
+@pytest.mark.parametrize("dtype", ["keep", "bfloat16"])
+def test_any_number_of_workers_writes_the_same_bytes(dtype: str, source: Path, out: Path) -> None:
+    for workers in (1, 4):
+        ckptkit.consolidate(
+            source,
+            out.with_name(f"out{workers}"),
+            dtype=dtype,
+            workers=workers,
+            memory_budget="1GB",
+        )
+    assert contents(out.with_name("out1")) == contents(out.with_name("out4"))
+
+
+def test_a_memory_limit_that_leaves_no_room_is_refused(source: Path, out: Path) -> None:
+    with pytest.raises(NoSpaceError, match="1,000,000") as caught:
+        ckptkit.consolidate(source, out, memory_limit="1MB")
+    assert (caught.value.exit_status, caught.value.where) == (4, "--memory-limit")
+    assert "allow at least" in caught.value.hint
+    assert list(out.parent.iterdir()) == []
+
+
+def test_a_memory_budget_that_leaves_no_room_is_refused(source: Path, out: Path) -> None:
+    with pytest.raises(NoSpaceError) as caught:
+        ckptkit.consolidate(source, out, memory_budget="1MB")
+    assert caught.value.where == "--memory-budget"
+    ckptkit.consolidate(source, out, memory_budget=caught.value.hint.split()[2])
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("max_shard_size", "5 parsecs"), ("max_shard_size", 0), ("workers", 0), ("dtype", "int8")],
+)
+def test_an_option_without_a_valid_value_is_a_usage_error(
+    option: str, value: object, source: Path, out: Path
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        ckptkit.consolidate(source, out, **{option: value})  # type: ignore[arg-type]
+    assert caught.value.exit_status == 2
+    assert caught.value.hint
+    assert list(out.parent.iterdir()) == []
+
+
+def test_progress_adds_up_and_ends_with_the_commit(source: Path, out: Path) -> None:
+    events: list[Event] = []
+    lock = threading.Lock()
+
+    def listen(event: Event) -> None:
+        with lock:
+            events.append(event)
+
+    ckptkit.consolidate(source, out, listener=listen)
+    written = sum(event.size_bytes for event in events if isinstance(event, BytesWritten))
+    assert [event.total_bytes for event in events if isinstance(event, Started)] == [written]
+    assert events[-1] == OutputCommitted(str(out))
+    manifest = json.loads((out / "ckptkit.json").read_text(encoding="utf-8"))
+    assert written == sum(file["size_bytes"] for file in manifest["files"].values())
+
+
+def test_an_output_of_several_files_is_split_at_the_size_that_was_asked_for(
+    source: Path, out: Path
+) -> None:
+    ckptkit.consolidate(source, out, max_shard_size=2 * TENSOR)
+    files = sorted(out.glob("*.safetensors"))
+    assert [file.name for file in files] == [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+    assert [len(load_file(file)) for file in files] == [2, 1]
+
+
+def test_a_flipped_bit_deep_in_a_large_chunk_is_found_by_any_number_of_workers(
+    source: Path, out: Path
+) -> None:
+    file = data_file(source)
+    flip_bit(file, -TENSOR // 2)
+    started = time.monotonic()
+    for workers in (1, 4):
+        with pytest.raises(ChecksumError, match=r"CRC-32"):
+            ckptkit.consolidate(source, out, workers=workers, memory_budget="1GB")
+    assert time.monotonic() - started < 60
     assert list(out.parent.iterdir()) == []

@@ -29,10 +29,9 @@ def test_a_push_killed_anywhere_is_completed_by_the_next(
 ) -> None:
     record_property("kills", 1)
     model = consolidated(tmp_path, seed=len(request_))
-    environment = {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HUB_OFFLINE": "0"}
     hub.before.append((re.compile(request_), kill_command))
     words = ("push", model, "me/model", "--tag", "step-30")
-    killed = run_command(*words, **environment)
+    killed = run_command(*words, **hub.environment)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     hub.before.clear()
     sent = hub.sent_bytes()

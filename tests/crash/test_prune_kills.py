@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import subprocess
+import signal
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -12,29 +12,24 @@ from pathlib import Path
 import pytest
 
 import ckptkit
+from tests.crash.forked_commands import ForkedCommands
 from tests.made_up_runs import save_step
 
-_ROOT = Path(__file__).resolve().parents[2]
 # Dies before the n-th change that it makes to the disk.
-_PROGRAM = """
-import os, signal, sys
-import ckptkit.runs.pruning
-run, left = sys.argv[1], [int(sys.argv[2])]
-def watch(event, arguments):
-    if event in ("os.rename", "os.remove", "os.rmdir"):
-        left[0] -= 1
-        if left[0] < 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-sys.addaudithook(watch)
-import ckptkit
-ckptkit.prune(run, keep_last=1)
-"""
+CHANGES = ("os.rename", "os.remove", "os.rmdir")
 
 
-def prune_and_die(run: Path, before: int) -> int:
-    command = [sys.executable, "-c", _PROGRAM, str(run), str(before)]
-    environment = os.environ | {"PYTHONPATH": str(_ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, env=environment, timeout=60, check=False).returncode
+def prune_and_die(run: str, before: int) -> None:
+    left = [before]
+
+    def watch(event: str, _arguments: object) -> None:
+        if event in CHANGES:
+            left[0] -= 1
+            if left[0] < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(watch)
+    ckptkit.prune(run, keep_last=1)
 
 
 def seen(run: Path) -> Counter[bool]:
@@ -44,12 +39,16 @@ def seen(run: Path) -> Counter[bool]:
 # A step loses its name, its four files, its folder, and is gone after seven changes.
 @pytest.mark.parametrize(("before", "begun"), [(0, 0), (1, 1), (6, 1), (9, 1)])
 def test_a_kill_leaves_steps_whole_or_gone(
-    tmp_path: Path, before: int, begun: int, record_property: Callable[[str, object], None]
+    tmp_path: Path,
+    before: int,
+    begun: int,
+    forks: ForkedCommands,
+    record_property: Callable[[str, object], None],
 ) -> None:
     record_property("kills", 1)
     for step in (1, 2, 3):
         save_step(tmp_path, step)
-    assert prune_and_die(tmp_path, before) == -9
+    assert forks.host.run(prune_and_die, str(tmp_path), before) == -9
     after = seen(tmp_path)
     assert after[False] == 0
     assert after[True] >= 1

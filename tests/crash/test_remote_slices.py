@@ -19,6 +19,7 @@ from ckptkit.plan.plan import Share
 from ckptkit.storage.places import PathLike
 from ckptkit.storage.remote.s3 import S3Uploads
 from tests.crash.forked_commands import ForkedCommands
+from tests.files import contents, wait_until
 from tests.object_store import KEY, SECRET, Bucket, Fault
 from tests.sampled import sampled
 
@@ -59,15 +60,10 @@ def slice_of(
     return run_job(job, hear)
 
 
-def local_files(folder: Path) -> dict[str, bytes]:
-    found = (path for path in folder.rglob("*") if path.is_file())
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in found}
-
-
 def alone(bucket: Bucket, tmp_path: Path, layout: Layout = "hf") -> dict[str, bytes]:
     """What one process writes to a disk, the manifest included."""
     ckptkit.convert(bucket.place("run"), tmp_path / "alone", to=layout, names="live")
-    return local_files(tmp_path / "alone")
+    return contents(tmp_path / "alone")
 
 
 @pytest.fixture(scope="module")
@@ -132,21 +128,11 @@ def kill_at(gate: Fault, bucket: Bucket, forks: ForkedCommands, log: Path) -> No
     bucket.store.proxy.add(gate)
     process = forks.start(words(bucket, "0/2"), log)
     try:
-        assert until(lambda: gate.met)
+        wait_until(lambda: gate.met)
     finally:
         os.kill(process, signal.SIGKILL)
     assert forks.wait(process) == -signal.SIGKILL, log.read_text()
     bucket.store.proxy.reset()
-
-
-def until(holds: object) -> bool:
-    """Waits for a condition, at most a minute."""
-    assert callable(holds)
-    for _ in range(600):
-        if holds():
-            return True
-        threading.Event().wait(0.1)
-    return False
 
 
 @pytest.mark.slow
@@ -182,7 +168,7 @@ def test_a_slice_killed_while_it_commits_finishes_when_it_is_run_again(
     slice_of(bucket, 1, 2)
     gate = Fault(r"POST .*safetensors\?uploadId", wait=threading.Event(), times=None)
     kill_at(gate, bucket, forks, tmp_path / "log")
-    assert until(lambda: "out/model.safetensors" in bucket.keys("out/"))  # and nobody heard of it
+    wait_until(lambda: "out/model.safetensors" in bucket.keys("out/"))  # and nobody heard of it
     assert f"out/{MANIFEST}" not in bucket.keys("out/")
     other = slice_of(bucket, 1, 2, overwrite=True)
     assert (other.missing, other.manifest) == ((), None)  # the other one was at it
@@ -274,7 +260,7 @@ def test_a_slice_repeated_after_the_commit_leaves_nothing_behind(
 def test_slices_on_a_disk_read_from_a_bucket(bucket: Bucket, tmp_path: Path) -> None:
     for number in range(3):
         slice_of(bucket, number, 3, out=tmp_path / "out")
-    found = local_files(tmp_path / "out")
+    found = contents(tmp_path / "out")
     assert found == alone(bucket, tmp_path)
 
 

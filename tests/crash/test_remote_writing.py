@@ -27,6 +27,7 @@ from ckptkit.core.errors import (
 from ckptkit.core.manifest import Manifest
 from ckptkit.options import FRAMEWORKS_BY_LAYOUT, Layout
 from ckptkit.storage.places import Place
+from tests.files import contents, wait_until
 from tests.object_store import KEY, SECRET, Bucket, Fault, ObjectStore
 from tests.sampled import sampled
 
@@ -54,11 +55,6 @@ def weights(files: dict[str, bytes]) -> dict[str, bytes]:
     return {path: data for path, data in files.items() if path != MANIFEST}
 
 
-def local_files(folder: Path) -> dict[str, bytes]:
-    found = (path for path in folder.rglob("*") if path.is_file())
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in found}
-
-
 @pytest.mark.parametrize("layout", ["hf", pytest.param("dcp", marks=pytest.mark.slow)])
 def test_what_a_store_copies_is_what_would_have_been_written_here(
     bucket: Bucket, two_ranks: Path, tmp_path: Path, layout: Layout
@@ -74,7 +70,7 @@ def test_what_a_store_copies_is_what_would_have_been_written_here(
     )
     received = bucket.store.proxy.received["PUT"]
     found = bucket.files_below("out")
-    assert weights(found) == weights(local_files(tmp_path / "out"))
+    assert weights(found) == weights(contents(tmp_path / "out"))
     assert bucket.unfinished_uploads() == []
     copied = {name for name, one in manifest.tensors.items() if one.proof == "store-crc32"}
     assert copied
@@ -92,8 +88,8 @@ def test_between_two_accounts_every_byte_is_read_once_and_sent_once(
     ckptkit.consolidate(two_ranks, tmp_path / "out", names="live")
     bucket.store.proxy.reset()
     manifest = consolidate(bucket, bucket.place("out", **further))
-    found, model = bucket.files_below("out"), sum(map(len, local_files(two_ranks).values()))
-    assert weights(found) == weights(local_files(tmp_path / "out"))
+    found, model = bucket.files_below("out"), sum(map(len, contents(two_ranks).values()))
+    assert weights(found) == weights(contents(tmp_path / "out"))
     assert {one.proof for one in manifest.tensors.values()} == {"crc32"}
     assert bucket.store.proxy.sent["GET"] <= 1.02 * model
     assert bucket.store.proxy.received["PUT"] <= 1.01 * sum(map(len, found.values()))
@@ -128,7 +124,7 @@ def test_a_store_that_fails_now_and_then_makes_no_difference(
     out = bucket.place("out", **({} if target == "copies" else APART))
     consolidate(bucket, out)
     assert all(fault.met for fault in faults)
-    assert weights(bucket.files_below("out")) == weights(local_files(tmp_path / "out"))
+    assert weights(bucket.files_below("out")) == weights(contents(tmp_path / "out"))
 
 
 def test_a_store_that_fails_for_good_keeps_nothing(bucket: Bucket) -> None:
@@ -220,7 +216,7 @@ def test_a_run_whose_uploads_another_run_removes_fails_and_leaves_the_other_alon
 
     thread = threading.Thread(target=first)
     thread.start()
-    assert _until(lambda: bool(bucket.unfinished_uploads()))
+    wait_until(lambda: bool(bucket.unfinished_uploads()))
     consolidate(bucket, bucket.place("out"))
     kept = bucket.files_below("out")
     assert gate.wait is not None
@@ -242,7 +238,7 @@ def test_any_other_store_of_fsspec_takes_an_output_too(
             path.removeprefix(f"/written/{layout}/"): files.cat_file(path)
             for path in files.find(f"/written/{layout}")
         }
-        assert weights(found) == weights(local_files(tmp_path / layout))
+        assert weights(found) == weights(contents(tmp_path / layout))
         assert ckptkit.verify(url).ok
     files.rm("/written", recursive=True)
 
@@ -275,16 +271,6 @@ def started(bucket: Bucket, *options: str) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
-def _until(holds: object) -> bool:
-    """Waits for a condition, at most a minute."""
-    assert callable(holds)
-    for _ in range(600):
-        if holds():
-            return True
-        threading.Event().wait(0.1)
-    return False
-
-
 def _stuck(bucket: Bucket) -> Fault:
     """Holds the second part back, when the first are there."""
     gate = Fault(r"PUT .*out/model.safetensors.*partNumber=2", wait=threading.Event(), times=None)
@@ -295,7 +281,7 @@ def _stuck(bucket: Bucket) -> Fault:
 def test_a_signal_removes_what_was_sent(bucket: Bucket) -> None:
     gate = _stuck(bucket)
     with started(bucket) as process:
-        assert _until(lambda: gate.met)
+        wait_until(lambda: gate.met)
         process.send_signal(signal.SIGTERM)
         assert gate.wait is not None
         gate.wait.set()
@@ -307,7 +293,7 @@ def test_a_signal_removes_what_was_sent(bucket: Bucket) -> None:
 def test_what_a_kill_leaves_is_seen_by_nobody_and_removed_by_the_next_run(bucket: Bucket) -> None:
     gate = _stuck(bucket)
     with started(bucket) as process:
-        assert _until(lambda: gate.met)
+        wait_until(lambda: gate.met)
         process.kill()
         process.communicate(timeout=60)
     bucket.store.proxy.reset()
@@ -331,5 +317,5 @@ def test_of_a_source_that_lies_in_two_places_the_store_copies_its_own_part(
         (other / name).write_bytes((two_ranks / name).read_bytes())
     bucket.delete("run/__1_0.distcp")
     manifest = consolidate(bucket, bucket.place("out"), also=[other])
-    assert weights(bucket.files_below("out")) == weights(local_files(tmp_path / "out"))
+    assert weights(bucket.files_below("out")) == weights(contents(tmp_path / "out"))
     assert "store-crc32" in {one.proof for one in manifest.tensors.values()}

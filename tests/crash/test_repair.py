@@ -24,6 +24,7 @@ from ckptkit.storage.local.disk import Disk
 from ckptkit.training import Checkpointer
 from tests.campaigns.bit_rot.damage import classify
 from tests.command_line import run_command
+from tests.files import contents, flip_bit
 from tests.object_store import ObjectStore
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
@@ -51,18 +52,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def tiers(saved: Path, tmp_path: Path) -> tuple[Path, Path]:
-    """A step on two tiers."""
     return tuple(  # type: ignore[return-value]
         Path(shutil.copytree(saved, tmp_path / tier)) / "checkpoint-2" for tier in ("a", "b")
     )
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
 
 
 def names_in(run: Path) -> set[str]:
@@ -70,10 +62,8 @@ def names_in(run: Path) -> set[str]:
     return {path.name for path in run.iterdir()} - {".ckptkit"}
 
 
-def flip(path: Path, at: int = 1000) -> None:
-    data = bytearray(path.read_bytes())
-    data[at] ^= 4
-    path.write_bytes(data)
+def flip(path: Path) -> None:
+    flip_bit(path, 1000, 4)
 
 
 def data_of(path: Path) -> int:
@@ -96,10 +86,10 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], None]]] = {
     "directory": (SHARD, zero_end),
     "short": (SHARD, cut),
     "missing": (SHARD, Path.unlink),
-    "index": (f"{MODEL}/.metadata", lambda path: flip(path, 300)),
-    "facts": ("ckptkit/run.json", lambda path: flip(path, 20)),
+    "index": (f"{MODEL}/.metadata", lambda path: flip_bit(path, 300, 4)),
+    "facts": ("ckptkit/run.json", lambda path: flip_bit(path, 20, 4)),
     "values": ("random_states_0.pkl", flip),
-    "manifest": ("ckptkit.json", lambda path: flip(path, 90)),
+    "manifest": ("ckptkit.json", lambda path: flip_bit(path, 90, 4)),
     "no manifest": ("ckptkit.json", Path.unlink),
 }
 
@@ -214,7 +204,7 @@ def test_an_output_is_mended_whatever_the_copy_says_of_itself(
 ) -> None:
     one, two = (Path(shutil.copytree(output, tmp_path / name)) for name in ("one", "two"))
     path = min(one.glob("model-*.safetensors")) if name == "*" else one / name
-    flip(path, at)
+    flip_bit(path, at, 4)
     if os.geteuid() == 0:
         os.chown(path, 1234, 100)
     path.chmod(0o640)
@@ -233,13 +223,13 @@ def test_an_index_and_the_data_that_it_describes_are_mended_together(
     output: Path, tiers: tuple[Path, Path], tmp_path: Path
 ) -> None:
     step, copy = tiers
-    flip(step / MODEL / ".metadata", 300)
+    flip_bit(step / MODEL / ".metadata", 300, 4)
     flip(step / SHARD)
     assert ckptkit.verify(step, repair=True, copies=[copy]).ok
     assert contents(step) == contents(copy)
     folder = Path(shutil.copytree(output, tmp_path / "one"))
     for path in folder.glob("model*"):
-        flip(path, 40)
+        flip_bit(path, 40, 4)
     assert ckptkit.verify(folder, repair=True, copies=[output]).ok
     assert contents(folder) == contents(output)
 
@@ -247,7 +237,7 @@ def test_an_index_and_the_data_that_it_describes_are_mended_together(
 def test_a_checkpoint_without_a_manifest_is_not_mended(tmp_path: Path) -> None:
     source = FIXTURES / "fsdp2_plain" / "checkpoint"
     folder = Path(shutil.copytree(source, tmp_path / "step"))
-    flip(folder / "__0_0.distcp", data_of(folder / "__0_0.distcp"))
+    flip_bit(folder / "__0_0.distcp", data_of(folder / "__0_0.distcp"), 4)
     broken = contents(folder)
     report = ckptkit.verify(folder, repair=True, copies=[source])
     assert any("without ckptkit.json nothing shows" in text for text in refusals(report))
@@ -374,7 +364,7 @@ def test_a_file_that_changes_meanwhile_is_not_replaced(
 
     def change(*arguments: Any) -> Any:
         made = make(*arguments)
-        flip(step / SHARD, 1001)
+        flip_bit(step / SHARD, 1001, 4)
         return made
 
     monkeypatch.setattr(verify, "_stage", change)
@@ -416,7 +406,7 @@ def test_kills_in_the_middle_lose_nothing(every: int, saved: Path, tmp_path: Pat
         run = Path(shutil.copytree(saved, tmp_path / str(change)))
         step = run / "checkpoint-2"
         for name in names:
-            flip(step / name, 1000 if name == SHARD else 300)
+            flip_bit(step / name, 1000 if name == SHARD else 300, 4)
         broken = contents(step)
         is_killed = killed(step, saved / "checkpoint-2", change)
         left = contents(step)

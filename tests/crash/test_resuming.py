@@ -8,8 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +27,7 @@ from ckptkit.engine.checksum_tracker import ChecksumTracker
 from ckptkit.engine.outcome import BytesWritten, Event, Planned, Started, WorkKept
 from ckptkit.options import Layout
 from ckptkit.storage.local.target import LocalTarget
+from tests.files import contents, flip_bit, wait_until
 
 FLAT = Path(__file__).resolve().parents[2] / "fixtures" / "zero3_float32"
 SIZE = "9MB"
@@ -55,12 +54,7 @@ def whole(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, d
     layouts: tuple[Layout, ...] = ("hf", "dcp")
     for layout in layouts:
         ckptkit.convert(source, folder / layout, to=layout, max_shard_size=SIZE)
-    return {layout: content(folder / layout) for layout in layouts}
-
-
-def content(folder: Path) -> dict[str, bytes]:
-    files = (path for path in folder.rglob("*") if path.is_file())
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+    return {layout: contents(folder / layout) for layout in layouts}
 
 
 def hidden(out: Path) -> list[Path]:
@@ -109,7 +103,7 @@ def interrupted(
     return events
 
 
-def killed(source: Path, out: Path, wait_for: Callable[..., None], files: int, *more: str) -> None:
+def killed(source: Path, out: Path, files: int, *more: str) -> None:
     """Kills a process once it has finished so many files."""
     command = [
         *(sys.executable, "-m", "ckptkit_cli", "consolidate", str(source), str(out)),
@@ -117,7 +111,7 @@ def killed(source: Path, out: Path, wait_for: Callable[..., None], files: int, *
     ]
     with subprocess.Popen(command, env=os.environ) as process:
         try:
-            wait_for(lambda: len(noted(out)) >= files, seconds=60)
+            wait_until(lambda: len(noted(out)) >= files)
         finally:
             process.send_signal(signal.SIGKILL)
     assert process.returncode == -signal.SIGKILL
@@ -128,16 +122,15 @@ def test_a_killed_run_is_gone_on_with_where_its_finished_files_are_proven(
     source: Path,
     tmp_path: Path,
     whole: dict[str, dict[str, bytes]],
-    wait_for: Callable[..., None],
     files: int,
     options: tuple[str, ...],
 ) -> None:
     out = tmp_path / "out"
-    killed(source, out, wait_for, files, *options)
+    killed(source, out, files, *options)
     kept = noted(out)
     before = {path: (hidden(out)[0] / "files" / path).stat() for path in kept}
     events = resumed(source, out)
-    assert content(out) == whole["hf"]
+    assert contents(out) == whole["hf"]
     assert not hidden(out)
     assert ckptkit.verify(out).ok
     for path, status in before.items():
@@ -159,7 +152,7 @@ def test_without_resume_what_a_kill_left_is_cleared_away(
     interrupted(source, out, files=1, error=Stop())
     assert hidden(out)
     ckptkit.consolidate(source, out, max_shard_size=SIZE)
-    assert content(out) == whole["hf"]
+    assert contents(out) == whole["hf"]
     assert not hidden(out)
 
 
@@ -177,7 +170,7 @@ def test_a_run_that_is_interrupted_again_and_again_gets_done(
         assert events[-1] == WorkKept(str(hidden(out)[0].resolve()))
     assert len(noted(out)) >= 3
     resumed(source, out)
-    assert content(out) == whole["hf"]
+    assert contents(out) == whole["hf"]
 
 
 @pytest.mark.parametrize("flips", ["finished", "note", "torn"])
@@ -196,7 +189,7 @@ def test_a_finished_file_that_was_changed_meanwhile_is_written_again(
         data[len(data) // 2] ^= 1
     path.write_bytes(bytes(data))
     events = resumed(source, out)
-    assert content(out) == whole["hf"]
+    assert contents(out) == whole["hf"]
     assert f"{len(others)} of 4 files" in notes(events)
     assert (f"'{first}' is not as the interrupted run wrote it" in notes(events)) == (
         flips == "finished"
@@ -211,12 +204,10 @@ def test_every_byte_of_a_finished_archive_is_proven(
     out = tmp_path / "out"
     interrupted(source, out, files=1, error=Stop(), to="dcp")
     path = hidden(out)[0] / "files" / noted(out)[0]
-    data = bytearray(path.read_bytes())
-    data[at] ^= 1
-    path.write_bytes(bytes(data))
+    flip_bit(path, at)
     events = resumed(source, out, to="dcp")
     assert "is not as the interrupted run wrote it" in notes(events)
-    assert content(out) == whole["dcp"]
+    assert contents(out) == whole["dcp"]
 
 
 @pytest.mark.parametrize("change", ["source", "option"])
@@ -231,7 +222,7 @@ def test_another_plan_starts_over_and_says_so(source: Path, tmp_path: Path, chan
     events = resumed(copy, out, **options)
     assert "of another plan" in notes(events)
     ckptkit.consolidate(copy, tmp_path / "whole", max_shard_size=SIZE, **options)
-    assert content(out) == content(tmp_path / "whole")
+    assert contents(out) == contents(tmp_path / "whole")
     assert not hidden(out)
 
 
@@ -273,7 +264,7 @@ def test_a_full_disk_can_be_gone_on_with(
             resumed(source, out)
     assert len(noted(out)) >= 2
     resumed(source, out)
-    assert content(out) == whole["hf"]
+    assert contents(out) == whole["hf"]
 
 
 def test_what_finished_files_take_counts_as_room(source: Path, tmp_path: Path) -> None:
@@ -303,7 +294,7 @@ def test_resume_where_nothing_was_begun_just_runs(
     source: Path, tmp_path: Path, whole: dict[str, dict[str, bytes]]
 ) -> None:
     events = resumed(source, tmp_path / "out")
-    assert content(tmp_path / "out") == whole["hf"]
+    assert contents(tmp_path / "out") == whole["hf"]
     assert "found no interrupted run" in notes(events)
 
 
@@ -322,13 +313,11 @@ def test_where_nothing_can_be_resumed_it_is_refused(
 
 def started(source: Path, out: Path) -> subprocess.Popen[str]:
     """Starts a run that takes long enough for others to begin meanwhile."""
-    root = Path(__file__).resolve().parents[2]
     return subprocess.Popen(
         [
             *(sys.executable, "-m", "ckptkit_cli", "consolidate", str(source), str(out)),
             *("--resume", "--max-shard-size", SIZE, "--bandwidth", "12MB", "--names", "live"),
         ],
-        env=os.environ | {"PYTHONPATH": f"{root}:{root / 'cli'}", "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -342,11 +331,8 @@ def test_of_three_runs_at_once_one_wins_and_the_others_leave_nothing(
 ) -> None:
     out = tmp_path / "out"
     runs = [started(source, out) for _ in range(3)]
-    end = time.monotonic() + 60
-    while len(hidden(out)) < 3 and time.monotonic() < end:
-        time.sleep(0.01)
-    while not noted(out) and time.monotonic() < end:
-        time.sleep(0.01)
+    wait_until(lambda: len(hidden(out)) >= 3)
+    wait_until(lambda: noted(out))
     if dies:
         runs[0].kill()
     told = [run.communicate(timeout=120)[1] for run in runs]

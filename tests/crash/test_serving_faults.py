@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ import ckptkit
 from ckptkit.serving import server as server_module
 from ckptkit.serving.serving import ServeEvent, Serving
 from tests.command_line import started
+from tests.files import flip_bit, wait_until
 from tests.s3_client import client_of
 from tests.sharded import write_sharded
 
@@ -61,8 +62,6 @@ def source(saved: Path, tmp_path: Path) -> Path:
 
 
 class Events(list[ServeEvent]):
-    """The events of a server."""
-
     def failures(self) -> list[str]:
         return [event.facts["error"]["code"] for event in self if event.name == "failed"]
 
@@ -82,14 +81,6 @@ def shard_of(source: Path) -> Path:
     return max(source.iterdir(), key=lambda path: path.stat().st_size)
 
 
-def flip_bit(path: Path, at: int) -> None:
-    with path.open("r+b") as file:
-        file.seek(at)
-        byte = file.read(1)[0]
-        file.seek(at)
-        file.write(bytes([byte ^ 4]))
-
-
 def refusal(serving: Serving, key: str = KEY, **asked: Any) -> dict[str, Any]:
     with pytest.raises(ClientError) as raised:
         client_of(serving.environment).get_object(Bucket="ckptkit", Key=key, **asked)
@@ -98,7 +89,7 @@ def refusal(serving: Serving, key: str = KEY, **asked: Any) -> dict[str, Any]:
 
 
 def change_in_place(shard: Path) -> None:
-    flip_bit(shard, shard.stat().st_size - 5000)
+    flip_bit(shard, shard.stat().st_size - 5000, 4)
 
 
 def test_a_body_is_broken_off_once_its_source_has_changed(
@@ -153,7 +144,7 @@ def test_a_source_that_changed_before_the_first_read_is_refused(
 
 
 def test_no_byte_of_a_damaged_record_is_served(source: Path, events: Events) -> None:
-    flip_bit(shard_of(source), shard_of(source).stat().st_size // 2)
+    flip_bit(shard_of(source), shard_of(source).stat().st_size // 2, 4)
     with ckptkit.serve(source, name="m", names="live", listener=events.append) as serving:
         client = client_of(serving.environment)
         # The header may be sent before the damage is found.
@@ -165,13 +156,6 @@ def test_no_byte_of_a_damaged_record_is_served(source: Path, events: Events) -> 
 
 
 # --- clients ---
-
-
-def wait_until(holds: Callable[[], bool], seconds: float = 30.0) -> None:
-    end = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 def free_parts(serving: Serving) -> int:

@@ -37,6 +37,7 @@ from ckptkit.lora.changes import MergeRequest
 from ckptkit.options import ConsolidateRequest, Layout, Resources
 from ckptkit.plan.plan import Share
 from ckptkit.storage.places import PathLike
+from tests.files import contents, flip_bit
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 ONE = Resources(workers=1)
@@ -68,14 +69,6 @@ def run_slice(job: ConversionJob, number: int, count: int, **options: Any) -> Jo
     return run_job(replace(job, share=Share(number, count)), **options)
 
 
-def content(folder: Path) -> dict[str, bytes]:
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in folder.rglob("*")
-        if path.is_file()
-    }
-
-
 def leftovers(out: Path) -> list[Path]:
     return [path for path in out.parent.iterdir() if path.name.startswith(f".{out.name}.")]
 
@@ -92,7 +85,7 @@ def test_slices_in_any_order_make_what_one_process_makes(
         assert not out.exists()
     last = slice_of(source, out, 1, 3, layout=layout)
     assert last.manifest is not None
-    assert content(out) == content(tmp_path / "whole")
+    assert contents(out) == contents(tmp_path / "whole")
     assert ckptkit.verify(out).ok
     assert not leftovers(out)
     with pytest.raises(OutputExistsError):
@@ -118,7 +111,7 @@ def test_sources_of_every_kind_can_be_sliced(case: str, tmp_path: Path) -> None:
     job = ConversionJob(checkpoint, tmp_path / "out", request, resources=ONE)
     for number in (1, 2, 0):
         run_slice(job, number, 3)
-    assert content(tmp_path / "out") == content(tmp_path / "whole")
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
 def write_slice(job: Any, out: PathLike, share: Share) -> None:
@@ -145,7 +138,7 @@ def test_a_merge_can_be_sliced(tmp_path: Path) -> None:
     run_merge(whole)
     for number in (1, 2, 0):
         write_slice(out, tmp_path / "out", Share(number, 3))
-    assert content(tmp_path / "out") == content(tmp_path / "whole")
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
 def command(source: Path, out: Path, which: str, *options: str) -> list[str]:
@@ -181,7 +174,7 @@ def test_a_killed_slice_is_run_again_and_others_are_not(source: Path, tmp_path: 
     assert not any(isinstance(event, BytesWritten) for event in events)  # it is there already
     assert run_slice(job, 0, 3).manifest is not None
     ckptkit.consolidate(source, tmp_path / "whole")
-    assert content(out) == content(tmp_path / "whole")
+    assert contents(out) == contents(tmp_path / "whole")
     assert not leftovers(out)
 
 
@@ -258,11 +251,7 @@ def test_damage_in_a_record_that_two_slices_share_is_found_by_the_last(
     copy, out = tmp_path / "source", tmp_path / "out"
     shutil.copytree(source, copy)
     data = min(copy.rglob("*.distcp"))
-    with data.open("r+b") as file:
-        file.seek(12_345_678)
-        byte = file.read(1)[0]
-        file.seek(12_345_678)
-        file.write(bytes([byte ^ 1]))
+    flip_bit(data, 12_345_678)
     for number in range(6):
         slice_of(copy, out, number, 7)
     with pytest.raises(ChecksumError):

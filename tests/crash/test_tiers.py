@@ -5,18 +5,14 @@ from __future__ import annotations
 import array
 import dataclasses
 import fcntl
-import importlib
 import json
 import logging
 import os
 import re
 import shutil
 import signal
-import subprocess
 import termios
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +38,9 @@ from ckptkit.training.tiers.save import TieredBackend
 from ckptkit.writer.commit import commit
 from ckptkit.writer.drain import Drainer
 from ckptkit.writer.messages import ByteCounter, Drain, RecordProof
+from tests.crash import troubles, writing
+from tests.files import mounted, tmpfs
 
-troubles: Any = importlib.import_module("troubles")  # put there by conftest.py
-writing: Any = importlib.import_module("writing")
 NATIVE = Disk()
 SECONDS = 30.0
 EVERY_PLATFORM = pytest.mark.parametrize(
@@ -357,23 +353,11 @@ def test_a_second_job_on_the_node_is_refused(tmp_path: Path) -> None:
         Checkpointer(tmp_path / "other", local=tmp_path / "node")
 
 
-@contextmanager
-def mounted(place: Path, size: str) -> Iterator[None]:
-    place.mkdir(parents=True)
-    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(place)]
-    if subprocess.run(command, check=False, capture_output=True).returncode:
-        pytest.skip("mounting is not permitted here")
-    try:
-        yield
-    finally:
-        subprocess.run([shutil.which("umount") or "umount", "-l", str(place)], check=True)
-
-
 def test_a_full_shared_place_fails_the_save_and_leaves_the_step_on_the_node(
     tmp_path: Path,
 ) -> None:
     state = fresh(1)
-    with mounted(tmp_path / "run", "100k"), opened(tmp_path) as checkpointer:
+    with mounted(tmp_path / "run", *tmpfs("100k")), opened(tmp_path) as checkpointer:
         handle = checkpointer.save(1, state)
         assert handle.local_result(SECONDS) == tmp_path / "node/checkpoint-1"
         troubles.fails(handle, NoSpaceError, "full")
@@ -386,7 +370,7 @@ def test_a_full_shared_place_fails_the_save_and_leaves_the_step_on_the_node(
 
 def test_a_state_too_large_for_the_memory_and_the_node_fails_clearly(tmp_path: Path) -> None:
     with (
-        mounted(tmp_path / "node", "100k"),
+        mounted(tmp_path / "node", *tmpfs("100k")),
         opened(tmp_path, staging_limit="3MB") as checkpointer,
     ):
         state = dict(troubles.state_of(troubles.network(1, 20_000), 1))

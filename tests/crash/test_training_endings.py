@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
 import signal
@@ -37,9 +36,9 @@ from ckptkit.training.handle import SaveHandle
 from ckptkit.training.save.saver import Save, SaveCommitter
 from ckptkit.training.save.writer_process import WriterProcess
 from ckptkit.writer.messages import StepCommitted
+from tests.crash import troubles
 from tests.ranks import RunRanks
 
-troubles: Any = importlib.import_module("troubles")  # put there by conftest.py
 SECONDS = 30.0
 
 
@@ -207,8 +206,6 @@ def test_a_new_dict_is_saved_without_looking_at_everything_anew(run: Path) -> No
 
 
 class _Odd:
-    """A sidecar that cannot be stored."""
-
     def save_pretrained(self, _: str) -> None:
         raise RuntimeError("no tokenizer today")
 
@@ -333,8 +330,6 @@ def test_a_save_that_is_complete_has_not_failed_though_the_others_cannot_be_told
 
 
 class _Process:
-    """Notes what it is asked."""
-
     def __init__(self) -> None:
         self.asked: list[tuple[str, str]] = []
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 import dataclasses
 import errno
 import fcntl
-import importlib
 import logging
 import os
 import shutil
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -39,30 +37,17 @@ from ckptkit.training.save import saver as saves
 from ckptkit.training.save.shared_memory import MemoryPlaces, SharedBuffer
 from ckptkit.writer import persist as images
 from ckptkit.writer.messages import ByteCounter, Image
+from tests.crash import troubles
+from tests.files import mounted, remount, wait_until
 from tests.ranks import RunRanks
-
-troubles: Any = importlib.import_module("troubles")  # put there by conftest.py
-MOUNT, UMOUNT = shutil.which("mount") or "mount", shutil.which("umount") or "umount"
-
-
-def mounted(*arguments: str) -> bool:
-    return subprocess.run([MOUNT, *arguments], check=False, capture_output=True).returncode == 0
 
 
 @pytest.fixture
 def mount(tmp_path: Path) -> Iterator[Callable[..., Path]]:
-    """Mounts file systems, as far as that is permitted."""
     with ExitStack() as stack:
-
-        def add(name: str, *arguments: str) -> Path:
-            place = tmp_path / name
-            place.mkdir()
-            if not mounted(*arguments, name, str(place)):
-                pytest.skip("mounting is not permitted here")
-            stack.callback(subprocess.run, [UMOUNT, "-l", str(place)], check=True)
-            return place
-
-        yield add
+        yield lambda name, *arguments: stack.enter_context(
+            mounted(tmp_path / name, *arguments, name)
+        )
 
 
 @pytest.fixture
@@ -73,7 +58,6 @@ def log() -> Iterator[Any]:
 
 @pytest.fixture
 def trouble(tmp_path: Path) -> Iterator[Any]:
-    """Gives all Checkpointers writers that can be got into trouble."""
     found = troubles.Trouble(tmp_path / "trouble")
     with found.writers():
         yield found
@@ -147,13 +131,9 @@ def test_a_disk_that_is_full(mount: Callable[..., Path], log: Any) -> None:
 @contextmanager
 def read_only(folder: Path) -> Iterator[None]:
     """Puts a read-only view of a folder in its place; files that are open stay as they are."""
-    if not mounted("--bind", str(folder), str(folder)):
-        pytest.skip("mounting is not permitted here")
-    try:
-        assert mounted("-o", "remount,ro,bind", str(folder))
+    with mounted(folder, "--bind", str(folder)):
+        remount(folder, "-o", "remount,ro,bind")
         yield
-    finally:
-        subprocess.run([UMOUNT, "-l", str(folder)], check=True)
 
 
 def test_a_directory_that_turns_read_only(run: Path, log: Any) -> None:
@@ -358,9 +338,8 @@ def test_a_save_while_another_thread_resumes(run: Path, monkeypatch: pytest.Monk
 
 
 OTHER_JOB = """
-import os, sys, time
-sys.path.insert(0, {tests!r})
-import troubles
+import os, time
+from tests.crash import troubles
 trouble = troubles.Trouble(troubles.Path({file!r}))
 state = troubles.state_of(troubles.network(1), 1)
 with trouble.writers():
@@ -376,15 +355,15 @@ with trouble.writers():
 
 
 def test_two_jobs_in_one_directory(
-    run: Path, tmp_path: Path, log: Any, run_ranks: RunRanks, wait_for: Callable[..., None]
+    run: Path, tmp_path: Path, log: Any, run_ranks: RunRanks
 ) -> None:
     script, pid_file = tmp_path / "job.py", tmp_path / "under_way"
-    places = {"tests": Path(__file__).parent, "run": run, "file": tmp_path / "trouble"}
+    places = {"run": run, "file": tmp_path / "trouble"}
     places["pid_file"] = pid_file.with_suffix(".new")
     script.write_text(OTHER_JOB.format(**{name: str(place) for name, place in places.items()}))
     with ThreadPoolExecutor(1) as pool:
         job = pool.submit(run_ranks, script, 1, status=1, limit_seconds=60)
-        wait_for(lambda: pid_file.exists() or job.done(), seconds=60)
+        wait_until(lambda: pid_file.exists() or job.done())
         assert pid_file.exists(), job.result()
         process = int(pid_file.read_text())
         try:

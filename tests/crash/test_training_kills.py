@@ -11,15 +11,16 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.crash.training_kills_run import do_case, warm_up
+from tests.fork_host import ForkHost
+
 ROOT = Path(__file__).resolve().parents[2]
-MODULE = "tests.crash.training_kills_run"
 TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=2", "-m")
 SETTINGS = {
     "OMP_NUM_THREADS": "1",
@@ -35,56 +36,21 @@ Record = Callable[[str, object], None]
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 
-@pytest.fixture
-def memory_disk() -> Iterator[Path]:
-    """A folder where syncing costs nothing, so that hundreds of saves can be tried."""
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        yield Path(folder)
-
-
 @pytest.fixture(scope="module")
-def program() -> Iterator[subprocess.Popen[str]]:
-    """A process that has imported torch, of which cases are forks."""
-    command = [sys.executable, "-m", MODULE]
-    environment = os.environ | SETTINGS
-    with subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=environment,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
-        yield process
-        assert process.stdin is not None
-        process.stdin.close()
+def host() -> Iterator[ForkHost]:
+    with ForkHost(prepare=warm_up, **SETTINGS) as host:
+        yield host
 
 
 @pytest.fixture
-def run(program: subprocess.Popen[str], memory_disk: Path) -> Callable[[str], dict[str, Any]]:
-    """Runs a case; returns what the process says that forks the ranks."""
-
+def run(host: ForkHost, memory_disk: Path) -> Run:
     def run_case(case: str) -> dict[str, Any]:
-        assert program.stdin is not None
-        assert program.stdout is not None
         folder = memory_disk / case
         folder.mkdir()
-        program.stdin.write(json.dumps([str(folder), case]) + "\n")
-        program.stdin.flush()
-        status = int(program.stdout.readline())
-        said, errors = (
-            folder.with_suffix(f".{name}").read_text(errors="replace")
-            for name in ("stdout", "stderr")
-        )
-        assert status == 0, said[-4_000:] + errors[-12_000:]
-        return parse(said)
+        found: dict[str, Any] = host.call(do_case, str(folder), case)
+        return found
 
     return run_case
-
-
-def parse(said: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(said.splitlines()[-1])
-    return found
 
 
 def test_training_goes_on_when_writers_are_killed_at_any_phase_of_a_save(
@@ -139,7 +105,7 @@ def test_torchrun_restarts_what_lost_a_rank_in_a_save(
 ) -> None:
     """Run by torchrun, which is what restarts the ranks."""
     done = subprocess.run(
-        [sys.executable, "-m", *TORCHRUN, MODULE, str(tmp_path), "restarts"],
+        [sys.executable, "-m", *TORCHRUN, do_case.__module__, str(tmp_path), "restarts"],
         cwd=ROOT,
         env=os.environ | SETTINGS,
         timeout=LIMIT_SECONDS,
@@ -148,7 +114,7 @@ def test_torchrun_restarts_what_lost_a_rank_in_a_save(
         check=False,
     )
     assert done.returncode == 0, done.stdout[-4_000:] + done.stderr[-12_000:]
-    found = parse(done.stdout)
+    found = json.loads(done.stdout.splitlines()[-1])
     record_property("kills", found["restarts"])
     assert found["restarts"] == 2
     assert 4 <= found["last"] == found["steps"]

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -30,7 +27,7 @@ from ckptkit.storage.places import Place
 from ckptkit.storage.remote import s3
 from ckptkit.storage.remote import store as store_module
 from ckptkit.storage.remote.store import CLAIM_NAME
-from tests.crash.forked_commands import ForkedCommands
+from tests.crash.forked_commands import ForkedCommands, consolidate_in_parts
 from tests.faulty_proxy import Fault, Proxy
 from tests.object_store import KEY, SECRET, Bucket, ObjectStore
 
@@ -158,8 +155,6 @@ def test_a_writer_that_is_held_back_anywhere_mixes_nothing(
 
 
 class _Gate:
-    """Holds the request of one number back."""
-
     def __init__(self, proxy: Proxy, number: int) -> None:
         self.reached, self.open = threading.Event(), threading.Event()
         self._left = number
@@ -352,57 +347,42 @@ def test_a_kill_in_the_commit_blocks_nothing_and_is_seen(
     assert bucket.unfinished_uploads() == []
 
 
-@pytest.fixture
-def dying(bucket: Bucket, own_proxy: Proxy) -> Iterator[_Dying]:
-    place = by_way_of(bucket, own_proxy.url)
+def run_and_die(
+    forks: ForkedCommands,
+    bucket: Bucket,
+    proxy: Proxy,
+    number: int | None,
+    *,
+    is_done: bool = False,
+) -> int:
+    """Kills the process at a request, which the server then sees or not; returns its end."""
+    proxy.reset()
+    place = by_way_of(bucket, proxy.url)
+    child, left = Future[int](), itertools.count()
+
+    def come() -> None:
+        if next(left) == number:
+            os.kill(child.result(), signal.SIGKILL)
+            if not is_done:
+                raise OSError("the request was not sent")
+
+    proxy.add(Fault(".", None, before=come))
     options = {"names": "live", "overwrite": True, **FIRST}
-    given = json.dumps({"storage": place.options, "options": options})
-    words = [str(STEP / "checkpoint"), place.location, given]
-    command = [sys.executable, "-m", "tests.crash.request_kills", *words]
-    with subprocess.Popen(
-        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        yield _Dying(process, own_proxy)
-
-
-class _Dying:
-    """A program that runs the command in a new process each time it is asked to."""
-
-    def __init__(self, process: subprocess.Popen[str], proxy: Proxy) -> None:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        self._asked, self._answers = process.stdin, process.stdout
-        self._proxy = proxy
-
-    def run(self, number: int | None, *, is_done: bool = False) -> int:
-        """Kills the process at a request, which the server then sees or not; returns its end."""
-        self._proxy.reset()
-        self._say()
-        process = int(self._answers.readline())
-        left = itertools.count()
-
-        def come() -> None:
-            if next(left) == number:
-                os.kill(process, signal.SIGKILL)
-                if not is_done:
-                    raise OSError("the request was not sent")
-
-        self._proxy.add(Fault(".", None, before=come))
-        self._say()
-        return int(self._answers.readline())
-
-    def _say(self) -> None:
-        self._asked.write("\n")
-        self._asked.flush()
+    given = (str(STEP / "checkpoint"), place.location, dict(place.options), options)
+    child.set_result(forks.host.start(consolidate_in_parts, *given))
+    return forks.wait(child.result())
 
 
 @pytest.mark.slow
 def test_after_a_kill_at_any_request_the_same_command_leaves_nothing_but_its_output(
-    bucket: Bucket, known: dict[str, dict[str, bytes]], own_proxy: Proxy, dying: _Dying
+    bucket: Bucket,
+    known: dict[str, dict[str, bytes]],
+    own_proxy: Proxy,
+    forks: ForkedCommands,
 ) -> None:
     """The request that is the last one is tried as one that the store has met, and has not."""
     earlier = {key: bucket.get(key) for key in set(bucket.keys())}
-    assert dying.run(None) == 0
+    assert run_and_die(forks, bucket, own_proxy, None) == 0
     requests = own_proxy.log
     changing = {at for at, one in enumerate(requests) if one.method in {"PUT", "POST", "DELETE"}}
     left_behind = 0
@@ -411,7 +391,8 @@ def test_after_a_kill_at_any_request_the_same_command_leaves_nothing_but_its_out
         for key, data in earlier.items() if at % 2 else ():  # replaced, or written anew
             bucket.put(key, data)
         # The order of requests is not always the same, and so is not the number of the last one.
-        assert dying.run(number, is_done=at % 3 > 0) in {-signal.SIGKILL, 0}
+        end = run_and_die(forks, bucket, own_proxy, number, is_done=at % 3 > 0)
+        assert end in {-signal.SIGKILL, 0}
         own_proxy.reset()
         left = bucket.unfinished_uploads()
         left_behind += bool(left)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,12 +28,11 @@ from ckptkit.writer.messages import (
     UploadFiles,
     Written,
 )
-from ckptkit.writer.persist import Persister
 from ckptkit.writer.upload import run_store as places
 from ckptkit.writer.upload.run_store import RunStore, UploadedFiles, finish, send_file
 from ckptkit.writer.upload.uploader import Uploader
+from tests.crash import writing
 
-writing: Any = importlib.import_module("writing")  # put there by conftest.py
 NATIVE = Disk()
 JOB = "0123abcd"
 CHANGES = ("pipe_file", "open", "rm_file", "cp_file")
@@ -57,17 +55,13 @@ class Step:
         for rank in (0, 1):
             save = writing.Save(folder / f"node{rank}", world_size=2, step=step)
             memory, request = save.persist(rank, writing.usual_units(rank, 2, salt=salt))
-            persister = Persister(NATIVE)
-            size_bytes = memory.share().size_bytes
-            persister.attach(memory.descriptor, size_bytes)
-            proof = persister.persist(request, ByteCounter()).proof
+            proof = writing.persist(memory, request).proof
             assert proof is not None
             saves.append(save)
             proofs.append(proof)
         return cls(saves, proofs)
 
     def upload(self, store: RunStore, **further: Any) -> None:
-        """Does what the processes of two ranks do."""
         name, remote = self.saves[0].final.name, Remote(store.location)
         for rank, save in enumerate(self.saves):
             records = (f".ranks/{rank}.json",)

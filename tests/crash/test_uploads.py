@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import signal
 import threading
@@ -31,9 +30,9 @@ from ckptkit.training import Checkpointer
 from ckptkit.training.tiers.save import TieredBackend
 from ckptkit.writer.messages import ByteCounter, Remote
 from ckptkit.writer.upload.run_store import RunStore, send_file
+from tests.crash import troubles
 from tests.object_store import KEY, SECRET, Bucket, Fault, ObjectStore
 
-troubles: Any = importlib.import_module("troubles")  # put there by conftest.py
 SECONDS = 60.0
 RUN = "exp[1]*?#%20 +{b}&e\u0301\U0001f680"  # no name is a pattern, or a part of a URL
 WEIGHT = "pytorch_model_fsdp_0/__0_0.distcp"

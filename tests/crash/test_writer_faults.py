@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import dataclasses
 import errno
-import importlib
 import json
 import os
 import shutil
@@ -45,8 +44,10 @@ from ckptkit.writer.messages import (
     Written,
 )
 from ckptkit.writer.persist import STRIDE_BYTES, Persister
+from tests.crash import writing as writing_module
+from tests.files import mounted, remount, tmpfs
 
-writing: Any = importlib.import_module("writing")  # put there by conftest.py
+writing: Any = writing_module
 NATIVE = Disk()
 KEY = ("model", "a.weight")
 persist = writing.persist
@@ -83,18 +84,8 @@ def save(tmp_path: Path) -> Any:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of one megabyte."""
-    place = tmp_path / "small"
-    place.mkdir()
-    if not mounted("-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place)):
-        pytest.skip("mounting is not permitted here")
-    yield place
-    subprocess.run([shutil.which("umount") or "umount", "-l", str(place)], check=True)
-
-
-def mounted(*arguments: str) -> bool:
-    command = [shutil.which("mount") or "mount", *arguments]
-    return subprocess.run(command, check=False, capture_output=True).returncode == 0
+    with mounted(tmp_path / "small", *tmpfs("1m")) as place:
+        yield place
 
 
 def test_torch_loads_what_was_committed(save: Any) -> None:
@@ -271,14 +262,14 @@ def test_a_directory_that_turned_read_only_is_said_to_be(small_disk: Path) -> No
     save = writing.Save(small_disk)
     with writing.Writer() as writer:
         writing.save_whole(writing.Save(small_disk, step=400), writer)
-        assert mounted("-o", "remount,ro", str(small_disk))
+        remount(small_disk, "-o", "remount,ro")
         memory, request = save.persist(0, writing.usual_units(0, 1))
         writer.share(memory)
         answer = writer.ask(request)
         assert isinstance(answer, writing.Failed)
         assert answer.error["code"] == "unwritable-output"
         assert "ead-only" in answer.error["message"]
-        assert mounted("-o", "remount,rw", str(small_disk))
+        remount(small_disk, "-o", "remount,rw")
         writing.save_whole(writing.Save(small_disk, "a-2"), writer)
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import shutil
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +12,14 @@ import pytest
 import ckptkit
 from ckptkit.writer.process import LEFT_STATUS
 from ckptkit.writer.sweep import leftovers, sweep
+from tests.crash import writing as writing_module
+from tests.files import wait_until
 
+writing: Any = writing_module
 # Every call that makes, changes, syncs, renames or removes something counts; the program dies
 # before the n-th of them. `exchange` is one call of the C library.
 PROGRAM = """
-import os, signal, sys
-sys.path.append({root!r})
+import os, signal
 left = {step}
 def deadly(call):
     def counted(*arguments, **options):
@@ -38,14 +38,10 @@ exchange = disk.Disk.exchange_folders if {exchanges} else lambda *_: False
 disk.Disk.exchange_folders = deadly(exchange)
 main.main()
 """
-ROOT = Path(__file__).resolve().parents[2]
-
-
-writing: Any = importlib.import_module("writing")  # put there by conftest.py
 
 
 def program(step: int, *, exchanges: bool = True) -> str:
-    return PROGRAM.format(root=str(ROOT), step=step, exchanges=exchanges)
+    return PROGRAM.format(step=step, exchanges=exchanges)
 
 
 def attempt(save: Any, step: int, *, exchanges: bool, remove: tuple[str, ...] = ()) -> bool:
@@ -117,13 +113,6 @@ def judge(run: Path, before: bytes) -> str:
     return "new" if older.is_dir() else "alone"
 
 
-@pytest.fixture
-def memory_disk() -> Iterator[Path]:
-    """A folder where syncing costs nothing, so that hundreds of saves can be tried."""
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        yield Path(folder)
-
-
 @pytest.mark.slow
 def test_a_kill_at_any_moment_leaves_whole_steps_only(
     memory_disk: Path, record_property: Callable[[str, object], None]
@@ -162,9 +151,7 @@ def count_calls(run: Path) -> int:
 
 
 @pytest.mark.parametrize("phase", ["persist", "commit"])
-def test_a_writer_leaves_when_its_trainer_is_gone(
-    tmp_path: Path, phase: str, wait_for: Callable[..., None]
-) -> None:
+def test_a_writer_leaves_when_its_trainer_is_gone(tmp_path: Path, phase: str) -> None:
     save = writing.Save(tmp_path)
     memory, request = save.persist(0, writing.usual_units(0, 1))
     slow = writing.Writer(program(-1).replace("left -= 1", "__import__('time').sleep(2)"))
@@ -176,6 +163,6 @@ def test_a_writer_leaves_when_its_trainer_is_gone(
     slow.channel.send(request)
     assert isinstance(slow.channel.receive(), writing.WriteProgress)
     slow.connection.close()
-    wait_for(lambda: slow.process.poll() is not None, seconds=4.0)
+    wait_until(lambda: slow.process.poll() is not None, seconds=4.0)
     assert slow.process.returncode == LEFT_STATUS
     assert not save.final.exists()

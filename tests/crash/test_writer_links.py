@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-import importlib
 import json
 import os
 import shutil
@@ -28,9 +27,9 @@ from ckptkit.training.save import saver as saves
 from ckptkit.training.save.writer_process import WriterTimeouts
 from ckptkit.writer.commit import commit
 from ckptkit.writer.messages import ByteCounter, Link, Persist, Written
-from ckptkit.writer.process import writer_command
+from tests.crash import writing
+from tests.crash.writer_programs import writer_running
 
-writing: Any = importlib.import_module("writing")  # put there by conftest.py
 NATIVE = Disk()
 persist = writing.persist
 ROOT = Path(__file__).resolve().parents[2]
@@ -134,8 +133,7 @@ def test_a_link_leads_nowhere_outside_of_the_folder(tmp_path: Path) -> None:
 
 
 KILLED = """
-import os, signal, sys
-sys.path.append({root!r})
+import os, signal
 from ckptkit.writer import process as main
 from ckptkit.writer import persist
 def take(links, *arguments, call=persist.link_kept):
@@ -152,14 +150,7 @@ def test_a_writer_that_is_killed_between_link_and_record_costs_that_save_only(
     tmp_path: Path,
 ) -> None:
     mark = tmp_path / "kill"
-
-    def command(descriptor: int) -> list[str]:
-        words = writer_command(descriptor)
-        program = KILLED.format(root=str(ROOT), file=str(mark))
-        paths, at = words[words.index("-c") + 1].partition("; from ")[0], words.index("-c")
-        words[at + 1] = f"{paths}\n{program}"
-        return words
-
+    command = partial(writer_running, KILLED.format(file=str(mark)))
     model = nn.Sequential(nn.Linear(500, 500), nn.Linear(500, 2))
     model[0].requires_grad_(False)
     run, state = tmp_path / "run", {"model": model}

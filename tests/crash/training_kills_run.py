@@ -1,24 +1,21 @@
 """Trains on two ranks and kills ranks and writers at every phase of a save, or signals them.
 
-Usage: python -m tests.crash.training_kills_run [FOLDER CASE]. Prints a JSON object. Without
-arguments it runs a case for each line of its input, a JSON array of both, and prints its exit
-status. The case `restarts` is for torchrun, all others fork their ranks.
+The case `restarts` is for torchrun: python -m tests.crash.training_kills_run FOLDER restarts, which
+prints a JSON object. All others fork their ranks.
 """
 
 from __future__ import annotations
 
-import gc
 import importlib
 import json
 import os
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 from unittest import mock
 
 import torch
@@ -64,7 +61,6 @@ def kill_writers(folder: Path) -> dict[str, Any]:
 
 
 def _dooms(case: str, rank: int) -> dict[str, Doom]:
-    """Returns what happens on a rank."""
     if case == "committer":
         return {"committer": Doom(KILL_ITSELF, 1, rising=2)}
     if case == "both":
@@ -149,7 +145,6 @@ def _outlive_idle_ones(life: Life) -> None:
 
 
 def _see_swept(life: Life) -> None:
-    """The next session removes what was left."""
     dist.barrier()
     life.checkpointer = Checkpointer(life.run)
     assert hidden(life.run) == []
@@ -435,45 +430,23 @@ CASES: dict[str, Callable[[Path], dict[str, Any]]] = {
 
 def warm_up() -> None:
     """Has torch import what it imports when it is first used; starts no thread."""
+    torch.set_num_threads(1)
     layer = nn.Linear(1, 1)
     for parameter in layer.parameters():
         parameter.grad = torch.zeros_like(parameter)
     torch.optim.AdamW(layer.parameters(), foreach=False).step()
     importlib.import_module("torch.distributed.checkpoint.state_dict")
-    gc.freeze()  # no fork looks through what its parent made
 
 
-def run_case(folder: Path, case: str) -> NoReturn:
-    found = CASES[case](folder)
-    print(json.dumps(found), flush=True)  # noqa: T201
-    os._exit(0)
-
-
-def run_cases() -> None:
-    """Runs each case in a fork, with its output in the files `stdout` and `stderr` beside."""
-    for line in sys.stdin:
-        folder, case = json.loads(line)
-        process = os.fork()
-        if process == 0:
-            signal.alarm(CASE_SECONDS)
-            for number, name in enumerate(("stdout", "stderr"), 1):
-                with Path(folder).with_suffix(f".{name}").open("wb") as file:
-                    os.dup2(file.fileno(), number)
-            try:
-                run_case(Path(folder), case)
-            except BaseException:  # noqa: BLE001  shown, and visible in the status
-                traceback.print_exc()
-                sys.stderr.flush()
-                os._exit(1)
-        print(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), flush=True)  # noqa: T201
+def do_case(folder: str, case: str) -> dict[str, Any]:
+    signal.alarm(CASE_SECONDS)
+    return CASES[case](Path(folder))
 
 
 def main() -> None:
-    torch.set_num_threads(1)
     warm_up()
-    if len(sys.argv) > 1:
-        run_case(Path(sys.argv[1]), sys.argv[2])
-    run_cases()
+    print(json.dumps(CASES[sys.argv[2]](Path(sys.argv[1]))), flush=True)  # noqa: T201
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -28,6 +28,8 @@ from ckptkit.training.save import saver as saves
 from ckptkit.training.save.writer_process import WriterTimeouts
 from ckptkit.training.tiers import save as tiered_saves
 from ckptkit.writer.process import writer_command
+from tests.crash.writer_programs import writer_running
+from tests.dataloaders import Data
 
 ROOT = Path(__file__).resolve().parents[2]
 WAIT_SECONDS = 60.0
@@ -36,8 +38,7 @@ WRITERS = ("writer", "committer")
 # In one of the requests that are of interest, every call that makes, changes, syncs, renames or
 # removes something counts, and so does the answer. Before one of them something happens.
 PROGRAM = """
-import os, signal, sys, time
-sys.path.append({root!r})
+import os, signal, time
 requests = calls = 0
 def deadly(call):
     def counted(*arguments, **options):
@@ -74,31 +75,21 @@ PAUSE = "time.sleep(1.0)"
 
 @dataclass
 class Doom:
-    """A command for writers to which something happens in the middle of a request.
-
-    Attributes:
-        act: What happens.
-        call: At which call.
-        request: In the how manieth request of these kinds; in the second, the first save is well.
-        kinds: Names of messages.
-        rising: By how many calls later it happens in every further process.
-    """
+    """A command for writers to which something happens in the middle of a request."""
 
     act: str
-    call: int
+    call: int  # at which call
+    # In the how manieth request of these kinds; in the second, the first save is well.
     request: int = 2
-    kinds: tuple[str, ...] = ("Persist", "Commit")
-    rising: int = 0
+    kinds: tuple[str, ...] = ("Persist", "Commit")  # names of messages
+    rising: int = 0  # by how many calls later it happens in every further process
 
     def command(self, descriptor: int) -> Sequence[str]:
-        command = writer_command(descriptor, 0)
-        at = command.index("-c") + 1
-        paths = command[at].partition("; from ")[0]
-        command[at] = f"{paths}\n" + PROGRAM.format(
-            root=str(ROOT), call=self.call, act=self.act, request=self.request, kinds=self.kinds
+        program = PROGRAM.format(
+            call=self.call, act=self.act, request=self.request, kinds=self.kinds
         )
         self.call += self.rising
-        return command
+        return writer_running(program, descriptor)
 
 
 @contextmanager
@@ -131,22 +122,15 @@ def doomed(
 
 @dataclass(frozen=True)
 class Point:
-    """When a rank comes to harm.
-
-    Attributes:
-        victim: The rank.
-        phase: In the trainer: `before`, `staging`, `returned`, `waiting`; or `writer` or
-            `committer`, whose `call` it is.
-        call: At which call.
-        act: What its writer does to it.
-        rank_0_hosts: See `Pair`.
-    """
+    """When a rank comes to harm."""
 
     victim: int
+    # In the trainer: `before`, `staging`, `returned`, `waiting`; or `writer` or `committer`, whose
+    # `call` it is.
     phase: str
-    call: int = 0
-    act: str = KILL_ITS_RANK
-    rank_0_hosts: bool = False
+    call: int = 0  # at which call
+    act: str = KILL_ITS_RANK  # what its writer does to it
+    rank_0_hosts: bool = False  # see `Pair`
 
     @property
     def name(self) -> str:
@@ -164,22 +148,6 @@ class Point:
         return (-number, 0) if self.victim == 0 else (0, -number)
 
 
-class Data:
-    """A dataloader that knows where it is."""
-
-    def __init__(self) -> None:
-        self.at = 10 * dist.get_rank()
-
-    def __iter__(self) -> Iterator[int]:
-        yield self.at
-
-    def state_dict(self) -> dict[str, int]:
-        return {"at": self.at}
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        self.at = state["at"]
-
-
 def make(seed: int, width: int = 5) -> dict[str, Any]:
     """Returns a state, and random numbers that differ between ranks."""
     for sow in (random.seed, np.random.seed, torch.manual_seed):
@@ -194,7 +162,7 @@ def make(seed: int, width: int = 5) -> dict[str, Any]:
         "optimizer": optimizer,
         "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2),
         "scaler": torch.amp.GradScaler("cpu", init_scale=seed + 8.0),
-        "dataloader": Data(),
+        "dataloader": Data(10 * dist.get_rank()),
         "progress": {"tokens": seed},
     }
 
@@ -293,7 +261,6 @@ def hidden(run: Path) -> list[str]:
 
 
 def spoil(state: dict[str, Any]) -> None:
-    """Changes everything that is resumed."""
     with torch.no_grad():
         for tensor in state["model"].parameters():
             tensor.to_local().fill_(7)

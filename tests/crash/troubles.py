@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -24,16 +24,15 @@ from ckptkit.training import Checkpointer, session
 from ckptkit.training.handle import SaveHandle
 from ckptkit.training.save import saver as saves
 from ckptkit.training.save.writer_process import WriterTimeouts
-from ckptkit.writer.process import writer_command
+from tests.crash.writer_programs import writer_running
+from tests.dataloaders import Data
 
-ROOT = Path(__file__).resolve().parents[2]
 LIMIT_SECONDS = 60.0
 SLOW_SECONDS = 0.06  # for each write of 4 KiB
 LATE_SECONDS = 1.0  # for each of two files
 
 PROGRAM = """
-import errno, fcntl, os, sys, threading, time
-sys.path.append({root!r})
+import errno, fcntl, os, threading, time
 from ckptkit.writer import persist as images
 from ckptkit.writer import process as main
 from ckptkit.writer import persist
@@ -97,16 +96,10 @@ class Trouble:
     def writers(self, *, bare: bool = False) -> Iterator[None]:
         """Starts such writers; bare ones use only what every platform has."""
         program = PROGRAM.format(
-            root=str(ROOT), file=str(self._file), bare=bare, slow=SLOW_SECONDS, late=LATE_SECONDS
+            file=str(self._file), bare=bare, slow=SLOW_SECONDS, late=LATE_SECONDS
         )
 
-        def command(descriptor: int) -> Sequence[str]:
-            usual = writer_command(descriptor, 0)
-            paths, at = usual[usual.index("-c") + 1].partition("; from ")[0], usual.index("-c")
-            usual[at + 1] = f"{paths}\n{program}"
-            return usual
-
-        timeouts = partial(WriterTimeouts, command=command)
+        timeouts = partial(WriterTimeouts, command=partial(writer_running, program))
         with (
             mock.patch.object(saves, "WriterTimeouts", timeouts),
             mock.patch.object(session, "WriterTimeouts", timeouts),
@@ -124,22 +117,6 @@ class Trouble:
             yield
         finally:
             self._file.unlink()
-
-
-class Data:
-    """A dataloader that knows where it is."""
-
-    def __init__(self) -> None:
-        self.at = 0
-
-    def __iter__(self) -> Iterator[int]:
-        yield self.at
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"at": self.at}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.at = state["at"]
 
 
 def state_of(model: nn.Module, seed: int) -> dict[str, Any]:
@@ -251,7 +228,6 @@ class Log(logging.Handler):
 
 @contextmanager
 def listening() -> Iterator[Log]:
-    """Collects what ckptkit logs."""
     logger = logging.getLogger("ckptkit")
     log = Log()
     logger.addHandler(log)

@@ -37,6 +37,7 @@ from ckptkit.writer.messages import (
 )
 from ckptkit.writer.persist import Persister
 from ckptkit.writer.process import writer_command
+from tests.crash.writer_programs import writer_running
 
 PAGE = 4096
 STEP = 500
@@ -45,8 +46,6 @@ MODEL, OPTIMIZER = "pytorch_model_fsdp_0", "optimizer_0"
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank holds of a tensor."""
-
     path: tuple[str | int, ...]
     shape: tuple[int, ...]
     offsets: tuple[int, ...]
@@ -58,8 +57,6 @@ class Part:
 
 @dataclass
 class Memory:
-    """A shared buffer that grows image by image."""
-
     content: bytearray = field(default_factory=bytearray)
     images: list[Image] = field(default_factory=list)
     descriptor: int = -1
@@ -97,7 +94,6 @@ class Memory:
         blobs.append(ArchiveData(*data, tuple(places)))
 
     def share(self) -> Buffer:
-        """Puts the content into memory that another process may map."""
         self.content = self.content or bytearray(PAGE)
         self.descriptor = os.memfd_create("save")
         os.truncate(self.descriptor, len(self.content))
@@ -108,8 +104,6 @@ class Memory:
 
 @dataclass
 class Save:
-    """One attempt at a step."""
-
     run: Path
     attempt: str = "0123abcd-1"
     world_size: int = 1
@@ -167,7 +161,6 @@ class Save:
         )
 
     def commit(self, proofs: Sequence[RecordProof], **further: Any) -> Commit:
-        """Returns the request that makes the attempt visible."""
         manifest = Manifest("training", {"step": self.step}, {}, {}, {})
         return Commit(
             attempt=self.attempt,
@@ -184,13 +177,8 @@ class Writer:
 
     def __init__(self, program: str | None = None, descriptor: int | None = None) -> None:
         ours, theirs = socket.socketpair()
-        command = writer_command(theirs.fileno(), 0)
-        if program is not None:
-            paths, at = (
-                command[command.index("-c") + 1].partition("; from ")[0],
-                command.index("-c"),
-            )
-            command[at + 1] = f"{paths}\n{program}"
+        end = theirs.fileno()
+        command = writer_command(end, 0) if program is None else writer_running(program, end)
         kept = (theirs.fileno(),) if descriptor is None else (theirs.fileno(), descriptor)
         self.process = subprocess.Popen(command, pass_fds=kept)
         theirs.close()
@@ -209,7 +197,6 @@ class Writer:
         self.process.wait(30)
 
     def share(self, memory: Memory) -> None:
-        """Hands over a buffer."""
         buffer = memory.share()
         self.channel.send(buffer, (memory.descriptor,))
         os.close(memory.descriptor)
@@ -226,7 +213,6 @@ class Writer:
         return answer
 
     def written(self, memory: Memory, request: Persist) -> Written:
-        """Has a rank's files written."""
         self.share(memory)
         answer = self.ask(request)
         assert isinstance(answer, Written), answer
@@ -256,7 +242,6 @@ def usual_units(rank: int, ranks: int, *, salt: int = 0) -> dict[str, list[Part]
 
 
 def persist(memory: Memory, request: Persist, disk: Disk = LOCAL_DISK) -> Written:
-    """Has a request served in this process."""
     persister = Persister(disk)
     size_bytes = memory.share().size_bytes
     persister.attach(memory.descriptor, size_bytes)
@@ -264,7 +249,6 @@ def persist(memory: Memory, request: Persist, disk: Disk = LOCAL_DISK) -> Writte
 
 
 def save_whole(save: Save, writer: Writer, *, salt: int = 0, **further: Any) -> StepCommitted:
-    """Saves and commits all ranks with one writer process."""
     proofs = []
     for rank in range(save.world_size):
         written = writer.written(*save.persist(rank, usual_units(rank, save.world_size, salt=salt)))

@@ -26,8 +26,7 @@ import ckptkit
 from tests import pages
 from tests.hub_server import HubServer
 from tests.object_store import ObjectStore
-from tests.page_runs import PageRun, environment_of, make_programs, make_world
-from tests.page_worlds import make_home
+from tests.page_runs import PageRun, environment_of, make_home, make_programs, make_world
 
 HOW_TO = (
     *("check-before-a-run", "evaluate", "many-checkpoints", "reports", "slurm"),

@@ -30,18 +30,13 @@ OUTCOMES = (FOUND, BY_VERIFY, HARMLESS, MISSED)
 
 @dataclass
 class Count:
-    """What became of the faults of one case.
-
-    Attributes:
-        outcomes: By outcome.
-        classes: By class of bytes and outcome.
-        missed: The faults that were not found.
-        wrong: What must not happen at all: other exceptions, or an output beside an error.
-    """
+    """What became of the faults of one case."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
+    # By class of bytes and outcome.
     classes: Counter[tuple[str, str]] = field(default_factory=Counter)
-    missed: list[str] = field(default_factory=list)
+    missed: list[str] = field(default_factory=list)  # the faults that were not found
+    # What must not happen at all: other exceptions, or an output beside an error.
     wrong: list[str] = field(default_factory=list)
 
 
@@ -118,7 +113,6 @@ class Trial:
 
 
 def run_case(name: str, folder: Path, *, seed: int, flips: int) -> Count:
-    """Tries the faults of one case in a new folder."""
     trial = Trial(CASES[name], folder)
     for fault in draw_faults(trial.files, flips, f"{seed} {name}"):
         trial.run(fault)

@@ -29,6 +29,7 @@ from ckptkit.writer.commit import commit
 from ckptkit.writer.messages import ByteCounter
 from ckptkit.writer.persist import Persister
 from tests.crash import writing
+from tests.dataloaders import Data
 from tests.small_deltas import change_model, make_model, write_model
 
 FIXTURES = Path(__file__).resolve().parents[3] / "fixtures"
@@ -42,23 +43,14 @@ Use = Callable[[Path, Path], str]
 
 @dataclass(frozen=True)
 class Case:
-    """A checkpoint in a folder, and what is done with it.
+    """A checkpoint in a folder, and what is done with it."""
 
-    Attributes:
-        make: Writes it into an empty folder.
-        uses: By name.
-        reason: Why some faults cannot be found.
-        is_ours: Whether ckptkit wrote it, so that every fault has to be found.
-        damaged: What the faults are in, relative to the folder.
-        spared: Files that have no part in what is promised.
-    """
-
-    make: Callable[[Path], None]
+    make: Callable[[Path], None]  # writes it into an empty folder
     uses: Mapping[str, Use]
-    reason: str = ""
-    is_ours: bool = False
-    damaged: str = CHECKPOINT
-    spared: tuple[str, ...] = field(default=())
+    reason: str = ""  # why some faults cannot be found
+    is_ours: bool = False  # whether ckptkit wrote it, so that every fault has to be found
+    damaged: str = CHECKPOINT  # what the faults are in, relative to the folder
+    spared: tuple[str, ...] = field(default=())  # files that have no part in what is promised
 
 
 def _digest_folder(folder: Path) -> str:
@@ -113,22 +105,6 @@ def _foreign(name: str, reason: str = "", inner: str = CHECKPOINT, **options: An
     return Case(_copy(name, inner), uses, reason)
 
 
-class _Data:
-    """A dataloader that knows where it is."""
-
-    def __init__(self) -> None:
-        self.at = 0
-
-    def __iter__(self) -> Any:
-        yield self.at
-
-    def state_dict(self) -> dict[str, int]:
-        return {"at": self.at}
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        self.at = state["at"]
-
-
 def _make_state(seed: int) -> dict[str, Any]:
     for sow in (random.seed, np.random.seed, torch.manual_seed):
         sow(seed)
@@ -138,7 +114,7 @@ def _make_state(seed: int) -> dict[str, Any]:
         "model": model,
         "optimizer": optimizer,
         "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2),
-        "dataloader": _Data(),
+        "dataloader": Data(),
         "progress": {"tokens": seed, "nested": [1.5, {"name": "a", "at": torch.arange(3)}]},
     }
 
@@ -236,11 +212,6 @@ def _make_adapter(folder: Path) -> None:
     config = _PEFT / "adapter_config.json"
     ckptkit.extract_adapter(_PEFT / CHECKPOINT, folder / CHECKPOINT, adapter_config=config)
     shutil.copytree(_PEFT / "base", folder / "base")
-
-
-def _copy_adapter(folder: Path) -> None:
-    shutil.copytree(FIXTURES / "peft_generations" / "peft_0_21", folder / "all")
-    shutil.copytree(FIXTURES / "peft_generations" / "bases", folder / "bases")
 
 
 def _make_merging(folder: Path) -> None:

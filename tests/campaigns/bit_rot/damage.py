@@ -33,21 +33,13 @@ _DESCRIPTOR, _DESCRIPTOR_BYTES = b"PK\x07\x08", 24
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault of one file.
-
-    Attributes:
-        path: The file.
-        kind: `flip`, `swap`, `truncate` or `zero`.
-        byte_class: The class of the first byte that it changes.
-        data: The file afterwards.
-        at: The first byte that it may change.
-    """
+    """One fault of one file."""
 
     path: str
-    kind: str
-    byte_class: str
-    data: bytes
-    at: int
+    kind: str  # `flip`, `swap`, `truncate` or `zero`
+    byte_class: str  # the class of the first byte that it changes
+    data: bytes  # the file afterwards
+    at: int  # the first byte that it may change
 
     def __str__(self) -> str:
         return f"{self.kind} at byte {self.at:,} of {self.path} ({self.byte_class})"
@@ -141,13 +133,7 @@ def _classify_archives(
 
 
 def draw_faults(files: Mapping[str, bytes], flips: int, seed: str) -> Iterator[Fault]:
-    """Yields faults: as many flips, spread over the classes, and fewer of the other kinds.
-
-    Args:
-        files: The files of a fixture, by path.
-        flips: How many bits are flipped; of each other kind there is one for eight of them.
-        seed: Of the choice.
-    """
+    """Yields faults: as many flips, spread over the classes, and fewer of the other kinds."""
     chance = random.Random(seed)
     ranges: dict[str, list[tuple[str, int, int]]] = {}
     for path, data in sorted(files.items()):

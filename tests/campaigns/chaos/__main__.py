@@ -47,12 +47,7 @@ T = TypeVar("T")
 
 
 class Campaign:
-    """What a run of the campaign is asked for, and what it has found.
-
-    Attributes:
-        tables: A table for each part.
-        losses: What was lost or wrong.
-    """
+    """What a run of the campaign is asked for, and what it has found."""
 
     def __init__(self, seed: int, most: int, only: str) -> None:
         self.tables: list[Table] = []

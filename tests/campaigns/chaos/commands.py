@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import ckptkit
 from ckptkit.core.manifest import MANIFEST_NAME
+from tests.campaigns.chaos.command_host import command, import_all
 from tests.campaigns.chaos.scenes import contents, require
 from tests.campaigns.chaos.system_calls import ERRORS, KILL, TERM, Fault, Reached, struck
 from tests.campaigns.chaos.writers import check_reported
+from tests.fork_host import ForkHost
 from tests.made_up_runs import save_step
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -31,48 +28,33 @@ LIMIT_SECONDS = 120
 
 
 class CommandHost:
-    """The process of which commands are forks."""
+    """Commands as forks of one process, each with a fault in the middle of it."""
 
-    def __init__(self, process: subprocess.Popen[str], scratch: Path) -> None:
-        self._process = process
-        self.output = scratch / "output"
+    def __init__(self, forks: ForkHost) -> None:
+        self._forks = forks
+        self.output = forks.folder / "output"
+        self._child = 0
 
-    def start(self, fault: Fault, **request: Any) -> None:
-        assert self._process.stdin is not None
+    def start(self, function: Callable[..., object], fault: Fault, *arguments: object) -> None:
         self.output.write_text("")
-        document = {"fault": vars(fault), "output": str(self.output)}
-        self._process.stdin.write(json.dumps(document | request) + "\n")
-        self._process.stdin.flush()
+        self._child = self._forks.start(function, vars(fault), *arguments, log=self.output)
 
     def status(self) -> int:
-        assert self._process.stdout is not None
-        return int(json.loads(self._process.stdout.readline()))
+        return self._forks.wait(self._child)
 
     def run(self, fault: Fault, arguments: Sequence[object]) -> int:
-        """Runs a command with a fault in the middle of it; returns its status."""
-        self.start(fault, arguments=[str(word) for word in arguments])
+        self.start(command, fault, [str(word) for word in arguments])
         return self.status()
 
 
 @contextmanager
 def command_host(**environment: str) -> Iterator[CommandHost]:
-    settings = {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'cli'}"}
-    settings |= {"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_TELEMETRY": "1", "PYTHONWARNINGS": "ignore"}
     with tempfile.TemporaryDirectory(prefix="chaos-") as scratch:
-        settings |= environment | {"HF_HOME": f"{scratch}/hf", "XDG_CACHE_HOME": f"{scratch}/cache"}
-        with subprocess.Popen(
-            [sys.executable, "-m", "tests.campaigns.chaos.command_host"],
-            cwd=ROOT,
-            env=os.environ | settings,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        ) as process:
-            assert process.stdin is not None
-            assert process.stdout is not None
-            assert json.loads(process.stdout.readline()) == "ready"
-            yield CommandHost(process, Path(scratch))
-            process.stdin.close()
+        homes = {"HF_HOME": f"{scratch}/hf", "XDG_CACHE_HOME": f"{scratch}/cache"}
+        settings = {"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_TELEMETRY": "1"}
+        settings |= {"PYTHONWARNINGS": "ignore"} | environment | homes
+        with ForkHost(prepare=import_all, **settings) as forks:
+            yield CommandHost(forks)
 
 
 def undisturbed(fault: Fault) -> Fault:
@@ -99,23 +81,15 @@ def check_status(status: int, fault: Fault, reached: Sequence[Reached], beside: 
 
 @dataclass
 class Producing:
-    """A command that makes a folder of others.
-
-    Attributes:
-        host: Runs it.
-        work: What it does, for the table.
-        inputs: Makes what it reads, in a folder.
-        arguments: Of the command, for the folder of the inputs and its output.
-        has_before: Whether there is an output that it replaces.
-        keeps: Whether it keeps after an error what it goes on with.
-    """
+    """A command that makes a folder of others."""
 
     host: CommandHost
-    work: str
-    inputs: Callable[[Path], None]
+    work: str  # what it does, for the table
+    inputs: Callable[[Path], None]  # makes what it reads, in a folder
+    # Of the command, for the folder of the inputs and its output.
     arguments: Callable[[Path, Path], Sequence[object]]
-    has_before: bool = False
-    keeps: bool = False
+    has_before: bool = False  # whether there is an output that it replaces
+    keeps: bool = False  # whether it keeps after an error what it goes on with
     process: str = "command"
     sends: bool = False
     status: int = 0
@@ -271,7 +245,6 @@ def _delta(folder: Path) -> None:
 
 
 def commands(host: CommandHost) -> list[Producing | Pruning | Moving]:
-    """Returns the scenes of commands that write to disks."""
     sharded = _copied(run="accelerate_fsdp2_cpu_offload")
 
     def consolidate(*options: object) -> Callable[[Path, Path], Sequence[object]]:

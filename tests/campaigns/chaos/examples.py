@@ -32,17 +32,11 @@ STEP = r"resumed from step (\d+)"
 
 @dataclass(frozen=True)
 class Example:
-    """An example, and where it has its checkpoints.
+    """An example, and where it has its checkpoints."""
 
-    Attributes:
-        arguments: What starts it, in front of the folder of its run.
-        checkpoints: A pattern below that folder.
-        steps: How many it trains; it saves every second one.
-    """
-
-    arguments: tuple[str, ...]
-    checkpoints: str = "checkpoint-*"
-    steps: int = 4
+    arguments: tuple[str, ...]  # what starts it, in front of the folder of its run
+    checkpoints: str = "checkpoint-*"  # a pattern below that folder
+    steps: int = 4  # how many it trains; it saves every second one
 
     @property
     def name(self) -> str:
@@ -50,7 +44,6 @@ class Example:
 
     @property
     def last(self) -> int:
-        """The number of its last checkpoint."""
         return self.steps if self.checkpoints == "checkpoint-*" else self.steps // 2 - 1
 
 
@@ -66,23 +59,16 @@ EXAMPLES = (
 
 @dataclass
 class Verdicts:
-    """What came of the kills of one example in one mode.
+    """What came of the kills of one example in one mode."""
 
-    Attributes:
-        events: The file events of the rank that a kill could take.
-        kills: How many of them it was killed at.
-        found: How often each verdict was given.
-        resumed: How many of the runs went on from a checkpoint.
-        restarted: How many were killed after their last save, and are bit by bit what a run that
-            was not killed becomes when it is started again.
-        wrong: What was not passed, by the folder of the run.
-    """
-
-    events: int
-    kills: int = 0
-    found: Counter[str] = field(default_factory=Counter)
-    resumed: int = 0
+    events: int  # the file events of the rank that a kill could take
+    kills: int = 0  # how many of them it was killed at
+    found: Counter[str] = field(default_factory=Counter)  # how often each verdict was given
+    resumed: int = 0  # how many of the runs went on from a checkpoint
+    # How many were killed after their last save, and are bit by bit what a run that was not killed
+    # becomes when it is started again.
     restarted: int = 0
+    # What was not passed, by the folder of the run.
     wrong: dict[str, str] = field(default_factory=dict)
 
 
@@ -116,16 +102,7 @@ def example_host() -> Iterator[Path]:
 def run_example(
     example: Example, host: Path, work: Path, *, modes: tuple[str, ...], points: int, rank: int
 ) -> dict[str, Verdicts]:
-    """Kills a rank of an example at its events, and returns what ckpt-chaos found, by mode.
-
-    Args:
-        example: What is trained.
-        host: The socket of its ranks.
-        work: A folder of its own, for what the runs write.
-        modes: Of ckpt-chaos.
-        points: How many kills there are at most in all modes together, spread over the events.
-        rank: The one that is killed.
-    """
+    """Kills a rank of an example at its events, and returns what ckpt-chaos found, by mode."""
     run = "{out}/run"
     digest = shlex.join([sys.executable, str(HERE / "show_digest.py"), "{out}"])
     start = [

@@ -32,6 +32,7 @@ from ckptkit.writer.upload.run_store import (
     take_run,
     unfinished_steps,
 )
+from tests.campaigns.chaos.command_host import upload
 from tests.campaigns.chaos.commands import CommandHost, check_status, undisturbed
 from tests.campaigns.chaos.scenes import LossError, require
 from tests.campaigns.chaos.system_calls import ERRORS, KILL, Fault, Reached
@@ -72,7 +73,7 @@ class Connection:
             place.unlink(missing_ok=True)
             listener.bind(str(place))
             listener.listen()
-            host.start(fault, socket=str(place))
+            host.start(upload, fault, str(place))
             self._socket, _ = listener.accept()
             place.unlink()
         self._socket.settimeout(120)
@@ -203,7 +204,6 @@ class Uploading:
 
 
 def _parts(data: Mapping[str, bytes]) -> dict[str, bytes]:
-    """Leaves out what the uploads have noted beside the records."""
     return {path: found for path, found in data.items() if not path.endswith(".uploaded")}
 
 

@@ -38,21 +38,14 @@ ERRORS = (NO_SPACE, IO_ERROR)
 
 @dataclass(frozen=True)
 class Call:
-    """A system call.
-
-    Attributes:
-        number: Of x86-64.
-        kind: What it does.
-        descriptor: The argument that is a descriptor; before a path, that of its folder.
-        path: The argument that is a path.
-        flags: The argument with the flags of an opening.
-    """
+    """A system call."""
 
     number: int
-    kind: str
+    kind: str  # what it does
+    # The argument that is a descriptor; before a path, that of its folder.
     descriptor: int | None = None
-    path: int | None = None
-    flags: int | None = None
+    path: int | None = None  # the argument that is a path
+    flags: int | None = None  # the argument with the flags of an opening
 
 
 CALLS = {
@@ -99,21 +92,13 @@ NEED_ROOM = ("open", "write", "sync", "resize", "mkdir", "link", "rename")
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens, and when.
+    """What happens, and when."""
 
-    Attributes:
-        act: A signal, or an error. A full disk stays full; the other error happens once.
-        call: At which of the calls at which it can happen; 0 for never.
-        folder: Calls count that change something below it.
-        log: Where the calls are written once the process has ended.
-        sends: Whether what is sent through sockets counts as well.
-    """
-
-    act: str
-    call: int
-    folder: str
-    log: str
-    sends: bool = True
+    act: str  # a signal, or an error. A full disk stays full; the other error happens once
+    call: int  # at which of the calls at which it can happen; 0 for never
+    folder: str  # calls count that change something below it
+    log: str  # where the calls are written once the process has ended
+    sends: bool = True  # whether what is sent through sockets counts as well
 
     def to_json(self) -> str:
         return json.dumps(vars(self))
@@ -259,8 +244,6 @@ def _watch(armed: int, shared: mmap.mmap, fault: Fault) -> NoReturn:
 
 
 class _Watcher:
-    """Answers for the calls of a process."""
-
     def __init__(self, armed: int, listener: int, fault: Fault) -> None:
         self._armed = armed
         self._listener = listener
@@ -328,7 +311,6 @@ class _Watcher:
         return f"{base}/{name}" if name else base
 
     def _text(self, address: int) -> str:
-        """Reads a path out of the memory of the process."""
         try:
             memory = os.open(f"/proc/{self._armed}/mem", os.O_RDONLY)
         except OSError:  # it has been killed

@@ -18,15 +18,13 @@ from typing import Any
 
 import torch
 
-from ckptkit.writer.process import writer_command
 from tests.campaigns.chaos.system_calls import KILL_JOB, TERM_JOB, Fault, calls_of
 from tests.crash.forked_ranks import Pair
 from tests.crash.training_kills_run import _die_on_nodes, _die_together, warm_up
-from tests.crash.training_life import ROOT, Doom
+from tests.crash.training_life import Doom
+from tests.crash.writer_programs import writer_running
 
 PROGRAM = """
-import sys
-sys.path.append({root!r})
 from ckptkit.writer import process as main
 from tests.campaigns.chaos.system_calls import Fault, arm
 import ckptkit.writer.commit, ckptkit.writer.drain
@@ -54,28 +52,17 @@ class CallDoom(Doom):
     fault: Fault = field(default_factory=lambda: Fault(KILL_JOB, 0, "/", ""))
 
     def command(self, descriptor: int) -> Sequence[str]:
-        command = writer_command(descriptor, 0)
-        at = command.index("-c") + 1
-        paths = command[at].partition("; from ")[0]
-        command[at] = f"{paths}\n" + PROGRAM.format(
-            root=str(ROOT), kinds=self.kinds, request=self.request, fault=vars(self.fault)
-        )
-        return command
+        program = PROGRAM.format(kinds=self.kinds, request=self.request, fault=vars(self.fault))
+        return writer_running(program, descriptor)
 
 
 @dataclass(frozen=True)
 class Actor:
-    """A process of the job.
+    """A process of the job."""
 
-    Attributes:
-        name: As the functions of `training_kills_run` call it.
-        kinds: The requests of interest.
-        on_nodes: Whether the nodes' own disks come first.
-    """
-
-    name: str
-    kinds: tuple[str, ...]
-    on_nodes: bool = False
+    name: str  # as the functions of `training_kills_run` call it
+    kinds: tuple[str, ...]  # the requests of interest
+    on_nodes: bool = False  # whether the nodes' own disks come first
 
 
 ACTORS = {

@@ -33,10 +33,7 @@ from tests.campaigns.chaos.scenes import LossError, contents, require
 from tests.campaigns.chaos.system_calls import ERRORS, KILL, NO_SPACE, Fault, Reached, arm, struck
 from tests.crash import writing
 
-ROOT = Path(__file__).resolve().parents[3]
 PROGRAM = """
-import sys
-sys.path.append({root!r})
 from ckptkit.writer.process import main
 from tests.campaigns.chaos.system_calls import Fault, arm
 import ckptkit.writer.commit, ckptkit.writer.drain
@@ -84,7 +81,7 @@ def doomed_writer(fault: Fault | None) -> writing.Writer:
         return ForkedWriter(fault)
     if fault is None:
         return writing.Writer()
-    return writing.Writer(PROGRAM.format(root=str(ROOT), fault=vars(fault)))
+    return writing.Writer(PROGRAM.format(fault=vars(fault)))
 
 
 def data_of(step: Path) -> dict[str, bytes]:
@@ -213,13 +210,7 @@ that cannot be opened for writing is opened for reading."""
 
 
 def check_reported(fault: Fault, reached: Sequence[Reached], beside: str = "") -> None:
-    """What was written is reported durable: nothing that it is made of may have failed.
-
-    Args:
-        fault: What happened.
-        reached: The calls.
-        beside: A folder that it is not in, if there is one that is worked on as well.
-    """
+    """What was written is reported durable: nothing that it is made of may have failed."""
     failed = struck(fault, reached)
     if fault.act not in ERRORS or failed is None:
         return

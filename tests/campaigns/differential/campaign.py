@@ -21,24 +21,15 @@ SMALLER_TRIES = 40
 
 @dataclass(frozen=True)
 class Comparison:
-    """One thing that was read and compared.
+    """One thing that was read and compared."""
 
-    Attributes:
-        draw: What was drawn.
-        saver: What wrote it.
-        reader: What read it.
-        tensors: How many tensors and values were equal.
-        size_bytes: How many bytes of them.
-        error: Why they were not; empty where they were.
-    """
-
-    draw: Draw
-    saver: str
-    reader: str
-    tensors: int
-    size_bytes: int
+    draw: Draw  # what was drawn
+    saver: str  # what wrote it
+    reader: str  # what read it
+    tensors: int  # how many tensors and values were equal
+    size_bytes: int  # how many bytes of them
     seconds: float
-    error: str
+    error: str  # why they were not; empty where they were
 
 
 class Campaign:

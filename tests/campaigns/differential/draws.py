@@ -70,27 +70,16 @@ class Spec:
 
 @dataclass(frozen=True)
 class Unit:
-    """A module, which may lie in another one.
+    """A module, which may lie in another one."""
 
-    Attributes:
-        path: Where it is, by dots; numbers and names.
-        tensors: What it holds.
-        tied: A further name for its first parameter; empty without one.
-        frozen: Whether its parameters are not trained.
-        wrapped: Whether it is sharded by itself, not with what it lies in.
-        ignored: Whether FSDP leaves it alone.
-        group: The number of the parameter group in its optimizer.
-        extra: Whether it has an extra state.
-    """
-
-    path: str
-    tensors: tuple[Spec, ...]
-    tied: str = ""
-    frozen: bool = False
-    wrapped: bool = True
-    ignored: bool = False
-    group: int = 0
-    extra: bool = False
+    path: str  # where it is, by dots; numbers and names
+    tensors: tuple[Spec, ...]  # what it holds
+    tied: str = ""  # a further name for its first parameter; empty without one
+    frozen: bool = False  # whether its parameters are not trained
+    wrapped: bool = True  # whether it is sharded by itself, not with what it lies in
+    ignored: bool = False  # whether FSDP leaves it alone
+    group: int = 0  # the number of the parameter group in its optimizer
+    extra: bool = False  # whether it has an extra state
 
 
 @dataclass(frozen=True)
@@ -116,8 +105,6 @@ class Mesh:
 
 @dataclass(frozen=True)
 class Draw:
-    """Everything about one draw."""
-
     seed: int
     number: int
     units: tuple[Unit, ...]

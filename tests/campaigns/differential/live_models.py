@@ -61,8 +61,6 @@ class Block(nn.Module):
 
 
 class Keeper(Block):
-    """A block with an extra state."""
-
     def __init__(self, unit: Unit | None = None) -> None:
         super().__init__(unit)
         self.held: Any = {"steps": 0, "list": [0, 0.0, ""]}
@@ -192,8 +190,6 @@ def _fsdp1(model: nn.Module, draw: Draw, mesh: Mesh) -> nn.Module:
 
 @dataclass
 class Training:
-    """The live state of a draw on this rank."""
-
     draw: Draw
     mesh: Mesh
     model: nn.Module
@@ -202,7 +198,6 @@ class Training:
     progress: dict[str, Any]
 
     def state(self) -> dict[str, Any]:
-        """Returns what a Checkpointer is given."""
         found = {"model": self.model, "optimizer": self.optimizer, "progress": self.progress}
         return found if self.scheduler is None else found | {"scheduler": self.scheduler}
 
@@ -379,6 +374,5 @@ def gather_tensors(found: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def as_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a row of bytes for each element."""
     flat = tensor.detach().contiguous().flatten()
     return flat.view(torch.uint8).reshape(tensor.numel(), tensor.element_size())

@@ -97,7 +97,6 @@ class Commands:
                 yield saver, "convert --optimizer", lambda: self.optimizer(self.stock, "stock")
 
     def narrow(self, tensors: Tensors) -> Tensors:
-        """Leaves out what safetensors cannot hold."""
         return {name: value for name, value in tensors.items() if name not in self.wide}
 
     def options(self, source: Path) -> dict[str, Any]:
@@ -170,7 +169,6 @@ class Commands:
         return self.stock_file(folder, self.expected(source))
 
     def stock_file(self, folder: Path, expected: Tensors | None = None) -> Compared:
-        """Has torch make one file of a folder of DCP."""
         path = self.folder / "whole.pt"
         dcp_to_torch_save(folder, path)
         found = torch.load(path, weights_only=False)  # noqa: TID251  we made it
@@ -201,7 +199,6 @@ class Commands:
         return compare_numbers(load_folder(out), truth)
 
     def some(self, source: Path, name: str) -> Compared:
-        """Takes some tensors by patterns."""
         listed = sorted(self.narrow(self.model))
         chosen, out = listed[::2], self.folder / f"{name}_some"
         options = self.options(source)

@@ -41,11 +41,7 @@ class UnequalError(AssertionError):
 
 
 def compare(found: Mapping[str, Any], truth: Mapping[str, Any], what: str = "") -> Compared:
-    """Compares tensors bit by bit.
-
-    Raises:
-        UnequalError: If a name, a type, a shape or a bit differs.
-    """
+    """Compares tensors bit by bit."""
     if found.keys() != truth.keys():
         more, fewer = found.keys() - truth.keys(), truth.keys() - found.keys()
         raise UnequalError(f"{what}: {sorted(more)[:5]} more, {sorted(fewer)[:5]} fewer names")
@@ -103,7 +99,6 @@ class Reading:
         self.stock = folder / "stock"
 
     def checks(self) -> Iterator[Check]:
-        """Yields all comparisons."""
         layout, saver = self.draw.own_options["layout"], self.draw.stock
         own = "Checkpointer"
         yield own, "Checkpointer.resume", lambda: self.resume_own(layout)

@@ -169,7 +169,6 @@ SAVERS: dict[str, Callable[[Training, Path, dict[str, Any]], None]] = {
 
 
 def open_checkpointer(training: Training, folder: Path) -> Checkpointer:
-    """Opens the run of the draw with its options."""
     chosen = training.draw.own_options
     options: Any = {name: chosen[name] for name in ("layout", "max_in_flight", "prefix")}
     if chosen["local"]:

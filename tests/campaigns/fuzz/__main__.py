@@ -40,7 +40,6 @@ class Outcome:
 
 
 def fuzz(name: str, runs: int, seconds: int, seed: int, *, blind: bool) -> Outcome:
-    """Fuzzes a target in a process of its own."""
     folder = FOLDER / name
     command = [sys.executable, "-m", "tests.campaigns.fuzz.worker", name, str(folder)]
     command += [f"--runs={runs or -1}", f"--seconds={seconds}", f"--seed={seed}"]

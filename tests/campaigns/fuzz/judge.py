@@ -35,46 +35,28 @@ _IMPORTED = frozenset(
 
 @dataclass(frozen=True)
 class Target:
-    """A parser that is fuzzed.
-
-    Attributes:
-        name: Of the target.
-        run: Parses an input.
-        seeds: Returns valid inputs.
-        mutate: The mutations that keep the form of an input.
-        errors: The errors that a bad input may give.
-        share: How many inputs it gets of each batch, in relation to the others; fast ones get more.
-        most_bytes_per_byte: The memory that it may take for each byte of the input.
-        free_bytes: The memory that it may take in any case.
-        most_bytes: The longest input.
-    """
+    """A parser that is fuzzed."""
 
     name: str
-    run: Callable[[bytes], object]
-    seeds: Callable[[], list[bytes]]
-    mutate: Mutator
-    errors: tuple[type[Exception], ...] = (CkptkitError,)
+    run: Callable[[bytes], object]  # parses an input
+    seeds: Callable[[], list[bytes]]  # returns valid inputs
+    mutate: Mutator  # the mutations that keep the form of an input
+    errors: tuple[type[Exception], ...] = (CkptkitError,)  # the errors that a bad input may give
+    # How many inputs it gets of each batch, in relation to the others; fast ones get more.
     share: int = 4
-    most_bytes_per_byte: int = 300
-    free_bytes: int = 2 << 20
-    most_bytes: int = 1 << 13
+    most_bytes_per_byte: int = 300  # the memory that it may take for each byte of the input
+    free_bytes: int = 2 << 20  # the memory that it may take in any case
+    most_bytes: int = 1 << 13  # the longest input
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What a parser should not have done.
-
-    Attributes:
-        target: The target.
-        kind: `crash`, `hang`, `memory`, `action` or `message`.
-        place: The innermost line of ours.
-        what: The error, or the figure.
-    """
+    """What a parser should not have done."""
 
     target: str
-    kind: str
-    place: str
-    what: str
+    kind: str  # `crash`, `hang`, `memory`, `action` or `message`
+    place: str  # the innermost line of ours
+    what: str  # the error, or the figure
 
 
 class _Actions:
@@ -122,16 +104,7 @@ _ACTIONS_SEEN = _Actions()
 
 
 def judge(target: Target, data: bytes, *, with_memory: bool = False) -> Finding | None:
-    """Lets a target parse an input.
-
-    Args:
-        target: The parser.
-        data: The input.
-        with_memory: Whether memory is measured, which takes several times as long.
-
-    Returns:
-        What was wrong, or None.
-    """
+    """Lets a target parse an input."""
     if with_memory:
         tracemalloc.start()
     began = time.thread_time()
@@ -173,7 +146,6 @@ def _run(target: Target, data: bytes) -> Finding | None:
 
 
 def _place(error: BaseException) -> str:
-    """Returns file and line of the innermost frame of ckptkit."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if "/ckptkit" in frame.filename] or list(frames)
     last = own[-1]

@@ -131,7 +131,6 @@ def _repeat(rng: Random, holder: Any, key: Any) -> None:
 
 
 def _altered(rng: Random, value: Any) -> Any:
-    """Returns a value that is nearly the same."""
     if isinstance(value, int) and not isinstance(value, bool):
         return value + rng.choice((-1, 1, 2, 7, 256))
     if isinstance(value, str):
@@ -347,7 +346,6 @@ def _records(data: bytes) -> tuple[tuple[str, bytes], ...]:
 
 
 def pack_archive(records: Sequence[tuple[str, bytes]]) -> bytes:
-    """Returns an archive of uncompressed records."""
     body, directory = bytearray(), bytearray()
     for name, content in records:
         raw = name.encode("utf-8", "replace")[:2000]
@@ -415,7 +413,6 @@ def mutate_zstd(rng: Random, data: bytes) -> bytes:
 
 
 def by_name(path: str) -> Mutator:
-    """Returns the mutation that fits a file of a checkpoint."""
     name = path.rpartition("/")[2]
     if name.endswith((".metadata", ".pkl")) and name != ".snapshot_metadata":
         return mutate_pickle

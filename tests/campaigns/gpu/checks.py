@@ -31,17 +31,11 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Place:
-    """Where a check runs.
+    """Where a check runs."""
 
-    Attributes:
-        device: `cuda`, or `cpu` to see that the checks themselves work.
-        folder: Its own.
-        width: Of the square matrices of a model; on a device, copies of several milliseconds.
-    """
-
-    device: torch.device
+    device: torch.device  # `cuda`, or `cpu` to see that the checks themselves work
     folder: Path
-    width: int
+    width: int  # of the square matrices of a model; on a device, copies of several milliseconds
 
     @property
     def is_cuda(self) -> bool:
@@ -265,7 +259,6 @@ def continued(place: Place) -> str:
 
 
 def random_numbers(place: Place) -> str:
-    """Generators of the device are saved and restored."""
     torch.manual_seed(7)
     torch.rand(3, device=place.device)
     model = network(place)

@@ -24,40 +24,28 @@ LEAST_STEPS = 5
 
 @dataclass
 class Figures:
-    """Seconds of one saver, an entry for each save.
+    """Seconds of one saver, an entry for each save."""
 
-    Attributes:
-        call: Until its call returned.
-        staged: Until nothing of the device was read any more, where that was waited for.
-        durable: Until it was on the disk.
-        meanwhile: Steps from the call until then, where nothing was waited for.
-    """
-
-    call: list[float] = field(default_factory=list)
+    call: list[float] = field(default_factory=list)  # until its call returned
+    # Until nothing of the device was read any more, where that was waited for.
     staged: list[float] = field(default_factory=list)
-    durable: list[float] = field(default_factory=list)
+    durable: list[float] = field(default_factory=list)  # until it was on the disk
+    # Steps from the call until then, where nothing was waited for.
     meanwhile: list[float] = field(default_factory=list)
 
 
 @dataclass
 class Costs:
-    """All that was measured.
+    """All that was measured."""
 
-    Attributes:
-        size_bytes: Of one save.
-        bare: Seconds of copies of the same bytes into pinned memory, with nothing else running.
-        quiet: Seconds of steps without a save.
-        first: Of the first save after `prepare`: until its call returned, and was staged.
-        savers: By name.
-        grown_bytes: How much more memory of the device was in use after the last save than before
-            the first one.
-    """
-
-    size_bytes: int
+    size_bytes: int  # of one save
+    # Seconds of copies of the same bytes into pinned memory, with nothing else running.
     bare: list[float]
-    quiet: list[float]
+    quiet: list[float]  # seconds of steps without a save
+    # Of the first save after `prepare`: until its call returned, and was staged.
     first: tuple[float, float]
     savers: dict[str, Figures]
+    # How much more memory of the device was in use after the last save than before the first one.
     grown_bytes: int
 
 
@@ -94,7 +82,6 @@ class Loop:
         return {"model": model, "optimizer": optimizer}
 
     def tensors(self) -> list[torch.Tensor]:
-        """Returns all that a save copies."""
         states = [value for state in self.optimizer.state.values() for value in state.values()]
         return [tensor.detach() for tensor in [*self.model.parameters(), *states]]
 
@@ -195,7 +182,6 @@ def used_bytes(device: torch.device) -> int:
 
 
 def rows_of(costs: Costs) -> Iterator[tuple[object, ...]]:
-    """Yields a row of the table for each saver."""
     bare, quiet = statistics.median(costs.bare), statistics.median(costs.quiet)
     for name, figures in costs.savers.items():
         call, staged, durable = map(

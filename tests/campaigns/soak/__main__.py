@@ -106,7 +106,6 @@ def _counted(title: str, column: str, counted: Counter[str]) -> Table:
 
 
 def _command(options: argparse.Namespace, seed: int) -> str:
-    """Returns the command that draws the same plan."""
     words = ["python -m tests.campaigns.soak", f"--minutes {options.minutes:g} --seed {seed}"]
     if options.models != ",".join(Scope.models):
         words.append(f"--models {options.models}")

@@ -22,8 +22,6 @@ END_SECONDS = 60.0
 
 
 class ChapterRun:
-    """A chapter that goes on."""
-
     def __init__(self, services: Services, chapter: Chapter) -> None:
         self.services, self.chapter = services, chapter
         self.folder = services.folder / f"chapter-{chapter.number}"

@@ -32,8 +32,6 @@ _END_SECONDS = 30.0
 
 
 class Child:
-    """A process that was forked on request."""
-
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self.status: int | None = None

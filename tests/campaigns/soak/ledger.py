@@ -12,49 +12,30 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Saved:
-    """A call of `save`.
-
-    Attributes:
-        serial: Its number.
-        step: What was saved.
-        name: Of the folder, where it is not that of the step.
-        world: Number of ranks.
-        nodes: Whose disks have it first.
-        strategy: How it was sharded.
-        is_local: Whether it was reported durable there.
-        is_durable: Whether it was reported durable in the run.
-    """
+    """A call of `save`."""
 
     serial: int
-    step: int
-    name: str
-    world: int
-    nodes: frozenset[int]
-    strategy: str = ""
-    is_local: bool = False
-    is_durable: bool = False
+    step: int  # what was saved
+    name: str  # of the folder, where it is not that of the step
+    world: int  # number of ranks
+    nodes: frozenset[int]  # whose disks have it first
+    strategy: str = ""  # how it was sharded
+    is_local: bool = False  # whether it was reported durable there
+    is_durable: bool = False  # whether it was reported durable in the run
 
 
 @dataclass
 class Ledger:
-    """The saves of a run and the rules by which steps are removed.
+    """The saves of a run and the rules by which steps are removed."""
 
-    Attributes:
-        saves: By serial number.
-        keep_last: Of the rule that keeps the fewest, None where no rule was ever applied.
-        keep_every: A number whose multiples stay under all rules.
-        in_place: Whether a step that is saved again is overwritten, as in a bucket.
-        present: The nodes of the life that goes on.
-    """
-
+    # Of the rule that keeps the fewest, None where no rule was ever applied.
     keep_last: int | None = None
-    keep_every: int | None = None
-    in_place: bool = False
-    present: frozenset[int] = frozenset()
-    saves: dict[int, Saved] = field(default_factory=dict)
+    keep_every: int | None = None  # a number whose multiples stay under all rules
+    in_place: bool = False  # whether a step that is saved again is overwritten, as in a bucket
+    present: frozenset[int] = frozenset()  # the nodes of the life that goes on
+    saves: dict[int, Saved] = field(default_factory=dict)  # by serial number
 
     def begin(self, saved: Saved) -> None:
-        """Notes that a save begins."""
         self.saves.setdefault(saved.serial, saved)
         if self.in_place:
             for other in self.saves.values():
@@ -62,7 +43,6 @@ class Ledger:
                     other.is_durable = False  # the node's disk has it meanwhile
 
     def lose_node(self, node: int) -> None:
-        """Notes that a node's disk is gone."""
         for saved in self.saves.values():
             if node in saved.nodes:
                 saved.is_local = False
@@ -96,11 +76,7 @@ class Ledger:
         return ""
 
     def judge_contents(self, there: Mapping[str, int]) -> list[str]:
-        """Returns what is wrong with the complete steps of a run at rest.
-
-        Args:
-            there: The serial numbers of complete steps, by the names of their folders.
-        """
+        """Returns what is wrong with the complete steps of a run at rest."""
         wrong = []
         for folder, serial in there.items():
             saved = self.saves.get(serial)

@@ -38,33 +38,19 @@ OF_PEERS = {"RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreEr
 
 @dataclass
 class Stage:
-    """Where a chapter's lives take place.
+    """Where a chapter's lives take place."""
 
-    Attributes:
-        services: What all chapters share.
-        chapter: The plan.
-        folder: Of the chapter.
-        run: The run, a path or a URL.
-        nodes: The folder of the nodes' disks; None for none.
-        small: The small file system, if there is one.
-        options: Of every Checkpointer.
-        shadow: What is true.
-        ledger: What must be there.
-        start_tool: Starts a command.
-        asleep: Stopped processes of the life before.
-    """
-
-    services: Services
+    services: Services  # what all chapters share
     chapter: Chapter
     folder: Path
-    run: str
-    nodes: Path | None
-    small: Path | None
-    options: dict[str, Any]
-    shadow: Shadow
-    ledger: Ledger
-    start_tool: Callable[[Tool], None]
-    asleep: set[int] = field(default_factory=set)
+    run: str  # the run, a path or a URL
+    nodes: Path | None  # the folder of the nodes' disks; None for none
+    small: Path | None  # the small file system, if there is one
+    options: dict[str, Any]  # of every Checkpointer
+    shadow: Shadow  # what is true
+    ledger: Ledger  # what must be there
+    start_tool: Callable[[Tool], None]  # starts a command
+    asleep: set[int] = field(default_factory=set)  # stopped processes of the life before
 
     def node(self, rank: int) -> int:
         return rank // self.chapter.ranks_per_node
@@ -72,19 +58,12 @@ class Stage:
 
 @dataclass
 class LifeRun:
-    """A life that goes on.
-
-    Attributes:
-        stage: Where.
-        number: Of the life.
-        life: The plan.
-        resume_step: The step to resume from; None for the newest.
-    """
+    """A life that goes on."""
 
     stage: Stage
     number: int
     life: Life
-    resume_step: int | None
+    resume_step: int | None  # the step to resume from; None for the newest
     _ranks: list[Child] = field(default_factory=list)
     _due: list[tuple[float, Callable[[], None]]] = field(default_factory=list)
     _resumed: dict[int, dict[str, Any]] = field(default_factory=dict)
@@ -302,7 +281,6 @@ class LifeRun:
     # Harm
 
     def _count_harm(self) -> None:
-        """Counts what the ranks did to themselves."""
         faults = self.stage.services.count.faults
         if (self._folder / "doomed").exists() and self.life.doom is not None:
             victim = "itself" if self.life.doom["act"] == "itself" else "its rank"

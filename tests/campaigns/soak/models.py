@@ -21,6 +21,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.dataloaders import Data
+
 Tensors = dict[str, torch.Tensor]
 SERIAL = "serial"  # the entry of the optimizer's state that tells saves of a step apart
 _GRADIENTS = torch.tensor([1.0, -1.0, 0.5, -0.5, 0.25, -0.25, 2.0, -2.0])
@@ -115,7 +117,6 @@ def gradient(step: int, name: str, shape: torch.Size) -> torch.Tensor:
 
 
 def wrap(model: nn.Module, strategy: str) -> nn.Module:
-    """Shards a model over all ranks."""
     world = torch.distributed.get_world_size()
     units = [path for path in _UNITS if path in dict(model.named_modules())]
     if strategy == "ddp":
@@ -144,22 +145,6 @@ def wrap(model: nn.Module, strategy: str) -> nn.Module:
         model.get_submodule(parent).register_module(name, shard(model.get_submodule(path)))
     wrapped: nn.Module = shard(model)
     return wrapped
-
-
-class Data:
-    """A dataloader that knows where it is; each rank is at another place."""
-
-    def __init__(self) -> None:
-        self.at = 0
-
-    def __iter__(self) -> Any:
-        yield self.at
-
-    def state_dict(self) -> dict[str, int]:
-        return {"at": self.at}
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        self.at = state["at"]
 
 
 def make_state(model: nn.Module) -> dict[str, Any]:
@@ -200,7 +185,6 @@ def sow(step: int, rank: int) -> None:
 
 
 def random_numbers() -> str:
-    """Returns the state of all random numbers of this rank."""
     held: Any = np.random.get_state()
     parts = (repr(random.getstate()), repr(held[1].tolist()), repr(held[2:]))
     torch_part = zlib.crc32(torch.get_rng_state().numpy().tobytes())

@@ -28,23 +28,14 @@ MOST_REQUESTS = 3
 
 @dataclass(frozen=True)
 class Harm:
-    """Something that goes wrong after a step.
+    """Something that goes wrong after a step."""
 
-    Attributes:
-        kind: `kill`, `term`, `stop`, `full`, `store` or `slow`.
-        who: Whose process: `rank`, `ranks`, `all`, `writer`, `committer`, `keeper`, `drain`.
-        rank: Of the process.
-        after: Seconds after the step's save began.
-        seconds: How long a process is stopped, a disk full, a store out of order.
-        answer: Of a store: a status, `lost` (answers) or `cut` (bodies).
-    """
-
-    kind: str
-    who: str = ""
+    kind: str  # `kill`, `term`, `stop`, `full`, `store` or `slow`
+    who: str = ""  # whose process: `rank`, `ranks`, `all`, `writer`, `committer`, `keeper`, `drain`
     rank: int = 0
-    after: float = 0.0
-    seconds: float = 0.0
-    answer: str = ""
+    after: float = 0.0  # seconds after the step's save began
+    seconds: float = 0.0  # how long a process is stopped, a disk full, a store out of order
+    answer: str = ""  # of a store: a status, `lost` (answers) or `cut` (bodies)
 
     @property
     def name(self) -> str:
@@ -70,74 +61,46 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class Tool:
-    """A command beside the training.
+    """A command beside the training."""
 
-    Attributes:
-        kind: One of `TOOLS`.
-        keep_last: Of a prune.
-        dies_after: Seconds after which it is killed and run again; 0 for never.
-        hub_fault: What the Hub answers first: a status, `drop` or `lost`; empty for nothing.
-    """
-
-    kind: str
-    keep_last: int = 2
-    dies_after: float = 0.0
-    hub_fault: str = ""
+    kind: str  # one of `TOOLS`
+    keep_last: int = 2  # of a prune
+    dies_after: float = 0.0  # seconds after which it is killed and run again; 0 for never
+    hub_fault: str = ""  # what the Hub answers first: a status, `drop` or `lost`; empty for nothing
 
 
 @dataclass(frozen=True)
 class Step:
-    """A step of training.
+    """A step of training."""
 
-    Attributes:
-        save: One of `SAVES`, or empty.
-        name: Of the saved folder, where it is not that of the step.
-        harm: What goes wrong.
-        tool: What is started beside.
-    """
-
-    save: str = ""
-    name: str = ""
-    harm: Harm | None = None
-    tool: Tool | None = None
+    save: str = ""  # one of `SAVES`, or empty
+    name: str = ""  # of the saved folder, where it is not that of the step
+    harm: Harm | None = None  # what goes wrong
+    tool: Tool | None = None  # what is started beside
 
 
 @dataclass(frozen=True)
 class Life:
-    """What one start of the job does.
+    """What one start of the job does."""
 
-    Attributes:
-        world: Number of ranks.
-        strategy: How the model is sharded.
-        steps: One after the other.
-        end: `close`, `exit` (without closing), `raise` (from the loop), `kill_all`.
-        end_after: Seconds until the kill of that.
-        rollback: Which of the steps there is resumed from, as a share of them; None: the newest.
-        options: Further options of the Checkpointer.
-        doom: Where a process kills itself or its rank, as fields of `training_life.Doom`.
-        limit_bytes: Size of files above which nothing may be written; 0 for none.
-        heeds: Whether SIGTERM is handled.
-        lost_node: A node whose disk is empty at the start; None for none.
-        next_at_once: Whether the next life begins before the processes of this one have left;
-            those that are stopped go on in the middle of it.
-        wakes_after: Seconds from the start after which those of the life before go on.
-        exports: Whether the model is exported before the end.
-    """
-
-    world: int
-    strategy: str
-    steps: tuple[Step, ...]
-    end: str
-    end_after: float = 0.0
+    world: int  # number of ranks
+    strategy: str  # how the model is sharded
+    steps: tuple[Step, ...]  # one after the other
+    end: str  # `close`, `exit` (without closing), `raise` (from the loop), `kill_all`
+    end_after: float = 0.0  # seconds until the kill of that
+    # Which of the steps there is resumed from, as a share of them; None: the newest.
     rollback: float | None = None
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)  # further options of the Checkpointer
+    # Where a process kills itself or its rank, as fields of `training_life.Doom`.
     doom: dict[str, Any] | None = None
-    limit_bytes: int = 0
-    heeds: bool = False
-    lost_node: int | None = None
+    limit_bytes: int = 0  # size of files above which nothing may be written; 0 for none
+    heeds: bool = False  # whether SIGTERM is handled
+    lost_node: int | None = None  # a node whose disk is empty at the start; None for none
+    # Whether the next life begins before the processes of this one have left; those that are
+    # stopped go on in the middle of it.
     next_at_once: bool = False
-    wakes_after: float = 0.0
-    exports: bool = False
+    wakes_after: float = 0.0  # seconds from the start after which those of the life before go on
+    exports: bool = False  # whether the model is exported before the end
 
     @property
     def is_calm(self) -> bool:
@@ -150,31 +113,18 @@ class Life:
 
 @dataclass(frozen=True)
 class Chapter:
-    """A run, from its first save to its end.
-
-    Attributes:
-        seed: Of the soak.
-        number: Of the chapter.
-        place: `dir`, `tiers` or `s3`.
-        disk: What is a small file system: `run`, `nodes`, or empty for none.
-        model: `plain`, `wide`, `llama` or `lora`.
-        layout: Of the Checkpointer.
-        keep_last: Of the Checkpointer; None for no rule.
-        keep_every: As well; only beside `keep_last`.
-        ranks_per_node: How many ranks share a node's disk.
-        lives: One after the other; the last one is calm.
-    """
+    """A run, from its first save to its end."""
 
     seed: int
     number: int
-    place: str
-    disk: str
-    model: str
-    layout: str
-    keep_last: int | None
-    keep_every: int | None
-    ranks_per_node: int
-    lives: tuple[Life, ...]
+    place: str  # `dir`, `tiers` or `s3`
+    disk: str  # what is a small file system: `run`, `nodes`, or empty for none
+    model: str  # `plain`, `wide`, `llama` or `lora`
+    layout: str  # of the Checkpointer
+    keep_last: int | None  # of the Checkpointer; None for no rule
+    keep_every: int | None  # as well; only beside `keep_last`
+    ranks_per_node: int  # how many ranks share a node's disk
+    lives: tuple[Life, ...]  # one after the other; the last one is calm
 
     def lines(self) -> list[str]:
         """Returns the plan, for a person."""
@@ -196,21 +146,13 @@ def _text(values: dict[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Scope:
-    """What may be drawn.
+    """What may be drawn."""
 
-    Attributes:
-        models: Kinds of models.
-        places: Kinds of places.
-        most_lives: Of a chapter.
-        most_steps: Of a life.
-        mounts: Whether small file systems can be mounted.
-    """
-
-    models: tuple[str, ...] = ("plain", "wide", "llama", "lora")
-    places: tuple[str, ...] = ("dir", "tiers", "s3")
+    models: tuple[str, ...] = ("plain", "wide", "llama", "lora")  # kinds of models
+    places: tuple[str, ...] = ("dir", "tiers", "s3")  # kinds of places
     most_lives: int = 7
     most_steps: int = 7
-    mounts: bool = True
+    mounts: bool = True  # whether small file systems can be mounted
 
 
 def draw_chapter(seed: int, number: int, scope: Scope) -> Chapter:
@@ -247,8 +189,6 @@ _LAYOUTS = ("accelerate", "dcp", "trainer")
 
 
 class _Drawing:
-    """Draws lives of a chapter."""
-
     def __init__(self, draw: random.Random, chapter: Chapter, scope: Scope) -> None:
         self.draw = draw
         self.chapter = chapter

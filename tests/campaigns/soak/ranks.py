@@ -50,8 +50,6 @@ class PlannedError(Exception):
 
 
 class Rank:
-    """One rank of one life."""
-
     def __init__(self, spec: Mapping[str, Any], rank: int) -> None:
         self.spec = spec
         self.life = spec["life"]
@@ -229,7 +227,6 @@ def _limit(pid: int | None, size_bytes: int) -> None:
 
 
 def _spoil(state: dict[str, Any]) -> None:
-    """Changes what a resume has to bring back."""
     with torch.no_grad():
         for tensor in state["model"].parameters():
             getattr(tensor, "_local_tensor", tensor).fill_(7.0)

@@ -31,29 +31,19 @@ TOOL_PACKAGES = (
 
 @dataclass
 class Count:
-    """What was done, and what was wrong.
-
-    Attributes:
-        actions: By kind.
-        faults: Injected, by kind.
-        resumes: By the ranks and strategies of the save and of the resume.
-        failed: Saves that failed where something had gone wrong, by kind of error.
-        problems: Whatever should not be.
-        steps: Steps whose tensors were compared with the shadow's.
-        size_bytes: Of these tensors, and of those of outputs.
-        resumed: Resumes of which every rank was compared.
-        lives: Starts of the job.
-    """
+    """What was done, and what was wrong."""
 
     actions: Counter[str] = field(default_factory=Counter)
-    faults: Counter[str] = field(default_factory=Counter)
+    faults: Counter[str] = field(default_factory=Counter)  # injected, by kind
+    # By the ranks and strategies of the save and of the resume.
     resumes: Counter[tuple[str, str]] = field(default_factory=Counter)
+    # Saves that failed where something had gone wrong, by kind of error.
     failed: Counter[str] = field(default_factory=Counter)
-    problems: list[str] = field(default_factory=list)
-    steps: int = 0
-    size_bytes: int = 0
-    resumed: int = 0
-    lives: int = 0
+    problems: list[str] = field(default_factory=list)  # whatever should not be
+    steps: int = 0  # steps whose tensors were compared with the shadow's
+    size_bytes: int = 0  # of these tensors, and of those of outputs
+    resumed: int = 0  # resumes of which every rank was compared
+    lives: int = 0  # starts of the job
 
 
 class Services:
@@ -73,7 +63,6 @@ class Services:
 
     @property
     def temporary(self) -> Path:
-        """The folder for temporary files of all processes."""
         return self.folder / "tmp"
 
     def fork_rank(self, model: str, **command: Any) -> Child:
@@ -91,7 +80,6 @@ class Services:
 
     @property
     def spared(self) -> set[int]:
-        """The processes that fork."""
         found = {forks.pid for forks in self._ranks.values()}
         return found | ({self._tools.pid} if self._tools else set())
 
@@ -167,7 +155,6 @@ def unmount(place: Path) -> None:
 
 
 def can_mount() -> bool:
-    """Tries to mount a small file system."""
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder) / "tried"
         if mount(place):

@@ -24,16 +24,10 @@ MANIFEST = "ckptkit.json"
 
 @dataclass(frozen=True)
 class Compared:
-    """What came of a comparison.
+    """What came of a comparison."""
 
-    Attributes:
-        serials: Of the saves that the step is from; one, if all is well.
-        size_bytes: What was compared.
-        wrong: What differs.
-    """
-
-    serials: tuple[int, ...]
-    size_bytes: int
+    serials: tuple[int, ...]  # of the saves that the step is from; one, if all is well
+    size_bytes: int  # what was compared
     wrong: str
 
 
@@ -47,7 +41,6 @@ def complete_steps(run: Path) -> list[str]:
 
 
 def fetch_run(bucket: Bucket, prefix: str, folder: Path) -> None:
-    """Copies a run past the proxy to a folder."""
     shutil.rmtree(folder, ignore_errors=True)
     for key in bucket.keys(f"{prefix}/"):
         path = folder / key.removeprefix(f"{prefix}/")
@@ -56,7 +49,6 @@ def fetch_run(bucket: Bucket, prefix: str, folder: Path) -> None:
 
 
 def number_of(step: Path) -> int:
-    """Returns the number that the manifest gives a step."""
     source: dict[str, int] = json.loads((step / MANIFEST).read_text())["source"]
     return source["step"]
 
@@ -110,7 +102,6 @@ def difference(found: Mapping[str, torch.Tensor], truth: Mapping[str, torch.Tens
 
 
 def output_tensors(folder: Path) -> Tensors:
-    """Reads what a command wrote."""
     found: Tensors = {}
     for path in sorted(folder.glob("*.safetensors")):
         found |= load_file(path)

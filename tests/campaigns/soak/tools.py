@@ -32,27 +32,16 @@ _TITLE = re.compile(r"Step (\d+) \((\w+)\)")
 
 @dataclass
 class Desk:
-    """Runs the commands of a chapter, each in a thread of its own.
+    """Runs the commands of a chapter, each in a thread of its own."""
 
-    Attributes:
-        services: What runs them.
-        chapter: Whose run they read.
-        run: As an argument.
-        further: Arguments for the storage of the run.
-        folder: For what they write.
-        ledger: What the run must hold.
-        lock: For the ledger, and for what the shadow computes.
-        shadow: What is true.
-    """
-
-    services: Services
-    chapter: Chapter
-    run: str
-    further: list[str]
-    folder: Path
-    ledger: Ledger
-    lock: threading.Lock
-    shadow: Shadow
+    services: Services  # what runs them
+    chapter: Chapter  # whose run they read
+    run: str  # as an argument
+    further: list[str]  # arguments for the storage of the run
+    folder: Path  # for what they write
+    ledger: Ledger  # what the run must hold
+    lock: threading.Lock  # for the ledger, and for what the shadow computes
+    shadow: Shadow  # what is true
 
     def __post_init__(self) -> None:
         self._threads: list[threading.Thread] = []
@@ -63,7 +52,6 @@ class Desk:
         self._repo = f"org/run-{self.chapter.number}"
 
     def start(self, tool: Tool) -> None:
-        """Starts a command beside the training."""
         self._numbers += 1
         thread = threading.Thread(target=self._work, args=(tool, self._numbers))
         thread.start()
