@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from msgspec.structs import replace
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "fixtures" / "generators"))
 import megatron_models as models

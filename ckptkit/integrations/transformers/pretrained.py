@@ -5,6 +5,7 @@ Source: transformers 5.23, `PreTrainedModel.from_pretrained` and `_load_pretrain
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import logging
@@ -17,7 +18,6 @@ from typing import Any
 
 import torch
 import transformers
-from msgspec.structs import replace
 from torch import nn
 from transformers import PreTrainedModel, modeling_utils
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -225,7 +225,7 @@ def _load_headers(
         headers: dict[str, torch.Tensor] = {}
         for path in files:
             headers |= modeling_utils.load_state_dict(path, map_location="meta")
-        on_meta = replace(config, device_map={"": "meta"})
+        on_meta = dataclasses.replace(config, device_map={"": "meta"})
         loaded = stock(model, headers, None, on_meta, *rest, **more)
         info = loaded[0]
         initialised = {*info.missing_keys, *(name for name, *_ in info.mismatched_keys)}
