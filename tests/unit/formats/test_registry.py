@@ -235,6 +235,8 @@ class OwnReader(NpyRowsReader, FormatReader):
 """
     (tmp_path / "rows_of_npy.py").write_text(EXAMPLE + own, encoding="utf-8")
     program = f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
 import ckptkit.formats
 ckptkit.formats.__path__.append({str(tmp_path)!r})
 import ckptkit, pathlib
