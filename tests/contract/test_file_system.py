@@ -112,8 +112,11 @@ def file_system(src: object, **options: Any) -> Any:
 @pytest.fixture(autouse=True)
 def closed() -> Iterator[None]:
     yield
-    while MADE:
-        MADE.pop().invalidate_cache()
+    kind = fsspec.get_filesystem_class("ckptkit")  # fsspec keeps those that copies made
+    for files in (*MADE, *kind._cache.values()):
+        files.invalidate_cache()
+    MADE.clear()
+    kind.clear_instance_cache()
 
 
 @pytest.fixture(scope="module", params=CASES)
