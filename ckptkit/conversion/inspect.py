@@ -136,10 +136,9 @@ class Inspection(Displayed, Struct, frozen=True):
     dict is not consolidated. `framework` is the one whose names the model has, empty for those of
     Transformers; `map` is what a name map makes of them, and `map_refusal` the error where a
     conversion would have none, as `--json` shows errors. `shards` is set where it was asked for.
-    `steps` and `finals` are what else the folder holds: the steps of the run, the newest last, and
-    the models beside them: what each lacks, by the selection that takes it. `checkpoints` is set
-    where none is chosen, of a run without a whole step and of several checkpoints: they are listed
-    instead, and `problems` has what some of them lack.
+    `steps` are the steps of the run, the newest last. `finals` maps the selection of each final
+    model to what that model lacks. `checkpoints` is set where no checkpoint can be chosen: it lists
+    all of them, and `problems` has what some of them lack.
     """
 
     path: str

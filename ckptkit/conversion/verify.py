@@ -568,7 +568,7 @@ def _sound_copies(
 
 
 def _is_same_save(mine: Manifest, theirs: Manifest | None) -> bool:
-    """Whether both are of one save; that of an output proves all bytes, whoever has them."""
+    """Whether both manifests are of one save; an output has digests, and needs no such proof."""
     if mine.kind != TRAINING:
         return True
     attempt = mine.source.get("attempt")

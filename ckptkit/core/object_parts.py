@@ -27,7 +27,7 @@ class CopiedRange(Struct, frozen=True):
     stop: int  # first byte after it
     path: str
     source_start: int  # first byte in it
-    crc32: int  # the checksum that is stored for these bytes beside them
+    crc32: int  # the stored checksum of these bytes
 
     @property
     def size_bytes(self) -> int:

@@ -211,7 +211,7 @@ class KnownFault(Struct, frozen=True):
     advice: str
     source: str  # where it is described, or how it was found
     is_mended: bool = True  # whether a later version is without it
-    beside: str = ""  # a package without which the fault concerns nobody
+    requires: str = ""  # the fault matters only where this package is installed too
 
 
 KNOWN_FAULTS = (
@@ -232,7 +232,7 @@ KNOWN_FAULTS = (
         "with FSDP2 and FULL_STATE_DICT, only rank 0's part of an adapter is saved",
         "upgrade accelerate to 1.15, or set SHARDED_STATE_DICT",
         "huggingface/accelerate#4206",
-        beside="peft",
+        requires="peft",
     ),
     KnownFault(
         "transformers",
@@ -259,7 +259,7 @@ KNOWN_FAULTS = (
         "accelerate uses FSDP2 with torch 2.6 and later only",
         "upgrade torch, or set fsdp_version to 1",
         "accelerate 1.15, FSDP2_PYTORCH_VERSION",
-        beside="accelerate",
+        requires="accelerate",
     ),
     KnownFault(
         "deepspeed",
@@ -328,7 +328,7 @@ def judge_versions(installed: Mapping[str, str]) -> list[Finding]:
     findings, faulty = [], set()
     for fault in KNOWN_FAULTS:
         text = installed.get(fault.package, "")
-        if not text or (fault.beside and fault.beside not in installed):
+        if not text or (fault.requires and fault.requires not in installed):
             continue
         if not _numbers(fault.since) <= _numbers(text) < _numbers(fault.until):
             continue

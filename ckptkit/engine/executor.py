@@ -206,8 +206,8 @@ class Executor:
     def run_again(self, tasks: Iterator[Task], outcome: Outcome) -> None:
         """Runs tasks once more, as a whole now that all checksums are known.
 
-        `tasks`: of which a part was left out, and which the target takes as a whole only.
-        `outcome`: of all parts together; the digests have to be the same now.
+        `tasks`: those of which other processes wrote parts; the target takes them as a whole.
+        `outcome`: what all parts gave together; the digests have to be the same now.
         """
         for slot, pieces in outcome.pieces:
             self._checksums.add(slot, pieces)

@@ -467,6 +467,24 @@ def parse_number(text: str, *, option: str, example: str = "1e-3") -> float:
     return value
 
 
+_LEAST_SECONDS, _MOST_SECONDS = 0.05, 86_400.0
+
+
+def parse_interval(text: str) -> float:
+    """Reads `--interval`, in seconds."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if _LEAST_SECONDS <= seconds <= _MOST_SECONDS:
+        return seconds
+    raise UsageError(
+        f"{text!r} is not a number from {_LEAST_SECONDS:g} to {_MOST_SECONDS:,.0f}",
+        where="--interval",
+        hint="pass --interval 10",
+    )
+
+
 def parse_weights(text: str) -> list[float]:
     """Reads numbers with commas between them."""
     words = text.replace(",", " ").split()

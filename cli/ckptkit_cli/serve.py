@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import shlex
 import threading
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 _PLACE = "Where it is served"
 _MERGE = "Merging an adapter"
 _MOST_DIGITS = 5
-_LEAST_SECONDS, _MOST_SECONDS = 0.05, 86_400.0
 _NOT_SERVED = {
     *("out", "optimizer", "dry_run", "overwrite", "if_exists", "resume", "delete_source", "check"),
     *("engine", "slice", "dst_option", "as_json", "quiet", "events", "base", "memory_budget"),
@@ -59,20 +57,6 @@ def _parse_secret(name: str) -> str:
             hint=f"set it, as in `export {name}=...`, or leave the option out for a random key",
         )
     return secret
-
-
-def _parse_seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not _LEAST_SECONDS <= seconds <= _MOST_SECONDS:
-        raise UsageError(
-            f"{text!r} is not a number from {_LEAST_SECONDS:g} to {_MOST_SECONDS:,.0f}",
-            where="--interval",
-            hint="pass --interval 10",
-        )
-    return seconds
 
 
 @command(
@@ -115,7 +99,7 @@ def _parse_seconds(text: str) -> float:
         _PLACE,
         "With --follow, the time between two looks at SRC.  [default: 5, for a URL 30]",
         "SECONDS",
-        parse=_parse_seconds,
+        parse=options.parse_interval,
     ),
     Option(
         "--access-key",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
 import re
 import sys
@@ -36,23 +35,8 @@ if TYPE_CHECKING:
 _PUSHED = "Which steps are pushed"
 _TIMING = "When"
 _LOCAL_SECONDS, _REMOTE_SECONDS = 5.0, 30.0
-_LEAST_SECONDS, _MOST_SECONDS = 0.05, 86_400.0
 _ONCE_TRIES = 2  # with --once, cron or a person runs the watch again
 _FOLDER_NAME = re.compile(r"(?!ckptkit)[A-Za-z0-9_{][A-Za-z0-9_{}.-]*")
-
-
-def _parse_seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if _LEAST_SECONDS <= seconds <= _MOST_SECONDS:
-        return seconds
-    raise UsageError(
-        f"{text!r} is not a number from {_LEAST_SECONDS:g} to {_MOST_SECONDS:,.0f}",
-        where="--interval",
-        hint="pass --interval 10",
-    )
 
 
 def _parse_folder(text: str) -> str:
@@ -185,7 +169,7 @@ _OPTIONS = (
         _TIMING,
         "Time between two looks at RUN.  [default: 5, for a URL 30]",
         "SECONDS",
-        parse=_parse_seconds,
+        parse=options.parse_interval,
     ),
     *options.RETENTION,
     replace(

@@ -1038,7 +1038,7 @@ def compare_leftovers(
     found: ResolvedSource,
     select: str | None,
 ) -> ResolvedSource:
-    """Compares the model of a step with the shards beside it."""
+    """Compares the model of a step with the shards that it was made from."""
     notes = list(found.notes)
     for unit in found.units:
         is_named = select is not None and f"/{select}".endswith(f"/{unit.label}")
@@ -1209,7 +1209,7 @@ def read_model_manifest(checkpoint: OpenedCheckpoint) -> Manifest | None:
     units = checkpoint.units  # an adapter has none
     folder = units[0].candidate.folder if units else checkpoint.folder
     paths = checkpoint.paths
-    # A source that is one file lists that file alone, and its manifest is beside it.
+    # A source of one file does not list the manifest of its folder.
     if len(paths) > 1 and posixpath.join(folder, MANIFEST_NAME) not in paths:
         return None
     with suppress(MissingFileError):

@@ -673,7 +673,7 @@ class DcpMetadata(Struct, frozen=True):
     is_megatron: bool = False  # whether Megatron-Core wrote it
     library: str = ""  # the library that called torch's, or wrote the file itself; empty for others
     is_raw: bool = False  # whether a stored item is the elements of a chunk, without a container
-    # tensors of which an item has fewer bytes than elements of their type need
+    # tensors whose stored item is too short for their elements
     short: frozenset[str] = frozenset()
 
 
