@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -223,35 +222,6 @@ def test_where_nothing_is_found_all_formats_and_what_is_there_are_named(tmp_path
     assert caught.value.message.endswith("but log_*.json (2), logs/ (2), notes.txt")
     for reader in READERS:
         assert reader.expected in caught.value.hint
-
-
-def test_a_module_with_a_reader_is_all_that_a_format_of_our_own_needs(
-    rows: Path, tmp_path: Path
-) -> None:
-    own = """
-from ckptkit.formats.base import FormatReader
-class OwnReader(NpyRowsReader, FormatReader):
-    expected = "'*.npy'"
-"""
-    (tmp_path / "rows_of_npy.py").write_text(EXAMPLE + own, encoding="utf-8")
-    program = f"""
-import sys
-sys.path.insert(0, {str(ROOT)!r})
-import ckptkit.formats
-ckptkit.formats.__path__.append({str(tmp_path)!r})
-import ckptkit, pathlib
-print(ckptkit.inspect({str(rows)!r}).format)
-pathlib.Path("empty").mkdir()
-try:
-    ckptkit.inspect("empty")
-except ckptkit.CkptkitError as error:
-    print(error.hint)
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.startswith("npy-rows\n")
-    assert "npy-rows: '*.npy'" in done.stdout
 
 
 SAVED = "peft_checkpointer/checkpoint/checkpoint-2"
