@@ -111,9 +111,11 @@ def classify(
     """Assigns tensors to models, optimizers and other state dicts.
 
     A dictionary key that names an optimizer or a model classifies everything below it, and so do
-    the `param_groups` that every optimizer has, under any key. Any other container is a model if
-    its tensors are named like parameters, or if no other container could be one. Wrapper segments
-    are removed from names of models. `values` are the paths of all values that are not tensors.
+    the `param_groups` that every optimizer has, under any key. The key of a model below which an
+    optimizer is holds both: `student.model` beside `student.optimizer`. Any other container is a
+    model if its tensors are named like parameters, or if no other container could be one. Wrapper
+    segments are removed from names of models. `values` are the paths of all values that are not
+    tensors.
     """
     optimizers: set[KeyPath] = set()
     for path in (*paths, *values):
@@ -121,7 +123,8 @@ def classify(
             if isinstance(step, str) and (step == _GROUPS or step.startswith(f"{_GROUPS}.")):
                 optimizers.add(path[:depth])
                 break
-    split = [_split(path, optimizers) for path in paths]
+    holders = {path[:depth] for path in optimizers for depth in range(1, len(path))}
+    split = [_split(path, optimizers, holders) for path in paths]
     names = defaultdict(list)
     for container, name, part in split:
         if part is None:
@@ -160,7 +163,9 @@ def make_entries(tensors: Mapping[KeyPath, Stored], *, where: str) -> dict[Key, 
     return entries
 
 
-def _split(path: KeyPath, optimizers: AbstractSet[KeyPath]) -> tuple[KeyPath, str, Part | None]:
+def _split(
+    path: KeyPath, optimizers: AbstractSet[KeyPath], holders: AbstractSet[KeyPath]
+) -> tuple[KeyPath, str, Part | None]:
     """Splits a path into container and name; the part is None if the keys do not determine it."""
     if () in optimizers and str(path[0]).partition(".")[0] in {_GROUPS, _STATE}:
         return (), join_path(path), "optimizer"
@@ -168,6 +173,8 @@ def _split(path: KeyPath, optimizers: AbstractSet[KeyPath]) -> tuple[KeyPath, st
         if path[: depth + 1] in optimizers:
             return path[: depth + 1], join_path(path[depth + 1 :]), "optimizer"
         part = _part_of_key(str(step))
+        if part == "model" and path[: depth + 1] in holders:
+            continue
         if part is not None:
             cut = depth + 1
             while part != "other" and cut < len(path) - 1:

@@ -472,3 +472,19 @@ def test_states_that_differ_by_wrapper_segments_alone_are_refused(tmp_path: Path
     with pytest.raises(RefusedError, match=r"both named 'state\.a\.weight\.exp_avg'"):
         ckptkit.convert(tmp_path / "last.pt", tmp_path / "out", to="torch", optimizer=True)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_model_that_a_file_keeps_beside_its_optimizer_is_chosen_by_itself(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    student = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    teacher = {"model": {"weight": torch.ones(2, 3), "bias": torch.ones(2)}}
+    torch.save({"student": student, "teacher": teacher, "step": 7}, tmp_path / "all.pt")
+    with pytest.raises(AmbiguousSourceError, match=r"'student\.model', 'teacher'"):
+        ckptkit.consolidate(tmp_path / "all.pt", tmp_path / "out")
+    ckptkit.consolidate(tmp_path / "all.pt", tmp_path / "out", select="student.model")
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert found.keys() == model.state_dict().keys()
+    assert all(torch.equal(found[name], value) for name, value in model.state_dict().items())

@@ -88,6 +88,21 @@ def test_what_has_groups_of_parameters_is_an_optimizer_whatever_it_is_called() -
     assert (alone.tree, alone.part, alone.name) == ("", "optimizer", "state.0.exp_avg")
 
 
+def test_a_model_kept_beside_its_own_optimizer_is_apart_from_it() -> None:
+    paths: list[KeyPath] = [
+        ("student", "model", "a.weight"),
+        ("student", "optimizer", "state", 0, "exp_avg"),
+        ("teacher", "model", "a.weight"),
+    ]
+    groups: list[KeyPath] = [("student", "optimizer", "param_groups", 0, "lr")]
+    found = [(m.tree, m.part, m.name) for m in classify(paths, where="x", values=groups)]
+    assert found == [
+        ("student.model", "model", "a.weight"),
+        ("student.optimizer", "optimizer", "state.0.exp_avg"),
+        ("teacher", "model", "model.a.weight"),
+    ]
+
+
 def test_the_count_of_an_averaged_model_is_no_weight_of_it() -> None:
     found = kinds(("ema", "module.a.weight"), ("ema", "n_averaged"))
     assert found == [("ema", "model", "a.weight"), ("ema", "other", "n_averaged")]
