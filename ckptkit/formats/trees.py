@@ -119,9 +119,12 @@ def classify(
     """
     optimizers: set[KeyPath] = set()
     for path in (*paths, *values):
-        for depth, step in enumerate(path):
-            if isinstance(step, str) and (step == _GROUPS or step.startswith(f"{_GROUPS}.")):
+        for depth, step in enumerate(map(str, path)):
+            if step == _GROUPS or step.startswith(f"{_GROUPS}."):
                 optimizers.add(path[:depth])
+                break
+            if depth and path[depth + 1 : depth + 2] == (_STATE,) and _OPTIMIZER.fullmatch(step):
+                optimizers.add(path[: depth + 1])  # saved without its groups
                 break
     holders = {path[:depth] for path in optimizers for depth in range(1, len(path))}
     split = [_split(path, optimizers, holders) for path in paths]

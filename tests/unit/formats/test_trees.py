@@ -88,13 +88,14 @@ def test_what_has_groups_of_parameters_is_an_optimizer_whatever_it_is_called() -
     assert (alone.tree, alone.part, alone.name) == ("", "optimizer", "state.0.exp_avg")
 
 
-def test_a_model_kept_beside_its_own_optimizer_is_apart_from_it() -> None:
+@pytest.mark.parametrize("has_groups", [True, False])
+def test_a_model_kept_beside_its_own_optimizer_is_apart_from_it(has_groups: bool) -> None:
     paths: list[KeyPath] = [
         ("student", "model", "a.weight"),
         ("student", "optimizer", "state", 0, "exp_avg"),
         ("teacher", "model", "a.weight"),
     ]
-    groups: list[KeyPath] = [("student", "optimizer", "param_groups", 0, "lr")]
+    groups: list[KeyPath] = [("student", "optimizer", "param_groups", 0, "lr")] * has_groups
     found = [(m.tree, m.part, m.name) for m in classify(paths, where="x", values=groups)]
     assert found == [
         ("student.model", "model", "a.weight"),
