@@ -200,7 +200,7 @@ class Merger:
         sizes = {file.path: file.size_bytes for file in record.files}
         for value in record.values:
             self._values[value] = min(record.rank, self._values.get(value, record.rank))
-        for replica, crc in record.replicas.items():
+        for replica, crc in zip(record.replicas, record.replica_sums, strict=True):
             ranks = self._replicas.setdefault(replica, {})
             ranks[crc] = min(record.rank, ranks.get(crc, record.rank))
         for part in record.dispensable:
@@ -240,13 +240,15 @@ class Merger:
     def _differences(self) -> Iterator[str]:
         """Yields notes if ranks hold other values of what is stored once for all of them."""
         for of_rank_0, what in _DIFFERING.items():
-            compared = {key: sums for key, sums in self._replicas.items() if key[3] is of_rank_0}
+            compared = {
+                key: sums for key, sums in self._replicas.items() if key.of_rank_0 is of_rank_0
+            }
             differing = {key: sums for key, sums in compared.items() if len(sums) > 1}
             if differing:
-                (_, path, *_rest), sums = next(iter(differing.items()))
+                replica, sums = next(iter(differing.items()))
                 first, second, *_more = sorted(sums.values())
                 yield (
-                    f"ranks {first} and {second} held different values of {flat_key(path)}"
+                    f"ranks {first} and {second} held different values of {flat_key(replica.path)}"
                     f" ({len(differing)} of {len(compared)} compared tensors differ): {what}"
                 )
 

@@ -45,7 +45,7 @@ class WaveFiles(Struct, frozen=True):
     images: tuple[Image, ...]  # files to write from the buffer
     links: tuple[Link, ...] = ()  # files of an earlier save to link
     keeps: tuple[Link, ...] = ()  # files among the images that later saves may link
-    ranges: Sequence[tuple[int, int]] = ()  # byte ranges of the buffer to checksum
+    ranges: tuple[tuple[int, int], ...] = ()  # byte ranges of the buffer to checksum
     # The frozen weights that are linked, or written to be linked later
     kept: _KeptFiles | None = None
     is_last: bool = False  # whether it is the last wave of the save

@@ -533,7 +533,7 @@ class SaveSlot:
                     links=files.links,
                     keeps=files.keeps,
                     ranges=files.ranges,
-                    replicas=[(sample.start, sample.stop) for sample in samples],
+                    replicas=tuple((sample.start, sample.stop) for sample in samples),
                 ),
                 stage if self._peers.rank == 0 else None,
             )
