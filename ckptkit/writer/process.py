@@ -162,31 +162,29 @@ class RequestHandler:
         """Serves a request and returns its answer, `Failed` if it failed."""
         attempt, folder = getattr(message, "attempt", ""), str(getattr(message, "folder", ""))
         try:
-            return self._dispatch(message, counter)
+            match message:
+                case Persist():
+                    return self._persister.persist(message, counter)
+                case Commit():
+                    from ckptkit.writer.commit import commit  # only processes that commit need it
+
+                    return commit(message, self._disk, counter)
+                case Drain():
+                    from ckptkit.writer.drain import Drainer  # only processes that drain need it
+
+                    self._drainer = self._drainer or Drainer(self._disk)
+                    return self._drainer.drain(message, counter)
+                case Discard():
+                    from ckptkit.writer.sweep import discard
+
+                    return Written(attempt, 0, 0.0, 0.0, None, discard(message.folder))
+                case _:
+                    raise SaveError(  # noqa: TRY301  it is the answer
+                        f"expected a request, received a {type(message).__name__}",
+                        hint="trainer and writer have different versions; restart the job",
+                    )
         except Exception as error:  # noqa: BLE001  the trainer reports any error
             return Failed(attempt, as_failure(error, folder).to_json())
-
-    def _dispatch(self, message: Message, counter: ByteCounter) -> Answer:
-        if isinstance(message, Persist):
-            return self._persister.persist(message, counter)
-        if isinstance(message, Commit):
-            from ckptkit.writer.commit import commit  # only processes that commit need it
-
-            return commit(message, self._disk, counter)
-        if isinstance(message, Drain):
-            from ckptkit.writer.drain import Drainer  # only processes that drain need it
-
-            self._drainer = self._drainer or Drainer(self._disk)
-            return self._drainer.drain(message, counter)
-        if isinstance(message, Discard):
-            from ckptkit.writer.sweep import discard
-
-            notes = discard(message.folder)
-            return Written(message.attempt, 0, 0.0, 0.0, None, notes)
-        raise SaveError(
-            f"expected a request, received a {type(message).__name__}",
-            hint="trainer and writer have different versions; restart the job",
-        )
 
 
 _NOT_WRITABLE = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})

@@ -155,7 +155,7 @@ def test_a_directory_that_turns_read_only(run: Path, log: Any) -> None:
 def test_a_writer_that_hangs(run: Path, log: Any) -> None:
     with Checkpointer(run, stall_seconds=2.0) as saver:
         drill = Drill(saver, run)
-        processes = [saver._slots[0]._writer, saver._session.committer]
+        processes = [saver._slots[0]._writer, saver._process]
         for process, name in zip(processes, ("rank 0: writer", "committer of rank 0"), strict=True):
             pid = process.pid
             assert pid is not None

@@ -276,13 +276,20 @@ class SaveCommitter:
                     self._failed[name] = (folder, times - 1)
                 else:
                     del self._failed[name]
-                try:
-                    self._process.request(Discard(name, str(folder)))
-                except CkptkitError as error:
-                    logger.warning("the working folder %s could not be removed: %s", folder, error)
+                if not discard_folder(self._process, name, folder):
                     return  # if storage hangs, each further one would wait for a timeout
         except Exception:  # a bug of ours must not leave the caller waiting
             logger.exception("removing the folders of failed saves")
+
+
+def discard_folder(process: WriterProcess, attempt: str, folder: Path) -> bool:
+    """Has the working folder of a failed save removed; returns whether that was tried."""
+    try:
+        process.request(Discard(attempt, str(folder)))
+    except CkptkitError as error:
+        logger.warning("the working folder %s could not be removed: %s", folder, error)
+        return False
+    return True
 
 
 def fail(save: Save, error: CkptkitError) -> None:

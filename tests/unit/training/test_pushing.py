@@ -87,7 +87,7 @@ def checkpointer(run: Path, **options: Any) -> Checkpointer:
 
 def wait_for_end(saver: Checkpointer) -> bool:
     """Waits until the process that pushes has ended; returns whether an error was not heard."""
-    pushing = saver._session._pushing
+    pushing = saver._pushing
     assert isinstance(pushing, Pushing)
     assert pushing._reader is not None
     pushing._reader.join(WAIT)
