@@ -25,6 +25,7 @@ from ckptkit.core.errors import (
     TruncatedFileError,
 )
 from ckptkit.core.manifest import MANIFEST_NAME, NODE_RANKS, FileRecord, parse_manifest
+from ckptkit.core.threads import few_collections
 from ckptkit.plan.layouts.dcp_metadata import METADATA_NAME, write_metadata
 from ckptkit.runs.marks import claim
 from ckptkit.storage.local.disk import Disk
@@ -39,7 +40,7 @@ from ckptkit.storage.local.durable import (
     sync_folders,
 )
 from ckptkit.storage.locations import check_relative, unstaged_path
-from ckptkit.writer.merge import Merged, MergedUnit, Merger, few_collections, with_findings
+from ckptkit.writer.merge import Merged, MergedUnit, Merger, with_findings
 from ckptkit.writer.messages import ByteCounter, Commit, RecordProof, StepCommitted
 from ckptkit.writer.record import RECORDS_FOLDER, RankRecord, parse_record
 

@@ -6,7 +6,6 @@ their sizes are distinct; each is kept once.
 
 from __future__ import annotations
 
-import gc
 import math
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
@@ -166,18 +165,6 @@ def with_findings(
     """Returns the `source` of a step's manifest with what the merge of its records has found."""
     found = {"lost": dict(lost), "notes": list(notes)}
     return {**source, **{name: value for name, value in found.items() if value}}
-
-
-@contextmanager
-def few_collections() -> Iterator[None]:
-    """Disables the garbage collector, which would traverse millions of live objects."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 class Merger:

@@ -1,4 +1,4 @@
-"""The program of the writer process, and the command that starts it.
+"""The program of the writer process.
 
 It takes requests from a socket until the trainer is gone. Each rank has a process that writes its
 files; rank 0 has a second one that commits. They differ only in the requests they get.
@@ -15,8 +15,6 @@ import sys
 import threading
 import time
 from contextlib import suppress
-from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from ckptkit.core.errors import CkptkitError, NoSpaceError, OutputError, SaveError
@@ -225,23 +223,3 @@ def as_failure(error: BaseException, where: str) -> CkptkitError:
         where=where,
         hint="see the system's log for what is wrong with the storage",
     )
-
-
-NICENESS = 10
-# These may be site-packages, so they come last: nothing in them may replace a standard module.
-_PROGRAM = "import sys; sys.path.extend({!r}); from ckptkit.writer.process import main; main()"
-
-
-def writer_command(descriptor: int, niceness: int = NICENESS) -> list[str]:
-    """Returns the command of a process that serves requests.
-
-    It starts without site-packages and environment variables; only the folders of msgspec, and of
-    the library that computes CRC-32 fast if it is installed, are added.
-    """
-    specs = filter(None, map(find_spec, ("msgspec", "isal")))
-    folders = (folder for spec in specs for folder in spec.submodule_search_locations or ())
-    roots = dict.fromkeys([Path(__file__).resolve().parents[2], *(Path(f).parent for f in folders)])
-    return [
-        *(sys.executable, "-I", "-S", "-c", _PROGRAM.format([str(root) for root in roots])),
-        *(str(descriptor), str(niceness)),
-    ]

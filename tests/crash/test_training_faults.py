@@ -34,7 +34,7 @@ from ckptkit.storage.local.disk import Disk, OpenFile
 from ckptkit.training import Checkpointer, checkpointer
 from ckptkit.training.resume import resume as resuming
 from ckptkit.training.save import saver as saves
-from ckptkit.training.save.shared_memory import MemoryPlaces, SharedBuffer
+from ckptkit.training.save.staging import MemoryPlaces, SharedBuffer
 from ckptkit.writer import persist as images
 from ckptkit.writer.messages import ByteCounter, Image
 from tests.crash import troubles

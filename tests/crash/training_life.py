@@ -25,9 +25,8 @@ import ckptkit
 from ckptkit.training import Checkpointer, checkpointer, run_folders
 from ckptkit.training.handle import SaveHandle
 from ckptkit.training.save import saver as saves
-from ckptkit.training.save.writer_process import WriterTimeouts
+from ckptkit.training.save.writer_process import WriterTimeouts, writer_command
 from ckptkit.training.tiers import save as tiered_saves
-from ckptkit.writer.process import writer_command
 from tests.crash.writer_programs import writer_running
 from tests.dataloaders import Data
 

@@ -40,8 +40,7 @@ from ckptkit.training.agree.peers import Peers
 from ckptkit.training.handle import SaveHandle, SaveReport
 from ckptkit.training.save.file_layout import ReplicaSample, SavePlan, Signatures, plan_save
 from ckptkit.training.save.frozen import FrozenFiles, WaveFiles
-from ckptkit.training.save.shared_memory import SharedBuffer
-from ckptkit.training.save.staging import Staged, Stager, measure_copy_limit
+from ckptkit.training.save.staging import SharedBuffer, Staged, Stager, measure_copy_limit
 from ckptkit.training.save.writer_process import WriterProcess, WriterTimeouts
 from ckptkit.training.settings import Settings
 from ckptkit.training.state.collect import BoundState, expected_state_bytes

@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader
 from ckptkit.core.errors import CkptkitError, ResumeError, SaveError, UsageError
 from ckptkit.core.index import KeyPath
 from ckptkit.core.text import a_kind
+from ckptkit.core.threads import few_collections
 from ckptkit.training import step_names
 from ckptkit.training.sidecar import checked_files
 from ckptkit.training.state import objects as rng
@@ -43,7 +44,6 @@ from ckptkit.training.state.optimizers import OptimizerWalk, class_of, state_typ
 from ckptkit.training.state.pieces import Holdings, ObjectValue, Piece, Replicas, select_owned
 from ckptkit.training.state.structures import VERSION, Collected, tables_of
 from ckptkit.training.step_names import RNG, TensorPlaces, adapter_names
-from ckptkit.writer.merge import few_collections
 from ckptkit.writer.messages import Inline
 
 logger = logging.getLogger(__name__)

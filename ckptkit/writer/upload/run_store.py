@@ -31,13 +31,14 @@ from ckptkit.core.crc import crc32
 from ckptkit.core.errors import CkptkitError, OutputExistsError, RefusedError, TruncatedFileError
 from ckptkit.core.manifest import MANIFEST_NAME, FileRecord, parse_manifest
 from ckptkit.core.object_parts import PART_BYTES, cut_into_parts
+from ckptkit.core.threads import few_collections
 from ckptkit.plan.layouts.dcp_metadata import METADATA_NAME
 from ckptkit.storage.locations import MARKS_FOLDER, Place
 from ckptkit.storage.remote.errors import RetryPolicy, as_upload_error
 from ckptkit.storage.remote.s3 import S3Object, S3Uploads
 from ckptkit.storage.remote.store import ObjectInfo, RemoteFolder
 from ckptkit.writer.commit import AttemptFiles, crc_digest, manifest_bytes, write_index
-from ckptkit.writer.merge import few_collections, with_findings
+from ckptkit.writer.merge import with_findings
 from ckptkit.writer.messages import ByteCounter, FinishUpload, Remote, StepCommitted
 from ckptkit.writer.record import RECORDS_FOLDER
 

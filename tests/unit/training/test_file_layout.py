@@ -17,8 +17,7 @@ from ckptkit.core.errors import SaveError, UnsupportedError, UsageError
 from ckptkit.core.index import Box
 from ckptkit.training.save.file_layout import Signatures, plan_save, signature_of
 from ckptkit.training.save.saver import objects_file, record_of
-from ckptkit.training.save.shared_memory import SharedBuffer
-from ckptkit.training.save.staging import Stager
+from ckptkit.training.save.staging import SharedBuffer, Stager
 from ckptkit.training.state.pieces import ObjectValue, Piece, Replicas, select_owned
 from ckptkit.writer.messages import Fixed
 

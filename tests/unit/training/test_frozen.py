@@ -20,8 +20,7 @@ from ckptkit.training.handle import SaveHandle
 from ckptkit.training.save.file_layout import SavePlan, plan_save
 from ckptkit.training.save.frozen import FrozenFiles, WaveFiles
 from ckptkit.training.save.saver import Save
-from ckptkit.training.save.shared_memory import SharedBuffer
-from ckptkit.training.save.staging import Stager
+from ckptkit.training.save.staging import SharedBuffer, Stager
 from ckptkit.training.state.memory_changes import watched_by
 from ckptkit.training.state.pieces import Piece
 from ckptkit.writer.messages import ByteCounter, Persist, Written

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import math
+import mmap
+import os
 import pickle
+import subprocess
 import zipfile
 import zlib
 from collections.abc import Iterator, Sequence
@@ -27,13 +30,15 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from ckptkit.core.errors import NoSpaceError
 from ckptkit.core.index import Box
+from ckptkit.training.save import staging
 from ckptkit.training.save.file_layout import SavePlan, plan_save
 from ckptkit.training.save.saver import record_of
-from ckptkit.training.save.shared_memory import SharedBuffer
 from ckptkit.training.save.staging import (
+    MemoryPlaces,
+    SharedBuffer,
     Stager,
-    _CudaCopies,
     copy_through_host,
     is_plain,
     measure_copy_limit,
@@ -424,10 +429,10 @@ class FakeEvent:
 
 
 def test_copies_from_a_device_run_beside_the_computation_in_the_right_order(
-    monkeypatch: pytest.MonkeyPatch,
+    buffer: SharedBuffer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log: list[str] = []
-    copies = _CudaCopies(pin=False)
+    copies = Stager(buffer, pin=False)
     current = FakeStream("current", log)
     copies._streams[torch.device("cpu")] = FakeStream("side", log)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: current)
@@ -440,7 +445,7 @@ def test_copies_from_a_device_run_beside_the_computation_in_the_right_order(
     sources.append(torch.randn(4, 3).t().as_subclass(OnDevice))
     targets = [torch.zeros(3, 4) for _ in sources]
     pairs = list(zip(targets, sources, strict=True))
-    staged = copies.copy(pairs[:1], pairs[1:])
+    staged = copies._copy_from_devices(pairs[:1], pairs[1:])
     expected = ["side waits for current", "record", "current waits for side", "record", "record"]
     assert log == [*expected, "event"]
     assert all(torch.equal(target, source) for target, source in pairs)
@@ -494,24 +499,175 @@ class FakeRuntime:
 
 @pytest.mark.parametrize("status", [0, 2])
 def test_memory_is_pinned_once_or_a_warning_says_why_not(
-    status: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    status: int,
+    buffer: SharedBuffer,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     runtime = FakeRuntime(status)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "Stream", lambda _: FakeStream("side", []))
     monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)
-    memory = torch.empty(64, dtype=torch.uint8)
-    copies = _CudaCopies(pin=True)
-    copies.prepare([torch.device("cpu")], memory)
+    copies = Stager(buffer)
+    copies._base = memory = torch.empty(64, dtype=torch.uint8)
+    copies._pin([])
     assert not runtime.pinned
     for _ in range(2):
-        copies.prepare([torch.device("cuda", 0)], memory)
+        copies._pin([torch.device("cuda", 0)])
         assert runtime.pinned == ([memory.data_ptr()] if status == 0 else [])
     assert [r.getMessage()[:70] for r in caplog.records] == (
         []
         if status == 0
         else ["the staging buffer of 0 MB cannot be pinned (cudaHostRegister: error 2"]
     )
-    copies.unpin()
+    copies.close()
     assert not runtime.pinned
+
+
+MIB = 1 << 20
+
+
+def only(memory_folder: Path | None = None, disk_folder: Path | None = None) -> MemoryPlaces:
+    return MemoryPlaces(anonymous=False, memory_folder=memory_folder, disk_folder=disk_folder)
+
+
+@pytest.fixture
+def small_memory(tmp_path: Path) -> Iterator[Path]:
+    """Yields a folder in memory with room for 4 MiB, like Docker's /dev/shm has for 64."""
+    if os.geteuid() != 0:
+        pytest.skip("only root may mount")
+    folder = tmp_path / "shm"
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)],  # noqa: S607
+        check=False,
+        capture_output=True,
+    )
+    if mounted.returncode:
+        pytest.skip("mounting is not allowed here")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)  # noqa: S607
+
+
+def reads_the_same(buffer: SharedBuffer) -> bool:
+    """Tells whether somebody who has only the descriptor sees what is written."""
+    buffer.memory[-5:] = b"hello"
+    with mmap.mmap(buffer.descriptor, buffer.size_bytes, prot=mmap.PROT_READ) as other:
+        return other[-5:] == b"hello"
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+def test_memory_without_a_name_is_taken_first_and_is_there_at_once(buffer: SharedBuffer) -> None:
+    before = resident_bytes()
+    assert buffer.reserve(16 * MIB)
+    assert resident_bytes() - before >= 16 * MIB
+    assert (buffer.kind, buffer.note, buffer.size_bytes) == ("memfd", "", 16 * MIB)
+    assert not os.get_inheritable(buffer.descriptor)
+    assert reads_the_same(buffer)
+    buffer.close()
+    assert resident_bytes() - before < 8 * MIB
+
+
+def test_pages_are_touched_one_by_one_where_the_kernel_cannot_do_it_at_once(
+    buffer: SharedBuffer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staging, "_POPULATE_WRITE", 9999)
+    before = resident_bytes()
+    buffer.reserve(16 * MIB)
+    assert resident_bytes() - before >= 16 * MIB
+
+
+def test_a_folder_in_memory_is_taken_where_nameless_memory_is_refused(tmp_path: Path) -> None:
+    buffer = SharedBuffer(only(memory_folder=tmp_path))
+    buffer.reserve(1)
+    assert (buffer.kind, buffer.note) == ("shm", "")
+    assert buffer.size_bytes == mmap.PAGESIZE
+    assert reads_the_same(buffer)
+    assert list(tmp_path.iterdir()) == []
+    buffer.close()
+
+
+def test_a_file_on_disk_is_taken_where_memory_is_too_small_and_that_is_said(
+    small_memory: Path, tmp_path: Path
+) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    buffer = SharedBuffer(only(memory_folder=small_memory, disk_folder=disk))
+    buffer.reserve(8 * MIB)
+    assert buffer.kind == "file"
+    assert buffer.note == (
+        f"'{small_memory}' has 4 MB free, where 8 MB are needed:"
+        f" staging in a file under '{disk}', slower"
+    )
+    assert reads_the_same(buffer)
+    assert list(disk.iterdir()) == []
+    buffer.close()
+
+
+def test_a_file_on_disk_needs_no_folder_in_memory(tmp_path: Path) -> None:
+    buffer = SharedBuffer(only(memory_folder=tmp_path / "absent", disk_folder=tmp_path))
+    buffer.reserve(MIB)
+    assert buffer.kind == "file"
+    assert buffer.note.startswith(f"'{tmp_path}/absent' cannot be used (no such file or directory)")
+    buffer.close()
+
+
+def test_too_little_room_everywhere_is_an_error_and_no_signal(small_memory: Path) -> None:
+    buffer = SharedBuffer(only(disk_folder=small_memory))
+    with pytest.raises(NoSpaceError, match=r"has 4 MB free, where 8 MB are needed") as caught:
+        buffer.reserve(8 * MIB)
+    assert "staging_limit" in caught.value.hint
+    assert (buffer.descriptor, buffer.size_bytes) == (-1, 0)
+    assert buffer.reserve(2 * MIB)
+    buffer.close()
+
+
+def test_more_than_the_machine_has_is_refused_before_anything_is_taken(
+    buffer: SharedBuffer,
+) -> None:
+    with pytest.raises(NoSpaceError, match="MB of memory are needed for staging, and") as caught:
+        buffer.reserve(1 << 50)
+    assert "staging_limit" in caught.value.hint
+
+
+def test_growing_replaces_the_memory_and_its_descriptor(buffer: SharedBuffer) -> None:
+    buffer.reserve(MIB)
+    first = buffer.descriptor
+    assert not buffer.reserve(MIB // 2)
+    assert buffer.descriptor == first
+    assert buffer.reserve(2 * MIB)
+    assert buffer.descriptor != first
+    assert buffer.size_bytes == 2 * MIB
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(first)
+    assert reads_the_same(buffer)
+
+
+def test_a_descriptor_is_never_used_for_other_memory(buffer: SharedBuffer) -> None:
+    seen = []
+    for size in range(1, 6):
+        buffer.reserve(size * MIB)
+        seen.append(buffer.descriptor)
+    assert len(set(seen)) == 5
+
+
+def test_memory_that_somebody_still_holds_is_given_back_all_the_same(buffer: SharedBuffer) -> None:
+    before = resident_bytes()
+    buffer.reserve(64 * MIB)
+    held = memoryview(buffer.memory)[:4]
+    buffer.reserve(65 * MIB)
+    assert resident_bytes() - before < 80 * MIB
+    buffer.close()
+    assert resident_bytes() - before < 16 * MIB
+    del held
+
+
+def test_a_forked_child_does_not_get_the_memory(buffer: SharedBuffer) -> None:
+    buffer.reserve(MIB)
+    mappings = Path("/proc/self/smaps").read_text().split("VmFlags:")
+    (number,) = [n for n, text in enumerate(mappings) if "memfd:ckptkit" in text]
+    assert "dc" in mappings[number + 1].splitlines()[0].split()  # "do not copy on fork"
