@@ -46,7 +46,7 @@ from ckptkit.training.settings import Settings
 from ckptkit.training.state.collect import BoundState, expected_state_bytes
 from ckptkit.training.state.memory_changes import call_before_changes
 from ckptkit.training.state.objects import is_plain, serialise, torch_archive
-from ckptkit.training.state.pieces import ObjectValue, Piece
+from ckptkit.training.state.pieces import Holdings, ObjectValue, Piece
 from ckptkit.training.step_names import RNG, name_save
 from ckptkit.writer.messages import (
     Commit,
@@ -475,21 +475,14 @@ class SaveSlot:
                 if save.error is not None:
                     return
                 continue
-            record, inline = record_of(
+            record, small = record_of(
                 plan,
-                holdings.objects,
+                holdings,
                 rank=self._peers.rank,
                 world_size=self._peers.world_size,
                 attempt=save.name,
                 step=save.step,
             )
-            record["dispensable"] = list(holdings.dispensable)
-            record["values"] = list(holdings.values)
-            record["replicas"] = [
-                [s.unit, s.path, s.offsets, (s.unit, s.path) in plan.of_rank_0]
-                for s in plan.replica_samples
-            ]
-            small = (*inline, *holdings.files)
             save.handle.blocked_seconds = time.perf_counter() - save.began
             write = partial(self._persist, save, wave, staged, samples, small, record)
             self._worker.submit_unwatched(write)
@@ -591,18 +584,18 @@ _archives: dict[str, bytes] = {}  # of plain values, by their text, since 1 == T
 
 def record_of(
     plan: SavePlan,
-    objects: Sequence[ObjectValue],
+    holdings: Holdings,
     *,
     rank: int,
     world_size: int,
     attempt: str,
     step: int,
 ) -> tuple[dict[str, Any], tuple[Inline, ...]]:
-    """Returns the rank's record, without what its writer adds, and the files of its objects."""
+    """Returns the rank's record, without what its writer adds, and its small files."""
     units: dict[str, Mapping[str, Any]] = dict(plan.record_units)
     files: list[Inline] = []
     by_unit: dict[str, list[ObjectValue]] = {}
-    for value in objects:
+    for value in holdings.objects:
         by_unit.setdefault(value.unit, []).append(value)
     for unit, values in by_unit.items():
         record = units.get(unit, {"tensors": [], "chunks": [], "data_files": [], "expected": []})
@@ -620,8 +613,14 @@ def record_of(
         "attempt": attempt,
         "step": step,
         "units": units,
+        "dispensable": holdings.dispensable,
+        "values": holdings.values,
+        "replicas": [
+            [s.unit, s.path, s.offsets, (s.unit, s.path) in plan.of_rank_0]
+            for s in plan.replica_samples
+        ],
     }
-    return document, tuple(files)
+    return document, (*files, *holdings.files)
 
 
 def objects_file(

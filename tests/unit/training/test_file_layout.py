@@ -18,7 +18,7 @@ from ckptkit.core.index import Box
 from ckptkit.training.save.file_layout import Signatures, plan_save, signature_of
 from ckptkit.training.save.saver import objects_file, record_of
 from ckptkit.training.save.staging import SharedBuffer, Stager
-from ckptkit.training.state.pieces import ObjectValue, Piece, Replicas, select_owned
+from ckptkit.training.state.pieces import Holdings, ObjectValue, Piece, Replicas, select_owned
 from ckptkit.writer.messages import Fixed
 
 
@@ -117,7 +117,9 @@ def test_objects_lie_in_a_file_after_those_of_the_tensors() -> None:
     values = [1, True, 1.0, -0.0, 0.0, None, "x", ["a", "b"], (1, 2), {"k": torch.ones(2)}]
     objects = [ObjectValue("u", ("o", i), value) for i, value in enumerate(values)]
     objects.append(ObjectValue("", ("rng", "2"), {"state": b"abc"}))
-    record, files = record_of(plan, objects, rank=2, world_size=4, attempt="n-1", step=500)
+    record, files = record_of(
+        plan, Holdings((), tuple(objects)), rank=2, world_size=4, attempt="n-1", step=500
+    )
     head = {name: record[name] for name in ("rank", "world_size", "attempt", "step")}
     assert head == {"rank": 2, "world_size": 4, "attempt": "n-1", "step": 500}
     assert [file.path for file in files] == ["u/__2_1.distcp", "__2_0.distcp"]

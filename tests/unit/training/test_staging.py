@@ -44,7 +44,7 @@ from ckptkit.training.save.staging import (
     measure_copy_limit,
 )
 from ckptkit.training.state.memory_changes import call_before_changes
-from ckptkit.training.state.pieces import ObjectValue, Piece
+from ckptkit.training.state.pieces import Holdings, ObjectValue, Piece
 
 UNIT = "pytorch_model_fsdp_0"
 # `dcp.load` warns where it is told `no_dist=True`.
@@ -180,7 +180,9 @@ def test_every_dtype_and_stride_comes_back_from_stock_torch_bit_by_bit(
     plan = plan_save(pieces, [True] * len(pieces), rank=0)
     save(stager, buffer, plan, pieces, tmp_path)
     objects = [ObjectValue(UNIT, ("lr",), 0.1), ObjectValue(UNIT, ("names",), ["a", "b"])]
-    record, files = record_of(plan, objects, rank=0, world_size=1, attempt="a", step=1)
+    record, files = record_of(
+        plan, Holdings((), tuple(objects)), rank=0, world_size=1, attempt="a", step=1
+    )
     (tmp_path / files[0].path).write_bytes(files[0].data)
     unit = record["units"][UNIT]
     folder = tmp_path / UNIT
