@@ -6,7 +6,6 @@ import dataclasses
 import json
 import time
 import weakref
-from io import BytesIO
 from typing import Any
 
 import pytest
@@ -20,16 +19,8 @@ from ckptkit.training.save.saver import objects_file, record_of
 from ckptkit.training.save.staging import SharedBuffer, Stager
 from ckptkit.training.state.pieces import Holdings, ObjectValue, Piece, Replicas, select_owned
 from ckptkit.writer.messages import Fixed
-
-
-def stock_load(data: bytes) -> Any:
-    return torch.load(BytesIO(data), weights_only=True)  # noqa: TID251  torch is the oracle
-
-
-def piece(name: str, local: torch.Tensor, unit: str = "model_0", **more: Any) -> Piece:
-    shape = tuple(local.shape)
-    place = Box((0,) * len(shape), shape)
-    return Piece(unit, ("model", name), shape, (place,), local, **more)
+from tests.unit.training.builders import stock_load
+from tests.unit.training.builders import whole_piece as piece
 
 
 def test_each_unit_has_one_file_at_an_aligned_place() -> None:

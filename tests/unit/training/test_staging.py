@@ -45,8 +45,9 @@ from ckptkit.training.save.staging import (
 )
 from ckptkit.training.state.memory_changes import call_before_changes
 from ckptkit.training.state.pieces import Holdings, ObjectValue, Piece
+from tests.unit.training.builders import stock_load, whole_piece
 
-UNIT = "pytorch_model_fsdp_0"
+UNIT = "model_0"
 # `dcp.load` warns where it is told `no_dist=True`.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
@@ -63,15 +64,6 @@ def stager(buffer: SharedBuffer) -> Iterator[Stager]:
     made = Stager(buffer)
     yield made
     made.close()
-
-
-def stock_load(data: bytes) -> Any:
-    return torch.load(BytesIO(data), weights_only=True)  # noqa: TID251  torch is the oracle
-
-
-def whole(name: str, local: torch.Tensor, unit: str = UNIT) -> Piece:
-    shape = tuple(local.shape)
-    return Piece(unit, ("model", name), shape, (Box((0,) * len(shape), shape),), local)
 
 
 def persist(plan: SavePlan, wave: int, buffer: SharedBuffer, folder: Path) -> None:
@@ -176,7 +168,7 @@ def test_every_dtype_and_stride_comes_back_from_stock_torch_bit_by_bit(
     stager: Stager, buffer: SharedBuffer, tmp_path: Path
 ) -> None:
     tensors = varied()
-    pieces = [whole(name, tensor) for name, tensor in tensors.items()]
+    pieces = [whole_piece(name, tensor) for name, tensor in tensors.items()]
     plan = plan_save(pieces, [True] * len(pieces), rank=0)
     save(stager, buffer, plan, pieces, tmp_path)
     objects = [ObjectValue(UNIT, ("lr",), 0.1), ObjectValue(UNIT, ("names",), ["a", "b"])]
@@ -203,7 +195,7 @@ def test_every_archive_is_one_that_torch_and_zip_accept(
     stager: Stager, buffer: SharedBuffer, tmp_path: Path
 ) -> None:
     tensors = varied()
-    pieces = [whole(name, tensor) for name, tensor in tensors.items()]
+    pieces = [whole_piece(name, tensor) for name, tensor in tensors.items()]
     plan = plan_save(pieces, [True] * len(pieces), rank=0)
     save(stager, buffer, plan, pieces, tmp_path)
     unit = plan.record_units[UNIT]
@@ -222,7 +214,7 @@ def test_what_changes_after_staging_does_not_reach_the_buffer(
     stager: Stager, buffer: SharedBuffer
 ) -> None:
     tensors = varied()
-    pieces = [whole(name, tensor) for name, tensor in tensors.items()]
+    pieces = [whole_piece(name, tensor) for name, tensor in tensors.items()]
     plan = plan_save(pieces, [True] * len(pieces), rank=0)
     stager.stage(plan, pieces)
     before = bytes(buffer.memory)
@@ -242,7 +234,7 @@ def test_a_state_larger_than_the_limit_goes_in_waves(
     tensors["large"] = torch.randn(7, 100, 1500)
     tensors["wide"] = torch.randn(2, 700_001)
     tensors["turned"] = torch.randn(900, 700).t()
-    pieces = [whole(name, tensor) for name, tensor in tensors.items()]
+    pieces = [whole_piece(name, tensor) for name, tensor in tensors.items()]
     plan = plan_save(pieces, [True] * len(pieces), rank=0, limit_bytes=limit)
     assert len(plan.images) > 10
     assert plan.buffer_bytes <= limit
@@ -288,14 +280,14 @@ def test_a_plan_serves_many_saves_and_another_plan_replaces_it(
     stager: Stager, buffer: SharedBuffer, tmp_path: Path
 ) -> None:
     local = torch.zeros(3, 5)
-    small = [whole("w", local)]
+    small = [whole_piece("w", local)]
     plan = plan_save(small, [True], rank=0)
     for value in (1.0, 2.0):
         local.fill_(value)
         save(stager, buffer, plan, small, tmp_path)
         ((_, data),) = archives(tmp_path / UNIT, dict(plan.record_units[UNIT]))
         assert same(stock_load(data), local)
-    larger = [whole("w", torch.randn(700, 900)), whole("b", local)]
+    larger = [whole_piece("w", torch.randn(700, 900)), whole_piece("b", local)]
     other = plan_save(larger, [True, True], rank=0)
     first = buffer.descriptor
     save(stager, buffer, other, larger, tmp_path)
@@ -312,7 +304,7 @@ def test_a_plan_serves_many_saves_and_another_plan_replaces_it(
 def test_a_plan_is_loaded_again_after_its_memory_was_given_back(
     stager: Stager, buffer: SharedBuffer, tmp_path: Path
 ) -> None:
-    pieces = [whole("w", torch.randn(3, 5))]
+    pieces = [whole_piece("w", torch.randn(3, 5))]
     plan = plan_save(pieces, [True], rank=0)
     stager.stage(plan, pieces)
     buffer.close()
@@ -325,7 +317,7 @@ def test_a_state_on_several_devices_is_copied_piece_by_piece(
     stager: Stager, buffer: SharedBuffer, tmp_path: Path
 ) -> None:
     tensors = varied()
-    pieces = [whole(name, tensor) for name, tensor in tensors.items()]
+    pieces = [whole_piece(name, tensor) for name, tensor in tensors.items()]
     plan = plan_save(pieces, [True] * len(pieces), rank=0)
     plan = replace(plan, devices=(torch.device("cpu"), torch.device("xpu", 0)))
     save(stager, buffer, plan, pieces, tmp_path)
@@ -336,7 +328,7 @@ def test_a_state_on_several_devices_is_copied_piece_by_piece(
 
 
 def test_nothing_to_write_needs_no_memory(stager: Stager, buffer: SharedBuffer) -> None:
-    pieces = [whole("w", torch.ones(3))]
+    pieces = [whole_piece("w", torch.ones(3))]
     plan = plan_save(pieces, [False], rank=1)
     stager.stage(plan, pieces).wait()
     assert plan.images == ((),)
@@ -349,7 +341,7 @@ def test_a_step_joins_the_copies_until_the_guard_is_removed(
 ) -> None:
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    pieces = [whole("w", model.weight)]
+    pieces = [whole_piece("w", model.weight)]
     staged = stager.stage(plan_save(pieces, [True], rank=0), pieces)
     joined: list[int] = []
     monkeypatch.setattr(type(staged), "join", lambda _: joined.append(1))
