@@ -22,7 +22,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from ckptkit.core.dtypes import DType, dtype_named
-from ckptkit.core.errors import UnsupportedError, UsageError
+from ckptkit.core.errors import UnsupportedError
 from ckptkit.core.geometry import slab_spans, slabs
 from ckptkit.core.index import Box, Fqn, Key, KeyPath, Shape, Span
 from ckptkit.plan.layouts.torch import build_tensor_archive
@@ -160,11 +160,6 @@ def plan_save(
     A state that is larger than the limit of the buffer is cut into waves. `changing` are frozen
     weights that change nevertheless, and are written like trained ones.
     """
-    if limit_bytes is not None and limit_bytes < MIN_LIMIT_BYTES:
-        raise UsageError(
-            f"expected at least {MIN_LIMIT_BYTES:,} bytes, got {limit_bytes:,}",
-            where="staging_limit",
-        )
     frozen = [piece.frozen and piece.entry not in changing for piece in pieces]
     layout = _Layout(rank, limit_bytes, {piece.unit: _Unit() for piece in pieces})
     for number in sampled_replicas(pieces):

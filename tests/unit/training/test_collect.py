@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import copy
 import io
-import random
 import weakref
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -24,14 +22,12 @@ from torch.utils.data import DataLoader
 
 from ckptkit.core.errors import UnsupportedError, UsageError
 from ckptkit.training.save.file_layout import plan_save
-from ckptkit.training.state import objects as rng
 from ckptkit.training.state.collect import (
     BoundState,
     Layout,
     bind,
     expected_state_bytes,
     kind_of,
-    leaves,
 )
 from ckptkit.training.state.dtensors import memory_layout
 from ckptkit.training.state.optimizers import state_types
@@ -323,14 +319,6 @@ def test_a_buffer_is_saved_once_it_is_persistent_and_no_longer_if_it_is_not() ->
     assert "table" not in keys_of(bound)
 
 
-def test_two_states_with_the_same_objects_have_the_same_leaves() -> None:
-    first, second, plain = nn.Linear(1, 1), nn.Linear(1, 1), {"n": 1}
-    one = leaves({"model": [first, second], "extra": plain}, "dcp")
-    assert one == (("model", 0, first), ("model", 1, second), ("extra", None, plain))
-    other = leaves({"model": [first, nn.Linear(1, 1)], "extra": plain}, "dcp")
-    assert one[1][2] is not other[1][2]
-
-
 def test_values_of_modules_are_read_anew_for_each_save() -> None:
     model = WithExtras()
     bound = bound_alone({"model": model})
@@ -428,19 +416,6 @@ def test_a_wrapper_of_a_scheduler_is_a_scheduler() -> None:
 
     assert kind_of("x", Wrapper()) == "scheduler"
     assert kind_of("x", torch.amp.GradScaler("cpu")) == "scaler"
-
-
-def test_random_numbers_go_on_where_they_were() -> None:
-    captured = opened(_saved(rng.capture()))
-    draw = (random.random(), np.random.rand(), torch.rand(1).item())  # noqa: S311
-    rng.restore(captured)
-    assert draw == (random.random(), np.random.rand(), torch.rand(1).item())  # noqa: S311
-
-
-def _saved(value: object) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
 
 
 def test_buffers_of_one_memory_of_which_one_is_conjugated_stay_apart() -> None:

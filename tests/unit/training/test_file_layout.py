@@ -12,7 +12,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from ckptkit.core.errors import SaveError, UnsupportedError, UsageError
+from ckptkit.core.errors import SaveError, UnsupportedError
 from ckptkit.core.index import Box
 from ckptkit.training.save.file_layout import Signatures, plan_save, signature_of
 from ckptkit.training.save.saver import objects_file, record_of
@@ -191,13 +191,6 @@ def test_signatures_do_not_keep_pieces_alive() -> None:
     pieces[0] = piece("a", torch.ones(3))
     assert gone() is None
     assert signatures.of(pieces)[1] == signature_of(pieces, [True])
-
-
-def test_a_limit_that_is_too_small_is_a_usage_error() -> None:
-    with pytest.raises(
-        UsageError, match=r"staging_limit: expected at least 1,048,576 bytes, got 1,000"
-    ):
-        plan_save([], [], rank=0, limit_bytes=1000)
 
 
 def test_the_signature_changes_with_all_that_the_plan_depends_on() -> None:
