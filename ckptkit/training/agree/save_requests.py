@@ -212,6 +212,10 @@ class _Round(Struct):
     is_answered: bool = False
     abandoned: bool = False
 
+    def holds_up(self, step: int) -> bool:
+        """Whether the training thread has to wait before a step."""
+        return step > self.answered and not self.abandoned
+
 
 class SaveStepAgreement:
     """One rank's part in all rounds; the watcher calls `advance`, the training thread `due`.
@@ -272,9 +276,7 @@ class SaveStepAgreement:
         It waits only while a round is open that this rank has answered with an earlier step.
         """
         with self._settled:
-            while (
-                self._open is not None and step > self._open.answered and not self._open.abandoned
-            ):
+            while self._open is not None and self._open.holds_up(step):
                 left = self._open.limit + self._margin_seconds - time.monotonic()
                 if left > 0:
                     self._settled.wait(left)
