@@ -171,7 +171,12 @@ class Checkpointer:
             )
             undo.callback(self._requests.close)
             self._committer = open_committer(
-                self._run, self._process, peers, settings, self._find_retired, self._listen
+                self._run,
+                self._process,
+                peers,
+                settings,
+                retire=self._find_retired,
+                listener=self._listen,
             )
             undo.callback(self._committer.close)
             self._saved_before = max(self._saved_before, self._committer.recover())

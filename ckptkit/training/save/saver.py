@@ -117,6 +117,10 @@ class Save(Struct):
         }
 
 
+Retire = Callable[[int, Mapping[str, float | None]], Sequence[Path | Place]]
+"""From a step and its metrics to the steps that are removed once it is durable."""
+
+
 class SaveCommitter:
     """Commits saves to shared storage: ranks agree, rank 0 commits, each rank reports.
 
@@ -129,7 +133,7 @@ class SaveCommitter:
         barrier: SaveBarrier,
         process: WriterProcess | None,
         *,
-        retire: Callable[[int, Mapping[str, float | None]], Sequence[Path | Place]],
+        retire: Retire,
         timeout_seconds: float,
         listener: Callable[[SaveReport], None] | None,
     ) -> None:

@@ -39,12 +39,11 @@ from ckptkit.storage.local.durable import remove_folder
 from ckptkit.storage.local.ownership import make_private, refuse_planted
 from ckptkit.storage.locations import MARKS_FOLDER
 from ckptkit.storage.manifests import read_local_manifest
-from ckptkit.storage.places import Place
 from ckptkit.training.agree.barrier import SaveBarrier
 from ckptkit.training.agree.peers import Peers, name_ranks
 from ckptkit.training.handle import SaveReport
 from ckptkit.training.run_folders import RunFolder, RunLock, TrainingRun
-from ckptkit.training.save.saver import OURS, Save, SaveCommitter, discard_folder, fail
+from ckptkit.training.save.saver import OURS, Retire, Save, SaveCommitter, discard_folder, fail
 from ckptkit.training.save.writer_process import WriterProcess, WriterTimeouts
 from ckptkit.training.settings import Settings
 from ckptkit.writer.commit import remove_steps
@@ -276,16 +275,28 @@ class TieredCommitter(SaveCommitter):
     """
 
     def __init__(
-        self, tier: LocalTier, recovery: Recovery, timeouts: WriterTimeouts, **options: Any
+        self,
+        recovery: Recovery,
+        timeouts: WriterTimeouts,
+        *,
+        retire: Retire,
+        listener: Callable[[SaveReport], None],
     ) -> None:
-        """Starts the thread that drains; `options` are those of a `SaveCommitter`.
+        """Starts the thread that drains.
 
         At a barrier of their own the ranks agree on what is durable on the nodes.
         """
-        super().__init__(**options)
+        peers, tier = recovery.peers, recovery.tier
+        super().__init__(
+            SaveBarrier(peers, "drain"),
+            recovery.process if peers.rank == 0 else None,
+            retire=retire,
+            timeout_seconds=recovery.timeout_seconds,
+            listener=listener,
+        )
         self._tier = tier
         self._recovery = recovery
-        self._node_barrier = SaveBarrier(recovery.peers)
+        self._node_barrier = SaveBarrier(peers)
         self._node_process = WriterProcess(timeouts, name=f"committer of {tier.path}")
         self._drain_process = tier.run.process(
             timeouts, f"drain of {tier.path}", niceness=_NICENESS
@@ -702,7 +713,8 @@ def open_committer(
     process: WriterProcess,
     peers: Peers,
     settings: Settings,
-    retire: Callable[[int, Mapping[str, float | None]], Sequence[Path | Place]],
+    *,
+    retire: Retire,
     listener: Callable[[SaveReport], None],
 ) -> SaveCommitter:
     """Opens what commits a job's saves; all ranks have to call this.
@@ -710,20 +722,16 @@ def open_committer(
     `process` commits on rank 0, and drains what earlier jobs left, once `recover` is called.
     """
     timeout = settings.timeout_seconds
-    options: dict[str, Any] = {
-        "barrier": SaveBarrier(peers, "save" if settings.local is None else "drain"),
-        "process": process if peers.rank == 0 else None,
-        "retire": retire,
-        "timeout_seconds": timeout,
-        "listener": listener,
-    }
     if settings.local is None:
-        return SaveCommitter(**options)
+        own = process if peers.rank == 0 else None
+        return SaveCommitter(
+            SaveBarrier(peers), own, retire=retire, timeout_seconds=timeout, listener=listener
+        )
     tier = open_tier(settings.local, run, peers, timeout_seconds=timeout)
     with ExitStack() as undo:
         undo.callback(tier.close)
         recovery = Recovery(tier, peers, process, timeout)
         timeouts = WriterTimeouts(settings.stall_seconds, timeout)
-        committer = TieredCommitter(tier, recovery, timeouts, **options)
+        committer = TieredCommitter(recovery, timeouts, retire=retire, listener=listener)
         undo.pop_all()
     return committer
