@@ -597,7 +597,7 @@ class Checkpointer:
         try:
             # All ranks do what the first one that asks can do.
             own = "skip" if free is None else "go"
-            if self._answers.first(f"goes/{save.name}", own) == "go":
+            if self._answers.first(f"start/{save.name}", own) == "go":
                 return slot
         except CkptkitError as error:
             if free is not None:

@@ -145,7 +145,7 @@ def kind_of(key: str, value: object) -> Kind:
     return "dataloader" if _has(value, "__iter__") else "stateful"
 
 
-def taken_from(value: object) -> Literal["model", "optimizer"] | None:
+def kind_of_state_dict(value: object) -> Literal["model", "optimizer"] | None:
     """Returns the kind of object whose state dict, or list of such, a plain value is.
 
     What `Module.state_dict` returns has a mark of torch's own; other mappings of nothing but
@@ -448,7 +448,7 @@ class BoundState(Struct, frozen=True):
 
         With a model in the state, the state dict of another one, such as an average, is any value.
         """
-        origin = taken_from(other.target)
+        origin = kind_of_state_dict(other.target)
         if origin is None or (origin == "model" and self.models):
             return
         if self._in_dcp(other.target):
