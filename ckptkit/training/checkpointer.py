@@ -29,6 +29,7 @@ from ckptkit.core.arguments import check_names
 from ckptkit.core.errors import CkptkitError, SaveError, UsageError
 from ckptkit.core.manifest import Manifest
 from ckptkit.core.text import a_kind
+from ckptkit.runs.retention import Retention
 from ckptkit.storage.local.disk import Closable
 from ckptkit.storage.locations import MARKS_FOLDER
 from ckptkit.storage.places import Place, is_url, local_path, place_of
@@ -153,7 +154,7 @@ class Checkpointer:
             # It commits on rank 0; on all ranks it drains what earlier jobs left on nodes' disks.
             self._process = self._run.process(timeouts, f"committer of rank {peers.rank}")
             undo.callback(self._process.close)
-            self._pushing: Pushing | FollowedPushes | None = None
+            self._pushing: _Pushes = None
             if settings.hub is not None:
                 if peers.rank == 0:
                     rules = settings.retention
@@ -175,8 +176,9 @@ class Checkpointer:
                 self._process,
                 peers,
                 settings,
-                retire=self._find_retired,
-                listener=self._listen,
+                # Without a reference to this object, whose binding keeps models alive.
+                retire=partial(_find_retired, self._run, settings.retention, self._pushing),
+                listener=partial(_listen, self._pushing, settings.listener),
             )
             undo.callback(self._committer.close)
             self._saved_before = max(self._saved_before, self._committer.recover())
@@ -211,7 +213,7 @@ class Checkpointer:
         self._closed = False
         self._pid = os.getpid()
         # Threads end with the interpreter, which would lose a save under way. It runs before the
-        # handler that waits for pushes, which was registered when the session was opened.
+        # handler that waits for pushes, which was registered with the first of them.
         atexit.register(self._close_at_exit)
 
     @check_names
@@ -434,7 +436,7 @@ class Checkpointer:
     @property
     def unpushed(self) -> Collection[int]:
         """The steps that wait for their push to the Hub, and should stay until then."""
-        return self._pushing.outstanding if isinstance(self._pushing, Pushing) else frozenset()
+        return _unpushed(self._pushing)
 
     @check_names
     def close(self) -> None:
@@ -566,25 +568,6 @@ class Checkpointer:
             self._sidecars.write([*files, run_facts(bound.facts(), modules)], objects, places)
         return str(self._sidecars.folder)
 
-    def _find_retired(
-        self, step: int, metrics: Mapping[str, float | None]
-    ) -> Sequence[Path | Place]:
-        """Returns the steps to remove once a new one is durable; none if they are unknown."""
-        try:
-            retired = self._run.retired_by(step, metrics, self._settings.retention)
-            waiting = {str(self._run.step_folder(unpushed)) for unpushed in self.unpushed}
-            return [place for place in retired if str(place) not in waiting]
-        except CkptkitError as error:
-            logger.warning("no step is retired by step %d: %s", step, error)
-            return ()
-
-    def _listen(self, report: SaveReport) -> None:
-        """Has a committed step pushed, and calls the user's listener."""
-        if self._pushing is not None:
-            self._pushing.listen(report)
-        if self._settings.listener is not None:
-            self._settings.listener(report)
-
     def _slot_for(self, save: Save) -> SaveSlot | None:
         """Returns the slot of a save; None if it is skipped, which all ranks do or none.
 
@@ -674,6 +657,40 @@ class Checkpointer:
             error.add_note(f"the Checkpointer then closed with: {failure}")
         except Exception:
             logger.exception("closing the Checkpointer")
+
+
+_Pushes = Pushing | FollowedPushes | None
+
+
+def _unpushed(pushing: _Pushes) -> frozenset[int]:
+    return pushing.outstanding if isinstance(pushing, Pushing) else frozenset()
+
+
+def _find_retired(
+    run: TrainingRun[Any],
+    retention: Retention,
+    pushing: _Pushes,
+    step: int,
+    metrics: Mapping[str, float | None],
+) -> Sequence[Path | Place]:
+    """Returns the steps to remove once a new one is durable; none if they are unknown."""
+    try:
+        retired = run.retired_by(step, metrics, retention)
+        waiting = {str(run.step_folder(unpushed)) for unpushed in _unpushed(pushing)}
+        return [place for place in retired if str(place) not in waiting]
+    except CkptkitError as error:
+        logger.warning("no step is retired by step %d: %s", step, error)
+        return ()
+
+
+def _listen(
+    pushing: _Pushes, listener: Callable[[SaveReport], None] | None, report: SaveReport
+) -> None:
+    """Has a committed step pushed, and calls the user's listener."""
+    if pushing is not None:
+        pushing.listen(report)
+    if listener is not None:
+        listener(report)
 
 
 def open_run(
