@@ -182,26 +182,20 @@ def remove_steps(steps: Sequence[Path]) -> tuple[list[Path], list[str]]:
     notes: list[str] = []
     for step in steps:
         try:
-            is_gone = _remove_unread(step)
+            indexes = sorted(step.glob(f"*/{METADATA_NAME}")) + sorted(step.glob(METADATA_NAME))
+            mark = claim(indexes)
+            if mark is None:
+                notes.append(f"{step.name} is being read and stays until a later save")
+                continue
+            with mark:
+                remove_folder(step)
         except FileNotFoundError:
             continue
         except OSError as error:
             notes.append(f"{step.name} could not be removed: {error}")
-            continue
-        if is_gone:
-            removed.append(step)
         else:
-            notes.append(f"{step.name} is being read and stays until a later save")
+            removed.append(step)
     return removed, notes
-
-
-def _remove_unread(step: Path) -> bool:
-    mark = claim(sorted(step.glob(f"*/{METADATA_NAME}")) + sorted(step.glob(METADATA_NAME)))
-    if mark is None:
-        return False
-    with mark:
-        remove_folder(step)
-    return True
 
 
 def manifest_bytes(
