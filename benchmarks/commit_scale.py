@@ -25,8 +25,8 @@ from measuring import MB, ROOT, WORK, keep, markdown
 sys.path.insert(0, str(ROOT))
 
 from ckptkit.core.manifest import Manifest
+from ckptkit.training.save.writer_process import writer_command
 from ckptkit.writer.messages import Channel, Commit, RecordProof, StepCommitted, WriteProgress
-from ckptkit.writer.process import writer_command
 
 UNIT = "pytorch_model_fsdp_0"
 ROWS, COLUMNS = 4, 4096  # of a tensor, on one rank

@@ -75,11 +75,11 @@ def command(lines: str, *arguments: str) -> None:
 def save(lines: str, run: str) -> None:
     """Traces one save, from `prepare` to the committed step, the writer's process included."""
     from ckptkit.training import Checkpointer
-    from ckptkit.writer import process
+    from ckptkit.training.save import writer_process
 
     program = f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
     program += f"from tests import traced_runs; traced_runs.start({lines!r}, {str(ROOT)!r})\n"
-    process._PROGRAM = program + process._PROGRAM
+    writer_process._PROGRAM = program + writer_process._PROGRAM
     state = trained_state()
     with Checkpointer(run) as checkpointer:
         start(lines, str(ROOT))

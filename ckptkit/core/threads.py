@@ -6,6 +6,7 @@ machine.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import sys
@@ -14,6 +15,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TypeVar
@@ -209,3 +211,15 @@ def memory_in_use_bytes() -> int:
             return 0
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * 1024
+
+
+@contextmanager
+def few_collections() -> Iterator[None]:
+    """Disables the garbage collector, which would traverse millions of live objects."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

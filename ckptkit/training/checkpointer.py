@@ -8,36 +8,55 @@ from __future__ import annotations
 import atexit
 import inspect
 import logging
+import math
+import operator
 import os
 import threading
 import time
 import warnings
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from os import PathLike
+from pathlib import Path
 from types import TracebackType
-from typing import Self, Unpack, get_args
+from typing import Any, Self, SupportsIndex, Unpack, cast, get_args
+
+import torch
 
 from ckptkit.core.arguments import check_names
 from ckptkit.core.errors import CkptkitError, SaveError, UsageError
+from ckptkit.core.manifest import Manifest
+from ckptkit.core.text import a_kind
+from ckptkit.runs.retention import Retention
 from ckptkit.storage.local.disk import Closable
-from ckptkit.training.agree.peers import open_peers
+from ckptkit.storage.locations import MARKS_FOLDER
+from ckptkit.storage.places import Place, is_url, local_path, place_of
+from ckptkit.training.agree.barrier import SharedAnswers
+from ckptkit.training.agree.peers import Peers, open_peers
 from ckptkit.training.agree.save_requests import SaveRequestWatcher
 from ckptkit.training.export.export import Exporter, ExportHandle, ExportOptions, make_request
-from ckptkit.training.handle import SaveHandle, SkippedError
+from ckptkit.training.handle import SaveHandle, SaveReport, SkippedError
+from ckptkit.training.pushing import FollowedPushes, Pushing
 from ckptkit.training.resume.resume import decline, resume, resume_from
+from ckptkit.training.run_folders import RunFolder, RunLock, TrainingRun
 from ckptkit.training.save.frozen import FrozenFiles
 from ckptkit.training.save.saver import Save, SaveSlot
-from ckptkit.training.session import Session, open_session
-from ckptkit.training.settings import Options, check_choice, check_options
+from ckptkit.training.save.writer_process import WriterTimeouts
+from ckptkit.training.settings import Options, Settings, check_choice, check_options, check_shared
+from ckptkit.training.sidecar import SidecarFolders, collect_sidecar, run_facts
 from ckptkit.training.state.collect import Binding, BoundState, MissingGroups
 from ckptkit.training.state.models import check_modes, plain_torch
 from ckptkit.training.tiers.save import open_committer
+from ckptkit.training.tiers.url_run import UrlRun, check_place
+from ckptkit.version import __version__
+from ckptkit.writer.sweep import sweep
 
 logger = logging.getLogger(__name__)
 
+_LOCK = "the lock of the run"
+_STEPS = 10**18  # numbers with more digits are not found among the names of directories
 _MANY_FAILURES = 3  # in a row: one or two may be a file system that was away for a while
 
 
@@ -122,36 +141,70 @@ class Checkpointer:
             RefusedError: If the directory cannot be used, or another job is writing to it.
             PeerError: If another rank does not open it in time.
         """
-        self._run = run
+        self._named = run
         self._settings = settings = check_options(options)
-        self._peers = open_peers(run, timeout_seconds=settings.timeout_seconds)
+        timeouts = WriterTimeouts(settings.stall_seconds, settings.timeout_seconds)
+        self._peers = peers = open_peers(run, timeout_seconds=settings.timeout_seconds)
         with ExitStack() as undo:
-            undo.callback(self._peers.close)
-            self._session: Session = open_session(run, self._peers, settings)
-            undo.callback(self._session.close)
+            undo.callback(peers.close)
+            # `saved_before` is the number of the last save of earlier jobs.
+            self._run, lock, self._saved_before = open_run(run, peers, settings)
+            if lock is not None:
+                undo.callback(lock.close)
+            # It commits on rank 0; on all ranks it drains what earlier jobs left on nodes' disks.
+            self._process = self._run.process(timeouts, f"committer of rank {peers.rank}")
+            undo.callback(self._process.close)
+            self._pushing: _Pushes = None
+            if settings.hub is not None:
+                if peers.rank == 0:
+                    rules = settings.retention
+                    self._pushing = Pushing(self._run, settings.hub, rules, peers.store)
+                else:
+                    self._pushing = FollowedPushes(self._run, settings.hub, peers.store)
+                undo.callback(self._pushing.close)
             self._requests = SaveRequestWatcher(
-                self._peers,
-                self._session.run,
+                peers,
+                self._run,
                 interval=settings.interval,
                 signals=settings.signals,
                 slurm_margin_seconds=settings.slurm_margin_seconds,
                 timeout_seconds=settings.timeout_seconds,
             )
             undo.callback(self._requests.close)
-            self._backend = open_committer(self._session, self._peers, settings)
+            self._committer = open_committer(
+                self._run,
+                self._process,
+                peers,
+                settings,
+                # Without a reference to this object, whose binding keeps models alive.
+                retire=partial(_find_retired, self._run, settings.retention, self._pushing),
+                listener=partial(_listen, self._pushing, settings.listener),
+            )
+            undo.callback(self._committer.close)
+            self._saved_before = max(self._saved_before, self._committer.recover())
+            if settings.local is not None and peers.rank == 0:
+                self._run.sweep()
             undo.pop_all()
-        self._frozen = FrozenFiles(self._peers.nonce, self._peers.rank, settings.max_in_flight)
+        # In the node's folder first: a slow shared storage must not block the training thread.
+        places = [settings.local.absolute()] if settings.local is not None else []
+        folders = [place / MARKS_FOLDER / peers.nonce for place in (*places, self._run.path)]
+        self._sidecars = SidecarFolders(folders, settings.max_in_flight)
+        self._answers = SharedAnswers(peers.store)
+        self._frozen = FrozenFiles(peers.nonce, peers.rank, settings.max_in_flight)
         with plain_torch():
             self._slots = [
-                SaveSlot(self._peers, settings, self._backend.end, self._frozen)
+                SaveSlot(peers, settings, self._committer.end, self._frozen)
                 for _ in range(settings.max_in_flight)
             ]
-        self._binding = Binding(
-            settings.layout, rank=self._peers.rank, world_size=self._peers.world_size
-        )
-        self._exporter = Exporter(self._peers, settings.sidecar, settings.timeout_seconds)
-        self._unclosed: list[Closable] = [self._exporter, *self._slots, self._backend]
-        self._unclosed += [self._frozen, self._requests, self._session, self._peers]
+        self._binding = Binding(settings.layout, rank=peers.rank, world_size=peers.world_size)
+        self._exporter = Exporter(peers, settings.sidecar, settings.timeout_seconds)
+        self._unclosed: list[Closable] = [self._exporter, *self._slots, self._committer]
+        self._unclosed += [self._frozen, self._requests, self._process]
+        self._unclosed += [self._sidecars] if peers.rank == 0 else []
+        self._unclosed += [part for part in (lock, self._pushing) if part is not None]
+        self._unclosed.append(peers)
+        self._count = 0  # of the calls of `save`
+        self._tries: Counter[int] = Counter()  # of each step
         self._handles: list[SaveHandle] = []  # of saves under way, and of failures to be raised
         self._failed = FailedSaves()
         self._taken: SaveHandle | None = None  # the last one that was not skipped
@@ -160,7 +213,7 @@ class Checkpointer:
         self._closed = False
         self._pid = os.getpid()
         # Threads end with the interpreter, which would lose a save under way. It runs before the
-        # handler that waits for pushes, which was registered when the session was opened.
+        # handler that waits for pushes, which was registered with the first of them.
         atexit.register(self._close_at_exit)
 
     @check_names
@@ -178,7 +231,7 @@ class Checkpointer:
         with self._calling("prepare") as check_modes:
             check_modes()
             bound = self._binding.of(state)
-            self._session.write_sidecar(bound)
+            self._write_sidecar(bound)
             for slot in self._slots:
                 slot.prepare(bound)
 
@@ -219,7 +272,7 @@ class Checkpointer:
                 check_modes()
                 return self._binding.of(state).with_files(files)
 
-            save = self._session.begin_save(step, name, began)
+            save = self._begin_save(step, name, began)
             self._save(save, find_state, metrics)
         self._failed.warn()
         return save.handle
@@ -231,7 +284,7 @@ class Checkpointer:
         metrics: Mapping[str, float] | None = None,
     ) -> None:
         """Takes a save through its states; see `ckptkit.training.save.saver`."""
-        self._backend.place(save)
+        self._committer.place(save)
         save.after = self._taken
         self._handles = [h for h in self._handles if not h.done() or h.unheard_error]
         self._handles.append(save.handle)
@@ -242,7 +295,7 @@ class Checkpointer:
         with slot.hand_over(save):
             if save.error is None:
                 bound = find_state()
-                self._session.describe(save, bound, metrics)
+                self._describe(save, bound, metrics)
                 slot.stage(save, bound)
         # Not of a call that raises, which training hears anyway.
         self._failed.open.append(save.handle)
@@ -277,11 +330,17 @@ class Checkpointer:
                 return self._binding.again(state)
 
             step = self._taken.step if self._taken else None
-            request = make_request(out, options, self._session.origin(step))
+            origin = {
+                "path": str(self._run.place),
+                "format": "live",
+                "step": step,
+                "world_size": self._peers.world_size,
+            }
+            request = make_request(out, options, origin)
             return self._exporter.export(find_bound, request, partial(self._save_as, step or 0))
 
     def _save_as(self, step: int, bound: BoundState, name: str) -> SaveHandle:
-        save = self._session.begin_save(step, name, time.perf_counter())
+        save = self._begin_save(step, name, time.perf_counter())
         was_asked, self._was_asked = self._was_asked, True  # so that it is not skipped
         self._save(save, lambda: bound)
         self._was_asked = was_asked
@@ -317,11 +376,11 @@ class Checkpointer:
             ResumeError: If the step does not fit the state, or if all steps are damaged.
             PeerError: If another rank does not take part in time.
         """
-        run, peers, timeout = self._session.run, self._peers, self._settings.timeout_seconds
+        run, peers, timeout = self._run, self._peers, self._settings.timeout_seconds
         with self._calling("resume") as check_modes:
             for handle in self._handles:
                 handle.wait()
-            self._session.count_from(self._backend.recover())
+            self._saved_before = max(self._saved_before, self._committer.recover())
             self._frozen.forget()
             try:
                 check_modes()
@@ -333,7 +392,11 @@ class Checkpointer:
                 raise
             loaded_step: int | None
             if folder is not None:
-                place = self._session.place_of(folder)
+                place = (
+                    place_of(folder, self._settings.storage_options)
+                    if is_url(folder)
+                    else local_path(folder).absolute()
+                )
                 loaded_step = resume_from(bound, place, peers, timeout_seconds=timeout)
             else:
                 loaded_step = resume(
@@ -373,7 +436,7 @@ class Checkpointer:
     @property
     def unpushed(self) -> Collection[int]:
         """The steps that wait for their push to the Hub, and should stay until then."""
-        return self._session.unpushed
+        return _unpushed(self._pushing)
 
     @check_names
     def close(self) -> None:
@@ -424,13 +487,86 @@ class Checkpointer:
                 "step %s: the program ends before the save; call close() first",
                 ", ".join(lost),
             )
-            self._session.committer.kill()
-            self._backend.kill()
+            self._process.kill()
+            self._committer.kill()
             for slot in self._slots:
                 slot.kill()
             self._peers.close()
         with suppress(CkptkitError):  # it was logged when it happened
             self.close()
+
+    def _begin_save(self, step: object, name: str | None, began: float) -> Save:
+        """Names a save, the same on all ranks, even if one has missed a step.
+
+        `name` is that of its directory, if that is not named by the step.
+        """
+        self._count += 1
+        count = _check_step(step)
+        self._tries[count] += 1
+        number = self._tries[count]
+        attempt = f"{self._peers.nonce}-{count}-{number}"
+        final = self._run.step_folder(count) if name is None else self._run.named_folder(name)
+        manifest = Manifest(
+            kind="training",
+            source={
+                "step": count,
+                "world_size": self._peers.world_size,
+                "layout": self._settings.layout,
+                "attempt": attempt,
+                "save_number": self._saved_before + self._count,
+                "saved_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            },
+            options={},
+            versions={"ckptkit": __version__, "torch": torch.__version__},
+            tensors={},
+        )
+        save = Save(
+            number=self._count,
+            name=attempt,
+            step=count,
+            folder=self._run.working_folder(final, self._peers.nonce, number),
+            final=final,
+            manifest=manifest.to_document(),
+            handle=SaveHandle(count),
+            began=began,
+            retires=name is None,
+        )
+        if isinstance(self._pushing, Pushing):
+            self._pushing.follow(save.handle, save.step_name)
+        return save
+
+    def _describe(self, save: Save, bound: BoundState, metrics: Mapping[str, float] | None) -> None:
+        """Adds the metrics and the sidecar folder to a save."""
+        if not isinstance(metrics, Mapping | None):
+            raise UsageError(f"expected numbers by name, got {a_kind(metrics)}", where="metrics")
+        try:
+            numbers = {str(name): float(value) for name, value in (metrics or {}).items()}
+        except (TypeError, ValueError, OverflowError) as error:
+            message = f"expected a number for each name: {error}"
+            raise UsageError(message, where="metrics") from error
+        infinite = [name for name, value in numbers.items() if not math.isfinite(value)]
+        if infinite:
+            logger.warning("not finite, and kept as null: metrics %s", ", ".join(sorted(infinite)))
+        finite = {**numbers, **dict.fromkeys(infinite)}
+        source = {**save.manifest["source"], "metrics": finite}
+        save.manifest = {**save.manifest, "source": source}
+        save.beside = self._write_sidecar(bound)
+
+    def _write_sidecar(self, bound: BoundState) -> str:
+        """Writes the sidecar of later steps on rank 0, and returns its folder.
+
+        It is a new one if something changed, since others may be in use.
+        """
+        if self._peers.rank != 0:
+            return ""
+        modules = [model.module for model in bound.models]
+        objects = [*modules, *(entry.optimizer for entry in bound.optimizers)]
+        places = [(other.key, other.position, other.kind, other.file) for other in bound.others]
+
+        if not self._sidecars.describes(objects, places):
+            files = collect_sidecar(modules, self._settings.sidecar)
+            self._sidecars.write([*files, run_facts(bound.facts(), modules)], objects, places)
+        return str(self._sidecars.folder)
 
     def _slot_for(self, save: Save) -> SaveSlot | None:
         """Returns the slot of a save; None if it is skipped, which all ranks do or none.
@@ -442,7 +578,9 @@ class Checkpointer:
         if self._settings.in_flight != "skip" or self.stop_requested or self._was_asked:
             return slot
         try:
-            if self._session.takes_place(save, here=free is not None):
+            # All ranks do what the first one that asks can do.
+            own = "skip" if free is None else "go"
+            if self._answers.first(f"start/{save.name}", own) == "go":
                 return slot
         except CkptkitError as error:
             if free is not None:
@@ -498,7 +636,7 @@ class Checkpointer:
         under_way = [str(handle.step) for handle in self._handles if not handle.done()]
         state = f"saving step {', '.join(under_way)}" if under_way else "no save under way"
         rank = f"rank {self._peers.rank} of {self._peers.world_size}"
-        return f"<Checkpointer {str(self._run)!r}: {rank}, {'closed' if self._closed else state}>"
+        return f"<Checkpointer {str(self._named)!r}: {rank}, {'closed' if self._closed else state}>"
 
     def __enter__(self) -> Self:
         self._check_open("__enter__")
@@ -519,3 +657,125 @@ class Checkpointer:
             error.add_note(f"the Checkpointer then closed with: {failure}")
         except Exception:
             logger.exception("closing the Checkpointer")
+
+
+_Pushes = Pushing | FollowedPushes | None
+
+
+def _unpushed(pushing: _Pushes) -> frozenset[int]:
+    return pushing.outstanding if isinstance(pushing, Pushing) else frozenset()
+
+
+def _find_retired(
+    run: TrainingRun[Any],
+    retention: Retention,
+    pushing: _Pushes,
+    step: int,
+    metrics: Mapping[str, float | None],
+) -> Sequence[Path | Place]:
+    """Returns the steps to remove once a new one is durable; none if they are unknown."""
+    try:
+        retired = run.retired_by(step, metrics, retention)
+        waiting = {str(run.step_folder(unpushed)) for unpushed in _unpushed(pushing)}
+        return [place for place in retired if str(place) not in waiting]
+    except CkptkitError as error:
+        logger.warning("no step is retired by step %d: %s", step, error)
+        return ()
+
+
+def _listen(
+    pushing: _Pushes, listener: Callable[[SaveReport], None] | None, report: SaveReport
+) -> None:
+    """Has a committed step pushed, and calls the user's listener."""
+    if pushing is not None:
+        pushing.listen(report)
+    if listener is not None:
+        listener(report)
+
+
+def open_run(
+    run: str | PathLike[str], peers: Peers, settings: Settings
+) -> tuple[TrainingRun[Any], RunLock | None, int]:
+    """Opens a run on all ranks, which rank 0 creates, locks and sweeps; see `Checkpointer`."""
+    held: list[RunLock] = []  # on rank 0, unless the file system has no locks
+    undo = ExitStack()
+    try:
+        place = _check_place(run, settings)
+    except UsageError as error:  # so that the other ranks fail at once
+        peers.refuse(_LOCK, error, timeout_seconds=settings.timeout_seconds)
+        raise
+
+    def make() -> TrainingRun[Any]:
+        if isinstance(place, Path):
+            return RunFolder(place, prefix=settings.prefix)
+        assert settings.local is not None  # noqa: S101  `_check_place` requires it
+        return UrlRun(place, settings.local, peers.nonce, settings.prefix)
+
+    def take(options: Sequence[Mapping[str, Any]]) -> int:
+        check_shared(options)
+        opened_run = make()
+        if isinstance(opened_run, UrlRun):
+            opened_run.open()
+        elif isinstance(opened_run, RunFolder):
+            lock = opened_run.lock()
+            if lock is not None:  # without a lock another job may be saving there
+                undo.callback(lock.close)
+                held.append(lock)
+                for note in sweep(opened_run.path):
+                    logger.info("%s", note)
+        return opened_run.last_save_number()
+
+    with undo:
+        saved_before = peers.agree(
+            _LOCK, settings.shared(), take, timeout_seconds=settings.timeout_seconds
+        )
+        opened: list[TrainingRun[Any]] = []
+        problem: CkptkitError | None = None
+        try:
+            opened.append(make())
+            opened[0].check()
+        except CkptkitError as error:
+            problem = error
+        peers.raise_first(
+            "the directory of the run", problem, timeout_seconds=settings.timeout_seconds
+        )
+        undo.pop_all()
+    return opened[0], held[0] if held else None, saved_before
+
+
+def _check_place(run: str | PathLike[str], settings: Settings) -> Path | Place:
+    """Returns the place of a run that the user named."""
+    if not is_url(run):
+        if settings.storage_options:
+            raise UsageError(
+                "cannot be combined with a run that is a directory",
+                where="storage_options",
+                hint="leave them out, or save to a URL",
+            )
+        return local_path(run)
+    place = place_of(run, settings.storage_options)
+    check_place(place)
+    if settings.local is None:
+        raise UsageError(
+            "is required for a run at a URL: steps are durable there first and uploaded from there",
+            where="local",
+            hint='pass local="/nvme/run": a directory on the node\'s own disk, kept between jobs,'
+            " with room for two steps of its ranks",
+        )
+    return place
+
+
+def _check_step(step: object) -> int:
+    try:
+        count = -1 if isinstance(step, bool) else operator.index(cast("SupportsIndex", step))
+    except TypeError:
+        count = -1
+    if count < 0:
+        raise UsageError(f"expected a count of steps, got {step!r}", where="step")
+    if count >= _STEPS:
+        raise UsageError(
+            f"expected a count of at most {len(str(_STEPS)) - 1} digits, got {count}",
+            where="step",
+            hint="count steps from 0, or give the directory a name of its own with `name`",
+        )
+    return count

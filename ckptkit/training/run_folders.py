@@ -39,8 +39,7 @@ from ckptkit.storage.local.ownership import is_planted
 from ckptkit.storage.locations import MARKS_FOLDER, hidden_name, local_path
 from ckptkit.storage.manifests import read_local_manifest
 from ckptkit.storage.places import Place
-from ckptkit.training.save.writer_process import WriterProcess, WriterTimeouts
-from ckptkit.writer.process import writer_command
+from ckptkit.training.save.writer_process import WriterProcess, WriterTimeouts, writer_command
 
 __all__ = ["RunFolder", "RunLock", "TrainingRun", "saved_steps"]
 logger = logging.getLogger(__name__)

@@ -9,11 +9,10 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 from msgspec.structs import replace
 
@@ -26,6 +25,7 @@ from ckptkit.core.errors import (
     TruncatedFileError,
 )
 from ckptkit.core.manifest import MANIFEST_NAME, NODE_RANKS, FileRecord, parse_manifest
+from ckptkit.core.threads import few_collections
 from ckptkit.plan.layouts.dcp_metadata import METADATA_NAME, write_metadata
 from ckptkit.runs.marks import claim
 from ckptkit.storage.local.disk import Disk
@@ -40,9 +40,9 @@ from ckptkit.storage.local.durable import (
     sync_folders,
 )
 from ckptkit.storage.locations import check_relative, unstaged_path
-from ckptkit.writer.merge import Merged, MergedUnit, Merger, few_collections, with_findings
+from ckptkit.writer.merge import Merged, MergedUnit, Merger, with_findings
 from ckptkit.writer.messages import ByteCounter, Commit, RecordProof, StepCommitted
-from ckptkit.writer.record import RECORDS_FOLDER, RankRecord, WrittenFile, parse_record
+from ckptkit.writer.record import RECORDS_FOLDER, RankRecord, parse_record
 
 
 def commit(request: Commit, disk: Disk, counter: ByteCounter) -> StepCommitted:
@@ -53,27 +53,27 @@ def commit(request: Commit, disk: Disk, counter: ByteCounter) -> StepCommitted:
     """
     began = time.monotonic()
     folder, final, ranks = Path(request.folder), Path(request.final), request.node_ranks
-    timeout = VisibilityTimeout(request.visible_seconds)
-    gathering = RecordGatherer(_Folder(folder), counter, timeout)
+    attempt = _WorkingFolder(folder, counter, request.visible_seconds)
     merged = Merged({}, {}, ())
     with few_collections():
         if ranks:
-            gathering.check(request.attempt, request.proofs, ranks)
+            for _ in attempt.records(request.attempt, request.proofs, ranks):
+                pass  # a node's copy of a step is not merged
         else:
-            merged = gathering.merge(request.attempt, request.proofs)
+            merged = attempt.merge(request.attempt, request.proofs)
             for unit in merged.empty:
                 shutil.rmtree(folder / unit, ignore_errors=True)
             for name, content in merged.units.items():
                 path = f"{name}/{METADATA_NAME}" if name else METADATA_NAME
                 (folder / path).parent.mkdir(parents=True, exist_ok=True)
                 with (folder / path).open("xb", buffering=1 << 20) as file:
-                    gathering.files[path] = write_index(file, content, counter)
+                    attempt.files[path] = write_index(file, content, counter)
                     os.fsync(file.fileno())
     notes = [*merged.notes]
     if request.beside:
         sidecar = Path(request.beside)
         if sidecar.is_dir():
-            gathering.files |= _copy_sidecar(sidecar, folder, counter)
+            attempt.files |= _copy_sidecar(sidecar, folder, counter)
         else:
             notes.append(f"{sidecar} is missing, so the step has none of its files")
     source = with_findings(request.manifest["source"], merged.lost, merged.notes)
@@ -83,7 +83,7 @@ def commit(request: Commit, disk: Disk, counter: ByteCounter) -> StepCommitted:
         shutil.rmtree(folder / RECORDS_FOLDER)
     sync_folders(folder, disk)
     place = folder / MANIFEST_NAME
-    manifest = manifest_bytes({**request.manifest, "source": source}, gathering.files, str(place))
+    manifest = manifest_bytes({**request.manifest, "source": source}, attempt.files, str(place))
     put_file(place, manifest)
     disk.sync_directory(folder)
     replaced = _rename(folder, final, disk)
@@ -97,7 +97,7 @@ def commit(request: Commit, disk: Disk, counter: ByteCounter) -> StepCommitted:
     removed, unremoved = remove_steps([Path(step) for step in remove if Path(step) != final])
     return StepCommitted(
         attempt=request.attempt,
-        size_bytes=sum(file.size_bytes for file in gathering.files.values()) + len(manifest),
+        size_bytes=sum(file.size_bytes for file in attempt.files.values()) + len(manifest),
         seconds=time.monotonic() - began,
         removed=tuple(map(str, removed)),
         notes=(*notes, *unremoved),
@@ -182,51 +182,20 @@ def remove_steps(steps: Sequence[Path]) -> tuple[list[Path], list[str]]:
     notes: list[str] = []
     for step in steps:
         try:
-            is_gone = _remove_unread(step)
+            indexes = sorted(step.glob(f"*/{METADATA_NAME}")) + sorted(step.glob(METADATA_NAME))
+            mark = claim(indexes)
+            if mark is None:
+                notes.append(f"{step.name} is being read and stays until a later save")
+                continue
+            with mark:
+                remove_folder(step)
         except FileNotFoundError:
             continue
         except OSError as error:
             notes.append(f"{step.name} could not be removed: {error}")
-            continue
-        if is_gone:
-            removed.append(step)
         else:
-            notes.append(f"{step.name} is being read and stays until a later save")
+            removed.append(step)
     return removed, notes
-
-
-def _remove_unread(step: Path) -> bool:
-    mark = claim(sorted(step.glob(f"*/{METADATA_NAME}")) + sorted(step.glob(METADATA_NAME)))
-    if mark is None:
-        return False
-    with mark:
-        remove_folder(step)
-    return True
-
-
-class _Folder:
-    """The working folder, which all ranks wrote into."""
-
-    def __init__(self, path: Path) -> None:
-        self.location = unstaged_path(str(path))
-        self._path = path
-
-    def read(self, path: str) -> bytes | None:
-        try:
-            return (self._path / path).read_bytes()
-        except FileNotFoundError:
-            return None
-
-    def size_bytes(self, path: str) -> int | None:
-        try:
-            # Unlike stat, open makes NFS revalidate its cached attributes.
-            descriptor = os.open(self._path / path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-        except FileNotFoundError:
-            return None
-        try:
-            return os.fstat(descriptor).st_size
-        finally:
-            os.close(descriptor)
 
 
 def manifest_bytes(
@@ -248,59 +217,36 @@ _LONGEST_PAUSE_SECONDS = 1.0
 _LATE = "check that all ranks write to the same file system, and whether it shows files late"
 
 
-class AttemptFiles(Protocol):
-    """The files of an attempt, by relative path."""
+class AttemptFiles:
+    """The files of an attempt, of which records of ranks say what there has to be.
 
-    @property
-    def location(self) -> str:
-        """Where they are, for messages."""
-        ...
-
-    def read(self, path: str) -> bytes | None:
-        """Returns the content of a file, None if it does not exist."""
-        ...
-
-    def size_bytes(self, path: str) -> int | None:
-        """Returns the size of a file, None if it does not exist."""
-        ...
-
-
-class VisibilityTimeout:
-    """Waits until files of other machines become visible here, for a limited time in all."""
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-        self._deadline = time.monotonic() + seconds
-
-    def until(self, find_fault: Callable[[], Exception | None]) -> None:
-        """Repeats a check, with growing pauses, until it finds no fault or the time is up."""
-        pause = _FIRST_PAUSE_SECONDS
-        while (fault := find_fault()) is not None:
-            if time.monotonic() + pause > self._deadline:
-                raise fault
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
-
-
-class RecordGatherer:
-    """Reads the records of an attempt and checks that the files they name exist.
+    Files of other machines may become visible here late, so they are waited for, for
+    `visible_seconds` in all.
 
     Attributes:
         files: The files that were checked, by path.
     """
 
-    def __init__(
-        self, files_of_attempt: AttemptFiles, counter: ByteCounter, timeout: VisibilityTimeout
-    ) -> None:
+    def __init__(self, location: str, counter: ByteCounter, visible_seconds: float) -> None:
+        """Takes where they are, for messages."""
         self.files: dict[str, FileRecord] = {}
-        self._attempt_files = files_of_attempt
+        self._location = location
         self._counter = counter
-        self._timeout = timeout
+        self._seconds = visible_seconds
+        self._deadline = time.monotonic() + visible_seconds
+
+    def read(self, path: str) -> bytes | None:
+        """Returns the content of a file, None if it does not exist."""
+        raise NotImplementedError
+
+    def size_bytes(self, path: str) -> int | None:
+        """Returns the size of a file, None if it does not exist."""
+        raise NotImplementedError
 
     def merge(self, attempt: str, proofs: Sequence[RecordProof]) -> Merged:
         """Reads the records of all ranks, checks that their files exist, and merges them."""
         merger = Merger(len(proofs))
-        for record, where in self._records(attempt, proofs, range(len(proofs))):
+        for record, where in self.records(attempt, proofs, range(len(proofs))):
             merger.add(record, where=where)
         merged = merger.result()
         for unit in merged.empty:  # the step does without their files
@@ -308,93 +254,94 @@ class RecordGatherer:
                 del self.files[path]
         return merged
 
-    def check(self, attempt: str, proofs: Sequence[RecordProof], ranks: Sequence[int]) -> None:
-        for _ in self._records(attempt, proofs, ranks):
-            pass
-
-    def see(self, files: Mapping[str, FileRecord], where: str) -> None:
-        """Checks that further files exist."""
-        for path, record in files.items():
-            self._see([WrittenFile(path, record.size_bytes, None)], where)
-            self.files[path] = record
-
-    def _records(
+    def records(
         self, attempt: str, proofs: Sequence[RecordProof], ranks: Sequence[int]
     ) -> Iterator[tuple[RankRecord, str]]:
+        """Yields each rank's record, and where it is, once all its files were seen."""
         if [proof.rank for proof in proofs] != list(ranks):
             raise FormatError(
                 f"expected one proof of each of {len(ranks)} ranks in order, found proofs of the"
                 f" ranks {[proof.rank for proof in proofs]}",
-                where=self._attempt_files.location,
+                where=self._location,
             )
         for proof in proofs:
-            where = self._where(proof.path)
-            record = self._read(proof, where)
+            where = f"{self._location}/{proof.path}"
+            check_relative(proof.path, self._location)
+            record = parse_record(self._wait_for(proof.path, proof.size_bytes, proof), where=where)
+            self._counter.done_bytes += proof.size_bytes
             if (record.rank, record.attempt) != (proof.rank, attempt):
                 raise FormatError(
                     f"expected the record of rank {proof.rank} for attempt {attempt!r}, found that"
                     f" of rank {record.rank} for {record.attempt!r}",
                     where=where,
                 )
-            self._see(record.files, where)
+            for file in record.files:
+                self.check(file.path, FileRecord(file.size_bytes, crc_digest(file.crc32)), where)
             yield record, where
 
-    def _read(self, proof: RecordProof, where: str) -> RankRecord:
-        check_relative(proof.path, self._attempt_files.location)
-        contents: list[bytes] = []
+    def check(self, path: str, record: FileRecord, where: str) -> None:
+        """Checks that a file exists which nothing else has named; `where` is what names it."""
+        if path in self.files:
+            raise FormatError(f"{path} was written by two ranks", where=where)
+        self._wait_for(path, record.size_bytes)
+        self.files[path] = record
 
-        def find_fault() -> Exception | None:
-            contents.clear()
-            data = self._attempt_files.read(proof.path)
-            if data is None:
-                return self._missing(where)
-            if len(data) != proof.size_bytes:
-                return _cut_short(where, len(data), proof.size_bytes)
-            if crc32(data) != proof.crc32:
-                return ChecksumError(
+    def _wait_for(self, path: str, size_bytes: int, proof: RecordProof | None = None) -> bytes:
+        """Waits until a file has its size; with a proof also its content, which is returned."""
+        where, pause = f"{self._location}/{path}", _FIRST_PAUSE_SECONDS
+        while True:
+            data, found_bytes = b"", self.size_bytes(path) if proof is None else None
+            if proof is not None and (content := self.read(path)) is not None:
+                data, found_bytes = content, len(content)
+            if found_bytes is None:
+                fault: Exception = MissingFileError(
+                    f"it was written, but not seen within {self._seconds:g} s",
+                    where=where,
+                    hint=_LATE,
+                )
+            elif found_bytes != size_bytes:
+                fault = TruncatedFileError(
+                    f"expected {size_bytes:,} bytes, found {found_bytes:,}", where=where, hint=_LATE
+                )
+            elif proof is not None and crc32(data) != proof.crc32:
+                fault = ChecksumError(
                     f"expected CRC-32 {proof.crc32:08x}, which rank {proof.rank} wrote, found"
                     f" {crc32(data):08x}",
                     where=where,
                 )
-            contents.append(data)
+            else:
+                return data
+            if time.monotonic() + pause > self._deadline:
+                raise fault
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+
+
+class _WorkingFolder(AttemptFiles):
+    """The working folder, which all ranks wrote into."""
+
+    def __init__(self, path: Path, counter: ByteCounter, visible_seconds: float) -> None:
+        super().__init__(unstaged_path(str(path)), counter, visible_seconds)
+        self._path = path
+
+    def read(self, path: str) -> bytes | None:
+        try:
+            return (self._path / path).read_bytes()
+        except FileNotFoundError:
             return None
 
-        self._timeout.until(find_fault)
-        self._counter.done_bytes += proof.size_bytes
-        return parse_record(contents[0], where=where)
-
-    def _see(self, files: Iterable[WrittenFile], where: str) -> None:
-        for file in files:
-            if file.path in self.files:
-                raise FormatError(f"{file.path} was written by two ranks", where=where)
-            self._timeout.until(partial(self._fault_of, file))
-            self.files[file.path] = FileRecord(file.size_bytes, crc_digest(file.crc32))
-
-    def _fault_of(self, file: WrittenFile) -> Exception | None:
-        size_bytes = self._attempt_files.size_bytes(file.path)
-        if size_bytes is None:
-            return self._missing(self._where(file.path))
-        if size_bytes != file.size_bytes:
-            return _cut_short(self._where(file.path), size_bytes, file.size_bytes)
-        return None
-
-    def _missing(self, where: str) -> MissingFileError:
-        return MissingFileError(
-            f"it was written, but not seen within {self._timeout.seconds:g} s",
-            where=where,
-            hint=_LATE,
-        )
-
-    def _where(self, path: str) -> str:
-        return f"{self._attempt_files.location}/{path}"
+    def size_bytes(self, path: str) -> int | None:
+        try:
+            # Unlike stat, open makes NFS revalidate its cached attributes.
+            descriptor = os.open(self._path / path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        except FileNotFoundError:
+            return None
+        try:
+            return os.fstat(descriptor).st_size
+        finally:
+            os.close(descriptor)
 
 
 def crc_digest(crc: int | None) -> str:
     """Returns a CRC-32 as the manifest writes it, empty if it is unknown."""
     return "" if crc is None else f"crc32:{crc:08x}"
-
-
-def _cut_short(where: str, found: int, expected: int) -> TruncatedFileError:
-    return TruncatedFileError(
-        f"expected {expected:,} bytes, found {found:,}", where=where, hint=_LATE
-    )

@@ -80,6 +80,7 @@ class Drainer:
 
     def __init__(self, disk: Disk) -> None:
         self._disk = disk
+        self._buffer = mmap.mmap(-1, _STRIDE_BYTES)  # direct I/O needs an aligned address
         # Marks of source and copy of files with several links, such as frozen weights, by path.
         self._shared: dict[str, tuple[Mark | None, Mark | None]] = {}
 
@@ -98,8 +99,7 @@ class Drainer:
         extra = {posixpath.join(BESIDE, path): read_small(folder, path) for path in request.further}
         goals = {posixpath.dirname(p) for p in (*(file.path for file in listed), *extra, *records)}
         made = make_folders(target, goals, self._disk)
-        copier = _Copier(self._disk, counter)
-        linked_bytes = sum(self._bring(file, request, copier) for file in listed)
+        linked_bytes = sum(self._link_or_copy(file, request, counter) for file in listed)
         for path, data in extra.items():
             put_file(target / path, data)
         for parent in made:
@@ -116,8 +116,8 @@ class Drainer:
             linked_bytes=linked_bytes,
         )
 
-    def _bring(self, file: WrittenFile, request: Drain, copier: _Copier) -> int:
-        """Copies or links a file; returns how many bytes were linked."""
+    def _link_or_copy(self, file: WrittenFile, request: Drain, counter: ByteCounter) -> int:
+        """Returns how many bytes were linked; a copy is durable, its entry in the folder is not."""
         source, target = Path(request.folder, file.path), Path(request.target, file.path)
         mark = shared_mark(source, names=2)
         known = self._shared.pop(file.path, None)
@@ -131,36 +131,30 @@ class Drainer:
                 else:
                     self._shared[file.path] = mark, shared_mark(target)
                     return file.size_bytes
-        copier.copy(source, target, file.size_bytes)
-        if mark is not None:
-            self._shared[file.path] = mark, shared_mark(target)
-        return 0
-
-
-class _Copier:
-    """Copies files through one aligned buffer."""
-
-    def __init__(self, disk: Disk, counter: ByteCounter) -> None:
-        self._disk = disk
-        self._counter = counter
-        self._buffer = mmap.mmap(-1, _STRIDE_BYTES)  # direct I/O needs an aligned address
-
-    def copy(self, source: Path, target: Path, size_bytes: int) -> None:
-        """Copies a file of known size; the copy is durable, its entry in the folder is not."""
         with naming(source):
-            read = open_written(source, size_bytes, self._disk)
+            read = open_written(source, file.size_bytes, self._disk)
         try:
-            padded_bytes = -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES
+            padded_bytes = -(-file.size_bytes // BLOCK_BYTES) * BLOCK_BYTES
             write = DirectFile(target, padded_bytes, self._disk, sync_bytes=_SYNC_BYTES)
             try:
-                self._fill(read, write, source, size_bytes)
-                write.end(size_bytes)
+                self._copy(read, write, source, file.size_bytes, counter)
+                write.end(file.size_bytes)
             finally:
                 write.close()
         finally:
             read.close()
+        if mark is not None:
+            self._shared[file.path] = mark, shared_mark(target)
+        return 0
 
-    def _fill(self, read: OpenFile, write: DirectFile, source: Path, size_bytes: int) -> None:
+    def _copy(
+        self,
+        read: OpenFile,
+        write: DirectFile,
+        source: Path,
+        size_bytes: int,
+        counter: ByteCounter,
+    ) -> None:
         with memoryview(self._buffer) as buffer:
             for start in range(0, size_bytes, _STRIDE_BYTES):
                 stride_bytes = min(_STRIDE_BYTES, size_bytes - start)
@@ -169,4 +163,4 @@ class _Copier:
                 if read_bytes != stride_bytes:
                     raise TruncatedFileError("it was cut short", where=str(source))
                 write.write(start, buffer[: -(-stride_bytes // BLOCK_BYTES) * BLOCK_BYTES])
-                self._counter.done_bytes += stride_bytes
+                counter.done_bytes += stride_bytes

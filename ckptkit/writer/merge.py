@@ -6,13 +6,12 @@ their sizes are distinct; each is kept once.
 
 from __future__ import annotations
 
-import gc
 import math
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import combinations, pairwise
-from operator import add, index, le, mul
+from itertools import combinations
+from operator import add, index, le
 from typing import Any, NamedTuple
 
 from msgspec import Struct
@@ -34,54 +33,15 @@ def is_tiling(shape: Extents, boxes: Sequence[Box]) -> bool:
     None is empty, none leaves the tensor, no two start at the same element, and together they have
     as many elements as the tensor.
 
-    >>> is_tiling((4,), [((0,), (2,)), ((2,), (2,))])
-    True
-    >>> is_tiling((4,), [((0,), (2,)), ((1,), (2,))])
-    False
+    Boxes that are no grid are split recursively between planes. Those that planes separate, as a
+    mesh cuts tensors one dimension after the other, cost little more than sorting; others cost one
+    comparison for each pair of boxes that a plane meets.
+
+    >>> is_tiling((4,), [((0,), (2,)), ((2,), (2,))]), is_tiling((4,), [((0,), (2,)), ((1,), (2,))])
+    (True, False)
     """
     if _fill_grid(shape, boxes):
         return True
-    runs = _runs(shape, boxes)
-    if runs is not None:
-        return all(before[1] <= after[0] for before, after in pairwise(sorted(runs)))
-    return _are_apart(boxes)
-
-
-def _fill_grid(shape: Extents, boxes: Sequence[Box]) -> bool:
-    """Returns whether the boxes are the cells of a grid, as with sharded dimensions."""
-    cells = 1
-    for axis, size in enumerate(shape):
-        intervals = sorted({(offsets[axis], sizes[axis]) for offsets, sizes in boxes})
-        at = 0
-        for start, length in intervals:
-            if start != at:
-                return False
-            at += length
-        if at != size:
-            return False
-        cells *= len(intervals)
-    return cells == len(boxes)
-
-
-def _runs(shape: Extents, boxes: Sequence[Box]) -> list[tuple[int, int]] | None:
-    """Returns the row-major element range of each box, None if one is not contiguous."""
-    strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
-    runs = []
-    for offsets, sizes in boxes:
-        axis = next((i for i, size in enumerate(sizes) if size != 1), len(sizes))
-        if sizes[axis + 1 :] != shape[axis + 1 :]:
-            return None
-        start = sum(map(mul, offsets, strides))
-        runs.append((start, start + math.prod(sizes)))
-    return runs
-
-
-def _are_apart(boxes: Sequence[Box]) -> bool:
-    """Returns whether no two boxes overlap, by splitting them recursively between planes.
-
-    Boxes that planes separate, as a mesh cuts tensors one dimension after the other, cost little
-    more than sorting; others cost one comparison for each pair of boxes that a plane meets.
-    """
     groups = [list(boxes)]
     while groups:
         group = groups.pop()
@@ -98,6 +58,22 @@ def _are_apart(boxes: Sequence[Box]) -> bool:
             if not _pass_by(group):
                 return False
     return True
+
+
+def _fill_grid(shape: Extents, boxes: Sequence[Box]) -> bool:
+    """Returns whether the boxes are the cells of a grid, as with sharded dimensions."""
+    cells = 1
+    for axis, size in enumerate(shape):
+        intervals = sorted({(offsets[axis], sizes[axis]) for offsets, sizes in boxes})
+        at = 0
+        for start, length in intervals:
+            if start != at:
+                return False
+            at += length
+        if at != size:
+            return False
+        cells *= len(intervals)
+    return cells == len(boxes)
 
 
 def _cut(boxes: list[Box], axis: int) -> Iterator[list[Box]]:
@@ -168,18 +144,6 @@ def with_findings(
     return {**source, **{name: value for name, value in found.items() if value}}
 
 
-@contextmanager
-def few_collections() -> Iterator[None]:
-    """Disables the garbage collector, which would traverse millions of live objects."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
 class Merger:
     """Merges records one after another."""
 
@@ -200,7 +164,7 @@ class Merger:
         sizes = {file.path: file.size_bytes for file in record.files}
         for value in record.values:
             self._values[value] = min(record.rank, self._values.get(value, record.rank))
-        for replica, crc in record.replicas.items():
+        for replica, crc in zip(record.replicas, record.replica_sums, strict=True):
             ranks = self._replicas.setdefault(replica, {})
             ranks[crc] = min(record.rank, ranks.get(crc, record.rank))
         for part in record.dispensable:
@@ -240,13 +204,15 @@ class Merger:
     def _differences(self) -> Iterator[str]:
         """Yields notes if ranks hold other values of what is stored once for all of them."""
         for of_rank_0, what in _DIFFERING.items():
-            compared = {key: sums for key, sums in self._replicas.items() if key[3] is of_rank_0}
+            compared = {
+                key: sums for key, sums in self._replicas.items() if key.of_rank_0 is of_rank_0
+            }
             differing = {key: sums for key, sums in compared.items() if len(sums) > 1}
             if differing:
-                (_, path, *_rest), sums = next(iter(differing.items()))
+                replica, sums = next(iter(differing.items()))
                 first, second, *_more = sorted(sums.values())
                 yield (
-                    f"ranks {first} and {second} held different values of {flat_key(path)}"
+                    f"ranks {first} and {second} held different values of {flat_key(replica.path)}"
                     f" ({len(differing)} of {len(compared)} compared tensors differ): {what}"
                 )
 

@@ -16,7 +16,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-from msgspec import Struct, field
+from msgspec import Struct, convert, field
 
 _LENGTH = struct.Struct("<I")
 _MAX_DESCRIPTORS = 4
@@ -41,7 +41,7 @@ class Fixed(tuple[_Item, ...]):  # noqa: SLOT001  tuples of any length have no s
         return self._text
 
 
-class Buffer(Struct, frozen=True):
+class Buffer(Struct, frozen=True, tag=True, tag_field="kind"):
     """Announces the shared memory that later requests refer to; its descriptor is attached."""
 
     size_bytes: int
@@ -79,7 +79,7 @@ class Link(Struct, frozen=True):
     size_bytes: int
 
 
-class Persist(Struct, frozen=True):
+class Persist(Struct, frozen=True, tag=True, tag_field="kind"):
     """Requests a durable write of the files of one wave of a save."""
 
     attempt: str
@@ -96,8 +96,8 @@ class Persist(Struct, frozen=True):
     keeps: tuple[Link, ...] = ()
     # Start and stop in the buffer: of what the answer has to checksum if files were kept, and of
     # what the record has to.
-    ranges: Sequence[tuple[int, int]] = ()
-    replicas: Sequence[tuple[int, int]] = ()
+    ranges: tuple[tuple[int, int], ...] = ()
+    replicas: tuple[tuple[int, int], ...] = ()
 
 
 class RecordProof(Struct, frozen=True):
@@ -109,7 +109,7 @@ class RecordProof(Struct, frozen=True):
     crc32: int
 
 
-class Commit(Struct, frozen=True):
+class Commit(Struct, frozen=True, tag=True, tag_field="kind"):
     """Requests the merge and the commit of a save that all ranks have written."""
 
     attempt: str
@@ -125,14 +125,14 @@ class Commit(Struct, frozen=True):
     node_ranks: tuple[int, ...] = ()
 
 
-class Discard(Struct, frozen=True):
+class Discard(Struct, frozen=True, tag=True, tag_field="kind"):
     """Requests the removal of the working folder of a failed save."""
 
     attempt: str
     folder: str
 
 
-class Drain(Struct, frozen=True):
+class Drain(Struct, frozen=True, tag=True, tag_field="kind"):
     """Requests a durable copy of the files that some ranks wrote."""
 
     attempt: str
@@ -156,7 +156,7 @@ class Remote:
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict, repr=False, compare=False)
 
 
-class UploadFiles(Struct, frozen=True):
+class UploadFiles(Struct, frozen=True, tag=True, tag_field="kind"):
     """Requests the upload of the files that some ranks wrote of a step; see `Drain`."""
 
     attempt: str
@@ -168,7 +168,7 @@ class UploadFiles(Struct, frozen=True):
     earlier: str = ""  # the name of a step's folder; the store copies shared files itself
 
 
-class FinishUpload(Struct, frozen=True):
+class FinishUpload(Struct, frozen=True, tag=True, tag_field="kind"):
     """Requests the completion of a step whose files are uploaded, the manifest last; see `Commit`.
 
     Files that the manifest lists already were uploaded too.
@@ -189,14 +189,14 @@ class FinishUpload(Struct, frozen=True):
     visible_seconds: float = 60.0
 
 
-class WriteProgress(Struct, frozen=True):
+class WriteProgress(Struct, frozen=True, tag=True, tag_field="kind"):
     """Reports that the writer is alive and how many bytes of the save are written."""
 
     attempt: str
     written_bytes: int
 
 
-class Written(Struct, frozen=True):
+class Written(Struct, frozen=True, tag=True, tag_field="kind"):
     """Answers `Persist`, `Drain` and `UploadFiles`: everything in it is durable."""
 
     attempt: str
@@ -210,7 +210,7 @@ class Written(Struct, frozen=True):
     sums: tuple[int, ...] = ()  # CRC-32 of each requested range; empty if files were not kept
 
 
-class StepCommitted(Struct, frozen=True):
+class StepCommitted(Struct, frozen=True, tag=True, tag_field="kind"):
     """Answers `Commit` and `FinishUpload`."""
 
     attempt: str
@@ -222,7 +222,7 @@ class StepCommitted(Struct, frozen=True):
     lost: Mapping[str, str] = field(default_factory=dict)
 
 
-class Failed(Struct, frozen=True):
+class Failed(Struct, frozen=True, tag=True, tag_field="kind"):
     """Answers any request that failed; `error` is `CkptkitError.to_json()`."""
 
     attempt: str
@@ -241,24 +241,6 @@ class ByteCounter:
 Request = Buffer | Persist | Commit | Discard | Drain | UploadFiles | FinishUpload
 Answer = WriteProgress | Written | StepCommitted | Failed
 Message = Request | Answer
-_TUPLES = ["remove", "removed", "records", "further", "given_up", "node_ranks", "notes", "sums"]
-_NESTED: Mapping[str, Any] = {
-    "images": lambda items: tuple(Image(**_tupled(i, archives=_archives)) for i in items),
-    "inline": lambda items: tuple(Inline(i["path"], base64.b64decode(i["data"])) for i in items),
-    "proofs": lambda items: tuple(RecordProof(**i) for i in items),
-    "proof": lambda item: item and RecordProof(**item),
-    "remote": lambda item: Remote(**item),
-    **dict.fromkeys(("links", "keeps"), lambda items: tuple(Link(**i) for i in items)),
-    **dict.fromkeys(("ranges", "replicas"), lambda items: tuple(map(tuple, items))),
-    **dict.fromkeys(_TUPLES, tuple),
-}
-_KINDS = {
-    kind.__name__: kind
-    for kind in (
-        *(Buffer, Persist, Commit, Discard, Drain, UploadFiles, FinishUpload),
-        *(WriteProgress, Written, StepCommitted, Failed),
-    )
-}
 
 
 class Channel:
@@ -284,9 +266,8 @@ class Channel:
         text = head and self._exactly(_LENGTH.unpack(head)[0])
         if not text:
             return None
-        document = json.loads(text)
-        kind = _KINDS[document.pop("kind")]
-        return kind(**_tupled(document, **_NESTED))
+        message: Message = convert(json.loads(text), Message)
+        return message
 
     def take_descriptor(self) -> int:
         """Returns a descriptor that came with a message received before."""
@@ -342,13 +323,3 @@ def _plain(value: object) -> str | dict[str, Any]:
 
 
 _JSON = json.JSONEncoder(separators=(",", ":"), default=_plain)
-
-
-def _tupled(document: Mapping[str, Any], **convert: Any) -> dict[str, Any]:
-    return {
-        key: convert[key](value) if key in convert else value for key, value in document.items()
-    }
-
-
-def _archives(items: Sequence[Mapping[str, Any]]) -> tuple[ArchiveData, ...]:
-    return tuple(ArchiveData(i["start"], i["stop"], tuple(i["crc_at"])) for i in items)

@@ -16,8 +16,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from msgspec import Struct, field
-
 from ckptkit.core.crc import crc32
 from ckptkit.core.errors import SaveError
 from ckptkit.core.threads import WorkerThread
@@ -231,13 +229,6 @@ def keep_links(links: Sequence[Link], folder: Path, disk: Disk) -> str:
     return ""
 
 
-class _Parts(Struct):
-    """The files of an attempt so far, and what its record needs besides."""
-
-    files: list[WrittenFile] = field(default_factory=list)  # those that are durable
-    replica_sums: tuple[int, ...] = ()  # the CRC-32 of each sample of a replica
-
-
 _MOST_ATTEMPTS = 8  # in flight at once; the oldest failed attempt is dropped
 
 
@@ -248,7 +239,8 @@ class Persister:
         self._disk = disk
         self._buffer: mmap.mmap | None = None
         self._problem = "no shared buffer was announced"
-        self._parts: dict[str, _Parts] = {}  # by attempt
+        # By attempt: the files that are durable, and the CRC-32 of each sample of a replica.
+        self._parts: dict[str, tuple[list[WrittenFile], list[int]]] = {}
 
     def attach(self, descriptor: int, size_bytes: int) -> None:
         """Maps the buffer of a descriptor, instead of an earlier one."""
@@ -270,7 +262,7 @@ class Persister:
         folder = Path(request.folder)
         if request.attempt not in self._parts and len(self._parts) >= _MOST_ATTEMPTS:
             del self._parts[next(iter(self._parts))]
-        parts = self._parts.setdefault(request.attempt, _Parts())
+        files, replica_sums = self._parts.setdefault(request.attempt, ([], []))
         paths = [image.path for image in request.images]
         paths += [inline.path for inline in request.inline]
         paths += [link.path for link in request.links]
@@ -282,7 +274,7 @@ class Persister:
         parents = {os.path.dirname(path) for path in paths}  # noqa: PTH120  a key, not a place
         made = make_folders(folder, parents, self._disk)
         link_kept(request.links, folder, self._disk)
-        parts.replica_sums += self._sums(request.replicas, counter)
+        replica_sums += self._sums(request.replicas, counter)
         notes = self._write_images(request, folder, counter)
         note = keep_links(request.keeps, folder, self._disk)
         new = [WrittenFile(image.path, image.size_bytes, None) for image in request.images]
@@ -293,8 +285,8 @@ class Persister:
         for parent in made:
             self._disk.sync_directory(parent)
         linked = [WrittenFile(link.path, link.size_bytes, None) for link in request.links]
-        parts.files += [*new, *linked]
-        proof = self._record(request, parts) if request.record is not None else None
+        files += [*new, *linked]
+        proof = self._record(request) if request.record is not None else None
         size_bytes = sum(file.size_bytes for file in new)
         return Written(
             attempt=request.attempt,
@@ -339,12 +331,13 @@ class Persister:
                 counter.done_bytes += stop - start
         return tuple(sums)
 
-    def _record(self, request: Persist, parts: _Parts) -> RecordProof:
+    def _record(self, request: Persist) -> RecordProof:
         assert request.record is not None  # noqa: S101  narrows the type
-        sums = parts.replica_sums  # empty without a buffer, which not every rank needs
+        # Removed even if the write fails: the request may be repeated.
+        files, sums = self._parts.pop(request.attempt)
+        # There are no sums without a buffer, which not every rank needs.
         document = {**request.record, **({"replica_sums": sums} if sums else {"replicas": []})}
-        data = record_bytes(document, parts.files)
-        del self._parts[request.attempt]  # even if the write fails: the request may be repeated
+        data = record_bytes(document, files)
         path = Path(request.folder, request.record_path)
         put_file(path, data)
         self._disk.sync_directory(path.parent)

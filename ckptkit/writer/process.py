@@ -1,4 +1,4 @@
-"""The program of the writer process, and the command that starts it.
+"""The program of the writer process.
 
 It takes requests from a socket until the trainer is gone. Each rank has a process that writes its
 files; rank 0 has a second one that commits. They differ only in the requests they get.
@@ -15,8 +15,6 @@ import sys
 import threading
 import time
 from contextlib import suppress
-from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from ckptkit.core.errors import CkptkitError, NoSpaceError, OutputError, SaveError
@@ -162,31 +160,29 @@ class RequestHandler:
         """Serves a request and returns its answer, `Failed` if it failed."""
         attempt, folder = getattr(message, "attempt", ""), str(getattr(message, "folder", ""))
         try:
-            return self._dispatch(message, counter)
+            match message:
+                case Persist():
+                    return self._persister.persist(message, counter)
+                case Commit():
+                    from ckptkit.writer.commit import commit  # only processes that commit need it
+
+                    return commit(message, self._disk, counter)
+                case Drain():
+                    from ckptkit.writer.drain import Drainer  # only processes that drain need it
+
+                    self._drainer = self._drainer or Drainer(self._disk)
+                    return self._drainer.drain(message, counter)
+                case Discard():
+                    from ckptkit.writer.sweep import discard
+
+                    return Written(attempt, 0, 0.0, 0.0, None, discard(message.folder))
+                case _:
+                    raise SaveError(  # noqa: TRY301  it is the answer
+                        f"expected a request, received a {type(message).__name__}",
+                        hint="trainer and writer have different versions; restart the job",
+                    )
         except Exception as error:  # noqa: BLE001  the trainer reports any error
             return Failed(attempt, as_failure(error, folder).to_json())
-
-    def _dispatch(self, message: Message, counter: ByteCounter) -> Answer:
-        if isinstance(message, Persist):
-            return self._persister.persist(message, counter)
-        if isinstance(message, Commit):
-            from ckptkit.writer.commit import commit  # only processes that commit need it
-
-            return commit(message, self._disk, counter)
-        if isinstance(message, Drain):
-            from ckptkit.writer.drain import Drainer  # only processes that drain need it
-
-            self._drainer = self._drainer or Drainer(self._disk)
-            return self._drainer.drain(message, counter)
-        if isinstance(message, Discard):
-            from ckptkit.writer.sweep import discard
-
-            notes = discard(message.folder)
-            return Written(message.attempt, 0, 0.0, 0.0, None, notes)
-        raise SaveError(
-            f"expected a request, received a {type(message).__name__}",
-            hint="trainer and writer have different versions; restart the job",
-        )
 
 
 _NOT_WRITABLE = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
@@ -227,23 +223,3 @@ def as_failure(error: BaseException, where: str) -> CkptkitError:
         where=where,
         hint="see the system's log for what is wrong with the storage",
     )
-
-
-NICENESS = 10
-# These may be site-packages, so they come last: nothing in them may replace a standard module.
-_PROGRAM = "import sys; sys.path.extend({!r}); from ckptkit.writer.process import main; main()"
-
-
-def writer_command(descriptor: int, niceness: int = NICENESS) -> list[str]:
-    """Returns the command of a process that serves requests.
-
-    It starts without site-packages and environment variables; only the folders of msgspec, and of
-    the library that computes CRC-32 fast if it is installed, are added.
-    """
-    specs = filter(None, map(find_spec, ("msgspec", "isal")))
-    folders = (folder for spec in specs for folder in spec.submodule_search_locations or ())
-    roots = dict.fromkeys([Path(__file__).resolve().parents[2], *(Path(f).parent for f in folders)])
-    return [
-        *(sys.executable, "-I", "-S", "-c", _PROGRAM.format([str(root) for root in roots])),
-        *(str(descriptor), str(niceness)),
-    ]

@@ -29,25 +29,33 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
-from msgspec import Struct, field
+from msgspec import Meta, Struct, convert
 
 from ckptkit.core.errors import FormatError
 from ckptkit.storage.locations import check_relative
 
 RECORDS_FOLDER = ".ranks"
 
-Replica = tuple[str, tuple[str | int, ...], tuple[int, ...], bool]
-"""The DCP directory, the key path and the offsets of a sample; whether rank 0 writes its tensor."""
+_Count = Annotated[int, Meta(ge=0)]
+
+
+class Replica(Struct, frozen=True, array_like=True):
+    """Names a sample of a tensor that several ranks hold."""
+
+    unit: str  # the DCP directory
+    path: tuple[str | int, ...]  # the key path
+    offsets: tuple[int, ...]  # where the sample begins
+    of_rank_0: bool = False  # whether rank 0 writes its tensor for all ranks
 
 
 class WrittenFile(Struct, frozen=True):
     """A durable file of an attempt."""
 
     path: str  # relative to the attempt's folder
-    size_bytes: int  # its length
-    crc32: int | None  # of all its bytes, or None for a data file
+    size_bytes: _Count  # its length
+    crc32: _Count | None  # of all its bytes, or None for a data file
 
 
 class RecordedOptional(Struct, frozen=True):
@@ -62,15 +70,15 @@ class RecordedOptional(Struct, frozen=True):
 class RankRecord(Struct, frozen=True):
     """A record whose outer structure was checked."""
 
-    rank: int  # of the rank that wrote it
-    world_size: int  # how many ranks there were
+    rank: _Count  # of the rank that wrote it
+    world_size: _Count  # how many ranks there were
     attempt: str  # the attempt that it belongs to
     units: Mapping[str, Mapping[str, Any]]  # the content of each directory; checked when merged
     files: tuple[WrittenFile, ...]  # all files of the rank, without the record itself
     dispensable: tuple[RecordedOptional, ...] = ()  # what the step may lack
     values: tuple[str, ...] = ()  # the names of entries that rank 0 writes for all ranks
-    # The CRC-32 of samples that several ranks hold
-    replicas: Mapping[Replica, int] = field(default_factory=dict)
+    replicas: tuple[Replica, ...] = ()  # samples that several ranks hold
+    replica_sums: tuple[_Count, ...] = ()  # the CRC-32 of each of these
 
 
 def record_bytes(record: Mapping[str, Any], files: Sequence[WrittenFile]) -> bytes:
@@ -81,51 +89,12 @@ def record_bytes(record: Mapping[str, Any], files: Sequence[WrittenFile]) -> byt
 def parse_record(data: bytes, *, where: str) -> RankRecord:
     """Reads a record back."""
     try:
-        document = json.loads(data)
-        record = RankRecord(
-            rank=_count(document["rank"]),
-            world_size=_count(document["world_size"]),
-            attempt=str(document["attempt"]),
-            units={str(unit): _table(content) for unit, content in document["units"].items()},
-            files=tuple(_file(file, where) for file in document["files"]),
-            dispensable=tuple(
-                RecordedOptional(
-                    str(part["name"]), str(part["unit"]), tuple(part["path"]), str(part["problem"])
-                )
-                for part in document.get("dispensable", ())
-            ),
-            values=tuple(map(str, document.get("values", ()))),
-            replicas={
-                (str(unit), tuple(path), tuple(offsets), any(of_rank_0)): _count(crc)
-                for (unit, path, offsets, *of_rank_0), crc in zip(
-                    document.get("replicas", ()), document.get("replica_sums", ()), strict=True
-                )
-            },
-        )
-    except FormatError:
-        raise
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-        reason = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
-        raise FormatError(f"not a rank's record: {reason}", where=where) from error
-    for unit in filter(None, record.units):
-        check_relative(unit, where)
+        record = convert(json.loads(data), RankRecord)
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"not a rank's record: {error}", where=where) from error
+    if len(record.replicas) != len(record.replica_sums):
+        message = "not a rank's record: it has another number of sums than of replicas"
+        raise FormatError(message, where=where)
+    for path in (*filter(None, record.units), *(file.path for file in record.files)):
+        check_relative(path, where)
     return record
-
-
-def _file(document: Mapping[str, Any], where: str) -> WrittenFile:
-    crc = document["crc32"]
-    path = str(document["path"])
-    check_relative(path, where)
-    return WrittenFile(path, _count(document["size_bytes"]), None if crc is None else _count(crc))
-
-
-def _table(value: object) -> dict[str, Any]:
-    if isinstance(value, dict):
-        return value
-    raise ValueError(f"expected an object, found a {type(value).__name__}")
-
-
-def _count(value: object) -> int:
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-        return value
-    raise ValueError(f"expected a number, found {value!r:.100}")

@@ -38,7 +38,7 @@ from ckptkit.storage.local.target import LocalTarget, SharedTarget
 from ckptkit.storage.locations import MARKS_FOLDER, hidden_name
 from ckptkit.training import Checkpointer
 from ckptkit.training.load import node_sharing
-from ckptkit.training.save.shared_memory import MemoryPlaces, SharedBuffer
+from ckptkit.training.save.staging import MemoryPlaces, SharedBuffer
 from tests.command_line import started
 from tests.other_user import NOBODY, as_nobody, can_be_read, needs_root, open_folder
 

@@ -34,7 +34,7 @@ from ckptkit.core.errors import (
 from ckptkit.storage.local.disk import Disk
 from ckptkit.training import Checkpointer
 from ckptkit.training.save.writer_process import WriterProcess
-from ckptkit.training.tiers.save import TieredBackend
+from ckptkit.training.tiers.save import TieredCommitter
 from ckptkit.writer.commit import commit
 from ckptkit.writer.drain import Drainer
 from ckptkit.writer.messages import ByteCounter, Drain, RecordProof
@@ -62,9 +62,9 @@ def names(folder: Path) -> list[str]:
 
 def processes(checkpointer: Checkpointer) -> tuple[WriterProcess, WriterProcess]:
     """Returns what commits on the node, and what drains."""
-    backend = checkpointer._backend
-    assert isinstance(backend, TieredBackend)
-    return backend._node_committer, backend._drain_queue._process
+    backend = checkpointer._committer
+    assert isinstance(backend, TieredCommitter)
+    return backend._node_process, backend._drain_process
 
 
 def stop(process: WriterProcess) -> int:

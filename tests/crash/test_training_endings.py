@@ -157,13 +157,13 @@ def test_all_failures_that_nobody_asked_for_are_raised_at_the_end(
 
 def fail_in_a_loop(run: Path, state: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     with Checkpointer(run) as saver:
-        close = saver._session.close
+        close = saver._sidecars.close
 
         def fail() -> None:
             close()
             raise RuntimeError("closing failed as well")
 
-        monkeypatch.setattr(saver._session, "close", fail)
+        monkeypatch.setattr(saver._sidecars, "close", fail)
         saver.save(1, state)
         raise LookupError("what ended the loop")
 
@@ -189,11 +189,11 @@ def test_a_new_dict_is_saved_without_looking_at_everything_anew(run: Path) -> No
         saver.save(1, {"model": many, "extra": {"epoch": 1}}).result(SECONDS)
         bound = saver._binding._bound
         assert bound is not None
-        beside = saver._session._sidecars.folder
+        beside = saver._sidecars.folder
         saver.save(2, {"model": many, "extra": {"epoch": 2}}).result(SECONDS)
         assert saver._binding._bound is not None
         assert saver._binding._bound._walks is bound._walks
-        assert saver._session._sidecars.folder == beside
+        assert saver._sidecars.folder == beside
         many.append(second)
         path = saver.save(3, {"model": many, "extra": {"epoch": 3}}).result(SECONDS)
         extra = {"epoch": 0}
@@ -229,7 +229,7 @@ def test_errors_before_the_copy_are_those_of_the_save(run: Path, log: Any) -> No
             metrics={"loss": float("nan"), "rate": np.float32(0.5)},  # type: ignore[dict-item]
         )
         assert saved.result(SECONDS).name == "checkpoint-7"
-        (facts,) = saver._session.run.steps()
+        (facts,) = saver._run.steps()
         assert facts.complete
         assert facts.metrics.get("loss") is None
         assert facts.metrics["rate"] == 0.5
@@ -305,7 +305,7 @@ def test_a_board_that_fails_when_skipping_is_asked_about_fails_the_save(
     state = {"model": nn.Linear(2, 2)}
     with Checkpointer(run, in_flight="skip") as saver:
         with monkeypatch.context() as patch:
-            patch.setattr(saver._session, "takes_place", fail)
+            patch.setattr(saver._answers, "first", fail)
             assert "the store failed" in str(saver.save(1, state).exception(SECONDS))
         saver.save(2, state).result(SECONDS)
 
@@ -314,7 +314,7 @@ def test_a_save_that_is_complete_has_not_failed_though_the_others_cannot_be_told
     run: Path, monkeypatch: pytest.MonkeyPatch, log: Any
 ) -> None:
     with Checkpointer(run) as saver:
-        barrier: Any = vars(saver._backend)["_barrier"]
+        barrier: Any = vars(saver._committer)["_barrier"]
         agree = barrier.agree_on
 
         def fail(*arguments: Any, **options: Any) -> None:
@@ -390,7 +390,7 @@ def test_signals_to_the_whole_job_leave_writers_alone(run: Path) -> None:
     state = {"model": nn.Linear(2, 2)}
     with Checkpointer(run) as saver:
         saver.save(1, state).result(SECONDS)
-        for process in (writer_of(saver), saver._session.committer):
+        for process in (writer_of(saver), saver._process):
             pid = pid_of(process)
             assert os.getsid(pid) == pid
             for name in ("SIGUSR1", "SIGUSR2", "SIGHUP", "SIGQUIT", "SIGINT", "SIGTERM"):
@@ -409,7 +409,7 @@ def open_inodes() -> Iterator[int]:
 def test_a_forked_child_neither_delays_close_nor_keeps_writers_alive(run: Path) -> None:
     saver = Checkpointer(run)
     saver.save(1, {"model": nn.Linear(2, 2)}).result(SECONDS)
-    processes = (writer_of(saver), saver._session.committer)
+    processes = (writer_of(saver), saver._process)
     pids = [pid_of(process) for process in processes]
     inside = [process._socket for process in processes]
     there = {os.fstat(s.fileno()).st_ino for s in inside if s is not None}
@@ -419,7 +419,7 @@ def test_a_forked_child_neither_delays_close_nor_keeps_writers_alive(run: Path) 
         saver.close()
         os._exit(0 if is_clean else 1)
     assert os.waitpid(child, 0)[1] == 0
-    assert saver._session._sidecars.folder.is_dir()
+    assert saver._sidecars.folder.is_dir()
     saver.save(2, {"model": nn.Linear(2, 2)}).result(SECONDS)
     began = time.monotonic()
     saver.close()
@@ -433,12 +433,12 @@ from ckptkit.training import Checkpointer
 saver = Checkpointer(sys.argv[1])
 saver.save(1, {"model": torch.nn.Linear(2, 2)}).result(30)
 # A copy that no hook closes, as of a process that was started without one.
-kept = [os.dup(p._socket.fileno()) for p in (saver._slots[0]._writer, saver._session.committer)]
+kept = [os.dup(p._socket.fileno()) for p in (saver._slots[0]._writer, saver._process)]
 if os.fork() == 0:
     os.close(1)
     time.sleep(8)
     os._exit(0)
-print(saver._slots[0]._writer.pid, saver._session.committer.pid, flush=True)
+print(saver._slots[0]._writer.pid, saver._process.pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -476,7 +476,7 @@ def test_what_lies_beside_the_shards_goes_to_a_new_folder_when_it_changes(
             note.write_text(str(step // 2))
             path = saver.save(step, {"model": nn.Linear(2, 2)}).result(SECONDS)
             assert (path / "ckptkit/note.txt").read_text() == str(step // 2)
-            folders.append(saver._session._sidecars.folder)
+            folders.append(saver._sidecars.folder)
         assert folders[1] == folders[2] != folders[0]
         assert not folders[0].exists()
         assert folders[2].is_dir()
@@ -493,7 +493,7 @@ def test_descriptions_of_killed_jobs_are_swept_and_steps_that_cannot_be_listed_s
         def fail() -> Mapping[str, Any]:
             raise OutputError("the run cannot be listed")
 
-        monkeypatch.setattr(saver._session.run, "steps", fail)
+        monkeypatch.setattr(saver._run, "steps", fail)
         saver.save(4, {"model": nn.Linear(2, 2)}).result(SECONDS)
     assert any("no step is retired" in line for line in log.lines(logging.WARNING))
     assert not list((run / ".ckptkit").glob("[0-9a-f]*"))

@@ -34,7 +34,7 @@ from ckptkit.storage.local.disk import Disk, OpenFile
 from ckptkit.training import Checkpointer, checkpointer
 from ckptkit.training.resume import resume as resuming
 from ckptkit.training.save import saver as saves
-from ckptkit.training.save.shared_memory import MemoryPlaces, SharedBuffer
+from ckptkit.training.save.staging import MemoryPlaces, SharedBuffer
 from ckptkit.writer import persist as images
 from ckptkit.writer.messages import ByteCounter, Image
 from tests.crash import troubles
@@ -155,7 +155,7 @@ def test_a_directory_that_turns_read_only(run: Path, log: Any) -> None:
 def test_a_writer_that_hangs(run: Path, log: Any) -> None:
     with Checkpointer(run, stall_seconds=2.0) as saver:
         drill = Drill(saver, run)
-        processes = [saver._slots[0]._writer, saver._session.committer]
+        processes = [saver._slots[0]._writer, saver._process]
         for process, name in zip(processes, ("rank 0: writer", "committer of rank 0"), strict=True):
             pid = process.pid
             assert pid is not None

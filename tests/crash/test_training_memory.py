@@ -15,7 +15,7 @@ PROGRAM = """
 import os, pathlib
 pathlib.Path({group!r}, "cgroup.procs").write_text(str(os.getpid()))
 from ckptkit.core.errors import NoSpaceError
-from ckptkit.training.save.shared_memory import SharedBuffer
+from ckptkit.training.save.staging import SharedBuffer
 buffer = SharedBuffer()
 try:
     buffer.reserve(3 << 30)

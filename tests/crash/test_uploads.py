@@ -27,7 +27,7 @@ from ckptkit.core.errors import (
 from ckptkit.core.object_parts import PART_BYTES
 from ckptkit.storage.places import Place
 from ckptkit.training import Checkpointer
-from ckptkit.training.tiers.save import TieredBackend
+from ckptkit.training.tiers.save import TieredCommitter
 from ckptkit.writer.messages import ByteCounter, Remote
 from ckptkit.writer.upload.run_store import RunStore, send_file
 from tests.crash import troubles
@@ -57,9 +57,9 @@ def opened(bucket: Bucket, folder: Path, **options: Any) -> Checkpointer:
 
 
 def uploader_of(checkpointer: Checkpointer) -> Any:
-    backend = checkpointer._backend
-    assert isinstance(backend, TieredBackend)
-    return backend._drain_queue._process
+    backend = checkpointer._committer
+    assert isinstance(backend, TieredCommitter)
+    return backend._drain_process
 
 
 def steps_of(bucket: Bucket) -> dict[str, bool]:

@@ -137,7 +137,7 @@ def _check_death(error: CkptkitError, case: str) -> None:
 
 def _outlive_idle_ones(life: Life) -> None:
     """Those that die between two saves are not missed."""
-    for process in (life.checkpointer._slots[0]._writer, life.checkpointer._session.committer):
+    for process in (life.checkpointer._slots[0]._writer, life.checkpointer._process):
         process.kill()
         if process._process is not None:
             process._process.wait(WAIT_SECONDS)  # else it may die in the middle of the next save

@@ -22,12 +22,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import ckptkit
-from ckptkit.training import Checkpointer, run_folders, session
+from ckptkit.training import Checkpointer, checkpointer, run_folders
 from ckptkit.training.handle import SaveHandle
 from ckptkit.training.save import saver as saves
-from ckptkit.training.save.writer_process import WriterTimeouts
+from ckptkit.training.save.writer_process import WriterTimeouts, writer_command
 from ckptkit.training.tiers import save as tiered_saves
-from ckptkit.writer.process import writer_command
 from tests.crash.writer_programs import writer_running
 from tests.dataloaders import Data
 
@@ -113,7 +112,7 @@ def doomed(
 
     with (
         mock.patch.object(saves, "WriterTimeouts", timeouts(writer)),
-        mock.patch.object(session, "WriterTimeouts", timeouts(committer)),
+        mock.patch.object(checkpointer, "WriterTimeouts", timeouts(committer)),
         mock.patch.object(tiered_saves, "WriterTimeouts", timeouts(keeper)),
         mock.patch.object(run_folders, "writer_command", drain_command),
     ):

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from ckptkit.core.errors import CkptkitError
-from ckptkit.training import Checkpointer, session
+from ckptkit.training import Checkpointer, checkpointer
 from ckptkit.training.handle import SaveHandle
 from ckptkit.training.save import saver as saves
 from ckptkit.training.save.writer_process import WriterTimeouts
@@ -102,7 +102,7 @@ class Trouble:
         timeouts = partial(WriterTimeouts, command=partial(writer_running, program))
         with (
             mock.patch.object(saves, "WriterTimeouts", timeouts),
-            mock.patch.object(session, "WriterTimeouts", timeouts),
+            mock.patch.object(checkpointer, "WriterTimeouts", timeouts),
         ):
             yield
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckptkit.writer.process import writer_command
+from ckptkit.training.save.writer_process import writer_command
 
 
 def writer_running(program: str, descriptor: int) -> list[str]:

@@ -19,6 +19,7 @@ from ckptkit.core.manifest import Manifest
 from ckptkit.plan.layouts.torch import build_tensor_archive
 from ckptkit.plan.plan import Copy, Literal, Product, TensorSpec, Trailer
 from ckptkit.storage.local.disk import LOCAL_DISK, Disk
+from ckptkit.training.save.writer_process import writer_command
 from ckptkit.writer.messages import (
     ArchiveData,
     Buffer,
@@ -36,7 +37,6 @@ from ckptkit.writer.messages import (
     Written,
 )
 from ckptkit.writer.persist import Persister
-from ckptkit.writer.process import writer_command
 from tests.crash.writer_programs import writer_running
 
 PAGE = 4096

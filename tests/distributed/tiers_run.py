@@ -28,7 +28,7 @@ from torch.distributed.fsdp import fully_shard
 import ckptkit
 from ckptkit.core.errors import MissingFileError, UsageError
 from ckptkit.training import Checkpointer
-from ckptkit.training.tiers.save import TieredBackend
+from ckptkit.training.tiers.save import TieredCommitter
 
 sys.path.append(str(Path(__file__).parents[1] / "crash"))
 troubles: Any = importlib.import_module("troubles")
@@ -55,9 +55,9 @@ def names(folder: Path) -> list[str]:
 
 
 def drain_of(checkpointer: Checkpointer) -> int:
-    backend = checkpointer._backend
-    assert isinstance(backend, TieredBackend)
-    pid = backend._drain_queue._process.pid
+    backend = checkpointer._committer
+    assert isinstance(backend, TieredCommitter)
+    pid = backend._drain_process.pid
     assert pid is not None
     return pid
 

@@ -34,7 +34,7 @@ from ckptkit.core.errors import (
 )
 from ckptkit.training import Checkpointer
 from ckptkit.training.save import saver as saves
-from ckptkit.training.save.shared_memory import MemoryPlaces, SharedBuffer
+from ckptkit.training.save.staging import MemoryPlaces, SharedBuffer
 
 sys.path.append(str(Path(__file__).parents[1] / "crash"))
 troubles: Any = importlib.import_module("troubles")

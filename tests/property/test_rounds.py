@@ -37,7 +37,7 @@ class Rank:
 
     def would_wait(self) -> bool:
         current = self.rounds._open
-        return current is not None and self.rounds._holds(current, self.polled + 1)
+        return current is not None and current.holds_up(self.polled + 1)
 
     def step(self) -> None:
         self.polled += 1

@@ -17,8 +17,7 @@ from torch import nn
 
 from ckptkit.core.index import Box
 from ckptkit.training.save.file_layout import MIN_LIMIT_BYTES, SavePlan, plan_save
-from ckptkit.training.save.shared_memory import SharedBuffer
-from ckptkit.training.save.staging import Stager
+from ckptkit.training.save.staging import SharedBuffer, Stager
 from ckptkit.training.state.memory_changes import watched_by
 from ckptkit.training.state.pieces import Piece
 from tests.property.examples import examples

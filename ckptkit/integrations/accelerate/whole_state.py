@@ -29,7 +29,7 @@ from ckptkit.core.geometry import slices_of
 from ckptkit.core.index import Box, Shape
 from ckptkit.core.wrapper_names import COMPILED
 from ckptkit.training.agree.peers import Peers
-from ckptkit.training.save.shared_memory import SharedBuffer
+from ckptkit.training.save.staging import SharedBuffer
 from ckptkit.training.state.dtensors import Copies
 from ckptkit.training.state.models import ModelWalk
 from ckptkit.training.state.pieces import Piece, select_owned

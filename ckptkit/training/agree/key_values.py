@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckptkit.core.errors import PeerError
 from ckptkit.core.threads import WorkerThread
@@ -35,31 +35,8 @@ _LOST = "the host of torch.distributed's store has ended or cannot be reached; s
 T = TypeVar("T")
 
 
-class KeyValueStore(Protocol):
-    """Keys and values that all ranks see; no method waits for a key to appear."""
-
-    def set(self, key: str, value: bytes) -> None:
-        """Sets a key."""
-
-    def get(self, key: str) -> bytes | None:
-        """Returns a key's value, None if the key is missing."""
-
-    def get_all(self, keys: Sequence[str]) -> list[bytes] | None:
-        """Returns the values of all these keys, None if any of them is missing."""
-
-    def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
-        """Atomically sets a key to `desired` if its value is `expected`.
-
-        Both are text in UTF-8; an empty `expected` stands for a missing key. Returns `desired` if
-        that is the value now, else the current value (`expected` for a missing key).
-        """
-
-    def delete(self, key: str) -> None:
-        """Removes a key if it exists."""
-
-
 class LocalKeyValueStore:
-    """The store of a single process, for its threads."""
+    """The store of a single process, for its threads; no method waits for a key to appear."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
@@ -73,11 +50,17 @@ class LocalKeyValueStore:
         return self._values.get(key)
 
     def get_all(self, keys: Sequence[str]) -> list[bytes] | None:
+        """Returns the values of all these keys, None if any of them is missing."""
         with self._lock:
             values = [self._values[key] for key in keys if key in self._values]
         return values if len(values) == len(keys) else None
 
     def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
+        """Atomically sets a key to `desired` if its value is `expected`.
+
+        Both are text in UTF-8; an empty `expected` stands for a missing key. Returns `desired` if
+        that is the value now, else the current value (`expected` for a missing key).
+        """
         with self._lock:
             current = self._values.get(key)
             if current is None and expected:
@@ -180,6 +163,10 @@ class TorchKeyValueStore:
         for start in range(0, len(keys), _KEYS_AT_ONCE):
             values += self._store.multi_get(keys[start : start + _KEYS_AT_ONCE])
         return values
+
+
+KeyValueStore = LocalKeyValueStore | TorchKeyValueStore
+"""Keys and values that all ranks see."""
 
 
 def first_line(error: Exception) -> str:

@@ -153,35 +153,25 @@ class SaveRequestWatcher:
             yield self._asked.popleft()
         while (name := self._signals.take()) is not None:
             yield SaveRequest(f"{name} on rank {self._peers.rank}", stop=True)
-        if self._peers.rank == 0:
-            for find in (self._due_request, self._take_file):
-                if (request := find()) is not None:
-                    yield request
-
-    def _due_request(self) -> SaveRequest | None:
-        """Returns the request whose time has come, on rank 0."""
-        now, seconds = time.monotonic(), self._interval.seconds
-        ends = self._job_ends
+        if self._peers.rank:
+            return
+        now, seconds, ends = time.monotonic(), self._interval.seconds, self._job_ends
         if ends is not None and now >= max(ends, self._announced_at + _AGAIN_SECONDS):
             self._announced_at = now
-            return SaveRequest("the job is about to end", stop=True)
-        if seconds is not None and now >= self._saved_at + seconds:
+            yield SaveRequest("the job is about to end", stop=True)
+        elif seconds is not None and now >= self._saved_at + seconds:
             self._saved_at = now  # the save itself will set it again
-            return SaveRequest(f"{seconds:g} s have passed since the last save")
-        return None
-
-    def _take_file(self) -> SaveRequest | None:
-        now = time.monotonic()
-        if now < self._looked_at + _FILE_SECONDS:
-            return None
-        self._looked_at = now
-        try:
-            owner = self._run.take_request()
-        except OSError as error:
-            self._looked_at = now + _FAILED_FILE_SECONDS
-            logger.warning("a request of `ckptkit save-now` cannot be read: %s", error)
-            return None
-        return None if owner is None else SaveRequest(f"ckptkit save-now ({owner})")
+            yield SaveRequest(f"{seconds:g} s have passed since the last save")
+        if now >= self._looked_at + _FILE_SECONDS:
+            self._looked_at = now
+            try:
+                owner = self._run.take_request()
+            except OSError as error:
+                self._looked_at = now + _FAILED_FILE_SECONDS
+                logger.warning("a request of `ckptkit save-now` cannot be read: %s", error)
+            else:
+                if owner is not None:
+                    yield SaveRequest(f"ckptkit save-now ({owner})")
 
 
 def _job_ends(margin_seconds: float) -> float | None:
@@ -221,6 +211,10 @@ class _Round(Struct):
     limit: float
     is_answered: bool = False
     abandoned: bool = False
+
+    def holds_up(self, step: int) -> bool:
+        """Whether the training thread has to wait before a step."""
+        return step > self.answered and not self.abandoned
 
 
 class SaveStepAgreement:
@@ -282,7 +276,7 @@ class SaveStepAgreement:
         It waits only while a round is open that this rank has answered with an earlier step.
         """
         with self._settled:
-            while self._open is not None and self._holds(self._open, step):
+            while self._open is not None and self._open.holds_up(step):
                 left = self._open.limit + self._margin_seconds - time.monotonic()
                 if left > 0:
                     self._settled.wait(left)
@@ -344,13 +338,6 @@ class SaveStepAgreement:
                 self._targets[step] = stop
             self._open = None
             self._settled.notify_all()
-        self._report(outcome, missed=missed)
-        self._clean(whole=step is not None)
-        self._number += 1
-        if step is not None and self._request is not None and (stop or not self._request.stop):
-            self._request = None  # added while the round was open, and fulfilled by it
-
-    def _report(self, outcome: dict[str, Any], *, missed: bool) -> None:
         if "void" in outcome:
             logger.warning(
                 "the request to save was dropped: %s within %.0f s; training continues",
@@ -361,30 +348,21 @@ class SaveStepAgreement:
             logger.warning(
                 "rank %d was notified too late that all ranks save at step %d, which it has passed",
                 self._peers.rank,
-                outcome["step"],
+                step,
             )
         elif self._peers.rank == 0:
-            ending = ", then training ends" if outcome["stop"] else ""
-            logger.info("saving at step %d: %s%s", outcome["step"], outcome["reason"], ending)
-
-    @staticmethod
-    def _holds(current: _Round, step: int) -> bool:
-        return step > current.answered and not current.abandoned
-
-    def _clean(self, *, whole: bool) -> None:
-        """Removes the keys of rounds that all ranks have left; for rank 0.
-
-        A rank that answered this round has left all earlier ones, but may not have read the outcome
-        of this one yet.
-        """
-        if self._peers.rank:
-            return
-        if whole:
-            for number in self._litter:
+            ending = ", then training ends" if stop else ""
+            logger.info("saving at step %d: %s%s", step, outcome["reason"], ending)
+        if self._peers.rank == 0:
+            # A rank that answered this round has left all earlier ones, but may not have read the
+            # outcome of this one yet.
+            for number in self._litter if step is not None else ():
                 for name in ("", "/outcome", *(f"/{r}" for r in range(self._peers.world_size))):
                     self._peers.store.delete(f"round/{number}{name}")
-            self._litter.clear()
-        self._litter.append(self._number)
+            self._litter = [*([] if step is not None else self._litter), self._number]
+        self._number += 1
+        if step is not None and self._request is not None and (stop or not self._request.stop):
+            self._request = None  # added while the round was open, and fulfilled by it
 
 
 def _target(answers: list[dict[str, Any]]) -> dict[str, Any]:

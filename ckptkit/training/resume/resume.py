@@ -36,6 +36,7 @@ from ckptkit.core.errors import (
 )
 from ckptkit.core.index import Key, TensorEntry, TensorIndex
 from ckptkit.core.text import list_first, size_text
+from ckptkit.core.threads import few_collections
 from ckptkit.engine.checksum_tracker import NumberedRecord
 from ckptkit.formats.dcp.reader import METADATA
 from ckptkit.formats.discovery import parse_step
@@ -83,7 +84,6 @@ from ckptkit.training.state.quant_states import (
 )
 from ckptkit.training.step_names import model_unit, name_save, parallel_prefixes
 from ckptkit.training.tiers.url_run import NearPlace, steps_of_place
-from ckptkit.writer.merge import few_collections
 
 logger = logging.getLogger(__name__)
 

@@ -18,11 +18,11 @@ from itertools import chain, compress, pairwise
 from typing import Any, NamedTuple
 
 import torch
-from msgspec import Struct
+from msgspec import Struct, field
 from msgspec.structs import replace
 
 from ckptkit.core.dtypes import DType, dtype_named
-from ckptkit.core.errors import UnsupportedError, UsageError
+from ckptkit.core.errors import UnsupportedError
 from ckptkit.core.geometry import slab_spans, slabs
 from ckptkit.core.index import Box, Fqn, Key, KeyPath, Shape, Span
 from ckptkit.plan.layouts.torch import build_tensor_archive
@@ -160,31 +160,61 @@ def plan_save(
     A state that is larger than the limit of the buffer is cut into waves. `changing` are frozen
     weights that change nevertheless, and are written like trained ones.
     """
-    if limit_bytes is not None and limit_bytes < MIN_LIMIT_BYTES:
-        raise UsageError(
-            f"expected at least {MIN_LIMIT_BYTES:,} bytes, got {limit_bytes:,}",
-            where="staging_limit",
-        )
     frozen = [piece.frozen and piece.entry not in changing for piece in pieces]
-    waves = _Waves(limit_bytes)
+    layout = _Layout(rank, limit_bytes, {piece.unit: _Unit() for piece in pieces})
     for number in sampled_replicas(pieces):
-        waves.add_replica_sample(pieces[number], number)
-    units = {piece.unit: _Unit(piece.unit, rank, waves) for piece in pieces}
-    # Unit by unit, so that each file of a unit is one image.
-    trained_of: dict[str, list[int]] = {}
-    frozen_of: dict[str, list[int]] = {}
+        layout.add_replica_sample(pieces[number], number)
+    # Unit by unit, so that each file of a unit is one image; frozen weights after all others.
+    numbers: dict[bool, dict[str, list[int]]] = {False: {}, True: {}}
     for number, (piece, is_frozen) in enumerate(zip(pieces, frozen, strict=True)):
-        (frozen_of if is_frozen else trained_of).setdefault(piece.unit, []).append(number)
-    for name, numbers in trained_of.items():
-        for number in numbers:
-            units[name].add(pieces[number], number, own=owned[number])
-    waves.trained = [*zip(map(len, waves.images), map(len, waves.copies), strict=True)]
-    waves.trained_bytes = waves.data_bytes
-    for name, numbers in frozen_of.items():
-        units[name].image, units[name].frozen_from = None, len(units[name].files)
-        for number in numbers:
-            units[name].add(pieces[number], number, own=owned[number])
-    return waves.plan(units, pieces, frozen, signature_of(pieces, owned))
+        numbers[is_frozen].setdefault(piece.unit, []).append(number)
+    for members in numbers[False].values():
+        for number in members:
+            layout.add(pieces[number], number, own=owned[number])
+    trained_bytes = layout.data_bytes
+    trained = [(len(wave.images), len(wave.copies)) for wave in layout.waves]
+    for name, members in numbers[True].items():
+        unit = layout.units[name]
+        unit.image, unit.frozen_from = None, len(unit.files)
+        for number in members:
+            layout.add(pieces[number], number, own=owned[number])
+    waves, signature = layout.waves, signature_of(pieces, owned)
+    images = [
+        tuple(Image(i.path, i.start, i.stop - i.start, tuple(i.archives)) for i in wave.images)
+        for wave in waves
+    ]
+    counts = [*trained, *[(0, 0)] * (len(waves) - len(trained))]
+    samples = tuple(
+        tuple(map(sample_of, wave.copies[count:]))
+        for wave, (_, count) in zip(waves, counts, strict=True)
+    )
+    frozen_images = [i for wave, (n, _) in zip(images, counts, strict=True) for i in wave[n:]]
+    places = [pieces[step.piece].local.device for wave in waves for step in wave.copies]
+    return SavePlan(
+        images=tuple(map(Fixed, images)),
+        literals=tuple(tuple(wave.literals) for wave in waves),
+        copies=tuple(tuple(wave.copies) for wave in waves),
+        trained=tuple(
+            Fixed(wave[:count]) for wave, (count, _) in zip(images, trained, strict=False)
+        ),
+        samples=samples,
+        ranges=tuple(
+            Fixed(chain.from_iterable(sample.ranges() for sample in wave)) for wave in samples
+        ),
+        frozen_bytes=layout.data_bytes - trained_bytes,
+        buffer_bytes=_aligned(layout.largest),
+        data_bytes=layout.data_bytes,
+        record_units={name: unit.record() for name, unit in layout.units.items()},
+        replica_samples=tuple(layout.replica_samples),
+        of_rank_0=frozenset(p.entry for p in pieces if p.replicas.compared),
+        devices=tuple(dict.fromkeys(places)),
+        signature=signature,
+        frozen=(
+            *compress(signature, frozen),
+            *((image.path, image.size_bytes) for image in frozen_images),
+            *(sample.bounds for wave in samples for sample in wave),
+        ),
+    )
 
 
 class _OpenImage(Struct):
@@ -196,40 +226,47 @@ class _OpenImage(Struct):
     archives: list[ArchiveData]
 
 
-class _Waves:
-    """Allocates the buffer, and collects the content of each wave."""
+class _Wave(Struct):
+    images: list[_OpenImage] = field(default_factory=list)
+    literals: list[tuple[int, bytes]] = field(default_factory=list)
+    copies: list[CopyStep] = field(default_factory=list)
 
-    def __init__(self, limit_bytes: int | None) -> None:
-        self.limit_bytes = limit_bytes
-        self.images: list[list[_OpenImage]] = [[]]
-        self.literals: list[list[tuple[int, bytes]]] = [[]]
-        self.copies: list[list[CopyStep]] = [[]]
+
+class _Unit(Struct):
+    """The part of the plan for one DCP directory."""
+
+    image: _OpenImage | None = None  # that grows; None to start a new one with the next archive
+    files: list[str] = field(default_factory=list)  # their names
+    frozen_from: int | None = None  # the index of the first file of frozen weights
+    numbers: dict[KeyPath, int] = field(default_factory=dict)  # of the tensors, by key path
+    tensors: list[dict[str, Any]] = field(default_factory=list)
+    chunks: list[list[Any]] = field(default_factory=list)
+    left_to_others: dict[KeyPath, None] = field(default_factory=dict)
+
+    def record(self) -> dict[str, Any]:
+        """Returns the directory's entry of the rank's record."""
+        expected = [list(path) for path in self.left_to_others if path not in self.numbers]
+        return {
+            "tensors": Fixed(self.tensors),
+            "chunks": Fixed(self.chunks),
+            "objects": [],
+            "data_files": self.files,
+            "expected": Fixed(expected),
+        }
+
+
+class _Layout:
+    """Puts archives one after another into images, and images into the buffer."""
+
+    def __init__(self, rank: int, limit_bytes: int | None, units: dict[str, _Unit]) -> None:
+        self.units = units
+        self.waves = [_Wave()]
         self.replica_samples: list[ReplicaSample] = []
         self.data_bytes = 0
-        self._end = 0
-        self._largest = 0
-        self.trained: list[tuple[int, int]] = []  # images and copies of each wave
-        self.trained_bytes = 0
-
-    def reserve(self, size_bytes: int, image: _OpenImage | None) -> tuple[int, bool]:
-        """Allocates the next bytes of the buffer.
-
-        Returns:
-            Their start, and whether they start a new image.
-        """
-        start = self._end
-        if image is None:
-            start = -(-start // IMAGE_ALIGNMENT) * IMAGE_ALIGNMENT
-        limit = self.limit_bytes
-        full = limit is not None and start + size_bytes > limit - limit % IMAGE_ALIGNMENT
-        if full and self._end:
-            start = 0
-            self.images.append([])
-            self.literals.append([])
-            self.copies.append([])
-        self._end = start + size_bytes
-        self._largest = max(self._largest, self._end)
-        return start, image is None or (full and start == 0)
+        self.largest = 0  # wave, in bytes
+        self._end = 0  # of what is in the buffer, in the last wave
+        self._rank = rank
+        self._limit_bytes = limit_bytes
 
     def add_replica_sample(self, piece: Piece, number: int) -> None:
         """Copies the first elements of a contiguous piece, before any image is added."""
@@ -240,143 +277,58 @@ class _Waves:
         span = next(slab_spans(place.sizes, _REPLICA_ELEMENTS))
         (slab,) = slabs(span, place.sizes)
         start = -(-self._end // itemsize) * itemsize
-        self._end = self._largest = start + span.stop * itemsize
-        step = CopyStep(
-            piece=number,
-            first=0,
-            stop=span.stop,
-            start=start,
-            dtype=piece.local.dtype,
-            shape=slab.sizes,
-            whole=span.stop == piece.elements,
-            prompt=not piece.replicas.spread,
-        )
-        self.copies[0].append(step)
+        self._end = self.largest = start + span.stop * itemsize
+        self._copy(piece, number, span, start, slab.sizes)
         sample = ReplicaSample(*piece.entry, place.offsets, start, self._end)
         self.replica_samples.append(sample)
 
-    def plan(
-        self,
-        units: Mapping[str, _Unit],
-        pieces: Sequence[Piece],
-        frozen: Sequence[bool],
-        signature: Signature,
-    ) -> SavePlan:
-        """Returns the plan of everything that was added."""
-        steps = [step for wave in self.copies for step in wave]
-        images = [
-            [Image(i.path, i.start, i.stop - i.start, tuple(i.archives)) for i in wave]
-            for wave in self.images
-        ]
-        counts = [*self.trained, *[(0, 0)] * (len(images) - len(self.trained))]
-        samples = tuple(
-            tuple(map(sample_of, wave[count:]))
-            for wave, (_, count) in zip(self.copies, counts, strict=True)
-        )
-        rest = [image for wave, (n, _) in zip(images, counts, strict=True) for image in wave[n:]]
-        return SavePlan(
-            images=tuple(map(Fixed, images)),
-            literals=tuple(map(tuple, self.literals)),
-            copies=tuple(map(tuple, self.copies)),
-            trained=tuple(
-                Fixed(wave[:count]) for wave, (count, _) in zip(images, self.trained, strict=False)
-            ),
-            samples=samples,
-            ranges=tuple(
-                Fixed(chain.from_iterable(sample.ranges() for sample in wave)) for wave in samples
-            ),
-            frozen_bytes=self.data_bytes - self.trained_bytes,
-            buffer_bytes=-(-self._largest // IMAGE_ALIGNMENT) * IMAGE_ALIGNMENT,
-            data_bytes=self.data_bytes,
-            record_units={name: unit.record() for name, unit in units.items()},
-            replica_samples=tuple(self.replica_samples),
-            of_rank_0=frozenset(p.entry for p in pieces if p.replicas.compared),
-            devices=tuple(dict.fromkeys(pieces[step.piece].local.device for step in steps)),
-            signature=signature,
-            frozen=(
-                *compress(signature, frozen),
-                *((image.path, image.size_bytes) for image in rest),
-                *(sample.bounds for wave in samples for sample in wave),
-            ),
-        )
-
-
-class _Unit:
-    """The part of the plan for one DCP directory.
-
-    Attributes:
-        image: The file that grows; None to start a new one with the next archive.
-        files: The names of its files.
-        frozen_from: The index of the first file of frozen weights; None before these.
-    """
-
-    def __init__(self, name: str, rank: int, waves: _Waves) -> None:
-        self._folder = f"{name}/" if name else ""
-        self._rank = rank
-        self._waves = waves
-        self.image: _OpenImage | None = None
-        self._numbers: dict[KeyPath, int] = {}
-        self._tensors: list[dict[str, Any]] = []
-        self._chunks: list[list[Any]] = []
-        self.files: list[str] = []
-        self.frozen_from: int | None = None
-        self._left_to_others: dict[KeyPath, None] = {}
-
     def add(self, piece: Piece, number: int, *, own: bool) -> None:
         """Adds a piece, or records that another rank writes it."""
-        dtype = check_storable(piece.local, piece.key)
+        dtype, unit = check_storable(piece.local, piece.key), self.units[piece.unit]
         # No rank may own a tensor without elements; it has to be listed nevertheless, and several
         # ranks may do so.
         nothing = 0 in piece.shape
         own = own or (nothing and piece.replicas.own == 0)
         if not own or not (piece.elements or nothing):
-            self._left_to_others[piece.key_path] = None
+            unit.left_to_others[piece.key_path] = None
             return
-        tensor = self._numbers.setdefault(piece.key_path, len(self._tensors))
-        if tensor == len(self._tensors):
+        tensor = unit.numbers.setdefault(piece.key_path, len(unit.tensors))
+        if tensor == len(unit.tensors):
             aliases = [list(alias) for alias in piece.aliases]
             shape, path = list(piece.shape), list(piece.key_path)
-            self._tensors.append(
+            unit.tensors.append(
                 {"path": path, "dtype": dtype.name, "shape": shape, "aliases": aliases}
             )
         if nothing:
-            self._add_archive(tensor, Box((0,) * len(piece.shape), piece.shape), dtype)
+            whole = Box((0,) * len(piece.shape), piece.shape)
+            self._add_archive(piece.unit, tensor, whole, dtype)
             return
         first = 0
-        total = piece.elements
         for place in piece.places:
             for span, box in self._cut(place, dtype):
-                start = self._add_archive(tensor, box, dtype)
-                step = CopyStep(
-                    piece=number,
-                    first=first + span.start,
-                    stop=first + span.stop,
-                    start=start,
-                    dtype=piece.local.dtype,
-                    shape=box.sizes if len(piece.places) == 1 else (span.stop - span.start,),
-                    whole=span.stop - span.start == total,
-                    prompt=not piece.replicas.spread,
-                )
-                self._waves.copies[-1].append(step)
+                start = self._add_archive(piece.unit, tensor, box, dtype)
+                sizes = box.sizes if len(piece.places) == 1 else (span.stop - span.start,)
+                self._copy(piece, number, Span(first + span.start, first + span.stop), start, sizes)
             first += math.prod(place.sizes)
 
-    def record(self) -> dict[str, Any]:
-        """Returns the directory's entry of the rank's record."""
-        expected = [list(path) for path in self._left_to_others if path not in self._numbers]
-        return {
-            "tensors": Fixed(self._tensors),
-            "chunks": Fixed(self._chunks),
-            "objects": [],
-            "data_files": self.files,
-            "expected": Fixed(expected),
-        }
+    def _copy(self, piece: Piece, number: int, span: Span, start: int, shape: Shape) -> None:
+        """Has elements of a piece copied to a place in the buffer."""
+        step = CopyStep(
+            piece=number,
+            first=span.start,
+            stop=span.stop,
+            start=start,
+            dtype=piece.local.dtype,
+            shape=shape,
+            whole=span.stop - span.start == piece.elements,
+            prompt=not piece.replicas.spread,
+        )
+        self.waves[-1].copies.append(step)
 
     def _cut(self, place: Box, dtype: DType) -> Iterator[tuple[Span, Box]]:
         """Yields parts of a box that fit into a wave, with their elements in the box."""
-        elements, limit = math.prod(place.sizes), self._waves.limit_bytes
-        most = elements
-        if limit is not None:
-            most = (limit - _ARCHIVE_ROOM_BYTES) // dtype.itemsize
+        elements, limit = math.prod(place.sizes), self._limit_bytes
+        most = elements if limit is None else (limit - _ARCHIVE_ROOM_BYTES) // dtype.itemsize
         if elements <= most:
             if elements:
                 yield Span(0, elements), place
@@ -386,21 +338,27 @@ class _Unit:
             offsets = tuple(a + b for a, b in zip(place.offsets, slab.offsets, strict=True))
             yield span, Box(offsets, slab.sizes)
 
-    def _add_archive(self, tensor: int, box: Box, dtype: DType) -> int:
-        """Appends an archive to the directory's file, and returns the start of its data."""
-        archive = archive_of_tensor(dtype, box.sizes)
+    def _add_archive(self, name: str, tensor: int, box: Box, dtype: DType) -> int:
+        """Appends an archive to a directory's file, and returns the start of its data."""
+        archive, unit = archive_of_tensor(dtype, box.sizes), self.units[name]
         size_bytes = len(archive.head) + archive.data_bytes + len(archive.tail)
-        image = self.image
-        start, anew = self._waves.reserve(size_bytes, image)
-        if image is None or anew:
-            number, first = len(self.files), self.frozen_from
+        image, limit = unit.image, self._limit_bytes
+        start = self._end if image is not None else _aligned(self._end)
+        if limit is not None and start + size_bytes > limit - limit % IMAGE_ALIGNMENT and start:
+            self.waves.append(_Wave())
+            start, image = 0, None
+        self._end = start + size_bytes
+        self.largest = max(self.largest, self._end)
+        if image is None:
+            number, first = len(unit.files), unit.frozen_from
             # Files of frozen weights are shared by steps, so their names differ from torch's, which
             # other programs may overwrite.
             end = str(number) if first is None else f"frozen_{number - first}"
-            name = f"__{self._rank}_{end}.distcp"
-            self.image = image = _OpenImage(self._folder + name, start, start, [])
-            self.files.append(name)
-            self._waves.images[-1].append(image)
+            file = f"__{self._rank}_{end}.distcp"
+            path = f"{name}/{file}" if name else file
+            unit.image = image = _OpenImage(path, start, start, [])
+            unit.files.append(file)
+            self.waves[-1].images.append(image)
         data = start + len(archive.head)
         stop = data + archive.data_bytes
         if archive.data_bytes:  # without data the checksum is 0, as in the literals
@@ -408,12 +366,16 @@ class _Unit:
                 ArchiveData(data, stop, tuple(start + at for at in archive.crc_at))
             )
         image.stop = start + size_bytes
-        self._waves.literals[-1] += [(start, archive.head), (stop, archive.tail)]
-        self._waves.data_bytes += archive.data_bytes
+        self.waves[-1].literals += [(start, archive.head), (stop, archive.tail)]
+        self.data_bytes += archive.data_bytes
         place = [list(box.offsets), list(box.sizes)]
-        extent = [len(self.files) - 1, start - image.start, archive.size_bytes]
-        self._chunks.append([tensor, *place, *extent])
+        extent = [len(unit.files) - 1, start - image.start, archive.size_bytes]
+        unit.chunks.append([tensor, *place, *extent])
         return data
+
+
+def _aligned(size_bytes: int) -> int:
+    return -(-size_bytes // IMAGE_ALIGNMENT) * IMAGE_ALIGNMENT
 
 
 def check_storable(tensor: torch.Tensor, where: str) -> DType:

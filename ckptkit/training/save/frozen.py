@@ -45,7 +45,7 @@ class WaveFiles(Struct, frozen=True):
     images: tuple[Image, ...]  # files to write from the buffer
     links: tuple[Link, ...] = ()  # files of an earlier save to link
     keeps: tuple[Link, ...] = ()  # files among the images that later saves may link
-    ranges: Sequence[tuple[int, int]] = ()  # byte ranges of the buffer to checksum
+    ranges: tuple[tuple[int, int], ...] = ()  # byte ranges of the buffer to checksum
     # The frozen weights that are linked, or written to be linked later
     kept: _KeptFiles | None = None
     is_last: bool = False  # whether it is the last wave of the save
@@ -268,12 +268,15 @@ class VersionWatch(Struct, frozen=True):
     @classmethod
     def of(cls, piece: Piece) -> VersionWatch:
         """Records the versions of a frozen piece as they are now."""
-        storages = map(weakref.ref, map(_storage, piece.watched))
+        inner = [unwrap_dtensor(tensor) for tensor in piece.watched]
+        versions: tuple[int, ...] | None = None
+        with suppress(RuntimeError):  # made in inference mode, where nothing is counted
+            versions = tuple(t._version for t in piece.watched)  # noqa: SLF001 - there is no public way
         return cls(
             memory_layout(piece.local),
             tuple(map(id, piece.watched)),
-            _versions(piece),
-            tuple(storages),
+            versions,
+            tuple(weakref.ref(tensor.untyped_storage()) for tensor in inner),
         )
 
     def still_holds(self, piece: Piece) -> bool:
@@ -281,19 +284,7 @@ class VersionWatch(Struct, frozen=True):
 
         Another tensor may have the identity and the address of one that is gone, but no storage.
         """
-        return (
-            self.versions is not None
-            and self.versions == _versions(piece)
-            and self.identities == tuple(map(id, piece.watched))
-            and all(
-                ref() is _storage(t) for ref, t in zip(self.storages, piece.watched, strict=True)
-            )
-            and self.layout == memory_layout(piece.local)
-        )
-
-
-def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
-    return unwrap_dtensor(tensor).untyped_storage()
+        return self.versions is not None and self == VersionWatch.of(piece)
 
 
 def _mark_of(path: Path) -> tuple[int, ...] | None:
@@ -305,11 +296,3 @@ def _mark_of(path: Path) -> tuple[int, ...] | None:
     if status.st_nlink >= _MOST_LINKS:
         return None
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
-
-
-def _versions(piece: Piece) -> tuple[int, ...] | None:
-    """Returns the version counters, None where they are not known."""
-    try:
-        return tuple(tensor._version for tensor in piece.watched)  # noqa: SLF001 - there is no public way
-    except RuntimeError:  # made in inference mode, where nothing is counted
-        return None

@@ -40,14 +40,13 @@ from ckptkit.training.agree.peers import Peers
 from ckptkit.training.handle import SaveHandle, SaveReport
 from ckptkit.training.save.file_layout import ReplicaSample, SavePlan, Signatures, plan_save
 from ckptkit.training.save.frozen import FrozenFiles, WaveFiles
-from ckptkit.training.save.shared_memory import SharedBuffer
-from ckptkit.training.save.staging import Staged, Stager, measure_copy_limit
+from ckptkit.training.save.staging import SharedBuffer, Staged, Stager, measure_copy_limit
 from ckptkit.training.save.writer_process import WriterProcess, WriterTimeouts
 from ckptkit.training.settings import Settings
 from ckptkit.training.state.collect import BoundState, expected_state_bytes
 from ckptkit.training.state.memory_changes import call_before_changes
 from ckptkit.training.state.objects import is_plain, serialise, torch_archive
-from ckptkit.training.state.pieces import ObjectValue, Piece
+from ckptkit.training.state.pieces import Holdings, ObjectValue, Piece
 from ckptkit.training.step_names import RNG, name_save
 from ckptkit.writer.messages import (
     Commit,
@@ -118,6 +117,10 @@ class Save(Struct):
         }
 
 
+Retire = Callable[[int, Mapping[str, float | None]], Sequence[Path | Place]]
+"""From a step and its metrics to the steps that are removed once it is durable."""
+
+
 class SaveCommitter:
     """Commits saves to shared storage: ranks agree, rank 0 commits, each rank reports.
 
@@ -130,7 +133,7 @@ class SaveCommitter:
         barrier: SaveBarrier,
         process: WriterProcess | None,
         *,
-        retire: Callable[[int, Mapping[str, float | None]], Sequence[Path | Place]],
+        retire: Retire,
         timeout_seconds: float,
         listener: Callable[[SaveReport], None] | None,
     ) -> None:
@@ -276,13 +279,20 @@ class SaveCommitter:
                     self._failed[name] = (folder, times - 1)
                 else:
                     del self._failed[name]
-                try:
-                    self._process.request(Discard(name, str(folder)))
-                except CkptkitError as error:
-                    logger.warning("the working folder %s could not be removed: %s", folder, error)
+                if not discard_folder(self._process, name, folder):
                     return  # if storage hangs, each further one would wait for a timeout
         except Exception:  # a bug of ours must not leave the caller waiting
             logger.exception("removing the folders of failed saves")
+
+
+def discard_folder(process: WriterProcess, attempt: str, folder: Path) -> bool:
+    """Has the working folder of a failed save removed; returns whether that was tried."""
+    try:
+        process.request(Discard(attempt, str(folder)))
+    except CkptkitError as error:
+        logger.warning("the working folder %s could not be removed: %s", folder, error)
+        return False
+    return True
 
 
 def fail(save: Save, error: CkptkitError) -> None:
@@ -469,21 +479,14 @@ class SaveSlot:
                 if save.error is not None:
                     return
                 continue
-            record, inline = record_of(
+            record, small = record_of(
                 plan,
-                holdings.objects,
+                holdings,
                 rank=self._peers.rank,
                 world_size=self._peers.world_size,
                 attempt=save.name,
                 step=save.step,
             )
-            record["dispensable"] = list(holdings.dispensable)
-            record["values"] = list(holdings.values)
-            record["replicas"] = [
-                [s.unit, s.path, s.offsets, (s.unit, s.path) in plan.of_rank_0]
-                for s in plan.replica_samples
-            ]
-            small = (*inline, *holdings.files)
             save.handle.blocked_seconds = time.perf_counter() - save.began
             write = partial(self._persist, save, wave, staged, samples, small, record)
             self._worker.submit_unwatched(write)
@@ -533,7 +536,7 @@ class SaveSlot:
                     links=files.links,
                     keeps=files.keeps,
                     ranges=files.ranges,
-                    replicas=[(sample.start, sample.stop) for sample in samples],
+                    replicas=tuple((sample.start, sample.stop) for sample in samples),
                 ),
                 stage if self._peers.rank == 0 else None,
             )
@@ -585,18 +588,18 @@ _archives: dict[str, bytes] = {}  # of plain values, by their text, since 1 == T
 
 def record_of(
     plan: SavePlan,
-    objects: Sequence[ObjectValue],
+    holdings: Holdings,
     *,
     rank: int,
     world_size: int,
     attempt: str,
     step: int,
 ) -> tuple[dict[str, Any], tuple[Inline, ...]]:
-    """Returns the rank's record, without what its writer adds, and the files of its objects."""
+    """Returns the rank's record, without what its writer adds, and its small files."""
     units: dict[str, Mapping[str, Any]] = dict(plan.record_units)
     files: list[Inline] = []
     by_unit: dict[str, list[ObjectValue]] = {}
-    for value in objects:
+    for value in holdings.objects:
         by_unit.setdefault(value.unit, []).append(value)
     for unit, values in by_unit.items():
         record = units.get(unit, {"tensors": [], "chunks": [], "data_files": [], "expected": []})
@@ -614,8 +617,14 @@ def record_of(
         "attempt": attempt,
         "step": step,
         "units": units,
+        "dispensable": holdings.dispensable,
+        "values": holdings.values,
+        "replicas": [
+            [s.unit, s.path, s.offsets, (s.unit, s.path) in plan.of_rank_0]
+            for s in plan.replica_samples
+        ],
     }
-    return document, tuple(files)
+    return document, (*files, *holdings.files)
 
 
 def objects_file(

@@ -8,17 +8,20 @@ import select
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
 
 from msgspec import Struct
 
 from ckptkit.core.errors import WriterError, error_from_json
 from ckptkit.core.threads import weak_callback
 from ckptkit.engine.progress import ProgressLog, Stage
-from ckptkit.training.save.shared_memory import SharedBuffer
+from ckptkit.training.save.staging import SharedBuffer
 from ckptkit.writer.messages import (
     Answer,
     Buffer,
@@ -29,7 +32,6 @@ from ckptkit.writer.messages import (
     WriteProgress,
     Written,
 )
-from ckptkit.writer.process import writer_command
 
 logger = logging.getLogger(__name__)
 _LEAVE_SECONDS = 5.0
@@ -37,6 +39,26 @@ _POLL_SECONDS = 0.5
 _NOTHING = (-1, 0)
 Command = Callable[[int], Sequence[str]]
 """From the number of an inherited socket to the command that serves it."""
+
+
+NICENESS = 10
+# These may be site-packages, so they come last: nothing in them may replace a standard module.
+_PROGRAM = "import sys; sys.path.extend({!r}); from ckptkit.writer.process import main; main()"
+
+
+def writer_command(descriptor: int, niceness: int = NICENESS) -> list[str]:
+    """Returns the command of a process that serves requests.
+
+    It starts without site-packages and environment variables; only the folders of msgspec, and of
+    the library that computes CRC-32 fast if it is installed, are added.
+    """
+    specs = filter(None, map(find_spec, ("msgspec", "isal")))
+    folders = (folder for spec in specs for folder in spec.submodule_search_locations or ())
+    roots = dict.fromkeys([Path(__file__).resolve().parents[3], *(Path(f).parent for f in folders)])
+    return [
+        *(sys.executable, "-I", "-S", "-c", _PROGRAM.format([str(root) for root in roots])),
+        *(str(descriptor), str(niceness)),
+    ]
 
 
 class WriterTimeouts(Struct, frozen=True):

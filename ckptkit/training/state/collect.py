@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader
 from ckptkit.core.errors import CkptkitError, ResumeError, SaveError, UsageError
 from ckptkit.core.index import KeyPath
 from ckptkit.core.text import a_kind
+from ckptkit.core.threads import few_collections
 from ckptkit.training import step_names
 from ckptkit.training.sidecar import checked_files
 from ckptkit.training.state import objects as rng
@@ -43,7 +44,6 @@ from ckptkit.training.state.optimizers import OptimizerWalk, class_of, state_typ
 from ckptkit.training.state.pieces import Holdings, ObjectValue, Piece, Replicas, select_owned
 from ckptkit.training.state.structures import VERSION, Collected, tables_of
 from ckptkit.training.step_names import RNG, TensorPlaces, adapter_names
-from ckptkit.writer.merge import few_collections
 from ckptkit.writer.messages import Inline
 
 logger = logging.getLogger(__name__)
@@ -145,7 +145,7 @@ def kind_of(key: str, value: object) -> Kind:
     return "dataloader" if _has(value, "__iter__") else "stateful"
 
 
-def taken_from(value: object) -> Literal["model", "optimizer"] | None:
+def kind_of_state_dict(value: object) -> Literal["model", "optimizer"] | None:
     """Returns the kind of object whose state dict, or list of such, a plain value is.
 
     What `Module.state_dict` returns has a mark of torch's own; other mappings of nothing but
@@ -448,7 +448,7 @@ class BoundState(Struct, frozen=True):
 
         With a model in the state, the state dict of another one, such as an average, is any value.
         """
-        origin = taken_from(other.target)
+        origin = kind_of_state_dict(other.target)
         if origin is None or (origin == "model" and self.models):
             return
         if self._in_dcp(other.target):

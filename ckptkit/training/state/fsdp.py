@@ -369,45 +369,74 @@ def _unit(
         copies = Copies(dist.get_world_size(inter), dist.get_rank(inter))
     sharing = handle.world_size if sharded else 1
     rank = handle.rank if sharded else 0
-    group = _Group(copies, sharing, rank, (id(inter), id(handle.process_group)), interned)
+    groups = id(inter), id(handle.process_group)
+
+    def shared(holders: Copies, *, spread: bool) -> Replicas:
+        """The same object for all pieces of the same ranks."""
+        replicas = Replicas(*holders, spread=spread)
+        return interned.setdefault((*groups, replicas), replicas)
+
     shard = _shard(flat)
     names = _names(flat, prefixes)
     if flat._params is None:
         _refuse_dropped(handle, names[0][0])
+    starts: list[int] = []  # of the original parameters, in the unsharded flat parameter
+    at = 0
+    for numel, is_padding in zip(flat._numels_with_padding, flat._is_padding_mask, strict=True):
+        starts += [] if is_padding else [at]
+        at += numel
+    contiguities: Sequence[bool] | Mapping[int, bool] = getattr(flat, "_contiguities", ())
+    parts: list[FlatPart] = []
+    for index, info in enumerate(flat._shard_param_infos):
+        fqn, *aliases = names[index]
+        if flat._param_extensions[index] is not None:
+            raise UnsupportedError(
+                "FSDP1 over tensor parallelism is not modelled",
+                where=fqn,
+                hint="use fully_shard (FSDP2) for two dimensions of parallelism",
+            )
+        shape = tuple(flat._shapes[index])
+        axes: tuple[int, ...] = ()
+        if contiguities and not contiguities[index]:  # it was flattened in the order of its strides
+            strides = flat._strides[index]
+            axes = tuple(sorted(range(len(strides)), key=lambda axis: -strides[axis]))
+        span = Span(0, 0)
+        if info.in_shard:
+            span = Span(info.intra_param_start_idx, info.intra_param_end_idx + 1)
+        # The rank with the parameter's first element comes first.
+        first_rank = starts[index] // max(shard.numel(), 1) if sharing > 1 else 0
+        slot = ShardLayout(
+            fqn,
+            shape,
+            span_places(span, shape, axes),
+            tuple(shard.shape),
+            shared(copies, spread=True),
+            shared(copies.times(sharing, (rank - first_rank) % sharing), spread=False),
+            info.offset_in_shard or 0,
+            axes,
+            sharded=True,
+        )
+        parameter, own = None, None
+        if flat._params is not None:
+            parameter = flat._params[index]
+            # A range of one dimension, unless each rank has the whole flat parameter.
+            own = replace(slot, held=(slot.elements,), start=None)
+            if sharing == 1:
+                places = whole_places(shape)
+                own = replace(own, places=places, held=shape, axes=(), sharded=False)
+        tensor = _assigned(handle, index)
+        assigned = None if tensor is None else _check_assigned(tensor, handle, index, fqn)
+        parts.append(FlatPart(fqn, tuple(aliases), slot, own, parameter, span, assigned))
     return FlatUnit(
         flat,
         shard,
-        tuple(_parts(handle, shard, names, group)),
+        tuple(parts),
         sharing,
-        group.extent,
+        copies.times(sharing, rank),
         prefixes[0],
-        tuple(_starts(flat)),
+        tuple(starts),
         math.prod(flat._unpadded_unsharded_size),
     )
-
-
-class _Group(Struct, frozen=True):
-    copies: Copies
-    sharing: int
-    rank: int
-    identity: tuple[int, int]
-    interned: dict[tuple[Any, ...], Replicas]
-
-    @property
-    def extent(self) -> Copies:
-        return self.copies.times(self.sharing, self.rank)
-
-    def replicas(self) -> Replicas:
-        return self._same(Replicas(*self.copies, spread=True))
-
-    def values(self, first_rank: int) -> Replicas:
-        """The rank with a parameter's first element comes first."""
-        own = (self.rank - first_rank) % self.sharing
-        return self._same(Replicas(*self.copies.times(self.sharing, own), spread=False))
-
-    def _same(self, replicas: Replicas) -> Replicas:
-        key = (*self.identity, replicas)
-        return self.interned.setdefault(key, replicas)
 
 
 def _names(flat: Any, prefixes: Sequence[str]) -> list[list[str]]:
@@ -427,71 +456,6 @@ def _names(flat: Any, prefixes: Sequence[str]) -> list[list[str]]:
         )
         for names in relative
     ]
-
-
-def _parts(
-    handle: Any, shard: torch.Tensor, names: Sequence[Sequence[str]], group: _Group
-) -> Iterator[FlatPart]:
-    flat = handle.flat_param
-    starts = list(_starts(flat))
-    for index, info in enumerate(flat._shard_param_infos):
-        if flat._param_extensions[index] is not None:
-            raise UnsupportedError(
-                "FSDP1 over tensor parallelism is not modelled",
-                where=names[index][0],
-                hint="use fully_shard (FSDP2) for two dimensions of parallelism",
-            )
-        shape = tuple(flat._shapes[index])
-        axes = _axes(flat, index)
-        start, stop = 0, 0
-        if info.in_shard:
-            start, stop = info.intra_param_start_idx, info.intra_param_end_idx + 1
-        slot = ShardLayout(
-            names[index][0],
-            shape,
-            span_places(Span(start, stop), shape, axes),
-            tuple(shard.shape),
-            group.replicas(),
-            group.values(starts[index] // max(shard.numel(), 1) if group.sharing > 1 else 0),
-            info.offset_in_shard or 0,
-            axes,
-            sharded=True,
-        )
-        parameter = flat._params[index] if flat._params is not None else None
-        own = None if parameter is None else _on_its_own(slot, group.sharing)
-        tensor = _assigned(handle, index)
-        assigned = None if tensor is None else _check_assigned(tensor, handle, index, slot.fqn)
-        aliases, span = tuple(names[index][1:]), Span(start, stop)
-        yield FlatPart(slot.fqn, aliases, slot, own, parameter, span, assigned)
-
-
-def _on_its_own(slot: ShardLayout, sharing: int) -> ShardLayout:
-    """Returns where the elements are in the original parameter.
-
-    That is a range of one dimension, unless each rank has the whole flat parameter.
-    """
-    if sharing > 1:
-        return replace(slot, held=(slot.elements,), start=None)
-    places = whole_places(slot.shape)
-    return replace(slot, places=places, held=slot.shape, start=None, axes=(), sharded=False)
-
-
-def _starts(flat: Any) -> Iterator[int]:
-    """Yields where the original parameters begin in the unsharded flat parameter."""
-    at = 0
-    for numel, is_padding in zip(flat._numels_with_padding, flat._is_padding_mask, strict=True):
-        if not is_padding:
-            yield at
-        at += numel
-
-
-def _axes(flat: Any, index: int) -> tuple[int, ...]:
-    """Returns the order of dimensions in which a parameter that is not row-major was flattened."""
-    contiguities: Sequence[bool] | Mapping[int, bool] = getattr(flat, "_contiguities", ())
-    if not contiguities or contiguities[index]:
-        return ()
-    strides = flat._strides[index]
-    return tuple(sorted(range(len(strides)), key=lambda axis: -strides[axis]))
 
 
 _VERSION = 1

@@ -228,22 +228,11 @@ class _ValueBuilder:
 
 
 Maker = Callable[[list[Any], Any], Any]
+_BASIC = (list, dict, set, int, float, bool, str, bytes, tuple, frozenset)
 FACTORIES: Mapping[str, Callable[[], Any]] = {  # of a `defaultdict`, by the names in pickles
-    "list": list,
-    "dict": dict,
-    "set": set,
-    "int": int,
+    **{kind.__name__: kind for kind in (*_BASIC, OrderedDict, Counter, deque)},
     "long": int,
-    "float": float,
-    "bool": bool,
-    "str": str,
     "unicode": str,
-    "bytes": bytes,
-    "tuple": tuple,
-    "frozenset": frozenset,
-    "OrderedDict": OrderedDict,
-    "Counter": Counter,
-    "deque": deque,
 }
 
 
@@ -300,54 +289,29 @@ def _numpy_scalar(args: list[Any], _: Any) -> Any:
     return np.frombuffer(data, dtype)[0]
 
 
-_BUILTINS: Mapping[str, Callable[..., Any]] = {
-    "complex": complex,
-    "slice": slice,
-    "range": range,
-    "xrange": range,
-    "int": int,
-    "long": int,
-    "float": float,
-    "bool": bool,
-    "str": str,
-    "unicode": str,
-}
-_CONTAINERS: Mapping[str, Callable[..., Any]] = {
-    "set": set,
-    "frozenset": frozenset,
-    "bytearray": bytearray,
-    "list": list,
-    "dict": dict,
-    "tuple": tuple,
-}
+def _makers(
+    modules: Sequence[str], wrap: Callable[[Callable[..., Any]], Maker], **kinds: Callable[..., Any]
+) -> dict[tuple[str, str], Maker]:
+    return {(module, name): wrap(kind) for module in modules for name, kind in kinds.items()}
+
+
+_BUILTINS = ("builtins", "__builtin__")
+_PATHS = ("Path", "PosixPath", "WindowsPath")
+_VALUES = (complex, slice, range, int, float, bool, str)
+_CONTAINERS = (set, frozenset, bytearray, list, dict, tuple)
+# Python writes `timezone.utc` as a call of its class, and gives the same object back.
+_TIMES = (dt.date, dt.datetime, dt.time, dt.timedelta, dt.timezone)
 _MAKERS: Mapping[tuple[str, str], Maker] = {
-    **{
-        (module, name): _plain(kind)
-        for module in ("builtins", "__builtin__")
-        for name, kind in _BUILTINS.items()
-    },
-    **{
-        (module, name): _container(kind)
-        for module in ("builtins", "__builtin__")
-        for name, kind in _CONTAINERS.items()
-    },
+    **_makers(_BUILTINS, _plain, **{kind.__name__: kind for kind in _VALUES}),
+    **_makers(_BUILTINS, _plain, xrange=range, long=int, unicode=str),
+    **_makers(_BUILTINS, _container, **{kind.__name__: kind for kind in _CONTAINERS}),
+    **_makers(("datetime",), _plain, **{kind.__name__: kind for kind in _TIMES}),
+    **_makers(("pathlib", "pathlib._local"), _plain, **dict.fromkeys(_PATHS, pathlib.Path)),
+    **_makers(("pathlib", "pathlib._local"), _plain, PurePosixPath=pathlib.PurePosixPath),
     ("argparse", "Namespace"): _namespace,
     ("collections", "Counter"): _container(Counter),
-    **{
-        ("datetime", name): _plain(kind)
-        for name, kind in (("date", dt.date), ("datetime", dt.datetime))
-    },
-    ("datetime", "time"): _plain(dt.time),
-    ("datetime", "timedelta"): _plain(dt.timedelta),
-    # Python writes `timezone.utc` as this call, and gives the same object back.
-    ("datetime", "timezone"): _plain(dt.timezone),
     ("decimal", "Decimal"): _plain(decimal.Decimal),
     ("fractions", "Fraction"): _plain(fractions.Fraction),
-    **{
-        (module, name): _plain(pathlib.PurePosixPath if name == "PurePosixPath" else pathlib.Path)
-        for module in ("pathlib", "pathlib._local")
-        for name in ("Path", "PosixPath", "WindowsPath", "PurePosixPath")
-    },
     ("torch", "device"): _plain(torch.device),
     _SIZE: _size,
     _PARAMETER: _parameter,

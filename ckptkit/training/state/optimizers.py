@@ -180,13 +180,6 @@ def layouts_of(
         yield ObjectValue(unit, key, json.dumps(document))
 
 
-def composed_of(held: ParameterState, unit: str, path: KeyPath) -> Iterator[ObjectValue]:
-    """Yields a record of the classes of the composed tensors in a whole parameter's state."""
-    kinds = [(path, kind_of(tensor)) for path, tensor in held.tensors() if is_composed(tensor)]
-    if kinds and held.slots[0].values.own == 0:
-        yield ObjectValue(unit, (*path, COMPOSED, held.name), json.dumps(kinds))
-
-
 def part_of(slots: Sequence[ShardLayout]) -> dict[str, Any]:
     """Returns, as plain values, which elements of a parameter a rank holds and how."""
     return {
@@ -413,8 +406,11 @@ class _Walk(Collected):
         if bound := is_rank_bound(optimizer, held):
             self.objects += layouts_of(held, self._unit, self._path, self._world)
         for of_parameter in held:
-            if not of_parameter.sharded:
-                self.objects += composed_of(of_parameter, self._unit, self._path)
+            tensors = () if of_parameter.sharded else of_parameter.tensors()
+            kinds = [(path, kind_of(tensor)) for path, tensor in tensors if is_composed(tensor)]
+            if kinds and of_parameter.slots[0].values.own == 0:
+                key = (*self._path, COMPOSED, of_parameter.name)
+                self.objects.append(ObjectValue(self._unit, key, json.dumps(kinds)))
         numbers = _paths_of_numbers(held)
         for of_parameter in held:
             if bound and of_parameter.sharded:

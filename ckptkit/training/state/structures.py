@@ -45,17 +45,7 @@ Nodes = Sequence[tuple[Any, ...]]
 VERSION = 1
 """Of the tables; steps of older versions have none."""
 
-_MAPPINGS: Mapping[type, str] = {
-    dict: "dict",
-    OrderedDict: "OrderedDict",
-    Counter: "Counter",
-    defaultdict: "defaultdict",
-}
-_MAKERS: Mapping[str, Callable[[], dict[Any, Any]]] = {
-    "dict": dict,
-    "OrderedDict": OrderedDict,
-    "Counter": Counter,
-}
+_MAPPINGS = {kind.__name__: kind for kind in (dict, OrderedDict, Counter)}  # and defaultdict
 _TENSORS = frozenset((torch.Tensor, nn.Parameter, DTensor))
 _SIMPLE = frozenset((torch.Tensor, DTensor, bool, int, float, str, type(None)))
 _KEYS = frozenset((bool, int, float, type(None)))
@@ -156,8 +146,8 @@ class _TableBuilder:
     def _mapping(
         self, value: Mapping[Any, Any], path: KeyPath, where: str, taken: frozenset[str]
     ) -> tuple[Any, ...]:
-        kind = _MAPPINGS.get(type(value))
-        if kind is None:
+        kind = type(value).__name__
+        if type(value) is not _MAPPINGS.get(kind, defaultdict):
             raise UsageError(
                 f"{a_kind(value)} was found, which a resume cannot make",
                 where=where,
@@ -304,7 +294,7 @@ def _made(number: int, left: dict[int, tuple[Any, ...]], leaves: Mapping[KeyPath
         case ("defaultdict", items, factory):
             value: Any = defaultdict(None if factory is None else FACTORIES[factory])
         case ("dict" | "OrderedDict" | "Counter" as kind, items):
-            value = _MAKERS[kind]()
+            value = _MAPPINGS[kind]()
         case ("list", children):
             return [_made(child, left, leaves) for child in children]
         case ("parameter", path, trained):
@@ -360,7 +350,7 @@ def _adapt_mapping(value: dict[Any, Any], live: Mapping[Any, Any]) -> dict[Any, 
     adapted: Any = {}
     if isinstance(live, defaultdict):
         adapted = defaultdict(live.default_factory)
-    elif type(live) in _MAPPINGS:
+    elif type(live) in _MAPPINGS.values():
         adapted = type(live)()
     for name, item in value.items():
         key = own[name] if name in own else _typed(name, kinds)

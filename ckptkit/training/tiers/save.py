@@ -1,7 +1,7 @@
 """Saves that are durable on the nodes' own disks first and are drained from there.
 
 `Recovery` drains complete steps that an earlier job left on these disks. `open_committer` chooses
-what commits the saves of a job: `TieredBackend`, or `SaveCommitter` for shared storage alone.
+what commits the saves of a job: `TieredCommitter`, or `SaveCommitter` for shared storage alone.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from ckptkit.storage.locations import MARKS_FOLDER
 from ckptkit.storage.manifests import read_local_manifest
 from ckptkit.training.agree.barrier import SaveBarrier
 from ckptkit.training.agree.peers import Peers, name_ranks
+from ckptkit.training.handle import SaveReport
 from ckptkit.training.run_folders import RunFolder, RunLock, TrainingRun
-from ckptkit.training.save.saver import OURS, Save, SaveCommitter, fail
+from ckptkit.training.save.saver import OURS, Retire, Save, SaveCommitter, discard_folder, fail
 from ckptkit.training.save.writer_process import WriterProcess, WriterTimeouts
-from ckptkit.training.session import Session
 from ckptkit.training.settings import Settings
 from ckptkit.writer.commit import remove_steps
 from ckptkit.writer.drain import BESIDE
-from ckptkit.writer.messages import Commit, Discard, Drain, RecordProof
+from ckptkit.writer.messages import Commit, Drain, RecordProof
 from ckptkit.writer.process import as_failure
 from ckptkit.writer.record import RECORDS_FOLDER, parse_record
 from ckptkit.writer.sweep import sweep
@@ -259,8 +259,16 @@ def _check_groups(of_ranks: Sequence[Sequence[int]]) -> None:
             )
 
 
-class TieredBackend:
-    """Commits saves on the nodes' disks: each node commits its part, which is then drained.
+class TieredCommitter(SaveCommitter):
+    """Commits saves on the nodes' disks, each node its part, and drains them from there.
+
+    A save goes through these further states:
+
+        agree     the ranks tell each other what they have written to their nodes' disks
+        commit    each node commits its part; then the step is durable, and the ranks agree on that
+        queue     the next save may begin once at most one step waits to be drained
+        drain     a thread copies this rank's files to the shared storage
+        settle    all ranks agree, and rank 0 commits the step there
 
     If a node's disk fails and the buffers still have everything, all ranks write to the shared
     storage instead: a full disk makes the save slower, but does not fail it.
@@ -269,23 +277,39 @@ class TieredBackend:
     def __init__(
         self,
         recovery: Recovery,
-        barrier: SaveBarrier,
-        committer: SaveCommitter,
         timeouts: WriterTimeouts,
         *,
-        timeout_seconds: float,
+        retire: Retire,
+        listener: Callable[[SaveReport], None],
     ) -> None:
         """Starts the thread that drains.
 
-        At the barrier the ranks agree on what is durable on the nodes; the committer of drained
-        saves has one of its own.
+        At a barrier of their own the ranks agree on what is durable on the nodes.
         """
-        self._tier = recovery.tier
+        peers, tier = recovery.peers, recovery.tier
+        super().__init__(
+            SaveBarrier(peers, "drain"),
+            recovery.process if peers.rank == 0 else None,
+            retire=retire,
+            timeout_seconds=recovery.timeout_seconds,
+            listener=listener,
+        )
+        self._tier = tier
         self._recovery = recovery
-        self._barrier = barrier
-        self._timeout_seconds = timeout_seconds
-        self._node_committer = WriterProcess(timeouts, name=f"committer of {self._tier.path}")
-        self._drain_queue = DrainQueue(self._tier, committer, timeouts)
+        self._node_barrier = SaveBarrier(peers)
+        self._node_process = WriterProcess(timeouts, name=f"committer of {tier.path}")
+        self._drain_process = tier.run.process(
+            timeouts, f"drain of {tier.path}", niceness=_NICENESS
+        )
+        self._drained = ""  # the last step that was drained
+        self._waiting: list[Save] = []  # to be drained, including the one under way
+        self._newest = self._coming = ""  # names of steps that are on the node's disk, or will be
+        # A step with a name of its own, which no resume takes by itself, does not replace it before
+        # it is drained.
+        self._numbered = tier.newest_numbered()
+        self._is_over = False
+        self._lock = threading.Lock()
+        self._worker = WorkerThread("ckptkit-drain")
 
     def place(self, save: Save) -> None:
         """Has this rank write its files to the node's own disk first."""
@@ -298,53 +322,66 @@ class TieredBackend:
     def end(self, save: Save) -> None:
         """Makes the save durable on the nodes, and queues its drain."""
         name = save.step_name
+        with self._lock:
+            is_waiting = any(waiting.step_name == name for waiting in self._waiting)
         if save.after is not None:
             # A step that is saved again must not replace files while they are drained.
-            wait = save.after.wait if self._drain_queue.holds(name) else save.after.wait_freed
+            wait = save.after.wait if is_waiting else save.after.wait_freed
             wait()
-        self._drain_queue.expect(name)
+        with self._lock:
+            self._coming = name
         try:
             if not self._commit_on_nodes(save):
                 self._write_directly(save)
-            self._drain_queue.put(save)
+            with self._lock:
+                self._waiting.append(save)
+            self._worker.submit_unwatched(partial(self._drain_and_settle, save))
+            self._free()
         except CkptkitError as error:
-            self._discard_and_fail(save, error)
+            self._discard(save)
+            fail(save, error)
         except Exception as error:  # a bug of ours must not leave the caller waiting
             logger.exception("keeping %s on the node", save)
-            self._discard_and_fail(save, SaveError(f"{type(error).__name__}: {error}", hint=OURS))
+            self._discard(save)
+            fail(save, SaveError(f"{type(error).__name__}: {error}", hint=OURS))
 
     def kill(self) -> None:
-        """Makes queued saves fail soon."""
-        self._node_committer.kill()
-        self._drain_queue.kill()
+        """Makes the current drain and queued saves fail soon."""
+        self._is_over = True
+        self._node_process.kill()
+        self._drain_process.kill()
 
     def close(self) -> None:
         """Waits for the last drain, and ends the thread and the processes."""
-        self._drain_queue.close()
-        self._node_committer.close()
+        self._worker.close()
+        self._drain_process.close()
+        self._node_process.close()
         self._tier.close()
 
     def _commit_on_nodes(self, save: Save) -> bool:
         """Returns whether the step is durable on the nodes; if not, all ranks write again."""
-        written = self._agree_on_nodes(save, save.outcome())
-        if "proofs" in written:
-            kept = self._agree_on_nodes(save, self._commit_this_node(save, written["proofs"]))
-            if "proofs" in kept:
+        agreed = self._agree_on_nodes(save, save.outcome())
+        if "proofs" in agreed:
+            agreed = self._agree_on_nodes(save, self._commit_this_node(save, agreed["proofs"]))
+            if "proofs" in agreed:
                 save.local_seconds = time.perf_counter() - save.began
-                self._drain_queue.note_durable(save.step_name)
+                with self._lock:
+                    self._newest = save.step_name
+                    if is_step_folder(save.step_name):
+                        self._numbered = save.step_name
+                self._tier.keep_only(self._needed, self._numbered)
                 save.handle.set_local(self._tier.final(save))
                 return True
-            written = kept
-        error = error_from_json(written["error"])
-        if not written["again"]:
+        error = error_from_json(agreed["error"])
+        if not agreed["again"]:
             raise error
-        if self._barrier.rank == 0:
+        if self.rank == 0:
             logger.warning("%s goes to shared storage at once: %s", save, error)
         return False
 
     def _agree_on_nodes(self, save: Save, value: Mapping[str, Any]) -> Mapping[str, Any]:
         can_rewrite = self._tier.run.takes_saves and save.rewrite is not None
-        return self._barrier.agree_on(
+        return self._node_barrier.agree_on(
             save,
             {"proof": None, "again": can_rewrite, **value},
             _decide,
@@ -367,7 +404,7 @@ class TieredBackend:
             node_ranks=self._tier.ranks,
         )
         try:
-            self._node_committer.request(request)
+            self._node_process.request(request)
         except CkptkitError as error:
             return {"error": error.to_json()}
         return {}
@@ -381,91 +418,24 @@ class TieredBackend:
         save.rewrite()
         save.durable = time.perf_counter()
 
-    def _discard_and_fail(self, save: Save, error: CkptkitError) -> None:
-        self._discard(save)
-        fail(save, error)
-
     def _discard(self, save: Save) -> None:
-        if not self._tier.leads:
-            return
-        try:
-            self._node_committer.request(Discard(save.name, str(save.folder)))
-        except CkptkitError as error:
-            logger.warning("%s could not be removed: %s", save.folder, error)
+        if self._tier.leads:
+            discard_folder(self._node_process, save.name, save.folder)
 
-
-class DrainQueue:
-    """A thread that drains steps from the node's disk to the shared storage, one after another."""
-
-    def __init__(self, tier: LocalTier, committer: SaveCommitter, timeouts: WriterTimeouts) -> None:
-        """Starts the thread; the process comes with the first step."""
-        self._tier = tier
-        self._committer = committer
-        self._process = tier.run.process(timeouts, f"drain of {tier.path}", niceness=_NICENESS)
-        self._earlier = ""  # the last step that was drained
-        self._waiting: list[Save] = []  # including the one under way
-        self._newest = self._coming = ""  # names of steps that are on the node's disk, or will be
-        # A step with a name of its own, which no resume takes by itself, does not replace it before
-        # it is drained.
-        self._numbered = tier.newest_numbered()
-        self._is_over = False
-        self._lock = threading.Lock()
-        self._worker = WorkerThread("ckptkit-drain")
-
-    def names(self) -> set[str]:
-        """Returns the names of the steps that must stay on the node's disk."""
-        with self._lock:
-            waiting = {save.step_name for save in self._waiting}
-            return {self._newest, self._coming, *waiting}
-
-    def holds(self, name: str) -> bool:
-        with self._lock:
-            return any(save.step_name == name for save in self._waiting)
-
-    def expect(self, name: str) -> None:
-        with self._lock:
-            self._coming = name
-
-    def note_durable(self, name: str) -> None:
-        """Marks a step as durable on all nodes, and removes older ones."""
-        with self._lock:
-            self._newest = name
-            if is_step_folder(name):
-                self._numbered = name
-        self._tier.keep_only(self.names, self._numbered)
-
-    def put(self, save: Save) -> None:
-        """Queues a step to be drained, or only to be ended if its files are in place already."""
-        with self._lock:
-            self._waiting.append(save)
-        self._worker.submit_unwatched(partial(self._drain_and_end, save))
-        self._free()
-
-    def kill(self) -> None:
-        """Makes the current drain and those after it fail soon."""
-        self._is_over = True
-        self._process.kill()
-
-    def close(self) -> None:
-        """Ends the thread after the queued steps, and the process."""
-        self._worker.close()
-        self._process.close()
-
-    def _drain_and_end(self, save: Save) -> None:
-        self._drain(save)
-        is_there = self._committer.settle(save)
+    def _drain_and_settle(self, save: Save) -> None:
+        if save.shared is not None and save.error is None:  # else its files are in place already
+            self._drain(save, save.shared)
+        is_there = self.settle(save)
         if is_there:
-            self._earlier = str(save.final)
+            self._drained = str(save.final)
             self._tier.note_drained(save.step_name)
         with self._lock:
             self._waiting.remove(save)
         self._free()
         if is_there:  # otherwise an older step may be the only copy
-            self._tier.keep_only(self.names, self._numbered)
+            self._tier.keep_only(self._needed, self._numbered)
 
-    def _drain(self, save: Save) -> None:
-        if save.shared is None or save.error is not None:
-            return
+    def _drain(self, save: Save, target: Path) -> None:
         folder = self._tier.final(save)
         try:
             if self._is_over:
@@ -477,19 +447,25 @@ class DrainQueue:
             request = Drain(
                 attempt=save.name,
                 folder=str(folder),
-                target=str(save.shared),
+                target=str(target),
                 records=(save.outcome()["proof"]["path"],),
-                earlier=self._earlier,
+                earlier=self._drained,
             )
             size_bytes = sum(answer.size_bytes for answer in save.answers)
             stage = Stage(f"draining step {save.step}, rank 0", size_bytes)
-            self._process.request(request, stage if self._committer.rank == 0 else None)
+            self._drain_process.request(request, stage if self.rank == 0 else None)
         except CkptkitError as error:
             save.error = error
         except Exception as error:  # a bug of ours must not leave the caller waiting
             logger.exception("draining %s", save)
             save.error = SaveError(f"{type(error).__name__}: {error}", hint=OURS)
-        save.folder = save.shared
+        save.folder = target
+
+    def _needed(self) -> set[str]:
+        """Returns the names of the steps that must stay on the node's disk."""
+        with self._lock:
+            waiting = {save.step_name for save in self._waiting}
+            return {self._newest, self._coming, *waiting}
 
     def _free(self) -> None:
         with self._lock:
@@ -513,7 +489,6 @@ class Recovery(Struct, frozen=True):
     """Drains what earlier jobs left on the nodes' disks."""
 
     tier: LocalTier  # this node's disk
-    run: TrainingRun[Any]  # the run that is saved to
     peers: Peers  # the ranks
     process: WriterProcess  # copies, and commits on rank 0
     timeout_seconds: float  # how long to wait for other ranks
@@ -582,12 +557,12 @@ class Recovery(Struct, frozen=True):
                 entry["nodes"][str(leader)] = copy["ranks"]
                 if 0 in copy["ranks"]:  # its manifest has what only rank 0 knows
                     entry["manifest"] = copy["manifest"]
-        last = self.run.last_save_number()
+        last = self.tier.run.last_save_number()
         for entry in sorted(entries.values(), key=lambda entry: -entry["save_number"]):
             name, attempt = entry["name"], entry["attempt"]
             if attempt in tried:
                 continue
-            known = last if is_step_folder(name) else self.run.save_number_of(name)
+            known = last if is_step_folder(name) else self.tier.run.save_number_of(name)
             if entry["save_number"] <= known:
                 continue
             present = {rank for ranks in entry["nodes"].values() for rank in ranks}
@@ -606,7 +581,7 @@ class Recovery(Struct, frozen=True):
         return None
 
     def _target(self, entry: Mapping[str, Any]) -> Path:
-        return self.run.working_folder(Path(entry["name"]), self.peers.nonce, 0)
+        return self.tier.run.working_folder(Path(entry["name"]), self.peers.nonce, 0)
 
     def _copy_share(self, entry: Mapping[str, Any]) -> dict[str, Any]:
         """Copies this rank's share of the files of its node; returns their proofs."""
@@ -663,7 +638,7 @@ class Recovery(Struct, frozen=True):
                     Commit(
                         attempt=entry["attempt"],
                         folder=str(target),
-                        final=str(self.run.below(entry["name"])),
+                        final=str(self.tier.run.below(entry["name"])),
                         proofs=tuple(proofs),
                         manifest={**entry["manifest"], "files": beside_files},
                         beside=str(beside) if beside.is_dir() else "",
@@ -673,10 +648,7 @@ class Recovery(Struct, frozen=True):
                 error = caught.to_json()
         if error is None:
             return None
-        try:
-            self.process.request(Discard(entry["attempt"], str(target)))
-        except CkptkitError as caught:
-            logger.warning("%s could not be removed: %s", target, caught)
+        discard_folder(self.process, entry["attempt"], target)
         return dict(error)
 
 
@@ -737,31 +709,29 @@ def _further(folder: Path, tier: LocalTier) -> dict[str, dict[str, Any]]:
 
 
 def open_committer(
-    session: Session, peers: Peers, settings: Settings
-) -> SaveCommitter | TieredBackend:
+    run: TrainingRun[Any],
+    process: WriterProcess,
+    peers: Peers,
+    settings: Settings,
+    *,
+    retire: Retire,
+    listener: Callable[[SaveReport], None],
+) -> SaveCommitter:
     """Opens what commits a job's saves; all ranks have to call this.
 
-    With nodes' own disks, steps that an earlier job left there are drained first.
+    `process` commits on rank 0, and drains what earlier jobs left, once `recover` is called.
     """
     timeout = settings.timeout_seconds
-    committer = SaveCommitter(
-        SaveBarrier(peers, "save" if settings.local is None else "drain"),
-        session.committer if peers.rank == 0 else None,
-        retire=session.retired_by,
-        timeout_seconds=timeout,
-        listener=session.listen,
-    )
     if settings.local is None:
-        return committer
+        own = process if peers.rank == 0 else None
+        return SaveCommitter(
+            SaveBarrier(peers), own, retire=retire, timeout_seconds=timeout, listener=listener
+        )
+    tier = open_tier(settings.local, run, peers, timeout_seconds=timeout)
     with ExitStack() as undo:
-        tier = open_tier(settings.local, session.run, peers, timeout_seconds=timeout)
         undo.callback(tier.close)
-        recovery = Recovery(tier, session.run, peers, session.committer, timeout)
-        session.count_from(recovery.run_all())
-        if peers.rank == 0:
-            session.run.sweep()
-        timeouts = WriterTimeouts(settings.stall_seconds, settings.timeout_seconds)
-        barrier = SaveBarrier(peers)
-        backend = TieredBackend(recovery, barrier, committer, timeouts, timeout_seconds=timeout)
+        recovery = Recovery(tier, peers, process, timeout)
+        timeouts = WriterTimeouts(settings.stall_seconds, timeout)
+        committer = TieredCommitter(recovery, timeouts, retire=retire, listener=listener)
         undo.pop_all()
-    return backend
+    return committer

@@ -31,19 +31,14 @@ from ckptkit.core.crc import crc32
 from ckptkit.core.errors import CkptkitError, OutputExistsError, RefusedError, TruncatedFileError
 from ckptkit.core.manifest import MANIFEST_NAME, FileRecord, parse_manifest
 from ckptkit.core.object_parts import PART_BYTES, cut_into_parts
+from ckptkit.core.threads import few_collections
 from ckptkit.plan.layouts.dcp_metadata import METADATA_NAME
 from ckptkit.storage.locations import MARKS_FOLDER, Place
 from ckptkit.storage.remote.errors import RetryPolicy, as_upload_error
 from ckptkit.storage.remote.s3 import S3Object, S3Uploads
 from ckptkit.storage.remote.store import ObjectInfo, RemoteFolder
-from ckptkit.writer.commit import (
-    RecordGatherer,
-    VisibilityTimeout,
-    crc_digest,
-    manifest_bytes,
-    write_index,
-)
-from ckptkit.writer.merge import Merged, MergedUnit, few_collections, with_findings
+from ckptkit.writer.commit import AttemptFiles, crc_digest, manifest_bytes, write_index
+from ckptkit.writer.merge import with_findings
 from ckptkit.writer.messages import ByteCounter, FinishUpload, Remote, StepCommitted
 from ckptkit.writer.record import RECORDS_FOLDER
 
@@ -302,34 +297,69 @@ def finish(request: FinishUpload, store: RunStore, counter: ByteCounter) -> Step
 
     Before the manifest is put, no reader takes the step for a complete one.
     """
-    began = time.monotonic()
-    step = _Step(request, store, counter)
+    began, step = time.monotonic(), request.step
+    attempt = _Objects(request, store, counter)
     with few_collections():
-        merged = step.write_all()
+        merged = attempt.merge(request.attempt, request.proofs)
+        document = json.dumps(request.manifest).encode()
+        for path, record in parse_manifest(document, where=store.where(step)).files.items():
+            attempt.check(path, record, store.where(step))
+        # The sidecar is put before any index: a reader that found only an index would take the step
+        # for a checkpoint of another tool.
+        folder = Path(request.beside)
+        for file in sorted(folder.rglob("*")) if request.beside else ():
+            if not file.is_dir():
+                data, name = file.read_bytes(), file.relative_to(folder).as_posix()
+                store.put(f"{step}/{name}", data)
+                attempt.files[name] = FileRecord(len(data), crc_digest(crc32(data)))
+                counter.done_bytes += len(data)
+        for unit, content in merged.units.items():
+            path = f"{unit}/{METADATA_NAME}" if unit else METADATA_NAME
+            with tempfile.TemporaryFile(dir=request.scratch or None) as index:  # it may be large
+                record = write_index(index, content, ByteCounter())  # what is sent counts
+                read = partial(_read_at, index.fileno())
+                send_file(store, counter, read, record.size_bytes, f"{step}/{path}")
+            attempt.files[path] = record
+    path = f"{step}/{MANIFEST_NAME}"
     source = with_findings(request.manifest["source"], merged.lost, merged.notes)
-    size_bytes = step.publish({**request.manifest, "source": source})
+    manifest = manifest_bytes(
+        {**request.manifest, "source": source}, attempt.files, store.where(path)
+    )
+    if store.get(_JOB) not in {None, request.job.encode()}:
+        raise RefusedError(
+            "another job has opened the run since and saves to it",
+            where=store.location,
+            hint="give every job a URL of its own; this job's steps stay on the nodes' disks",
+        )
+    store.put(path, manifest)
     # A step with lost values must not retire a complete one.
-    removed, notes = step.clear(() if merged.lost else request.remove, request.given_up)
+    kept = {f"{step}/{path}" for path in (*attempt.files, MANIFEST_NAME)}
+    removed, notes = _clear(request, store, kept, () if merged.lost else request.remove)
     return StepCommitted(
         attempt=request.attempt,
-        size_bytes=size_bytes,
+        size_bytes=sum(file.size_bytes for file in attempt.files.values()) + len(manifest),
         seconds=time.monotonic() - began,
-        removed=removed,
+        removed=tuple(removed),
         notes=(*merged.notes, *notes),
         lost=merged.lost,
     )
 
 
-class _Objects:
+def _read_at(descriptor: int, start: int, count: int) -> bytes:
+    return os.pread(descriptor, count, start)
+
+
+class _Objects(AttemptFiles):
     """A step's objects, listed once; objects that the listing lacks are requested one by one."""
 
-    def __init__(self, store: RunStore, step: str, records: tuple[str, ...]) -> None:
-        self.location = store.where(step)
+    def __init__(self, request: FinishUpload, store: RunStore, counter: ByteCounter) -> None:
+        super().__init__(store.where(request.step), counter, request.visible_seconds)
         self._store = store
-        self._step = step
-        self.listed: Mapping[str, ObjectInfo] = store.entries(step)
-        paths = [f"{step}/{record}" for record in records]
-        self._ahead = dict(zip(records, store.get_many(paths), strict=True))
+        self._step = request.step
+        self._listed: Mapping[str, ObjectInfo] = store.entries(request.step)
+        records = [proof.path for proof in request.proofs]
+        contents = store.get_many([f"{request.step}/{record}" for record in records])
+        self._ahead = dict(zip(records, contents, strict=True))
 
     def read(self, path: str) -> bytes | None:
         ahead = self._ahead.pop(path, None)
@@ -337,98 +367,34 @@ class _Objects:
 
     def size_bytes(self, path: str) -> int | None:
         name = f"{self._step}/{path}"
-        entry = self.listed.get(name) or self._store.look_up(name)
+        entry = self._listed.get(name) or self._store.look_up(name)
         return None if entry is None else entry.size_bytes
 
 
-class _Step:
-    def __init__(self, request: FinishUpload, store: RunStore, counter: ByteCounter) -> None:
-        self._request = request
-        self._store = store
-        self._counter = counter
-        self._name = request.step
-        records = tuple(proof.path for proof in request.proofs)
-        self._objects = _Objects(store, self._name, records)
-        self._gathering = RecordGatherer(
-            self._objects, counter, VisibilityTimeout(request.visible_seconds)
-        )
-
-    def write_all(self) -> Merged:
-        """Checks that all files exist, and adds what no rank writes."""
-        request, gathering = self._request, self._gathering
-        merged = gathering.merge(request.attempt, request.proofs)
-        where = self._store.where(self._name)
-        document = json.dumps(request.manifest).encode()
-        gathering.see(parse_manifest(document, where=where).files, where)
-        # The sidecar is put before any index: a reader that found only an index would take the step
-        # for a checkpoint of another tool.
-        self._put_side_files()
-        for name, unit in merged.units.items():
-            self._put_index(f"{name}/{METADATA_NAME}" if name else METADATA_NAME, unit)
-        return merged
-
-    def publish(self, document: Mapping[str, Any]) -> int:
-        """Puts the manifest; returns the bytes of all files."""
-        path = f"{self._name}/{MANIFEST_NAME}"
-        files = self._gathering.files
-        manifest = manifest_bytes(document, files, self._store.where(path))
-        stored = self._store.get(_JOB)
-        if stored is not None and stored != self._request.job.encode():
-            raise RefusedError(
-                "another job has opened the run since and saves to it",
-                where=self._store.location,
-                hint="give every job a URL of its own; this job's steps stay on the nodes' disks",
-            )
-        self._store.put(path, manifest)
-        return sum(file.size_bytes for file in files.values()) + len(manifest)
-
-    def clear(
-        self, retired: Sequence[str], given_up: Sequence[str]
-    ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Removes retired steps and leftovers of uploads; returns the removed steps, and notes."""
-        notes: list[str] = []
-        removed: list[str] = []
+def _clear(
+    request: FinishUpload, store: RunStore, kept: Collection[str], retired: Sequence[str]
+) -> tuple[list[str], list[str]]:
+    """Removes retired steps and leftovers of uploads; returns the removed steps, and notes."""
+    notes: list[str] = []
+    removed: list[str] = []
+    try:
+        store.put(_NEWEST, request.step.encode())
+        store.remove(*sorted(store.entries(request.step).keys() - kept))
+        for step in request.given_up:
+            remove_unfinished(store, step)
+    except CkptkitError as error:
+        notes.append(f"leftovers of uploads could not be removed: {error}")
+    for step in retired:
         try:
-            self._store.put(_NEWEST, self._name.encode())
-            kept = {f"{self._name}/{path}" for path in (*self._gathering.files, MANIFEST_NAME)}
-            self._store.remove(*sorted(self._store.entries(self._name).keys() - kept))
-            for step in given_up:
-                remove_unfinished(self._store, step)
+            if store.has_younger(f"{IN_USE}/{step}", MARK_SECONDS):
+                notes.append(f"{step} stays for now: it is being read")
+                continue
+            # First the manifest, so that no part of the step looks complete.
+            store.remove(f"{step}/{MANIFEST_NAME}")
+            store.remove(*store.entries(step))
+            store.remove(*store.folder_markers(step))
         except CkptkitError as error:
-            notes.append(f"leftovers of uploads could not be removed: {error}")
-        for step in retired:
-            try:
-                if self._store.has_younger(f"{IN_USE}/{step}", MARK_SECONDS):
-                    notes.append(f"{step} stays for now: it is being read")
-                    continue
-                # First the manifest, so that no part of the step looks complete.
-                self._store.remove(f"{step}/{MANIFEST_NAME}")
-                self._store.remove(*self._store.entries(step))
-                self._store.remove(*self._store.folder_markers(step))
-            except CkptkitError as error:
-                notes.append(f"{step} could not be removed: {error}")
-            else:
-                removed.append(self._store.where(step))
-        return tuple(removed), tuple(notes)
-
-    def _put_side_files(self) -> None:
-        folder = Path(self._request.beside) if self._request.beside else None
-        for path in sorted(folder.rglob("*")) if folder is not None else ():
-            if not path.is_dir():
-                data = path.read_bytes()
-                name = path.relative_to(folder or path).as_posix()
-                self._store.put(f"{self._name}/{name}", data)
-                self._gathering.files[name] = FileRecord(len(data), crc_digest(crc32(data)))
-                self._counter.done_bytes += len(data)
-
-    def _put_index(self, path: str, unit: MergedUnit) -> None:
-        """Writes an index, which may be large, to the local disk and uploads it."""
-        with tempfile.TemporaryFile(dir=self._request.scratch or None) as file:
-            record = write_index(file, unit, ByteCounter())  # what is sent counts
-            descriptor, target = file.fileno(), f"{self._name}/{path}"
-
-            def read(start: int, count: int) -> bytes:
-                return os.pread(descriptor, count, start)
-
-            send_file(self._store, self._counter, read, record.size_bytes, target)
-        self._gathering.files[path] = record
+            notes.append(f"{step} could not be removed: {error}")
+        else:
+            removed.append(store.where(step))
+    return removed, notes

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import sys
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from ckptkit.core.errors import CkptkitError, SaveError
@@ -32,23 +31,50 @@ from ckptkit.writer.messages import (
 )
 from ckptkit.writer.process import as_failure, run
 from ckptkit.writer.record import WrittenFile
-from ckptkit.writer.upload.run_store import (
-    RunStore,
-    UploadedFiles,
-    claim_step,
-    finish,
-    send_file,
-)
+from ckptkit.writer.upload.run_store import RunStore, UploadedFiles, claim_step, finish, send_file
 
 
 class Uploader:
+    """Serves requests to upload files and to finish steps."""
+
     def __init__(self, disk: Disk) -> None:
         self._disk = disk
         # The last upload of files with several links, such as frozen weights, by path.
         self._shared: dict[str, tuple[Mark, ObjectInfo]] = {}
+        self._remote = Remote("")
+        self._store: RunStore | None = None  # of that run
+
+    def attach(self, message: Buffer, channel: Channel) -> None:  # noqa: ARG002
+        """Closes the descriptor of a buffer, which this process does not use."""
+        os.close(channel.take_descriptor())
+
+    def do(self, message: Message, counter: ByteCounter) -> Answer:
+        attempt = str(getattr(message, "attempt", ""))
+        remote = getattr(message, "remote", None) or Remote("")
+        try:
+            if isinstance(message, UploadFiles | FinishUpload):
+                known = self._remote.url, self._remote.options
+                if self._store is None or (remote.url, remote.options) != known:
+                    self._remote, self._store = remote, RunStore(remote)
+                if isinstance(message, FinishUpload):
+                    return finish(message, self._store, counter)
+                return self.upload(message, self._store, counter)
+            raise SaveError(  # noqa: TRY301  it is the answer
+                f"expected an upload, received a {type(message).__name__}",
+                hint="trainer and uploader have different versions; restart the job",
+            )
+        except OSError as error:  # of the local disk: the store raises errors of ours
+            where = str(getattr(message, "folder", ""))
+            return Failed(attempt, as_failure(error, where).to_json())
+        except Exception as error:  # noqa: BLE001  the trainer reports any error
+            failure = as_upload_error(error, where=remote.url, options=remote.options)
+            return Failed(attempt, failure.to_json())
 
     def upload(self, request: UploadFiles, store: RunStore, counter: ByteCounter) -> Written:
-        """Uploads files, then the records that prove them."""
+        """Uploads files, then the records that prove them.
+
+        Not those that were uploaded before, nor those of which the store can copy an earlier one.
+        """
         began, processor = time.monotonic(), time.process_time()
         folder = Path(request.folder)
         records = {path: read_small(folder, path) for path in request.records}
@@ -58,145 +84,82 @@ class Uploader:
             with naming(folder / path):
                 listed.append(WrittenFile(path, (folder / path).stat().st_size, None))
         claim_step(store, request.step, request.attempt)
-        step = _Step(self._disk, request, store, counter, self._shared)
+        uploaded = UploadedFiles.of(folder, request.records[0])
+        sent_bytes = copied_bytes = 0
+        notes: list[str] = []
         for file in listed:
-            step.upload(file)
+            source, target = folder / file.path, f"{request.step}/{file.path}"
+            url = store.where(target)
+            known = uploaded.identities.get(url)
+            there = None if known is None else store.look_up(target)
+            if there is not None and there.identity == known:
+                counter.done_bytes += file.size_bytes
+                continue
+            mark = shared_mark(source, names=2)
+            before = self._shared.pop(file.path, None)
+            entry = None
+            if request.earlier and mark is not None and before is not None and before[0] == mark:
+                earlier = f"{request.earlier}/{file.path}"
+                try:
+                    entry = _copy_earlier(store, earlier, target, before[1])
+                except CkptkitError as error:
+                    notes.append(f"frozen weights were uploaded again: {error.message}")
+            if entry is not None:
+                copied_bytes += entry.size_bytes
+                counter.done_bytes += entry.size_bytes
+            else:
+                entry = self._send(store, counter, source, target, file.size_bytes)
+                sent_bytes += file.size_bytes
+            if mark is not None:
+                self._shared[file.path] = mark, entry
+            uploaded.add(url, entry)
         for path, data in records.items():
             store.put(f"{request.step}/{path}", data)
         return Written(
             attempt=request.attempt,
-            size_bytes=step.sent_bytes + sum(map(len, records.values())),
+            size_bytes=sent_bytes + sum(map(len, records.values())),
             seconds=time.monotonic() - began,
             cpu_seconds=time.process_time() - processor,
-            notes=tuple(step.notes),
-            linked_bytes=step.copied_bytes,
+            notes=tuple(notes),
+            linked_bytes=copied_bytes,
         )
 
-
-class _Step:
-    def __init__(
-        self,
-        disk: Disk,
-        request: UploadFiles,
-        store: RunStore,
-        counter: ByteCounter,
-        shared: dict[str, tuple[Mark, ObjectInfo]],
-    ) -> None:
-        self.sent_bytes = self.copied_bytes = 0
-        self.notes: list[str] = []
-        self._disk = disk
-        self._request = request
-        self._store = store
-        self._counter = counter
-        self._shared = shared
-        self._uploaded = UploadedFiles.of(Path(request.folder), request.records[0])
-
-    def upload(self, file: WrittenFile) -> None:
-        """Uploads a file, unless it was uploaded before or the store can copy an earlier one."""
-        source, target = Path(self._request.folder, file.path), f"{self._request.step}/{file.path}"
-        url = self._store.where(target)
-        known = self._uploaded.identities.get(url)
-        there = None if known is None else self._store.look_up(target)
-        if there is not None and there.identity == known:
-            self._counter.done_bytes += file.size_bytes
-            return
-        mark = shared_mark(source, names=2)
-        before = self._shared.pop(file.path, None)
-        entry = None
-        if mark is not None and before is not None and before[0] == mark:
-            entry = self._copy_earlier(f"{self._request.earlier}/{file.path}", target, before[1])
-        if entry is None:
-            entry = self._send(source, target, file.size_bytes)
-        if mark is not None:
-            self._shared[file.path] = mark, entry
-        self._uploaded.add(url, entry)
-
-    def _copy_earlier(self, earlier: str, target: str, expected: ObjectInfo) -> ObjectInfo | None:
-        """Has the store copy a file of the previous step; None if it has to be uploaded."""
-        if not self._request.earlier:
-            return None
-        try:
-            before = self._store.look_up(earlier)
-            if before is None or before.identity != expected.identity:
-                return None
-            if earlier != target:
-                self._store.copy(earlier, target)
-            entry = self._store.look_up(target)
-        except CkptkitError as error:
-            self.notes.append(f"frozen weights were uploaded again: {error.message}")
-            return None
-        if entry is None or entry.size_bytes != expected.size_bytes:
-            return None
-        self.copied_bytes += entry.size_bytes
-        self._counter.done_bytes += entry.size_bytes
-        return entry
-
-    def _send(self, source: Path, target: str, size_bytes: int) -> ObjectInfo:
+    def _send(
+        self, store: RunStore, counter: ByteCounter, source: Path, target: str, size_bytes: int
+    ) -> ObjectInfo:
         with naming(source):
             file = open_written(source, size_bytes, self._disk)
         try:
-            send_file(self._store, self._counter, file.read_bytes, size_bytes, target)
+            send_file(store, counter, file.read_bytes, size_bytes, target)
         finally:
             file.close()
-        self.sent_bytes += size_bytes
-        entry = self._store.look_up(target)
+        entry = store.look_up(target)
         if entry is None or entry.size_bytes != size_bytes:
             raise SaveError(
                 f"uploaded {size_bytes:,} bytes, found {entry.size_bytes if entry else 0:,}",
-                where=self._store.where(target),
+                where=store.where(target),
                 hint="check whether another program writes to the run or removes objects from it",
             )
         return entry
 
 
+def _copy_earlier(
+    store: RunStore, earlier: str, target: str, expected: ObjectInfo
+) -> ObjectInfo | None:
+    """Has the store copy a file of the previous step; None if it has to be uploaded."""
+    before = store.look_up(earlier)
+    if before is None or before.identity != expected.identity:
+        return None
+    if earlier != target:
+        store.copy(earlier, target)
+    entry = store.look_up(target)
+    return entry if entry is not None and entry.size_bytes == expected.size_bytes else None
+
+
 def main() -> None:
     """Serves the socket whose number is the first argument; the second is the niceness."""
-    run(UploadRequestHandler(Disk()))
+    run(Uploader(Disk()))
     os._exit(0)  # a normal exit would join threads of the store's client
-
-
-@dataclass(slots=True)
-class UploadRequestHandler:
-    disk: Disk
-    _uploader: Uploader | None = None
-    _known: Remote | None = None
-    _store: RunStore | None = field(default=None, repr=False)
-
-    def attach(self, message: Buffer, channel: Channel) -> None:  # noqa: ARG002
-        """Closes the descriptor of a buffer, which this process does not use."""
-        os.close(channel.take_descriptor())
-
-    def do(self, message: Message, counter: ByteCounter) -> Answer:
-        attempt = str(getattr(message, "attempt", ""))
-        try:
-            return self._dispatch(message, counter)
-        except OSError as error:  # of the local disk: the store raises errors of ours
-            where = str(getattr(message, "folder", ""))
-            return Failed(attempt, as_failure(error, where).to_json())
-        except Exception as error:  # noqa: BLE001  the trainer reports any error
-            remote = getattr(message, "remote", None) or Remote("")
-            failure = as_upload_error(error, where=remote.url, options=remote.options)
-            return Failed(attempt, failure.to_json())
-
-    def _dispatch(self, message: Message, counter: ByteCounter) -> Answer:
-        if isinstance(message, UploadFiles):
-            if self._uploader is None:
-                self._uploader = Uploader(self.disk)
-            return self._uploader.upload(message, self._store_of(message.remote), counter)
-        if isinstance(message, FinishUpload):
-            return finish(message, self._store_of(message.remote), counter)
-        raise SaveError(
-            f"expected an upload, received a {type(message).__name__}",
-            hint="trainer and uploader have different versions; restart the job",
-        )
-
-    def _store_of(self, remote: Remote) -> RunStore:
-        if self._store is None or (remote.url, remote.options) != (
-            self._known and self._known.url,
-            self._known and self._known.options,
-        ):
-            self._known, self._store = remote, RunStore(remote)
-        return self._store
 
 
 NICENESS = 19  # the step is durable already

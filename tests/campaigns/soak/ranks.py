@@ -209,12 +209,12 @@ def _wait_local(handle: SaveHandle) -> bool:
 
 
 def _process(checkpointer: Checkpointer, who: str) -> int | None:
-    backend: Any = checkpointer._backend
+    backend: Any = checkpointer._committer
     if who == "writer":
         return checkpointer._slots[0]._writer.pid
     if who == "committer":
-        return checkpointer._session.committer.pid
-    process = backend._node_committer if who == "keeper" else backend._drain_queue._process
+        return checkpointer._process.pid
+    process = backend._node_process if who == "keeper" else backend._drain_process
     pid: int | None = process.pid
     return pid
 

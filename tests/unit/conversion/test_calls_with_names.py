@@ -129,12 +129,12 @@ ALLOWED = {
     ("ckptkit/training/sidecar", "_below", "folder.rglob"): CONSTANT,
     ("ckptkit/training/tiers/save", "open_tier.find_ranks", "parent.glob"): CONSTANT,
     ("ckptkit/training/save/writer_process", "WriterProcess._start", "subprocess.Popen"): PROGRAM,
-    ("ckptkit/writer/upload/run_store", "_Step._put_side_files", "folder.rglob"): CONSTANT,
+    ("ckptkit/writer/upload/run_store", "finish", "folder.rglob"): CONSTANT,
     ("ckptkit/writer/upload/run_store", "UploadedFiles.of", ".glob"): CONSTANT,
     ("ckptkit/writer/upload/run_store", "_stream", "filesystem.open"): EXACT,
     ("ckptkit/writer/upload/run_store", "RunStore.copy", "filesystem.cp_file"): EXACT,
     ("ckptkit/writer/commit", "_copy_sidecar", "source.rglob"): CONSTANT,
-    ("ckptkit/writer/commit", "_remove_unread", "step.glob"): CONSTANT,
+    ("ckptkit/writer/commit", "remove_steps", "step.glob"): CONSTANT,
 }
 
 

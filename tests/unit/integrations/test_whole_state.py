@@ -12,7 +12,7 @@ import pytest
 from ckptkit.core.errors import NoSpaceError, PeerError, SaveError
 from ckptkit.training.agree.key_values import LocalKeyValueStore
 from ckptkit.training.agree.peers import Peers
-from ckptkit.training.save.shared_memory import SharedBuffer
+from ckptkit.training.save.staging import SharedBuffer
 
 torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402

@@ -1,30 +1,38 @@
-"""The user's mapping: what is taken, what is refused, and what becomes of it."""
+"""The user's mapping: what is taken or refused, what becomes of it, what optimizers will add."""
 
 from __future__ import annotations
 
 import copy
 import io
-import random
 import weakref
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils.data import DataLoader
 
 from ckptkit.core.errors import UnsupportedError, UsageError
 from ckptkit.training.save.file_layout import plan_save
-from ckptkit.training.state import objects as rng
-from ckptkit.training.state.collect import BoundState, Layout, bind, kind_of, leaves
+from ckptkit.training.state.collect import (
+    BoundState,
+    Layout,
+    bind,
+    expected_state_bytes,
+    kind_of,
+)
 from ckptkit.training.state.dtensors import memory_layout
-from ckptkit.training.state.pieces import Holdings, select_owned
+from ckptkit.training.state.optimizers import state_types
+from ckptkit.training.state.pieces import Holdings, Piece, Replicas, select_owned
+from tests.unit.training.builders import bound_alone, by_fsdp1
 
 
 class Loader:
@@ -128,7 +136,7 @@ def test_a_state_dict_in_the_place_of_its_model_or_optimizer_is_refused(layout: 
         ({"model": model, "optimizer": optimizer.state_dict()}, "optimizer", "optimizer"),
     ):
         with pytest.raises(UsageError, match="stored as a Python object") as caught:
-            bind(state, layout=layout, rank=0, world_size=1)
+            bound_alone(state, layout)
         assert caught.value.where == where
         assert caught.value.hint == f"pass the {kind} itself, without state_dict()"
 
@@ -183,7 +191,7 @@ def test_later_changes_do_not_reach_files() -> None:
 
 def test_a_walk_that_finds_all_tensors_in_place_gives_pieces_of_the_same_origin() -> None:
     state = whole_state()
-    bound = bind(state, layout="accelerate", rank=0, world_size=1)
+    bound = bound_alone(state, "accelerate")
     first, second = bound.holdings(1), bound.holdings(2)
     for one, two in zip(first.pieces, second.pieces, strict=True):
         assert one.origin is two.origin
@@ -192,7 +200,7 @@ def test_a_walk_that_finds_all_tensors_in_place_gives_pieces_of_the_same_origin(
 
 def test_a_tensor_that_moved_is_found_where_it_is_now() -> None:
     state = whole_state()
-    bound = bind(state, layout="accelerate", rank=0, world_size=1)
+    bound = bound_alone(state, "accelerate")
     bound.holdings(1)
     weight = state["model"][0].weight
     moved = weight.data.clone()
@@ -211,7 +219,7 @@ def keys_of(bound: BoundState) -> set[str]:
 
 def test_modules_that_come_go_or_are_replaced_are_noticed() -> None:
     model: Any = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
-    bound = bind({"model": model}, layout="dcp", rank=0, world_size=1)
+    bound = bound_alone({"model": model})
     assert keys_of(bound) == {"0.weight", "1.weight"}
     model[1] = head = nn.Linear(2, 2, bias=False)
     found = {piece.key: piece.local for piece in bound.holdings(2).pieces}
@@ -231,7 +239,7 @@ def test_modules_that_come_go_or_are_replaced_are_noticed() -> None:
 
 def test_a_module_that_got_a_second_name_is_a_tie() -> None:
     model = nn.Sequential(nn.Linear(2, 2, bias=False))
-    bound = bind({"model": model}, layout="dcp", rank=0, world_size=1)
+    bound = bound_alone({"model": model})
     bound.holdings(1)
     model.add_module("again", model[0])
     (piece,) = bound.holdings(2).pieces
@@ -241,7 +249,7 @@ def test_a_module_that_got_a_second_name_is_a_tie() -> None:
 def test_a_frozen_tensor_that_was_cut_otherwise_in_place_is_looked_at_again() -> None:
     model: Any = nn.Linear(4, 4, bias=False).requires_grad_(requires_grad=False)
     model.register_buffer("table", torch.arange(16.0))
-    bound = bind({"model": model}, layout="dcp", rank=0, world_size=1)
+    bound = bound_alone({"model": model})
     before = bound.holdings(1).pieces
     model.weight.as_strided_((4, 4), (1, 4))
     model.table.resize_(4)
@@ -255,7 +263,7 @@ def test_a_frozen_tensor_that_was_cut_otherwise_in_place_is_looked_at_again() ->
 def test_a_sparse_buffer_is_refused_with_its_name() -> None:
     model = nn.Linear(1, 1)
     model.register_buffer("graph", torch.eye(3).to_sparse())
-    bound = bind({"model": model}, layout="dcp", rank=0, world_size=1)
+    bound = bound_alone({"model": model})
     for _ in range(2):
         pieces = bound.holdings(1).pieces
         with pytest.raises(UnsupportedError, match=r"^model\.graph: expected a dense tensor"):
@@ -265,7 +273,7 @@ def test_a_sparse_buffer_is_refused_with_its_name() -> None:
 def test_memory_that_training_has_let_go_of_is_not_kept() -> None:
     state = whole_state()
     model, optimizer = state["model"][0], state["optimizer"]
-    bound = bind(state, layout="accelerate", rank=0, world_size=1)
+    bound = bound_alone(state, "accelerate")
     bound.holdings(1)
     old = [optimizer.state[model.weight]["exp_avg"], state["model"][1].weight]
     storages = [weakref.ref(tensor.untyped_storage()) for tensor in old]
@@ -282,7 +290,7 @@ def test_memory_that_training_has_let_go_of_is_not_kept() -> None:
 
 def test_states_of_parameters_that_an_optimizer_no_longer_has_are_left_out() -> None:
     state = whole_state()
-    bound = bind(state, layout="accelerate", rank=0, world_size=1)
+    bound = bound_alone(state, "accelerate")
     bound.holdings(1)
     del state["optimizer"].param_groups[0]["params"][1]
     keys = {piece.key for piece in bound.holdings(2).pieces if piece.unit == "optimizer_0"}
@@ -294,7 +302,7 @@ def test_a_state_that_another_parameter_has_got_is_saved_under_its_name() -> Non
     optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
     first, second = model.parameters()
     optimizer.state[first]["momentum_buffer"] = torch.ones(2, 2)
-    bound = bind({"model": model, "optimizer": optimizer}, layout="dcp", rank=0, world_size=1)
+    bound = bound_alone({"model": model, "optimizer": optimizer})
     assert "optimizer.state.0.weight.momentum_buffer" in keys_of(bound)
     optimizer.state[second] = optimizer.state.pop(first)
     assert "optimizer.state.1.weight.momentum_buffer" in keys_of(bound)
@@ -303,7 +311,7 @@ def test_a_state_that_another_parameter_has_got_is_saved_under_its_name() -> Non
 def test_a_buffer_is_saved_once_it_is_persistent_and_no_longer_if_it_is_not() -> None:
     model = nn.Linear(1, 1)
     model.register_buffer("table", torch.ones(2), persistent=False)
-    bound = bind({"model": model}, layout="dcp", rank=0, world_size=1)
+    bound = bound_alone({"model": model})
     assert "table" not in keys_of(bound)
     model._non_persistent_buffers_set.discard("table")
     assert "table" in keys_of(bound)
@@ -311,17 +319,9 @@ def test_a_buffer_is_saved_once_it_is_persistent_and_no_longer_if_it_is_not() ->
     assert "table" not in keys_of(bound)
 
 
-def test_two_states_with_the_same_objects_have_the_same_leaves() -> None:
-    first, second, plain = nn.Linear(1, 1), nn.Linear(1, 1), {"n": 1}
-    one = leaves({"model": [first, second], "extra": plain}, "dcp")
-    assert one == (("model", 0, first), ("model", 1, second), ("extra", None, plain))
-    other = leaves({"model": [first, nn.Linear(1, 1)], "extra": plain}, "dcp")
-    assert one[1][2] is not other[1][2]
-
-
 def test_values_of_modules_are_read_anew_for_each_save() -> None:
     model = WithExtras()
-    bound = bind({"model": model}, layout="dcp", rank=0, world_size=1)
+    bound = bound_alone({"model": model})
     bound.holdings(1)
     model.seen = 7
     found = bound.holdings(2)
@@ -333,23 +333,17 @@ def test_values_of_modules_are_read_anew_for_each_save() -> None:
 def test_ties_are_one_piece_with_both_names() -> None:
     model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
     model[1].weight = model[0].weight
-    bound = bind({"model": model}, layout="accelerate", rank=0, world_size=1)
+    bound = bound_alone({"model": model}, "accelerate")
     (piece,) = bound.pieces()
     assert piece.aliases == (("model", "1.weight"),)
     assert bound.facts()["models"]["model"]["tied"] == [["0.weight", "1.weight"]]
 
 
+@pytest.mark.usefixtures("one_rank")
 def test_an_average_on_a_mesh_gets_a_directory_of_its_own() -> None:
-    stores: Any = dist  # its stubs name no store
-    dist.init_process_group("gloo", store=stores.HashStore(), rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        shadow = {"weight": distribute_tensor(torch.ones(3), mesh, [Shard(0)]), "decay": 0.9}
-        found = bind({"ema": Average(shadow)}, layout="accelerate", rank=0, world_size=1).holdings(
-            1
-        )
-    finally:
-        dist.destroy_process_group()
+    mesh = init_device_mesh("cpu", (1,))
+    shadow = {"weight": distribute_tensor(torch.ones(3), mesh, [Shard(0)]), "decay": 0.9}
+    found = bound_alone({"ema": Average(shadow)}, "accelerate").holdings(1)
     assert [(piece.unit, piece.key) for piece in found.pieces] == [("ema_0", "ema.weight")]
     assert [(value.unit, value.value) for value in found.objects] == [("ema_0", 0.9)]
     assert [file.path for file in found.files] == ["random_states_0.pkl"]
@@ -358,9 +352,7 @@ def test_an_average_on_a_mesh_gets_a_directory_of_its_own() -> None:
 def test_an_optimizer_that_never_stepped_has_no_state_and_is_not_stepped() -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters())
-    found = bind(
-        {"model": model, "optimizer": optimizer}, layout="accelerate", rank=0, world_size=1
-    ).holdings(0)
+    found = bound_alone({"model": model, "optimizer": optimizer}, "accelerate").holdings(0)
     assert all(piece.unit.startswith("pytorch_model") for piece in found.pieces)
     assert not optimizer.state
     params = [value.value for value in found.objects if value.key_path[-1] == "params"]
@@ -388,7 +380,7 @@ def test_what_cannot_be_saved_is_refused_with_its_name_and_a_hint(
     state: dict[str, Any], where: str, words: str
 ) -> None:
     with pytest.raises(UsageError, match=words) as caught:
-        bind(state, layout="accelerate", rank=0, world_size=1)
+        bound_alone(state, "accelerate")
     assert caught.value.where == where
     assert caught.value.hint
 
@@ -396,24 +388,19 @@ def test_what_cannot_be_saved_is_refused_with_its_name_and_a_hint(
 def test_the_same_model_twice_is_refused() -> None:
     model = nn.Linear(1, 1)
     with pytest.raises(UsageError, match="'model'"):
-        bind({"model": model, "ema": [model]}, layout="accelerate", rank=0, world_size=1)
+        bound_alone({"model": model, "ema": [model]}, "accelerate")
 
 
 def test_two_parameters_of_one_name_in_one_optimizer_are_refused() -> None:
     first, second = nn.Linear(1, 1), nn.Linear(1, 1)
     optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()])
     with pytest.raises(UsageError, match="weight"):
-        bind(
-            {"model": [first, second], "optimizer": optimizer},
-            layout="accelerate",
-            rank=0,
-            world_size=1,
-        )
+        bound_alone({"model": [first, second], "optimizer": optimizer}, "accelerate")
 
 
 def test_the_key_of_the_random_states_is_taken_in_the_layout_of_dcp() -> None:
     with pytest.raises(UsageError, match="taken"):
-        bind({"rng": {"a": 1}}, layout="dcp", rank=0, world_size=1)
+        bound_alone({"rng": {"a": 1}})
 
 
 def test_a_wrapper_of_a_scheduler_is_a_scheduler() -> None:
@@ -431,25 +418,99 @@ def test_a_wrapper_of_a_scheduler_is_a_scheduler() -> None:
     assert kind_of("x", torch.amp.GradScaler("cpu")) == "scaler"
 
 
-def test_random_numbers_go_on_where_they_were() -> None:
-    captured = opened(_saved(rng.capture()))
-    draw = (random.random(), np.random.rand(), torch.rand(1).item())  # noqa: S311
-    rng.restore(captured)
-    assert draw == (random.random(), np.random.rand(), torch.rand(1).item())  # noqa: S311
-
-
-def _saved(value: object) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
-
-
 def test_buffers_of_one_memory_of_which_one_is_conjugated_stay_apart() -> None:
     model: Any = nn.Linear(1, 1)
     model.register_buffer("plain", torch.tensor([1 + 2j, 3 - 1j]))
     model.register_buffer("turned", model.plain.conj())
-    bound = bind({"model": model}, layout="dcp", rank=0, world_size=1)
+    bound = bound_alone({"model": model})
     for step in (1, 2, 3):
         found = {piece.key_path[-1]: piece.local.tolist() for piece in bound.holdings(step).pieces}
         assert found["plain"] == [1 + 2j, 3 - 1j]
         assert found["turned"] == [1 - 2j, 3 + 1j]
+
+
+HEADERS = 3 * 2048  # of the two moments and the count of steps
+
+
+def expected(state: dict[str, Any]) -> int:
+    bound = bound_alone(state, "accelerate")
+    pieces = bound.holdings(0).pieces
+    return expected_state_bytes(bound, pieces, select_owned(pieces))
+
+
+def test_only_what_an_optimizer_trains_counts_and_each_optimizer_for_itself() -> None:
+    base, head, other = nn.Linear(300, 300), nn.Linear(300, 4), nn.Linear(50, 50)
+    base.requires_grad_(requires_grad=False)
+    model = nn.Sequential(base, head)
+    first = torch.optim.AdamW(model.parameters())
+    second = torch.optim.SGD(other.parameters(), momentum=0.9)
+    of_first = 2 * 4 * (300 * 4 + 4) + 2 * HEADERS
+    of_second = 4 * (50 * 50 + 50) + 2 * (2048 + 2048)
+    assert expected({"model": model, "optimizer": first}) == of_first
+    state = {"model": [model, other], "optimizer": [first, second]}
+    assert expected(state) == of_first + of_second
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert expected({"model": model, "optimizer": plain}) == 0
+
+
+def test_the_forecast_is_what_the_first_step_adds() -> None:
+    model = nn.Sequential(nn.Linear(30, 40), nn.Linear(40, 7).bfloat16())
+    optimizer = torch.optim.AdamW(model.parameters(), amsgrad=True)
+    state = {"model": model, "optimizer": optimizer}
+    guess = expected(state)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    bound = bound_alone(state, "accelerate")
+    added = sum(p.size_bytes for p in bound.pieces() if p.unit == "optimizer_0")
+    assert added <= guess <= added + 4 * 4 * 2048
+    assert expected(state) == 0
+
+
+def test_state_counts_where_it_will_be_written() -> None:
+    model = nn.Linear(100, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    found = []
+    for rank in range(2):
+        bound = bind(
+            {"model": model, "optimizer": optimizer}, layout="dcp", rank=rank, world_size=2
+        )
+        (piece,) = bound.pieces()
+        group = Replicas(2, rank)
+        shared = Piece("", piece.key_path, piece.shape, piece.places, piece.local, group)
+        found.append(expected_state_bytes(bound, [shared], select_owned([shared])))
+    assert found == [2048, 400 + 2 * 2048]  # rank 0 writes the weight, rank 1 its momentum
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.filterwarnings("ignore")  # FSDP1 warns of one rank, and that it is deprecated
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_flat_parameters_count_for_what_lies_in_them(*, use_orig_params: bool) -> None:
+    model = by_fsdp1(nn.Linear(30, 4), use_orig_params=use_orig_params)
+    guess = expected({"model": model, "optimizer": torch.optim.AdamW(model.parameters())})
+    assert guess == 2 * 4 * (30 * 4 + 4) + 2 * HEADERS
+
+
+class Unknown(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:  # noqa: ARG002  the form of the base class
+        raise AssertionError("was stepped")
+
+
+def test_a_probe_calls_no_hooks_and_draws_no_numbers() -> None:
+    calls: list[object] = []
+    hooks = [
+        register_optimizer_step_pre_hook(lambda *_: calls.append(1)),
+        register_optimizer_step_post_hook(lambda *_: calls.append(2)),
+    ]
+    model = nn.Linear(2, 2).bfloat16()
+    before = torch.get_rng_state()
+    try:
+        types = state_types(torch.optim.AdamW(model.parameters()))
+        unknown = state_types(Unknown(model.parameters(), lr=0.1))
+        closure = state_types(torch.optim.LBFGS(model.parameters()))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    assert types == unknown == closure == (torch.bfloat16, torch.bfloat16)
+    assert not calls
+    assert torch.equal(before, torch.get_rng_state())

@@ -6,31 +6,21 @@ import dataclasses
 import json
 import time
 import weakref
-from io import BytesIO
 from typing import Any
 
 import pytest
 import torch
 from msgspec.structs import replace
 
-from ckptkit.core.errors import SaveError, UnsupportedError, UsageError
+from ckptkit.core.errors import SaveError, UnsupportedError
 from ckptkit.core.index import Box
 from ckptkit.training.save.file_layout import Signatures, plan_save, signature_of
 from ckptkit.training.save.saver import objects_file, record_of
-from ckptkit.training.save.shared_memory import SharedBuffer
-from ckptkit.training.save.staging import Stager
-from ckptkit.training.state.pieces import ObjectValue, Piece, Replicas, select_owned
+from ckptkit.training.save.staging import SharedBuffer, Stager
+from ckptkit.training.state.pieces import Holdings, ObjectValue, Piece, Replicas, select_owned
 from ckptkit.writer.messages import Fixed
-
-
-def stock_load(data: bytes) -> Any:
-    return torch.load(BytesIO(data), weights_only=True)  # noqa: TID251  torch is the oracle
-
-
-def piece(name: str, local: torch.Tensor, unit: str = "model_0", **more: Any) -> Piece:
-    shape = tuple(local.shape)
-    place = Box((0,) * len(shape), shape)
-    return Piece(unit, ("model", name), shape, (place,), local, **more)
+from tests.unit.training.builders import stock_load
+from tests.unit.training.builders import whole_piece as piece
 
 
 def test_each_unit_has_one_file_at_an_aligned_place() -> None:
@@ -118,7 +108,9 @@ def test_objects_lie_in_a_file_after_those_of_the_tensors() -> None:
     values = [1, True, 1.0, -0.0, 0.0, None, "x", ["a", "b"], (1, 2), {"k": torch.ones(2)}]
     objects = [ObjectValue("u", ("o", i), value) for i, value in enumerate(values)]
     objects.append(ObjectValue("", ("rng", "2"), {"state": b"abc"}))
-    record, files = record_of(plan, objects, rank=2, world_size=4, attempt="n-1", step=500)
+    record, files = record_of(
+        plan, Holdings((), tuple(objects)), rank=2, world_size=4, attempt="n-1", step=500
+    )
     head = {name: record[name] for name in ("rank", "world_size", "attempt", "step")}
     assert head == {"rank": 2, "world_size": 4, "attempt": "n-1", "step": 500}
     assert [file.path for file in files] == ["u/__2_1.distcp", "__2_0.distcp"]
@@ -199,13 +191,6 @@ def test_signatures_do_not_keep_pieces_alive() -> None:
     pieces[0] = piece("a", torch.ones(3))
     assert gone() is None
     assert signatures.of(pieces)[1] == signature_of(pieces, [True])
-
-
-def test_a_limit_that_is_too_small_is_a_usage_error() -> None:
-    with pytest.raises(
-        UsageError, match=r"staging_limit: expected at least 1,048,576 bytes, got 1,000"
-    ):
-        plan_save([], [], rank=0, limit_bytes=1000)
 
 
 def test_the_signature_changes_with_all_that_the_plan_depends_on() -> None:

@@ -14,30 +14,25 @@ import pytest
 import torch
 from torch import nn
 
-from ckptkit.core.index import Box
 from ckptkit.storage.local.disk import Disk
 from ckptkit.training.handle import SaveHandle
 from ckptkit.training.save.file_layout import SavePlan, plan_save
 from ckptkit.training.save.frozen import FrozenFiles, WaveFiles
 from ckptkit.training.save.saver import Save
-from ckptkit.training.save.shared_memory import SharedBuffer
-from ckptkit.training.save.staging import Stager
+from ckptkit.training.save.staging import SharedBuffer, Stager
 from ckptkit.training.state.memory_changes import watched_by
 from ckptkit.training.state.pieces import Piece
 from ckptkit.writer.messages import ByteCounter, Persist, Written
 from ckptkit.writer.persist import Persister
+from tests.unit.training.builders import whole_piece
 
 NATIVE = Disk()
 UNIT = "pytorch_model_fsdp_0"
 FROZEN = f"{UNIT}/__0_frozen_0.distcp"
 
 
-def piece_of(name: str, parameter: torch.Tensor) -> Piece:
-    shape = tuple(parameter.shape)
-    place = Box((0,) * len(shape), shape)
-    local = parameter.detach()
-    watched = watched_by(parameter)
-    return Piece(UNIT, ("model", name), shape, (place,), local, watched=watched)
+def frozen_piece(name: str, parameter: torch.Tensor) -> Piece:
+    return whole_piece(name, parameter.detach(), UNIT, watched=watched_by(parameter))
 
 
 class Job:
@@ -65,7 +60,7 @@ class Job:
 
     def pieces(self) -> list[Piece]:
         named = {**self.further, "base": self.base, "turned": self.turned, "adapter": self.adapter}
-        return [piece_of(name, parameter) for name, parameter in named.items()]
+        return [frozen_piece(name, parameter) for name, parameter in named.items()]
 
     def planned(self, pieces: list[Piece]) -> SavePlan:
         return plan_save(
@@ -411,7 +406,7 @@ def test_parts_of_a_weight_are_fetched_from_any_strides_to_where_they_are_staged
         "half": torch.randn(3000).bfloat16(),
     }
     parameters = [nn.Parameter(value, requires_grad=False) for value in tensors.values()]
-    pieces = [piece_of(name, p) for name, p in zip(tensors, parameters, strict=True)]
+    pieces = [frozen_piece(name, p) for name, p in zip(tensors, parameters, strict=True)]
     plan = plan_save(pieces, [True] * len(pieces), rank=0)
     job.stager.stage(plan, pieces).wait()
     staged = bytes(job._buffer.memory)

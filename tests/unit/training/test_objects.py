@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.optim import SGD, lr_scheduler
 
 from ckptkit.core.errors import ChecksumError, CkptkitError, FormatError, ResumeError
 from ckptkit.storage.local.source import LocalSource
@@ -138,21 +137,6 @@ def test_random_generators_go_on_as_they_were() -> None:
     torch.set_rng_state(found["torch"])
     assert (random.random(), np.random.random(), torch.rand(1)) == expected  # noqa: S311
     assert found["pcg"] == states["pcg"]
-
-
-def test_schedulers_of_all_kinds_come_back() -> None:
-    optimizer = SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
-    for scheduler in (
-        lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=10),
-        lr_scheduler.LambdaLR(optimizer, lambda _: 1.0),
-        lr_scheduler.ReduceLROnPlateau(optimizer),
-        lr_scheduler.MultiStepLR(optimizer, [3, 4]),
-        lr_scheduler.ChainedScheduler([lr_scheduler.CosineAnnealingLR(optimizer, 3)]),
-    ):
-        state = scheduler.state_dict()
-        found = through_disk(state)
-        assert found == state
-        scheduler.load_state_dict(found)
 
 
 def test_a_class_of_the_users_own_is_refused_by_name() -> None:

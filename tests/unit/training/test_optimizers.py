@@ -340,14 +340,6 @@ def test_an_optimizer_that_is_older_than_the_parameters_is_refused(tmp_path: Pat
         again.save(1, state).result(60)
 
 
-def test_a_parameter_of_no_model_is_still_refused(tmp_path: Path) -> None:
-    state = state_of(torch.optim.SGD)
-    state["optimizer"].add_param_group({"params": [nn.Parameter(torch.ones(3))]})
-    checkpointer = Checkpointer(tmp_path)
-    with checkpointer, pytest.raises(UsageError, match="belongs to no model"):
-        checkpointer.prepare(state)
-
-
 def test_reset_clears_the_state_and_takes_up_hyperparameters_of_its_own_kind(
     savers: dict[str, Checkpointer], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -411,11 +403,6 @@ def test_paged_state_is_copied_when_devices_are_done_and_comes_back_into_pages(
     found = [of["paged"] for of in fresh["optimizer"].state.values()]
     assert len(found) == 4
     assert all(one.is_paged and bool((one == 2).all()) for one in found)
-
-
-def test_an_unknown_choice_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="unfit_optimizer"):
-        Checkpointer(tmp_path, unfit_optimizer="ignore")  # type: ignore[arg-type]
 
 
 class Container(torch.optim.Optimizer):

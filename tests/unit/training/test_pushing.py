@@ -87,7 +87,7 @@ def checkpointer(run: Path, **options: Any) -> Checkpointer:
 
 def wait_for_end(saver: Checkpointer) -> bool:
     """Waits until the process that pushes has ended; returns whether an error was not heard."""
-    pushing = saver._session._pushing
+    pushing = saver._pushing
     assert isinstance(pushing, Pushing)
     assert pushing._reader is not None
     pushing._reader.join(WAIT)
@@ -401,6 +401,8 @@ def test_failed_pushes_take_the_place_of_the_status_0_alone(how: str, tmp_path: 
         {"push_to_hub": REPO, "hub_private_repo": "yes"},
         {"push_to_hub": REPO, "hub_timeout_seconds": -1},
         {"hub_strategy": "end"},
+        {"hub_include": [3], "hub_strategy": "checkpoint", "push_to_hub": REPO},
+        {"hub_include": ["*"], "push_to_hub": REPO},
     ],
 )
 def test_options_of_the_hub_are_checked(options: dict[str, Any]) -> None:
@@ -504,13 +506,3 @@ def test_a_token_of_any_form_that_the_environment_has_is_looked_for_by_value(
     with uploads.filter_uploads():
         uploads.api.upload_folder(folder_path=str(tmp_path), token=None)
     assert "state.dat" in uploads.ignored[0]
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"hub_include": [3], "hub_strategy": "checkpoint"}, {"hub_include": ["*"]}],
-)
-def test_patterns_that_are_none_or_for_nothing_are_refused(options: dict[str, Any]) -> None:
-    given: dict[str, Any] = {"push_to_hub": REPO} | options
-    with pytest.raises(UsageError, match="hub_include"):
-        check_options(given)  # type: ignore[arg-type]

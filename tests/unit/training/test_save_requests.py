@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptkit.core.errors import PeerError, UsageError
+from ckptkit.core.errors import PeerError
 from ckptkit.runs.marks import ask_for_save
 from ckptkit.training.agree import save_requests
 from ckptkit.training.agree.key_values import LocalKeyValueStore
@@ -345,25 +345,6 @@ def timed(call: Callable[[], object], times: int = 2_000) -> float:
     for _ in range(times):
         call()
     return (time.perf_counter() - began) / times
-
-
-def test_signals_need_the_main_thread(tmp_path: Path) -> None:
-    errors: list[BaseException] = []
-
-    def make() -> None:
-        try:
-            SaveRequestWatcher(
-                Peers(0, 1, LocalKeyValueStore(), "nonce"),
-                RunFolder(tmp_path),
-                signals=("SIGUSR2",),
-            )
-        except UsageError as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=make)
-    thread.start()
-    thread.join()
-    assert [type(error) for error in errors] == [UsageError]
 
 
 class FailingBoard(LocalKeyValueStore):

@@ -66,6 +66,8 @@ def test_what_has_the_right_form_is_taken() -> None:
         ("best_mode", 1),
         ("best_mode", ["min"]),
         ("in_flight", None),
+        ("unfit_optimizer", "ignore"),
+        ("missing_groups", "lose"),
         ("max_in_flight", "2"),
         ("max_in_flight", 1.5),
         ("max_in_flight", True),

@@ -186,19 +186,8 @@ def test_paths_of_any_kind_are_taken(tmp_path: Path) -> None:
     assert check_sidecar(None) == {}
 
 
-def test_a_model_itself_is_no_side_file() -> None:
-    with pytest.raises(UsageError, match="got a LlamaForCausalLM"):
-        collected(model=llama())
-
-
 def test_a_folder_with_weights_is_refused_before_it_is_read(tmp_path: Path) -> None:
     with (tmp_path / "model.safetensors").open("wb") as file:
         file.truncate(1 << 40)
     with pytest.raises(UsageError, match="holds more than"):
         collected(folder=tmp_path)
-
-
-def test_the_facts_of_the_run_are_plain_json() -> None:
-    file = run_facts({"world_size": 2, "torch": "2.13.0", "tied": [["a", "b"]]})
-    assert file.path == "ckptkit/run.json"
-    assert json.loads(file.data) == {"tied": [["a", "b"]], "torch": "2.13.0", "world_size": 2}

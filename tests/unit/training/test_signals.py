@@ -102,18 +102,6 @@ def test_outside_the_main_thread_named_signals_are_an_error() -> None:
     assert not in_a_thread(())
 
 
-def test_without_names_nothing_is_watched() -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    SignalWatch().close()
-    assert signal.getsignal(signal.SIGTERM) is before
-
-
-def test_signals_are_named_in_several_ways() -> None:
-    assert signal_names(signal.SIGTERM) == signal_names("SIGTERM") == signal_names(15)
-    assert signal_names([signal.SIGUSR2, "SIGTERM", 15]) == ("SIGUSR2", "SIGTERM")
-    assert signal_names(None) == signal_names(()) == ()
-
-
 @pytest.mark.parametrize(
     ("given", "hint"),
     [
@@ -130,13 +118,6 @@ def test_a_name_that_is_wrong_is_told_with_what_is_right(given: object, hint: st
     with pytest.raises(UsageError, match="signals: ") as caught:
         signal_names(given)
     assert caught.value.hint.startswith(hint)
-
-
-def test_a_signal_named_twice_is_noted_once() -> None:
-    watch = SignalWatch(("SIGUSR2", "SIGUSR2"))
-    signal.raise_signal(signal.SIGUSR2)
-    assert [watch.take(), watch.take()] == ["SIGUSR2", None]
-    watch.close()
 
 
 FORK = multiprocessing.get_context("fork")

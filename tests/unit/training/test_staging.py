@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import math
+import mmap
+import os
 import pickle
+import subprocess
 import zipfile
 import zlib
 from collections.abc import Iterator, Sequence
@@ -27,21 +30,24 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from ckptkit.core.errors import NoSpaceError
 from ckptkit.core.index import Box
+from ckptkit.training.save import staging
 from ckptkit.training.save.file_layout import SavePlan, plan_save
 from ckptkit.training.save.saver import record_of
-from ckptkit.training.save.shared_memory import SharedBuffer
 from ckptkit.training.save.staging import (
+    MemoryPlaces,
+    SharedBuffer,
     Stager,
-    _CudaCopies,
     copy_through_host,
     is_plain,
     measure_copy_limit,
 )
 from ckptkit.training.state.memory_changes import call_before_changes
-from ckptkit.training.state.pieces import ObjectValue, Piece
+from ckptkit.training.state.pieces import Holdings, ObjectValue, Piece
+from tests.unit.training.builders import stock_load, whole_piece
 
-UNIT = "pytorch_model_fsdp_0"
+UNIT = "model_0"
 # `dcp.load` warns where it is told `no_dist=True`.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
@@ -58,15 +64,6 @@ def stager(buffer: SharedBuffer) -> Iterator[Stager]:
     made = Stager(buffer)
     yield made
     made.close()
-
-
-def stock_load(data: bytes) -> Any:
-    return torch.load(BytesIO(data), weights_only=True)  # noqa: TID251  torch is the oracle
-
-
-def whole(name: str, local: torch.Tensor, unit: str = UNIT) -> Piece:
-    shape = tuple(local.shape)
-    return Piece(unit, ("model", name), shape, (Box((0,) * len(shape), shape),), local)
 
 
 def persist(plan: SavePlan, wave: int, buffer: SharedBuffer, folder: Path) -> None:
@@ -171,11 +168,13 @@ def test_every_dtype_and_stride_comes_back_from_stock_torch_bit_by_bit(
     stager: Stager, buffer: SharedBuffer, tmp_path: Path
 ) -> None:
     tensors = varied()
-    pieces = [whole(name, tensor) for name, tensor in tensors.items()]
+    pieces = [whole_piece(name, tensor) for name, tensor in tensors.items()]
     plan = plan_save(pieces, [True] * len(pieces), rank=0)
     save(stager, buffer, plan, pieces, tmp_path)
     objects = [ObjectValue(UNIT, ("lr",), 0.1), ObjectValue(UNIT, ("names",), ["a", "b"])]
-    record, files = record_of(plan, objects, rank=0, world_size=1, attempt="a", step=1)
+    record, files = record_of(
+        plan, Holdings((), tuple(objects)), rank=0, world_size=1, attempt="a", step=1
+    )
     (tmp_path / files[0].path).write_bytes(files[0].data)
     unit = record["units"][UNIT]
     folder = tmp_path / UNIT
@@ -196,7 +195,7 @@ def test_every_archive_is_one_that_torch_and_zip_accept(
     stager: Stager, buffer: SharedBuffer, tmp_path: Path
 ) -> None:
     tensors = varied()
-    pieces = [whole(name, tensor) for name, tensor in tensors.items()]
+    pieces = [whole_piece(name, tensor) for name, tensor in tensors.items()]
     plan = plan_save(pieces, [True] * len(pieces), rank=0)
     save(stager, buffer, plan, pieces, tmp_path)
     unit = plan.record_units[UNIT]
@@ -215,7 +214,7 @@ def test_what_changes_after_staging_does_not_reach_the_buffer(
     stager: Stager, buffer: SharedBuffer
 ) -> None:
     tensors = varied()
-    pieces = [whole(name, tensor) for name, tensor in tensors.items()]
+    pieces = [whole_piece(name, tensor) for name, tensor in tensors.items()]
     plan = plan_save(pieces, [True] * len(pieces), rank=0)
     stager.stage(plan, pieces)
     before = bytes(buffer.memory)
@@ -235,7 +234,7 @@ def test_a_state_larger_than_the_limit_goes_in_waves(
     tensors["large"] = torch.randn(7, 100, 1500)
     tensors["wide"] = torch.randn(2, 700_001)
     tensors["turned"] = torch.randn(900, 700).t()
-    pieces = [whole(name, tensor) for name, tensor in tensors.items()]
+    pieces = [whole_piece(name, tensor) for name, tensor in tensors.items()]
     plan = plan_save(pieces, [True] * len(pieces), rank=0, limit_bytes=limit)
     assert len(plan.images) > 10
     assert plan.buffer_bytes <= limit
@@ -281,14 +280,14 @@ def test_a_plan_serves_many_saves_and_another_plan_replaces_it(
     stager: Stager, buffer: SharedBuffer, tmp_path: Path
 ) -> None:
     local = torch.zeros(3, 5)
-    small = [whole("w", local)]
+    small = [whole_piece("w", local)]
     plan = plan_save(small, [True], rank=0)
     for value in (1.0, 2.0):
         local.fill_(value)
         save(stager, buffer, plan, small, tmp_path)
         ((_, data),) = archives(tmp_path / UNIT, dict(plan.record_units[UNIT]))
         assert same(stock_load(data), local)
-    larger = [whole("w", torch.randn(700, 900)), whole("b", local)]
+    larger = [whole_piece("w", torch.randn(700, 900)), whole_piece("b", local)]
     other = plan_save(larger, [True, True], rank=0)
     first = buffer.descriptor
     save(stager, buffer, other, larger, tmp_path)
@@ -305,7 +304,7 @@ def test_a_plan_serves_many_saves_and_another_plan_replaces_it(
 def test_a_plan_is_loaded_again_after_its_memory_was_given_back(
     stager: Stager, buffer: SharedBuffer, tmp_path: Path
 ) -> None:
-    pieces = [whole("w", torch.randn(3, 5))]
+    pieces = [whole_piece("w", torch.randn(3, 5))]
     plan = plan_save(pieces, [True], rank=0)
     stager.stage(plan, pieces)
     buffer.close()
@@ -318,7 +317,7 @@ def test_a_state_on_several_devices_is_copied_piece_by_piece(
     stager: Stager, buffer: SharedBuffer, tmp_path: Path
 ) -> None:
     tensors = varied()
-    pieces = [whole(name, tensor) for name, tensor in tensors.items()]
+    pieces = [whole_piece(name, tensor) for name, tensor in tensors.items()]
     plan = plan_save(pieces, [True] * len(pieces), rank=0)
     plan = replace(plan, devices=(torch.device("cpu"), torch.device("xpu", 0)))
     save(stager, buffer, plan, pieces, tmp_path)
@@ -329,7 +328,7 @@ def test_a_state_on_several_devices_is_copied_piece_by_piece(
 
 
 def test_nothing_to_write_needs_no_memory(stager: Stager, buffer: SharedBuffer) -> None:
-    pieces = [whole("w", torch.ones(3))]
+    pieces = [whole_piece("w", torch.ones(3))]
     plan = plan_save(pieces, [False], rank=1)
     stager.stage(plan, pieces).wait()
     assert plan.images == ((),)
@@ -342,7 +341,7 @@ def test_a_step_joins_the_copies_until_the_guard_is_removed(
 ) -> None:
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    pieces = [whole("w", model.weight)]
+    pieces = [whole_piece("w", model.weight)]
     staged = stager.stage(plan_save(pieces, [True], rank=0), pieces)
     joined: list[int] = []
     monkeypatch.setattr(type(staged), "join", lambda _: joined.append(1))
@@ -424,10 +423,10 @@ class FakeEvent:
 
 
 def test_copies_from_a_device_run_beside_the_computation_in_the_right_order(
-    monkeypatch: pytest.MonkeyPatch,
+    buffer: SharedBuffer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log: list[str] = []
-    copies = _CudaCopies(pin=False)
+    copies = Stager(buffer, pin=False)
     current = FakeStream("current", log)
     copies._streams[torch.device("cpu")] = FakeStream("side", log)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: current)
@@ -440,7 +439,7 @@ def test_copies_from_a_device_run_beside_the_computation_in_the_right_order(
     sources.append(torch.randn(4, 3).t().as_subclass(OnDevice))
     targets = [torch.zeros(3, 4) for _ in sources]
     pairs = list(zip(targets, sources, strict=True))
-    staged = copies.copy(pairs[:1], pairs[1:])
+    staged = copies._copy_from_devices(pairs[:1], pairs[1:])
     expected = ["side waits for current", "record", "current waits for side", "record", "record"]
     assert log == [*expected, "event"]
     assert all(torch.equal(target, source) for target, source in pairs)
@@ -494,24 +493,175 @@ class FakeRuntime:
 
 @pytest.mark.parametrize("status", [0, 2])
 def test_memory_is_pinned_once_or_a_warning_says_why_not(
-    status: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    status: int,
+    buffer: SharedBuffer,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     runtime = FakeRuntime(status)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "Stream", lambda _: FakeStream("side", []))
     monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)
-    memory = torch.empty(64, dtype=torch.uint8)
-    copies = _CudaCopies(pin=True)
-    copies.prepare([torch.device("cpu")], memory)
+    copies = Stager(buffer)
+    copies._base = memory = torch.empty(64, dtype=torch.uint8)
+    copies._pin([])
     assert not runtime.pinned
     for _ in range(2):
-        copies.prepare([torch.device("cuda", 0)], memory)
+        copies._pin([torch.device("cuda", 0)])
         assert runtime.pinned == ([memory.data_ptr()] if status == 0 else [])
     assert [r.getMessage()[:70] for r in caplog.records] == (
         []
         if status == 0
         else ["the staging buffer of 0 MB cannot be pinned (cudaHostRegister: error 2"]
     )
-    copies.unpin()
+    copies.close()
     assert not runtime.pinned
+
+
+MIB = 1 << 20
+
+
+def only(memory_folder: Path | None = None, disk_folder: Path | None = None) -> MemoryPlaces:
+    return MemoryPlaces(anonymous=False, memory_folder=memory_folder, disk_folder=disk_folder)
+
+
+@pytest.fixture
+def small_memory(tmp_path: Path) -> Iterator[Path]:
+    """Yields a folder in memory with room for 4 MiB, like Docker's /dev/shm has for 64."""
+    if os.geteuid() != 0:
+        pytest.skip("only root may mount")
+    folder = tmp_path / "shm"
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)],  # noqa: S607
+        check=False,
+        capture_output=True,
+    )
+    if mounted.returncode:
+        pytest.skip("mounting is not allowed here")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)  # noqa: S607
+
+
+def reads_the_same(buffer: SharedBuffer) -> bool:
+    """Tells whether somebody who has only the descriptor sees what is written."""
+    buffer.memory[-5:] = b"hello"
+    with mmap.mmap(buffer.descriptor, buffer.size_bytes, prot=mmap.PROT_READ) as other:
+        return other[-5:] == b"hello"
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+def test_memory_without_a_name_is_taken_first_and_is_there_at_once(buffer: SharedBuffer) -> None:
+    before = resident_bytes()
+    assert buffer.reserve(16 * MIB)
+    assert resident_bytes() - before >= 16 * MIB
+    assert (buffer.kind, buffer.note, buffer.size_bytes) == ("memfd", "", 16 * MIB)
+    assert not os.get_inheritable(buffer.descriptor)
+    assert reads_the_same(buffer)
+    buffer.close()
+    assert resident_bytes() - before < 8 * MIB
+
+
+def test_pages_are_touched_one_by_one_where_the_kernel_cannot_do_it_at_once(
+    buffer: SharedBuffer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staging, "_POPULATE_WRITE", 9999)
+    before = resident_bytes()
+    buffer.reserve(16 * MIB)
+    assert resident_bytes() - before >= 16 * MIB
+
+
+def test_a_folder_in_memory_is_taken_where_nameless_memory_is_refused(tmp_path: Path) -> None:
+    buffer = SharedBuffer(only(memory_folder=tmp_path))
+    buffer.reserve(1)
+    assert (buffer.kind, buffer.note) == ("shm", "")
+    assert buffer.size_bytes == mmap.PAGESIZE
+    assert reads_the_same(buffer)
+    assert list(tmp_path.iterdir()) == []
+    buffer.close()
+
+
+def test_a_file_on_disk_is_taken_where_memory_is_too_small_and_that_is_said(
+    small_memory: Path, tmp_path: Path
+) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    buffer = SharedBuffer(only(memory_folder=small_memory, disk_folder=disk))
+    buffer.reserve(8 * MIB)
+    assert buffer.kind == "file"
+    assert buffer.note == (
+        f"'{small_memory}' has 4 MB free, where 8 MB are needed:"
+        f" staging in a file under '{disk}', slower"
+    )
+    assert reads_the_same(buffer)
+    assert list(disk.iterdir()) == []
+    buffer.close()
+
+
+def test_a_file_on_disk_needs_no_folder_in_memory(tmp_path: Path) -> None:
+    buffer = SharedBuffer(only(memory_folder=tmp_path / "absent", disk_folder=tmp_path))
+    buffer.reserve(MIB)
+    assert buffer.kind == "file"
+    assert buffer.note.startswith(f"'{tmp_path}/absent' cannot be used (no such file or directory)")
+    buffer.close()
+
+
+def test_too_little_room_everywhere_is_an_error_and_no_signal(small_memory: Path) -> None:
+    buffer = SharedBuffer(only(disk_folder=small_memory))
+    with pytest.raises(NoSpaceError, match=r"has 4 MB free, where 8 MB are needed") as caught:
+        buffer.reserve(8 * MIB)
+    assert "staging_limit" in caught.value.hint
+    assert (buffer.descriptor, buffer.size_bytes) == (-1, 0)
+    assert buffer.reserve(2 * MIB)
+    buffer.close()
+
+
+def test_more_than_the_machine_has_is_refused_before_anything_is_taken(
+    buffer: SharedBuffer,
+) -> None:
+    with pytest.raises(NoSpaceError, match="MB of memory are needed for staging, and") as caught:
+        buffer.reserve(1 << 50)
+    assert "staging_limit" in caught.value.hint
+
+
+def test_growing_replaces_the_memory_and_its_descriptor(buffer: SharedBuffer) -> None:
+    buffer.reserve(MIB)
+    first = buffer.descriptor
+    assert not buffer.reserve(MIB // 2)
+    assert buffer.descriptor == first
+    assert buffer.reserve(2 * MIB)
+    assert buffer.descriptor != first
+    assert buffer.size_bytes == 2 * MIB
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(first)
+    assert reads_the_same(buffer)
+
+
+def test_a_descriptor_is_never_used_for_other_memory(buffer: SharedBuffer) -> None:
+    seen = []
+    for size in range(1, 6):
+        buffer.reserve(size * MIB)
+        seen.append(buffer.descriptor)
+    assert len(set(seen)) == 5
+
+
+def test_memory_that_somebody_still_holds_is_given_back_all_the_same(buffer: SharedBuffer) -> None:
+    before = resident_bytes()
+    buffer.reserve(64 * MIB)
+    held = memoryview(buffer.memory)[:4]
+    buffer.reserve(65 * MIB)
+    assert resident_bytes() - before < 80 * MIB
+    buffer.close()
+    assert resident_bytes() - before < 16 * MIB
+    del held
+
+
+def test_a_forked_child_does_not_get_the_memory(buffer: SharedBuffer) -> None:
+    buffer.reserve(MIB)
+    mappings = Path("/proc/self/smaps").read_text().split("VmFlags:")
+    (number,) = [n for n, text in enumerate(mappings) if "memfd:ckptkit" in text]
+    assert "dc" in mappings[number + 1].splitlines()[0].split()  # "do not copy on fork"

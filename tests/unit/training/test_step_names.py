@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
@@ -17,14 +15,6 @@ from ckptkit.training.state.dtensors import Copies
 from ckptkit.training.state.models import ModelWalk
 from ckptkit.training.state.objects import flatten
 from ckptkit.training.step_names import TensorPlaces, clean_fqn, wrapper_names
-
-
-@pytest.fixture
-def alone() -> Iterator[None]:
-    stores: Any = dist  # its stubs name no store
-    dist.init_process_group("gloo", store=stores.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 class Inner(nn.Module):
@@ -54,13 +44,13 @@ def test_parameters_of_a_model_in_lightning_fabric_have_the_names_of_its_state_d
     assert [clean_fqn(name) for name, _ in model.named_parameters()] == list(model.state_dict())
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("one_rank")
 def test_a_data_parallel_wrapper_leaves_no_trace_wherever_it_is() -> None:
     assert names_of(DistributedDataParallel(Outer(Inner()))) == CLEAN
     assert names_of(Outer(DistributedDataParallel(Inner()))) == CLEAN
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("one_rank")
 def test_wrappers_in_wrappers_leave_no_trace() -> None:
     inner = Inner()
     wrapped: Any = checkpoint_wrapper(inner.module)

@@ -1,8 +1,9 @@
-"""Saves from hooks, in the middle of what FSDP does, and saves between steps."""
+"""Models as they are wrapped and changed: saves between steps and from hooks, given memory."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import itertools
 import weakref
 from collections.abc import Callable, Iterator
@@ -11,15 +12,15 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-import ckptkit
-from ckptkit.core.errors import UnsupportedError, UsageError
+from ckptkit.core.errors import ResumeError, UnsupportedError, UsageError
 from ckptkit.training import Checkpointer
+from tests.unit.training.builders import assert_equal, by_fsdp1, content, one_rank
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*NO_SHARD")  # as FSDP1 is with one rank
 
@@ -29,16 +30,14 @@ STEPS = itertools.count(1)
 
 @pytest.fixture(scope="module", autouse=True)
 def process_group() -> Iterator[None]:
-    stores: Any = dist
-    dist.init_process_group("gloo", store=stores.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+    with one_rank():
+        yield
 
 
 @pytest.fixture(scope="module")
 def checkpointer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Checkpointer]:
     """Most tests take this one: starting the processes that write costs more than they do."""
-    with Checkpointer(tmp_path_factory.mktemp("run")) as opened:
+    with Checkpointer(tmp_path_factory.mktemp("run"), layout="dcp") as opened:
         yield opened
 
 
@@ -69,24 +68,12 @@ def by_fsdp2(**options: Any) -> Network:
     return model
 
 
-def by_fsdp1(**options: Any) -> Any:
-    device = torch.device("cpu")
-    return FullyShardedDataParallel(Network(), device_id=device, use_orig_params=True, **options)
-
-
 def expected_of(model: nn.Module) -> dict[str, torch.Tensor]:
     tensors = model.state_dict()
     return {
         name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
         for name, tensor in tensors.items()
     }
-
-
-def assert_holds(step: Path, expected: dict[str, torch.Tensor]) -> None:
-    with ckptkit.open(step) as checkpoint:
-        assert set(checkpoint.keys()) == expected.keys()
-        for name, tensor in expected.items():
-            assert torch.equal(checkpoint[name], tensor), name
 
 
 HOOKS: dict[str, Callable[[nn.Module, Callable[..., None]], Any]] = {
@@ -124,7 +111,9 @@ def test_a_save_from_a_hook_under_fsdp2_is_refused_by_name(
     model(INPUTS).sum().backward()  # nothing was freed, or reduced twice
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter.grad.full_tensor(), expected[name])  # type: ignore[union-attr]
-    assert_holds(checkpointer.save(next(STEPS), {"model": model}).result(60), expected_of(model))
+    assert_equal(
+        content(checkpointer.save(next(STEPS), {"model": model}).result(60)), expected_of(model)
+    )
 
 
 @pytest.mark.parametrize("call", ["prepare", "export", "resume"])
@@ -154,7 +143,7 @@ def test_other_calls_from_a_hook_are_refused_as_well(
 
 
 def test_a_save_from_a_backward_hook_under_fsdp1_is_refused_by_name(tmp_path: Path) -> None:
-    model = by_fsdp1()
+    model = by_fsdp1(Network())
     refused: list[str] = []
     with Checkpointer(tmp_path) as checkpointer:
 
@@ -166,11 +155,11 @@ def test_a_save_from_a_backward_hook_under_fsdp1_is_refused_by_name(tmp_path: Pa
         model.module.first.register_full_backward_hook(call)
         model(INPUTS).sum().backward()
         assert refused
-        assert_holds(checkpointer.save(2, {"model": model}).result(60), expected_of(model))
+        assert_holds(checkpointer.save(2, {"model": model}).result(60), model)
 
 
 def test_a_save_inside_of_summon_full_params_is_refused_by_name(tmp_path: Path) -> None:
-    model = by_fsdp1()
+    model = by_fsdp1(Network())
     model(INPUTS).sum().backward()
     with Checkpointer(tmp_path) as checkpointer:
         with (
@@ -178,7 +167,11 @@ def test_a_save_inside_of_summon_full_params_is_refused_by_name(tmp_path: Path) 
             pytest.raises(UsageError, match="summon_full_params"),
         ):
             checkpointer.save(1, {"model": model})
-        assert_holds(checkpointer.save(2, {"model": model}).result(60), expected_of(model))
+        assert_holds(checkpointer.save(2, {"model": model}).result(60), model)
+
+
+def assert_holds(step: Path, model: nn.Module) -> None:
+    assert_equal(content(step), expected_of(model))
 
 
 def fail_forward(model: Any) -> None:
@@ -222,7 +215,7 @@ BEFORE: dict[str, Callable[[Any], object]] = {
 MODELS: dict[str, Callable[[], Any]] = {
     "fsdp2": by_fsdp2,
     "fsdp2, not resharded": lambda: by_fsdp2(reshard_after_forward=False),
-    "fsdp1": by_fsdp1,
+    "fsdp1": lambda: by_fsdp1(Network()),
 }
 
 
@@ -234,7 +227,7 @@ def test_a_save_between_steps_is_not_refused(
     network = MODELS[model]()
     expected = expected_of(network)
     BEFORE[before](network)
-    assert_holds(checkpointer.save(next(STEPS), {"model": network}).result(60), expected)
+    assert_equal(content(checkpointer.save(next(STEPS), {"model": network}).result(60)), expected)
 
     def from_another_call() -> Path:  # of a module that is not the one that is sharded
         found: list[Path] = []
@@ -246,7 +239,7 @@ def test_a_save_between_steps_is_not_refused(
         Outer()()
         return found[0]
 
-    assert_holds(from_another_call(), expected)
+    assert_equal(content(from_another_call()), expected)
 
 
 @pytest.mark.parametrize("how", ["an attribute", "an entry of _parameters"])
@@ -263,16 +256,18 @@ def test_a_parameter_that_fully_shard_does_not_use_is_refused(
     with pytest.raises(UnsupportedError, match=r"first\.weight.*fully_shard"):
         checkpointer.save(next(STEPS), {"model": model}).result(60)
     model.load_state_dict(model.state_dict(), assign=True)
-    assert_holds(checkpointer.save(next(STEPS), {"model": model}).result(60), expected_of(model))
+    assert_equal(
+        content(checkpointer.save(next(STEPS), {"model": model}).result(60)), expected_of(model)
+    )
 
 
 def test_a_parameter_that_is_given_before_the_first_pass_is_saved(tmp_path: Path) -> None:
     model = by_fsdp2()
     model.first.weight = nn.Parameter(torch.zeros_like(model.first.weight))
     with Checkpointer(tmp_path) as checkpointer:
-        assert_holds(checkpointer.save(1, {"model": model}).result(60), expected_of(model))
+        assert_holds(checkpointer.save(1, {"model": model}).result(60), model)
         model(INPUTS)
-        assert_holds(checkpointer.save(2, {"model": model}).result(60), expected_of(model))
+        assert_holds(checkpointer.save(2, {"model": model}).result(60), model)
     assert not expected_of(model)["first.weight"].any()
 
 
@@ -286,10 +281,10 @@ def test_a_model_is_moved_and_cast_between_saves_as_without_them(
     state = {"model": model, "optimizer": torch.optim.AdamW(model.second.parameters())}
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, state).result()
-        assert_holds(tmp_path / "checkpoint-1", expected_of(model))
+        assert_equal(content(tmp_path / "checkpoint-1"), expected_of(model))
         model.cpu()
         checkpointer.save(2, state).result()
-        assert_holds(tmp_path / "checkpoint-2", expected_of(model))
+        assert_equal(content(tmp_path / "checkpoint-2"), expected_of(model))
         storages = [weakref.ref(storage_of(tensor)) for tensor in model.parameters()]
         model.double()
         assert [storage() for storage in storages] == [None] * len(storages)
@@ -297,7 +292,7 @@ def test_a_model_is_moved_and_cast_between_saves_as_without_them(
             for tensor in model.parameters():
                 tensor.add_(1)
         checkpointer.save(3, state).result()
-    assert_holds(tmp_path / "checkpoint-3", expected_of(model))
+    assert_equal(content(tmp_path / "checkpoint-3"), expected_of(model))
 
 
 def storage_of(tensor: Any) -> Any:
@@ -345,12 +340,12 @@ def test_no_reference_that_torch_refuses_to_swap_survives_a_save_or_a_resume(
             expected = expected_of(model)
             handle = checkpointer.save(step, state)
             swap_all(state)  # while it is written
-            assert_holds(handle.result(60), expected)
+            assert_equal(content(handle.result(60)), expected)
         assert checkpointer.resume(state) == 3
         assert all(torch.equal(t, expected[n]) for n, t in expected_of(model).items())
         swap_all(state)
         expected = expected_of(model)
-        assert_holds(checkpointer.save(4, state).result(60), expected)
+        assert_equal(content(checkpointer.save(4, state).result(60)), expected)
         checkpointer.export(tmp_path / "model", state={"model": model}).result(60)
         swap_all(state)
 
@@ -368,11 +363,11 @@ def test_a_model_is_cast_and_loaded_by_swapping_after_saves_of_it(
         with Checkpointer(tmp_path) as checkpointer:
             checkpointer.save(1, state).result(60)
             model.to(torch.float64)
-            assert_holds(checkpointer.save(2, state).result(60), expected_of(model))
+            assert_holds(checkpointer.save(2, state).result(60), model)
             model.load_state_dict({n: torch.zeros_like(t) for n, t in model.state_dict().items()})
             expected = expected_of(model)
             assert not any(tensor.any() for tensor in expected.values())
-            assert_holds(checkpointer.save(3, state).result(60), expected)
+            assert_equal(content(checkpointer.save(3, state).result(60)), expected)
             assert checkpointer.resume(state) == 3
             model.to(torch.float32)
     finally:
@@ -389,4 +384,153 @@ def test_a_frozen_weight_that_was_replaced_at_its_address_is_written_anew(tmp_pa
             if step > 2:
                 memory.fill_(step)
             model.first.weight = nn.Parameter(memory, requires_grad=False)
-            assert_holds(checkpointer.save(step, state).result(60), expected_of(model))
+            assert_holds(checkpointer.save(step, state).result(60), model)
+
+
+LOW = torch.bfloat16
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
+    model[2].requires_grad_(requires_grad=False)  # frozen weights are linked from step to step
+    return model
+
+
+def saved(checkpointer: Checkpointer, model: Any) -> dict[str, torch.Tensor]:
+    """Saves the next step, and returns what it holds."""
+    return content(checkpointer.save(next(STEPS), {"model": model}).result(60))
+
+
+def halve_data(model: Any) -> None:
+    for parameter in model.parameters():
+        parameter.data = parameter.data / 2
+
+
+def halve_by_entry(model: Any) -> None:
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                grows = parameter.requires_grad
+                module._parameters[name] = nn.Parameter(parameter.detach() / 2, requires_grad=grows)
+
+
+def halve_by_attribute(model: Any) -> None:
+    for module in model.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None:
+                grows = parameter.requires_grad
+                setattr(module, name, nn.Parameter(parameter.detach() / 2, requires_grad=grows))
+
+
+def halve_by_assignment(model: Any) -> None:
+    model.load_state_dict(halved(model), assign=True)
+
+
+def halved(model: Any) -> dict[str, torch.Tensor]:
+    trained = {name for name, _ in model.named_parameters()}
+    return {k: t / 2 if k in trained else t.clone() for k, t in model.state_dict().items()}
+
+
+HALVES: dict[str, Callable[[Any], None]] = {
+    "parameter.data": halve_data,
+    "an entry of _parameters": halve_by_entry,
+    "an attribute": halve_by_attribute,
+    "load_state_dict(assign=True)": halve_by_assignment,
+}
+
+
+@pytest.mark.parametrize("how", HALVES)
+@pytest.mark.parametrize("wrapped", ["plain", "ddp", "fsdp1"])
+def test_what_a_parameter_was_given_is_saved_and_resumed(
+    checkpointer: Checkpointer, wrapped: str, how: str
+) -> None:
+    if wrapped == "fsdp1" and "assign" in how:
+        pytest.skip("FSDP1 loads state dicts in its own way")
+    inner = network()
+    wraps: dict[str, Callable[[nn.Module], Any]] = {
+        "plain": lambda model: model,
+        "ddp": DistributedDataParallel,
+        "fsdp1": by_fsdp1,
+    }
+    model = wraps[wrapped](inner)
+    model(torch.ones(3, 4))
+    expected = {name: tensor.clone() for name, tensor in inner.state_dict().items()}
+    for _ in range(2):
+        assert_equal(saved(checkpointer, model), expected)
+    HALVES[how](inner)
+    expected = {
+        name: tensor / 2 if "running" not in name and "num" not in name else tensor
+        for name, tensor in expected.items()
+    }
+    for _ in range(2):
+        assert_equal(saved(checkpointer, model), expected)
+    HALVES[how](inner)
+    assert checkpointer.resume({"model": model})
+    model.eval()(torch.ones(3, 4))  # FSDP1 takes up what it finds
+    assert_equal(saved(checkpointer, model), expected)
+
+
+def test_frozen_weights_that_were_swapped_out_are_those_of_the_step(
+    checkpointer: Checkpointer,
+) -> None:
+    inner = network()
+    model = by_fsdp1(inner)
+    saved(checkpointer, model)
+    before = saved(checkpointer, model)
+    backup = {name: parameter.data for name, parameter in inner.named_parameters()}
+    halve_data(inner)
+    inside = saved(checkpointer, model)
+    assert torch.equal(inside["2.weight"], before["2.weight"] / 2)
+    for name, parameter in inner.named_parameters():
+        parameter.data = backup[name]
+    assert_equal(saved(checkpointer, model), before)
+
+
+def with_buffers(dtype: torch.dtype, **options: Any) -> Any:
+    model = network()
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_floating_point():
+                module._buffers[name] = (buffer + 0.3).to(dtype)
+    return by_fsdp1(model, mixed_precision=MixedPrecision(**options)) if options else model
+
+
+@pytest.mark.parametrize("passes", [0, 1])
+@pytest.mark.parametrize("stored", [LOW, torch.float32])
+def test_buffers_are_resumed_from_either_dtype_before_and_after_the_first_pass(
+    checkpointer: Checkpointer, stored: torch.dtype, passes: int
+) -> None:
+    # Without a wrapper, buffers are saved as they are.
+    expected = saved(checkpointer, with_buffers(stored))
+    assert expected["1.running_mean"].dtype == stored
+    model = with_buffers(torch.float32, param_dtype=LOW, buffer_dtype=LOW)
+    for _ in range(passes):
+        model.eval()(torch.ones(3, 4))
+    assert checkpointer.resume({"model": model})
+    again = saved(checkpointer, model)
+    wanted = expected["1.running_mean"].to(LOW if passes else stored).float()
+    assert again["1.running_mean"].dtype == torch.float32
+    assert torch.equal(again["1.running_mean"], wanted)
+
+
+@pytest.mark.parametrize("options", [{}, {"param_dtype": LOW}])
+def test_buffers_that_nothing_casts_are_never_resumed_in_another_dtype(
+    checkpointer: Checkpointer, options: dict[str, Any]
+) -> None:
+    saved(checkpointer, with_buffers(LOW))
+    with pytest.raises(ResumeError, match=r"running_mean: dtype bfloat16 was found"):
+        checkpointer.resume({"model": with_buffers(torch.float32, **options)})
+    odd = with_buffers(torch.float32, buffer_dtype=torch.float16)
+    with pytest.raises(ResumeError, match=r"running_mean: dtype bfloat16 was found"):
+        checkpointer.resume({"model": odd})
+
+
+def test_fully_shard_leaves_buffers_as_they_are(checkpointer: Checkpointer) -> None:
+    model, kind = network(), importlib.import_module("torch.distributed.fsdp")
+    policy = kind.MixedPrecisionPolicy(param_dtype=LOW, output_dtype=torch.float32)
+    fully_shard(model[0], mp_policy=policy)
+    fully_shard(model)
+    model(torch.ones(3, 4))
+    found = saved(checkpointer, model)
+    assert {tensor.dtype for tensor in found.values()} == {torch.float32, torch.int64}
