@@ -39,7 +39,7 @@ from ckptkit.core.errors import (
 from ckptkit.core.index import Fqn
 from ckptkit.core.text import list_first
 from ckptkit.training.load.load_into import ModelLoad
-from ckptkit.training.resume.materialise import find_unsaved, is_wide_float
+from ckptkit.training.load.materialise import find_unsaved, is_wide_float
 from ckptkit.training.state.dtensors import DTensor
 from ckptkit.training.state.models import check_modes, plain_torch
 from ckptkit.training.state.optimizers import unwrap_optimizer

@@ -67,6 +67,14 @@ from ckptkit.plan.selection import select_model
 from ckptkit.storage.local.control_groups import available_bytes
 from ckptkit.storage.places import is_url, place_of
 from ckptkit.training.environment import ranks_of_this_machine
+from ckptkit.training.load.load_pieces import (
+    MOST_PARTS,
+    DeviceMemory,
+    copied_changes,
+    memory_of,
+    strided_part,
+)
+from ckptkit.training.load.materialise import is_wide_float
 from ckptkit.training.load.node_sharing import HEAP_BYTES, NodeMemory, SharedSource, join_node
 from ckptkit.training.load.tensor_sources import (
     LiveModel,
@@ -79,9 +87,6 @@ from ckptkit.training.load.tensor_sources import (
     best_entry,
     refuse_misfits,
 )
-from ckptkit.training.resume.load_pieces import MOST_PARTS, DeviceMemory, memory_of, strided_part
-from ckptkit.training.resume.materialise import is_wide_float
-from ckptkit.training.resume.restore import copied_changes
 from ckptkit.training.state.memory_changes import announce_changes, count_changes
 from ckptkit.training.state.models import check_modes, plain_torch
 from ckptkit.training.state.quant_states import (

@@ -32,7 +32,7 @@ from ckptkit.formats.trees import EXTRA_STATE
 from ckptkit.hub_names.disk_tensors import HubNames, HubTensor
 from ckptkit.lora.dialects import holds_adapters, make_plain_name
 from ckptkit.plan.ties import find_absent_tied_names
-from ckptkit.training.resume.materialise import is_wide_float, materialise
+from ckptkit.training.load.materialise import is_wide_float, materialise
 from ckptkit.training.state.collect import BoundModel
 from ckptkit.training.state.dtensors import Copies, has_data
 from ckptkit.training.state.models import ModelWalk

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from ckptkit.core.errors import FormatError, ResumeError
 from ckptkit.core.index import KeyPath, TensorEntry, TensorIndex
 from ckptkit.core.text import a_kind, list_first
-from ckptkit.training.resume.materialise import (
+from ckptkit.training.load.materialise import (
     Slots,
     allocate_state,
     has_state,

@@ -43,9 +43,10 @@ from ckptkit.runs.marks import STEP_PREFIXES, step_folders
 from ckptkit.storage.places import Place
 from ckptkit.training.agree.peers import Peers, check_same_place, place_facts
 from ckptkit.training.load.load_into import ModelLoad
-from ckptkit.training.resume.load_pieces import (
+from ckptkit.training.load.load_pieces import (
     FillReport,
     Packed,
+    copied_changes,
     cross_check,
     load_pieces,
     match_entries,
@@ -54,11 +55,10 @@ from ckptkit.training.resume.load_pieces import (
     unexpected_keys,
     unpack,
 )
-from ckptkit.training.resume.materialise import materialise
+from ckptkit.training.load.materialise import materialise
 from ckptkit.training.resume.optimizers import LOST_HINT, StoredOptimizer
 from ckptkit.training.resume.restore import (
     Apply,
-    copied_changes,
     extra_state_changes,
     is_extra,
     loaders_alike,

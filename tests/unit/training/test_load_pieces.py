@@ -19,7 +19,7 @@ from ckptkit.core.index import Box, Span, TensorIndex
 from ckptkit.engine.checksum_tracker import NumberedRecord
 from ckptkit.formats.registry import find_candidates, read_index
 from ckptkit.storage.local.source import LocalSource
-from ckptkit.training.resume.load_pieces import (
+from ckptkit.training.load.load_pieces import (
     cross_check,
     load_pieces,
     pack,

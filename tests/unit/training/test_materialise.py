@@ -13,7 +13,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from ckptkit.core.dtypes import dtype_named
 from ckptkit.core.errors import ResumeError
 from ckptkit.core.index import Box, Chunk, ChunkTable, Key, RecordTable, TensorEntry, TensorIndex
-from ckptkit.training.resume.materialise import allocate_state, materialise
+from ckptkit.training.load.materialise import allocate_state, materialise
 from ckptkit.training.state.dtensors import Copies
 from ckptkit.training.state.models import ModelWalk
 from ckptkit.training.state.pieces import Replicas, whole_layout

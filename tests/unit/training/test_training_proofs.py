@@ -11,8 +11,8 @@ import pytest
 
 from ckptkit.core.errors import ChecksumError
 from ckptkit.engine.checksum_tracker import NumberedRecord, OpenRecord
-from ckptkit.training.resume import load_pieces as proofs
-from ckptkit.training.resume.load_pieces import cross_check, pack, table_of, unpack
+from ckptkit.training.load import load_pieces as proofs
+from ckptkit.training.load.load_pieces import cross_check, pack, table_of, unpack
 
 DATA = bytes(range(256)) * 20
 
