@@ -83,7 +83,6 @@ from ckptkit.training.export.output_plan import (
     ExportNames,
     ExportRequest,
     ExportView,
-    LiveModel,
     OutputPlace,
     Table,
     adapter_options,
@@ -120,10 +119,16 @@ SaveInstead = Callable[[BoundState, str], SaveHandle]
 
 
 class _Written(Struct, frozen=True):
+    """What this rank has written, and what is known of the model without keeping it."""
+
     plan: Plan
-    live: LiveModel
+    model_class: type
+    table: Table  # the tensors of the whole model
+    names: ExportNames  # their names on disk
     is_adapter: bool
-    answer: Mapping[str, Any]
+    size_bytes: int  # of this rank's part
+    shares: Mapping[Fqn, ChecksumShare]
+    rows: Sequence[Row]  # of this rank's own file, where only one rank may write to the output
 
 
 class ExportAttempt:
@@ -162,7 +167,7 @@ class ExportAttempt:
             if how == _RANGES or (how.startswith(_ONE_WRITER) and is_adapter(bound)):
                 self._written = self._write(target, bound, sidecar, by_ranges=how == _RANGES)
             else:
-                self._save(how.removeprefix(_ONE_WRITER), bound, save_instead)
+                self._saved = self._save(how.removeprefix(_ONE_WRITER), bound, save_instead)
         except BaseException as error:
             first = self._share_failure(error)
             self._give_up()
@@ -201,28 +206,29 @@ class ExportAttempt:
             raise RefusedError(choice.removeprefix(_ONE_WRITER), where=str(self._request.named))
         return decided
 
-    def _save(self, reason: str, bound: BoundState, save_instead: SaveInstead) -> None:
-        options, usual, arguments = self._request.options, ConsolidateRequest(), list[str]()
+    def _save(self, reason: str, bound: BoundState, save_instead: SaveInstead) -> SaveHandle:
+        """Saves the state sharded, and keeps the command that writes the output from that."""
+        options, usual, where = self._request.options, ConsolidateRequest(), self._request.named
         if is_adapter(bound):
             if options.dtype != usual.dtype:
                 raise RefusedError(
                     f"{reason}; from shards an adapter is taken with the numbers that it has",
-                    where=str(self._request.named),
+                    where=str(where),
                     hint="leave dtype out, or export the adapter to another place",
                 )
             self._next = ("adapter", "extract"), adapter_options(bound)
         else:
-            if options.dtype != usual.dtype:
-                arguments += ["--dtype", options.dtype]
-            if options.names != usual.names:
-                arguments += ["--names", options.names]
-            if options.max_file_bytes != usual.max_file_bytes:
-                arguments += ["--max-shard-size", str(options.max_file_bytes)]
-            self._next = ("consolidate",), arguments
+            further = {
+                "--dtype": (options.dtype, usual.dtype),
+                "--names": (options.names, usual.names),
+                "--max-shard-size": (str(options.max_file_bytes), str(usual.max_file_bytes)),
+            }
+            changed = [(name, own) for name, (own, other) in further.items() if own != other]
+            self._next = ("consolidate",), [word for pair in changed for word in pair]
         self._give_up()
         if self._peers.rank == 0:
-            logger.warning("%s: %s; it is saved sharded instead", self._request.named, reason)
-        self._saved = save_instead(bound, f"export_{self._number}_{self._peers.nonce}")
+            logger.warning("%s: %s; it is saved sharded instead", where, reason)
+        return save_instead(bound, f"export_{self._number}_{self._peers.nonce}")
 
     def _write(
         self,
@@ -232,57 +238,51 @@ class ExportAttempt:
         *,
         by_ranges: bool,
     ) -> _Written:
-        exported = view_model(bound)
-        plan, live = self._plan(exported, bound, side_files(bound, sidecar))
-        names = live.names
+        """Plans the whole folder, as every rank does, and writes this rank's bytes of it."""
+        exported, side = view_model(bound), side_files(bound, sidecar)
+        table, names, options = self._whole(exported), ExportNames(None), self._request.options
+        modules, rank = parts_of_model(bound), self._peers.rank
+        if exported.is_adapter:
+            plan = plan_adapter(table, side, options)
+        else:
+            if options.names != "live":
+                names = disk_names(modules, table, parse_config(side))
+            self._request = replace(self._request, versions=names.versions)
+
+            def is_tied(name: Fqn, other: Fqn) -> bool:
+                same = exported.same(name, other)
+                if exported.is_everywhere and same is None:
+                    return True
+                return bool(self._agree(same is not False, all))
+
+            kept, where = kept_of(modules), str(self._request.named)
+            plan = plan_model(table, side, options, is_tied, names, kept, where=where)
+            for note in (*names.notes, *plan.notes) if rank == 0 else ():
+                logger.warning("%s: %s", where, note)
         parts = [
             BoxWrite(place, exported.table[source].dtype, box, local)
             for name, place in places_of(plan).items()
             for source in names.sources(name)
             for box, local in names.parts(name, source, exported.parts(source))
         ]
-        if self._peers.rank == 0:
+        if rank == 0:
             target.sweep()
             write_literals(target, plan)
         rows: Sequence[Row] = ()
-        if by_ranges or self._peers.rank == 0:
+        if by_ranges or rank == 0:
             shares = write_parts(target, plan, parts)
         else:  # a file of its own, from which rank 0 puts the bytes in place
-            file = target.part_file(part_of(self._peers.rank))
+            file = target.part_file(_part_of(rank))
             try:
                 shares = write_parts(file, plan, parts)
                 file.finish()
             finally:
                 file.close()
             rows = file.rows
-        target.finish(mark_of(self._peers.rank))
+        target.finish(_mark_of(rank))
         size = sum(part.size_bytes for part in parts)
-        answer = answer_of(plan, shares, size, out=str(self._request.named), rows=rows)
-        return _Written(plan, live, exported.is_adapter, answer)
-
-    def _plan(
-        self, exported: ExportView, bound: BoundState, side: Mapping[str, bytes]
-    ) -> tuple[Plan, LiveModel]:
-        table, options = self._whole(exported), self._request.options
-        modules, names = parts_of_model(bound), ExportNames(None)
         own = model_class(modules[0])
-        if exported.is_adapter:
-            return plan_adapter(table, side, options), LiveModel(own, table, names)
-        if options.names != "live":
-            names = disk_names(modules, table, parse_config(side))
-        self._request = replace(self._request, versions=names.versions)
-
-        def is_tied(name: Fqn, other: Fqn) -> bool:
-            same = exported.same(name, other)
-            if exported.is_everywhere and same is None:
-                return True
-            return bool(self._agree(same is not False, all))
-
-        kept, where = kept_of(modules), str(self._request.named)
-        plan = plan_model(table, side, options, is_tied, names, kept, where=where)
-        for note in (*names.notes, *plan.notes) if self._peers.rank == 0 else ():
-            logger.warning("%s: %s", self._request.named, note)
-        return plan, LiveModel(own, table, names)
+        return _Written(plan, own, table, names, exported.is_adapter, size, shares, rows)
 
     def _whole(self, exported: ExportView) -> Table:
         """Returns the tensors of the whole model, which ranks of a pipeline have to exchange."""
@@ -300,23 +300,23 @@ class ExportAttempt:
 
         def commit_all(answers: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
             if not written.is_adapter:
-                compare_with_model(written.plan, self._request, written.live)
+                compare_with_model(written, self._request)
             patience = min(_VISIBLE_SECONDS, self._timeout_seconds / 2)
-            return commit(
-                target,
-                written.plan,
-                self._request,
-                answers,
-                is_adapter=written.is_adapter,
-                patience_seconds=patience,
-            )
+            return commit(target, written, self._request, answers, patience_seconds=patience)
 
         def find() -> Mapping[str, Any] | None:
             places = dict.fromkeys((self._request.out, self._request.named))  # it may be moved
             found = filter(None, (find_committed(place, self._name) for place in places))
             return next(({"size_bytes": manifest.size_bytes} for manifest in found), None)
 
-        agree = partial(self._agree, dict(written.answer))
+        plan = written.plan
+        answer = {
+            "plan": digest_of_plan(plan),
+            "shares": [written.shares.get(s.name, ChecksumShare()) for _, _, s in plan.specs()],
+            "out": str(self._request.named),
+            "rows": written.rows,
+        }
+        agree = partial(self._agree, answer)
         return agree_on_commit(agree, commit_all, find, f"the export to {self._request.named}")
 
     def _agree(self, value: Any, decide: Callable[[list[Any]], Any]) -> Any:
@@ -366,7 +366,7 @@ class ExportAttempt:
             committed = self._commit(self._written)
             return ExportReport(
                 path=self._request.named,
-                size_bytes=self._written.answer["size_bytes"],
+                size_bytes=self._written.size_bytes,
                 total_bytes=committed["size_bytes"],
                 durable_seconds=durable - began,
                 committed_seconds=time.perf_counter() - began,
@@ -552,8 +552,15 @@ def write_parts(
         torch.cuda.current_stream(device).synchronize()
     caster = _BlockCaster()
     under_way: deque[tuple[Future[None], memoryview]] = deque()
+
+    # In the order of the files, so that the device writes sequentially. Writes through the page
+    # cache wait until nothing else is written to the file, so they come last.
+    def order(part: BoxWrite) -> tuple[bool, str, int]:
+        return part.size_bytes < MIN_DIRECT_BYTES, part.place.path, part.place.start
+
+    jobs = ((p, b) for p in sorted(parts, key=order) for b in blocks_of(p.box, p.place))
     with ThreadPoolExecutor(WRITERS, "ckptkit-export") as writers:
-        for part, block in _jobs(parts):
+        for part, block in jobs:
             if len(under_way) == _BUFFERS:
                 written, buffer = under_way.popleft()
                 written.result()
@@ -592,17 +599,6 @@ def write_literals(target: SharedTarget, plan: Plan) -> None:
                 target.write(file.path, segment.start, memoryview(segment.body.data))
 
 
-def _jobs(parts: Sequence[BoxWrite]) -> Iterator[tuple[BoxWrite, Block]]:
-    # In the order of the files, so that the device writes sequentially. Writes through the page
-    # cache wait until nothing else is written to the file, so they come last.
-    def order(part: BoxWrite) -> tuple[bool, str, int]:
-        return part.size_bytes < MIN_DIRECT_BYTES, part.place.path, part.place.start
-
-    for part in sorted(parts, key=order):
-        for block in blocks_of(part.box, part.place):
-            yield part, block
-
-
 class _BlockCaster:
     def __init__(self) -> None:
         self.shares: defaultdict[Fqn, ChecksumShare] = defaultdict(ChecksumShare)
@@ -630,10 +626,9 @@ class _BlockCaster:
         if part.dtype == wanted:
             data[:] = source
             return
-        caster = self._casters.get((part.dtype, wanted))
-        if caster is None:
-            caster = self._casters[part.dtype, wanted] = caster_of(part.dtype, wanted)
-        overflow = caster.cast(source, data)
+        if (part.dtype, wanted) not in self._casters:
+            self._casters[part.dtype, wanted] = caster_of(part.dtype, wanted)
+        overflow = self._casters[part.dtype, wanted].cast(source, data)
         if overflow is not None:
             run, rest = divmod(overflow.first * wanted.itemsize, block.run_bytes)
             position = int(block.at[run] + rest) // wanted.itemsize
@@ -710,8 +705,9 @@ def runs_of(box: Box, shape: Shape) -> tuple[int, Ints]:
     return math.prod(box.sizes[axis:]), starts
 
 
-def compare_with_model(plan: Plan, request: ExportRequest, live: LiveModel) -> None:
+def compare_with_model(written: _Written, request: ExportRequest) -> None:
     """Compares names and shapes with the model of the configuration that is written."""
+    plan = written.plan
     bodies = (file.segments[0].body for file in plan.files if file.path == CONFIG and file.segments)
     data = next((body.data for body in bodies if isinstance(body, Literal)), None)
     if data is None or request.options.names == "live":
@@ -722,11 +718,11 @@ def compare_with_model(plan: Plan, request: ExportRequest, live: LiveModel) -> N
     is_loaded, doubt = is_as_described(subject.request), ""
     if not is_loaded:
         is_loaded, doubt = ask_live_class(
-            live.model_class,
+            written.model_class,
             subject.request.config,
-            {name: spec.shape for name, spec in live.table.items()},
-            {name: live.names.sources(Fqn(name)) for name in tensors},
-            is_converted=bool(live.names.versions),
+            {name: spec.shape for name, spec in written.table.items()},
+            {name: written.names.sources(Fqn(name)) for name in tensors},
+            is_converted=bool(written.names.versions),
         )
     if is_loaded:
         return
@@ -736,42 +732,24 @@ def compare_with_model(plan: Plan, request: ExportRequest, live: LiveModel) -> N
         logger.warning("%s: %s", request.named, note)
 
 
-def answer_of(
-    plan: Plan,
-    shares: Mapping[Fqn, ChecksumShare],
-    size_bytes: int,
-    *,
-    out: str,
-    rows: Sequence[Row],
-) -> dict[str, Any]:
-    return {
-        "plan": digest_of_plan(plan),
-        "shares": [shares.get(spec.name, ChecksumShare()) for _, _, spec in plan.specs()],
-        "size_bytes": size_bytes,
-        "out": out,
-        "rows": rows,
-    }
-
-
-def part_of(rank: int) -> str:
+def _part_of(rank: int) -> str:
     return f"part-{rank}"
 
 
-def mark_of(rank: int) -> str:
+def _mark_of(rank: int) -> str:
     return f"rank-{rank}"
 
 
 def commit(
     target: SharedTarget,
-    plan: Plan,
+    written: _Written,
     request: ExportRequest,
     answers: Sequence[Mapping[str, Any]],
     *,
-    is_adapter: bool,
     patience_seconds: float,
 ) -> dict[str, Any]:
     """Makes the parts of all ranks one directory, the manifest last."""
-    where = str(request.named)
+    where, plan = str(request.named), written.plan
     digest = digest_of_plan(plan)
     other = [rank for rank, answer in enumerate(answers) if answer["plan"] != digest]
     if other:
@@ -781,7 +759,7 @@ def commit(
             hint="give all ranks the same model, sidecar and options",
         )
     outs = [answer["out"] for answer in answers]
-    marks = [mark_of(rank) for rank in range(len(outs))]  # which have to be seen here
+    marks = [_mark_of(rank) for rank in range(len(outs))]  # which have to be seen here
     patience = patience_seconds if set(outs) == {where} else 0
     poll_until(lambda: None if target.absent(marks) else True, patience)
     absent = [marks.index(mark) for mark in target.absent(marks)]
@@ -793,10 +771,11 @@ def commit(
             where=where,
             hint="name the same directory on all ranks, on storage that they share",
         )
-    parts = {part_of(rank): a["rows"] for rank, a in enumerate(answers) if a["rows"]}
+    parts = {_part_of(rank): a["rows"] for rank, a in enumerate(answers) if a["rows"]}
     if parts:
         target.unite({file.path: file.size_bytes for file in plan.files}, parts)
-    manifest = _manifest(plan, request, [a["shares"] for a in answers], is_adapter=is_adapter)
+    shares = [answer["shares"] for answer in answers]
+    manifest = _manifest(plan, request, shares, is_adapter=written.is_adapter)
     target.commit(MANIFEST_NAME, manifest.to_json())
     return {"size_bytes": plan.bytes_written}
 

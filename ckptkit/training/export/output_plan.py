@@ -144,14 +144,6 @@ class ExportNames:
                     yield _moved(shared, place, window), _taken(local, box, shared, window)
 
 
-class LiveModel(Struct, frozen=True):
-    """What is known of a live model without keeping it."""
-
-    model_class: type
-    table: Table  # the tensors of the whole model
-    names: ExportNames  # their names on disk
-
-
 def disk_names(modules: Sequence[nn.Module], table: Table, config: Any) -> ExportNames:
     names, why = ask_disk_names(modules[0], config, _extents(table))
     if names is not None and not all(
