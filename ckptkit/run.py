@@ -55,30 +55,17 @@ _OPEN_RUNS = "ckptkit.integrations.checkpointers"
 
 
 class Script(Struct, frozen=True):
-    """The script or module to run.
+    """The script or module to run."""
 
-    Attributes:
-        name: The path of a script, or the name of a module.
-        is_module: Whether it is a module.
-        arguments: Its arguments.
-    """
-
-    name: str
+    name: str  # the path of a script, or the name of a module
     is_module: bool
     arguments: tuple[str, ...]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a script.
+    """Runs a script, and returns the exit status if that has not raised `SystemExit`.
 
-    Args:
-        arguments: The arguments after the program's name; those of the process if left out.
-
-    Returns:
-        The exit status, if the script has not raised `SystemExit`.
-
-    Raises:
-        SystemExit: If the script raises it.
+    `arguments` are those after the program's name, of the process if left out.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words[:1] in (["-h"], ["--help"]):
@@ -125,11 +112,6 @@ def parse(arguments: Sequence[str]) -> Script:
 
 
 def _choice() -> str:
-    """Returns the choice of the environment variable.
-
-    Raises:
-        UsageError: If it has another value.
-    """
     value = os.environ.get(_VARIABLE, "")
     choice = _OTHER_WORDS.get(value.lower(), value.lower())
     if choice not in _CHOICES:
@@ -143,7 +125,6 @@ class _UnlessConfigured(logging.StreamHandler[TextIO]):
     """Shows the log of ckptkit unless the script configures logging."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Writes a record."""
         if not logging.getLogger().handlers:
             super().emit(record)
 

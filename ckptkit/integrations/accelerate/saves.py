@@ -153,27 +153,26 @@ class AcceleratorSaves:
         states.check_layout(options)
         settings = check_options(options)
         self._end()  # waits for the last save, which may be loaded now
-        choice: dict[str, Any] = {"stock": states.stock_reason(accelerator)}
-        if not choice["stock"]:
+        chosen: LoadSource | str = states.stock_reason(accelerator)
+        if not chosen:
             if settings.local is not None:
                 target = states.source_of(accelerator, input_dir)
                 self._open(accelerator, target, options)  # copies steps from the nodes' own disks
-            choice = self._meet()[0].agree(
+            chosen = self._meet()[0].agree(
                 "what to load",
                 self._misfit(accelerator),
                 lambda reasons: _choose(accelerator, input_dir, reasons),
                 timeout_seconds=settings.timeout_seconds,
             )
-        if "stock" in choice:
-            self._log(accelerator, f"accelerate itself loads: {choice['stock']}")
+        if isinstance(chosen, str):
+            self._log(accelerator, f"accelerate itself loads: {chosen}")
             stock_method("load_state")(accelerator, input_dir, **stock)
             return
-        chosen = LoadSource(Path(choice["folder"]), choice["ours"], choice["newest"])
         call = "install(accelerator" if options is self.options else "load_state(accelerator, ..."
         with naming_options(f"{call}, {{name}}={{value}})"):
             folder = self._fill(chosen, accelerator, settings)
         rank = int(accelerator.process_index)
-        _put_back(accelerator, folder, rank, loaders=not chosen.ours)
+        _put_back(accelerator, folder, rank, loaders=not chosen["ours"])
         states.call_load_hooks(accelerator, folder)
 
     def close(self) -> None:
@@ -287,13 +286,14 @@ class AcceleratorSaves:
     def _fill(self, chosen: LoadSource, accelerator: Accelerator, settings: Settings) -> Path:
         """Loads a folder, or the newest complete one of automatic naming."""
         peers, _ = self._meet()
-        bound = self._bind(self._state(accelerator, loaders=chosen.ours))
+        bound = self._bind(self._state(accelerator, loaders=chosen["ours"]))
         bound = bound.resuming(settings.unfit_optimizer, settings.missing_groups)
         timeout = settings.timeout_seconds
-        if not chosen.newest:
-            resume_from(bound, chosen.folder, peers, timeout_seconds=timeout)
-            return chosen.folder
-        run = chosen.folder.parent
+        folder = Path(chosen["folder"])
+        if not chosen["newest"]:
+            resume_from(bound, folder, peers, timeout_seconds=timeout)
+            return folder
+        run = folder.parent
         step = resume(bound, run, peers, timeout_seconds=timeout, prefix=AUTOMATIC_PREFIX)
         return run / f"{AUTOMATIC_PREFIX}{step}"
 
@@ -314,21 +314,16 @@ def stock_method(name: str) -> Callable[..., Any]:
 
 def _choose(
     accelerator: Accelerator, input_dir: str | os.PathLike[str] | None, reasons: Sequence[str]
-) -> dict[str, Any]:
-    """Decides on rank 0 for all ranks which folder is loaded, and whether by accelerate."""
+) -> LoadSource | str:
+    """Decides on rank 0 for all ranks which folder is loaded, or why accelerate loads it."""
     reason = next(filter(None, reasons), "")
     if reason:
-        return {"stock": reason}
+        return reason
     source = states.source_of(accelerator, input_dir)
     if input_dir is None:
         models, optimizers = states.list_prepared(accelerator)
-        chosen = states.find_newest_folder(source.run, len(models), len(optimizers))
-    else:
-        folder = states.examine_folder(source.folder)
-        if folder is None:
-            return {"stock": f"{source.folder} holds no sharded model"}
-        chosen = folder
-    return {"folder": str(chosen.folder), "ours": chosen.ours, "newest": chosen.newest}
+        return states.find_newest_folder(source.run, len(models), len(optimizers))
+    return states.examine_folder(source.folder) or f"{source.folder} holds no sharded model"
 
 
 def _put_back(accelerator: Accelerator, folder: Path, rank: int, *, loaders: bool) -> None:
