@@ -389,8 +389,7 @@ def refuse_empty(model: nn.Module) -> None:
 
 
 def _refuse_unfilled(model: nn.Module, names: Collection[str]) -> None:
-    unsaved = [f"{group.path}.{name}" for group in find_unsaved(model) for name in group.names]
-    left = [*names, *unsaved]
+    left = [*names, *(name for group in find_unsaved(model) for name, _ in group.buffers())]
     if left:
         raise LoadError(
             f"{len(left):,} tensors on the meta device are not in the files: {list_first(left)}",

@@ -34,7 +34,7 @@ from ckptkit.conversion.source.open import (
 )
 from ckptkit.core.arguments import check_arguments
 from ckptkit.core.checksums import digest_as
-from ckptkit.core.dtypes import DType, dtype_named
+from ckptkit.core.dtypes import dtype_named
 from ckptkit.core.errors import (
     CkptkitError,
     LoadError,
@@ -206,8 +206,10 @@ class ModelLoad(Closing):
         select: str | None = None,
         kept: Collection[Fqn] = (),
     ) -> None:
-        self._live, self._dtype = LiveModel(model), _parse_dtype(dtype)
-        if self._dtype is not None:
+        self._live = LiveModel(model)
+        self._dtype: torch.dtype | None = None
+        if dtype is not None:
+            self._dtype = getattr(torch, choose_dtype(dtype, FACTOR_DTYPES))
             self._live.refuse_other(self._dtype)
         with ExitStack() as stack:
             self._node = _join_node(stack, source)  # before, so that other ranks know of this one
@@ -278,7 +280,11 @@ class ModelLoad(Closing):
     def check(self, *, strict: bool) -> None:
         """Refuses a checkpoint that does not fit, or is not complete; nothing is written yet."""
         live, sources, checkpoint = self._live, self._sources, self._checkpoint
-        dtypes = {tensor.name: _dtype_of(tensor, self._dtype) for tensor in live.tensors}
+        dtypes = {tensor.name: tensor.dtype for tensor in live.tensors}
+        for tensor in live.tensors if self._dtype is not None else ():
+            local = tensor.pieces[0].local
+            if local.is_meta and is_wide_float(local.dtype):
+                dtypes[tensor.name] = dtype_named(str(self._dtype))
         refuse_misfits(live, sources, self._stored, dtypes, strict=strict)
         used = [self._stored[part.name] for _, part in sources.all_parts()]
         refuse_problems(checkpoint.index, used, checkpoint.path)
@@ -528,20 +534,6 @@ def _join_node(stack: ExitStack, source: PathLike[str] | str) -> NodeMemory | No
     options = json.dumps(place.options, sort_keys=True, default=repr)
     node = join_node(f"{place.location} {options}")
     return None if node is None else stack.enter_context(node)
-
-
-def _parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
-    if dtype is None:
-        return None
-    found = getattr(torch, choose_dtype(dtype, FACTOR_DTYPES))
-    return found if isinstance(found, torch.dtype) else None
-
-
-def _dtype_of(tensor: LiveTensor, wanted: torch.dtype | None) -> DType:
-    local = tensor.pieces[0].local
-    if wanted is None or not local.is_meta or not is_wide_float(local.dtype):
-        return tensor.dtype
-    return dtype_named(str(wanted))
 
 
 def _find_sources(

@@ -85,7 +85,7 @@ def _give_memory(
                 before[parameter].append((owner, name))
     unsaved = find_unsaved(module)
     device = _device_of(module)
-    computed = {id(buffer) for group in unsaved for buffer in group.buffers.values()}
+    computed = {id(buffer) for group in unsaved for _, buffer in group.buffers()}
 
     def real(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_meta or id(tensor) in leave:
@@ -271,10 +271,10 @@ class UnsavedBuffers(Struct, frozen=True):
     owner: nn.Module
     names: tuple[str, ...]  # the names of the buffers in the module
 
-    @property
-    def buffers(self) -> dict[str, torch.Tensor]:
-        """The buffers as they are now: a module may replace them when it computes them."""
-        return {name: getattr(self.owner, name) for name in self.names}
+    def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields the buffers as they are now: a module may replace them when it computes them."""
+        for name in self.names:
+            yield f"{self.path}.{name}" if self.path else name, getattr(self.owner, name)
 
 
 def find_unsaved(model: nn.Module) -> list[UnsavedBuffers]:
@@ -294,13 +294,15 @@ def find_unsaved(model: nn.Module) -> list[UnsavedBuffers]:
 def fill_unsaved(model: nn.Module, unsaved: Sequence[UnsavedBuffers]) -> None:
     if not unsaved:
         return
-    flags = [b for group in unsaved for b in group.buffers.values() if b.dtype is torch.bool]
     with _without_saved(model, unsaved), torch.no_grad():
         _mark(unsaved, flag=False)
         reasons = _initialise(model, unsaved)
         left = {full: reasons.get(full, "") for full in _marked(unsaved)}
-        if flags:  # either value may be what is computed
-            left |= dict.fromkeys(_flags_not_computed(model, unsaved), "")
+        flags = {full: flag.clone() for full, flag in _flags(unsaved)}
+        if flags:  # either value may be what is computed: they are computed from the other as well
+            _mark(unsaved, flag=True)
+            _initialise(model, unsaved)
+            left |= {f: "" for f, flag in _flags(unsaved) if not torch.equal(flag, flags[f])}
     if left:
         listed = ", ".join(f"{full} ({why})" if why else full for full, why in left.items())
         raise ResumeError(
@@ -311,21 +313,9 @@ def fill_unsaved(model: nn.Module, unsaved: Sequence[UnsavedBuffers]) -> None:
         )
 
 
-def _flags_not_computed(model: nn.Module, unsaved: Sequence[UnsavedBuffers]) -> Iterator[str]:
-    """Yields the buffers of booleans that keep what they are filled with, where it matters."""
-    first = {
-        _full(group, name): buffer.clone()
-        for group in unsaved
-        for name, buffer in group.buffers.items()
-        if buffer.dtype is torch.bool
-    }
-    _mark(unsaved, flag=True)
-    _initialise(model, unsaved)
-    for group in unsaved:
-        for name, buffer in group.buffers.items():
-            before = first.get(_full(group, name))
-            if before is not None and not torch.equal(buffer, before):
-                yield _full(group, name)
+def _flags(unsaved: Sequence[UnsavedBuffers]) -> Iterator[tuple[str, torch.Tensor]]:
+    buffers = (pair for group in unsaved for pair in group.buffers())
+    return ((full, buffer) for full, buffer in buffers if buffer.dtype is torch.bool)
 
 
 def _initialise(model: nn.Module, unsaved: Sequence[UnsavedBuffers]) -> dict[str, str]:
@@ -339,8 +329,8 @@ def _initialise(model: nn.Module, unsaved: Sequence[UnsavedBuffers]) -> dict[str
         try:
             initialise()
         except Exception as error:  # noqa: BLE001  the code is the model's
-            for name in groups[path].names if path in groups else ():
-                failures[_full(groups[path], name)] = f"{type(error).__name__}: {error}"
+            for full, _ in groups[path].buffers() if path in groups else ():
+                failures[full] = f"{type(error).__name__}: {error}"
 
     for path in reversed([path for path in modules if path in wanted]):  # children first
         module = modules[path]
@@ -352,10 +342,6 @@ def _initialise(model: nn.Module, unsaved: Sequence[UnsavedBuffers]) -> dict[str
         if callable(own) and path in groups and (not of_library or any(_marked([groups[path]]))):
             call(path, own)
     return failures
-
-
-def _full(group: UnsavedBuffers, name: str) -> str:
-    return f"{group.path}.{name}" if group.path else name
 
 
 def _parent_paths(path: str) -> Iterator[str]:
@@ -399,23 +385,19 @@ def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
 def _mark(unsaved: Sequence[UnsavedBuffers], *, flag: bool) -> None:
     """Fills buffers with values that none is expected to have; those of booleans with `flag`."""
     for group in unsaved:
-        for buffer in group.buffers.values():
-            if buffer.dtype.is_floating_point or buffer.dtype.is_complex:
-                buffer.fill_(float("nan"))
-            else:
-                is_flag = buffer.dtype is torch.bool
-                buffer.fill_(flag if is_flag else torch.iinfo(buffer.dtype).max)
+        for _, buffer in group.buffers():
+            buffer.fill_(flag if buffer.dtype is torch.bool else _mark_of(buffer.dtype))
+
+
+def _mark_of(dtype: torch.dtype) -> float:
+    is_float = dtype.is_floating_point or dtype.is_complex
+    return float("nan") if is_float else torch.iinfo(dtype).max
 
 
 def _marked(unsaved: Sequence[UnsavedBuffers]) -> Iterator[str]:
     """Yields the buffers that still have what `_mark` filled them with, booleans left out."""
-    for group in unsaved:
-        for name, buffer in group.buffers.items():
-            if not buffer.numel() or buffer.dtype is torch.bool:
-                continue
-            if buffer.dtype.is_floating_point or buffer.dtype.is_complex:
-                is_marked = buffer.isnan().all()
-            else:
-                is_marked = (buffer == torch.iinfo(buffer.dtype).max).all()
-            if is_marked:
-                yield _full(group, name)
+    for full, buffer in (pair for group in unsaved for pair in group.buffers()):
+        if buffer.numel() and buffer.dtype is not torch.bool:
+            mark = _mark_of(buffer.dtype)
+            if (buffer.isnan() if mark != mark else buffer == mark).all():  # noqa: PLR0124  NaN
+                yield full

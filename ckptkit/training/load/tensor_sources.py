@@ -369,17 +369,21 @@ class SourceSearch:
                 alone.append(tensor.name)
             else:
                 lost.append(tensor.name)
-        unexpected = (name for name in self._stored if name not in used)
+        ignores = self._model.ignores
+        unexpected = (
+            name
+            for name in self._stored
+            if name not in used
+            and EXTRA_STATE not in name.split(".")
+            and not ignores(name, "unexpected")
+        )
         return TensorSources(
             parts,
-            tuple(name for name in lost if not self._model.ignores(name, "missing")),
-            tuple(name for name in unexpected if not self._is_ignored(name)),
-            (*alone, *(name for name in lost if self._model.ignores(name, "missing"))),
+            tuple(name for name in lost if not ignores(name, "missing")),
+            tuple(unexpected),
+            (*alone, *(name for name in lost if ignores(name, "missing"))),
             further,
         )
-
-    def _is_ignored(self, name: Fqn) -> bool:
-        return EXTRA_STATE in name.split(".") or self._model.ignores(name, "unexpected")
 
     def _twin(
         self, tensor: LiveTensor, naming: Naming, twins: Mapping[Fqn, Fqn]

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -339,17 +338,12 @@ def test_ties_are_one_piece_with_both_names() -> None:
     assert bound.facts()["models"]["model"]["tied"] == [["0.weight", "1.weight"]]
 
 
+@pytest.mark.usefixtures("alone")
 def test_an_average_on_a_mesh_gets_a_directory_of_its_own() -> None:
-    stores: Any = dist  # its stubs name no store
-    dist.init_process_group("gloo", store=stores.HashStore(), rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        shadow = {"weight": distribute_tensor(torch.ones(3), mesh, [Shard(0)]), "decay": 0.9}
-        found = bind({"ema": Average(shadow)}, layout="accelerate", rank=0, world_size=1).holdings(
-            1
-        )
-    finally:
-        dist.destroy_process_group()
+    mesh = init_device_mesh("cpu", (1,))
+    shadow = {"weight": distribute_tensor(torch.ones(3), mesh, [Shard(0)]), "decay": 0.9}
+    bound = bind({"ema": Average(shadow)}, layout="accelerate", rank=0, world_size=1)
+    found = bound.holdings(1)
     assert [(piece.unit, piece.key) for piece in found.pieces] == [("ema_0", "ema.weight")]
     assert [(value.unit, value.value) for value in found.objects] == [("ema_0", 0.9)]
     assert [file.path for file in found.files] == ["random_states_0.pkl"]

@@ -5,13 +5,10 @@ from __future__ import annotations
 import json
 import shutil
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp
@@ -22,16 +19,6 @@ from ckptkit.formats.ranks.flat import ModelParameter, compute_vectors, parse_la
 from ckptkit.training import write_flat_layout
 
 FIXTURES = Path(__file__).resolve().parents[3] / "fixtures"
-
-
-@pytest.fixture
-def alone() -> Iterator[None]:
-    stores: Any = dist  # its stubs name no store
-    dist.init_process_group("gloo", store=stores.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("alone")

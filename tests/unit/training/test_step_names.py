@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
@@ -17,14 +15,6 @@ from ckptkit.training.state.dtensors import Copies
 from ckptkit.training.state.models import ModelWalk
 from ckptkit.training.state.objects import flatten
 from ckptkit.training.step_names import TensorPlaces, clean_fqn, wrapper_names
-
-
-@pytest.fixture
-def alone() -> Iterator[None]:
-    stores: Any = dist  # its stubs name no store
-    dist.init_process_group("gloo", store=stores.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 class Inner(nn.Module):

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -17,7 +16,10 @@ import ckptkit
 from ckptkit.core.errors import ResumeError
 from ckptkit.training import Checkpointer
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*NO_SHARD")  # as FSDP1 is with one rank
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*NO_SHARD"),  # as FSDP1 is with one rank
+    pytest.mark.usefixtures("all_alone"),
+]
 
 LOW = torch.bfloat16
 
@@ -31,14 +33,6 @@ class Steps:
     def next(cls) -> int:
         cls.last += 1
         return cls.last
-
-
-@pytest.fixture(scope="module", autouse=True)
-def process_group() -> Iterator[None]:
-    stores: Any = dist
-    dist.init_process_group("gloo", store=stores.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")

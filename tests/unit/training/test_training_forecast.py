@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim.optimizer import (
@@ -72,17 +71,13 @@ def test_state_counts_where_it_will_be_written() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # FSDP1 warns of one rank, and that it is deprecated
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("use_orig_params", [False, True])
 def test_flat_parameters_count_for_what_lies_in_them(*, use_orig_params: bool) -> None:
-    stores: Any = dist  # its stubs name no store
-    dist.init_process_group("gloo", store=stores.HashStore(), rank=0, world_size=1)
-    try:
-        model = FullyShardedDataParallel(
-            nn.Linear(30, 4), device_id=torch.device("cpu"), use_orig_params=use_orig_params
-        )
-        guess = expected({"model": model, "optimizer": torch.optim.AdamW(model.parameters())})
-    finally:
-        dist.destroy_process_group()
+    model = FullyShardedDataParallel(
+        nn.Linear(30, 4), device_id=torch.device("cpu"), use_orig_params=use_orig_params
+    )
+    guess = expected({"model": model, "optimizer": torch.optim.AdamW(model.parameters())})
     assert guess == 2 * 4 * (30 * 4 + 4) + 2 * HEADERS
 
 

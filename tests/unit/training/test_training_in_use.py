@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
@@ -21,18 +20,13 @@ import ckptkit
 from ckptkit.core.errors import UnsupportedError, UsageError
 from ckptkit.training import Checkpointer
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*NO_SHARD")  # as FSDP1 is with one rank
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*NO_SHARD"),  # as FSDP1 is with one rank
+    pytest.mark.usefixtures("all_alone"),
+]
 
 INPUTS = torch.arange(8.0).reshape(2, 4).requires_grad_()  # or backward hooks warn
 STEPS = itertools.count(1)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def process_group() -> Iterator[None]:
-    stores: Any = dist
-    dist.init_process_group("gloo", store=stores.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")

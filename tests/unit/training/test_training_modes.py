@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -21,17 +20,12 @@ import ckptkit
 from ckptkit.core.errors import CkptkitError, UnsupportedError, UsageError
 from ckptkit.training import Checkpointer
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*NO_SHARD")  # as FSDP1 is with one rank
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*NO_SHARD"),  # as FSDP1 is with one rank
+    pytest.mark.usefixtures("alone"),
+]
 
 INPUTS = torch.arange(20.0).reshape(5, 4)
-
-
-@pytest.fixture(autouse=True)
-def process_group() -> Iterator[None]:
-    stores: Any = dist
-    dist.init_process_group("gloo", store=stores.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 class Scaling(TorchFunctionMode):
