@@ -133,7 +133,7 @@ class StoredOptimizer:
         """
         groups = self._read_groups()
         entry = self._stored.entry(*self._bound.saved_as)
-        made_by = "" if entry is None else entry.made_by  # empty where that is not known
+        made_by = (entry and entry.made_by) or ""  # empty where that is not known
         own = class_of(self.optimizer)
         if made_by == own or not groups:
             return groups
