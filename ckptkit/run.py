@@ -6,12 +6,13 @@ The script runs as if it were started directly: with its arguments, its folder o
 
 from __future__ import annotations
 
+import importlib
 import io
 import logging
 import os
 import runpy
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
@@ -135,25 +136,12 @@ def _patch_accelerate(module: ModuleType, patcher: ImportPatcher) -> None:
     Source: `accelerate.Accelerator`, versions 1.7 to 1.15.
     """
 
-    def save_state(self: Any, *arguments: Any, **options: Any) -> Any:
-        from ckptkit.integrations.accelerate import save_like_stock
+    def ours(name: str, **given: Any) -> Callable[..., Any]:
+        def method(self: Any, *arguments: Any, **options: Any) -> Any:
+            accelerate = importlib.import_module("ckptkit.integrations.accelerate")
+            return getattr(accelerate, name)(self, *arguments, **given, **options)
 
-        return save_like_stock(self, *arguments, waits=patcher.waits, **options)
-
-    def load_state(self: Any, *arguments: Any, **options: Any) -> None:
-        from ckptkit.integrations.accelerate import load_like_stock
-
-        load_like_stock(self, *arguments, **options)
-
-    def save_model(self: Any, *arguments: Any, **options: Any) -> None:
-        from ckptkit.integrations.accelerate import save_model_like_stock
-
-        save_model_like_stock(self, *arguments, **options)
-
-    def get_state_dict(self: Any, *arguments: Any, **options: Any) -> Any:
-        from ckptkit.integrations.accelerate import get_state_like_stock
-
-        return get_state_like_stock(self, *arguments, **options)
+        return method
 
     def init(self: Any, *arguments: Any, **options: Any) -> None:
         getattr(init, STOCK)(self, *arguments, **options)
@@ -161,10 +149,10 @@ def _patch_accelerate(module: ModuleType, patcher: ImportPatcher) -> None:
 
     replace_methods(
         module.Accelerator,
-        save_state=save_state,
-        load_state=load_state,
-        save_model=save_model,
-        get_state_dict=get_state_dict,
+        save_state=ours("save_like_stock", waits=patcher.waits),
+        load_state=ours("load_like_stock"),
+        save_model=ours("save_model_like_stock"),
+        get_state_dict=ours("get_state_like_stock"),
         __init__=init,
     )
 

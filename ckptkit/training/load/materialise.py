@@ -1,4 +1,4 @@
-"""Allocates memory to load into: models on the meta device, optimizers that never stepped.
+"""Allocates memory to load into, for models on the meta device.
 
 A buffer that no checkpoint holds, as the frequencies of a rotary embedding, is computed when its
 module is built; on the meta device that gives it no content. It is computed again as
@@ -13,12 +13,10 @@ Source: transformers 5.23, `PreTrainedModel.initialize_weights`.
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 from msgspec import Struct
@@ -26,18 +24,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ckptkit.core.errors import ResumeError
-from ckptkit.core.index import KeyPath, TensorEntry, TensorIndex
-from ckptkit.training.state.dtensors import DTensor, empty_like
+from ckptkit.training.state.dtensors import DTensor
 from ckptkit.training.state.fsdp import fsdp2_states
 from ckptkit.training.state.models import members_of
-from ckptkit.training.state.optimizers import STATE, below, unwrap_optimizer
-from ckptkit.training.state.pieces import ShardLayout
 
-Slots = Mapping[int, tuple[ShardLayout, ...]]
 _Named = tuple[nn.Module, str]
-
-
-_FIRST_STEPS = 2  # in which an optimizer makes its state
 
 
 def materialise(
@@ -121,147 +112,6 @@ def _device_of(module: nn.Module) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     kind = first.device_mesh.device_type
     return torch.device("cpu") if kind == "cpu" else torch.device(kind, torch.cuda.current_device())
-
-
-def allocate_state(
-    optimizer: Optimizer,
-    slots: Slots,
-    index: TensorIndex,
-    path: KeyPath,
-    *,
-    leave: Container[int] = (),
-) -> None:
-    """Gives an optimizer the state tensors that a checkpoint has for it, without content.
-
-    Tensors that are there stay, to be filled in place; state of parameters for which the checkpoint
-    has none is removed. The state of parameters whose identities are in `leave` stays as it is.
-    """
-    stored = _stored_states(index, path)
-    parameters = [
-        (parameter, bool(group.get("capturable") or group.get("fused")))
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        if id(parameter) not in leave
-    ]
-    # State of a sharded parameter that is neither a number nor of its shape.
-    odd = [
-        (parameter, name)
-        for parameter, _ in parameters
-        for slot in slots[id(parameter)]
-        if isinstance(parameter, DTensor) or not slot.whole
-        for name, entry in stored.get(slot.fqn, {}).items()
-        if entry.shape != slot.shape and entry.elements != 1
-    ]
-    if odd:
-        step_without_effect(
-            optimizer, lambda: all(name in optimizer.state.get(p, {}) for p, name in odd)
-        )
-    # Of a parameter of one element, a number looks like a part.
-    numbers = {
-        name
-        for parameter, _ in parameters
-        for slot in slots[id(parameter)]
-        for name, entry in stored.get(slot.fqn, {}).items()
-        if entry.elements == 1 and math.prod(slot.shape) > 1
-    }
-    for parameter, on_device in parameters:
-        own = slots[id(parameter)]
-        slot = next((slot for slot in own if slot.fqn in stored), None)
-        if slot is None or not has_state(parameter, own):
-            optimizer.state.pop(parameter, None)
-            continue
-        state: dict[str, Any] = optimizer.state[parameter]
-        for name, entry in stored[slot.fqn].items():
-            is_part = entry.shape == slot.shape and name not in numbers
-            value, is_number = state.get(name), entry.elements == 1
-            # What a later step has made of it, in a resume from an earlier one.
-            is_other = (is_part or is_number) and (
-                isinstance(value, torch.Tensor) and (value.numel() == 1) != is_number
-            )
-            if is_other or not isinstance(value, torch.Tensor):
-                state[name] = _empty(
-                    parameter, slot, name, entry, on_device=on_device, is_part=is_part
-                )
-
-
-def _stored_states(index: TensorIndex, path: KeyPath) -> dict[str, dict[str, TensorEntry]]:
-    states: dict[str, dict[str, TensorEntry]] = defaultdict(dict)
-    entries = {entry.key_path: entry for entry in index.tensors.values()}
-    for rest, key_path in below(entries, path, STATE):
-        if len(rest) == 2:  # noqa: PLR2004
-            states[str(rest[0])][str(rest[1])] = entries[key_path]
-    for rest, _ in below(index.values, path, STATE):
-        if len(rest) > 1:
-            states.setdefault(str(rest[0]), {})
-    return dict(states)
-
-
-def has_state(parameter: torch.Tensor, slots: Sequence[ShardLayout]) -> bool:
-    """Whether an optimizer has state here; FSDP1's ranks without elements may have none.
-
-    They have some of a flat parameter, which is padded, and of what is not sharded.
-    """
-    if isinstance(parameter, DTensor):
-        return True
-    return any(slot.elements or slot.start is not None or not slot.sharded for slot in slots)
-
-
-def _empty(
-    parameter: torch.Tensor,
-    slot: ShardLayout,
-    name: str,
-    entry: TensorEntry,
-    *,
-    on_device: bool,
-    is_part: bool,
-) -> torch.Tensor:
-    dtype: torch.dtype = getattr(torch, entry.dtype.name)
-    if is_part and (entry.shape or name != "step"):
-        if slot.start is not None:  # with padding, which no checkpoint holds
-            return torch.zeros(slot.held, dtype=dtype, device=parameter.device)
-        if isinstance(parameter, DTensor) or tuple(parameter.shape) == slot.held:
-            return empty_like(parameter, dtype)
-        return torch.empty(slot.held, dtype=dtype, device=parameter.device)
-    # As torch's load_state_dict does: only counts of steps are not on the parameter's device.
-    is_count = name == "step" and entry.elements == 1 and not on_device
-    device = torch.device("cpu") if is_count else parameter.device
-    return torch.empty(entry.shape, dtype=dtype, device=device)
-
-
-def step_without_effect(optimizer: Optimizer, is_made: Callable[[], bool]) -> None:
-    """Lets an optimizer make its own state, by a step with gradients of zero, or by two.
-
-    The parameters are loaded afterwards. Gradients and hyperparameters are put back. An optimizer
-    that has state already keeps it. What `torch.compile` does in its step is not worth while here,
-    and left out. Some make a part of their state in the second step only, as `is_made` says.
-    """
-    if optimizer.state:
-        return
-    groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
-    gradients = [(p, p.grad) for g in optimizer.param_groups for p in g["params"]]
-    for parameter, _ in gradients:
-        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-    for group in optimizer.param_groups:
-        lr = group["lr"]
-        group["lr"] = torch.zeros_like(lr) if isinstance(lr, torch.Tensor) else 0.0
-    set_stance = getattr(torch.compiler, "set_stance", None)  # torch 2.6 and later
-    try:
-        with nullcontext() if set_stance is None else set_stance("force_eager"):
-            for _ in range(_FIRST_STEPS):
-                unwrap_optimizer(optimizer).step()
-                if is_made():
-                    break
-    except Exception as error:
-        raise ResumeError(
-            f"{type(optimizer).__name__} has state of other shapes than its parameters, and could"
-            f" not make it by a step: {type(error).__name__}: {error}",
-            hint="take a step with it before resuming, or resume without the optimizer",
-        ) from error
-    finally:
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
-        for group, values in zip(optimizer.param_groups, groups, strict=True):
-            group.update(values)
 
 
 class UnsavedBuffers(Struct, frozen=True):

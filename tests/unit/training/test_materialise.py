@@ -13,7 +13,8 @@ from torch.optim import SGD, AdamW, Optimizer
 from ckptkit.core.dtypes import dtype_named
 from ckptkit.core.errors import ResumeError
 from ckptkit.core.index import Box, Chunk, ChunkTable, Key, RecordTable, TensorEntry, TensorIndex
-from ckptkit.training.load.materialise import allocate_state, materialise
+from ckptkit.training.load.materialise import materialise
+from ckptkit.training.resume.optimizers import allocate_state
 from ckptkit.training.state.dtensors import Copies
 from ckptkit.training.state.models import ModelWalk
 from ckptkit.training.state.pieces import Replicas, whole_layout
