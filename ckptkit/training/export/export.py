@@ -70,7 +70,7 @@ from ckptkit.options import (
     parse_size,
 )
 from ckptkit.plan.load_report import EXPORT
-from ckptkit.plan.plan import Literal, Plan
+from ckptkit.plan.plan import Literal, Plan, TensorSpec
 from ckptkit.storage.base import Row
 from ckptkit.storage.local.disk import PAGE_BYTES
 from ckptkit.storage.local.target import MIN_DIRECT_BYTES, PartFile, SharedTarget
@@ -83,7 +83,6 @@ from ckptkit.training.export.output_plan import (
     ExportNames,
     ExportRequest,
     ExportView,
-    OutputPlace,
     Table,
     adapter_options,
     digest_of_plan,
@@ -94,7 +93,6 @@ from ckptkit.training.export.output_plan import (
     pack_table,
     parse_config,
     parts_of_model,
-    places_of,
     plan_adapter,
     plan_model,
     side_files,
@@ -260,10 +258,10 @@ class ExportAttempt:
             for note in (*names.notes, *plan.notes) if rank == 0 else ():
                 logger.warning("%s: %s", where, note)
         parts = [
-            BoxWrite(place, exported.table[source].dtype, box, local)
-            for name, place in places_of(plan).items()
-            for source in names.sources(name)
-            for box, local in names.parts(name, source, exported.parts(source))
+            BoxWrite(file.path, segment.start, spec, exported.table[source].dtype, box, local)
+            for file, segment, spec in plan.specs()
+            for source in names.sources(spec.name)
+            for box, local in names.parts(spec.name, source, exported.parts(source))
         ]
         if rank == 0:
             target.sweep()
@@ -529,14 +527,16 @@ class Block(Struct, frozen=True):
 
 
 class BoxWrite(Struct, frozen=True):
-    place: OutputPlace  # where the tensor is in the output
+    path: str  # of the file in the output that the tensor is in
+    start: int  # its first byte in that file
+    spec: TensorSpec  # the tensor as it is written
     dtype: DType  # of the elements here, before they are cast
     box: Box  # which part of the tensor it is
     local: torch.Tensor  # the elements, in the shape of the box
 
     @property
     def size_bytes(self) -> int:
-        return self.local.numel() * self.place.spec.dtype.itemsize
+        return self.local.numel() * self.spec.dtype.itemsize
 
 
 def write_parts(
@@ -545,7 +545,7 @@ def write_parts(
     """Writes parts of tensors, and returns the checksum share of each tensor."""
     _check_room(target, plan, parts)
     sizes = {file.path: file.size_bytes for file in plan.files}
-    for path in dict.fromkeys(part.place.path for part in parts):
+    for path in dict.fromkeys(part.path for part in parts):
         target.create(path, sizes[path])
     # The threads that copy use other streams than the current one of each device.
     for device in {part.local.device for part in parts if part.local.device.type == "cuda"}:
@@ -556,9 +556,9 @@ def write_parts(
     # In the order of the files, so that the device writes sequentially. Writes through the page
     # cache wait until nothing else is written to the file, so they come last.
     def order(part: BoxWrite) -> tuple[bool, str, int]:
-        return part.size_bytes < MIN_DIRECT_BYTES, part.place.path, part.place.start
+        return part.size_bytes < MIN_DIRECT_BYTES, part.path, part.start
 
-    jobs = ((p, b) for p in sorted(parts, key=order) for b in blocks_of(p.box, p.place))
+    jobs = ((p, b) for p in sorted(parts, key=order) for b in blocks_of(p.box, p.spec, p.start))
     with ThreadPoolExecutor(WRITERS, "ckptkit-export") as writers:
         for part, block in jobs:
             if len(under_way) == _BUFFERS:
@@ -567,7 +567,7 @@ def write_parts(
             else:
                 buffer = aligned_buffer(BLOCK_BYTES + 2 * PAGE_BYTES)
             starts, data = caster.cast(part, block, buffer)
-            written = writers.submit(target.write_runs, part.place.path, starts, data)
+            written = writers.submit(target.write_runs, part.path, starts, data)
             under_way.append((written, buffer))
         for written, _ in under_way:
             written.result()
@@ -608,21 +608,21 @@ class _BlockCaster:
         self, part: BoxWrite, block: Block, buffer: memoryview
     ) -> tuple[Sequence[int], memoryview]:
         """Returns where the runs of a block begin in its file, and their bytes in the buffer."""
-        place, itemsize = part.place, part.place.spec.dtype.itemsize
-        size = (block.stop - block.first) * itemsize
+        spec = part.spec
+        size = (block.stop - block.first) * spec.dtype.itemsize
         # The position of a single run in its memory page is that in its page on disk.
-        low = (place.start + int(block.at[0])) % PAGE_BYTES if len(block.at) == 1 else 0
+        low = (part.start + int(block.at[0])) % PAGE_BYTES if len(block.at) == 1 else 0
         data = buffer[low : low + size]
         self._fill(part, block, np.frombuffer(data, np.uint8))
-        length, name = block.run_bytes, place.spec.name
+        length = block.run_bytes
         runs = (crc32(data[start : start + length]) for start in range(0, size, length))
         sums = np.fromiter(runs, np.uint32, len(block.at))
-        share = compute_share(block.at, length, sums, place.spec.size_bytes)
-        self.shares[name] = self.shares[name].joined(share)
-        return (block.at + place.start).tolist(), data
+        share = compute_share(block.at, length, sums, spec.size_bytes)
+        self.shares[spec.name] = self.shares[spec.name].joined(share)
+        return (block.at + part.start).tolist(), data
 
     def _fill(self, part: BoxWrite, block: Block, data: NDArray[np.uint8]) -> None:
-        source, wanted = _elements(part.local, block), part.place.spec.dtype
+        source, wanted = _elements(part.local, block), part.spec.dtype
         if part.dtype == wanted:
             data[:] = source
             return
@@ -632,7 +632,7 @@ class _BlockCaster:
         if overflow is not None:
             run, rest = divmod(overflow.first * wanted.itemsize, block.run_bytes)
             position = int(block.at[run] + rest) // wanted.itemsize
-            where, start = f"tensor {part.place.spec.name!r}", position - overflow.first
+            where, start = f"tensor {part.spec.name!r}", position - overflow.first
             raise overflow_error(overflow, wanted, where=where, block_start=start)
 
 
@@ -651,14 +651,14 @@ def _elements(local: torch.Tensor, block: Block) -> NDArray[Any]:
     return gathered.view(torch.uint8).numpy()
 
 
-def blocks_of(box: Box, place: OutputPlace) -> Iterator[Block]:
+def blocks_of(box: Box, spec: TensorSpec, file_start: int) -> Iterator[Block]:
     """Yields the parts of a box that are each cast and written at once.
 
     Long runs are cut at pages of the file, so that all but their edges fill whole pages; short
     ones are taken many at a time.
     """
-    itemsize = place.spec.dtype.itemsize
-    length, starts = runs_of(box, place.spec.shape)
+    itemsize = spec.dtype.itemsize
+    length, starts = runs_of(box, spec.shape)
     size = length * itemsize
     if size < _LONG_BYTES:
         count = max(1, BLOCK_BYTES // max(size, 1))
@@ -668,7 +668,7 @@ def blocks_of(box: Box, place: OutputPlace) -> Iterator[Block]:
         return
     for number, start in enumerate(starts.tolist()):
         low, stop = start * itemsize, (start + length) * itemsize
-        for high in _cuts(low, stop, place.start):
+        for high in _cuts(low, stop, file_start):
             first = number * length + low // itemsize - start
             at = np.array([low], np.int64)
             yield Block(first, first + (high - low) // itemsize, at, high - low)

@@ -219,14 +219,6 @@ class ExportRequest(Struct, frozen=True):
         return self.out.parent if self.out.name == BESIDE_FILES else self.out
 
 
-class OutputPlace(Struct, frozen=True):
-    """Where a tensor is in the output: its file, first byte in it, and description."""
-
-    path: str
-    start: int
-    spec: TensorSpec
-
-
 def plan_model(
     table: Table,
     side: Mapping[str, bytes],
@@ -285,10 +277,6 @@ def plan_adapter(table: Table, side: Mapping[str, bytes], options: ConsolidateRe
     beside = {name: data for name, data in side.items() if name not in _OF_MODELS}
     own = _literal(ADAPTER_CONFIG, beside[ADAPTER_CONFIG])
     return Plan((layout_adapter(products), own, *_side_files(beside)), {})
-
-
-def places_of(plan: Plan) -> dict[Fqn, OutputPlace]:
-    return {spec.name: OutputPlace(file.path, seg.start, spec) for file, seg, spec in plan.specs()}
 
 
 def digest_of_plan(plan: Plan) -> str:
