@@ -218,7 +218,9 @@ class ModelLoad(Closing):
             self._checkpoint, self._stored, self._sources = found
             self._find_scales()
             if kept:
-                self._sources = self._sources.without(self._live.tensors, kept)
+                tensors = self._live.tensors
+                gone = {t.name for t in tensors if any(name in kept for name in t.names)}
+                self._sources = self._sources.without(gone)
             self._scale_changes: list[Callable[[], object]] = []
             # the records that this rank has read in part, for `cross_check`
             self.partial: tuple[NumberedRecord, ...] = ()
@@ -274,8 +276,8 @@ class ModelLoad(Closing):
             name, scale = f"{weight}.{key}", Fqn(f"{parts[Fqn(weight)][0].name}.{key}")
             if scale in self._stored and (is_made_anew(key) or name not in parts):
                 self._stored_scales[name] = index, self._checkpoint.source, self._stored[scale]
-        names = {name: entry.name for name, (_, _, entry) in self._stored_scales.items()}
-        self._sources = self._sources.read_apart(names)
+        stored = {entry.name for _, _, entry in self._stored_scales.values()}
+        self._sources = self._sources.without(self._stored_scales, stored)
 
     def check(self, *, strict: bool) -> None:
         """Refuses a checkpoint that does not fit, or is not complete; nothing is written yet."""
@@ -540,13 +542,10 @@ def _find_sources(
     live: LiveModel, opened: OpenedCheckpoint, name_map: str | PathLike[str] | None
 ) -> tuple[OpenedCheckpoint, Stored, TensorSources]:
     """Returns the checkpoint with names that fit, its tensors, and where those of the model are."""
-    checkpoint = opened
     if name_map is None:
         stored = _stored_tensors(opened)
-        if not recognise_framework(stored):
-            return opened, stored, SourceSearch(live, stored).find()
         sources = SourceSearch(live, stored).find()
-        if not sources.rest:
+        if not sources.rest or not recognise_framework(stored):
             return opened, stored, sources
     request = ConsolidateRequest.from_options({"map": "auto" if name_map is None else name_map})
     checkpoint = convert_checkpoint(opened, request, live.config)

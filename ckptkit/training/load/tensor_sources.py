@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -246,23 +246,15 @@ class TensorSources(Struct, frozen=True):
             for form in (parts, *self.further.get(name, ())):
                 yield from ((name, part) for part in form)
 
-    def without(self, tensors: Sequence[LiveTensor], kept: Collection[Fqn]) -> TensorSources:
-        gone = {tensor.name for tensor in tensors if any(name in kept for name in tensor.names)}
+    def without(self, gone: Container[str], stored: Container[Fqn] = ()) -> TensorSources:
+        """Returns the same without some live tensors, and the stored ones they are filled from."""
         return replace(
             self,
             parts={name: parts for name, parts in self.parts.items() if name not in gone},
             missing=tuple(name for name in self.missing if name not in gone),
+            unexpected=tuple(name for name in self.unexpected if name not in stored),
             left_alone=tuple(name for name in self.left_alone if name not in gone),
             further={name: forms for name, forms in self.further.items() if name not in gone},
-        )
-
-    def read_apart(self, scales: Mapping[str, Fqn]) -> TensorSources:
-        stored = frozenset(scales.values())
-        return replace(
-            self,
-            parts={name: parts for name, parts in self.parts.items() if name not in scales},
-            missing=tuple(name for name in self.missing if name not in scales),
-            unexpected=tuple(name for name in self.unexpected if name not in stored),
         )
 
     @property
