@@ -80,30 +80,19 @@ from ckptkit.storage.place_identity import find_filesystem_type, why_not_shared
 from ckptkit.training.agree.peers import Peers, name_ranks, poll_until
 from ckptkit.training.environment import ranks_of_this_machine
 from ckptkit.training.export.output_plan import (
-    ExportNames,
+    BoxWrite,
+    ExportPlan,
     ExportRequest,
-    ExportView,
-    Table,
     adapter_options,
     digest_of_plan,
-    disk_names,
     is_adapter,
-    kept_of,
-    merge_tables,
-    pack_table,
-    parse_config,
-    parts_of_model,
-    plan_adapter,
-    plan_model,
-    side_files,
-    unpack_table,
-    view_model,
+    plan_export,
 )
 from ckptkit.training.handle import ExportHandle, ExportReport, SaveHandle
 from ckptkit.training.save.saver import OURS, agree_on_commit, find_committed
 from ckptkit.training.save.staging import is_plain
 from ckptkit.training.state.collect import BoundState
-from ckptkit.training.step_names import ask_live_class, model_class
+from ckptkit.training.step_names import ask_live_class
 from ckptkit.version import __version__
 
 __all__ = ["ExportHandle", "ExportOptions", "Exporter", "make_request"]
@@ -117,13 +106,9 @@ SaveInstead = Callable[[BoundState, str], SaveHandle]
 
 
 class _Written(Struct, frozen=True):
-    """What this rank has written, and what is known of the model without keeping it."""
+    """What this rank has written."""
 
-    plan: Plan
-    model_class: type
-    table: Table  # the tensors of the whole model
-    names: ExportNames  # their names on disk
-    is_adapter: bool
+    planned: ExportPlan
     size_bytes: int  # of this rank's part
     shares: Mapping[Fqn, ChecksumShare]
     rows: Sequence[Row]  # of this rank's own file, where only one rank may write to the output
@@ -237,32 +222,10 @@ class ExportAttempt:
         by_ranges: bool,
     ) -> _Written:
         """Plans the whole folder, as every rank does, and writes this rank's bytes of it."""
-        exported, side = view_model(bound), side_files(bound, sidecar)
-        table, names, options = self._whole(exported), ExportNames(None), self._request.options
-        modules, rank = parts_of_model(bound), self._peers.rank
-        if exported.is_adapter:
-            plan = plan_adapter(table, side, options)
-        else:
-            if options.names != "live":
-                names = disk_names(modules, table, parse_config(side))
-            self._request = replace(self._request, versions=names.versions)
-
-            def is_tied(name: Fqn, other: Fqn) -> bool:
-                same = exported.same(name, other)
-                if exported.is_everywhere and same is None:
-                    return True
-                return bool(self._agree(same is not False, all))
-
-            kept, where = kept_of(modules), str(self._request.named)
-            plan = plan_model(table, side, options, is_tied, names, kept, where=where)
-            for note in (*names.notes, *plan.notes) if rank == 0 else ():
-                logger.warning("%s: %s", where, note)
-        parts = [
-            BoxWrite(file.path, segment.start, spec, exported.table[source].dtype, box, local)
-            for file, segment, spec in plan.specs()
-            for source in names.sources(spec.name)
-            for box, local in names.parts(spec.name, source, exported.parts(source))
-        ]
+        planned, parts = plan_export(bound, sidecar, self._request, self._agree)
+        plan, rank = planned.plan, self._peers.rank
+        for note in (*planned.names.notes, *plan.notes) if rank == 0 else ():
+            logger.warning("%s: %s", self._request.named, note)
         if rank == 0:
             target.sweep()
             write_literals(target, plan)
@@ -278,36 +241,26 @@ class ExportAttempt:
                 file.close()
             rows = file.rows
         target.finish(_mark_of(rank))
-        size = sum(part.size_bytes for part in parts)
-        own = model_class(modules[0])
-        return _Written(plan, own, table, names, exported.is_adapter, size, shares, rows)
-
-    def _whole(self, exported: ExportView) -> Table:
-        """Returns the tensors of the whole model, which ranks of a pipeline have to exchange."""
-        if exported.is_everywhere:
-            return exported.table
-
-        def decide(tables: Sequence[str]) -> str:
-            return pack_table(merge_tables([unpack_table(table) for table in tables]))
-
-        return unpack_table(self._agree(pack_table(exported.table), decide))
+        return _Written(planned, sum(part.size_bytes for part in parts), shares, rows)
 
     def _commit(self, written: _Written) -> Mapping[str, Any]:
         target = self._target
         assert target is not None  # noqa: S101  begin() returned
 
         def commit_all(answers: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-            if not written.is_adapter:
-                compare_with_model(written, self._request)
+            if not written.planned.is_adapter:
+                compare_with_model(written.planned, self._request)
             patience = min(_VISIBLE_SECONDS, self._timeout_seconds / 2)
-            return commit(target, written, self._request, answers, patience_seconds=patience)
+            return commit(
+                target, written.planned, self._request, answers, patience_seconds=patience
+            )
 
         def find() -> Mapping[str, Any] | None:
             places = dict.fromkeys((self._request.out, self._request.named))  # it may be moved
             found = filter(None, (find_committed(place, self._name) for place in places))
             return next(({"size_bytes": manifest.size_bytes} for manifest in found), None)
 
-        plan = written.plan
+        plan = written.planned.plan
         answer = {
             "plan": digest_of_plan(plan),
             "shares": [written.shares.get(s.name, ChecksumShare()) for _, _, s in plan.specs()],
@@ -526,19 +479,6 @@ class Block(Struct, frozen=True):
     run_bytes: int  # how long each run is
 
 
-class BoxWrite(Struct, frozen=True):
-    path: str  # of the file in the output that the tensor is in
-    start: int  # its first byte in that file
-    spec: TensorSpec  # the tensor as it is written
-    dtype: DType  # of the elements here, before they are cast
-    box: Box  # which part of the tensor it is
-    local: torch.Tensor  # the elements, in the shape of the box
-
-    @property
-    def size_bytes(self) -> int:
-        return self.local.numel() * self.spec.dtype.itemsize
-
-
 def write_parts(
     target: SharedTarget | PartFile, plan: Plan, parts: Sequence[BoxWrite]
 ) -> dict[Fqn, ChecksumShare]:
@@ -705,9 +645,9 @@ def runs_of(box: Box, shape: Shape) -> tuple[int, Ints]:
     return math.prod(box.sizes[axis:]), starts
 
 
-def compare_with_model(written: _Written, request: ExportRequest) -> None:
-    """Compares names and shapes with the model of the configuration that is written."""
-    plan = written.plan
+def compare_with_model(planned: ExportPlan, request: ExportRequest) -> None:
+    """Compares names and shapes with the model of the configuration that is planned."""
+    plan = planned.plan
     bodies = (file.segments[0].body for file in plan.files if file.path == CONFIG and file.segments)
     data = next((body.data for body in bodies if isinstance(body, Literal)), None)
     if data is None or request.options.names == "live":
@@ -718,11 +658,11 @@ def compare_with_model(written: _Written, request: ExportRequest) -> None:
     is_loaded, doubt = is_as_described(subject.request), ""
     if not is_loaded:
         is_loaded, doubt = ask_live_class(
-            written.model_class,
+            planned.model_class,
             subject.request.config,
-            {name: spec.shape for name, spec in written.table.items()},
-            {name: written.names.sources(Fqn(name)) for name in tensors},
-            is_converted=bool(written.names.versions),
+            {name: spec.shape for name, spec in planned.table.items()},
+            {name: planned.names.sources(Fqn(name)) for name in tensors},
+            is_converted=bool(planned.names.versions),
         )
     if is_loaded:
         return
@@ -742,14 +682,14 @@ def _mark_of(rank: int) -> str:
 
 def commit(
     target: SharedTarget,
-    written: _Written,
+    planned: ExportPlan,
     request: ExportRequest,
     answers: Sequence[Mapping[str, Any]],
     *,
     patience_seconds: float,
 ) -> dict[str, Any]:
     """Makes the parts of all ranks one directory, the manifest last."""
-    where, plan = str(request.named), written.plan
+    where, plan = str(request.named), planned.plan
     digest = digest_of_plan(plan)
     other = [rank for rank, answer in enumerate(answers) if answer["plan"] != digest]
     if other:
@@ -775,15 +715,15 @@ def commit(
     if parts:
         target.unite({file.path: file.size_bytes for file in plan.files}, parts)
     shares = [answer["shares"] for answer in answers]
-    manifest = _manifest(plan, request, shares, is_adapter=written.is_adapter)
+    manifest = _manifest(planned, request, shares)
     target.commit(MANIFEST_NAME, manifest.to_json())
     return {"size_bytes": plan.bytes_written}
 
 
 def _manifest(
-    plan: Plan, request: ExportRequest, shares: Sequence[Sequence[Any]], *, is_adapter: bool
+    planned: ExportPlan, request: ExportRequest, shares: Sequence[Sequence[Any]]
 ) -> Manifest:
-    tensors: dict[str, TensorRecord] = {}
+    plan, tensors = planned.plan, dict[str, TensorRecord]()
     for (file, segment, spec), *of_ranks in zip(plan.specs(), *shares, strict=True):
         whole = ChecksumShare()
         for share in of_ranks:
@@ -806,10 +746,10 @@ def _manifest(
         digest = digest_of(memoryview(body.data)) if isinstance(body, Literal) else ""
         files[file.path] = FileRecord(file.size_bytes, digest)
     return Manifest(
-        kind="adapter" if is_adapter else "model",
+        kind="adapter" if planned.is_adapter else "model",
         source=request.source,
         options=changed_options(request.options),
-        versions={"ckptkit": __version__, **request.versions},
+        versions={"ckptkit": __version__, **planned.names.versions},
         tensors=tensors,
         tied={str(target): str(source) for target, source in plan.dropped.items()},
         files=files,
