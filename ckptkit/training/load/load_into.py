@@ -222,7 +222,7 @@ class ModelLoad(Closing):
                 gone = {t.name for t in tensors if any(name in kept for name in t.names)}
                 self._sources = self._sources.without(gone)
             self._scale_changes: list[Callable[[], object]] = []
-            # the records that this rank has read in part, for `cross_check`
+            # the records that this rank has read in part, for `prove_together`
             self.partial: tuple[NumberedRecord, ...] = ()
             self._digests = read_stored_digests(self._checkpoint, without_crc32=True)
             # What `fill` plans, and how far it has come.

@@ -3,8 +3,7 @@
 The engine reads each range straight into the tensors' memory where both are one run of bytes, and
 through a bounded buffer otherwise. Every byte that is read is checked against the checksum stored
 for it. A record that a rank reads whole is checked at once. Of other records each rank reports the
-checksums of its parts, from which rank 0 computes that of the whole: `pack`, `unpack` and
-`cross_check`.
+checksums of its parts, from which rank 0 computes that of the whole: `pack` and `prove_together`.
 """
 
 from __future__ import annotations
@@ -289,6 +288,18 @@ def table_of(partial: Sequence[NumberedRecord]) -> Table:
 def unpack(text: str) -> Table:
     data = zlib.decompress(base64.b64decode(text))
     return np.ascontiguousarray(np.frombuffer(data, "<i8").reshape(_COLUMNS, -1).T)
+
+
+def prove_together(packed: Sequence[Packed], name: Callable[[str, int], str]) -> int:
+    """Proves records of which ranks have read parts; returns how many stay unproven.
+
+    `name` tells where a record is, by the name of its table and its number.
+    """
+    left = max(rank["left_out"] for rank in packed)
+    for unit in sorted({unit for rank in packed for unit in rank["tables"]}):
+        tables = [unpack(rank["tables"][unit]) for rank in packed if unit in rank["tables"]]
+        left += cross_check(tables, partial(name, unit))
+    return left
 
 
 def cross_check(tables: Sequence[Table], name: Callable[[int], str]) -> int:

@@ -399,11 +399,34 @@ class StoredOptimizer:
         keys = self._values_below(COMPOSED)
         return {".".join(map(str, rest)): self._parsed(path) for rest, path in keys}
 
-    @property
-    def composed_places(self) -> set[tuple[str, KeyPath]]:
+    @cached_property
+    def _composed_places(self) -> set[tuple[str, KeyPath]]:
         """Parameters and the places of composed tensors in their state."""
         composed = self._composed.items()
         return {(name, tuple(names)) for name, kinds in composed for names, _ in kinds}
+
+    def leftovers(self, pieces: Sequence[Piece]) -> Iterator[Piece]:
+        """Yields pieces of the live state that the step lacks, as later steps have made them.
+
+        An optimizer with other flags than were saved, such as `amsgrad`, has tensors that the step
+        lacks for another reason.
+        """
+        defaults: Mapping[str, Any] = getattr(unwrap_optimizer(self.optimizer), "defaults", {})
+        flags = {name: value for name, value in defaults.items() if isinstance(value, bool)}
+        if any(
+            g.get(name, value) is not value for g in self.groups for name, value in flags.items()
+        ):
+            return
+        start = (*self._bound.path, STATE)
+        composed = {(*start, name, *place) for name, place in self._composed_places}
+        for piece in pieces:
+            path = piece.key_path
+            if piece.unit != self._bound.unit or path[: len(start)] != start:
+                continue
+            direct = len(path) == len(start) + 2  # the parameter, and a name
+            inside = any(path[:end] in composed for end in range(len(start) + 2, len(path)))
+            if not (direct or inside) or piece.key not in self._index.tensors:
+                yield piece
 
     def _layout(self) -> dict[str, Mapping[str, Any]] | None:
         """Returns what this rank held of each parameter when its state was saved, by name.
@@ -460,7 +483,7 @@ class StoredOptimizer:
                 values_of[str(rest[0])][rest[1:]] = key
         filled_of: dict[str, list[KeyPath]] = defaultdict(list)
         nested_of: dict[str, dict[KeyPath, KeyPath]] = defaultdict(dict)
-        composed = self.composed_places
+        composed = self._composed_places
         for name, place in composed:
             filled_of[name].append(place)
         for rest, key in self._tensors_below(STATE):

@@ -46,13 +46,12 @@ from ckptkit.training.load.load_pieces import (
     FillReport,
     Packed,
     copied_changes,
-    cross_check,
     load_pieces,
     match_entries,
     names_of,
     pack,
+    prove_together,
     unexpected_keys,
-    unpack,
 )
 from ckptkit.training.load.materialise import materialise
 from ckptkit.training.resume.optimizers import LOST_HINT, StoredOptimizer
@@ -70,7 +69,6 @@ from ckptkit.training.state.collect import BoundModel, BoundOptimizer, BoundStat
 from ckptkit.training.state.dtensors import Copies
 from ckptkit.training.state.fsdp import cast_buffers
 from ckptkit.training.state.models import ModelView, ModelWalk
-from ckptkit.training.state.optimizers import STATE, unwrap_optimizer
 from ckptkit.training.state.pieces import Entry, Piece, ShardLayout
 from ckptkit.training.state.quant_states import (
     StoredScale,
@@ -457,12 +455,14 @@ def _problem(error: Exception | None) -> dict[str, Any] | None:
 
 def _verdict(values: Sequence[Mapping[str, Any]], opening: StepLoader) -> dict[str, Any] | None:
     """Proves what no rank could alone, and says what was left out; for rank 0."""
-    stored, packed = opening.stored, [value["partial"] for value in values]
-    left = max(rank["left_out"] for rank in packed)
+    stored = opening.stored
+
+    def name(unit: str, number: int) -> str:
+        return posixpath.join(stored.source.location, stored.index(unit).path_of(number))
+
     try:
         stored.check_digests()
-        for unit in sorted({unit for rank in packed for unit in rank["tables"]}):
-            left += _prove(packed, unit, partial(_name_record, stored, unit))
+        left = prove_together([value["partial"] for value in values], name)
     except Exception as error:  # noqa: BLE001  the other ranks have to hear of it
         return _problem(error)
     if left:
@@ -483,22 +483,11 @@ def _verdict(values: Sequence[Mapping[str, Any]], opening: StepLoader) -> dict[s
     return None
 
 
-def _name_record(stored: StoredStep, unit: str, number: int) -> str:
-    return posixpath.join(stored.source.location, stored.index(unit).path_of(number))
-
-
-def _prove(packed: Sequence[Packed], unit: str, name: Callable[[int], str]) -> int:
-    """Checks records that no rank has read as a whole; returns how many stay unproven."""
-    return cross_check(
-        [unpack(rank["tables"][unit]) for rank in packed if unit in rank["tables"]], name
-    )
-
-
 def _unproven(load: ModelLoad, values: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     """Proves records that no rank has read as a whole; returns the problem of a damaged one."""
     packed = [value["partial"] for value in values]
     try:
-        left = max(rank["left_out"] for rank in packed) + _prove(packed, _WHOLE, load.name_record)
+        left = prove_together(packed, lambda _, number: load.name_record(number))
     except ChecksumError as error:
         text = f"{error.message}; the model is filled with what was read"
         return _problem(PartlyFilledError(text, where=error.where))
@@ -655,20 +644,8 @@ class StepLoader(Closing):
             unit, path = model.unit, model.path
             pieces = [p for p in pieces if p.unit != unit or not is_extra(p.key_path, path)]
         for optimizer in self.bound.optimizers:
-            if optimizer in fresh or self._is_built_otherwise(optimizer):
-                continue
-            start = (*optimizer.path, STATE)
-            places = self._matched(optimizer).composed_places
-            composed = {(*start, name, *place) for name, place in places}
-            keys = self.stored.index(optimizer.unit).tensors
-            for piece in pieces:
-                path = piece.key_path
-                if piece.unit != optimizer.unit or path[: len(start)] != start:
-                    continue
-                direct = len(path) == len(start) + 2  # the parameter, and a name
-                inside = any(path[:end] in composed for end in range(len(start) + 2, len(path)))
-                if not (direct or inside) or piece.key not in keys:
-                    dropped.add(id(piece))
+            if optimizer not in fresh:
+                dropped.update(map(id, self._matched(optimizer).leftovers(pieces)))
         return [piece for piece in pieces if id(piece) not in dropped]
 
     def _uncast_buffers(self, model: BoundModel, pieces: dict[str, list[Piece]]) -> Iterator[Apply]:
@@ -729,19 +706,6 @@ class StepLoader(Closing):
         if absent and self.bound.rank == 0:
             logger.info("%s: only the adapter was saved, and the base stays as it is", self._folder)
         return absent
-
-    def _is_built_otherwise(self, bound: BoundOptimizer) -> bool:
-        """Whether an optimizer has other flags than were saved, such as `amsgrad`.
-
-        Then tensors in its state that the step lacks are no leftovers of later steps.
-        """
-        defaults: Mapping[str, Any] = getattr(unwrap_optimizer(bound.optimizer), "defaults", {})
-        flags = {name: value for name, value in defaults.items() if isinstance(value, bool)}
-        return any(
-            group.get(name, value) is not value
-            for group in self._matched(bound).groups
-            for name, value in flags.items()
-        )
 
     def _checked_groups(self, bound: BoundOptimizer, pieces: list[Piece]) -> list[Apply]:
         """Checks that an optimizer fits, and returns what sets its hyperparameters."""
