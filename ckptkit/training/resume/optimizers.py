@@ -26,7 +26,6 @@ from ckptkit.core.text import a_kind, list_first
 from ckptkit.training.resume.restore import (
     Apply,
     read_tensors,
-    set_nested,
     unflatten,
 )
 from ckptkit.training.resume.stored_step import StoredStep
@@ -377,7 +376,7 @@ class StoredOptimizer:
                 as_parameter = parameter.shape, list(map(repr, parameter.placements))
                 made = make_dtensor(parameter, *placed.get(path, as_parameter), dtype)
             if made is not None and unwrap_dtensor(made).shape == entry.shape:
-                set_nested(state, path, made)
+                _set_nested(state, path, made)
         self._check_kinds(state, [(names, kind) for names, kind, _ in saved])
 
     def _check_kinds(self, state: Mapping[Any, Any], kinds: Kinds) -> None:
@@ -838,4 +837,23 @@ def _add_to_state(
     optimizer: Optimizer, parameter: torch.Tensor, saved: Mapping[KeyPath, Any]
 ) -> None:
     for path, value in saved.items():
-        set_nested(optimizer.state[parameter], path, value)
+        _set_nested(optimizer.state[parameter], path, value)
+
+
+def _set_nested(target: Any, path: KeyPath, value: Any) -> None:
+    """Sets a value in nested dictionaries and lists, keys meant as texts; DCP keeps texts only."""
+    name, *rest = path
+    key: Any = name
+    if isinstance(target, list):
+        key = int(name)
+        target += [None] * (key + 1 - len(target))
+        inner = target[key]
+    else:
+        key = name if name in target else next((k for k in target if str(k) == str(name)), name)
+        inner = target.get(key)
+    if not rest:
+        target[key] = value
+        return
+    if inner is None:
+        inner = target[key] = [] if isinstance(rest[0], int) else {}
+    _set_nested(inner, tuple(rest), value)

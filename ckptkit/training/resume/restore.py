@@ -102,33 +102,6 @@ def unflatten(
     return value
 
 
-def set_nested(target: Any, path: KeyPath, value: Any) -> None:
-    """Sets a value in nested dictionaries and lists, keys meant as texts."""
-    *outer, last = path
-    for at, name in enumerate(outer):
-        inner: Any = [] if isinstance(path[at + 1], int) else {}
-        target = _entered(target, name, inner)
-    if isinstance(target, list):
-        _entered(target, last, None)
-        target[int(last)] = value
-    else:
-        target[_own_key(target, last)] = value
-
-
-def _entered(target: Any, name: str | int, inner: Any) -> Any:
-    if isinstance(target, list):
-        target += [None] * (int(name) + 1 - len(target))
-        if target[int(name)] is None:
-            target[int(name)] = inner
-        return target[int(name)]
-    return target.setdefault(_own_key(target, name), inner)
-
-
-def _own_key(target: Mapping[Any, Any], name: str | int) -> Any:
-    """Returns the key that has this text; DCP keeps texts only."""
-    return name if name in target else next((k for k in target if str(k) == str(name)), name)
-
-
 def read_tensors(
     stored: StoredStep, unit: str, paths: Iterable[KeyPath]
 ) -> Iterator[tuple[KeyPath, torch.Tensor]]:
