@@ -6,12 +6,13 @@ The script runs as if it were started directly: with its arguments, its folder o
 
 from __future__ import annotations
 
+import importlib
 import io
 import logging
 import os
 import runpy
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
@@ -55,30 +56,17 @@ _OPEN_RUNS = "ckptkit.integrations.checkpointers"
 
 
 class Script(Struct, frozen=True):
-    """The script or module to run.
+    """The script or module to run."""
 
-    Attributes:
-        name: The path of a script, or the name of a module.
-        is_module: Whether it is a module.
-        arguments: Its arguments.
-    """
-
-    name: str
+    name: str  # the path of a script, or the name of a module
     is_module: bool
     arguments: tuple[str, ...]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a script.
+    """Runs a script, and returns the exit status if that has not raised `SystemExit`.
 
-    Args:
-        arguments: The arguments after the program's name; those of the process if left out.
-
-    Returns:
-        The exit status, if the script has not raised `SystemExit`.
-
-    Raises:
-        SystemExit: If the script raises it.
+    `arguments` are those after the program's name, of the process if left out.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words[:1] in (["-h"], ["--help"]):
@@ -125,11 +113,6 @@ def parse(arguments: Sequence[str]) -> Script:
 
 
 def _choice() -> str:
-    """Returns the choice of the environment variable.
-
-    Raises:
-        UsageError: If it has another value.
-    """
     value = os.environ.get(_VARIABLE, "")
     choice = _OTHER_WORDS.get(value.lower(), value.lower())
     if choice not in _CHOICES:
@@ -143,7 +126,6 @@ class _UnlessConfigured(logging.StreamHandler[TextIO]):
     """Shows the log of ckptkit unless the script configures logging."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Writes a record."""
         if not logging.getLogger().handlers:
             super().emit(record)
 
@@ -154,25 +136,12 @@ def _patch_accelerate(module: ModuleType, patcher: ImportPatcher) -> None:
     Source: `accelerate.Accelerator`, versions 1.7 to 1.15.
     """
 
-    def save_state(self: Any, *arguments: Any, **options: Any) -> Any:
-        from ckptkit.integrations.accelerate import save_like_stock
+    def ours(name: str, **given: Any) -> Callable[..., Any]:
+        def method(self: Any, *arguments: Any, **options: Any) -> Any:
+            accelerate = importlib.import_module("ckptkit.integrations.accelerate")
+            return getattr(accelerate, name)(self, *arguments, **given, **options)
 
-        return save_like_stock(self, *arguments, waits=patcher.waits, **options)
-
-    def load_state(self: Any, *arguments: Any, **options: Any) -> None:
-        from ckptkit.integrations.accelerate import load_like_stock
-
-        load_like_stock(self, *arguments, **options)
-
-    def save_model(self: Any, *arguments: Any, **options: Any) -> None:
-        from ckptkit.integrations.accelerate import save_model_like_stock
-
-        save_model_like_stock(self, *arguments, **options)
-
-    def get_state_dict(self: Any, *arguments: Any, **options: Any) -> Any:
-        from ckptkit.integrations.accelerate import get_state_like_stock
-
-        return get_state_like_stock(self, *arguments, **options)
+        return method
 
     def init(self: Any, *arguments: Any, **options: Any) -> None:
         getattr(init, STOCK)(self, *arguments, **options)
@@ -180,10 +149,10 @@ def _patch_accelerate(module: ModuleType, patcher: ImportPatcher) -> None:
 
     replace_methods(
         module.Accelerator,
-        save_state=save_state,
-        load_state=load_state,
-        save_model=save_model,
-        get_state_dict=get_state_dict,
+        save_state=ours("save_like_stock", waits=patcher.waits),
+        load_state=ours("load_like_stock"),
+        save_model=ours("save_model_like_stock"),
+        get_state_dict=ours("get_state_like_stock"),
         __init__=init,
     )
 

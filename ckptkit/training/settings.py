@@ -35,26 +35,14 @@ _HINT = 'pass a number of steps such as 500, or a time such as "30min" or "2h"'
 
 
 class Interval(Struct, frozen=True):
-    """A distance between saves, in steps, in time, or none.
+    """A distance between saves, in steps, in time, or none."""
 
-    Attributes:
-        steps: Steps that are divisible by this are saved.
-        seconds: The time after a save until the next.
-    """
-
-    steps: int | None = None
-    seconds: float | None = None
+    steps: int | None = None  # steps that are divisible by this are saved
+    seconds: float | None = None  # the time after a save until the next
 
     @classmethod
     def parse(cls, every: int | str | timedelta | None) -> Interval:
-        """Parses an interval.
-
-        Args:
-            every: Steps (`500` or `"500"`), a time (`"90s"`, `"30min"`, `"2h"`, `"1d"` or a
-                `timedelta`), or None for no interval.
-
-        Returns:
-            The interval.
+        """Parses steps (`500` or `"500"`), or a time (`"90s"`, `"2h"` or a `timedelta`).
 
         Raises:
             UsageError: If it is none of these, or not positive.
@@ -89,6 +77,13 @@ def _positive(value: float, every: object) -> float:
 
 InFlight = Literal["wait", "skip"]
 
+_CHOICES: dict[str, Sequence[str]] = {
+    "layout": get_args(Layout),
+    "prefix": STEP_PREFIXES,
+    "in_flight": get_args(InFlight),
+    "unfit_optimizer": get_args(Unfit),
+    "missing_groups": get_args(MissingGroups),
+}
 _MOST_SECONDS = 1e6  # 11 days; system calls accept timeouts of up to about 24 days
 _SIZE_HINT = 'pass staging_limit="16GB"'
 
@@ -215,14 +210,7 @@ class Settings:
 
 
 def check_shared(of_ranks: Sequence[Mapping[str, Any]]) -> None:
-    """Refuses options that differ between ranks.
-
-    Args:
-        of_ranks: `Settings.shared` of each rank.
-
-    Raises:
-        UsageError: If one does, naming it and the ranks.
-    """
+    """Refuses options, `Settings.shared` of each rank, that differ between ranks."""
     for name, expected in of_ranks[0].items():
         other = [rank for rank, options in enumerate(of_ranks) if options[name] != expected]
         if other:
@@ -235,24 +223,16 @@ def check_shared(of_ranks: Sequence[Mapping[str, Any]]) -> None:
 
 
 def check_options(options: Options) -> Settings:
-    """Returns the options as settings.
-
-    Raises:
-        UsageError: If one of them is unknown, or does not have the form that it needs.
-    """
+    """Returns the options as settings; refuses unknown ones, and those of another form."""
     given: dict[str, Any] = dict(options)
     refuse_unknown(sorted(given), sorted(Options.__annotations__), where="Checkpointer")
-    check_choice(given, "layout", get_args(Layout))
-    check_choice(given, "prefix", STEP_PREFIXES)
-    check_choice(given, "in_flight", get_args(InFlight))
-    check_choice(given, "unfit_optimizer", get_args(Unfit))
-    check_choice(given, "missing_groups", get_args(MissingGroups))
+    for name, choices in _CHOICES.items():
+        check_choice(given, name, choices)
     most = given.get("max_in_flight", 1)
     if type(most) is not int or most < 1:
         raise UsageError(f"expected a whole number above 0, got {most!r}", where="max_in_flight")
-    _check_seconds(given, "timeout_seconds", may_be_0=False)
-    _check_seconds(given, "stall_seconds", may_be_0=False)
-    _check_seconds(given, "slurm_margin_seconds", may_be_0=True)
+    for name in ("timeout_seconds", "stall_seconds", "slurm_margin_seconds"):
+        _check_seconds(given, name, may_be_0=name == "slurm_margin_seconds")
     listener = given.get("listener")
     if listener is not None and not callable(listener):
         raise UsageError(
@@ -320,20 +300,14 @@ def _check_seconds(given: Mapping[str, Any], name: str, *, may_be_0: bool) -> No
 def _limit_bytes(limit: object) -> int | None:
     if limit is None:
         return None
+    where = "staging_limit"
     if isinstance(limit, bool) or not isinstance(limit, (int, str)):
-        raise UsageError(
-            f"expected a size, got {a_kind(limit)}",
-            where="staging_limit",
-            hint=_SIZE_HINT,
-        )
+        raise UsageError(f"expected a size, got {a_kind(limit)}", where=where, hint=_SIZE_HINT)
     try:
-        size = parse_size(limit, option="staging_limit")
+        size = parse_size(limit, option=where)
     except UsageError as error:
-        raise UsageError(error.message, where=error.where, hint=_SIZE_HINT) from error
+        raise error.hinted(_SIZE_HINT) from error
     if size < MIN_LIMIT_BYTES:
-        raise UsageError(
-            f"expected at least {MIN_LIMIT_BYTES:,} bytes, got {size:,}",
-            where="staging_limit",
-            hint=_SIZE_HINT,
-        )
+        problem = f"expected at least {MIN_LIMIT_BYTES:,} bytes, got {size:,}"
+        raise UsageError(problem, where=where, hint=_SIZE_HINT)
     return size

@@ -61,11 +61,6 @@ def optimizer_unit(index: int) -> str:
 
 
 def scheduler_file(index: int) -> str:
-    """Returns the file of the learning rate scheduler at `index`.
-
-    >>> scheduler_file(0), scheduler_file(1)
-    ('scheduler.bin', 'scheduler_1.bin')
-    """
     return f"scheduler_{index}.bin" if index else "scheduler.bin"
 
 
@@ -170,8 +165,7 @@ def ask_disk_names(
 ) -> tuple[HubNames | None, str]:
     """Determines the names of a live model's tensors on disk, where they may differ.
 
-    Returns:
-        The names, or None where they are the live ones or not known; why they are not known.
+    They are None where they are the live ones, or not known; the text says why they are not.
     """
     inner, own = innermost(model), model_class(model)
     need = determine_need(config, has_base=True)
@@ -201,8 +195,7 @@ def ask_live_class(
 ) -> tuple[bool, str]:
     """Asks the class of a live model, in this process, whether tensors are all that it has.
 
-    Returns:
-        Whether that is certain; why transformers does not know the model, if so.
+    Returns whether that is certain, and why transformers does not know the model, if so.
     """
     if all(kind.__module__ != "transformers.modeling_utils" for kind in own.__mro__):
         return False, ""  # transformers need not be imported here
@@ -249,8 +242,7 @@ class TensorPlaces(Struct, frozen=True):
 def adapter_names(model: nn.Module) -> AdapterNames | None:
     """Returns the names of the active adapter's tensors of a PEFT model.
 
-    Returns:
-        None for other models, and for adapters without modules of their own.
+    It is None for other models, and for adapters without modules of their own.
 
     Source: peft's `PeftModel`, whose `peft_config` holds a configuration for each adapter.
     """

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import random
 import shutil
 import sys
@@ -30,8 +29,9 @@ import ckptkit
 from ckptkit.core.errors import OutputExistsError
 from ckptkit.integrations.accelerate import close, install, load_state, save_model, save_state
 from ckptkit.writer.record import RECORDS_FOLDER
+from tests.distributed import cases
+from tests.distributed.cases import end, nobody_talks, say
 from tests.distributed.pretending.sitecustomize import pretend
-from tests.distributed.saving_run import nobody_talks
 
 WIDTH = 12
 
@@ -208,15 +208,9 @@ def compare(training: Training, truth: dict[str, Any], what: str) -> None:
     say(what)
 
 
-def say(text: str) -> None:
-    dist.barrier()
-    if dist.get_rank() == 0:
-        sys.stdout.write(f"{text}\n")
-
-
 def names(folder: Path) -> list[str]:
     dist.barrier()
-    return sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
+    return cases.names(folder)
 
 
 def automatic_names(training: Training, run: Path) -> None:
@@ -510,8 +504,7 @@ def main() -> None:
     whole_state(training)
     two_tiers(training, folder)
     failing(training, folder)
-    sys.stdout.flush()
-    os._exit(0)
+    end(meets=False)
 
 
 if __name__ == "__main__":

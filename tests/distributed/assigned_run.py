@@ -1,12 +1,10 @@
 """Runs under torchrun: sets parameters' `.data` under FSDP1, as averages of weights do, and saves.
 
-Usage: assigned_run.py FOLDER KIND[:RUN,RUN]... Each kind works in FOLDER/KIND, with all runs unless
-some are named.
+Usage: assigned_run.py FOLDER CASE:KIND...
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,6 +25,7 @@ from torch.distributed.fsdp import (
 import ckptkit
 from ckptkit.core.errors import CkptkitError
 from ckptkit.training import Checkpointer
+from tests.distributed.cases import run_cases
 
 LOW = torch.bfloat16
 LOWERED: dict[str, Any] = {"param_dtype": LOW, "reduce_dtype": LOW, "buffer_dtype": LOW}
@@ -231,15 +230,6 @@ def buffers(folder: Path, kind: str) -> None:
             assert_holds(again, expected, f"{kind}: saved again")
 
 
-RUNS: tuple[Callable[[Path, str], None], ...] = (
-    swaps,
-    resumes,
-    in_low_precision,
-    replaces,
-    buffers,
-)
-
-
 def allow_offloading() -> None:
     """Has FSDP1 offload parameters where there is no GPU, which it refuses.
 
@@ -251,19 +241,15 @@ def allow_offloading() -> None:
     stream.synchronize = lambda _: None
 
 
-def main() -> None:
-    dist.init_process_group("gloo")
-    allow_offloading()
-    folder = Path(sys.argv[1])
-    for argument in sys.argv[2:]:
-        kind, _, wanted = argument.partition(":")
-        (folder / kind).mkdir(exist_ok=True)
-        for run in RUNS:
-            if not wanted or run.__name__ in wanted.split(","):
-                run(folder / kind, kind)
-                dist.barrier()
-    dist.destroy_process_group()
+CASES: dict[str, Callable[[Path, str], None]] = {
+    "swaps": swaps,
+    "resumes": resumes,
+    "low": in_low_precision,
+    "replaces": replaces,
+    "buffers": buffers,
+}
 
 
 if __name__ == "__main__":
-    main()
+    allow_offloading()
+    run_cases(CASES)

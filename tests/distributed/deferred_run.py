@@ -1,7 +1,7 @@
 """Runs under torchrun: models of `defer_weights` beside those that are loaded as usual.
 
-Usage: deferred_run.py FOLDER KIND CHECK… Each line that rank 0 prints is one thing that was found.
-Everything that communicates raises while a model is filled.
+Usage: deferred_run.py FOLDER KIND CHECK… Everything that communicates raises while a model is
+filled.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,20 +38,21 @@ from transformers import (
     TrainerCallback,
 )
 
-from ckptkit.core.errors import CkptkitError
+from ckptkit.core.errors import CkptkitError, LoadError, SourceChangedError, UnsupportedError
 from ckptkit.integrations.accelerate import install as install_accelerator
 from ckptkit.integrations.transformers import defer_weights, install
 from ckptkit.training import load_into
 from ckptkit.training.load.load_into import ModelLoad
+from tests.distributed.cases import end, nobody_talks
 from tests.distributed.pretending.sitecustomize import pretend
-from tests.distributed.saving_run import nobody_talks
 from tests.distributed.tiny_trainers import (
     WORDS,
     Tensors,
-    differing,
+    expect_equal,
+    expect_error,
     local_part,
     rows,
-    say,
+    run_checks,
     trained,
     trainer,
 )
@@ -101,7 +103,7 @@ class Looking(TrainerCallback):  # type: ignore[misc]
             self.found[f"first/{name}"] = local_part(tensor)
 
 
-def compare(kind: str, name: str, source: Path, folder: Path, **options: Any) -> None:
+def compare(kind: str, source: Path, folder: Path, **options: Any) -> None:
     """Trains by the stock Trainer, and with deferred weights."""
     loads = {key: options.pop(key) for key in ("dtype",) if key in options}
     found = []
@@ -120,24 +122,24 @@ def compare(kind: str, name: str, source: Path, folder: Path, **options: Any) ->
         assert STARTED["fills"] - before == int(deferred)
         assert "prepare" not in vars(made.accelerator)
         assert plugin.cpu_ram_efficient_loading == is_efficient
-    say(kind, name, differing(found[1], found[0]), len(found[0]) > 10)
+    expect_equal(found[1], found[0], least=11)
 
 
 def check_models(kind: str, folder: Path) -> None:
     """Weights are those of the stock way, and so is what is trained from them."""
     plain = base(folder)
-    compare(kind, "plain", plain, folder)
-    compare(kind, "tied", base(folder, "tied"), folder)
-    compare(kind, "mixed", plain, folder, dtype=torch.bfloat16, bf16=True)
+    compare(kind, plain, folder)
+    compare(kind, base(folder, "tied"), folder)
+    compare(kind, plain, folder, dtype=torch.bfloat16, bf16=True)
     wrapped = {"transformer_layer_cls_to_wrap": ["MixtralDecoderLayer"]}
-    compare(kind, "experts", base(folder, "experts"), folder, fsdp_config=wrapped)
+    compare(kind, base(folder, "experts"), folder, fsdp_config=wrapped)
     if kind == "fsdp1":
-        compare(kind, "fused", plain, folder, optim="adamw_torch_fused")
+        compare(kind, plain, folder, optim="adamw_torch_fused")
     else:
-        compare(kind, "half", plain, folder, dtype=torch.bfloat16)
+        compare(kind, plain, folder, dtype=torch.bfloat16)
         # With FSDP1 it needs an accelerator.
         efficient = {"cpu_ram_efficient_loading": True}
-        compare(kind, "efficient", plain, folder, fsdp_config=efficient)
+        compare(kind, plain, folder, fsdp_config=efficient)
 
 
 def check_heads(kind: str, folder: Path) -> None:
@@ -154,14 +156,14 @@ def check_heads(kind: str, folder: Path) -> None:
     assert torch.equal(whole.score.weight, own.score.weight)
     assert own.model.embed_tokens.weight.is_meta
     truth = prepared(kind, whole)
-    say(kind, "head", differing(prepared(kind, own), truth), len(truth) > 10)
+    expect_equal(prepared(kind, own), truth, least=11)
     other = make(True, seed=11 + dist.get_rank())
-    say(kind, "unlike heads", differing(prepared(kind, other), truth))
+    expect_equal(prepared(kind, other), truth)
     sizes = {"num_labels": 3, "ignore_mismatched_sizes": True, "vocab_size": WORDS + 8}
     larger = [load(source, deferred=d, **sizes) for d in (False, True)]
     assert not larger[1].lm_head.weight.is_meta
     truth, ours = (prepared(kind, model) for model in larger)
-    say(kind, "other sizes", differing(ours, truth))
+    expect_equal(ours, truth)
 
 
 def prepared(kind: str, model: nn.Module) -> Tensors:
@@ -209,7 +211,7 @@ def check_accelerate(kind: str, folder: Path) -> None:
             optimizer.zero_grad()
         found.append({name: local_part(tensor) for name, tensor in made.named_parameters()})
         accelerator.free_memory()
-    say(kind, "accelerate", differing(found[1], found[0]), len(found[0]) > 3)
+    expect_equal(found[1], found[0], least=4)
     if kind == "fsdp1":
         models = [load(source, deferred=deferred) for deferred in (False, True)]
         flat = []
@@ -217,7 +219,7 @@ def check_accelerate(kind: str, folder: Path) -> None:
             accelerator, made, _ = prepare(kind, model, orig=False)
             flat.append({name: local_part(tensor) for name, tensor in made.named_parameters()})
             accelerator.free_memory()
-        say(kind, "flat", differing(flat[1], flat[0]))
+        expect_equal(flat[1], flat[0])
 
 
 def check_adapters(kind: str, folder: Path) -> None:
@@ -237,7 +239,7 @@ def check_adapters(kind: str, folder: Path) -> None:
                 name for name, _ in made.model.named_parameters() if "lora_" in name
             }
         found.append(trained(made) | looking.found)
-    say(kind, "adapters", differing(found[1], found[0]), len(found[0]) > 30)
+    expect_equal(found[1], found[0], least=31)
     with defer_weights():
         model = AutoModelForCausalLM.from_pretrained(source)
         again = trainer(lora, folder / f"{lora}-True", model=model, max_steps=4, save_steps=2)
@@ -247,23 +249,23 @@ def check_adapters(kind: str, folder: Path) -> None:
         shutil.rmtree(last)
     dist.barrier()
     resumed, truth = trained(again, True), found[1]
-    say(kind, "adapters resumed", differing(resumed, {name: truth[name] for name in resumed}))
+    expect_equal(resumed, {name: truth[name] for name in resumed})
 
 
-REFUSED: dict[str, dict[str, Any]] = {
-    "pissa": {"init_lora_weights": "pissa"},
-    "olora": {"init_lora_weights": "olora"},
-    "dora": {"use_dora": True},
-    "modules_to_save": {"modules_to_save": ["lm_head"]},
-    "trained tokens": {"trainable_token_indices": [1, 2]},
-}
+REFUSED: tuple[dict[str, Any], ...] = (
+    {"init_lora_weights": "pissa"},
+    {"init_lora_weights": "olora"},
+    {"use_dora": True},
+    {"modules_to_save": ["lm_head"]},
+    {"trainable_token_indices": [1, 2]},
+)
 
 
 def check_methods(kind: str, folder: Path) -> None:
     """Adapters whose values are parameters of their own, and those that need the weights."""
     source = base(folder)
     settings: dict[str, Any] = {"r": 4, "target_modules": ["q_proj", "embed_tokens"]}
-    for name, config in (("lora", LoraConfig(**settings)), ("loha", LoHaConfig(r=4))):
+    for config in (LoraConfig(**settings), LoHaConfig(r=4)):
         found = []
         for deferred in (False, True):
             torch.manual_seed(4)
@@ -273,14 +275,13 @@ def check_methods(kind: str, folder: Path) -> None:
             if deferred:
                 install(made)
             found.append(trained(made))
-        say(kind, f"{name} of parameters", differing(found[1], found[0]), len(found[0]) > 10)
-    for name, options in REFUSED.items():
+        expect_equal(found[1], found[0], least=11)
+    for options in REFUSED:
         with defer_weights():
             model = AutoModelForCausalLM.from_pretrained(source)
-            try:
-                get_peft_model(model, LoraConfig(target_modules=["q_proj"], **options))
-            except CkptkitError as error:
-                say(kind, f"refused {name}", type(error).__name__, str(error).replace("\n", " "))
+            config = LoraConfig(target_modules=["q_proj"], **options)
+            add = partial(get_peft_model, model, config)
+            expect_error(UnsupportedError, "from weights that are deferred", add)
 
 
 def check_evaluating(kind: str, folder: Path) -> None:
@@ -294,17 +295,15 @@ def check_evaluating(kind: str, folder: Path) -> None:
             found += [made.evaluate()["eval_loss"], made.predict(rows()).metrics["test_loss"]]
         except ValueError as error:
             found.append(str(error))
-    half = len(found) // 2
-    say(kind, "evaluated", half, found[:half] == found[half:])
+    half = 2 if kind == "fsdp1" else 1
+    assert found[:half] == found[half:]
     model: Any = load(source, deferred=True)
     load_into(model, source)  # by hand
     truth = load(source, deferred=False).state_dict()
-    say(kind, "by hand", differing(model.state_dict(), truth))
-    model = load(source, deferred=True)
-    try:
-        FullyShardedDataParallel(model, device_id=torch.device("cpu"))
-    except CkptkitError as error:
-        say(kind, "not prepared", type(error).__name__, error)
+    expect_equal(model.state_dict(), truth)
+    wrap = partial(FullyShardedDataParallel, load(source, deferred=True))
+    cpu = torch.device("cpu")
+    expect_error(UnsupportedError, "memory on cpu", lambda: wrap(device_id=cpu))
 
 
 def check_page(kind: str, folder: Path) -> None:
@@ -321,7 +320,7 @@ def check_page(kind: str, folder: Path) -> None:
         patch.chdir(ready)
         before = STARTED["fills"]
         exec(example, names)  # noqa: S102  our own page
-    say(kind, "page", STARTED["fills"] - before, names["trainer"].state.global_step)
+    assert (STARTED["fills"] - before, names["trainer"].state.global_step) == (1, 2)
 
 
 def check_resuming(kind: str, folder: Path) -> None:
@@ -344,18 +343,15 @@ def check_resuming(kind: str, folder: Path) -> None:
     before = STARTED["fills"]
     again = trainer(kind, out, model=model, save_steps=2, max_steps=4)
     install(again)
-    say(kind, "resumed", differing(trained(again, True), truth), STARTED["fills"] - before)
+    expect_equal(trained(again, True), truth)
+    assert STARTED["fills"] == before
 
 
-def refusal(kind: str, model: Any, folder: Path) -> str:
+def refuses(kind: str, model: Any, folder: Path, error: type[CkptkitError], text: str) -> None:
     made = trainer(kind, folder / "refused", model=model, **SHORT)
     install(made)
-    try:
-        made.train()
-    except CkptkitError as error:
-        assert "prepare" not in vars(made.accelerator)
-        return f"{type(error).__name__} {error}".replace("\n", " ")
-    return "nothing"
+    expect_error(error, text, made.train)
+    assert "prepare" not in vars(made.accelerator)
 
 
 def add_words(model: Any) -> None:
@@ -371,16 +367,16 @@ def merge(model: Any) -> Any:
     return adapted.merge_and_unload()
 
 
-CHANGES: dict[str, Callable[[Any], Any]] = {
-    "rows": add_words,
-    "merged": merge,
-    "drawn": lambda model: void(nn.init.normal_(model.lm_head.weight)),
-    "scaled": lambda model: void(model.model.norm.weight.detach().mul_(2)),
-    "cast": lambda model: model.to(torch.bfloat16),
-    "replaced": lambda model: setattr(
+CHANGES: tuple[Callable[[Any], Any], ...] = (
+    add_words,
+    merge,
+    lambda model: void(nn.init.normal_(model.lm_head.weight)),
+    lambda model: void(model.model.norm.weight.detach().mul_(2)),
+    lambda model: model.to(torch.bfloat16),
+    lambda model: setattr(
         model.lm_head, "weight", nn.Parameter(torch.empty(WORDS, 24, device="meta"))
     ),
-}
+)
 
 
 def check_refusing(kind: str, folder: Path) -> None:
@@ -388,14 +384,14 @@ def check_refusing(kind: str, folder: Path) -> None:
     source = base(folder)
     model = load(source, deferred=True)
     model.resize_token_embeddings(WORDS + 8, mean_resizing=False)
-    say(kind, "resized", refusal(kind, model, folder))
+    refuses(kind, model, folder, LoadError, "were changed.*embed_tokens.weight")
     model = get_peft_model(load(source, deferred=True), LoraConfig(target_modules=["q_proj"]))
-    say(kind, "adapter", refusal(kind, model, folder))
-    for name, change in CHANGES.items():
+    refuses(kind, model, folder, LoadError, "lora_A")
+    for change in CHANGES:
         model = load(source, deferred=True)
         with torch.no_grad():
             model = change(model) or model
-        say(kind, f"edited {name}", refusal(kind, model, folder))
+        refuses(kind, model, folder, LoadError, "parameters were changed while their weights")
     copy = folder / f"changed-{kind}-{dist.get_rank()}"
     shutil.copytree(source, copy)
     model = load(copy, deferred=True)
@@ -403,7 +399,8 @@ def check_refusing(kind: str, folder: Path) -> None:
         file = min(copy.glob("*.safetensors"))
         tensors = load_file(file)
         save_file({name: tensor + 1 for name, tensor in tensors.items()}, file)
-    say(kind, "changed", refusal(kind, model, folder))
+    text = "changed after from_pretrained"
+    refuses(kind, model, folder, SourceChangedError, text)
     dist.barrier()
 
 
@@ -421,18 +418,18 @@ def check_leaving(kind: str, folder: Path) -> None:
         stock(source, dtype=torch.bfloat16).save_pretrained(two, variant="half")
     dist.barrier()
     renamed = {"key_mapping": {"^nothing": "other"}}
-    for name, path, options in (
-        ("bin", other, {}),
-        ("variant", two, {"variant": "half"}),
-        ("renamed", source, renamed),
-        ("placed", source, {"device_map": "cpu"}),
+    for path, options in (
+        (other, {}),
+        (two, {"variant": "half"}),
+        (source, renamed),
+        (source, {"device_map": "cpu"}),
     ):
         model = load(path, deferred=True, **options)
         truth = load(path, deferred=False, **options)
-        own, same = model.state_dict(), truth.state_dict()
-        say(kind, name, all(torch.equal(own[key], same[key]) for key in same))
+        expect_equal(model.state_dict(), truth.state_dict())
     dist.barrier()
-    say(kind, "one", refusal(kind, load(source, deferred=dist.get_rank() == 1), folder))
+    model = load(source, deferred=dist.get_rank() == 1)
+    refuses(kind, model, folder, LoadError, "a rank has no model on the meta device")
     bare = load(source, deferred=False, device_map="meta")
     with suppress(Exception):  # of torch
         prepared(kind, bare)
@@ -473,15 +470,14 @@ def main() -> None:
     pretend(accelerate.state)
     silence_fills()
     gc.freeze()  # the Trainer collects garbage each time; what libraries hold is not looked through
-    kind = sys.argv[2]
-    for check in sys.argv[3:]:
+
+    def run(name: str) -> None:
         AcceleratorState._reset_state(reset_partial_state=True)
         os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"  # which a check may have set
-        CHECKS[check](kind, Path(sys.argv[1]))
-        say(kind, check, "done")
-    dist.barrier()
-    sys.stdout.flush()
-    os._exit(0)
+        CHECKS[name](sys.argv[2], Path(sys.argv[1]))
+
+    run_checks(run, sys.argv[3:])
+    end()
 
 
 if __name__ == "__main__":

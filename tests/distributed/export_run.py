@@ -36,8 +36,8 @@ from ckptkit.storage.local import target as staged_files
 from ckptkit.training import Checkpointer
 from ckptkit.training.agree.peers import Peers
 from ckptkit.training.export import export as export_attempt
-from tests.distributed.cases import run_cases
-from tests.distributed.saving_run import make, nobody_talks, sleep_for, train
+from tests.distributed.cases import nobody_talks, run_cases
+from tests.distributed.saving_run import make, sleep_for, train
 
 STOPPED_SECONDS = {0: 2.0, 1: 60.0}  # by rank
 

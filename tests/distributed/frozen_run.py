@@ -1,13 +1,11 @@
 """Runs under torchrun: trains an adapter, and sees that its frozen base is written only once.
 
-Usage: frozen_run.py FOLDER KIND... Each kind works in FOLDER/KIND; `packed` has 4-bit weights.
+Usage: frozen_run.py FOLDER CASE... Cases are `base:KIND` and, with 4-bit weights, `packed`.
 """
 
 from __future__ import annotations
 
 import importlib
-import os
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -17,16 +15,14 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from ckptkit.training import Checkpointer
 from ckptkit.training.handle import SaveReport
+from tests.distributed.cases import FULL, Tensors, fsdp1, fsdp2, run_cases, same
 
-FULL = StateDictOptions(full_state_dict=True)
-CPU: dict[str, Any] = {"device_id": torch.device("cpu")}
 BASE = 4 * (1500 * 301 + 301)
 
 
@@ -45,27 +41,10 @@ class Net(nn.Module):
         return hidden
 
 
-def fsdp2(model: Net) -> nn.Module:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    fully_shard(model.base, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    return model
-
-
-def fsdp1_flat(model: Net) -> nn.Module:
-    base = FullyShardedDataParallel(model.base, use_orig_params=False, **CPU)
-    model.register_module("base", base)
-    return FullyShardedDataParallel(model, use_orig_params=False, **CPU)
-
-
-def fsdp1_orig(model: Net) -> nn.Module:
-    return FullyShardedDataParallel(model, use_orig_params=True, **CPU)
-
-
 WRAPPERS: dict[str, Callable[[Net], nn.Module]] = {
-    "fsdp2": fsdp2,
-    "fsdp1_flat": fsdp1_flat,
-    "fsdp1_orig": fsdp1_orig,
+    "fsdp2": lambda model: fsdp2(model, model.base),
+    "fsdp1_flat": lambda model: fsdp1(model, "base", orig=False),
+    "fsdp1_orig": lambda model: fsdp1(model, orig=True),
     "ddp": DistributedDataParallel,
 }
 
@@ -83,12 +62,12 @@ def train(state: dict[str, Any]) -> None:
     state["optimizer"].zero_grad()
 
 
-def gathered(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+def gathered(state: dict[str, Any]) -> Tensors:
     found = get_model_state_dict(state["model"], options=FULL)
     return {name: value.clone() for name, value in found.items() if torch.is_tensor(value)}
 
 
-def loaded(step: Path) -> dict[str, torch.Tensor]:
+def loaded(step: Path) -> Tensors:
     """Reads the model of a step with stock torch."""
     with torch.random.fork_rng():
         like = {name: torch.full_like(value, 9.0) for name, value in Net().state_dict().items()}
@@ -133,7 +112,7 @@ def summed(value: int) -> int:
     return int(total)
 
 
-def one_job(folder: Path, kind: str) -> None:
+def base(folder: Path, kind: str) -> None:
     state, run = make(kind, 1), folder / "run"
     with Checkpointer(run, keep_last=2) as checkpointer:
         session = Session(checkpointer, state)
@@ -187,12 +166,6 @@ def resumed(session: Session, other: dict[str, Any]) -> None:
     same(gathered(other), gathered(session.state))
 
 
-def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> None:
-    assert first.keys() == second.keys()
-    for name, tensor in first.items():
-        assert torch.equal(tensor, second[name]), name
-
-
 class Packed(nn.Module):
     """A layer of 4-bit weights, as QLoRA has it, and one that is trained."""
 
@@ -209,34 +182,21 @@ class Packed(nn.Module):
         return hidden
 
 
-def packed_flat(model: Packed) -> nn.Module:
-    inner = FullyShardedDataParallel(model.packed, use_orig_params=False, **CPU)
-    model.register_module("packed", inner)
-    return FullyShardedDataParallel(model, use_orig_params=False, **CPU)
+PACKED: tuple[Callable[[Packed], nn.Module], ...] = (
+    lambda model: fsdp1(model, "packed", orig=False),
+    lambda model: fsdp2(model, model.packed),
+    lambda model: model,
+    lambda model: fsdp1(model, orig=True),
+)
 
 
-def packed_fsdp2(model: Packed) -> nn.Module:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    fully_shard(model.packed, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    return model
-
-
-def packed_orig(model: Packed) -> nn.Module:
-    return FullyShardedDataParallel(model, use_orig_params=True, **CPU)
-
-
-def packed_alone(model: Packed) -> nn.Module:
-    return model
-
-
-def packed(folder: Path) -> None:
+def packed(folder: Path, _: str) -> None:
     """Saves packed weights with all that it takes to unpack them, and resumes them elsewhere."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the import
         library: Any = importlib.import_module("bitsandbytes")
     truth, rows = unpacked(library, Packed(library.nn).state_dict()), torch.ones(2, 512)
-    for number, wrap in enumerate((packed_flat, packed_fsdp2, packed_alone, packed_orig)):
+    for number, wrap in enumerate(PACKED):
         # Its base is another one each time: the resume has to replace scales and offsets too.
         model, reports = wrap(Packed(library.nn, seed=1 + number)), []
         with Checkpointer(folder, keep_last=2) as checkpointer:
@@ -254,10 +214,10 @@ def packed(folder: Path) -> None:
             }
             dcp.load(like, checkpoint_id=stored, no_dist=True)
             found = {key.removeprefix("model."): value for key, value in like.items()}
-            assert torch.equal(unpacked(library, found), truth), wrap
+            assert torch.equal(unpacked(library, found), truth), number
 
 
-def unpacked(library: Any, state: dict[str, torch.Tensor]) -> torch.Tensor:
+def unpacked(library: Any, state: Tensors) -> torch.Tensor:
     start = "packed.weight"
     scales = {k.removeprefix(f"{start}."): v for k, v in state.items() if k.startswith(f"{start}.")}
     weight = library.nn.Params4bit.from_prequantized(state[start], scales, device="cpu")
@@ -265,20 +225,5 @@ def unpacked(library: Any, state: dict[str, torch.Tensor]) -> torch.Tensor:
     return found
 
 
-def main() -> None:
-    folder, *kinds = sys.argv[1:]
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    for kind in kinds:
-        place = Path(folder) / kind
-        place.mkdir(parents=True, exist_ok=True)
-        dist.barrier()
-        packed(place) if kind == "packed" else one_job(place, kind)
-        dist.barrier()
-    # The teardown of gloo's threads now and then aborts a process that is done.
-    sys.stdout.flush()
-    os._exit(0)
-
-
 if __name__ == "__main__":
-    main()
+    run_cases({"base": base, "packed": packed})

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +22,6 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy as StockTrainer
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
 )
@@ -36,9 +34,9 @@ from ckptkit.integrations.lightning import (
     TrainerModelParallelStrategy,
 )
 from ckptkit.training import SaveReport
+from tests.distributed.cases import FULL, end, names, same
 
 STEPS = 6
-FULL = StateDictOptions(full_state_dict=True)
 
 
 class Net(nn.Sequential):
@@ -59,12 +57,6 @@ def whole(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         f"{name}.{key}": value for name, state in states.items() for key, value in state.items()
     }
     return {name: tensor.clone() for name, tensor in tensors.items()}
-
-
-def check_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert torch.equal(found[name], value), name
 
 
 class Job:
@@ -122,7 +114,7 @@ def fabric_reads_what_ours_wrote(folder: Path) -> None:
     rest = other.fabric.load(folder / "a.ckpt", other.state)
     assert rest == {}
     assert (other.state["step"], other.state["notes"]) == (3, {"seen": [1, 2]})
-    check_equal(other.whole(), truth)
+    same(other.whole(), truth)
 
 
 def fabric_of_ours_reads_what_stock_wrote(folder: Path) -> None:
@@ -133,7 +125,7 @@ def fabric_of_ours_reads_what_stock_wrote(folder: Path) -> None:
     rest = other.fabric.load(folder / "stock.ckpt", other.state)
     assert rest == {"extra": 5}
     assert other.state["step"] == 2
-    check_equal(other.whole(), job.whole())
+    same(other.whole(), job.whole())
     with pytest.raises(ResumeError, match=r"'lost' is not in the checkpoint"):
         other.fabric.load(folder / "stock.ckpt", {**other.state, "lost": 1})
     other.fabric.load(folder / "stock.ckpt", {**other.state, "lost": 1}, strict=False)
@@ -152,7 +144,7 @@ def fabric_replaces_what_stock_wrote_as_stock_does(folder: Path) -> None:
         assert not (folder / name / "ckptkit.json").exists()
         again = Job(ours(), seed=5)
         again.fabric.load(folder / name, again.state)
-        check_equal(again.whole(), other.whole())
+        same(again.whole(), other.whole())
     other.strategy.finish_saves()
 
 
@@ -169,7 +161,7 @@ def a_resumed_fabric_job_draws_the_same_numbers(folder: Path) -> None:
         other.fabric.load(folder / name, other.state)
         other.train(2)
         assert other.state["step"] == 4
-        check_equal(other.whole(), job.whole())
+        same(other.whole(), job.whole())
     job.strategy.finish_saves()
 
 
@@ -258,9 +250,7 @@ def of_trainer(trainer: pl.Trainer, module: Module) -> dict[str, Any]:
 
 def the_trainer_goes_on_where_it_was(folder: Path) -> None:
     straight = of_trainer(*fit(folder / "straight", STEPS))
-    assert sorted(
-        path.name for path in (folder / "straight").iterdir() if not path.name.startswith(".")
-    ) == ["step=6.ckpt"]
+    assert names(folder / "straight") == ["step=6.ckpt"]
     fit(folder / "broken", 4)
     last = folder / "broken" / "step=4.ckpt"
     assert json.loads((last / "ckptkit.json").read_text())["source"]["step"] == 4
@@ -271,7 +261,7 @@ def the_trainer_goes_on_where_it_was(folder: Path) -> None:
         if isinstance(strategy, TrainerModelParallelStrategy):
             found = of_trainer(trainer, module)
             if dist.get_rank() == 0:  # whose running mean all ranks get
-                check_equal(found, straight)
+                same(found, straight)
 
 
 def the_trainer_of_ours_reads_what_stock_wrote(folder: Path) -> None:
@@ -332,9 +322,7 @@ def main() -> None:
         dist.barrier()
         if dist.get_rank() == 0:
             sys.stdout.write(f"passed {name}\n")
-    dist.barrier()
-    sys.stdout.flush()
-    os._exit(0)
+    end()
 
 
 if __name__ == "__main__":

@@ -21,9 +21,9 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.fsdp import ShardingStrategy, fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -36,8 +36,8 @@ from ckptkit.core.errors import AmbiguousSourceError, LoadError, PartlyFilledErr
 from ckptkit.training import Checkpointer, LoadResult, load_into
 from ckptkit.training.step_names import clean_fqn
 from tests.built_modules import local, module_like, part_of, same_bits
-from tests.distributed.cases import run_cases
-from tests.distributed.saving_run import WRAPPERS, Net, gathered, make, nobody_talks, train
+from tests.distributed.cases import FULL, WRAPPERS, fsdp1, nobody_talks, run_cases
+from tests.distributed.saving_run import Net, gathered, make, train
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 SMALL_BYTES = 32 << 10  # of headers of archives around tensors of some bytes
@@ -125,17 +125,6 @@ def made(source: Path, kind: str) -> dict[str, torch.Tensor]:
     return truth
 
 
-def fsdp1(model: Net, strategy: str, *, orig: bool) -> nn.Module:
-    kind = ShardingStrategy[strategy]
-    settings: dict[str, Any] = {"use_orig_params": orig, "device_id": torch.device("cpu")}
-    if strategy.startswith(("HYBRID", "_HYBRID")):
-        settings["device_mesh"] = mesh_of(2, dist.get_world_size() // 2)
-    model.register_module(
-        "up", FullyShardedDataParallel(model.up, sharding_strategy=kind, **settings)
-    )
-    return FullyShardedDataParallel(model, sharding_strategy=kind, **settings)
-
-
 def wrapped(kind: str) -> nn.Module:
     torch.manual_seed(2)
     if kind in WRAPPERS:
@@ -152,7 +141,10 @@ def wrapped(kind: str) -> nn.Module:
     if kind == "tp":
         return parallel(Net(), dist.get_world_size())
     strategy, _, orig = kind.partition("+")
-    return fsdp1(Net(), strategy, orig=bool(orig))
+    settings: dict[str, Any] = {"sharding_strategy": ShardingStrategy[strategy]}
+    if "HYBRID" in strategy:
+        settings["device_mesh"] = mesh_of(2, dist.get_world_size() // 2)
+    return fsdp1(Net(), "up", orig=bool(orig), **settings)
 
 
 def parallel(model: Net, size: int) -> nn.Module:
@@ -169,7 +161,7 @@ def parallel(model: Net, size: int) -> nn.Module:
 
 def whole_values(model: nn.Module) -> dict[str, torch.Tensor]:
     """Returns the values of a wrapped model, gathered by torch itself."""
-    values: Any = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    values: Any = get_model_state_dict(model, options=FULL)
     return {name: value.clone() for name, value in values.items()}
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 import logging
-import os
 import sys
 import warnings
 from collections.abc import Callable, Mapping
@@ -21,13 +20,15 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ckptkit.core.errors import ResumeError
 from ckptkit.training import Checkpointer, load_into
 from ckptkit.training.state.dtensors import inner_tensors, unwrap_dtensor
+from tests.distributed import cases
+from tests.distributed.cases import end, start
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of the imports, about deprecated parts of torch
@@ -71,10 +72,8 @@ def network() -> nn.Module:
 
 
 def fsdp2() -> nn.Module:
-    net = network()
-    fully_shard(net.wide)  # type: ignore[arg-type]
-    fully_shard(net)
-    return net
+    net: Any = network()
+    return cases.fsdp2(net, net.wide)
 
 
 def narrow() -> nn.Module:
@@ -85,8 +84,7 @@ def narrow() -> nn.Module:
 
 
 def fsdp1(*, original: bool) -> nn.Module:
-    settings: dict[str, Any] = {"use_orig_params": original, "device_id": torch.device("cpu")}
-    return FullyShardedDataParallel(network(), **settings)
+    return cases.fsdp1(network(), orig=original)
 
 
 def ddp() -> nn.Module:
@@ -255,9 +253,7 @@ def float8() -> Any:
         module_filter_fn=lambda _, name: name == "wide",
         config=float8_training.Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=True),
     )
-    fully_shard(net.wide)
-    fully_shard(net)
-    return net
+    return cases.fsdp2(net, net.wide)
 
 
 def step_of(state: State, number: int) -> None:
@@ -326,7 +322,7 @@ def misses_no_value(folder: Path) -> None:
 
 def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
-    dist.init_process_group("gloo")
+    start()
     folder = Path(sys.argv[1])
     with Checkpointer(folder / "run") as checkpointer:
         for case in CASES:
@@ -335,9 +331,7 @@ def main() -> None:
         loses_no_model(folder, layout)
     misses_no_value(folder)
     keeps_wrapped_weights(folder)
-    dist.barrier()
-    sys.stdout.flush()
-    os._exit(0)
+    end()
 
 
 if __name__ == "__main__":

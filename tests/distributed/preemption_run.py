@@ -22,6 +22,7 @@ from ckptkit.training.agree.peers import Peers, open_peers
 from ckptkit.training.agree.save_requests import SaveRequestWatcher
 from ckptkit.training.run_folders import RunFolder
 from ckptkit.training.settings import Interval
+from tests.distributed.cases import end
 
 DRIFT_SECONDS = 0.004
 BARRIER_EVERY = 5
@@ -138,9 +139,7 @@ def main() -> None:
     check_a_stopped_rank(run, rank)
     if lock is not None:
         lock.close()
-    # The teardown of gloo's threads now and then aborts a process that is done.
-    sys.stdout.flush()
-    os._exit(0)
+    end(meets=False)
 
 
 if __name__ == "__main__":

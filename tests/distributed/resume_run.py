@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import random
 import sys
 from pathlib import Path
@@ -21,15 +20,14 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.manifest import FileRecord, Manifest
 from ckptkit.training.agree.peers import open_peers
 from ckptkit.training.resume.resume import resume
 from ckptkit.training.state.collect import bind
+from tests.distributed.cases import FULL, end, fsdp1, fsdp2, grid, start
 
 STEP = 3
 LIMIT_SECONDS = 60.0
@@ -79,21 +77,8 @@ def build(kind: str) -> nn.Module:
     if kind.startswith("plain"):
         return net
     if kind.startswith("fsdp1"):
-        settings: dict[str, Any] = {
-            "use_orig_params": "orig" in kind,
-            "device_id": torch.device("cpu"),
-        }
-        for name in ("up", "conv"):
-            net.register_module(name, FullyShardedDataParallel(getattr(net, name), **settings))
-        return FullyShardedDataParallel(net, **settings)
-    world = dist.get_world_size()
-    mesh = init_device_mesh("cpu", (world,))
-    if kind.startswith("hsdp"):
-        mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
-    for part in (net.up, net.conv):
-        fully_shard(part, mesh=mesh)
-    fully_shard(net, mesh=mesh)
-    return net
+        return fsdp1(net, "up", "conv", orig="orig" in kind)
+    return fsdp2(net, net.up, net.conv, mesh=grid() if kind.startswith("hsdp") else None)
 
 
 def optimizer_of(model: nn.Module, kind: str) -> torch.optim.Optimizer:
@@ -129,8 +114,7 @@ def train(state: dict[str, Any], steps: int) -> None:
 
 def whole(state: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Gathers model and optimizer with torch's own tools."""
-    options = StateDictOptions(full_state_dict=True)
-    model, optimizer = get_state_dict(state["model"], state["optimizer"], options=options)
+    model, optimizer = get_state_dict(state["model"], state["optimizer"], options=FULL)
     found = {f"model.{k}": v for k, v in model.items()}
     states: Any = optimizer["state"]
     for name, values in states.items():
@@ -198,9 +182,8 @@ def check(run: Path, kind: str, found: int | None, state: dict[str, Any]) -> Non
 
 def main() -> None:
     run, action, *kinds = Path(sys.argv[1]), *sys.argv[2:]
-    torch.set_num_threads(1)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s")
-    dist.init_process_group("gloo")
+    start()
     rank, world = dist.get_rank(), dist.get_world_size()
     for kind in kinds:
         if action == "save":
@@ -222,9 +205,7 @@ def main() -> None:
                 check(run, kind, found, state)
         peers.close()
         dist.barrier()
-    # The teardown of gloo's threads now and then aborts a process that is done.
-    sys.stdout.flush()
-    os._exit(0)
+    end()
 
 
 if __name__ == "__main__":

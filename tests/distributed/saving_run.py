@@ -10,10 +10,8 @@ import random
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -21,18 +19,12 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
-from torch.distributed import _functional_collectives, distributed_c10d
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.fsdp import fully_shard
 
 from ckptkit.core.errors import UsageError
 from ckptkit.training import Checkpointer
-from tests.distributed.cases import run_cases
-
-FULL = StateDictOptions(full_state_dict=True)
+from tests.distributed.cases import FULL, WRAPPERS, names, nobody_talks, run_cases, same
 
 
 class Net(nn.Module):
@@ -69,35 +61,6 @@ class Data:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.at = state["at"]
-
-
-def fsdp2(model: Net) -> nn.Module:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    fully_shard(model.up, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    return model
-
-
-def hsdp(model: Net) -> nn.Module:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    fully_shard(model.up, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    return model
-
-
-def fsdp1(model: Net, *, orig: bool) -> nn.Module:
-    settings: dict[str, Any] = {"use_orig_params": orig, "device_id": torch.device("cpu")}
-    model.register_module("up", FullyShardedDataParallel(model.up, **settings))
-    return FullyShardedDataParallel(model, **settings)
-
-
-WRAPPERS: dict[str, Callable[[Net], nn.Module]] = {
-    "fsdp2": fsdp2,
-    "hsdp": hsdp,
-    "fsdp1_flat": lambda model: fsdp1(model, orig=False),
-    "fsdp1_orig": lambda model: fsdp1(model, orig=True),
-    "ddp": DistributedDataParallel,
-}
 
 
 def make(kind: str, seed: int) -> dict[str, Any]:
@@ -142,45 +105,6 @@ def gathered(state: dict[str, Any]) -> dict[str, torch.Tensor]:
         for key, value in values.items():
             found[f"optimizer.{name}.{key}"] = torch.as_tensor(value).clone()
     return found
-
-
-def same(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]) -> None:
-    assert first.keys() == second.keys(), first.keys() ^ second.keys()
-    for name, tensor in first.items():
-        assert torch.equal(tensor, second[name]), name
-
-
-class _NoTraffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if "c10d" in func.namespace:
-            raise AssertionError(f"{func} communicates")
-        return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def nobody_talks() -> Iterator[None]:
-    """Makes everything that communicates raise, on any group."""
-
-    def refuse(*_: Any, **__: Any) -> None:
-        raise AssertionError("a collective was issued")
-
-    words = ("gather", "reduce", "broadcast", "scatter", "barrier", "send", "recv", "all_to_all")
-    with _NoTraffic():  # type: ignore[no-untyped-call]
-        patches = [
-            mock.patch.object(module, name, refuse)
-            for module in (dist, distributed_c10d, _functional_collectives)
-            for name in dir(module)
-            if any(word in name for word in words)
-            and callable(getattr(module, name))
-            and not isinstance(getattr(module, name), type)
-        ]
-        for patch in patches:
-            patch.start()
-        try:
-            yield
-        finally:
-            for patch in reversed(patches):
-                patch.stop()
 
 
 def keep_truth(folder: Path, truth: Mapping[str, torch.Tensor]) -> None:
@@ -299,8 +223,7 @@ def retention(folder: Path, kind: str) -> None:
                 checkpointer.save(step, state, metrics={"loss": abs(step - 4.0)})
         checkpointer.save(8, state, metrics={"loss": 4.0}).result(120)
     dist.barrier()
-    steps = sorted(p.name for p in run.iterdir() if p.name.startswith("checkpoint"))
-    assert steps == ["checkpoint-4", "checkpoint-8"], steps
+    assert names(run) == ["checkpoint-4", "checkpoint-8"]
     assert [p for p in run.iterdir() if "ckptkit-" in p.name] == []
     with pytest.raises(UsageError, match="closed"):
         checkpointer.save(1, state)

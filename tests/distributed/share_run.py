@@ -22,7 +22,6 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -35,6 +34,7 @@ from ckptkit.storage.places import Place
 from ckptkit.training import load_into
 from ckptkit.training.load import node_sharing
 from tests.built_modules import local, part_of, same_bits
+from tests.distributed.cases import fsdp2, grid, start
 
 WIDTH, LAYERS = 512, 6
 
@@ -51,23 +51,6 @@ def make_model(layers: int = LAYERS) -> nn.Sequential:
     return nn.Sequential(*(Layer() for _ in range(layers)))
 
 
-def ddp(model: nn.Sequential) -> nn.Module:
-    return DistributedDataParallel(model)
-
-
-def fsdp(model: nn.Sequential) -> nn.Module:
-    for layer in model:
-        fully_shard(layer)
-    fully_shard(model)
-    return model
-
-
-def hsdp(model: nn.Sequential) -> nn.Module:
-    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("r", "s"))
-    fully_shard(model, mesh=mesh)
-    return model
-
-
 def tp(model: nn.Sequential) -> nn.Module:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for layer in model:
@@ -76,9 +59,9 @@ def tp(model: nn.Sequential) -> nn.Module:
 
 
 WRAP: dict[str, Callable[[nn.Sequential], nn.Module]] = {
-    "ddp": ddp,
-    "fsdp": fsdp,
-    "hsdp": hsdp,
+    "ddp": DistributedDataParallel,
+    "fsdp": lambda model: fsdp2(model, *model),
+    "hsdp": lambda model: fsdp2(model, mesh=grid()),
     "tp": tp,
 }
 
@@ -94,8 +77,7 @@ def check(model: nn.Module, truth: dict[str, torch.Tensor]) -> None:
 def main() -> None:
     folder, case = Path(sys.argv[1]), sys.argv[2]
     kind, _, fault = case.partition(":")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    start()
     rank = dist.get_rank()
     # On a busy machine ranks take longer; what they wait for is bounded in the same way. Where a
     # rank is to fail, the others need not wait long for it.

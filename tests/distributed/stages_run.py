@@ -10,7 +10,6 @@ is written by `here`, from torch's own gathering.
 from __future__ import annotations
 
 import logging
-import os
 import sys
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
@@ -25,11 +24,12 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ckptkit.core.errors import ResumeError
 from ckptkit.training import Checkpointer
+from tests.distributed.cases import end, fsdp2, full, start
 
 STEP = 3
 WIDTH = 6
@@ -117,23 +117,26 @@ def in_pipeline(*, interleaved: bool) -> dict[str, Any]:
     ranges = [range(stage, stage + 1), range(stage + 2, stage + 3)]
     parts = [layers(r) for r in (ranges if interleaved else [range(2 * stage, 2 * stage + 2)])]
     for part in parts:
-        for layer in part.children():
-            fully_shard(layer, mesh=mesh["dp"])
-        fully_shard(part, mesh=mesh["dp"])
+        fsdp2(part, *part.children(), mesh=mesh["dp"])
     if interleaved:
         return {"model": parts, "optimizer": [optimizer_of([part]) for part in parts]}
     return {"model": parts[0], "optimizer": optimizer_of(parts)}
+
+
+def cut_experts(mesh: Any) -> Experts:
+    torch.manual_seed(8)
+    model = Experts()
+    for name, parameter in list(model.experts.named_parameters()):
+        cut = distribute_tensor(parameter.data, mesh, [Shard(0)])
+        setattr(model.experts, name, nn.Parameter(cut))
+    return model
 
 
 def with_experts(*, sharded_again: bool) -> dict[str, Any]:
     """Experts over `ep`, the rest over all ranks; sharded again, experts over `dp_mod_ep` too."""
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_mod_ep", "ep"))
     world = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
-    torch.manual_seed(8)
-    model = Experts()
-    for name, parameter in list(model.experts.named_parameters()):
-        cut = distribute_tensor(parameter.data, grid["ep"], [Shard(0)])
-        setattr(model.experts, name, nn.Parameter(cut))
+    model = cut_experts(grid["ep"])
     own = set(model.experts.parameters())
     if sharded_again:
         fully_shard(model.experts, mesh=grid["dp_mod_ep"])
@@ -145,12 +148,8 @@ def with_experts(*, sharded_again: bool) -> dict[str, Any]:
 
 def with_experts_that_ddp_ignores() -> dict[str, Any]:
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rest", "ep"))
-    torch.manual_seed(8)
-    model = Experts()
+    model = cut_experts(grid["ep"])
     names = [f"experts.{name}" for name, _ in model.experts.named_parameters()]
-    for name, parameter in list(model.experts.named_parameters()):
-        cut = distribute_tensor(parameter.data, grid["ep"], [Shard(0)])
-        setattr(model.experts, name, nn.Parameter(cut))
     parallel: Any = DistributedDataParallel
     parallel._set_params_and_buffers_to_ignore_for_model(model, names)
     return {"model": parallel(model), "optimizer": optimizer_of([model])}
@@ -160,9 +159,7 @@ def plain(name: str = "") -> dict[str, Any]:
     """The whole model of a case, on one mesh of all ranks."""
     torch.manual_seed(9)
     model = Experts() if name.startswith("experts") else layers(range(4))
-    for child in list(model.children()):
-        fully_shard(child)
-    fully_shard(model)
+    fsdp2(model, *model.children())
     return {"model": model, "optimizer": optimizer_of([model])}
 
 
@@ -199,12 +196,6 @@ def whole(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
             for key, value in optimizer.state[parameter].items():
                 found[f"state.{name}.{key}"] = full(value)
     return found
-
-
-def full(value: torch.Tensor) -> torch.Tensor:
-    value = value.detach()
-    value = value.full_tensor() if isinstance(value, DTensor) else value
-    return value.clone().contiguous()
 
 
 def hyperparameters(state: Mapping[str, Any]) -> Iterator[Any]:
@@ -306,13 +297,11 @@ def stock(folder: Path) -> None:
 
 def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
-    dist.init_process_group("gloo")
+    start()
     folder, action, *cases = Path(sys.argv[1]), *sys.argv[2:]
     with Checkpointer(folder / "run") as checkpointer:
         {"here": here, "elsewhere": elsewhere}[action](folder, checkpointer, cases)
-    dist.barrier()
-    sys.stdout.flush()
-    os._exit(0)
+    end()
 
 
 if __name__ == "__main__":

@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as functional
 from torch import nn
-from torch.distributed import distributed_c10d as c10d
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
 )
@@ -42,19 +36,9 @@ from torch.distributed.tensor.parallel import (
 
 from ckptkit.training.state.collect import bind
 from ckptkit.training.state.pieces import Holdings, Piece, select_owned
+from tests.distributed import cases
+from tests.distributed.cases import FULL, end, grid, nobody_talks, start
 
-WORDS = (
-    "gather",
-    "reduce",
-    "broadcast",
-    "scatter",
-    "send",
-    "recv",
-    "all_to_all",
-    "barrier",
-    "wait",
-)
-STORE = ("set", "get", "add", "wait", "compare_set", "multi_get", "multi_set", "delete_key")
 Built = tuple[nn.Module, torch.optim.Optimizer]
 Scenario = Callable[[], Built]
 
@@ -111,11 +95,7 @@ def trained(module: nn.Module, optimizer: torch.optim.Optimizer, *, batch: int =
 
 def fsdp2(*, mesh: Any = None, tied: bool = False, **options: Any) -> nn.Module:
     module = model(tied=tied)
-    mesh = mesh or init_device_mesh("cpu", (dist.get_world_size(),))
-    for inner in (module.first, module.module[0], module.small):
-        fully_shard(inner, mesh=mesh, **options)
-    fully_shard(module, mesh=mesh, **options)
-    return module
+    return cases.fsdp2(module, module.first, module.module[0], module.small, mesh=mesh, **options)
 
 
 def fsdp1(
@@ -231,7 +211,7 @@ def channels_last(*, original: bool) -> Built:
 
 
 def hsdp() -> nn.Module:
-    return fsdp2(mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("rep", "shard")))
+    return fsdp2(mesh=grid())
 
 
 def fsdp_and_tp() -> nn.Module:
@@ -312,32 +292,6 @@ def on_four() -> dict[str, Scenario]:
     return dict(named)
 
 
-@contextmanager
-def silence() -> Iterator[None]:
-    """Makes everything that communicates raise."""
-
-    def refuse(*_: Any, **__: Any) -> None:
-        raise AssertionError("a save has to be silent")
-
-    api: Any = dist  # its stubs name no store
-    places: list[Any] = [dist, c10d, functional, dist.Work, dist.ProcessGroup]
-    places += [api.Store, api.TCPStore, api.PrefixStore, torch.ops._c10d_functional]
-    with ExitStack() as stack:
-        for place in places:
-            for name in dir(place):
-                if _communicates(place, name):
-                    stack.enter_context(mock.patch.object(place, name, refuse))
-        yield
-
-
-def _communicates(place: Any, name: str) -> bool:
-    if isinstance(place, type) and issubclass(place, c10d.Store):
-        return name in STORE and hasattr(place, name)
-    value = getattr(place, name)
-    named = any(word in name for word in WORDS) and not name.startswith(("__", "is_"))
-    return named and callable(value) and not isinstance(value, type)
-
-
 def boxes(piece: Piece) -> Iterator[tuple[tuple[slice, ...], torch.Tensor]]:
     at = 0
     for place in piece.places:
@@ -404,11 +358,11 @@ def check(label: str, scenario: Scenario) -> None:
     bound = bind(
         {"model": module, "optimizer": optimizer}, layout="accelerate", rank=rank, world_size=world
     )
-    with silence():
+    with nobody_talks(stores=True):
         holdings = bound.holdings(7)
     if "evaluated" not in label:  # there, what torch gathers is what was whole before
         perturb(holdings.pieces)
-    with silence():
+    with nobody_talks(stores=True):
         again = bound.holdings(8)
         targets = bound.pieces()
     for one, two in zip(holdings.pieces, again.pieces, strict=True):
@@ -419,9 +373,8 @@ def check(label: str, scenario: Scenario) -> None:
         assert one.key_path == two.key_path, label
         assert one.local.data_ptr() == two.local.data_ptr(), label
     found = gathered(again)
-    options = StateDictOptions(full_state_dict=True)
-    model_state = get_model_state_dict(module, options=options)
-    state = get_optimizer_state_dict(module, optimizer, options=options)
+    model_state = get_model_state_dict(module, options=FULL)
+    state = get_optimizer_state_dict(module, optimizer, options=FULL)
     if rank == 0:  # the statistics of batch norm differ from rank to rank
         model_keys = flatten_state_dict({"model": model_state})[0]
         compare(label, found["pytorch_model_fsdp_0"], model_keys)
@@ -432,12 +385,12 @@ def check_that_silence_bites() -> None:
     flat, sharded = fsdp1("FULL_SHARD", original=True), fsdp2()
     weight: Any = sharded.get_parameter("conv.weight")
     for loud in (dist.barrier, flat.state_dict, weight.full_tensor):
-        with pytest.raises(AssertionError, match="silent"), silence():
+        with pytest.raises(AssertionError, match=r"communicates|collective"), nobody_talks():
             loud()
 
 
 def main() -> None:
-    dist.init_process_group("gloo")
+    start()
     check_that_silence_bites()
     scenarios = on_two() if dist.get_world_size() == 2 else on_four()
     for label, scenario in scenarios.items():
@@ -446,9 +399,7 @@ def main() -> None:
             if dist.get_rank() == 0:
                 sys.stdout.write(f"agrees: {label}\n")
                 sys.stdout.flush()
-    dist.barrier()
-    sys.stdout.flush()
-    os._exit(0)
+    end()
 
 
 if __name__ == "__main__":

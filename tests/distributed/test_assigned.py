@@ -12,6 +12,7 @@ SCRIPT = Path(__file__).with_name("assigned_run.py")
 
 
 KINDS = ("full_shard", "mixed_grad_op", "mixed_no_shard")  # the script has further ones
+CASES = ("swaps", "resumes", "low", "replaces", "buffers")
 
 
 @pytest.mark.distributed
@@ -19,9 +20,9 @@ KINDS = ("full_shard", "mixed_grad_op", "mixed_no_shard")  # the script has furt
 def test_weights_that_were_set_and_buffers_that_were_cast_are_saved_and_resumed(
     run_ranks: Callable[..., Any], tmp_path: Path
 ) -> None:
-    run_ranks(SCRIPT, 2, tmp_path, *KINDS)
-    for kind in KINDS:  # the last of what the script tries
-        assert (tmp_path / kind / "buffers" / "checkpoint-3").is_dir()
+    run_ranks(SCRIPT, 2, tmp_path, *(f"{case}:{kind}" for kind in KINDS for case in CASES))
+    for kind in KINDS:
+        assert (tmp_path / f"buffers_{kind}" / "buffers" / "checkpoint-3").is_dir()
 
 
 @pytest.mark.distributed
@@ -30,6 +31,6 @@ def test_weights_that_were_set_are_saved_and_resumed_on_a_grid_and_with_offloadi
     run_ranks: Callable[..., Any], tmp_path: Path
 ) -> None:
     kinds = ("hybrid", "offload")
-    run_ranks(SCRIPT, 4, tmp_path, *(f"{kind}:swaps,resumes" for kind in kinds))
+    run_ranks(SCRIPT, 4, tmp_path, *(f"{case}:{kind}" for kind in kinds for case in CASES[:2]))
     for kind in kinds:
-        assert (tmp_path / kind / "resumes" / "checkpoint-1").is_dir()
+        assert (tmp_path / f"resumes_{kind}" / "resumes" / "checkpoint-1").is_dir()

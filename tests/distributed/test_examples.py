@@ -13,7 +13,8 @@ import subprocess
 import sys
 import time
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,15 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ckptkit
+from tests.ranks import RankHost, RunRanks, make_runner
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-HOST = Path(__file__).with_name("examples_host.py")
+ON_A_RANK = Path(__file__).with_name("examples_rank.py")
+# What all scripts but one import; the last two are imported by libraries when they are asked.
+IMPORTED = (
+    *("accelerate", "datasets", "peft", "transformers.trainer", "trl"),
+    *("transformers.models.llama.modeling_llama", "trl.trainer.sft_trainer"),
+)
 LIMIT_SECONDS = 120.0
 SETTINGS = {
     "CUDA_VISIBLE_DEVICES": "",
@@ -37,76 +44,44 @@ SETTINGS = {
 }
 STEPS = "checkpoint[-_]*/ckptkit.json"
 COMMANDS = {  # the script, and the module that runs it
-    "fsdp2": ("fsdp2.py", None),
-    "accelerate": ("accelerate_fsdp.py", None),
-    "trainer": ("trainer.py", None),
-    "trl": ("trl_lora.py", None),
-    "qlora": ("trl_qlora.py", None),
+    "fsdp2": ("fsdp2.py", ""),
+    "accelerate": ("accelerate_fsdp.py", ""),
+    "trainer": ("trainer.py", ""),
+    "trl": ("trl_lora.py", ""),
+    "qlora": ("trl_qlora.py", ""),
     "run": ("unmodified.py", "ckptkit.run"),
 }
 
 
-class Host:
-    """Starts scripts on two ranks, in processes that have imported everything already."""
-
-    def __init__(self, *arguments: str) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, str(HOST), *arguments],
-            env=os.environ | SETTINGS,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert self._answer() == "ready"
-
-    def run(
-        self,
-        module: str | None,
-        arguments: list[str],
-        logs: Path,
-        meanwhile: Callable[[list[int]], None] = lambda _: None,
-    ) -> list[int]:
-        """Runs a script on both ranks, and does something with their process ids meanwhile.
-
-        Returns:
-            How the ranks have ended.
-        """
-        logs.mkdir()
-        command = {"module": module, "arguments": arguments, "folder": str(logs)}
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(command) + "\n")
-        self._process.stdin.flush()
-        ranks = list(self._answer())
-        try:
-            meanwhile(ranks)
-        finally:
-            statuses = list(self._answer())
-        return statuses
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.communicate()
-
-    def _answer(self) -> Any:
-        assert self._process.stdout is not None
-        return json.loads(self._process.stdout.readline())
-
-
 @pytest.fixture(scope="module")
-def hosts() -> Iterator[Callable[..., Host]]:
-    """Returns the process for scripts that import Transformers, or torch alone: `light`."""
-    opened: dict[tuple[str, ...], Host] = {}
+def run_with_libraries() -> Iterator[RunRanks]:
+    """As `run_ranks`; what most scripts import is imported once, and not by each run."""
+    host = RankHost(*IMPORTED)
+    yield make_runner(host)
+    host.close()
 
-    def host_for(*arguments: str) -> Host:
-        if arguments not in opened:
-            opened[arguments] = Host(*arguments)
-        return opened[arguments]
 
-    try:
-        yield host_for
-    finally:
-        for host in opened.values():
-            host.close()
+@pytest.fixture(autouse=True)
+def _settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in SETTINGS.items():
+        monkeypatch.setenv(name, value)
+
+
+def run_example(
+    run: RunRanks,
+    module: str,
+    arguments: Sequence[str],
+    logs: Path,
+    meanwhile: Callable[[Path], None] = lambda _: None,
+) -> tuple[int, str]:
+    """Runs a script on both ranks, and does something meanwhile; returns status and logs."""
+    logs.mkdir()
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(run, ON_A_RANK, 2, logs, module, *arguments, status=None)
+        meanwhile(logs)
+        status = running.result().returncode
+    said = [(logs / f"rank{rank}.log").read_text() for rank in range(2)]
+    return status, "\nrank 1:\n".join(said)
 
 
 def final_loss(log: str) -> str:
@@ -132,14 +107,13 @@ def megatron_is_whole(run: Path) -> bool:
     return (run / "latest_checkpointed_iteration.txt").exists()
 
 
-def kill_after_save(
-    ranks: list[int], run: Path, is_saved: Callable[[Path], bool] = has_a_step
-) -> None:
+def kill_after_save(logs: Path, run: Path, is_saved: Callable[[Path], bool] = has_a_step) -> None:
     """Kills all ranks at once when the first checkpoint is complete, with what they started."""
     until = time.monotonic() + LIMIT_SECONDS
     while not is_saved(run):
         assert time.monotonic() < until, "nothing was saved"
         time.sleep(0.005)
+    ranks = [int((logs / f"pid{rank}").read_text()) for rank in range(2)]
     started = [child for rank in ranks for child in psutil.Process(rank).children(recursive=True)]
     for rank in ranks:
         os.kill(rank, signal.SIGKILL)
@@ -152,26 +126,25 @@ def kill_after_save(
 @pytest.mark.slow
 @pytest.mark.parametrize("example", COMMANDS)
 def test_a_job_that_was_killed_and_started_again_ends_as_if_nothing_had_happened(
-    example: str, hosts: Callable[..., Host], tmp_path: Path
+    example: str, run_ranks: RunRanks, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     script, module = COMMANDS[example]
-    host = hosts("light") if example == "fsdp2" else hosts()  # it imports no Transformers
+    if example != "fsdp2":  # which imports no Transformers
+        run_ranks = request.getfixturevalue("run_with_libraries")
     broken = tmp_path / "broken"
 
-    def run(into: str, logs: str, *meanwhile: Callable[[list[int]], None]) -> tuple[list[int], str]:
+    def run(into: str, logs: str, *meanwhile: Callable[[Path], None]) -> tuple[int, str]:
         arguments = [str(EXAMPLES / script), str(tmp_path / into)]
-        statuses = host.run(module, arguments, tmp_path / logs, *meanwhile)
-        said = [(tmp_path / logs / f"rank{rank}.log").read_text() for rank in range(2)]
-        return statuses, "\nrank 1:\n".join(said)
+        return run_example(run_ranks, module, arguments, tmp_path / logs, *meanwhile)
 
-    statuses, straight = run("straight", "logs")
-    assert statuses == [0, 0], straight[-4_000:]
+    status, straight = run("straight", "logs")
+    assert status == 0, straight[-4_000:]
 
-    statuses, log = run("broken", "killed_logs", lambda ranks: kill_after_save(ranks, broken))
-    assert statuses == [-signal.SIGKILL, -signal.SIGKILL], log[-4_000:]
+    status, log = run("broken", "killed_logs", lambda logs: kill_after_save(logs, broken))
+    assert status != 0, log[-4_000:]
 
-    statuses, resumed = run("broken", "resumed_logs")
-    assert statuses == [0, 0], resumed[-4_000:]
+    status, resumed = run("broken", "resumed_logs")
+    assert status == 0, resumed[-4_000:]
     assert re.search(r"resumed from (?:step |'checkpoint_)\d", resumed), resumed[-4_000:]
     assert final_loss(resumed) == final_loss(straight)
     if example in BASES:
@@ -193,28 +166,26 @@ STOCK = {  # what tells that the first save of a script is complete
 @pytest.mark.slow
 @pytest.mark.parametrize("example", STOCK)
 def test_a_job_that_another_library_saves_goes_on_after_a_kill_and_becomes_a_model(
-    example: str, hosts: Callable[..., Host], tmp_path: Path
+    example: str, run_with_libraries: RunRanks, tmp_path: Path
 ) -> None:
-    host = hosts()
     broken = tmp_path / "broken"
 
-    def run(into: str, logs: str, *meanwhile: Callable[[list[int]], None]) -> tuple[list[int], str]:
+    def run(into: str, logs: str, *meanwhile: Callable[[Path], None]) -> tuple[int, str]:
         arguments = [str(EXAMPLES / f"{example}.py"), str(tmp_path / into)]
-        statuses = host.run(None, arguments, tmp_path / logs, *meanwhile)
-        return statuses, (tmp_path / logs / "rank0.log").read_text()
+        return run_example(run_with_libraries, "", arguments, tmp_path / logs, *meanwhile)
 
     def first_save() -> dict[Path, int]:
         return {path: path.stat().st_mtime_ns for path in broken.glob("*10/*")}
 
-    statuses, straight = run("straight", "logs")
-    assert statuses == [0, 0], straight[-4_000:]
+    status, straight = run("straight", "logs")
+    assert status == 0, straight[-4_000:]
     whole = STOCK[example]
-    statuses, log = run("broken", "killed_logs", lambda ids: kill_after_save(ids, broken, whole))
-    assert statuses == [-signal.SIGKILL, -signal.SIGKILL], log[-4_000:]
+    status, log = run("broken", "killed_logs", lambda logs: kill_after_save(logs, broken, whole))
+    assert status != 0, log[-4_000:]
     saved = first_save()
     assert saved
-    statuses, resumed = run("broken", "resumed_logs")
-    assert statuses == [0, 0], resumed[-4_000:]
+    status, resumed = run("broken", "resumed_logs")
+    assert status == 0, resumed[-4_000:]
     assert first_save() == saved  # it went on from there
     assert final_loss(resumed) == final_loss(straight)
 

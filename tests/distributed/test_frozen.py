@@ -19,10 +19,11 @@ KINDS = ("fsdp2", "fsdp1_flat", "fsdp1_orig", "ddp")
 def test_later_steps_are_whole_though_only_the_adapter_is_written(
     run_ranks: Callable[..., Any], tmp_path: Path
 ) -> None:
-    run_ranks(SCRIPT, 2, tmp_path, *KINDS, "packed")
+    run_ranks(SCRIPT, 2, tmp_path, *(f"base:{kind}" for kind in KINDS), "packed")
     for kind in KINDS:
         older, newer = sorted(
-            (tmp_path / kind / "run").glob("checkpoint-*"), key=lambda path: path.stat().st_mtime
+            (tmp_path / f"base_{kind}" / "run").glob("checkpoint-*"),
+            key=lambda path: path.stat().st_mtime,
         )
         assert ckptkit.verify(older).ok
         assert ckptkit.verify(newer).ok

@@ -36,18 +36,12 @@ def log_of(run_ranks: Callable[..., Any], runs: Path) -> Callable[..., dict[str,
     return run
 
 
-@pytest.fixture
-def logged(log_of: Callable[..., dict[str, str]], saved: str) -> dict[str, str]:
-    return log_of(saved) if saved == QUICK else log_of(*SLOW)
-
-
 @pytest.mark.parametrize("saved", SAVED)
-def test_equal_replicas_are_nothing_to_mention(logged: dict[str, str], saved: str) -> None:
+def test_ranks_that_hold_other_values_are_named_by_the_save_and_by_a_resume(
+    log_of: Callable[..., dict[str, str]], saved: str
+) -> None:
+    logged = log_of(saved) if saved == QUICK else log_of(*SLOW)
     assert logged[f"{saved} equal"] == ""
-
-
-@pytest.mark.parametrize("saved", SAVED)
-def test_ranks_that_hold_other_weights_are_named(logged: dict[str, str], saved: str) -> None:
     text = logged[f"{saved} model"]
     found = re.search(
         r"step 3: ranks 0 and (\d) held different values of ([\w.]+) \(\d+ of (\d+)", text
@@ -57,19 +51,9 @@ def test_ranks_that_hold_other_weights_are_named(logged: dict[str, str], saved: 
     assert "0.weight" in found[2]
     assert 2 <= int(found[3]) <= 32
     assert "save right after an averaging" in text
-
-
-@pytest.mark.parametrize("saved", SAVED)
-def test_moments_of_ranks_that_are_not_averaged_are_found(
-    logged: dict[str, str], saved: str
-) -> None:
-    text = logged[f"{saved} optimizer"]
+    text = logged[f"{saved} optimizer"]  # whose moments are not averaged
     assert "ranks 0 and 2 held different values of optimizer." in text
     assert "exp_avg" in text
-
-
-@pytest.mark.parametrize("saved", SAVED)
-def test_a_resume_from_such_a_step_says_so_again(logged: dict[str, str], saved: str) -> None:
     text = logged[f"{saved} resumed"]
     assert text.startswith("the step that is resumed: ranks 0 and 2 held different values of model")
 
@@ -88,9 +72,11 @@ def test_buffers_of_ranks_that_nothing_keeps_equal_are_named(
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("logged")
 @pytest.mark.parametrize("saved", [QUICK, *SLOW])
-def test_every_command_says_so_again(runs: Path, tmp_path: Path, saved: str) -> None:
+def test_every_command_says_so_again(
+    log_of: Callable[..., dict[str, str]], runs: Path, tmp_path: Path, saved: str
+) -> None:
+    assert log_of(saved) if saved == QUICK else log_of(*SLOW)
     run = runs / saved.replace(" ", "/")
     for step in ("checkpoint-1", "checkpoint-3"):
         for words in (

@@ -6,13 +6,11 @@ which ends with SIGKILL.
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,35 +21,21 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
-from torch.distributed.fsdp import fully_shard
 
 import ckptkit
 from ckptkit.core.errors import MissingFileError, UsageError
 from ckptkit.training import Checkpointer
 from ckptkit.training.tiers.save import TieredCommitter
+from tests.crash import troubles
+from tests.distributed.cases import in_trouble, names, run_cases
 
-sys.path.append(str(Path(__file__).parents[1] / "crash"))
-troubles: Any = importlib.import_module("troubles")
 LIMIT_SECONDS = 60
 UNIT = "pytorch_model_fsdp_0"
-
-
-def fresh(seed: int) -> dict[str, Any]:
-    model = troubles.network(seed)
-    fully_shard(model[0])
-    fully_shard(model)
-    torch.manual_seed(1_000 * seed + dist.get_rank())
-    state: dict[str, Any] = troubles.state_of(model, seed)
-    return state
 
 
 def opened(folder: Path, *, node: int | None = None, **options: Any) -> Checkpointer:
     own = dist.get_rank() if node is None else node
     return Checkpointer(folder / "run", local=folder / f"node{own}", **options)
-
-
-def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
 
 
 def drain_of(checkpointer: Checkpointer) -> int:
@@ -72,9 +56,9 @@ def stopped(checkpointer: Checkpointer) -> Iterator[None]:
     os.kill(drain_of(checkpointer), signal.SIGCONT)
 
 
-def normal(folder: Path) -> None:
+def normal(folder: Path, _: str) -> None:
     """Both tiers hold what they should; the shared one is stock."""
-    state = fresh(1)
+    state = in_trouble(1)
     with opened(folder, keep_last=2) as checkpointer:
         checkpointer.prepare(state)
         for step in (1, 2):
@@ -85,19 +69,19 @@ def normal(folder: Path) -> None:
         report = handle.report(LIMIT_SECONDS)
         assert report.durable_seconds <= report.local_seconds <= report.committed_seconds
         checkpointer.save(0, state, name="best").result(LIMIT_SECONDS)
-        troubles.resumes(checkpointer, 4, truth, fresh(2))
+        troubles.resumes(checkpointer, 4, truth, in_trouble(2))
     dist.barrier()
     assert names(folder / "run") == ["best", "checkpoint-3", "checkpoint-4"]
     assert names(folder / f"node{dist.get_rank()}") == ["best"]
-    loaded = {"model": fresh(3)["model"].state_dict()}
+    loaded = {"model": in_trouble(3)["model"].state_dict()}
     dcp.load(loaded, checkpoint_id=folder / "run/checkpoint-4" / UNIT)
     for name, tensor in state["model"].state_dict().items():
         assert torch.equal(loaded["model"][name].to_local(), tensor.to_local())
 
 
-def united(folder: Path) -> None:
+def united(folder: Path, _: str) -> None:
     """The copies of all nodes are read as one, and one alone is refused."""
-    state = fresh(1)
+    state = in_trouble(1)
     with opened(folder) as checkpointer:
         troubles.saved(checkpointer, 7, state)
     dist.barrier()
@@ -118,12 +102,12 @@ def united(folder: Path) -> None:
     assert (inspection.step, inspection.world_size, inspection.writer) == (7, 2, "ckptkit")
 
 
-def together(folder: Path) -> None:
+def together(folder: Path, _: str) -> None:
     """Ranks that share a disk find that out, and their step is whole there."""
     with opened(folder, node=0, sidecar={"notes": _notes(folder)}) as checkpointer:
-        state = fresh(1)
+        state = in_trouble(1)
         truth = troubles.saved(checkpointer, 1, state)
-        troubles.resumes(checkpointer, 1, truth, fresh(2))
+        troubles.resumes(checkpointer, 1, truth, in_trouble(2))
         with stopped(checkpointer):
             checkpointer.save(2, state).local_result(LIMIT_SECONDS)
             dist.barrier()
@@ -138,9 +122,9 @@ def together(folder: Path) -> None:
         Checkpointer(folder / "run", local=folder / "run")
 
 
-def slow(folder: Path) -> None:
+def slow(folder: Path, _: str) -> None:
     """A slow shared place holds up the save after the next one, and nothing is lost."""
-    state = fresh(1)
+    state = in_trouble(1)
     with opened(folder, in_flight="skip") as checkpointer:
         troubles.saved(checkpointer, 1, state)
         with stopped(checkpointer):
@@ -163,7 +147,7 @@ def slow(folder: Path) -> None:
     assert names(folder / f"node{dist.get_rank()}") == ["checkpoint-3"]
 
 
-def full(folder: Path) -> None:
+def full(folder: Path, _: str) -> None:
     """A node's disk is full: the save goes to the shared place; later ones are local again."""
     small = folder / "node0"  # where the files beside the shards would lie as well
     if dist.get_rank() == 1:
@@ -173,11 +157,11 @@ def full(folder: Path) -> None:
     dist.barrier()
     if not small.is_dir():
         return
-    state = fresh(1)
+    state = in_trouble(1)
     try:
         with opened(folder) as checkpointer, troubles.listening() as log:
             truth = troubles.saved(checkpointer, 1, state)
-            troubles.resumes(checkpointer, 1, truth, fresh(2))
+            troubles.resumes(checkpointer, 1, truth, in_trouble(2))
             warned = [line for line in log.lines(logging.WARNING) if "at once" in line]
             assert len(warned) == (dist.get_rank() == 0), warned
             assert names(folder / "node1") == names(small) == []
@@ -187,7 +171,7 @@ def full(folder: Path) -> None:
             dist.barrier()
             truth = troubles.saved(checkpointer, 2, state)
             assert names(folder / "node1") == names(small) == ["checkpoint-2"]
-            troubles.resumes(checkpointer, 2, truth, fresh(2))
+            troubles.resumes(checkpointer, 2, truth, in_trouble(2))
     finally:
         dist.barrier()
         if dist.get_rank() == 1:
@@ -199,9 +183,9 @@ def _mounted(*arguments: object) -> bool:
     return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
-def killed(folder: Path) -> None:
+def killed(folder: Path, _: str) -> None:
     """All processes are killed between the nodes' own step and its drain."""
-    state = fresh(1)
+    state = in_trouble(1)
     checkpointer = opened(folder, sidecar={"notes": _notes(folder)})
     for step in (1, 2):
         if step == 2:
@@ -230,12 +214,12 @@ def _notes(folder: Path) -> Path:
 def _goes_on(folder: Path, step: int, node: int | None = None) -> list[str]:
     """Resumes after the kill and saves once more; returns the warnings."""
     with troubles.listening() as log, opened(folder, node=node) as checkpointer:
-        state = fresh(5)
+        state = in_trouble(5)
         assert checkpointer.resume(state) == step
         truth = (folder / f"truth-{step}-{dist.get_rank()}").read_text()
         assert repr(troubles.facts(state)) == truth
         again = troubles.saved(checkpointer, 3, state)
-        troubles.resumes(checkpointer, 3, again, fresh(6))
+        troubles.resumes(checkpointer, 3, again, in_trouble(6))
         warned: list[str] = log.lines(logging.WARNING)
     dist.barrier()
     own = dist.get_rank() if node is None else node
@@ -246,28 +230,28 @@ def _goes_on(folder: Path, step: int, node: int | None = None) -> list[str]:
     return warned
 
 
-def restarted(folder: Path) -> None:
+def restarted(folder: Path, _: str) -> None:
     """The same nodes: what was durable on them is not lost."""
     assert _goes_on(folder, 2) == []
     assert (folder / "run/checkpoint-2/ckptkit/notes.txt").read_text() == "beside"
 
 
-def moved(folder: Path) -> None:
+def moved(folder: Path, _: str) -> None:
     """The same nodes, with other ranks on them."""
     assert _goes_on(folder, 2, node=1 - dist.get_rank()) == []
 
 
-def spread(folder: Path) -> None:
+def spread(folder: Path, _: str) -> None:
     """The ranks had one node, and have two, each with a copy of all that lay there."""
     with opened(folder, sidecar={"notes": _notes(folder)}) as checkpointer:
-        state = fresh(5)
+        state = in_trouble(5)
         assert checkpointer.resume(state) == 2
     assert (folder / "run/checkpoint-2/ckptkit/notes.txt").read_text() == "beside"
     for name, tensor in load_file(folder / "weights.safetensors").items():
         assert torch.equal(state["model"].state_dict()[name].full_tensor(), tensor)
 
 
-def lost(folder: Path) -> None:
+def lost(folder: Path, _: str) -> None:
     """One of the nodes is another one: the newest step of the shared place is taken."""
     warned = _goes_on(folder, 1)
     if dist.get_rank() == 0:
@@ -276,18 +260,14 @@ def lost(folder: Path) -> None:
         assert "files of rank 1" in warned[0]
 
 
-def main() -> None:
-    """Runs the cases that are named."""
-    dist.init_process_group("gloo")
-    folder = Path(sys.argv[1])
-    for case in sys.argv[2:]:
-        globals()[case](folder / case)
-        sys.stdout.write(f"{case}, rank {dist.get_rank()}: done\n")
-        sys.stdout.flush()
-    dist.barrier()
-    sys.stdout.flush()
-    os._exit(0)
+CASES = {
+    case.__name__: case
+    for case in (
+        *(normal, united, together, slow, full),
+        *(killed, restarted, moved, spread, lost),
+    )
+}
 
 
 if __name__ == "__main__":
-    main()
+    run_cases(CASES)

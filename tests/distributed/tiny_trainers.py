@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,29 @@ WORDS = 64
 Tensors = dict[str, torch.Tensor]
 
 
-def say(*words: object) -> None:
+def expect(found: object, wanted: object) -> None:
+    """Compares what rank 0 has found; the others may see files earlier, or later."""
     if int(os.environ["RANK"]) == 0:
-        sys.stdout.write(" ".join(map(str, ("FOUND", *words, "\n"))))
+        assert found == wanted, f"{found} was found where {wanted} was expected"
+
+
+def expect_error(kind: type[Exception], pattern: str, call: Callable[..., object]) -> None:
+    try:
+        call()
+    except kind as error:
+        text = f"{error}".replace("\n", " ")
+        assert re.search(pattern, text), text
+    else:
+        raise AssertionError(f"no {kind.__name__} was raised: {pattern}")
+
+
+def run_checks(run: Callable[[str], None], names: Sequence[str]) -> None:
+    """Runs checks, and says on rank 0 which have passed."""
+    for name in names:
+        run(name)
+        if int(os.environ["RANK"]) == 0:
+            sys.stdout.write(f"PASSED {name}\n")
+            sys.stdout.flush()
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -134,6 +155,13 @@ def differing(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]
     everywhere: list[set[str]] = [set()] * dist.get_world_size()
     dist.all_gather_object(everywhere, here)
     return sorted(set().union(*everywhere))
+
+
+def expect_equal(one: Tensors, other: Tensors, *, least: int = 1) -> None:
+    """Compares tensors on all ranks, of which there are so many at least."""
+    names = differing(one, other)
+    assert not names, names
+    assert len(other) >= least
 
 
 def only_model(found: Tensors) -> Tensors:

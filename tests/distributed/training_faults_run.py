@@ -5,7 +5,6 @@ Usage: training_faults_run.py FOLDER CASE... Each case works in FOLDER/CASE.
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
 import signal
@@ -19,9 +18,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
 
 from ckptkit.core.errors import (
     CkptkitError,
@@ -35,19 +32,10 @@ from ckptkit.core.errors import (
 from ckptkit.training import Checkpointer
 from ckptkit.training.save import saver as saves
 from ckptkit.training.save.staging import MemoryPlaces, SharedBuffer
+from tests.crash import troubles
+from tests.distributed.cases import end, in_trouble, names, start
 
-sys.path.append(str(Path(__file__).parents[1] / "crash"))
-troubles: Any = importlib.import_module("troubles")
 ABSENT_SECONDS = 3.0
-
-
-def fresh(seed: int) -> dict[str, Any]:
-    model = troubles.network(seed)
-    fully_shard(model[0])
-    fully_shard(model)
-    torch.manual_seed(1_000 * seed + dist.get_rank())
-    state: dict[str, Any] = troubles.state_of(model, seed)
-    return state
 
 
 class Drill:
@@ -58,7 +46,7 @@ class Drill:
         self.trouble = troubles.Trouble(folder / f"trouble-{dist.get_rank()}")
         with self.trouble.writers():
             self.checkpointer = Checkpointer(self.run, **options)
-        self.state = fresh(1)
+        self.state = in_trouble(1)
         self.truth = troubles.saved(self.checkpointer, 1, self.state)
         self.failed = 0
 
@@ -79,16 +67,12 @@ class Drill:
         self.failed += 1
 
     def recovers(self) -> None:
-        troubles.resumes(self.checkpointer, 1, self.truth, fresh(2))
+        troubles.resumes(self.checkpointer, 1, self.truth, in_trouble(2))
         truth = troubles.saved(self.checkpointer, 90, self.state)
-        troubles.resumes(self.checkpointer, 90, truth, fresh(3))
+        troubles.resumes(self.checkpointer, 90, truth, in_trouble(3))
         self.checkpointer.close()
         dist.barrier()
-        assert sorted(path.name for path in self.run.iterdir()) == [
-            ".ckptkit",
-            "checkpoint-1",
-            "checkpoint-90",
-        ]
+        assert names(self.run) == ["checkpoint-1", "checkpoint-90"]
 
 
 def on(rank: int, context: Any) -> Any:
@@ -161,7 +145,7 @@ def memory(folder: Path) -> None:
     buffer = partial(SharedBuffer, places)
     with on(1, mock.patch.object(saves, "SharedBuffer", buffer)):
         checkpointer = Checkpointer(folder / "run")
-    state = fresh(1)
+    state = in_trouble(1)
     troubles.train(state)
     for _ in range(2):
         handle = checkpointer.save(1, state)
@@ -170,7 +154,7 @@ def memory(folder: Path) -> None:
     (folder / "none").mkdir(exist_ok=True)
     dist.barrier()
     truth = troubles.saved(checkpointer, 2, state)
-    troubles.resumes(checkpointer, 2, truth, fresh(2))
+    troubles.resumes(checkpointer, 2, truth, in_trouble(2))
     checkpointer.close()
 
 
@@ -225,8 +209,7 @@ CASES: dict[str, Callable[[Path], None]] = {
 
 def main() -> None:
     folder, *cases = sys.argv[1:]
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    start()
     with troubles.listening() as log:
         for case in cases:
             place = Path(folder) / case
@@ -240,9 +223,7 @@ def main() -> None:
                     sys.stdout.write(f"{case}, rank {dist.get_rank()}: {line}\n")
             log.records.clear()
             sys.stdout.write(f"{case} took {time.monotonic() - began:.1f} s\n")
-    # The teardown of gloo's threads now and then aborts a process that is done.
-    sys.stdout.flush()
-    os._exit(0)
+    end()
 
 
 if __name__ == "__main__":

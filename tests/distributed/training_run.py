@@ -9,23 +9,18 @@ from __future__ import annotations
 import os
 import random
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint import state_dict_saver
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from tests.distributed.cases import FULL, WRAPPERS, end, start
 
 LAYOUTS = 30
 SEED = 20
@@ -58,37 +53,10 @@ class Net(nn.Module):
         return loss
 
 
-def fsdp2(model: Net) -> nn.Module:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    fully_shard(model.up, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    return model
-
-
-def fsdp1_flat(model: Net) -> nn.Module:
-    settings: dict[str, Any] = {"use_orig_params": False, "device_id": torch.device("cpu")}
-    model.register_module("up", FullyShardedDataParallel(model.up, **settings))
-    return FullyShardedDataParallel(model, **settings)
-
-
-def hsdp(model: Net) -> nn.Module:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    fully_shard(model.up, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    return model
-
-
-KINDS: dict[str, Callable[[Net], nn.Module]] = {
-    "fsdp2": fsdp2,
-    "fsdp1_flat": fsdp1_flat,
-    "hsdp": hsdp,
-}
-
-
 def train(kind: str) -> dict[str, torch.Tensor]:
     """Trains and saves; returns the gathered state dict."""
     torch.manual_seed(0)
-    model = KINDS[kind](Net())
+    model = WRAPPERS[kind](Net())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     generator = torch.Generator().manual_seed(dist.get_rank())
     for _ in range(3):
@@ -97,7 +65,7 @@ def train(kind: str) -> dict[str, torch.Tensor]:
         optimizer.zero_grad()
     weights, state = get_state_dict(model, optimizer)
     state_dict_saver.save({"model": weights, "optim": state, "step": 3}, checkpoint_id="checkpoint")
-    whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    whole = get_model_state_dict(model, options=FULL)
     return {k: tensor.clone() for k, tensor in whole.items() if isinstance(tensor, torch.Tensor)}
 
 
@@ -137,13 +105,10 @@ def write_case(kind: str, folder: Path) -> None:
 
 def main() -> None:
     folder, *kinds = sys.argv[1:]
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    start()
     for kind in kinds:
         write_case(kind, Path(folder).resolve() / kind)
-    # The teardown of gloo's threads now and then aborts a process that is done.
-    sys.stdout.flush()
-    os._exit(0)
+    end()
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from transformers import LlamaForCausalLM, Trainer, TrainerCallback
 from transformers.distributed import DistributedConfig
 from transformers.utils import hub
 
-from ckptkit.core.errors import CkptkitError, UnsupportedError, UsageError
+from ckptkit.core.errors import OutputExistsError, RefusedError, UnsupportedError, UsageError
 from ckptkit.hub.secrets import MAX_SMALL_BYTES, secrets_in
 from ckptkit.integrations.transformers import install
 from ckptkit.training import Checkpointer
@@ -27,11 +27,12 @@ from tests.distributed.tiny_trainers import (
     LAST,
     Killing,
     Tensors,
-    differing,
+    expect,
+    expect_equal,
+    expect_error,
     local_part,
     model,
     only_model,
-    say,
     steps_in,
     trained,
     trainer,
@@ -101,16 +102,18 @@ def check_keeping(check: str, folder: Path) -> None:
         install(made)
         made.train()
         now = {name: local_part(value) for name, value in made.model.named_parameters()}
-        say(check, "limit", limit, steps_in(run), differing(now, watching.models[HALF]))
+        expect(steps_in(run), [4, 6] if limit == 2 else [4])  # the best and the newest
+        expect_equal(now, watching.models[HALF])
         state = json.loads((run / f"checkpoint-{HALF}/trainer_state.json").read_text())
-        say(check, "best", Path(state["best_model_checkpoint"]).name, state["best_metric"])
+        best_step = Path(state["best_model_checkpoint"]).name, state["best_metric"]
+        expect(best_step, ("checkpoint-4", 0.1))
         metrics = json.loads((run / f"checkpoint-{HALF}/ckptkit.json").read_text())["source"]
-        say(check, "metrics", sorted(metrics["metrics"]))
+        assert "eval_score" in metrics["metrics"]
     run, looking = folder / f"{check}-when-best", Looking()
     made = trainer("fsdp2", run, **best | {"save_strategy": "best"}, callbacks=[looking])
     install(made)
     made.train()
-    say(check, "when best", steps_in(run), looking.found)
+    expect((steps_in(run), looking.found), ([2, 4], [True, True]))
     run = folder / f"{check}-epochs"
     changes: dict[str, Any] = {
         "max_steps": -1,
@@ -120,7 +123,8 @@ def check_keeping(check: str, folder: Path) -> None:
     made = trainer("fsdp2", run, save_strategy="epoch", made_by=Adding, **changes)
     install(made)
     made.train()
-    say(check, "epochs", steps_in(run), [(run / f"checkpoint-{n}/added").exists() for n in (3, 6)])
+    expect(steps_in(run), [3, 6])
+    expect([(run / f"checkpoint-{n}/added").exists() for n in (3, 6)], [True, True])
 
 
 def check_only_model(check: str, folder: Path) -> None:
@@ -129,11 +133,12 @@ def check_only_model(check: str, folder: Path) -> None:
     made = trainer("fsdp2", folder / check, **full)
     install(made)
     truth = trained(made)
-    say(check, sorted(entry.name for entry in (folder / check / f"checkpoint-{LAST}").iterdir()))
+    files = sorted(entry.name for entry in (folder / check / f"checkpoint-{LAST}").iterdir())
+    expect(files, ["ckptkit", "ckptkit.json", "pytorch_model_fsdp_0", "trainer_state.json"])
     again = trainer("fsdp2", folder / check, max_steps=LAST)
     install(again)
     found = trained(again, True)
-    say(check, "loaded", differing(*(only_model(one) for one in (found, truth))))
+    expect_equal(only_model(found), only_model(truth))
 
 
 class SavingItself(TrainerCallback):  # type: ignore[misc]
@@ -162,25 +167,24 @@ def check_failing(check: str, folder: Path) -> None:
             (run / f"checkpoint-{step}/mine.txt").write_text("mine")
         dist.barrier()
         install(made)
-        try:
+        if name == "end":
+            expect_error(OutputExistsError, "", made.train)
+        else:  # training outlives it
             made.train()
-        except CkptkitError as error:
-            say(check, name, type(error).__name__, error.message[:40])
         complete = sorted(
             int(path.parent.name[11:]) for path in run.glob("checkpoint-*/ckptkit.json")
         )
-        say(check, name, made.state.global_step, complete)
+        assert made.state.global_step == LAST
+        expect(complete, [2, 6] if name == "between" else [2, 4])
     run = folder
     for name, is_installed in (("beside install", True), ("beside stock", False)):
         run = folder / f"{check}-{name.replace(' ', '-')}"
         made = trainer("fsdp2", run, max_steps=2, callbacks=[SavingItself(run)])
         if is_installed:
             install(made)
-        try:
-            made.train()
-        except CkptkitError as error:
-            say(check, name, type(error).__name__, made.state.global_step)
-    say(check, "stock's", (run / "checkpoint-2/trainer_state.json").is_file())
+        expect_error(RefusedError if is_installed else OutputExistsError, "", made.train)
+        assert made.state.global_step == (0 if is_installed else 2)
+    expect((run / "checkpoint-2/trainer_state.json").is_file(), True)
 
 
 class Asking(TrainerCallback):  # type: ignore[misc]
@@ -202,15 +206,16 @@ def check_signals(check: str, folder: Path) -> None:
     install(made, signals="SIGUSR1")
     assert checkpoints.checkpointer is None
     made.train()
-    say(check, "stopped at its step", steps_in(run) == [made.state.global_step])
-    say(check, "early", made.state.global_step < many)
+    expect(steps_in(run), [made.state.global_step])
+    assert made.state.global_step < many
     run = folder / f"{check}-own"
     asking = Asking()
     made = trainer("fsdp2", run, save_strategy="no", enable_jit_checkpoint=True, callbacks=[asking])
     install(made)
     asking.of = [one for one in made.callback_handler.callbacks if hasattr(one, "jit_manager")]
     made.train()
-    say(check, "own", steps_in(run), sorted(entry.name for entry in run.glob("checkpoint-2/*.txt")))
+    expect(steps_in(run), [2])
+    expect(list(run.glob("checkpoint-2/*.txt")), [])
 
 
 def check_nothing(check: str, folder: Path) -> None:
@@ -218,19 +223,19 @@ def check_nothing(check: str, folder: Path) -> None:
     os.environ.pop("ACCELERATE_USE_FSDP", None)  # which arguments of before have set
     made = trainer("fsdp2", folder / check, fsdp=None, fsdp_config=None)
     install(made)
-    say(check, "replaced", type(made) is not Trainer)
+    assert type(made) is Trainer
     with pytest.MonkeyPatch.context() as patch:  # as of versions that cannot shard as they load
         patch.delattr(made, "is_distributed_loading_by_transformers")
         install(made)
     made = trainer("fsdp2", folder / check)
     with pytest.raises(UsageError, match="keep_last") as refused:
         install(made, keep_last=2)
-    say(check, refused.value.hint)
+    assert refused.value.hint == "set save_total_limit in the arguments of the Trainer"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Trainer, "_finalize_training", lambda *_: None)
         with pytest.raises(UnsupportedError, match="_finalize_training"):
             install(made)
-    say(check, "replaced", type(made) is not Trainer)
+    assert type(made) is Trainer
 
 
 def wait_for_commits(hub: HubServer, count: int) -> Repo:
@@ -255,13 +260,15 @@ def check_pushing(check: str, folder: Path) -> None:
         made.train()
         if dist.get_rank() == 0:
             repo = wait_for_commits(hub, LAST // 2)
-            say(check, [commit.message.split(" (")[0] for commit in repo.commits])
+            messages = [commit.message.split(" (")[0] for commit in repo.commits]
+            assert messages == ["Step 2", "Step 4", "Step 6"]
             steps = {path.split("/")[0] for path in repo.files() if path.startswith("checkpoint-")}
-            say(check, sorted(steps), "model.safetensors" in repo.files())
-            say(check, steps_in(folder / check)[-1])
+            assert sorted(steps) == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
+            assert "model.safetensors" in repo.files()
+            assert steps_in(folder / check)[-1] == LAST
             whole = folder / check / f"checkpoint-{LAST}"
             names = [path.relative_to(whole) for path in whole.rglob("*") if path.is_file()]
-            say(check, all(f"checkpoint-{LAST}/{name}" in repo.files() for name in names))
+            assert all(f"checkpoint-{LAST}/{name}" in repo.files() for name in names)
 
 
 class Planting(Trainer):  # type: ignore[misc]
@@ -325,7 +332,8 @@ def check_secrets(check: str, folder: Path) -> None:
                 repo = wait_for_commits(server, form != "FULL_STATE_DICT")
                 there = {path: server.read("org/tiny", path) for path in repo.files()}
                 leaked = sorted(p for p, data in there.items() if secrets_in([data], [TOKEN]))
-                say(check, form, strategy, "leaked", leaked, {"model.safetensors"} <= set(there))
+                assert not leaked, (form, strategy)
+                assert "model.safetensors" in there
             dist.barrier()
 
 
@@ -358,11 +366,11 @@ def check_native(check: str, folder: Path) -> None:
 
     first, half = installed(), folder / f"{check}/checkpoint-{HALF}"
     truth = trained(first)
-    say(check, steps_in(folder / check))
-    say(check, "ours from ours", differing(trained(installed(), half), truth))
+    expect(steps_in(folder / check), [2, 4, 6])
+    expect_equal(trained(installed(), half), truth)
     rates = [row.get("learning_rate") for row in first.state.log_history]
-    say(check, "trained again", differing(trained(first, half), truth))
-    say(check, "rates", rates == [row.get("learning_rate") for row in first.state.log_history])
+    expect_equal(trained(first, half), truth)
+    assert rates == [row.get("learning_rate") for row in first.state.log_history]
 
 
 def check_model(check: str, folder: Path) -> None:
@@ -376,14 +384,19 @@ def check_model(check: str, folder: Path) -> None:
         made.save_model()
         made.save_model(str(run / "final"))
         dist.barrier()
+        files = ["ckptkit.json", "tokenizer.json", "tokenizer_config.json", "training_args.bin"]
+        if kind.startswith("lora"):
+            files += ["README.md", "adapter_config.json", "adapter_model.safetensors"]
+        else:
+            files += ["config.json", "generation_config.json", "model.safetensors"]
         names = sorted(entry.name for entry in run.iterdir() if entry.name != "final")
-        say(check, kind, names)
+        expect(names, sorted([*files, ".ckptkit"]))
         (weights,) = (run / "final").glob("*.safetensors")
         written = load_file(weights)
         wrong = [name for name, part in only_model(found).items() if _lacks(written, name, part)]
-        say(check, kind, len(written), "lacking", wrong)
-        secret = HIDDEN.encode() in (run / "training_args.bin").read_bytes()
-        say(check, kind, "secret", secret, sorted(e.name for e in (run / "final").iterdir()))
+        expect((wrong, len(written)), ([], 8 if kind.startswith("lora") else 21))
+        assert HIDDEN.encode() not in (run / "training_args.bin").read_bytes()
+        expect(sorted(entry.name for entry in (run / "final").iterdir()), sorted(files))
 
 
 def _lacks(written: Tensors, name: str, part: torch.Tensor) -> bool:

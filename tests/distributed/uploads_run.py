@@ -7,7 +7,6 @@ last case with SIGKILL, for which the processes leave their numbers.
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import sys
@@ -15,17 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
-from torch.distributed.fsdp import fully_shard
 
 import ckptkit
 from ckptkit.storage.places import Place
 from ckptkit.training import Checkpointer
+from tests.crash import troubles
+from tests.distributed.cases import end, full, in_trouble, same, start
 
-sys.path.append(str(Path(__file__).parents[1] / "crash"))
-troubles: Any = importlib.import_module("troubles")
 LIMIT_SECONDS = 120
 
 
@@ -36,15 +33,6 @@ class Job:
     options: dict[str, Any]
 
 
-def fresh(seed: int) -> dict[str, Any]:
-    model = troubles.network(seed, 12_000)
-    fully_shard(model[0])
-    fully_shard(model)
-    torch.manual_seed(1_000 * seed + dist.get_rank())
-    state: dict[str, Any] = troubles.state_of(model, seed)
-    return state
-
-
 def opened(job: Job, case: str, node: int, **options: Any) -> Checkpointer:
     local = job.folder / case / f"node{node}"
     return Checkpointer(f"{job.url}/{case}", local=local, storage_options=job.options, **options)
@@ -53,7 +41,7 @@ def opened(job: Job, case: str, node: int, **options: Any) -> Checkpointer:
 def normal(job: Job) -> None:
     """Steps are whole at the URL, on two nodes of which each uploads its own files."""
     rank = dist.get_rank()
-    state = fresh(1)
+    state = in_trouble(1, 12_000)
     with opened(job, "normal", rank, keep_last=2) as checkpointer:
         checkpointer.prepare(state)
         for step in (1, 2):
@@ -65,26 +53,25 @@ def normal(job: Job) -> None:
         local = job.folder / f"normal/node{rank}/checkpoint-3"
         assert handle.local_result(LIMIT_SECONDS) == local
         assert handle.result(LIMIT_SECONDS) == f"{job.url}/normal/checkpoint-3"
-        troubles.resumes(checkpointer, 3, truth, fresh(2))
-    weights = {n: p.full_tensor() for n, p in state["model"].state_dict().items()}
+        troubles.resumes(checkpointer, 3, truth, in_trouble(2, 12_000))
+    weights = {n: full(p) for n, p in state["model"].state_dict().items()}
     dist.barrier()
     if rank == 0:
         place = Place(f"{job.url}/normal", job.options)
         assert ckptkit.verify(place).ok
         ckptkit.consolidate(place, job.folder / "whole", names="live")
-        for name, tensor in load_file(job.folder / "whole/model.safetensors").items():
-            assert torch.equal(tensor, weights[name])
+        same(load_file(job.folder / "whole/model.safetensors"), weights)
     dist.barrier()
 
 
 def killed(job: Job) -> None:
     """All processes are killed while a step is uploaded that is durable on their node."""
-    state = fresh(1)
+    state = in_trouble(1, 12_000)
     checkpointer = opened(job, "killed", 0)
     for step in (1, 2):
         troubles.train(state)
         handle = checkpointer.save(step, state)
-        weights = {n: p.full_tensor() for n, p in state["model"].state_dict().items()}
+        weights = {n: full(p) for n, p in state["model"].state_dict().items()}
         if dist.get_rank() == 0:
             save_file(weights, job.folder / f"weights-{step}.safetensors")
         handle.result(LIMIT_SECONDS)  # of the second one, which it does not live to see
@@ -93,13 +80,13 @@ def killed(job: Job) -> None:
 def main() -> None:
     """Runs the cases that are named."""
     job = Job(Path(sys.argv[1]), sys.argv[2], json.loads(Path(sys.argv[3]).read_text()))
-    dist.init_process_group("gloo")
+    start()
     (job.folder / f"pid-{dist.get_rank()}").write_text(str(os.getpid()), encoding="utf-8")
     for case in sys.argv[4:]:
         globals()[case](job)
         sys.stdout.write(f"{case}, rank {dist.get_rank()}: done\n")
         sys.stdout.flush()
-    os._exit(0)
+    end(meets=False)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ from ckptkit.engine.casts import Caster
 from ckptkit.plan.plan import TensorSpec
 from ckptkit.training.export import export as export_plan
 from ckptkit.training.export.export import blocks_of, caster_of, runs_of
-from ckptkit.training.export.output_plan import OutputPlace
 
 SHAPES = st.lists(st.integers(1, 7), max_size=4).map(tuple)
 
@@ -62,12 +61,13 @@ def test_blocks_of_all_parts_make_up_the_tensor_and_prove_it(
 ) -> None:
     shape, boxes = tiling
     spec = TensorSpec(Fqn("x"), BY_NAME[dtype], shape)
-    place = OutputPlace("f", 64 * pages, spec)
     whole = np.arange(math.prod(shape)).astype(dtype).reshape(shape)
     written, shares = bytearray(spec.size_bytes), []
     for box in boxes:
         elements = part_of(whole, box).reshape(-1)
-        for block in small_blocks(box, place, data.draw(st.sampled_from([16, 64, 1 << 23]))):
+        for block in small_blocks(
+            box, spec, 64 * pages, data.draw(st.sampled_from([16, 64, 1 << 23]))
+        ):
             raw = elements[block.first : block.stop].tobytes()
             sums = np.zeros(len(block.at), np.uint32)
             for number, at in enumerate(block.at.tolist()):
@@ -100,12 +100,12 @@ def test_the_sums_of_many_equal_runs_are_joined_as_one_by_one(
     assert compute_share(starts, length, sums, len(data)) == one_by_one
 
 
-def small_blocks(box: Box, place: OutputPlace, size: int) -> Any:
+def small_blocks(box: Box, spec: TensorSpec, start: int, size: int) -> Any:
     """Cuts into blocks of another size, as large tensors are cut."""
     usual = export_plan.BLOCK_BYTES, export_plan._LONG_BYTES
     export_plan.BLOCK_BYTES, export_plan._LONG_BYTES = size, size // 4
     try:
-        return list(blocks_of(box, place))
+        return list(blocks_of(box, spec, start))
     finally:
         export_plan.BLOCK_BYTES, export_plan._LONG_BYTES = usual
 

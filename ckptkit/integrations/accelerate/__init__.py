@@ -68,7 +68,7 @@ def save_state(
         RefusedError: If the directory cannot be used, or another job is writing to it.
         PeerError: If another rank does not take part in time.
     """
-    return _saves(accelerator).save(accelerator, output_dir, options, {})
+    return _saves(accelerator).save(output_dir, options, {})
 
 
 @check_names
@@ -91,7 +91,7 @@ def load_state(
         InputError: If it is damaged.
         PeerError: If another rank does not take part in time.
     """
-    _saves(accelerator).load(accelerator, input_dir, options, {})
+    _saves(accelerator).load(input_dir, options, {})
 
 
 @check_names
@@ -124,7 +124,7 @@ def save_model(
             where="model",
             hint="use accelerator.save_model of accelerate itself",
         )
-    _saves(accelerator).save_model(accelerator, whole, Path(save_directory).absolute(), options)
+    _saves(accelerator).save_model(whole, Path(save_directory).absolute(), options)
 
 
 @check_names
@@ -180,7 +180,7 @@ def save_like_stock(
     """Saves under the signature of `Accelerator.save_state`."""
     saves = _saves(accelerator)
     stock = {"safe_serialization": safe_serialization, **further}
-    handle = saves.save(accelerator, output_dir, saves.options, stock)
+    handle = saves.save(output_dir, saves.options, stock)
     if waits or saves.waits:
         handle.result()
     return saves.folder
@@ -196,7 +196,7 @@ def load_like_stock(
     if load_kwargs is not None:  # older versions have no such argument
         further["load_kwargs"] = load_kwargs
     saves = _saves(accelerator)
-    saves.load(accelerator, input_dir, saves.options, further)
+    saves.load(input_dir, saves.options, further)
 
 
 def save_model_like_stock(
@@ -226,8 +226,7 @@ def get_state_like_stock(
     """
     kind = getattr(accelerator.distributed_type, "value", accelerator.distributed_type)
     if kind == "FSDP" and is_sharded(model):
-        whole = prepared_model(accelerator, model)
-        state = _saves(accelerator).whole_state(accelerator, whole)
+        state = _saves(accelerator).whole_state(prepared_model(accelerator, model))
         if state is not None:
             return state
     return stock_method("get_state_dict")(accelerator, model, *further, **options)
@@ -236,7 +235,7 @@ def get_state_like_stock(
 def _saves(accelerator: Accelerator) -> AcceleratorSaves:
     saves = _SAVES.get(accelerator)
     if saves is None:
-        saves = _SAVES[accelerator] = AcceleratorSaves()
+        saves = _SAVES[accelerator] = AcceleratorSaves(accelerator)
         for method in ("end_training", "free_memory"):
             setattr(accelerator, method, _close_before(saves, getattr(accelerator, method)))
     return saves

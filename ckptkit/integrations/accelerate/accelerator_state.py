@@ -13,7 +13,7 @@ import re
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from msgspec import Struct
 
@@ -137,13 +137,13 @@ def _target_at(folder: Path, count: int) -> SaveTarget:
     )
 
 
-class LoadSource(Struct, frozen=True):
-    """A folder to load."""
+class LoadSource(TypedDict):
+    """A folder to load, as ranks agree on it."""
 
-    folder: Path  # the directory
+    folder: str  # the directory
     ours: bool  # whether ckptkit wrote it
     # Whether it is the newest of a run, so that an older one can be loaded instead
-    newest: bool = False
+    newest: bool
 
 
 def obstacle(target: SaveTarget) -> str:
@@ -176,7 +176,7 @@ def examine_folder(folder: Path) -> LoadSource | None:
         raise ResumeError("no such directory", where=str(folder))
     if not (folder / step_names.model_unit(0) / METADATA).is_file():
         return None
-    return LoadSource(folder, ours=(folder / MANIFEST_NAME).is_file())
+    return LoadSource(folder=str(folder), ours=(folder / MANIFEST_NAME).is_file(), newest=False)
 
 
 def find_newest_folder(run: Path, models: int, optimizers: int) -> LoadSource:
@@ -191,10 +191,10 @@ def find_newest_folder(run: Path, models: int, optimizers: int) -> LoadSource:
     for step in reversed(saved_steps(run, AUTOMATIC_PREFIX) if run.is_dir() else ()):
         folder = run / step.name
         if step.complete:
-            return LoadSource(folder, ours=True, newest=True)
+            return LoadSource(folder=str(folder), ours=True, newest=True)
         is_ours = (folder / MANIFEST_NAME).exists()
         if not is_ours and all((folder / name).is_file() for name in needed):
-            return LoadSource(folder, ours=False)
+            return LoadSource(folder=str(folder), ours=False, newest=False)
     raise ResumeError(
         "no complete folder of automatic_checkpoint_naming was found",
         where=str(run),

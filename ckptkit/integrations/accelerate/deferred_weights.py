@@ -39,11 +39,13 @@ from ckptkit.core.errors import (
 from ckptkit.core.index import Fqn
 from ckptkit.core.text import list_first
 from ckptkit.training.load.load_into import ModelLoad
-from ckptkit.training.resume.materialise import find_unsaved, is_wide_float
+from ckptkit.training.load.materialise import find_unsaved, is_wide_float
 from ckptkit.training.state.dtensors import DTensor
 from ckptkit.training.state.models import check_modes, plain_torch
 from ckptkit.training.state.optimizers import unwrap_optimizer
 from ckptkit.training.step_names import clean_fqn
+
+logger = logging.getLogger(__name__)
 
 _KEEPS_VALUES = frozenset({"requires_grad_", "retain_grad"})
 _SETS_ITEM = frozenset({"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__"})
@@ -149,8 +151,6 @@ def _alias(owner: nn.Parameter, found: object) -> object:
     return alias
 
 
-logger = logging.getLogger(__name__)
-
 _SETTINGS = ("cpu_ram_efficient_loading", "sync_module_states", "param_init_fn")
 _NO_MODEL = "has no model on the meta device"
 _HINT = (
@@ -160,33 +160,32 @@ _HINT = (
 
 
 class DeferredWeights(Struct, frozen=True):
-    """The files of the weights of a model, as they were when it was made."""
+    """The files of the weights of a model, in one folder, as they were when it was made."""
 
-    folder: Path  # that holds them
     # Path, size in bytes and time of the last change in nanoseconds of each
-    files: tuple[tuple[str, int, int], ...]
+    files: tuple[tuple[Path, int, int], ...]
 
     @classmethod
     def record(cls, paths: Sequence[str]) -> DeferredWeights:
-        """Records the state of files that are in one folder."""
         whole = [Path(path).absolute() for path in paths]
         states = [path.stat() for path in whole]
-        files = tuple(
-            (str(path), state.st_size, state.st_mtime_ns)
-            for path, state in zip(whole, states, strict=True)
-        )
-        return cls(whole[0].parent, files)
+        pairs = zip(whole, states, strict=True)
+        return cls(tuple((path, state.st_size, state.st_mtime_ns) for path, state in pairs))
+
+    @property
+    def folder(self) -> Path:
+        return self.files[0][0].parent
 
     def refuse_changes(self) -> None:
         """Refuses files that are others than when the model was made."""
         for path, size, time in self.files:
             try:
-                state = Path(path).stat()
+                state = path.stat()
             except OSError as error:
-                raise SourceChangedError(f"{error.strerror or error}", where=path) from error
+                raise SourceChangedError(f"{error.strerror or error}", where=str(path)) from error
             if (state.st_size, state.st_mtime_ns) != (size, time):
                 raise SourceChangedError(
-                    "changed after from_pretrained had read its header", where=path
+                    "changed after from_pretrained had read its header", where=str(path)
                 )
 
 
@@ -286,8 +285,8 @@ class _Filling:
                 hint="use defer_weights on all ranks, and FSDP1 before the optimizer is made",
             )
         if reasons:
-            if reasons != [_NO_MODEL]:
-                self._warn("the model is prepared as without ckptkit: a rank %s", reasons[-1])
+            if reasons != [_NO_MODEL] and self._accelerator.is_main_process:
+                logger.warning("the model is prepared as without ckptkit: a rank %s", reasons[-1])
             return False
         if any(found.keys() != digests.keys() for *_, found in every):
             raise LoadError("ranks have models with other tensors on the meta device")
@@ -296,8 +295,8 @@ class _Filling:
             sent = self._valued[name].to(self._accelerator.device, copy=True).contiguous()
             dist.broadcast(sent, src=0)
             self._valued[name].copy_(sent)
-        if unlike:
-            self._warn("ranks had drawn other values, and have those of rank 0 now: %s", unlike)
+        if unlike and self._accelerator.is_main_process:
+            logger.warning("ranks had drawn other values, and have those of rank 0 now: %s", unlike)
         return True
 
     def _obstacle(self) -> str:
@@ -316,20 +315,22 @@ class _Filling:
 
     def check(self) -> None:
         """Refuses files that do not fit the model, on every rank if they do not on one."""
-        _together(self._check)
 
-    def _check(self) -> None:
-        changed = dict(find_changed(self._model.named_parameters()))
-        if changed:
-            name, change = next(iter(changed.items()))
-            raise LoadError(
-                f"parameters were changed while their weights were deferred: {name!r} by {change}"
-                + (f", and {len(changed) - 1:,} more" if len(changed) > 1 else ""),
-                where=type(self._model).__name__,
-                hint=_HINT,
-            )
-        release(self.parameters)
-        self._load(self._model, fills=False)
+        def work() -> None:
+            changed = dict(find_changed(self._model.named_parameters()))
+            if changed:
+                name, change = next(iter(changed.items()))
+                further = f", and {len(changed) - 1:,} more" if len(changed) > 1 else ""
+                raise LoadError(
+                    "parameters were changed while their weights were deferred:"
+                    f" {name!r} by {change}{further}",
+                    where=type(self._model).__name__,
+                    hint=_HINT,
+                )
+            release(self.parameters)
+            self._load(self._model, fills=False)
+
+        _together(work)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -338,19 +339,14 @@ class _Filling:
     def finish(self, prepared: nn.Module, *, reads: bool) -> None:
         """Fills the model, and puts its parameters into the optimizers."""
         if self._is_fsdp2:
-            self._exchange(prepared)
+            # accelerate finds parameters by their addresses, which are equal on the meta device.
+            new = {clean_fqn(name): tensor for name, tensor in prepared.named_parameters()}
+            groups = (group for optimizer in self._optimizers for group in optimizer.param_groups)
+            for group, names in zip(groups, self._groups, strict=True):
+                pairs = zip(group["params"], names, strict=True)
+                group["params"] = [old if name is None else new[name] for old, name in pairs]
         if reads:
             _together(lambda: self._load(prepared, fills=True))
-
-    def _exchange(self, prepared: nn.Module) -> None:
-        # accelerate finds parameters by their addresses, which are equal on the meta device.
-        new = {clean_fqn(name): tensor for name, tensor in prepared.named_parameters()}
-        groups = (group for optimizer in self._optimizers for group in optimizer.param_groups)
-        for group, names in zip(groups, self._groups, strict=True):
-            group["params"] = [
-                old if name is None else new[name]
-                for old, name in zip(group["params"], names, strict=True)
-            ]
 
     def _load(self, model: nn.Module, *, fills: bool) -> None:
         assert self._weights is not None  # noqa: S101  see _obstacle
@@ -386,10 +382,6 @@ class _Filling:
                 with torch.no_grad():
                     local.copy_(local.to(dtype))
 
-    def _warn(self, text: str, *arguments: object) -> None:
-        if self._accelerator.is_main_process:
-            logger.warning(text, *arguments)
-
 
 def refuse_empty(model: nn.Module) -> None:
     """Refuses a model that still has parameters on the meta device, on this rank."""
@@ -397,8 +389,7 @@ def refuse_empty(model: nn.Module) -> None:
 
 
 def _refuse_unfilled(model: nn.Module, names: Collection[str]) -> None:
-    unsaved = [f"{group.path}.{name}" for group in find_unsaved(model) for name in group.names]
-    left = [*names, *unsaved]
+    left = [*names, *(name for group in find_unsaved(model) for name, _ in group.buffers())]
     if left:
         raise LoadError(
             f"{len(left):,} tensors on the meta device are not in the files: {list_first(left)}",

@@ -6,6 +6,7 @@ import atexit
 import logging
 import os
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -50,7 +51,7 @@ _TIMEOUT_SECONDS = 600.0
 
 
 class AcceleratorSaves:
-    """The saves and loads of one Accelerator, which each call receives.
+    """The saves and loads of one Accelerator, which it does not keep alive.
 
     Attributes:
         options: For the Checkpointer, if methods of the accelerator were replaced.
@@ -58,7 +59,8 @@ class AcceleratorSaves:
         folder: The folder of the last save.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = weakref.ref(accelerator)
         self.options: Options = {}
         self.waits = False
         self.folder = Path()
@@ -74,14 +76,17 @@ class AcceleratorSaves:
         # Checkpointers are opened later, and so closed before this function runs.
         atexit.register(remove_marks, self._marked)
 
+    @property
+    def accelerator(self) -> Accelerator:
+        found = self._accelerator()
+        assert found is not None  # noqa: S101  its methods are called
+        return found
+
     def save(
-        self,
-        accelerator: Accelerator,
-        output_dir: str | os.PathLike[str] | None,
-        options: Options,
-        stock: Mapping[str, Any],
+        self, output_dir: str | os.PathLike[str] | None, options: Options, stock: Mapping[str, Any]
     ) -> SaveHandle:
         """Saves; see `ckptkit.integrations.accelerate.save_state`."""
+        accelerator = self.accelerator
         states.check_layout(options)
         target = states.target_of(accelerator, output_dir)
         last = self._last
@@ -92,33 +97,27 @@ class AcceleratorSaves:
         ):
             self.waits = True
             self._log(
-                accelerator,
                 f"{self.folder} was created by another program during the save, and the save was"
-                " lost: from now on each save is waited for",
+                " lost: from now on each save is waited for"
             )
         self.folder = target.folder
         self._count += 1
-        reason = states.stock_reason(accelerator) or self._agree_on_stock(accelerator, target)
+        reason = states.stock_reason(accelerator) or self._agree_on_stock(target)
         if reason:
-            self._log(accelerator, f"accelerate itself saves: {reason}")
-            return self._save_by_stock(accelerator, output_dir, target, stock)
-        handle = self._open(accelerator, target, options).save(
-            target.step,
-            self._state(accelerator),
-            name=target.name,
-            files=self._files(accelerator, target),
+            self._log(f"accelerate itself saves: {reason}")
+            return self._save_by_stock(output_dir, target, stock)
+        handle = self._open(target, options).save(
+            target.step, self._state(), name=target.name, files=self._files(target)
         )
         accelerator.project_configuration.iteration += 1
         self._last = handle
         return handle
 
-    def save_model(
-        self, accelerator: Accelerator, model: torch.nn.Module, out: Path, options: ExportOptions
-    ) -> None:
+    def save_model(self, model: torch.nn.Module, out: Path, options: ExportOptions) -> None:
         """Writes a sharded model; see `ckptkit.integrations.accelerate.save_model`."""
         if self._last is not None and self.folder in (out, *out.parents):
             self._last.wait()  # the save needs the folder to be free when it commits
-        is_first = bool(accelerator.is_main_process)
+        is_first = bool(self.accelerator.is_main_process)
         checkpointer = self._run.checkpointer
         if checkpointer is not None:
             export_into(checkpointer, out, model, is_first=is_first, **options)
@@ -131,49 +130,43 @@ class AcceleratorSaves:
         finally:
             self._end()
 
-    def whole_state(
-        self, accelerator: Accelerator, model: torch.nn.Module
-    ) -> dict[str, torch.Tensor] | None:
+    def whole_state(self, model: torch.nn.Module) -> dict[str, torch.Tensor] | None:
         """Returns the result of `get_state_dict`; None if accelerate itself has to gather it."""
         peers, _ = self._meet()
         state = whole_state(model, peers, timeout_seconds=_TIMEOUT_SECONDS)
         if isinstance(state, str):
-            self._log(accelerator, f"accelerate itself gathers the model: {state}")
+            self._log(f"accelerate itself gathers the model: {state}")
             return None
         return state
 
     def load(
-        self,
-        accelerator: Accelerator,
-        input_dir: str | os.PathLike[str] | None,
-        options: Options,
-        stock: Mapping[str, Any],
+        self, input_dir: str | os.PathLike[str] | None, options: Options, stock: Mapping[str, Any]
     ) -> None:
         """Loads; see `ckptkit.integrations.accelerate.load_state`."""
+        accelerator = self.accelerator
         states.check_layout(options)
         settings = check_options(options)
         self._end()  # waits for the last save, which may be loaded now
-        choice: dict[str, Any] = {"stock": states.stock_reason(accelerator)}
-        if not choice["stock"]:
+        chosen: LoadSource | str = states.stock_reason(accelerator)
+        if not chosen:
             if settings.local is not None:
                 target = states.source_of(accelerator, input_dir)
-                self._open(accelerator, target, options)  # copies steps from the nodes' own disks
-            choice = self._meet()[0].agree(
+                self._open(target, options)  # copies steps from the nodes' own disks
+            chosen = self._meet()[0].agree(
                 "what to load",
-                self._misfit(accelerator),
+                self._misfit(),
                 lambda reasons: _choose(accelerator, input_dir, reasons),
                 timeout_seconds=settings.timeout_seconds,
             )
-        if "stock" in choice:
-            self._log(accelerator, f"accelerate itself loads: {choice['stock']}")
+        if isinstance(chosen, str):
+            self._log(f"accelerate itself loads: {chosen}")
             stock_method("load_state")(accelerator, input_dir, **stock)
             return
-        chosen = LoadSource(Path(choice["folder"]), choice["ours"], choice["newest"])
         call = "install(accelerator" if options is self.options else "load_state(accelerator, ..."
         with naming_options(f"{call}, {{name}}={{value}})"):
-            folder = self._fill(chosen, accelerator, settings)
+            folder = self._fill(chosen, settings)
         rank = int(accelerator.process_index)
-        _put_back(accelerator, folder, rank, loaders=not chosen.ours)
+        _put_back(accelerator, folder, rank, loaders=not chosen["ours"])
         states.call_load_hooks(accelerator, folder)
 
     def close(self) -> None:
@@ -187,7 +180,8 @@ class AcceleratorSaves:
                 self._peers_and_answers[0].close()
                 self._peers_and_answers = None
 
-    def _open(self, accelerator: Accelerator, target: SaveTarget, options: Options) -> Checkpointer:
+    def _open(self, target: SaveTarget, options: Options) -> Checkpointer:
+        accelerator = self.accelerator
         if states.is_automatic(accelerator):
             options = states.with_limit(accelerator, options)
             # With `local`, the marks stay: they identify the run to the nodes' own disks.
@@ -206,9 +200,9 @@ class AcceleratorSaves:
             self._peers_and_answers = peers, SharedAnswers(peers.store)
         return self._peers_and_answers
 
-    def _agree_on_stock(self, accelerator: Accelerator, target: SaveTarget) -> str:
+    def _agree_on_stock(self, target: SaveTarget) -> str:
         """Returns why accelerate itself has to save; the first rank to answer decides."""
-        automatic = states.is_automatic(accelerator)
+        automatic = states.is_automatic(self.accelerator)
         # This save cannot have created it, since it needs this rank's part.
         if automatic and os.path.lexists(target.folder):
             raise OutputExistsError(
@@ -218,15 +212,15 @@ class AcceleratorSaves:
             )
 
         def find() -> str:
-            misfit = self._misfit(accelerator)
+            misfit = self._misfit()
             return misfit if misfit or automatic else states.obstacle(target)
 
         _, answers = self._meet()
         return answers.answer(f"save/{self._count}", find)
 
-    def _misfit(self, accelerator: Accelerator) -> str:
+    def _misfit(self) -> str:
         """Returns which part of the state only accelerate itself can save; checked once."""
-        state = self._state(accelerator)
+        state = self._state()
         objects = [
             entry
             for value in state.values()
@@ -250,33 +244,32 @@ class AcceleratorSaves:
         peers, _ = self._meet()
         return bind(state, layout="accelerate", rank=peers.rank, world_size=peers.world_size)
 
-    def _state(self, accelerator: Accelerator, *, loaders: bool = True) -> dict[str, object]:
-        objects = states.registered_objects(accelerator)
+    def _state(self, *, loaders: bool = True) -> dict[str, object]:
+        objects = states.registered_objects(self.accelerator)
         if list(map(id, objects)) != [id(entry.target) for entry in self._registered]:
             self._registered = [RegisteredObject(entry) for entry in objects]
-        return states.state_of(accelerator, self._registered, loaders=loaders)
+        return states.state_of(self.accelerator, self._registered, loaders=loaders)
 
-    def _files(self, accelerator: Accelerator, target: SaveTarget) -> dict[str, bytes]:
+    def _files(self, target: SaveTarget) -> dict[str, bytes]:
         peers, answers = self._meet()
         own = str(peers.rank)
-        files = states.call_save_hooks(accelerator, target.folder.name)
+        files = states.call_save_hooks(self.accelerator, target.folder.name)
         for name in list(files):  # several ranks may have written one; the first to answer keeps it
             if answers.answer(f"file/{self._count}/{name}", lambda: own) != own:
                 del files[name]
-        return files | states.files_of(accelerator, peers.rank)
+        return files | states.files_of(self.accelerator, peers.rank)
 
     def _save_by_stock(
         self,
-        accelerator: Accelerator,
         output_dir: str | os.PathLike[str] | None,
         target: SaveTarget,
         stock: Mapping[str, Any],
     ) -> SaveHandle:
         self._end()
-        if accelerator.is_main_process:  # it would no longer match the files
+        if self.accelerator.is_main_process:  # it would no longer match the files
             (target.folder / MANIFEST_NAME).unlink(missing_ok=True)
         began = time.perf_counter()
-        stock_method("save_state")(accelerator, output_dir, **stock)
+        stock_method("save_state")(self.accelerator, output_dir, **stock)
         handle = SaveHandle(target.step)
         handle.blocked_seconds = seconds = time.perf_counter() - began
         handle.succeed(
@@ -284,21 +277,22 @@ class AcceleratorSaves:
         )
         return handle
 
-    def _fill(self, chosen: LoadSource, accelerator: Accelerator, settings: Settings) -> Path:
+    def _fill(self, chosen: LoadSource, settings: Settings) -> Path:
         """Loads a folder, or the newest complete one of automatic naming."""
         peers, _ = self._meet()
-        bound = self._bind(self._state(accelerator, loaders=chosen.ours))
+        bound = self._bind(self._state(loaders=chosen["ours"]))
         bound = bound.resuming(settings.unfit_optimizer, settings.missing_groups)
         timeout = settings.timeout_seconds
-        if not chosen.newest:
-            resume_from(bound, chosen.folder, peers, timeout_seconds=timeout)
-            return chosen.folder
-        run = chosen.folder.parent
+        folder = Path(chosen["folder"])
+        if not chosen["newest"]:
+            resume_from(bound, folder, peers, timeout_seconds=timeout)
+            return folder
+        run = folder.parent
         step = resume(bound, run, peers, timeout_seconds=timeout, prefix=AUTOMATIC_PREFIX)
         return run / f"{AUTOMATIC_PREFIX}{step}"
 
-    def _log(self, accelerator: Accelerator, text: str) -> None:
-        if accelerator.is_main_process and text not in self._logged:
+    def _log(self, text: str) -> None:
+        if self.accelerator.is_main_process and text not in self._logged:
             self._logged.add(text)
             logger.warning("%s", text)
 
@@ -314,21 +308,16 @@ def stock_method(name: str) -> Callable[..., Any]:
 
 def _choose(
     accelerator: Accelerator, input_dir: str | os.PathLike[str] | None, reasons: Sequence[str]
-) -> dict[str, Any]:
-    """Decides on rank 0 for all ranks which folder is loaded, and whether by accelerate."""
+) -> LoadSource | str:
+    """Decides on rank 0 for all ranks which folder is loaded, or why accelerate loads it."""
     reason = next(filter(None, reasons), "")
     if reason:
-        return {"stock": reason}
+        return reason
     source = states.source_of(accelerator, input_dir)
     if input_dir is None:
         models, optimizers = states.list_prepared(accelerator)
-        chosen = states.find_newest_folder(source.run, len(models), len(optimizers))
-    else:
-        folder = states.examine_folder(source.folder)
-        if folder is None:
-            return {"stock": f"{source.folder} holds no sharded model"}
-        chosen = folder
-    return {"folder": str(chosen.folder), "ours": chosen.ours, "newest": chosen.newest}
+        return states.find_newest_folder(source.run, len(models), len(optimizers))
+    return states.examine_folder(source.folder) or f"{source.folder} holds no sharded model"
 
 
 def _put_back(accelerator: Accelerator, folder: Path, rank: int, *, loaders: bool) -> None:

@@ -143,9 +143,17 @@ def steps_beyond(steps: Sequence[RunStep], limit: int | None, best: int | None) 
     return steps_to_remove(protected, Retention(keep_last=max(room, 1)))
 
 
-def state_of(trainer: Any) -> dict[str, object]:
-    """Returns the model, optimizer, scheduler and scaler, or the model with save_only_model."""
-    return {"model": trainer.model} if trainer.args.save_only_model else _all_of(trainer)
+def state_of(trainer: Any, *, only_model: bool = False) -> dict[str, object]:
+    """Returns the model, and with it the optimizer, scheduler and scaler that there are."""
+    state: dict[str, object] = {"model": trainer.model}
+    if only_model or trainer.optimizer is None:  # it is created later
+        return state
+    optimizer = trainer.optimizer
+    is_wrapped = isinstance(optimizer, AcceleratedOptimizer)
+    state["optimizer"] = optimizer.optimizer if is_wrapped else optimizer
+    state["scheduler"] = trainer.lr_scheduler
+    scaler = getattr(trainer.accelerator, "scaler", None)
+    return state if scaler is None else {**state, "scaler": scaler}
 
 
 def state_in(trainer: Any, folder: Path) -> dict[str, object]:
@@ -154,7 +162,7 @@ def state_in(trainer: Any, folder: Path) -> dict[str, object]:
     if has_optimizer(folder) and (folder / step_names.trainer_scheduler_file(0)).is_file():
         stored |= {"optimizer", "scheduler"}
         stored |= {"scaler"} if (folder / step_names.scaler_file(0)).is_file() else set()
-    return {key: value for key, value in _all_of(trainer).items() if key in stored}
+    return {key: value for key, value in state_of(trainer).items() if key in stored}
 
 
 def own_state(trainer: Any) -> dict[str, bytes] | None:
@@ -192,18 +200,6 @@ def sidecar_of(trainer: Any) -> dict[str, object]:
     if processor is None:
         processor = getattr(trainer.data_collator, "tokenizer", None)
     return {} if processor is None else {"processing_class": processor}
-
-
-def _all_of(trainer: Any) -> dict[str, object]:
-    state: dict[str, object] = {"model": trainer.model}
-    if trainer.optimizer is None:  # it is created later
-        return state
-    optimizer = trainer.optimizer
-    is_wrapped = isinstance(optimizer, AcceleratedOptimizer)
-    state["optimizer"] = optimizer.optimizer if is_wrapped else optimizer
-    state["scheduler"] = trainer.lr_scheduler
-    scaler = getattr(trainer.accelerator, "scaler", None)
-    return state if scaler is None else {**state, "scaler": scaler}
 
 
 _REPORTERS = "transformers.integrations."
@@ -413,7 +409,7 @@ class TrainerCheckpoints:
         """Prepares the first save, if saves are expected, so that it is as fast as later ones."""
         expected = self._trainer.args.save_strategy != SaveStrategy.NO or self._options.get("every")
         if self._checkpointer is not None and expected:
-            self._checkpointer.prepare(state_of(self._trainer))
+            self._checkpointer.prepare(self._saved_state())
 
     def is_asked(self, step: int) -> bool:
         """Returns whether a save was requested that has not begun yet."""
@@ -448,7 +444,7 @@ class TrainerCheckpoints:
             self._best[step] = best
         remove_sentinel(self.folder(step))
         handle = checkpointer.save(
-            step, state_of(trainer), metrics=metrics_of(trainer), files=own_state(trainer)
+            step, self._saved_state(), metrics=metrics_of(trainer), files=own_state(trainer)
         )
         self._handles = {s: h for s, h in self._handles.items() if not h.done() or h.unheard_error}
         self._handles[step] = handle
@@ -457,15 +453,9 @@ class TrainerCheckpoints:
         return handle
 
     def load(self, checkpoint: str, *, whole: bool = True) -> bool:
-        """Loads a checkpoint.
+        """Loads a checkpoint, or without `whole` its model only, as the rest is created later.
 
-        Args:
-            checkpoint: Its directory.
-            whole: Whether to load all of the state, or the model only, since the rest is created
-                later.
-
-        Returns:
-            Whether it was loaded; the Trainer itself loads checkpoints of another kind.
+        Returns whether it was loaded; the Trainer itself loads checkpoints of another kind.
         """
         folder = Path(checkpoint)
         if not holds_shards(folder):
@@ -484,8 +474,7 @@ class TrainerCheckpoints:
     def load_rest(self, checkpoint: str | None) -> bool:
         """Loads the optimizer, scheduler and scaler, which did not exist yet in `load`.
 
-        Returns:
-            Whether they are loaded; if not, the Trainer loads them itself.
+        Returns whether they are loaded; if not, the Trainer loads them itself.
         """
         if checkpoint is None or not has_optimizer(Path(checkpoint)):
             return False
@@ -529,6 +518,9 @@ class TrainerCheckpoints:
 
     def folder(self, step: int) -> Path:
         return self._run / f"checkpoint-{step}"
+
+    def _saved_state(self) -> dict[str, object]:
+        return state_of(self._trainer, only_model=self._trainer.args.save_only_model)
 
     def _is_waited_for(self) -> bool:
         """Returns whether to wait for saves; logs once if the user has not asked for it."""

@@ -70,7 +70,7 @@ from ckptkit.options import (
     parse_size,
 )
 from ckptkit.plan.load_report import EXPORT
-from ckptkit.plan.plan import Literal, Plan
+from ckptkit.plan.plan import Literal, Plan, TensorSpec
 from ckptkit.storage.base import Row
 from ckptkit.storage.local.disk import PAGE_BYTES
 from ckptkit.storage.local.target import MIN_DIRECT_BYTES, PartFile, SharedTarget
@@ -80,33 +80,19 @@ from ckptkit.storage.place_identity import find_filesystem_type, why_not_shared
 from ckptkit.training.agree.peers import Peers, name_ranks, poll_until
 from ckptkit.training.environment import ranks_of_this_machine
 from ckptkit.training.export.output_plan import (
-    ExportNames,
+    BoxWrite,
+    ExportPlan,
     ExportRequest,
-    ExportView,
-    LiveModel,
-    OutputPlace,
-    Table,
     adapter_options,
     digest_of_plan,
-    disk_names,
     is_adapter,
-    kept_of,
-    merge_tables,
-    pack_table,
-    parse_config,
-    parts_of_model,
-    places_of,
-    plan_adapter,
-    plan_model,
-    side_files,
-    unpack_table,
-    view_model,
+    plan_export,
 )
 from ckptkit.training.handle import ExportHandle, ExportReport, SaveHandle
 from ckptkit.training.save.saver import OURS, agree_on_commit, find_committed
 from ckptkit.training.save.staging import is_plain
 from ckptkit.training.state.collect import BoundState
-from ckptkit.training.step_names import ask_live_class, model_class
+from ckptkit.training.step_names import ask_live_class
 from ckptkit.version import __version__
 
 __all__ = ["ExportHandle", "ExportOptions", "Exporter", "make_request"]
@@ -120,10 +106,12 @@ SaveInstead = Callable[[BoundState, str], SaveHandle]
 
 
 class _Written(Struct, frozen=True):
-    plan: Plan
-    live: LiveModel
-    is_adapter: bool
-    answer: Mapping[str, Any]
+    """What this rank has written."""
+
+    planned: ExportPlan
+    size_bytes: int  # of this rank's part
+    shares: Mapping[Fqn, ChecksumShare]
+    rows: Sequence[Row]  # of this rank's own file, where only one rank may write to the output
 
 
 class ExportAttempt:
@@ -162,7 +150,7 @@ class ExportAttempt:
             if how == _RANGES or (how.startswith(_ONE_WRITER) and is_adapter(bound)):
                 self._written = self._write(target, bound, sidecar, by_ranges=how == _RANGES)
             else:
-                self._save(how.removeprefix(_ONE_WRITER), bound, save_instead)
+                self._saved = self._save(how.removeprefix(_ONE_WRITER), bound, save_instead)
         except BaseException as error:
             first = self._share_failure(error)
             self._give_up()
@@ -201,28 +189,29 @@ class ExportAttempt:
             raise RefusedError(choice.removeprefix(_ONE_WRITER), where=str(self._request.named))
         return decided
 
-    def _save(self, reason: str, bound: BoundState, save_instead: SaveInstead) -> None:
-        options, usual, arguments = self._request.options, ConsolidateRequest(), list[str]()
+    def _save(self, reason: str, bound: BoundState, save_instead: SaveInstead) -> SaveHandle:
+        """Saves the state sharded, and keeps the command that writes the output from that."""
+        options, usual, where = self._request.options, ConsolidateRequest(), self._request.named
         if is_adapter(bound):
             if options.dtype != usual.dtype:
                 raise RefusedError(
                     f"{reason}; from shards an adapter is taken with the numbers that it has",
-                    where=str(self._request.named),
+                    where=str(where),
                     hint="leave dtype out, or export the adapter to another place",
                 )
             self._next = ("adapter", "extract"), adapter_options(bound)
         else:
-            if options.dtype != usual.dtype:
-                arguments += ["--dtype", options.dtype]
-            if options.names != usual.names:
-                arguments += ["--names", options.names]
-            if options.max_file_bytes != usual.max_file_bytes:
-                arguments += ["--max-shard-size", str(options.max_file_bytes)]
-            self._next = ("consolidate",), arguments
+            further = {
+                "--dtype": (options.dtype, usual.dtype),
+                "--names": (options.names, usual.names),
+                "--max-shard-size": (str(options.max_file_bytes), str(usual.max_file_bytes)),
+            }
+            changed = [(name, own) for name, (own, other) in further.items() if own != other]
+            self._next = ("consolidate",), [word for pair in changed for word in pair]
         self._give_up()
         if self._peers.rank == 0:
-            logger.warning("%s: %s; it is saved sharded instead", self._request.named, reason)
-        self._saved = save_instead(bound, f"export_{self._number}_{self._peers.nonce}")
+            logger.warning("%s: %s; it is saved sharded instead", where, reason)
+        return save_instead(bound, f"export_{self._number}_{self._peers.nonce}")
 
     def _write(
         self,
@@ -232,83 +221,38 @@ class ExportAttempt:
         *,
         by_ranges: bool,
     ) -> _Written:
-        exported = view_model(bound)
-        plan, live = self._plan(exported, bound, side_files(bound, sidecar))
-        names = live.names
-        parts = [
-            BoxWrite(place, exported.table[source].dtype, box, local)
-            for name, place in places_of(plan).items()
-            for source in names.sources(name)
-            for box, local in names.parts(name, source, exported.parts(source))
-        ]
-        if self._peers.rank == 0:
+        """Plans the whole folder, as every rank does, and writes this rank's bytes of it."""
+        planned, parts = plan_export(bound, sidecar, self._request, self._agree)
+        plan, rank = planned.plan, self._peers.rank
+        for note in (*planned.names.notes, *plan.notes) if rank == 0 else ():
+            logger.warning("%s: %s", self._request.named, note)
+        if rank == 0:
             target.sweep()
             write_literals(target, plan)
         rows: Sequence[Row] = ()
-        if by_ranges or self._peers.rank == 0:
+        if by_ranges or rank == 0:
             shares = write_parts(target, plan, parts)
         else:  # a file of its own, from which rank 0 puts the bytes in place
-            file = target.part_file(part_of(self._peers.rank))
+            file = target.part_file(_part_of(rank))
             try:
                 shares = write_parts(file, plan, parts)
                 file.finish()
             finally:
                 file.close()
             rows = file.rows
-        target.finish(mark_of(self._peers.rank))
-        size = sum(part.size_bytes for part in parts)
-        answer = answer_of(plan, shares, size, out=str(self._request.named), rows=rows)
-        return _Written(plan, live, exported.is_adapter, answer)
-
-    def _plan(
-        self, exported: ExportView, bound: BoundState, side: Mapping[str, bytes]
-    ) -> tuple[Plan, LiveModel]:
-        table, options = self._whole(exported), self._request.options
-        modules, names = parts_of_model(bound), ExportNames(None)
-        own = model_class(modules[0])
-        if exported.is_adapter:
-            return plan_adapter(table, side, options), LiveModel(own, table, names)
-        if options.names != "live":
-            names = disk_names(modules, table, parse_config(side))
-        self._request = replace(self._request, versions=names.versions)
-
-        def is_tied(name: Fqn, other: Fqn) -> bool:
-            same = exported.same(name, other)
-            if exported.is_everywhere and same is None:
-                return True
-            return bool(self._agree(same is not False, all))
-
-        kept, where = kept_of(modules), str(self._request.named)
-        plan = plan_model(table, side, options, is_tied, names, kept, where=where)
-        for note in (*names.notes, *plan.notes) if self._peers.rank == 0 else ():
-            logger.warning("%s: %s", self._request.named, note)
-        return plan, LiveModel(own, table, names)
-
-    def _whole(self, exported: ExportView) -> Table:
-        """Returns the tensors of the whole model, which ranks of a pipeline have to exchange."""
-        if exported.is_everywhere:
-            return exported.table
-
-        def decide(tables: Sequence[str]) -> str:
-            return pack_table(merge_tables([unpack_table(table) for table in tables]))
-
-        return unpack_table(self._agree(pack_table(exported.table), decide))
+        target.finish(_mark_of(rank))
+        return _Written(planned, sum(part.size_bytes for part in parts), shares, rows)
 
     def _commit(self, written: _Written) -> Mapping[str, Any]:
         target = self._target
         assert target is not None  # noqa: S101  begin() returned
 
         def commit_all(answers: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-            if not written.is_adapter:
-                compare_with_model(written.plan, self._request, written.live)
+            if not written.planned.is_adapter:
+                compare_with_model(written.planned, self._request)
             patience = min(_VISIBLE_SECONDS, self._timeout_seconds / 2)
             return commit(
-                target,
-                written.plan,
-                self._request,
-                answers,
-                is_adapter=written.is_adapter,
-                patience_seconds=patience,
+                target, written.planned, self._request, answers, patience_seconds=patience
             )
 
         def find() -> Mapping[str, Any] | None:
@@ -316,7 +260,14 @@ class ExportAttempt:
             found = filter(None, (find_committed(place, self._name) for place in places))
             return next(({"size_bytes": manifest.size_bytes} for manifest in found), None)
 
-        agree = partial(self._agree, dict(written.answer))
+        plan = written.planned.plan
+        answer = {
+            "plan": digest_of_plan(plan),
+            "shares": [written.shares.get(s.name, ChecksumShare()) for _, _, s in plan.specs()],
+            "out": str(self._request.named),
+            "rows": written.rows,
+        }
+        agree = partial(self._agree, answer)
         return agree_on_commit(agree, commit_all, find, f"the export to {self._request.named}")
 
     def _agree(self, value: Any, decide: Callable[[list[Any]], Any]) -> Any:
@@ -366,7 +317,7 @@ class ExportAttempt:
             committed = self._commit(self._written)
             return ExportReport(
                 path=self._request.named,
-                size_bytes=self._written.answer["size_bytes"],
+                size_bytes=self._written.size_bytes,
                 total_bytes=committed["size_bytes"],
                 durable_seconds=durable - began,
                 committed_seconds=time.perf_counter() - began,
@@ -528,39 +479,35 @@ class Block(Struct, frozen=True):
     run_bytes: int  # how long each run is
 
 
-class BoxWrite(Struct, frozen=True):
-    place: OutputPlace  # where the tensor is in the output
-    dtype: DType  # of the elements here, before they are cast
-    box: Box  # which part of the tensor it is
-    local: torch.Tensor  # the elements, in the shape of the box
-
-    @property
-    def size_bytes(self) -> int:
-        return self.local.numel() * self.place.spec.dtype.itemsize
-
-
 def write_parts(
     target: SharedTarget | PartFile, plan: Plan, parts: Sequence[BoxWrite]
 ) -> dict[Fqn, ChecksumShare]:
     """Writes parts of tensors, and returns the checksum share of each tensor."""
     _check_room(target, plan, parts)
     sizes = {file.path: file.size_bytes for file in plan.files}
-    for path in dict.fromkeys(part.place.path for part in parts):
+    for path in dict.fromkeys(part.path for part in parts):
         target.create(path, sizes[path])
     # The threads that copy use other streams than the current one of each device.
     for device in {part.local.device for part in parts if part.local.device.type == "cuda"}:
         torch.cuda.current_stream(device).synchronize()
     caster = _BlockCaster()
     under_way: deque[tuple[Future[None], memoryview]] = deque()
+
+    # In the order of the files, so that the device writes sequentially. Writes through the page
+    # cache wait until nothing else is written to the file, so they come last.
+    def order(part: BoxWrite) -> tuple[bool, str, int]:
+        return part.size_bytes < MIN_DIRECT_BYTES, part.path, part.start
+
+    jobs = ((p, b) for p in sorted(parts, key=order) for b in blocks_of(p.box, p.spec, p.start))
     with ThreadPoolExecutor(WRITERS, "ckptkit-export") as writers:
-        for part, block in _jobs(parts):
+        for part, block in jobs:
             if len(under_way) == _BUFFERS:
                 written, buffer = under_way.popleft()
                 written.result()
             else:
                 buffer = aligned_buffer(BLOCK_BYTES + 2 * PAGE_BYTES)
             starts, data = caster.cast(part, block, buffer)
-            written = writers.submit(target.write_runs, part.place.path, starts, data)
+            written = writers.submit(target.write_runs, part.path, starts, data)
             under_way.append((written, buffer))
         for written, _ in under_way:
             written.result()
@@ -592,17 +539,6 @@ def write_literals(target: SharedTarget, plan: Plan) -> None:
                 target.write(file.path, segment.start, memoryview(segment.body.data))
 
 
-def _jobs(parts: Sequence[BoxWrite]) -> Iterator[tuple[BoxWrite, Block]]:
-    # In the order of the files, so that the device writes sequentially. Writes through the page
-    # cache wait until nothing else is written to the file, so they come last.
-    def order(part: BoxWrite) -> tuple[bool, str, int]:
-        return part.size_bytes < MIN_DIRECT_BYTES, part.place.path, part.place.start
-
-    for part in sorted(parts, key=order):
-        for block in blocks_of(part.box, part.place):
-            yield part, block
-
-
 class _BlockCaster:
     def __init__(self) -> None:
         self.shares: defaultdict[Fqn, ChecksumShare] = defaultdict(ChecksumShare)
@@ -612,32 +548,31 @@ class _BlockCaster:
         self, part: BoxWrite, block: Block, buffer: memoryview
     ) -> tuple[Sequence[int], memoryview]:
         """Returns where the runs of a block begin in its file, and their bytes in the buffer."""
-        place, itemsize = part.place, part.place.spec.dtype.itemsize
-        size = (block.stop - block.first) * itemsize
+        spec = part.spec
+        size = (block.stop - block.first) * spec.dtype.itemsize
         # The position of a single run in its memory page is that in its page on disk.
-        low = (place.start + int(block.at[0])) % PAGE_BYTES if len(block.at) == 1 else 0
+        low = (part.start + int(block.at[0])) % PAGE_BYTES if len(block.at) == 1 else 0
         data = buffer[low : low + size]
         self._fill(part, block, np.frombuffer(data, np.uint8))
-        length, name = block.run_bytes, place.spec.name
+        length = block.run_bytes
         runs = (crc32(data[start : start + length]) for start in range(0, size, length))
         sums = np.fromiter(runs, np.uint32, len(block.at))
-        share = compute_share(block.at, length, sums, place.spec.size_bytes)
-        self.shares[name] = self.shares[name].joined(share)
-        return (block.at + place.start).tolist(), data
+        share = compute_share(block.at, length, sums, spec.size_bytes)
+        self.shares[spec.name] = self.shares[spec.name].joined(share)
+        return (block.at + part.start).tolist(), data
 
     def _fill(self, part: BoxWrite, block: Block, data: NDArray[np.uint8]) -> None:
-        source, wanted = _elements(part.local, block), part.place.spec.dtype
+        source, wanted = _elements(part.local, block), part.spec.dtype
         if part.dtype == wanted:
             data[:] = source
             return
-        caster = self._casters.get((part.dtype, wanted))
-        if caster is None:
-            caster = self._casters[part.dtype, wanted] = caster_of(part.dtype, wanted)
-        overflow = caster.cast(source, data)
+        if (part.dtype, wanted) not in self._casters:
+            self._casters[part.dtype, wanted] = caster_of(part.dtype, wanted)
+        overflow = self._casters[part.dtype, wanted].cast(source, data)
         if overflow is not None:
             run, rest = divmod(overflow.first * wanted.itemsize, block.run_bytes)
             position = int(block.at[run] + rest) // wanted.itemsize
-            where, start = f"tensor {part.place.spec.name!r}", position - overflow.first
+            where, start = f"tensor {part.spec.name!r}", position - overflow.first
             raise overflow_error(overflow, wanted, where=where, block_start=start)
 
 
@@ -656,14 +591,14 @@ def _elements(local: torch.Tensor, block: Block) -> NDArray[Any]:
     return gathered.view(torch.uint8).numpy()
 
 
-def blocks_of(box: Box, place: OutputPlace) -> Iterator[Block]:
+def blocks_of(box: Box, spec: TensorSpec, file_start: int) -> Iterator[Block]:
     """Yields the parts of a box that are each cast and written at once.
 
     Long runs are cut at pages of the file, so that all but their edges fill whole pages; short
     ones are taken many at a time.
     """
-    itemsize = place.spec.dtype.itemsize
-    length, starts = runs_of(box, place.spec.shape)
+    itemsize = spec.dtype.itemsize
+    length, starts = runs_of(box, spec.shape)
     size = length * itemsize
     if size < _LONG_BYTES:
         count = max(1, BLOCK_BYTES // max(size, 1))
@@ -673,7 +608,7 @@ def blocks_of(box: Box, place: OutputPlace) -> Iterator[Block]:
         return
     for number, start in enumerate(starts.tolist()):
         low, stop = start * itemsize, (start + length) * itemsize
-        for high in _cuts(low, stop, place.start):
+        for high in _cuts(low, stop, file_start):
             first = number * length + low // itemsize - start
             at = np.array([low], np.int64)
             yield Block(first, first + (high - low) // itemsize, at, high - low)
@@ -710,8 +645,9 @@ def runs_of(box: Box, shape: Shape) -> tuple[int, Ints]:
     return math.prod(box.sizes[axis:]), starts
 
 
-def compare_with_model(plan: Plan, request: ExportRequest, live: LiveModel) -> None:
-    """Compares names and shapes with the model of the configuration that is written."""
+def compare_with_model(planned: ExportPlan, request: ExportRequest) -> None:
+    """Compares names and shapes with the model of the configuration that is planned."""
+    plan = planned.plan
     bodies = (file.segments[0].body for file in plan.files if file.path == CONFIG and file.segments)
     data = next((body.data for body in bodies if isinstance(body, Literal)), None)
     if data is None or request.options.names == "live":
@@ -722,11 +658,11 @@ def compare_with_model(plan: Plan, request: ExportRequest, live: LiveModel) -> N
     is_loaded, doubt = is_as_described(subject.request), ""
     if not is_loaded:
         is_loaded, doubt = ask_live_class(
-            live.model_class,
+            planned.model_class,
             subject.request.config,
-            {name: spec.shape for name, spec in live.table.items()},
-            {name: live.names.sources(Fqn(name)) for name in tensors},
-            is_converted=bool(live.names.versions),
+            {name: spec.shape for name, spec in planned.table.items()},
+            {name: planned.names.sources(Fqn(name)) for name in tensors},
+            is_converted=bool(planned.names.versions),
         )
     if is_loaded:
         return
@@ -736,42 +672,24 @@ def compare_with_model(plan: Plan, request: ExportRequest, live: LiveModel) -> N
         logger.warning("%s: %s", request.named, note)
 
 
-def answer_of(
-    plan: Plan,
-    shares: Mapping[Fqn, ChecksumShare],
-    size_bytes: int,
-    *,
-    out: str,
-    rows: Sequence[Row],
-) -> dict[str, Any]:
-    return {
-        "plan": digest_of_plan(plan),
-        "shares": [shares.get(spec.name, ChecksumShare()) for _, _, spec in plan.specs()],
-        "size_bytes": size_bytes,
-        "out": out,
-        "rows": rows,
-    }
-
-
-def part_of(rank: int) -> str:
+def _part_of(rank: int) -> str:
     return f"part-{rank}"
 
 
-def mark_of(rank: int) -> str:
+def _mark_of(rank: int) -> str:
     return f"rank-{rank}"
 
 
 def commit(
     target: SharedTarget,
-    plan: Plan,
+    planned: ExportPlan,
     request: ExportRequest,
     answers: Sequence[Mapping[str, Any]],
     *,
-    is_adapter: bool,
     patience_seconds: float,
 ) -> dict[str, Any]:
     """Makes the parts of all ranks one directory, the manifest last."""
-    where = str(request.named)
+    where, plan = str(request.named), planned.plan
     digest = digest_of_plan(plan)
     other = [rank for rank, answer in enumerate(answers) if answer["plan"] != digest]
     if other:
@@ -781,7 +699,7 @@ def commit(
             hint="give all ranks the same model, sidecar and options",
         )
     outs = [answer["out"] for answer in answers]
-    marks = [mark_of(rank) for rank in range(len(outs))]  # which have to be seen here
+    marks = [_mark_of(rank) for rank in range(len(outs))]  # which have to be seen here
     patience = patience_seconds if set(outs) == {where} else 0
     poll_until(lambda: None if target.absent(marks) else True, patience)
     absent = [marks.index(mark) for mark in target.absent(marks)]
@@ -793,18 +711,19 @@ def commit(
             where=where,
             hint="name the same directory on all ranks, on storage that they share",
         )
-    parts = {part_of(rank): a["rows"] for rank, a in enumerate(answers) if a["rows"]}
+    parts = {_part_of(rank): a["rows"] for rank, a in enumerate(answers) if a["rows"]}
     if parts:
         target.unite({file.path: file.size_bytes for file in plan.files}, parts)
-    manifest = _manifest(plan, request, [a["shares"] for a in answers], is_adapter=is_adapter)
+    shares = [answer["shares"] for answer in answers]
+    manifest = _manifest(planned, request, shares)
     target.commit(MANIFEST_NAME, manifest.to_json())
     return {"size_bytes": plan.bytes_written}
 
 
 def _manifest(
-    plan: Plan, request: ExportRequest, shares: Sequence[Sequence[Any]], *, is_adapter: bool
+    planned: ExportPlan, request: ExportRequest, shares: Sequence[Sequence[Any]]
 ) -> Manifest:
-    tensors: dict[str, TensorRecord] = {}
+    plan, tensors = planned.plan, dict[str, TensorRecord]()
     for (file, segment, spec), *of_ranks in zip(plan.specs(), *shares, strict=True):
         whole = ChecksumShare()
         for share in of_ranks:
@@ -827,10 +746,10 @@ def _manifest(
         digest = digest_of(memoryview(body.data)) if isinstance(body, Literal) else ""
         files[file.path] = FileRecord(file.size_bytes, digest)
     return Manifest(
-        kind="adapter" if is_adapter else "model",
+        kind="adapter" if planned.is_adapter else "model",
         source=request.source,
         options=changed_options(request.options),
-        versions={"ckptkit": __version__, **request.versions},
+        versions={"ckptkit": __version__, **planned.names.versions},
         tensors=tensors,
         tied={str(target): str(source) for target, source in plan.dropped.items()},
         files=files,

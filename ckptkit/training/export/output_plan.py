@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from msgspec import Struct, field
+from msgspec import Struct
 from msgspec.structs import replace
 from torch import nn
 
@@ -89,11 +89,13 @@ from ckptkit.training.step_names import (
     adapter_names,
     ask_disk_names,
     innermost,
+    model_class,
 )
 
 Table = Mapping[Fqn, TensorSpec]
 """The tensors of the whole model, by name, as training holds them."""
 Part = tuple[Box, torch.Tensor]
+Agree = Callable[[Any, Callable[[list[Any]], Any]], Any]
 
 
 class ExportNames:
@@ -142,14 +144,6 @@ class ExportNames:
                 shared = intersect(box, window.box)
                 if shared is not None:
                     yield _moved(shared, place, window), _taken(local, box, shared, window)
-
-
-class LiveModel(Struct, frozen=True):
-    """What is known of a live model without keeping it."""
-
-    model_class: type
-    table: Table  # the tensors of the whole model
-    names: ExportNames  # their names on disk
 
 
 def disk_names(modules: Sequence[nn.Module], table: Table, config: Any) -> ExportNames:
@@ -219,20 +213,72 @@ class ExportRequest(Struct, frozen=True):
     options: ConsolidateRequest  # element type and size of files
     overwrite: bool  # whether a directory that holds something is replaced
     source: Mapping[str, Any]  # what the manifest says of the origin
-    # the libraries besides ours that the output follows from, with their versions
-    versions: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def named(self) -> Path:
         return self.out.parent if self.out.name == BESIDE_FILES else self.out
 
 
-class OutputPlace(Struct, frozen=True):
-    """Where a tensor is in the output: its file, first byte in it, and description."""
+class ExportPlan(Struct, frozen=True):
+    """The output, and what is known of the model without keeping it."""
 
-    path: str
-    start: int
-    spec: TensorSpec
+    plan: Plan
+    model_class: type
+    table: Table  # the tensors of the whole model
+    names: ExportNames  # their names on disk
+    is_adapter: bool
+
+
+class BoxWrite(Struct, frozen=True):
+    path: str  # of the file in the output that the tensor is in
+    start: int  # its first byte in that file
+    spec: TensorSpec  # the tensor as it is written
+    dtype: DType  # of the elements here, before they are cast
+    box: Box  # which part of the tensor it is
+    local: torch.Tensor  # the elements, in the shape of the box
+
+    @property
+    def size_bytes(self) -> int:
+        return self.local.numel() * self.spec.dtype.itemsize
+
+
+def plan_export(
+    bound: BoundState, sidecar: Mapping[str, object], request: ExportRequest, agree: Agree
+) -> tuple[ExportPlan, list[BoxWrite]]:
+    """Plans the whole folder, the same on all ranks, and what this rank writes of it.
+
+    `agree` lets rank 0 decide on values of all ranks, as `Peers.agree` does.
+    """
+    exported, side, options = view_model(bound), side_files(bound, sidecar), request.options
+    modules, table, names = parts_of_model(bound), exported.table, ExportNames(None)
+    if not exported.is_everywhere:  # ranks of a pipeline have to exchange what they hold
+        table = unpack_table(agree(pack_table(table), _join_tables))
+    if exported.is_adapter:
+        plan = plan_adapter(table, side, options)
+    else:
+        if options.names != "live":
+            names = disk_names(modules, table, parse_config(side))
+
+        def is_tied(name: Fqn, other: Fqn) -> bool:
+            same = exported.same(name, other)
+            if exported.is_everywhere and same is None:
+                return True
+            return bool(agree(same is not False, all))
+
+        kept, where = kept_of(modules), str(request.named)
+        plan = plan_model(table, side, options, is_tied, names, kept, where=where)
+    parts = [
+        BoxWrite(file.path, segment.start, spec, exported.table[source].dtype, box, local)
+        for file, segment, spec in plan.specs()
+        for source in names.sources(spec.name)
+        for box, local in names.parts(spec.name, source, exported.parts(source))
+    ]
+    own = model_class(modules[0])
+    return ExportPlan(plan, own, table, names, exported.is_adapter), parts
+
+
+def _join_tables(tables: list[str]) -> str:
+    return pack_table(merge_tables([unpack_table(table) for table in tables]))
 
 
 def plan_model(
@@ -293,10 +339,6 @@ def plan_adapter(table: Table, side: Mapping[str, bytes], options: ConsolidateRe
     beside = {name: data for name, data in side.items() if name not in _OF_MODELS}
     own = _literal(ADAPTER_CONFIG, beside[ADAPTER_CONFIG])
     return Plan((layout_adapter(products), own, *_side_files(beside)), {})
-
-
-def places_of(plan: Plan) -> dict[Fqn, OutputPlace]:
-    return {spec.name: OutputPlace(file.path, seg.start, spec) for file, seg, spec in plan.specs()}
 
 
 def digest_of_plan(plan: Plan) -> str:

@@ -1,1 +1,1 @@
-"""Filling a live model from any checkpoint."""
+"""Filling live tensors from stored ones: of any model, and of a step that is resumed."""

@@ -13,7 +13,7 @@ import logging
 import math
 import posixpath
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from os import PathLike
 from typing import Any
@@ -29,13 +29,12 @@ from torch.optim import Optimizer
 from ckptkit.conversion.mapped_names import convert_checkpoint
 from ckptkit.conversion.source.open import (
     OpenedCheckpoint,
-    StoredDigest,
     open_checkpoint,
     read_stored_digests,
 )
 from ckptkit.core.arguments import check_arguments
 from ckptkit.core.checksums import digest_as
-from ckptkit.core.dtypes import DType, dtype_named
+from ckptkit.core.dtypes import dtype_named
 from ckptkit.core.errors import (
     CkptkitError,
     LoadError,
@@ -67,6 +66,14 @@ from ckptkit.plan.selection import select_model
 from ckptkit.storage.local.control_groups import available_bytes
 from ckptkit.storage.places import is_url, place_of
 from ckptkit.training.environment import ranks_of_this_machine
+from ckptkit.training.load.load_pieces import (
+    MOST_PARTS,
+    DeviceMemory,
+    copied_changes,
+    memory_of,
+    strided_part,
+)
+from ckptkit.training.load.materialise import is_wide_float
 from ckptkit.training.load.node_sharing import HEAP_BYTES, NodeMemory, SharedSource, join_node
 from ckptkit.training.load.tensor_sources import (
     LiveModel,
@@ -79,9 +86,6 @@ from ckptkit.training.load.tensor_sources import (
     best_entry,
     refuse_misfits,
 )
-from ckptkit.training.resume.load_pieces import MOST_PARTS, DeviceMemory, memory_of, strided_part
-from ckptkit.training.resume.materialise import is_wide_float
-from ckptkit.training.resume.restore import copied_changes
 from ckptkit.training.state.memory_changes import announce_changes, count_changes
 from ckptkit.training.state.models import check_modes, plain_torch
 from ckptkit.training.state.quant_states import (
@@ -94,6 +98,7 @@ from ckptkit.training.state.quant_states import (
 from ckptkit.training.step_names import parallel_prefixes
 
 logger = logging.getLogger(__name__)
+_PROOF_SHARE = 64  # so much of what is needed is read for proofs alone
 _MEMORY_SHARE = 8  # at most one of so many available bytes is shared on the node
 
 
@@ -155,6 +160,39 @@ def load_into(
     return result
 
 
+class LoadResult(Struct, frozen=True):
+    """What `load_into` did.
+
+    Attributes:
+        path: The checkpoint that was taken.
+        format: Its format.
+        step: Its training step, or None.
+        missing_keys: Tensors of the model that the checkpoint does not have; they are unchanged.
+        unexpected_keys: Tensors of the checkpoint that the model does not have.
+        left_alone: Tensors of the model that such a checkpoint does not hold, as those of an
+            adapter where it is a base model, and extra states of modules; they are unchanged.
+        bytes_read: By this rank, from files of tensors.
+        bytes_shared: Taken from other ranks of the node, which have read them from the URL.
+        bytes_needed: What this rank holds of the tensors, in the element types of the files.
+        unverified: Tensors with bytes for which the checkpoint has no checksum.
+        unproven: Tensors with bytes whose checksum is that of more than this rank has read.
+        notes: What was ignored, or converted.
+    """
+
+    path: str
+    format: str
+    step: int | None
+    missing_keys: tuple[str, ...]
+    unexpected_keys: tuple[str, ...]
+    left_alone: tuple[str, ...]
+    bytes_read: int
+    bytes_shared: int
+    bytes_needed: int
+    unverified: tuple[str, ...]
+    unproven: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+
+
 class ModelLoad(Closing):
     """One load in two parts, between which ranks can agree. Use it as a context manager."""
 
@@ -168,8 +206,10 @@ class ModelLoad(Closing):
         select: str | None = None,
         kept: Collection[Fqn] = (),
     ) -> None:
-        self._live, self._dtype = LiveModel(model), _parse_dtype(dtype)
-        if self._dtype is not None:
+        self._live = LiveModel(model)
+        self._dtype: torch.dtype | None = None
+        if dtype is not None:
+            self._dtype = getattr(torch, choose_dtype(dtype, FACTOR_DTYPES))
             self._live.refuse_other(self._dtype)
         with ExitStack() as stack:
             self._node = _join_node(stack, source)  # before, so that other ranks know of this one
@@ -178,11 +218,25 @@ class ModelLoad(Closing):
             self._checkpoint, self._stored, self._sources = found
             self._find_scales()
             if kept:
-                self._sources = self._sources.without(self._live.tensors, kept)
+                tensors = self._live.tensors
+                gone = {t.name for t in tensors if any(name in kept for name in t.names)}
+                self._sources = self._sources.without(gone)
             self._scale_changes: list[Callable[[], object]] = []
-            # the records that this rank has read in part, for `cross_check`
+            # the records that this rank has read in part, for `prove_together`
             self.partial: tuple[NumberedRecord, ...] = ()
             self._digests = read_stored_digests(self._checkpoint, without_crc32=True)
+            # What `fill` plans, and how far it has come.
+            self._listener: Listener = ignore
+            self._owners: dict[int, Fqn] = {}  # by the identity of the memory of a part
+            self._keys: dict[Fqn, set[Key]] = {}  # of what is read, by the live name
+            self._left: Counter[Fqn] = Counter()
+            self._done: deque[int] = deque()
+            self._kept: list[BoxMemory] = []
+            self._needed_bytes = 0
+            # Stored tensors that differ from the live one of their name.
+            self._untied: set[Fqn] = set()
+            # Live ones with one memory for elements that differ.
+            self._collided: set[Fqn] = set()
             self._stack = stack.pop_all()
 
     @property
@@ -222,13 +276,17 @@ class ModelLoad(Closing):
             name, scale = f"{weight}.{key}", Fqn(f"{parts[Fqn(weight)][0].name}.{key}")
             if scale in self._stored and (is_made_anew(key) or name not in parts):
                 self._stored_scales[name] = index, self._checkpoint.source, self._stored[scale]
-        names = {name: entry.name for name, (_, _, entry) in self._stored_scales.items()}
-        self._sources = self._sources.read_apart(names)
+        stored = {entry.name for _, _, entry in self._stored_scales.values()}
+        self._sources = self._sources.without(self._stored_scales, stored)
 
     def check(self, *, strict: bool) -> None:
         """Refuses a checkpoint that does not fit, or is not complete; nothing is written yet."""
         live, sources, checkpoint = self._live, self._sources, self._checkpoint
-        dtypes = {tensor.name: _dtype_of(tensor, self._dtype) for tensor in live.tensors}
+        dtypes = {tensor.name: tensor.dtype for tensor in live.tensors}
+        for tensor in live.tensors if self._dtype is not None else ():
+            local = tensor.pieces[0].local
+            if local.is_meta and is_wide_float(local.dtype):
+                dtypes[tensor.name] = dtype_named(str(self._dtype))
         refuse_misfits(live, sources, self._stored, dtypes, strict=strict)
         used = [self._stored[part.name] for _, part in sources.all_parts()]
         refuse_problems(checkpoint.index, used, checkpoint.path)
@@ -241,169 +299,43 @@ class ModelLoad(Closing):
             )
 
     def fill(self, optimizers: Sequence[Optimizer] = (), listener: Listener = ignore) -> LoadResult:
-        announce_changes(self._live.module)
-        alone = (*self._sources.missing, *self._sources.left_alone)
-        self._live.materialise(self._dtype, alone, optimizers)
-        files = SharedSource(self._checkpoint.source, self._node)
-        stored, sources = self._stored, self._sources
-        filling = Filling(self._live, self._checkpoint, stored, sources, files, listener)
-        result = filling.run(self._digests)
-        for change in self._scale_changes:
-            change()
-        self.partial = filling.partial
-        for note in filling.notes_on_ties() if self.is_first_rank else ():
-            logger.warning("%s: %s", result.path, note)
-        return result
-
-    def close(self) -> None:
-        self._stack.close()
-
-
-def _join_node(stack: ExitStack, source: PathLike[str] | str) -> NodeMemory | None:
-    """Returns what ranks of this node share of a distant source; None if that is nothing."""
-    place = place_of(source)
-    if not is_url(place) or ranks_of_this_machine() == 1:
-        return None
-    available = available_bytes()
-    if available is not None and available < _MEMORY_SHARE * HEAP_BYTES:
-        return None
-    options = json.dumps(place.options, sort_keys=True, default=repr)
-    node = join_node(f"{place.location} {options}")
-    return None if node is None else stack.enter_context(node)
-
-
-def _parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
-    if dtype is None:
-        return None
-    found = getattr(torch, choose_dtype(dtype, FACTOR_DTYPES))
-    return found if isinstance(found, torch.dtype) else None
-
-
-def _dtype_of(tensor: LiveTensor, wanted: torch.dtype | None) -> DType:
-    local = tensor.pieces[0].local
-    if wanted is None or not local.is_meta or not is_wide_float(local.dtype):
-        return tensor.dtype
-    return dtype_named(str(wanted))
-
-
-def _find_sources(
-    live: LiveModel, opened: OpenedCheckpoint, name_map: str | PathLike[str] | None
-) -> tuple[OpenedCheckpoint, Stored, TensorSources]:
-    """Returns the checkpoint with names that fit, its tensors, and where those of the model are."""
-    checkpoint = opened
-    if name_map is None:
-        stored = _stored_tensors(opened)
-        if not recognise_framework(stored):
-            return opened, stored, SourceSearch(live, stored).find()
-        sources = SourceSearch(live, stored).find()
-        if not sources.rest:
-            return opened, stored, sources
-    request = ConsolidateRequest.from_options({"map": "auto" if name_map is None else name_map})
-    checkpoint = convert_checkpoint(opened, request, live.config)
-    stored = _stored_tensors(checkpoint)
-    return checkpoint, stored, SourceSearch(live, stored).find()
-
-
-def _stored_tensors(checkpoint: OpenedCheckpoint) -> Stored:
-    request = ConsolidateRequest(select=checkpoint.select)
-    entries = select_model(checkpoint.index, request, location=checkpoint.path)
-    return {entry.name: entry for entry in entries}
-
-
-_PROOF_SHARE = 64  # so much of what is needed is read for proofs alone
-
-
-class LoadResult(Struct, frozen=True):
-    """What `load_into` did.
-
-    Attributes:
-        path: The checkpoint that was taken.
-        format: Its format.
-        step: Its training step, or None.
-        missing_keys: Tensors of the model that the checkpoint does not have; they are unchanged.
-        unexpected_keys: Tensors of the checkpoint that the model does not have.
-        left_alone: Tensors of the model that such a checkpoint does not hold, as those of an
-            adapter where it is a base model, and extra states of modules; they are unchanged.
-        bytes_read: By this rank, from files of tensors.
-        bytes_shared: Taken from other ranks of the node, which have read them from the URL.
-        bytes_needed: What this rank holds of the tensors, in the element types of the files.
-        unverified: Tensors with bytes for which the checkpoint has no checksum.
-        unproven: Tensors with bytes whose checksum is that of more than this rank has read.
-        notes: What was ignored, or converted.
-    """
-
-    path: str
-    format: str
-    step: int | None
-    missing_keys: tuple[str, ...]
-    unexpected_keys: tuple[str, ...]
-    left_alone: tuple[str, ...]
-    bytes_read: int
-    bytes_shared: int
-    bytes_needed: int
-    unverified: tuple[str, ...]
-    unproven: tuple[str, ...]
-    notes: tuple[str, ...] = ()
-
-
-class Filling:
-    """Reads what this rank needs, and says how far it came if that fails."""
-
-    def __init__(
-        self,
-        live: LiveModel,
-        checkpoint: OpenedCheckpoint,
-        stored: Stored,
-        sources: TensorSources,
-        files: SharedSource,
-        listener: Listener,
-    ) -> None:
-        self._live = live
-        self._files = files
-        self._listener = listener
-        self._checkpoint = checkpoint
-        self._stored = stored
-        self._sources = sources
-        self._owners: dict[int, Fqn] = {}  # by the identity of the memory of a part
-        self._keys: dict[Fqn, set[Key]] = {}  # of what is read, by the live name
-        self._left: Counter[Fqn] = Counter()
-        self._done: deque[int] = deque()
-        self._kept: list[BoxMemory] = []
-        self._needed_bytes = 0
-        self._untied: set[Fqn] = set()  # stored tensors that differ from the live one of their name
-        self._collided: set[Fqn] = set()  # live ones with one memory for elements that differ
-        self.partial: tuple[NumberedRecord, ...] = ()  # records that were read in part
-
-    def run(self, digests: Mapping[str, StoredDigest]) -> LoadResult:
+        """Reads what this rank needs, and says how far it came if that fails."""
         checkpoint, sources = self._checkpoint, self._sources
+        announce_changes(self._live.module)
+        self._live.materialise(self._dtype, self.unfilled, optimizers)
+        files, self._listener = SharedSource(checkpoint.source, self._node), listener
         chunks, spans = self._plan(self._wanted_of_all())
         # Digests of whole tensors, without a CRC-32, would have each rank read all of them.
         records = checkpoint.index.records
         index = replace(checkpoint.index, records=records.with_sums(records.crc32, {}))
-        origins = [Origin("source", self._files, index, most_pieces=MOST_PARTS) for _ in range(2)]
+        origins = [Origin("source", files, index, most_pieces=MOST_PARTS) for _ in range(2)]
         filled = [tensor for tensor in self._live.tensors if tensor.name in sources.parts]
         pieces = [piece for tensor in filled for piece in tensor.pieces]
         try:
-            self._files.announce(checkpoint.index, chunks, spans)
+            files.announce(checkpoint.index, chunks, spans)
             read_bytes = self._read(origins, chunks, spans)
             read_bytes += self._read(origins, *self._plan(self._wanted_again()))
             self._refuse_collisions()
             read_bytes += sum(map(self._prove, origins))
-            proven = set(self._compare(digests))
+            proven = set(self._compare())
             self._refuse_changes()
             for change in copied_changes(self._live.bound, {"": pieces}):
                 change()
         except CkptkitError as error:
-            raise self._partly_filled(error) from error
+            message = f"{error.message}; {self._progress()}"
+            raise PartlyFilledError(message, where=error.where) from error
         except BaseException as error:
             error.add_note(self._progress())
             raise
         finally:
             count_changes(piece.local for piece in pieces)
+        for change in self._scale_changes:
+            change()
         self.partial = tuple(n for origin in origins for n in origin.checksums.open_now().items())
-        left_open = {number for number, _ in self.partial}
-        unverified = {key for origin in origins for key in origin.unverified}
-        unverified_names = self._names_of(unverified)
+        unverified = self._names_of({key for origin in origins for key in origin.unverified})
+        notes = tuple(self._notes_on_ties())
+        for note in notes if self.is_first_rank else ():
+            logger.warning("%s: %s", checkpoint.path, note)
         return LoadResult(
             path=checkpoint.path,
             format=checkpoint.index.format,
@@ -411,13 +343,16 @@ class Filling:
             missing_keys=sources.missing,
             unexpected_keys=sources.unexpected,
             left_alone=(*sources.left_alone, *self._live.extra),
-            bytes_read=read_bytes - self._files.bytes_shared,
-            bytes_shared=self._files.bytes_shared,
+            bytes_read=read_bytes - files.bytes_shared,
+            bytes_shared=files.bytes_shared,
             bytes_needed=self._needed_bytes,
-            unverified=tuple(name for name in unverified_names if name not in proven),
-            unproven=self._names_in(left_open),
-            notes=(*checkpoint.notes, *self.notes_on_ties()),
+            unverified=tuple(name for name in unverified if name not in proven),
+            unproven=self._names_in({number for number, _ in self.partial}),
+            notes=(*checkpoint.notes, *notes),
         )
+
+    def close(self) -> None:
+        self._stack.close()
 
     def _read(
         self, origins: Sequence[Origin], chunks: Sequence[ChunkRead], spans: Sequence[SpanRead]
@@ -504,7 +439,7 @@ class Filling:
                 hint="convert the checkpoint first: ckptkit consolidate SRC OUT",
             )
 
-    def notes_on_ties(self) -> Iterator[str]:
+    def _notes_on_ties(self) -> Iterator[str]:
         for name, forms in self._sources.further.items():
             for parts in forms:
                 if parts and parts[0].name in self._untied:
@@ -513,14 +448,14 @@ class Filling:
                         f" holds them as one tensor: it has the values of {name!r}"
                     )
 
-    def _compare(self, digests: Mapping[str, StoredDigest]) -> Iterator[Fqn]:
+    def _compare(self) -> Iterator[Fqn]:
         """Yields tensors that are whole on this rank, and have the digest of the stored ones."""
-        for tensor in self._live.tensors if digests else ():
+        for tensor in self._live.tensors if self._digests else ():
             parts = self._sources.parts.get(tensor.name, ())
             data = _whole_bytes(tensor)
             if data is None or len(parts) != 1 or parts[0].tile is not None:
                 continue
-            stored, known = self._stored[parts[0].name], digests.get(parts[0].name)
+            stored, known = self._stored[parts[0].name], self._digests.get(parts[0].name)
             if known is None or stored.derivation is not None or stored.dtype != tensor.dtype:
                 continue
             known.compare(digest_as(known.record.digest, data))
@@ -579,9 +514,6 @@ class Filling:
     def _names_of(self, keys: Collection[Key]) -> tuple[str, ...]:
         return tuple(name for name, own in self._keys.items() if not own.isdisjoint(keys))
 
-    def _partly_filled(self, error: CkptkitError) -> PartlyFilledError:
-        return PartlyFilledError(f"{error.message}; {self._progress()}", where=error.where)
-
     def _progress(self) -> str:
         done = Counter(self._owners[number] for number in tuple(self._done))
         left = [name for name, count in self._left.items() if done[name] < count]
@@ -591,6 +523,40 @@ class Filling:
             f"the model is partly filled: {len(left):,} of {len(self._left):,} tensors are not:"
             f" {list_first(left)}"
         )
+
+
+def _join_node(stack: ExitStack, source: PathLike[str] | str) -> NodeMemory | None:
+    """Returns what ranks of this node share of a distant source; None if that is nothing."""
+    place = place_of(source)
+    if not is_url(place) or ranks_of_this_machine() == 1:
+        return None
+    available = available_bytes()
+    if available is not None and available < _MEMORY_SHARE * HEAP_BYTES:
+        return None
+    options = json.dumps(place.options, sort_keys=True, default=repr)
+    node = join_node(f"{place.location} {options}")
+    return None if node is None else stack.enter_context(node)
+
+
+def _find_sources(
+    live: LiveModel, opened: OpenedCheckpoint, name_map: str | PathLike[str] | None
+) -> tuple[OpenedCheckpoint, Stored, TensorSources]:
+    """Returns the checkpoint with names that fit, its tensors, and where those of the model are."""
+    if name_map is None:
+        stored = _stored_tensors(opened)
+        sources = SourceSearch(live, stored).find()
+        if not sources.rest or not recognise_framework(stored):
+            return opened, stored, sources
+    request = ConsolidateRequest.from_options({"map": "auto" if name_map is None else name_map})
+    checkpoint = convert_checkpoint(opened, request, live.config)
+    stored = _stored_tensors(checkpoint)
+    return checkpoint, stored, SourceSearch(live, stored).find()
+
+
+def _stored_tensors(checkpoint: OpenedCheckpoint) -> Stored:
+    request = ConsolidateRequest(select=checkpoint.select)
+    entries = select_model(checkpoint.index, request, location=checkpoint.path)
+    return {entry.name: entry for entry in entries}
 
 
 class _Comparison(DeviceMemory):

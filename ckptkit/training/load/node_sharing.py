@@ -544,27 +544,27 @@ class SharedSource(Source):
         self._source.prefetch(ranges)
 
     def fetch(self, reads: Sequence[tuple[FileRange, memoryview]]) -> None:
-        own, shared = [], []
+        own, shared = [], list[_Read]()
         for wanted, view in reads:
             block = self._block_of(wanted)
             if block is None:
                 own.append((wanted, view))
             else:
                 shared.append((block, wanted, view))
-        self._download(own)
-        if self._node is not None and shared:
-            self._fill_shared(self._node, shared)
-
-    def _fill_shared(self, node: NodeMemory, reads: list[_Read]) -> None:
-        progress = time.monotonic()
-        while reads:
-            count, seen = len(reads), node.changes
-            reads = self._advance(node, reads)
+        self._source.fetch(own)
+        node, progress = self._node, time.monotonic()
+        while node is not None and shared:
+            count, seen = len(shared), node.changes
+            shared = self._advance(node, shared)
             now = time.monotonic()
-            if len(reads) < count:
+            if len(shared) < count:
                 progress = now
                 continue
-            self._lose_patience(node, reads, now - progress)
+            # Without progress for so long, it does not wait for what it waited for.
+            if now - progress > _ROOM_SECONDS:
+                self._waits_for_room = False
+            for block, _, _ in shared if now - progress > _OWNER_SECONDS else ():
+                node.distrust_owner(block)
             while node.changes == seen and time.monotonic() < now + _LOOK_SECONDS:
                 time.sleep(_ADVANCE_SECONDS)
 
@@ -612,16 +612,10 @@ class SharedSource(Source):
             else:
                 own.append(read)
         self._taken.extend(block.size_bytes for block in taken)
-        if taken:
+        if taken:  # before the downloads, so that there is room for others
             node.finish(taken)
-        self._download_blocks(node, claimed, own)
-        return left
-
-    def _download_blocks(
-        self, node: NodeMemory, claimed: Sequence[_Read], own: Sequence[_Read]
-    ) -> None:
         try:
-            self._download([(wanted, view) for _, wanted, view in (*claimed, *own)])
+            self._source.fetch([(wanted, view) for _, wanted, view in (*claimed, *own)])
         except BaseException:
             for block, _, _ in claimed:
                 node.give_up(block)
@@ -630,17 +624,7 @@ class SharedSource(Source):
             node.publish(block, view)
         if claimed or own:
             node.finish([block for block, _, _ in (*claimed, *own)])
-
-    def _download(self, reads: Sequence[tuple[FileRange, memoryview]]) -> None:
-        self._source.fetch(reads)
-
-    def _lose_patience(self, node: NodeMemory, left: Sequence[_Read], seconds: float) -> None:
-        """Ends waiting after so many seconds without progress; what it waited for is left out."""
-        if seconds > _ROOM_SECONDS:
-            self._waits_for_room = False
-        if seconds > _OWNER_SECONDS:
-            for block, _, _ in left:
-                node.distrust_owner(block)
+        return left
 
 
 def _list_wants(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -32,7 +32,7 @@ from ckptkit.formats.trees import EXTRA_STATE
 from ckptkit.hub_names.disk_tensors import HubNames, HubTensor
 from ckptkit.lora.dialects import holds_adapters, make_plain_name
 from ckptkit.plan.ties import find_absent_tied_names
-from ckptkit.training.resume.materialise import is_wide_float, materialise
+from ckptkit.training.load.materialise import is_wide_float, materialise
 from ckptkit.training.state.collect import BoundModel
 from ckptkit.training.state.dtensors import Copies, has_data
 from ckptkit.training.state.models import ModelWalk
@@ -246,23 +246,15 @@ class TensorSources(Struct, frozen=True):
             for form in (parts, *self.further.get(name, ())):
                 yield from ((name, part) for part in form)
 
-    def without(self, tensors: Sequence[LiveTensor], kept: Collection[Fqn]) -> TensorSources:
-        gone = {tensor.name for tensor in tensors if any(name in kept for name in tensor.names)}
+    def without(self, gone: Container[str], stored: Container[Fqn] = ()) -> TensorSources:
+        """Returns the same without some live tensors, and the stored ones they are filled from."""
         return replace(
             self,
             parts={name: parts for name, parts in self.parts.items() if name not in gone},
             missing=tuple(name for name in self.missing if name not in gone),
+            unexpected=tuple(name for name in self.unexpected if name not in stored),
             left_alone=tuple(name for name in self.left_alone if name not in gone),
             further={name: forms for name, forms in self.further.items() if name not in gone},
-        )
-
-    def read_apart(self, scales: Mapping[str, Fqn]) -> TensorSources:
-        stored = frozenset(scales.values())
-        return replace(
-            self,
-            parts={name: parts for name, parts in self.parts.items() if name not in scales},
-            missing=tuple(name for name in self.missing if name not in scales),
-            unexpected=tuple(name for name in self.unexpected if name not in stored),
         )
 
     @property
@@ -369,17 +361,21 @@ class SourceSearch:
                 alone.append(tensor.name)
             else:
                 lost.append(tensor.name)
-        unexpected = (name for name in self._stored if name not in used)
+        ignores = self._model.ignores
+        unexpected = (
+            name
+            for name in self._stored
+            if name not in used
+            and EXTRA_STATE not in name.split(".")
+            and not ignores(name, "unexpected")
+        )
         return TensorSources(
             parts,
-            tuple(name for name in lost if not self._model.ignores(name, "missing")),
-            tuple(name for name in unexpected if not self._is_ignored(name)),
-            (*alone, *(name for name in lost if self._model.ignores(name, "missing"))),
+            tuple(name for name in lost if not ignores(name, "missing")),
+            tuple(unexpected),
+            (*alone, *(name for name in lost if ignores(name, "missing"))),
             further,
         )
-
-    def _is_ignored(self, name: Fqn) -> bool:
-        return EXTRA_STATE in name.split(".") or self._model.ignores(name, "unexpected")
 
     def _twin(
         self, tensor: LiveTensor, naming: Naming, twins: Mapping[Fqn, Fqn]

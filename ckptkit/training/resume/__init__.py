@@ -1,1 +1,1 @@
-"""From a stored step back into live objects."""
+"""Choosing a step, and putting the whole state of a training back; tensors by `load`."""

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import nullcontext
 from functools import cached_property, partial
 from typing import Any
 
@@ -21,21 +23,20 @@ from torch.optim import Optimizer
 from ckptkit.core.errors import FormatError, ResumeError
 from ckptkit.core.index import KeyPath, TensorEntry, TensorIndex
 from ckptkit.core.text import a_kind, list_first
-from ckptkit.training.resume.materialise import (
-    Slots,
-    allocate_state,
-    has_state,
-    step_without_effect,
-)
 from ckptkit.training.resume.restore import (
     Apply,
     read_tensors,
-    set_nested,
     unflatten,
 )
 from ckptkit.training.resume.stored_step import StoredStep
 from ckptkit.training.state.collect import BoundOptimizer
-from ckptkit.training.state.dtensors import Copies, DTensor, make_dtensor, unwrap_dtensor
+from ckptkit.training.state.dtensors import (
+    Copies,
+    DTensor,
+    empty_like,
+    make_dtensor,
+    unwrap_dtensor,
+)
 from ckptkit.training.state.objects import is_same
 from ckptkit.training.state.optimizers import (
     COMPOSED,
@@ -58,6 +59,7 @@ from ckptkit.training.state.structures import Nodes, adapt, assemble, leaf_paths
 
 logger = logging.getLogger(__name__)
 
+Slots = Mapping[int, tuple[ShardLayout, ...]]
 Kinds = Sequence[tuple[Sequence[str | int], str]]
 """The tensors in a parameter's state: the place of each in it, and its class."""
 
@@ -85,6 +87,7 @@ _NEUTRAL = frozenset(
         "decoupled_weight_decay",
     )
 )
+_FIRST_STEPS = 2  # in which an optimizer makes its state
 _FLAGS = (bool, type(None))
 _NUMBERS = (torch.Tensor, int, float)
 _NAMES = "param_names"  # which torch keeps where a step has none
@@ -133,7 +136,7 @@ class StoredOptimizer:
         """
         groups = self._read_groups()
         entry = self._stored.entry(*self._bound.saved_as)
-        made_by = "" if entry is None else entry.made_by  # empty where that is not known
+        made_by = (entry and entry.made_by) or ""  # empty where that is not known
         own = class_of(self.optimizer)
         if made_by == own or not groups:
             return groups
@@ -373,7 +376,7 @@ class StoredOptimizer:
                 as_parameter = parameter.shape, list(map(repr, parameter.placements))
                 made = make_dtensor(parameter, *placed.get(path, as_parameter), dtype)
             if made is not None and unwrap_dtensor(made).shape == entry.shape:
-                set_nested(state, path, made)
+                _set_nested(state, path, made)
         self._check_kinds(state, [(names, kind) for names, kind, _ in saved])
 
     def _check_kinds(self, state: Mapping[Any, Any], kinds: Kinds) -> None:
@@ -395,11 +398,34 @@ class StoredOptimizer:
         keys = self._values_below(COMPOSED)
         return {".".join(map(str, rest)): self._parsed(path) for rest, path in keys}
 
-    @property
-    def composed_places(self) -> set[tuple[str, KeyPath]]:
+    @cached_property
+    def _composed_places(self) -> set[tuple[str, KeyPath]]:
         """Parameters and the places of composed tensors in their state."""
         composed = self._composed.items()
         return {(name, tuple(names)) for name, kinds in composed for names, _ in kinds}
+
+    def leftovers(self, pieces: Sequence[Piece]) -> Iterator[Piece]:
+        """Yields pieces of the live state that the step lacks, as later steps have made them.
+
+        An optimizer with other flags than were saved, such as `amsgrad`, has tensors that the step
+        lacks for another reason.
+        """
+        defaults: Mapping[str, Any] = getattr(unwrap_optimizer(self.optimizer), "defaults", {})
+        flags = {name: value for name, value in defaults.items() if isinstance(value, bool)}
+        if any(
+            g.get(name, value) is not value for g in self.groups for name, value in flags.items()
+        ):
+            return
+        start = (*self._bound.path, STATE)
+        composed = {(*start, name, *place) for name, place in self._composed_places}
+        for piece in pieces:
+            path = piece.key_path
+            if piece.unit != self._bound.unit or path[: len(start)] != start:
+                continue
+            direct = len(path) == len(start) + 2  # the parameter, and a name
+            inside = any(path[:end] in composed for end in range(len(start) + 2, len(path)))
+            if not (direct or inside) or piece.key not in self._index.tensors:
+                yield piece
 
     def _layout(self) -> dict[str, Mapping[str, Any]] | None:
         """Returns what this rank held of each parameter when its state was saved, by name.
@@ -456,7 +482,7 @@ class StoredOptimizer:
                 values_of[str(rest[0])][rest[1:]] = key
         filled_of: dict[str, list[KeyPath]] = defaultdict(list)
         nested_of: dict[str, dict[KeyPath, KeyPath]] = defaultdict(dict)
-        composed = self.composed_places
+        composed = self._composed_places
         for name, place in composed:
             filled_of[name].append(place)
         for rest, key in self._tensors_below(STATE):
@@ -522,6 +548,147 @@ class StoredOptimizer:
                 state[key] = _filled(live.get(key), value)
 
         yield apply
+
+
+def allocate_state(
+    optimizer: Optimizer,
+    slots: Slots,
+    index: TensorIndex,
+    path: KeyPath,
+    *,
+    leave: Container[int] = (),
+) -> None:
+    """Gives an optimizer the state tensors that a checkpoint has for it, without content.
+
+    Tensors that are there stay, to be filled in place; state of parameters for which the checkpoint
+    has none is removed. The state of parameters whose identities are in `leave` stays as it is.
+    """
+    stored = _stored_states(index, path)
+    parameters = [
+        (parameter, bool(group.get("capturable") or group.get("fused")))
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if id(parameter) not in leave
+    ]
+    # State of a sharded parameter that is neither a number nor of its shape.
+    odd = [
+        (parameter, name)
+        for parameter, _ in parameters
+        for slot in slots[id(parameter)]
+        if isinstance(parameter, DTensor) or not slot.whole
+        for name, entry in stored.get(slot.fqn, {}).items()
+        if entry.shape != slot.shape and entry.elements != 1
+    ]
+    if odd:
+        step_without_effect(
+            optimizer, lambda: all(name in optimizer.state.get(p, {}) for p, name in odd)
+        )
+    # Of a parameter of one element, a number looks like a part.
+    numbers = {
+        name
+        for parameter, _ in parameters
+        for slot in slots[id(parameter)]
+        for name, entry in stored.get(slot.fqn, {}).items()
+        if entry.elements == 1 and math.prod(slot.shape) > 1
+    }
+    for parameter, on_device in parameters:
+        own = slots[id(parameter)]
+        slot = next((slot for slot in own if slot.fqn in stored), None)
+        if slot is None or not has_state(parameter, own):
+            optimizer.state.pop(parameter, None)
+            continue
+        state: dict[str, Any] = optimizer.state[parameter]
+        for name, entry in stored[slot.fqn].items():
+            is_part = entry.shape == slot.shape and name not in numbers
+            value, is_number = state.get(name), entry.elements == 1
+            # What a later step has made of it, in a resume from an earlier one.
+            is_other = (is_part or is_number) and (
+                isinstance(value, torch.Tensor) and (value.numel() == 1) != is_number
+            )
+            if is_other or not isinstance(value, torch.Tensor):
+                state[name] = _empty(
+                    parameter, slot, name, entry, on_device=on_device, is_part=is_part
+                )
+
+
+def _stored_states(index: TensorIndex, path: KeyPath) -> dict[str, dict[str, TensorEntry]]:
+    states: dict[str, dict[str, TensorEntry]] = defaultdict(dict)
+    entries = {entry.key_path: entry for entry in index.tensors.values()}
+    for rest, key_path in below(entries, path, STATE):
+        if len(rest) == 2:  # noqa: PLR2004
+            states[str(rest[0])][str(rest[1])] = entries[key_path]
+    for rest, _ in below(index.values, path, STATE):
+        if len(rest) > 1:
+            states.setdefault(str(rest[0]), {})
+    return dict(states)
+
+
+def has_state(parameter: torch.Tensor, slots: Sequence[ShardLayout]) -> bool:
+    """Whether an optimizer has state here; FSDP1's ranks without elements may have none.
+
+    They have some of a flat parameter, which is padded, and of what is not sharded.
+    """
+    if isinstance(parameter, DTensor):
+        return True
+    return any(slot.elements or slot.start is not None or not slot.sharded for slot in slots)
+
+
+def _empty(
+    parameter: torch.Tensor,
+    slot: ShardLayout,
+    name: str,
+    entry: TensorEntry,
+    *,
+    on_device: bool,
+    is_part: bool,
+) -> torch.Tensor:
+    dtype: torch.dtype = getattr(torch, entry.dtype.name)
+    if is_part and (entry.shape or name != "step"):
+        if slot.start is not None:  # with padding, which no checkpoint holds
+            return torch.zeros(slot.held, dtype=dtype, device=parameter.device)
+        if isinstance(parameter, DTensor) or tuple(parameter.shape) == slot.held:
+            return empty_like(parameter, dtype)
+        return torch.empty(slot.held, dtype=dtype, device=parameter.device)
+    # As torch's load_state_dict does: only counts of steps are not on the parameter's device.
+    is_count = name == "step" and entry.elements == 1 and not on_device
+    device = torch.device("cpu") if is_count else parameter.device
+    return torch.empty(entry.shape, dtype=dtype, device=device)
+
+
+def step_without_effect(optimizer: Optimizer, is_made: Callable[[], bool]) -> None:
+    """Lets an optimizer make its own state, by a step with gradients of zero, or by two.
+
+    The parameters are loaded afterwards. Gradients and hyperparameters are put back. An optimizer
+    that has state already keeps it. What `torch.compile` does in its step is not worth while here,
+    and left out. Some make a part of their state in the second step only, as `is_made` says.
+    """
+    if optimizer.state:
+        return
+    groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    gradients = [(p, p.grad) for g in optimizer.param_groups for p in g["params"]]
+    for parameter, _ in gradients:
+        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    for group in optimizer.param_groups:
+        lr = group["lr"]
+        group["lr"] = torch.zeros_like(lr) if isinstance(lr, torch.Tensor) else 0.0
+    set_stance = getattr(torch.compiler, "set_stance", None)  # torch 2.6 and later
+    try:
+        with nullcontext() if set_stance is None else set_stance("force_eager"):
+            for _ in range(_FIRST_STEPS):
+                unwrap_optimizer(optimizer).step()
+                if is_made():
+                    break
+    except Exception as error:
+        raise ResumeError(
+            f"{type(optimizer).__name__} has state of other shapes than its parameters, and could"
+            f" not make it by a step: {type(error).__name__}: {error}",
+            hint="take a step with it before resuming, or resume without the optimizer",
+        ) from error
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        for group, values in zip(optimizer.param_groups, groups, strict=True):
+            group.update(values)
 
 
 def _is_sharded(slots: Sequence[ShardLayout]) -> bool:
@@ -670,4 +837,23 @@ def _add_to_state(
     optimizer: Optimizer, parameter: torch.Tensor, saved: Mapping[KeyPath, Any]
 ) -> None:
     for path, value in saved.items():
-        set_nested(optimizer.state[parameter], path, value)
+        _set_nested(optimizer.state[parameter], path, value)
+
+
+def _set_nested(target: Any, path: KeyPath, value: Any) -> None:
+    """Sets a value in nested dictionaries and lists, keys meant as texts; DCP keeps texts only."""
+    name, *rest = path
+    key: Any = name
+    if isinstance(target, list):
+        key = int(name)
+        target += [None] * (key + 1 - len(target))
+        inner = target[key]
+    else:
+        key = name if name in target else next((k for k in target if str(k) == str(name)), name)
+        inner = target.get(key)
+    if not rest:
+        target[key] = value
+        return
+    if inner is None:
+        inner = target[key] = [] if isinstance(rest[0], int) else {}
+    _set_nested(inner, tuple(rest), value)

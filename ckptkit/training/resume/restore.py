@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import random
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -26,12 +26,11 @@ from ckptkit.core.text import a_kind, list_first
 from ckptkit.formats.dcp.reader import BlobRef
 from ckptkit.formats.trees import EXTRA_STATE
 from ckptkit.training import step_names
-from ckptkit.training.resume.load_pieces import load_pieces
+from ckptkit.training.load.load_pieces import load_pieces
 from ckptkit.training.resume.stored_step import StoredStep
 from ckptkit.training.state import objects as rng
 from ckptkit.training.state.collect import PER_RANK, BoundModel, BoundObject, BoundState, shown_name
 from ckptkit.training.state.dtensors import Copies, DTensor, Meshes, local_part
-from ckptkit.training.state.fsdp import has_flat_parameters
 from ckptkit.training.state.objects import flatten, is_same, object_from_bytes, read_blob
 from ckptkit.training.state.pieces import Piece, Replicas, whole_places
 from ckptkit.training.state.structures import adapt, assemble, leaf_paths
@@ -40,7 +39,6 @@ from ckptkit.training.step_names import clean_fqn, parallel_prefixes
 logger = logging.getLogger(__name__)
 
 Apply = Callable[[], object]
-_PLAIN = frozenset((torch.Tensor, nn.Parameter))
 
 
 def unflatten(
@@ -102,33 +100,6 @@ def unflatten(
         slot = meshes.slot(".".join(map(str, key)), leaf, Replicas())
         pieces += slot.pieces(unit, key, local_part(leaf))
     return value
-
-
-def set_nested(target: Any, path: KeyPath, value: Any) -> None:
-    """Sets a value in nested dictionaries and lists, keys meant as texts."""
-    *outer, last = path
-    for at, name in enumerate(outer):
-        inner: Any = [] if isinstance(path[at + 1], int) else {}
-        target = _entered(target, name, inner)
-    if isinstance(target, list):
-        _entered(target, last, None)
-        target[int(last)] = value
-    else:
-        target[_own_key(target, last)] = value
-
-
-def _entered(target: Any, name: str | int, inner: Any) -> Any:
-    if isinstance(target, list):
-        target += [None] * (int(name) + 1 - len(target))
-        if target[int(name)] is None:
-            target[int(name)] = inner
-        return target[int(name)]
-    return target.setdefault(_own_key(target, name), inner)
-
-
-def _own_key(target: Mapping[Any, Any], name: str | int) -> Any:
-    """Returns the key that has this text; DCP keeps texts only."""
-    return name if name in target else next((k for k in target if str(k) == str(name)), name)
 
 
 def read_tensors(
@@ -332,53 +303,6 @@ def extra_state_changes(
     ):
         if names and rank == 0:
             logger.warning("%s: the extra state %s %s", model.key, list_first(names), what)
-
-
-def copied_changes(model: BoundModel, pieces: Mapping[str, Sequence[Piece]]) -> Iterator[Apply]:
-    """Finds tensors that `state_dict` of a module copies, so that filling them changes nothing.
-
-    Modules of torchmetrics copy their states, and hooks may cast parameters.
-    """
-    raw_names = () if has_flat_parameters(model.module) else _copied(model.module)
-    if not raw_names:
-        return
-    parallel = parallel_prefixes(model.module)
-    filled = {
-        (unit, path): piece
-        for unit in model.places.units
-        for piece in pieces.get(unit, ())
-        for path in (piece.key_path, *piece.aliases)
-    }
-    copies: dict[str, torch.Tensor] = {}
-    for raw in raw_names:
-        piece = filled.get(model.places.of(clean_fqn(raw, parallel)))
-        if piece is not None and piece.local.shape == piece.shape:
-            copies[raw] = piece.local
-    if copies:
-        yield partial(model.module.load_state_dict, copies, strict=False)
-
-
-def _copied(model: nn.Module) -> list[str]:
-    """Returns the names under which a state dict has memory of its own."""
-    own = {_memory(tensor) for tensor in chain(model.parameters(), model.buffers())}
-    # Other tensors may be a module's own too: then a second state dict has the same memory.
-    strange = {
-        name: value
-        for name, value in model.state_dict(keep_vars=True).items()
-        if type(value) in _PLAIN and value.numel() and _memory(value) not in own
-    }
-    strange = {name: v for name, v in strange.items() if name.rpartition(".")[2] != EXTRA_STATE}
-    again: Mapping[str, Any] = model.state_dict(keep_vars=True) if strange else {}
-    return [
-        name
-        for name, value in strange.items()
-        if type(again.get(name)) in _PLAIN and _memory(again[name]) != _memory(value)
-    ]
-
-
-def _memory(tensor: torch.Tensor) -> int:
-    local = local_part(tensor)
-    return local.untyped_storage().data_ptr() if type(local) in _PLAIN else 0
 
 
 def is_extra(path: KeyPath, model: KeyPath) -> bool:

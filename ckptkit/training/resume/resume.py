@@ -16,11 +16,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from msgspec import Struct
-from torch import nn
 
 from ckptkit.core.errors import (
     ChecksumError,
@@ -35,7 +34,7 @@ from ckptkit.core.errors import (
     error_from_json,
 )
 from ckptkit.core.index import Key, TensorEntry, TensorIndex
-from ckptkit.core.text import list_first, size_text
+from ckptkit.core.text import Closing, list_first, size_text
 from ckptkit.core.threads import few_collections
 from ckptkit.engine.checksum_tracker import NumberedRecord
 from ckptkit.formats.dcp.reader import METADATA
@@ -44,22 +43,21 @@ from ckptkit.runs.marks import STEP_PREFIXES, step_folders
 from ckptkit.storage.places import Place
 from ckptkit.training.agree.peers import Peers, check_same_place, place_facts
 from ckptkit.training.load.load_into import ModelLoad
-from ckptkit.training.resume.load_pieces import (
+from ckptkit.training.load.load_pieces import (
     FillReport,
     Packed,
-    cross_check,
+    copied_changes,
     load_pieces,
     match_entries,
     names_of,
     pack,
+    prove_together,
     unexpected_keys,
-    unpack,
 )
-from ckptkit.training.resume.materialise import materialise
+from ckptkit.training.load.materialise import materialise
 from ckptkit.training.resume.optimizers import LOST_HINT, StoredOptimizer
 from ckptkit.training.resume.restore import (
     Apply,
-    copied_changes,
     extra_state_changes,
     is_extra,
     loaders_alike,
@@ -72,7 +70,6 @@ from ckptkit.training.state.collect import BoundModel, BoundOptimizer, BoundStat
 from ckptkit.training.state.dtensors import Copies
 from ckptkit.training.state.fsdp import cast_buffers
 from ckptkit.training.state.models import ModelView, ModelWalk
-from ckptkit.training.state.optimizers import STATE, unwrap_optimizer
 from ckptkit.training.state.pieces import Entry, Piece, ShardLayout
 from ckptkit.training.state.quant_states import (
     StoredScale,
@@ -141,23 +138,18 @@ def resume(
     if any(entry["finished"] for entry in steps):
         raise ResumeError("every step that was found is damaged", where=str(run), hint=_ALL_DAMAGED)
     if peers.rank == 0:
-        _say_that_none_was_found(run, prefix)
-    return None
-
-
-def _say_that_none_was_found(run: Path | Place, prefix: str) -> None:
-    """Logs it, and warns of steps whose names begin otherwise, such as those of accelerate."""
-    logger.info("%s: no step to resume from was found", run)
-    others = [other for other in STEP_PREFIXES if other != prefix]
-    with suppress(OSError):
-        found = step_folders(run, others) if isinstance(run, Path) else {}
+        logger.info("%s: no step to resume from was found", run)
+        # There may be steps whose names begin otherwise, such as those of accelerate.
+        others, found = [other for other in STEP_PREFIXES if other != prefix], dict[int, Path]()
+        with suppress(OSError):
+            found = step_folders(run, others) if isinstance(run, Path) else {}
         if found:
-            newest = found[max(found)].name
             logger.warning(
                 "%s: training begins anew, although %s is there: to resume from it, pass prefix=%r,"
                 " or call accelerator.load_state",
-                *(run, newest, others[0]),
+                *(run, found[max(found)].name, others[0]),
             )
+    return None
 
 
 def decline(peers: Peers, error: Exception, *, timeout_seconds: float) -> None:
@@ -199,7 +191,7 @@ def _steps_to_try(
     All ranks have to request the same.
     """
     saved = saved_steps(run, prefix) if isinstance(run, Path) else steps_of_place(run, prefix)
-    _check_alike(requests, "folder")
+    _check_alike(requests)
     step = requests[0]["step"]
     for rank, request in enumerate(requests):
         if request["step"] != step:
@@ -229,12 +221,12 @@ def _steps_to_try(
     return steps
 
 
-def _check_alike(requests: Sequence[Mapping[str, Any]], other: str) -> None:
-    odd = next((rank for rank, request in enumerate(requests) if other in request), None)
-    if odd is not None:
+def _check_alike(requests: Sequence[Mapping[str, Any]]) -> None:
+    of_folders = ["folder" in request for request in requests]
+    if len(set(of_folders)) > 1:
         raise UsageError(
-            f"was given on some ranks only: rank {0 if other == 'step' else odd} resumes from a"
-            f" folder, and rank {odd if other == 'step' else 0} from the run",
+            f"was given on some ranks only: rank {of_folders.index(True)} resumes from a folder,"
+            f" and rank {of_folders.index(False)} from the run",
             where="folder",
             hint="resume from the same directory on every rank",
         )
@@ -247,7 +239,7 @@ def _step_in(
 
     With it, whether that is no step of a training loop but another checkpoint of a model.
     """
-    _check_alike(requests, "step")
+    _check_alike(requests)
     check_same_place([request["folder"] for request in requests], "folder")
     try:
         with StoredStep.open(folder) as stored:
@@ -288,12 +280,9 @@ class _Attempt(Struct, frozen=True):
         """Does what `load` does with a step of a run, if need be without the nodes' own copies."""
         if isinstance(run, Path):
             return self.load(run / name, step)
-        folder = run.beside(posixpath.join(run, name))
-        if not isinstance(run, NearPlace):
-            return self.load(folder, step)
-        problem = self.load(run.step(name), step)
-        # A node's own copies may be damaged.
-        return None if problem is None else self.load(folder, step)
+        if isinstance(run, NearPlace) and self.load(run.step(name), step) is None:
+            return None
+        return self.load(run.beside(posixpath.join(run, name)), step)
 
     def load(self, folder: Path | Place, step: int) -> InputError | None:
         """Returns what is damaged, the same on all ranks, or None where all is in place."""
@@ -345,7 +334,13 @@ class _Attempt(Struct, frozen=True):
         with ExitStack() as stack:
 
             def match() -> ModelLoad:
-                load = stack.enter_context(ModelLoad(_only_model(bound, folder), folder))
+                if len(bound.models) != 1:
+                    raise ResumeError(
+                        f"holds a model alone, and the state has {len(bound.models)}",
+                        where=str(folder),
+                        hint="fill each of them with ckptkit.training.load_into",
+                    )
+                load = stack.enter_context(ModelLoad(bound.models[0].module, folder))
                 load.check(strict=True)
                 return load
 
@@ -391,8 +386,24 @@ class _Attempt(Struct, frozen=True):
         except Exception as caught:  # noqa: BLE001  the other ranks have to hear of it
             error = caught
         value = {"problem": _problem(error), **shared}
-        verdict = self._agree(topic, value, lambda values: _first_problem(values) or decide(values))
-        return result, _stopped(verdict, error)
+
+        def judge(values: list[Any]) -> Any:
+            # A state that does not fit comes before a damaged file.
+            problems = [v["problem"] for v in values if v["problem"] is not None]
+            return (
+                min(problems, key=lambda problem: not problem["misfit"])
+                if problems
+                else decide(values)
+            )
+
+        verdict = self._agree(topic, value, judge)
+        if verdict is None:
+            return result, None
+        problem = error_from_json(verdict["error"])
+        problem.__cause__ = error
+        if verdict["misfit"]:
+            raise problem
+        return result, problem if isinstance(problem, InputError) else InputError(str(problem))
 
     def _pack(self, partial: Mapping[str, Sequence[NumberedRecord]]) -> Packed:
         return pack(partial, world_size=self.peers.world_size)
@@ -432,17 +443,6 @@ def _apply(changes: Sequence[Apply]) -> None:
         raise
 
 
-def _stopped(verdict: Mapping[str, Any] | None, error: Exception | None) -> InputError | None:
-    """Returns what is damaged, None where nothing is; raises what does not fit."""
-    if verdict is None:
-        return None
-    problem = error_from_json(verdict["error"])
-    problem.__cause__ = error
-    if verdict["misfit"]:
-        raise problem
-    return problem if isinstance(problem, InputError) else InputError(str(problem))
-
-
 def _problem(error: Exception | None) -> dict[str, Any] | None:
     if error is None:
         return None
@@ -455,12 +455,19 @@ def _problem(error: Exception | None) -> dict[str, Any] | None:
 
 def _verdict(values: Sequence[Mapping[str, Any]], opening: StepLoader) -> dict[str, Any] | None:
     """Proves what no rank could alone, and says what was left out; for rank 0."""
+    stored = opening.stored
+
+    def name(unit: str, number: int) -> str:
+        return posixpath.join(stored.source.location, stored.index(unit).path_of(number))
+
     try:
-        opening.stored.check_digests()
-        _prove(opening.stored, [value["partial"] for value in values])
+        stored.check_digests()
+        left = prove_together([value["partial"] for value in values], name)
     except Exception as error:  # noqa: BLE001  the other ranks have to hear of it
         return _problem(error)
-    for note in opening.stored.findings.notes:
+    if left:
+        logger.info("%d records were read in part by all ranks, and not checked", left)
+    for note in stored.findings.notes:
         logger.warning("the step that is resumed: %s", note)
     untied = [value["untied"] for value in values]
     for name in sorted({name for of_rank in untied for name in of_rank}):
@@ -476,63 +483,27 @@ def _verdict(values: Sequence[Mapping[str, Any]], opening: StepLoader) -> dict[s
     return None
 
 
-def _first_problem(values: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Returns the problem to report: a state that does not fit comes before a damaged file."""
-    problems = [(rank, v["problem"]) for rank, v in enumerate(values) if v["problem"] is not None]
-    problems.sort(key=lambda entry: not entry[1]["misfit"])
-    for rank, problem in problems:
-        logger.debug("rank %d: %s", rank, problem["error"]["message"])
-        return dict(problem)
-    return None
-
-
-def _prove(stored: StoredStep, packed: Sequence[Mapping[str, Any]]) -> None:
-    """Checks records that no rank has read as a whole."""
-    unproven = max(rank["left_out"] for rank in packed)
-    for unit in sorted({unit for rank in packed for unit in rank["tables"]}):
-        index = stored.index(unit)
-
-        def name(number: int, index: TensorIndex = index) -> str:
-            return posixpath.join(stored.source.location, index.path_of(number))
-
-        texts = [rank["tables"][unit] for rank in packed if unit in rank["tables"]]
-        unproven += cross_check([unpack(text) for text in texts], name)
-    if unproven:
-        logger.info("%d records were read in part by all ranks, and not checked", unproven)
-
-
 def _unproven(load: ModelLoad, values: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     """Proves records that no rank has read as a whole; returns the problem of a damaged one."""
     packed = [value["partial"] for value in values]
-    texts = [rank["tables"][_WHOLE] for rank in packed if _WHOLE in rank["tables"]]
     try:
-        left = cross_check([unpack(text) for text in texts], load.name_record)
+        left = prove_together(packed, lambda _, number: load.name_record(number))
     except ChecksumError as error:
         text = f"{error.message}; the model is filled with what was read"
         return _problem(PartlyFilledError(text, where=error.where))
-    left += max(rank["left_out"] for rank in packed)
     if left:
         logger.warning("%d records were read in part by all ranks, and not checked", left)
     return None
 
 
-def _only_model(bound: BoundState, folder: Path | Place) -> nn.Module:
-    if len(bound.models) == 1:
-        return bound.models[0].module
-    raise ResumeError(
-        f"holds a model alone, and the state has {len(bound.models)}",
-        where=str(folder),
-        hint="fill each of them with ckptkit.training.load_into",
-    )
-
-
-class StepLoader:
+class StepLoader(Closing):
     """Loads a step into the state of this rank; its directory is opened on first use."""
 
     def __init__(self, folder: Path | Place, bound: BoundState) -> None:
         self._folder = folder
         self._given = bound
         self._stored: StoredStep | None = None
+        self._world = Copies(bound.world_size, bound.rank)
         self._optimizers: dict[int, StoredOptimizer] = {}
 
     @property
@@ -673,20 +644,8 @@ class StepLoader:
             unit, path = model.unit, model.path
             pieces = [p for p in pieces if p.unit != unit or not is_extra(p.key_path, path)]
         for optimizer in self.bound.optimizers:
-            if optimizer in fresh or self._is_built_otherwise(optimizer):
-                continue
-            start = (*optimizer.path, STATE)
-            places = self._matched(optimizer).composed_places
-            composed = {(*start, name, *place) for name, place in places}
-            keys = self.stored.index(optimizer.unit).tensors
-            for piece in pieces:
-                path = piece.key_path
-                if piece.unit != optimizer.unit or path[: len(start)] != start:
-                    continue
-                direct = len(path) == len(start) + 2  # the parameter, and a name
-                inside = any(path[:end] in composed for end in range(len(start) + 2, len(path)))
-                if not (direct or inside) or piece.key not in keys:
-                    dropped.add(id(piece))
+            if optimizer not in fresh:
+                dropped.update(map(id, self._matched(optimizer).leftovers(pieces)))
         return [piece for piece in pieces if id(piece) not in dropped]
 
     def _uncast_buffers(self, model: BoundModel, pieces: dict[str, list[Piece]]) -> Iterator[Apply]:
@@ -748,19 +707,6 @@ class StepLoader:
             logger.info("%s: only the adapter was saved, and the base stays as it is", self._folder)
         return absent
 
-    def _is_built_otherwise(self, bound: BoundOptimizer) -> bool:
-        """Whether an optimizer has other flags than were saved, such as `amsgrad`.
-
-        Then tensors in its state that the step lacks are no leftovers of later steps.
-        """
-        defaults: Mapping[str, Any] = getattr(unwrap_optimizer(bound.optimizer), "defaults", {})
-        flags = {name: value for name, value in defaults.items() if isinstance(value, bool)}
-        return any(
-            group.get(name, value) is not value
-            for group in self._matched(bound).groups
-            for name, value in flags.items()
-        )
-
     def _checked_groups(self, bound: BoundOptimizer, pieces: list[Piece]) -> list[Apply]:
         """Checks that an optimizer fits, and returns what sets its hyperparameters."""
         where = bound.name
@@ -789,10 +735,6 @@ class StepLoader:
             matched = StoredOptimizer(self.stored, bound, self._slots, self._world)
             self._optimizers[key] = matched
         return self._optimizers[key]
-
-    @property
-    def _world(self) -> Copies:
-        return Copies(self.bound.world_size, self.bound.rank)
 
     @cached_property
     def _views(self) -> list[ModelView]:
@@ -835,10 +777,7 @@ class StepLoader:
                     hint="build the model that was saved",
                 )
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
+    def close(self) -> None:
         if self._stored is not None:
             self._stored.close()
 

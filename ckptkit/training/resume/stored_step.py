@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import posixpath
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,8 +12,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Self, cast, get_args
 
-import msgspec.structs
+import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptkit.core.errors import ChecksumError, FormatError, MissingFileError, ResumeError
 from ckptkit.core.index import KeyPath, TensorIndex
@@ -57,14 +57,20 @@ class SavedEntry(Struct, frozen=True):
     kind: str
     unit: str  # the DCP directory of what it holds in one; see `BoundModel` and the others
     file: str  # the file of its state, empty where it has none; that of rank 0 where each has one
-    made_by: str = ""  # the class of an optimizer, empty where that is not known
+    # the class of an optimizer, empty where that is not known
+    made_by: str | None = msgspec.field(default=None, name="class")
     # of a model whose adapter was saved apart, the directory of all other tensors
-    base_unit: str = ""
+    base_unit: str | None = None
     stages: bool = False  # whether it is all stages of a pipeline together, which a list held
 
     @property
     def name(self) -> str:
         return shown_name(self.key, self.position)
+
+
+class _Facts(Struct, frozen=True):
+    entries: tuple[SavedEntry, ...] | None = None
+    structures: Any = False
 
 
 def parse_facts(data: bytes, *, where: str) -> tuple[tuple[SavedEntry, ...] | None, bool]:
@@ -73,32 +79,18 @@ def parse_facts(data: bytes, *, where: str) -> tuple[tuple[SavedEntry, ...] | No
     Also whether it has the structures of nested values.
     """
     try:
-        document = json.loads(data)
-        listed = document.get("entries")
-        entries = None if listed is None else tuple(_entry(entry) for entry in listed)
-        return entries, bool(document.get("structures"))
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        facts = msgspec.json.decode(data, type=_Facts)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise FormatError("does not name what the step holds", where=where) from error
-
-
-def _entry(document: Mapping[str, Any]) -> SavedEntry:
-    key, position = document["key"], document["position"]
-    texts = [document["kind"], document["unit"], document["file"], document.get("class") or ""]
-    texts.append(document.get("base_unit") or "")
-    if not all(isinstance(text, str) for text in [key, *texts]):
-        raise TypeError(key)
-    if position is not None and type(position) is not int:
-        raise TypeError(position)
-    entry = SavedEntry(key, position, *texts)
-    return msgspec.structs.replace(entry, stages=document.get("stages") is True)
+    return facts.entries, bool(facts.structures)
 
 
 def bind_to_step(bound: BoundState, entries: Sequence[SavedEntry], *, where: str) -> BoundState:
     """Returns the same state with the places that its entries have in a step."""
     saved = {(entry.key, entry.position): entry for entry in entries}
     mine: list[Bound] = [*bound.models, *bound.optimizers, *bound.others]
-    pairs = [(_name(entry), entry, _of(entry, saved)) for entry in mine]
-    missing = [name for name, _, as_saved in pairs if as_saved is None]
+    found = {_name(entry): _find(entry, saved) for entry in mine}
+    missing = [name for name, as_saved in found.items() if as_saved is None]
     if missing:
         raise ResumeError(
             f"{list_first(missing)} was not saved with this step, which holds"
@@ -106,28 +98,51 @@ def bind_to_step(bound: BoundState, entries: Sequence[SavedEntry], *, where: str
             where=where,
             hint="resume with the names that the state was saved under",
         )
-    wanted = [as_saved for _, _, as_saved in pairs]
-    left = [entry.name for entry in entries if entry not in wanted]
+    places = {name: other for name, other in found.items() if other is not None}
+    left = [entry.name for entry in entries if entry not in places.values()]
     if left and bound.rank == 0:
         is_meant = all(isinstance(entry, BoundModel) for entry in mine)  # a model loaded alone
         level = logging.INFO if is_meant else logging.WARNING
         logger.log(level, "the step also holds %s, which the state does not have", _listed(left))
-    places: dict[str, SavedEntry] = {}
-    for name, entry, as_saved in pairs:
+    for entry in mine:
         kind = "model" if isinstance(entry, BoundModel) else "optimizer"
         kind = entry.kind if isinstance(entry, BoundObject) else kind
-        if as_saved is not None and kind != as_saved.kind and {kind, as_saved.kind} & _APART:
+        as_kind = places[_name(entry)].kind
+        if kind != as_kind and {kind, as_kind} & _APART:
             raise ResumeError(
-                f"a {as_saved.kind} was saved under this name, and the state has a {kind} there",
-                where=name,
+                f"a {as_kind} was saved under this name, and the state has a {kind} there",
+                where=_name(entry),
                 hint="resume with the names that the state was saved under",
             )
-        if as_saved is not None:
-            places[name] = as_saved
-    return _at_places(bound, places)
+    world = Copies(bound.world_size, bound.rank)
+    models: list[BoundModel] = []
+    for model in bound.models:  # whose tensors a step has in one directory, or in two
+        as_saved = places[_name(model)]
+        adapter = adapter_names(model.module) if as_saved.base_unit else None
+        base_unit = (as_saved.base_unit or "") if adapter else ""
+        at = TensorPlaces(as_saved.unit, _path(model, as_saved), adapter, base_unit)
+        models.append(replace(model, places=at))
+    optimizers = [
+        replace(o, unit=places[_name(o)].unit, path=_path(o, places[_name(o)]))
+        for o in bound.optimizers
+    ]
+    others = [
+        replace(other, unit=places[_name(other)].unit, file=places[_name(other)].file)
+        for other in bound.others
+    ]
+    return replace(
+        bound,
+        models=tuple(models),
+        optimizers=tuple(optimizers),
+        others=tuple(others),
+        _walks=tuple(ModelWalk(m.module, m.places, world=world) for m in models),
+        _optimizer_walks=tuple(
+            OptimizerWalk(o.optimizer, o.unit, o.path, world=world) for o in optimizers
+        ),
+    )
 
 
-def _of(entry: Bound, saved: Mapping[tuple[str, int | None], SavedEntry]) -> SavedEntry | None:
+def _find(entry: Bound, saved: Mapping[tuple[str, int | None], SavedEntry]) -> SavedEntry | None:
     together = saved.get((entry.key, None))
     if together is not None and together.stages:
         return together
@@ -145,35 +160,6 @@ def _listed(names: Iterable[str]) -> str:
 def _path(entry: BoundModel | BoundOptimizer, saved: SavedEntry) -> KeyPath:
     """Returns the start of key paths: the saved name where one directory holds all."""
     return entry.path if saved.unit else (saved.key, *index_of(saved.position))
-
-
-def _at_places(bound: BoundState, saved: Mapping[str, SavedEntry]) -> BoundState:
-    world = Copies(bound.world_size, bound.rank)
-    models: list[BoundModel] = []
-    for model in bound.models:  # whose tensors a step has in one directory, or in two
-        entry = saved[_name(model)]
-        adapter = adapter_names(model.module) if entry.base_unit else None
-        base_unit = entry.base_unit if adapter else ""
-        places = TensorPlaces(entry.unit, _path(model, entry), adapter, base_unit)
-        models.append(msgspec.structs.replace(model, places=places))
-    optimizers = [
-        msgspec.structs.replace(o, unit=saved[_name(o)].unit, path=_path(o, saved[_name(o)]))
-        for o in bound.optimizers
-    ]
-    others = [
-        msgspec.structs.replace(other, unit=saved[_name(other)].unit, file=saved[_name(other)].file)
-        for other in bound.others
-    ]
-    return msgspec.structs.replace(
-        bound,
-        models=tuple(models),
-        optimizers=tuple(optimizers),
-        others=tuple(others),
-        _walks=tuple(ModelWalk(m.module, m.places, world=world) for m in models),
-        _optimizer_walks=tuple(
-            OptimizerWalk(o.optimizer, o.unit, o.path, world=world) for o in optimizers
-        ),
-    )
 
 
 class StoredStep(Closing):

@@ -162,7 +162,7 @@ def test_the_newest_whole_folder_is_found_whoever_wrote_it(tmp_path: Path) -> No
     put_stock(tmp_path / "checkpoint_10", whole=False)
     (tmp_path / "checkpoint_11").mkdir()
     found = find_newest_folder(tmp_path, 1, 1)
-    assert (found.folder, found.ours) == (first, False)
+    assert found == {"folder": str(first), "ours": False, "newest": False}
     with pytest.raises(ResumeError, match="no complete folder"):
         find_newest_folder(tmp_path, 2, 1)
 
@@ -174,7 +174,7 @@ def test_a_named_folder_is_loaded_by_whoever_can(tmp_path: Path) -> None:
     assert examine_folder(tmp_path / "full") is None
     stock = examine_folder(put_stock(tmp_path / "stock"))
     assert stock is not None
-    assert not stock.ours
+    assert not stock["ours"]
 
 
 def test_a_layout_that_accelerate_does_not_read_is_refused(

@@ -1,23 +1,14 @@
-"""Giving memory to models on the meta device, and state to optimizers that never stepped."""
+"""Giving memory to models on the meta device."""
 
 from __future__ import annotations
 
-import math
-
-import msgspec.structs
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import AdamW
 
-from ckptkit.core.dtypes import dtype_named
 from ckptkit.core.errors import ResumeError
-from ckptkit.core.index import Box, Chunk, ChunkTable, Key, RecordTable, TensorEntry, TensorIndex
-from ckptkit.training.resume.materialise import allocate_state, materialise
-from ckptkit.training.state.dtensors import Copies
-from ckptkit.training.state.models import ModelWalk
-from ckptkit.training.state.pieces import Replicas, whole_layout
-from ckptkit.training.step_names import TensorPlaces
+from ckptkit.training.load.materialise import materialise
 
 
 class Table(nn.Module):
@@ -83,108 +74,6 @@ def test_a_rotary_embedding_of_transformers_is_computed_again() -> None:
         model.named_buffers(), real.named_buffers(), strict=True
     ):
         assert torch.equal(found, expected), name
-
-
-def index_of(states: dict[str, torch.Tensor]) -> TensorIndex:
-    """An index of the optimizer states of these names, without any bytes."""
-    tensors = {}
-    for name, tensor in states.items():
-        fqn, _, kind = name.rpartition("/")
-        shape = tuple(tensor.shape)
-        key = Key(f"optimizer.state.{fqn}.{kind}")
-        tensors[key] = TensorEntry(
-            key=key,
-            key_path=("optimizer", "state", fqn, kind),
-            name=key,  # type: ignore[arg-type]
-            tree="",
-            part="optimizer",
-            dtype=dtype_named(str(tensor.dtype)),
-            shape=shape,
-            chunks=ChunkTable.of([Chunk(Box((0,) * len(shape), shape), 0)], len(shape)),
-        )
-    return TensorIndex("dcp", (), RecordTable.of([]), tensors)
-
-
-def allocated(model: nn.Module, optimizer: Optimizer, states: dict[str, torch.Tensor]) -> None:
-    slots = ModelWalk(model, TensorPlaces("", ("model",)), world=Copies()).look().slots
-    allocate_state(optimizer, slots, index_of(states), ("optimizer",))
-
-
-def test_state_is_made_as_the_checkpoint_has_it() -> None:
-    model = nn.Linear(3, 2)
-    optimizer = AdamW(model.parameters())
-    states = {
-        "weight/step": torch.tensor(0.0),
-        "weight/exp_avg": torch.empty(2, 3, dtype=torch.bfloat16),
-    }
-    allocated(model, optimizer, states)
-    state = optimizer.state[model.weight]
-    assert state.keys() == {"step", "exp_avg"}
-    assert (state["exp_avg"].dtype, state["exp_avg"].shape) == (torch.bfloat16, (2, 3))
-    assert model.bias not in optimizer.state
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_all_but_the_count_of_steps_lies_where_the_parameter_does(*, fused: bool) -> None:
-    model = nn.Linear(3, 2, device="meta")
-    optimizer = AdamW(model.parameters())
-    optimizer.param_groups[0]["fused"] = fused
-    states = {"weight/step": torch.tensor(0.0), "weight/norm": torch.zeros(1)}
-    allocated(model, optimizer, states)
-    state = optimizer.state[model.weight]
-    assert state["norm"].is_meta
-    assert state["step"].is_meta == fused
-
-
-def test_the_padding_of_a_flat_parameters_state_is_zero() -> None:
-    flat = nn.Parameter(torch.ones(4))
-    slot = whole_layout("weight", torch.ones(3), Replicas(), Replicas())
-    slots = {id(flat): (msgspec.structs.replace(slot, held=(4,), start=0, sharded=True),)}
-    optimizer = SGD([flat], lr=1.0, momentum=0.9)
-    torch.use_deterministic_algorithms(True)  # it fills memory that is not initialised
-    try:
-        allocate_state(
-            optimizer, slots, index_of({"weight/momentum_buffer": torch.ones(3)}), ("optimizer",)
-        )
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert optimizer.state[flat]["momentum_buffer"].tolist() == [0.0, 0.0, 0.0, 0.0]
-
-
-def test_state_that_is_there_is_kept_and_that_of_others_removed() -> None:
-    model = nn.Linear(3, 2)
-    optimizer = SGD(model.parameters(), lr=1.0, momentum=0.9)
-    model(torch.ones(1, 3)).sum().backward()
-    optimizer.step()
-    momentum = optimizer.state[model.weight]["momentum_buffer"]
-    allocated(model, optimizer, {"weight/momentum_buffer": torch.empty(2, 3)})
-    assert optimizer.state[model.weight]["momentum_buffer"] is momentum
-    assert model.bias not in optimizer.state
-
-
-class Rows(Optimizer):
-    """Keeps a number per row, whose place only the optimizer itself knows."""
-
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        assert closure is None
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                assert parameter.grad is not None
-                state = self.state[parameter]
-                state.setdefault("rows", torch.zeros(len(parameter)))
-                parameter.data -= group["lr"] * math.pi
-
-
-def test_state_of_another_shape_is_made_by_a_step_without_effect() -> None:
-    model = nn.Linear(3, 2)
-    before = model.weight.detach().clone()
-    optimizer = Rows(model.parameters(), {"lr": 0.5})
-    states = {"weight/rows": torch.empty(2), "bias/rows": torch.empty(2)}
-    allocated(model, optimizer, states)
-    assert optimizer.state[model.weight]["rows"].shape == (2,)
-    assert optimizer.param_groups[0]["lr"] == 0.5
-    assert torch.equal(model.weight, before)
-    assert model.weight.grad is None
 
 
 class Flags(nn.Module):

@@ -3,8 +3,7 @@
 The engine reads each range straight into the tensors' memory where both are one run of bytes, and
 through a bounded buffer otherwise. Every byte that is read is checked against the checksum stored
 for it. A record that a rank reads whole is checked at once. Of other records each rank reports the
-checksums of its parts, from which rank 0 computes that of the whole: `pack`, `unpack` and
-`cross_check`.
+checksums of its parts, from which rank 0 computes that of the whole: `pack` and `prove_together`.
 """
 
 from __future__ import annotations
@@ -12,14 +11,17 @@ from __future__ import annotations
 import base64
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import chain
 from typing import Any, TypedDict
 
 import numpy as np
 import torch
 from msgspec import Struct
 from numpy.typing import NDArray
+from torch import nn
 
-from ckptkit.core.crc import crc32_combine
+from ckptkit.core.crc import ONE, POLYNOMIAL, crc32_combine
 from ckptkit.core.dtypes import dtype_named
 from ckptkit.core.errors import ChecksumError, ResumeError
 from ckptkit.core.geometry import Walk, flat_offset, slices_of
@@ -28,10 +30,16 @@ from ckptkit.core.text import list_first
 from ckptkit.engine.box_reads import plan_chunk_reads, read_chunks
 from ckptkit.engine.checksum_tracker import NumberedRecord
 from ckptkit.engine.reader import ArrayMemory, BoxMemory, Origin, byte_type
+from ckptkit.formats.trees import EXTRA_STATE
 from ckptkit.storage.base import Source
+from ckptkit.training.state.collect import BoundModel
+from ckptkit.training.state.dtensors import local_part
+from ckptkit.training.state.fsdp import has_flat_parameters
 from ckptkit.training.state.memory_changes import count_changes
 from ckptkit.training.state.pieces import Piece
+from ckptkit.training.step_names import clean_fqn, parallel_prefixes
 
+_PLAIN = frozenset((torch.Tensor, nn.Parameter))
 # Of one record; matrices split by columns have thousands of parts, and stay unproven.
 MOST_PARTS = 256
 
@@ -175,6 +183,55 @@ def names_of(piece: Piece) -> Iterator[Key]:
     yield from (Key(".".join(map(str, path))) for path in piece.aliases)
 
 
+def copied_changes(
+    model: BoundModel, pieces: Mapping[str, Sequence[Piece]]
+) -> Iterator[Callable[[], object]]:
+    """Finds tensors that `state_dict` of a module copies, so that filling them changes nothing.
+
+    Modules of torchmetrics copy their states, and hooks may cast parameters.
+    """
+    raw_names = () if has_flat_parameters(model.module) else _copied(model.module)
+    if not raw_names:
+        return
+    parallel = parallel_prefixes(model.module)
+    filled = {
+        (unit, path): piece
+        for unit in model.places.units
+        for piece in pieces.get(unit, ())
+        for path in (piece.key_path, *piece.aliases)
+    }
+    copies: dict[str, torch.Tensor] = {}
+    for raw in raw_names:
+        piece = filled.get(model.places.of(clean_fqn(raw, parallel)))
+        if piece is not None and piece.local.shape == piece.shape:
+            copies[raw] = piece.local
+    if copies:
+        yield partial(model.module.load_state_dict, copies, strict=False)
+
+
+def _copied(model: nn.Module) -> list[str]:
+    """Returns the names under which a state dict has memory of its own."""
+    own = {_memory(tensor) for tensor in chain(model.parameters(), model.buffers())}
+    # Other tensors may be a module's own too: then a second state dict has the same memory.
+    strange = {
+        name: value
+        for name, value in model.state_dict(keep_vars=True).items()
+        if type(value) in _PLAIN and value.numel() and _memory(value) not in own
+    }
+    strange = {name: v for name, v in strange.items() if name.rpartition(".")[2] != EXTRA_STATE}
+    again: Mapping[str, Any] = model.state_dict(keep_vars=True) if strange else {}
+    return [
+        name
+        for name, value in strange.items()
+        if type(again.get(name)) in _PLAIN and _memory(again[name]) != _memory(value)
+    ]
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    local = local_part(tensor)
+    return local.untyped_storage().data_ptr() if type(local) in _PLAIN else 0
+
+
 Table = NDArray[np.int64]
 """Columns: the record's number, size and stored CRC-32; start, length and CRC-32 of a part."""
 
@@ -187,9 +244,6 @@ _MOST_ROWS_JOINED_SINGLY = 100_000
 
 _COLUMNS = 6
 _NUMBER, _SIZE, _EXPECTED, _START, _LENGTH, _CRC = range(_COLUMNS)
-# Polynomials over GF(2) with the bits reversed, as in `ckptkit.core.checksums`.
-_ONE = 1 << 31
-_X_TO_32 = crc32_combine(1 << 7, 0, 1)  # x^24 times x^8
 
 
 class Packed(TypedDict):
@@ -234,6 +288,18 @@ def table_of(partial: Sequence[NumberedRecord]) -> Table:
 def unpack(text: str) -> Table:
     data = zlib.decompress(base64.b64decode(text))
     return np.ascontiguousarray(np.frombuffer(data, "<i8").reshape(_COLUMNS, -1).T)
+
+
+def prove_together(packed: Sequence[Packed], name: Callable[[str, int], str]) -> int:
+    """Proves records of which ranks have read parts; returns how many stay unproven.
+
+    `name` tells where a record is, by the name of its table and its number.
+    """
+    left = max(rank["left_out"] for rank in packed)
+    for unit in sorted({unit for rank in packed for unit in rank["tables"]}):
+        tables = [unpack(rank["tables"][unit]) for rank in packed if unit in rank["tables"]]
+        left += cross_check(tables, partial(name, unit))
+    return left
 
 
 def cross_check(tables: Sequence[Table], name: Callable[[int], str]) -> int:
@@ -286,9 +352,9 @@ def _check_chained(table: Table, name: Callable[[int], str]) -> None:
         table[:, _SIZE] - table[:, _START] - table[:, _LENGTH], return_inverse=True
     )
     # x^(8 n) for each length n: what n further bytes multiply a checksum by.
-    powers = np.full(len(after), _ONE, np.int64)
+    powers = np.full(len(after), ONE, np.int64)
     for bit in range(int(after[-1]).bit_length()):
-        factor = np.int64(crc32_combine(_ONE, 0, 1 << bit))
+        factor = np.int64(crc32_combine(ONE, 0, 1 << bit))
         has = (after >> bit & 1).astype(np.bool_)
         powers[has] = _products(powers[has], np.full(int(has.sum()), factor))
     moved = _products(table[:, _CRC], powers[places.reshape(-1)])
@@ -308,11 +374,11 @@ def _check_crc32(crc32: int, expected: int, *, where: str) -> None:
 
 
 def _products(left: NDArray[np.int64], right: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Multiplies polynomials modulo CRC-32's, as `ckptkit.core.checksums` does singly."""
+    """Multiplies polynomials modulo CRC-32's, as `ckptkit.core.crc` does singly."""
     product = np.zeros_like(left)
     for bit in range(31, -1, -1):
         product ^= right * (left >> bit & 1)
-        right = (right >> 1) ^ (_X_TO_32 * (right & 1))
+        right = (right >> 1) ^ (POLYNOMIAL * (right & 1))
     return product
 
 
