@@ -18,6 +18,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from itertools import islice
 from typing import Any, TypeGuard
 
+from msgspec import Struct, field
+
 from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import (
     FormatError,
@@ -27,7 +29,7 @@ from ckptkit.core.errors import (
     NotACheckpointError,
     UnsafePathError,
 )
-from ckptkit.core.index import FileRef, Shape
+from ckptkit.core.index import FileRef, Key, Record, RecordTable, Shape, TensorEntry, TensorIndex
 from ckptkit.core.text import counted
 from ckptkit.formats.base import Candidate
 from ckptkit.storage.base import Source
@@ -63,6 +65,37 @@ def stat_or_missing(source: Source, path: str) -> FileRef:
         return source.stat(path)
     except MissingFileError:
         return FileRef(path, -1, "")
+
+
+class FileTable(Struct):
+    """The files of an index, and the byte ranges in them that its tensors use."""
+
+    files: list[FileRef] = field(default_factory=list)
+    records: list[Record] = field(default_factory=list)
+    _numbers: dict[object, int] = field(default_factory=dict)
+
+    def add_file(self, file: FileRef) -> int:
+        """Adds a file; returns its position."""
+        self.files.append(file)
+        return len(self.files) - 1
+
+    def add_record(self, record: Record, name: object = None) -> int:
+        """Returns the position of a record, which is added if it, or its name, is new."""
+        number = self._numbers.setdefault(name or record, len(self.records))
+        if number == len(self.records):
+            self.records.append(record)
+        return number
+
+    def index(
+        self,
+        format_name: str,
+        tensors: Mapping[Key, TensorEntry],
+        *beside: FileRef,
+        **others: Any,
+    ) -> TensorIndex:
+        """Returns the index; files `beside` hold no tensors, `others` are its further fields."""
+        files = (*self.files, *beside)
+        return TensorIndex(format_name, files, RecordTable.of(self.records), tensors, **others)
 
 
 def group_by_folder(paths: Iterable[str]) -> dict[str, list[str]]:
@@ -108,6 +141,14 @@ def parse_json(data: bytes, *, where: str) -> object:
         raise error.located(where) from error
     except ValueError as error:
         raise FormatError(f"not JSON: {error}", where=where) from error
+    return content
+
+
+def read_json_object(source: Source, path: str, max_bytes: int, what: str) -> dict[str, Any]:
+    where = posixpath.join(source.location, path)
+    content = parse_json(read_limited(source, path, max_bytes, what), where=where)
+    if not isinstance(content, dict):
+        raise FormatError("is not a JSON object", where=where)
     return content
 
 

@@ -151,11 +151,20 @@ Stored = tuple[DType, Shape, Sequence[Chunk]]
 """The element type of a tensor, its whole shape, and its chunks."""
 
 
-def make_entries(tensors: Mapping[KeyPath, Stored], *, where: str) -> dict[Key, TensorEntry]:
+def make_entries(
+    tensors: Mapping[KeyPath, Stored],
+    *,
+    where: str,
+    values: Iterable[KeyPath] = (),
+    keys: Sequence[str] | None = None,
+) -> dict[Key, TensorEntry]:
+    """Returns the entries of tensors by their keys: the dotted paths unless `keys` are given."""
     entries = {}
-    memberships = classify(list(tensors), where=where)
-    for (path, (dtype, shape, chunks)), member in zip(tensors.items(), memberships, strict=True):
-        entry = member.entry(path, dtype, shape, ChunkTable.of(chunks, len(shape)))
+    memberships = classify(list(tensors), where=where, values=values)
+    for number, (path, (dtype, shape, chunks)) in enumerate(tensors.items()):
+        table = ChunkTable.of(chunks, len(shape))
+        key = keys[number] if keys else None
+        entry = memberships[number].entry(path, dtype, shape, table, key)
         entries[entry.key] = entry
     return entries
 

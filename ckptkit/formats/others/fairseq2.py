@@ -17,16 +17,8 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 
-from msgspec.structs import replace
-
 from ckptkit.core.errors import FormatError, IncompleteCheckpointError, UnsupportedError
-from ckptkit.core.index import (
-    Box,
-    KeyPath,
-    RecordTable,
-    RunFacts,
-    TensorIndex,
-)
+from ckptkit.core.index import Box, KeyPath, RunFacts, TensorIndex
 from ckptkit.core.text import counted, quote
 from ckptkit.formats.base import Candidate, FormatReader
 from ckptkit.formats.parsing import TWO_SAVES, refuse_missing_ranks
@@ -151,18 +143,13 @@ class Fairseq2Reader(FormatReader):
             notes.append(UNPROVEN_PARTS)
         if of_optimizer:
             notes.append("optimizer states of fairseq2's ranks have no shapes, and are not read")
-        return TensorIndex(
-            format=self.name,
-            files=tuple(table.files),
-            records=RecordTable.of(table.records),
-            tensors=make_entries(joined, where=where),
-            run=RunFacts(
-                world_size=len(parts),
-                writer="fairseq2, one file a rank",
-                mesh=(("pp", counts[0]), ("sdp", counts[2])),
-                notes=tuple(notes),
-            ),
+        run = RunFacts(
+            world_size=len(parts),
+            writer="fairseq2, one file a rank",
+            mesh=(("pp", counts[0]), ("sdp", counts[2])),
+            notes=tuple(notes),
         )
+        return table.index(self.name, make_entries(joined, where=where), run=run)
 
 
 def _refuse_lone(candidate: Candidate, where: str, *, has_optimizer: bool) -> None:
@@ -198,15 +185,14 @@ def _join(
                 where=where,
                 hint=TWO_SAVES,
             )
-    chunks = [table.chunk(archive, tensor, rank) for rank, (archive, tensor) in enumerate(parts)]
     if not first.shape:
-        if len({table.records[chunk.record].crc32 for chunk in chunks}) > 1:
+        if len({table.records[table.record(*part)].crc32 for part in parts}) > 1:
             raise FormatError("a number differs between ranks", where=where, hint=TWO_SAVES)
-        return first.dtype, (), chunks[:1]
-    placed, at = [], 0
-    for chunk, (_, tensor) in zip(chunks, parts, strict=True):
-        offsets = (at, *(0 for _ in first.shape[1:]))
-        if 0 not in tensor.shape:
-            placed.append(replace(chunk, place=Box(offsets, tensor.shape)))
+        return first.dtype, (), [table.chunk(*parts[0], 0)]
+    chunks, at = [], 0
+    for rank, (archive, tensor) in enumerate(parts):
+        place = Box((at, *(0 for _ in first.shape[1:])), tensor.shape)
+        chunk = table.chunk(archive, tensor, rank, place)
+        chunks += [chunk] if 0 not in tensor.shape else []
         at += tensor.shape[0]
-    return first.dtype, (at, *first.shape[1:]), placed
+    return first.dtype, (at, *first.shape[1:]), chunks

@@ -16,7 +16,7 @@ import posixpath
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from msgspec import Struct, field
+from msgspec import Struct
 
 from ckptkit.core.errors import (
     CkptkitError,
@@ -25,9 +25,10 @@ from ckptkit.core.errors import (
     TruncatedFileError,
     UnsupportedError,
 )
-from ckptkit.core.index import Box, Chunk, FileRange, FileRef, Record, Shape
+from ckptkit.core.geometry import is_row_major
+from ckptkit.core.index import Box, Chunk, FileRange, Record, Shape, Span
 from ckptkit.core.text import quote
-from ckptkit.formats.parsing import MAX_DIMENSIONS, Read, is_count, read_from
+from ckptkit.formats.parsing import MAX_DIMENSIONS, FileTable, Read, is_count, read_from
 from ckptkit.formats.pickle.machine import Global, InertObject
 from ckptkit.formats.pickle.pickles import parse_first_pickle, parse_pickle
 from ckptkit.formats.pickle.torch_values import ALLOWED, StorageRef, TensorRef, storage_ref
@@ -132,12 +133,8 @@ class TorchArchive(Struct, frozen=True):
         return PickledDict(self.root, self.where)
 
 
-class ArchiveTable(Struct):
-    """The opened files of an index, and the records of the storages that its tensors use."""
-
-    files: list[FileRef] = field(default_factory=list)
-    records: list[Record] = field(default_factory=list)
-    _numbers: dict[tuple[int, str], int] = field(default_factory=dict)
+class ArchiveTable(FileTable):
+    """The opened archives of an index, and the records of the storages that its tensors use."""
 
     def open(
         self, source: Source, path: str, allowed: Mapping[tuple[str, str], object] = ALLOWED
@@ -157,8 +154,7 @@ class ArchiveTable(Struct):
             pickle = archive.pickle()
             root = parse_pickle(pickle, allowed, where=where, persistent=storage_ref)
             pickle_bytes = len(pickle)
-        self.files.append(file)
-        return TorchArchive(path, len(self.files) - 1, root, pickle_bytes, archive)
+        return TorchArchive(path, self.add_file(file), root, pickle_bytes, archive)
 
     def record(self, file: TorchArchive, tensor: TensorRef) -> int:
         """Returns the position of the record of a tensor's storage, which is added if new."""
@@ -166,8 +162,8 @@ class ArchiveTable(Struct):
         number = self._numbers.get((file.number, storage.key))
         if number is None:
             start, stop, crc32 = file.archive.extent(storage)
-            number = self._numbers[file.number, storage.key] = len(self.records)
-            self.records.append(Record(file.number, start, stop, crc32=crc32))
+            record = Record(file.number, start, stop, crc32=crc32)
+            number = self.add_record(record, (file.number, storage.key))
         record = self.records[number]
         if record.stop - record.start != storage.size_bytes:
             raise FormatError(
@@ -175,12 +171,28 @@ class ArchiveTable(Struct):
             )
         return number
 
-    def chunk(self, file: TorchArchive, tensor: TensorRef, rank: int | None = None) -> Chunk:
+    def chunk(
+        self,
+        file: TorchArchive,
+        tensor: TensorRef,
+        rank: int | None = None,
+        place: Box | Span | None = None,
+        skipped: int = 0,
+    ) -> Chunk:
+        """Returns the chunk of a tensor: the whole of it, or what is at a place of a larger one.
+
+        The first of its elements is `skipped` elements after the tensor's first in the storage.
+        """
+        if isinstance(place, Span):
+            is_plain = True
+        else:
+            place = place or Box((0,) * len(tensor.shape), tensor.shape)
+            is_plain = is_row_major(place.sizes, tensor.strides)
         return Chunk(
-            Box((0,) * len(tensor.shape), tensor.shape),
+            place,
             self.record(file, tensor),
-            byte_offset=tensor.storage_offset * tensor.dtype.itemsize,
-            strides=None if tensor.row_major else tensor.strides,
+            byte_offset=(tensor.storage_offset + skipped) * tensor.dtype.itemsize,
+            strides=None if is_plain else tensor.strides,
             rank=rank,
         )
 
