@@ -18,8 +18,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from itertools import islice
 from typing import Any, TypeGuard
 
-from msgspec import Struct, field
-
 from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import (
     FormatError,
@@ -67,12 +65,13 @@ def stat_or_missing(source: Source, path: str) -> FileRef:
         return FileRef(path, -1, "")
 
 
-class FileTable(Struct):
+class FileTable:
     """The files of an index, and the byte ranges in them that its tensors use."""
 
-    files: list[FileRef] = field(default_factory=list)
-    records: list[Record] = field(default_factory=list)
-    _numbers: dict[object, int] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self.files: list[FileRef] = []
+        self.records: list[Record] = []
+        self._numbers: dict[object, int] = {}
 
     def add_file(self, file: FileRef) -> int:
         """Adds a file; returns its position."""

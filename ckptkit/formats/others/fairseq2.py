@@ -50,12 +50,6 @@ HINT_AT_PARTS = (
 )
 
 
-def find_deep_steps(paths: Sequence[str]) -> set[str]:
-    """Returns the folders of steps, whose models are deeper than checkpoints are searched for."""
-    beside = (path for path in paths if _BESIDE.search(path))
-    return {posixpath.dirname(posixpath.dirname(path)) for path in beside}
-
-
 class Fairseq2Reader(FormatReader):
     """Reads the parts that fairseq2's ranks saved, and refuses a part by itself."""
 
@@ -64,7 +58,8 @@ class Fairseq2Reader(FormatReader):
     expected = "'pp_00/tp_00/sdp_00.pt'"
 
     def find_deep_folders(self, paths: Sequence[str]) -> Collection[str]:
-        return find_deep_steps(paths)
+        beside = (path for path in paths if _BESIDE.search(path))
+        return {posixpath.dirname(posixpath.dirname(path)) for path in beside}
 
     def find(self, paths: Sequence[str]) -> list[Candidate]:
         """Groups the files of a step, or of a model without one."""

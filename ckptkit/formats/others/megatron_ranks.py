@@ -36,17 +36,7 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from ckptkit.core.errors import FormatError, MissingFileError, UnsupportedError
-from ckptkit.core.geometry import is_row_major
-from ckptkit.core.index import (
-    Box,
-    Chunk,
-    KeyPath,
-    Problem,
-    RecordTable,
-    RunFacts,
-    Shape,
-    TensorIndex,
-)
+from ckptkit.core.index import Box, Chunk, KeyPath, Problem, RunFacts, Shape, TensorIndex
 from ckptkit.core.text import quote
 from ckptkit.formats.base import Candidate, FormatReader
 from ckptkit.formats.dcp.megatron import compare_iterations, find_arguments, is_size, read_common
@@ -75,7 +65,6 @@ _NUMBERS = ("a", "b", "c")  # of tensor parallelism, and of a stage or experts, 
 _MODEL = re.compile(r"model(\d{1,4})?")
 _ITERATION, _VERSION = "iteration", "checkpoint_version"
 _LEAST_VERSION = 2.0  # rows of queries, keys and values had other orders before
-_MAX_ITERATION = 10**15
 _BEFORE_CORE = "language_model"
 _SIZES = {
     "tensor": "tensor_model_parallel_size",
@@ -123,59 +112,48 @@ class ModelFile(Struct, frozen=True):
     # tensors of each part of the model; more than one with virtual stages
     models: Sequence[Mapping[Any, Any]]
 
-    @property
-    def iteration(self) -> int | None:
-        value = self.root.get(_ITERATION)
-        return value if is_count(value, _MAX_ITERATION) else None
-
 
 def _open_files(
     table: ArchiveTable, source: Source, numbers: Mapping[str, Sequence[int]], where: str
 ) -> tuple[list[ModelFile], Parallelism]:
     """Opens all files of a step; `numbers` has those in the names of their folders."""
-    opened = [(path, table.open(source, path, TRAINING_VALUES)) for path in numbers]
-    roots = [(archive, archive.dictionary().values) for _, archive in opened]
-    arguments = find_arguments(roots[0][1])
-    _check_same_save(roots)
-    parallelism = _find_parallelism(arguments, list(numbers.values()), where)
+    archives = [table.open(source, path, TRAINING_VALUES) for path in numbers]
+    roots = [archive.dictionary().values for archive in archives]
+    _check_same_save(archives, roots)
+    sizes = _find_parallelism(find_arguments(roots[0]), list(numbers.values()), where)
     files = [
         ModelFile(
-            _position(numbers[path], parallelism, archive.where),
-            archive,
-            archive.dictionary().values,
-            _find_models(archive),
+            _position(own, sizes, archive.where), archive, root, _find_models(root, archive.where)
         )
-        for path, archive in opened
+        for own, archive, root in zip(numbers.values(), archives, roots, strict=True)
     ]
-    _check_positions(files, parallelism, where)
-    for file in files:
-        _check_rank(file, parallelism)
+    _check_positions(files, sizes, where)
     if len({len(file.models) for file in files}) > 1:
         raise FormatError(
             "files have different numbers of parts of the model", where=where, hint=MIXED_SAVES
         )
-    return files, parallelism
+    return files, sizes
 
 
-def _check_same_save(roots: Sequence[tuple[TorchArchive, Mapping[Any, Any]]]) -> None:
+def _check_same_save(archives: Sequence[TorchArchive], roots: Sequence[Mapping[Any, Any]]) -> None:
     """Refuses files of two iterations, or of runs whose sizes differ."""
-    first, expected = roots[0]
-    for archive, root in roots:
+    first, expected = archives[0], roots[0]
+    others = find_arguments(expected)
+    above = repr(posixpath.basename(posixpath.dirname(first.path)))
+    for archive, root in zip(archives, roots, strict=True):
+        mine = find_arguments(root)
         for what in (_ITERATION, _VERSION):
             if root.get(what) != expected.get(what):
                 raise FormatError(
-                    f"is of {what} {_shown(root.get(what))}, and"
-                    f" {posixpath.basename(posixpath.dirname(first.path))!r} of"
+                    f"is of {what} {_shown(root.get(what))}, and {above} of"
                     f" {_shown(expected.get(what))}",
                     where=archive.where,
                     hint=TWO_SAVES,
                 )
-        mine, others = find_arguments(root), find_arguments(expected)
         for name in (*_SIZES.values(), "expert_tensor_parallel_size", "num_layers"):
             if mine.get(name) != others.get(name):
                 raise FormatError(
-                    f"is of a run with {name} {_shown(mine.get(name))}, and"
-                    f" {posixpath.basename(posixpath.dirname(first.path))!r} of one with"
+                    f"is of a run with {name} {_shown(mine.get(name))}, and {above} of one with"
                     f" {_shown(others.get(name))}",
                     where=archive.where,
                     hint=MIXED_SAVES,
@@ -193,9 +171,8 @@ def _shown(value: object) -> str:
     return quote(value) if isinstance(value, str) else str(value)[:32]
 
 
-def _find_models(archive: TorchArchive) -> list[Mapping[Any, Any]]:
+def _find_models(root: Mapping[Any, Any], where: str) -> list[Mapping[Any, Any]]:
     """Returns the state dicts `model`, or `model0`, `model1`, … of virtual stages."""
-    root = archive.dictionary().values
     found = {}
     for key, value in root.items():
         match = _MODEL.fullmatch(key) if isinstance(key, str) else None
@@ -205,7 +182,7 @@ def _find_models(archive: TorchArchive) -> list[Mapping[Any, Any]]:
             raise UnsupportedError(
                 f"model has {_BEFORE_CORE!r}, as in Megatron-LM before Megatron-Core, which is not"
                 " modelled",
-                where=archive.where,
+                where=where,
                 hint="convert it with tools/checkpoint/convert.py of Megatron-LM to a model of"
                 " Megatron-Core",
             )
@@ -215,7 +192,7 @@ def _find_models(archive: TorchArchive) -> list[Mapping[Any, Any]]:
         names = ", ".join(map(repr, sorted(found))) or "none"
         raise FormatError(
             f"has the state dicts {names}, where 'model' or 'model0', 'model1', … was expected",
-            where=archive.where,
+            where=where,
             hint="a file without weights is of an interrupted save; take an earlier checkpoint",
         )
     return [found[key] for key in sorted(found, key=lambda key: (len(key), key))]
@@ -290,32 +267,12 @@ def _name(position: Position, sizes: Parallelism) -> str:
     return f"mp_rank_{position.tensor:02d}{stage}{expert}"
 
 
-def _check_rank(file: ModelFile, sizes: Parallelism) -> None:
-    """Refuses a file that another rank wrote than the one that its folder names.
-
-    Ranks are counted along tensors first and along stages last, unless the run says otherwise.
-    """
-    arguments = find_arguments(file.root)
-    rank, world_size = arguments.get("rank"), arguments.get("world_size")
-    is_usual = not arguments.get("use_tp_pp_dp_mapping")
-    if not is_count(rank) or not is_size(world_size) or world_size % sizes.pipeline:
-        return
-    position = Position(
-        rank % sizes.tensor,
-        rank // (world_size // sizes.pipeline) if is_usual else file.position.stage,
-        rank // sizes.expert_tensor % sizes.expert if is_usual else file.position.expert,
-    )
-    if position != file.position:
-        raise FormatError(
-            f"was written by rank {rank:,} of {world_size:,}, whose folder is"
-            f" {_name(position, sizes)!r}",
-            where=file.archive.where,
-            hint="files were exchanged, or are of another run; copy them again",
-        )
-
-
 def _check_positions(files: Sequence[ModelFile], sizes: Parallelism, where: str) -> None:
-    """Refuses a step that lacks files, or has files of ranks that its run did not have."""
+    """Refuses a step that lacks files, or has files of ranks that its run did not have.
+
+    So it does with a file that another rank wrote than the one that its folder names. Ranks are
+    counted along tensors first and along stages last, unless the run says otherwise.
+    """
     there = {file.position for file in files}
     count = sizes.pipeline * sizes.period
     # A hostile file may claim any number of ranks, so that no list of them is made.
@@ -336,6 +293,22 @@ def _check_positions(files: Sequence[ModelFile], sizes: Parallelism, where: str)
             where=stale.archive.where,
             hint="an earlier save of a larger run left it; take it away",
         )
+    for file in files:
+        arguments = find_arguments(file.root)
+        rank, world_size = arguments.get("rank"), arguments.get("world_size")
+        if not is_count(rank) or not is_size(world_size) or world_size % sizes.pipeline:
+            continue
+        position = Position(rank % sizes.tensor, file.position.stage, file.position.expert)
+        if not arguments.get("use_tp_pp_dp_mapping"):
+            stage = rank // (world_size // sizes.pipeline)
+            position = Position(position.tensor, stage, rank // sizes.expert_tensor % sizes.expert)
+        if position != file.position:
+            raise FormatError(
+                f"was written by rank {rank:,} of {world_size:,}, whose folder is"
+                f" {_name(position, sizes)!r}",
+                where=file.archive.where,
+                hint="files were exchanged, or are of another run; copy them again",
+            )
 
 
 _WRAPPER = re.compile(r"(?:module\.)+")
@@ -368,7 +341,6 @@ def _collect_tensors(
             tensors = _find_tensors(model, file)
             ignored += sum(1 for name in model if isinstance(name, str) and EXTRA_STATE in name)
             held[number, virtual] = tensors
-    _check_stages(files, held)
     counts = _count_layers(files, held, sizes.layers, where)
     collected: dict[str, list[LocalTensor]] = defaultdict(list)
     for (number, virtual), tensors in held.items():
@@ -416,16 +388,19 @@ def _find_tensors(model: Mapping[Any, Any], file: ModelFile) -> dict[str, Tensor
     return found
 
 
-def _check_stages(
-    files: Sequence[ModelFile], held: Mapping[tuple[int, int], Collection[str]]
-) -> None:
-    """Refuses ranks of one stage that have tensors of different names."""
+def _count_layers(
+    files: Sequence[ModelFile],
+    held: Mapping[tuple[int, int], Collection[str]],
+    expected: int | None,
+    where: str,
+) -> _Counts:
+    """Counts the layers of each stage, whose ranks have to have tensors of the same names."""
     first: dict[tuple[int, int], tuple[ModelFile, set[str]]] = {}
+    numbers: dict[tuple[str, int, int], set[int]] = defaultdict(set)
     for (number, virtual), names in held.items():
-        file = files[number]
-        key = file.position.stage, virtual
-        other, expected = first.setdefault(key, (file, set(names)))
-        differing = expected ^ set(names)
+        file, stage = files[number], files[number].position.stage
+        other, of_stage = first.setdefault((stage, virtual), (file, set(names)))
+        differing = of_stage ^ set(names)
         if differing:
             shown = list_first(map(quote, sorted(differing)), len(differing), _LISTED_NAMES)
             raise FormatError(
@@ -433,17 +408,6 @@ def _check_stages(
                 where=file.archive.where,
                 hint=TWO_SAVES,
             )
-
-
-def _count_layers(
-    files: Sequence[ModelFile],
-    held: Mapping[tuple[int, int], Collection[str]],
-    expected: int | None,
-    where: str,
-) -> _Counts:
-    numbers: dict[tuple[str, int, int], set[int]] = defaultdict(set)
-    for (number, virtual), names in held.items():
-        stage = files[number].position.stage
         for match in filter(None, map(_LAYER.fullmatch, names)):
             numbers[match[1], virtual, stage].add(int(match[2]))
     for (prefix, _, stage), own in numbers.items():
@@ -528,9 +492,26 @@ _MATRIX = 2
 _LEAST_DIMENSIONS = {"columns": 2, "rows": 1, "halves of rows": 1, "whole": 0, "rows or whole": 2}
 
 
-def _find_rule(name: str) -> _Cut | None:
-    """Returns how a tensor is cut; None if that is not known of its name."""
-    return next((cut for cut, pattern in _RULES.items() if pattern.fullmatch(name)), None)
+def _find_cut(local: LocalTensor, arguments: Mapping[str, Any]) -> _Cut:
+    """Returns how a tensor is cut, of two ways the one that its shape shows."""
+    if local.parts == 1:
+        return "whole"
+    where, dimensions = local.file.archive.where, len(local.tensor.shape)
+    cut = next((cut for cut, pattern in _RULES.items() if pattern.fullmatch(local.name)), None)
+    if cut == "rows or whole":
+        rotary = arguments.get(_ROTARY)
+        rotary = rotary if type(rotary) is int else None
+        cut = "whole" if _has_whole_rows(local, rotary, where=where) else "rows"
+    if cut == "halves of rows" and not _is_gated(local, where=where):
+        cut = "rows"
+    if cut is None or dimensions < _LEAST_DIMENSIONS[cut]:
+        raise UnsupportedError(
+            f"nothing shows how {quote(local.name)} with {dimensions} dimensions is cut over"
+            f" {local.parts} ranks of tensor parallelism",
+            where=where,
+            hint="save the run in the format 'torch_dist', which stores it",
+        )
+    return cut
 
 
 def _is_gated(local: LocalTensor, *, where: str) -> bool:
@@ -610,7 +591,16 @@ class MegatronReader(FormatReader):
         for name, held in sorted(tensors.items()):
             first = held[0]
             for local in held:
-                _check_likeness(local, first)
+                mine, theirs = (
+                    f"{x.tensor.dtype.name} {list(x.tensor.shape)}" for x in (local, first)
+                )
+                if mine != theirs:
+                    raise FormatError(
+                        f"{quote(local.name)} is {mine} here, and {theirs} in"
+                        f" {first.file.archive.path!r}",
+                        where=local.file.archive.where,
+                        hint=TWO_SAVES,
+                    )
             cut = _find_cut(first, find_arguments(root))
             by_part: dict[int, LocalTensor] = {}
             for local in held:
@@ -621,7 +611,7 @@ class MegatronReader(FormatReader):
             if cut != "whole":
                 axis = 1 if cut == "columns" else 0
                 shape = (*shape[:axis], shape[axis] * first.parts, *shape[axis + 1 :])
-            chunks = [c for local in by_part.values() for c in _chunks(table, local, cut, shape)]
+            chunks = [c for local in by_part.values() for c in _place(table, local, cut, shape)]
             pieces[name,] = first.tensor.dtype, shape, chunks
         problems, unread = _compare(source, table, replicas)
         notes = ["optimizer states and random states were left alone"]
@@ -640,77 +630,33 @@ class MegatronReader(FormatReader):
             warnings=describe_objects_in(files[0].archive),
             settings=common.settings,
         )
-        return TensorIndex(
-            format=self.name,
-            files=tuple(table.files),
-            records=RecordTable.of(table.records),
-            tensors=make_entries(pieces, where=where),
-            run=run,
-            problems=(*problems, *compare_iterations(run.step, where, _FILE)),
-        )
+        problems += compare_iterations(run.step, where, _FILE)
+        entries = make_entries(pieces, where=where)
+        return table.index(self.name, entries, run=run, problems=tuple(problems))
 
 
-def _check_likeness(local: LocalTensor, first: LocalTensor) -> None:
-    if (local.tensor.dtype, local.tensor.shape) != (first.tensor.dtype, first.tensor.shape):
-        raise FormatError(
-            f"{quote(local.name)} is {local.tensor.dtype.name}"
-            f" {list(local.tensor.shape)} here, and {first.tensor.dtype.name}"
-            f" {list(first.tensor.shape)} in {first.file.archive.path!r}",
-            where=local.file.archive.where,
-            hint=TWO_SAVES,
-        )
-
-
-def _find_cut(local: LocalTensor, arguments: Mapping[str, Any]) -> _Cut:
-    """Returns how a tensor is cut, of two ways the one that its shape shows."""
-    cut = _find_rule(local.name)
-    if local.parts == 1:
-        return "whole"
-    where = local.file.archive.where
-    if cut == "rows or whole":
-        rotary = arguments.get(_ROTARY)
-        rotary = rotary if type(rotary) is int else None
-        is_whole = _has_whole_rows(local, rotary, where=where)
-        cut = "whole" if is_whole else "rows"
-    if cut == "halves of rows" and not _is_gated(local, where=where):
-        cut = "rows"
-    dimensions = len(local.tensor.shape)
-    if cut is None or dimensions < _LEAST_DIMENSIONS[cut]:
-        raise UnsupportedError(
-            f"nothing shows how {quote(local.name)} with {dimensions} dimensions is cut over"
-            f" {local.parts} ranks of tensor parallelism",
-            where=where,
-            hint="save the run in the format 'torch_dist', which stores it",
-        )
-    return cut
-
-
-def _chunks(table: ArchiveTable, local: LocalTensor, cut: _Cut, shape: Shape) -> Iterator[Chunk]:
-    """Yields the parts of one rank's tensor in the whole, each with its first row in the part."""
+def _place(table: ArchiveTable, local: LocalTensor, cut: _Cut, shape: Shape) -> Iterator[Chunk]:
+    """Yields the parts of one rank's tensor in the whole."""
     tensor, archive, own = local.tensor, local.file.archive, local.tensor.shape
-    zeros = (0,) * len(own)
-    placed = [(Box(zeros, own), 0)]
+    offsets = [0] * len(own)
     if cut == "halves of rows":
         rows = own[0] // 2
-        starts = [(half * shape[0] // 2 + local.part * rows, half * rows) for half in range(2)]
-        placed = [(Box((at, *zeros[1:]), (rows, *own[1:])), first) for at, first in starts]
-    elif cut != "whole":
+        for half in range(2):
+            offsets[0] = half * shape[0] // 2 + local.part * rows
+            place = Box((*offsets,), (rows, *own[1:]))
+            yield table.chunk(
+                archive, tensor, archive.number, place, half * rows * tensor.strides[0]
+            )
+        return
+    if cut != "whole":
         axis = 1 if cut == "columns" else 0
-        placed = [(Box((*zeros[:axis], local.part * own[axis], *zeros[axis + 1 :]), own), 0)]
-    for box, first_row in placed:
-        skipped = tensor.storage_offset + (first_row * tensor.strides[0] if first_row else 0)
-        yield Chunk(
-            box,
-            table.record(archive, tensor),
-            byte_offset=skipped * tensor.dtype.itemsize,
-            strides=None if is_row_major(box.sizes, tensor.strides) else tensor.strides,
-            rank=archive.number,
-        )
+        offsets[axis] = local.part * own[axis]
+    yield table.chunk(archive, tensor, archive.number, Box((*offsets,), own))
 
 
 def _compare(
     source: Source, table: ArchiveTable, replicas: Sequence[tuple[str, LocalTensor, LocalTensor]]
-) -> tuple[Sequence[Problem], int]:
+) -> tuple[list[Problem], int]:
     """Compares copies of tensors that several ranks have; also counts those that are too large."""
     pairs = [
         ((kept.file.archive, kept.tensor), (other.file.archive, other.tensor))

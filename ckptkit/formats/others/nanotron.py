@@ -27,7 +27,7 @@ from __future__ import annotations
 import posixpath
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from math import prod
 from typing import Any, TypeGuard
 
@@ -41,20 +41,16 @@ from ckptkit.core.errors import (
     MissingFileError,
     UnsupportedError,
 )
-from ckptkit.core.geometry import Defect, find_defect, row_major_strides
+from ckptkit.core.geometry import Defect, find_defect, flat_offset, row_major_strides
 from ckptkit.core.index import (
     Box,
     Chunk,
     ChunkTable,
-    FileRef,
-    Key,
     KeyPath,
     Record,
-    RecordTable,
     RunFacts,
     Shape,
     Span,
-    TensorEntry,
     TensorIndex,
 )
 from ckptkit.core.text import quote
@@ -62,9 +58,10 @@ from ckptkit.formats.base import Candidate, FormatReader
 from ckptkit.formats.parsing import (
     COPY_BACK,
     MIXED_SAVES,
+    FileTable,
     is_count,
     overflows,
-    parse_json,
+    read_json_object,
     read_limited,
 )
 from ckptkit.formats.safetensors.reader import HeaderTensor, read_header
@@ -100,13 +97,6 @@ _SILENT = (
 )
 
 
-def find_deep_folders(paths: Sequence[str]) -> tuple[str, ...]:
-    """Returns the folders whose parameters are deeper than checkpoints are searched for."""
-    steps = {posixpath.dirname(path) for path in paths if _STEP_FILE.search(path)}
-    steps |= {_step_of(path) for path in paths if _PARAMETER.search(path)}
-    return tuple(sorted(steps))
-
-
 def _step_of(path: str) -> str:
     """Returns the folder of a step in the path of a parameter: what is above `model`."""
     parts = path.split("/")
@@ -121,11 +111,12 @@ class NanotronReader(FormatReader):
     expected = "'checkpoint_metadata.json' beside a folder 'model' with a file per parameter"
 
     def find_deep_folders(self, paths: Sequence[str]) -> Collection[str]:
-        return find_deep_folders(paths)
+        steps = {posixpath.dirname(path) for path in paths if _STEP_FILE.search(path)}
+        return sorted(steps | {_step_of(path) for path in paths if _PARAMETER.search(path)})
 
     def find(self, paths: Sequence[str]) -> list[Candidate]:
         """Recognises steps by their metadata, or by parameters that are named by ranks."""
-        found: dict[str, list[str]] = {folder: [] for folder in find_deep_folders(paths)}
+        found: dict[str, list[str]] = {folder: [] for folder in self.find_deep_folders(paths)}
         known = set(paths) if found else set()
         for path in paths if found else ():
             parts = path.split("/")
@@ -166,20 +157,22 @@ class NanotronReader(FormatReader):
                 where=where,
                 hint=COPY_BACK,
             )
-        shards = _ShardTable(source, facts.version, facts.sizes)
+        table = FileTable()
+        sizes: dict[str, int] = {}  # numbers of ranks, by kind, as the names of files have them
+        shards: dict[str, list[_Shard]] = defaultdict(list)
         for path in files:
-            shards.add(path, path[len(folder) :].lstrip("/"))
-        entries = shards.entries(where)
+            inside = path[len(folder) :].lstrip("/")
+            name, ranks = _parse_path(inside, posixpath.join(source.location, path))
+            shards[name].append(_read_shard(source, table, path, ranks, facts, sizes))
+        held: dict[KeyPath, Stored] = {}
+        for name, own in shards.items():
+            above = posixpath.join(source.location, posixpath.dirname(own[0].path))
+            held[name,] = _join_shards(name, own, above)
+        entries = make_entries(held, where=where)
         facts.check_layers(entry.name for entry in entries.values())
         beside = [posixpath.join(folder, name) for name in (METADATA, RUN_CONFIG, MODEL_CONFIG)]
         refs = [source.stat(path) for path in beside if path in candidate.files]
-        return TensorIndex(
-            format=self.name,
-            files=(*shards.files, *refs),
-            records=RecordTable.of(shards.records),
-            tensors=entries,
-            run=facts.describe(shards.sizes),
-        )
+        return table.index(self.name, entries, *refs, run=facts.describe(sizes))
 
 
 class _StepFacts(Struct, frozen=True):
@@ -192,7 +185,8 @@ class _StepFacts(Struct, frozen=True):
     @classmethod
     def read(cls, source: Source, candidate: Candidate) -> _StepFacts:
         where = posixpath.join(source.location, candidate.folder).rstrip("/")
-        metadata = _read_object(source, posixpath.join(candidate.folder, METADATA))
+        path = posixpath.join(candidate.folder, METADATA)
+        metadata = read_json_object(source, path, _MAX_BYTES, "JSON")
         version = metadata.get("version")
         if version not in _VERSIONS:
             raise UnsupportedError(
@@ -224,14 +218,10 @@ class _StepFacts(Struct, frozen=True):
                     )
             sizes |= {kind: size for kind, size in stored.items() if kind != "step"}
         model_config = posixpath.join(candidate.folder, MODEL_CONFIG)
-        has_config = model_config in candidate.files
-        return cls(
-            where=where,
-            version=version,
-            sizes=sizes,
-            step=step if is_count(step, _MAX_STEP) else None,
-            model=_read_object(source, model_config) if has_config else {},
-        )
+        model = {}
+        if model_config in candidate.files:
+            model = read_json_object(source, model_config, _MAX_BYTES, "JSON")
+        return cls(where, version, sizes, step if is_count(step, _MAX_STEP) else None, model)
 
     def check_layers(self, names: Iterable[str]) -> None:
         """Refuses layers that lack a parameter, and more or fewer than the configuration has.
@@ -316,14 +306,6 @@ def _parse_run_config(text: str) -> dict[str, int]:
     return found
 
 
-def _read_object(source: Source, path: str) -> dict[str, Any]:
-    where = posixpath.join(source.location, path)
-    content = parse_json(read_limited(source, path, _MAX_BYTES, "JSON"), where=where)
-    if not isinstance(content, dict):
-        raise FormatError("is not a JSON object", where=where)
-    return content
-
-
 def _is_size(value: object) -> TypeGuard[int]:
     return is_count(value, _MAX_SIZE) and value != 0
 
@@ -353,132 +335,108 @@ class _Shard(Struct, frozen=True):
     pairs: tuple[tuple[Box, Box], ...]
 
 
-class _ShardTable:
-    def __init__(self, source: Source, version: str, sizes: Mapping[str, int]) -> None:
-        self._source = source
-        self._version = version
-        self._known = sizes
-        self._by_name: dict[str, list[_Shard]] = defaultdict(list)
-        self.files: list[FileRef] = []
-        self.records: list[Record] = []  # the bytes of the one tensor of each file
-        # numbers of ranks, by dimension, as the names of files have them
-        self.sizes: dict[str, int] = {}
-
-    def add(self, path: str, inside: str) -> None:
-        """Reads the header of a file; `inside` is its path in the folder of the step."""
-        where = posixpath.join(self._source.location, path)
-        name, ranks = _parse_path(inside, where)
-        for kind, (rank, size) in ranks.items():
-            expected = self.sizes.setdefault(kind, self._known.get(kind, size))
-            if size != expected or rank >= size:
-                raise FormatError(
-                    f"is of {kind} rank {rank} of {size}, in a save with {expected} {kind} ranks",
-                    where=where,
-                    hint=MIXED_SAVES,
-                )
-        file = self._source.stat(path)
-        header = read_header(self._source, file)
-        if [tensor.name for tensor in header.tensors] != [_TENSOR]:
-            names = ", ".join(quote(tensor.name) for tensor in header.tensors[:3]) or "none"
-            raise FormatError(f"has the tensors {names}, expected {_TENSOR!r} alone", where=where)
-        stored = header.tensors[0]
-        if ranks:
-            version = header.metadata.get("version")
-            if version != self._version:
-                raise FormatError(
-                    f"is of version {version!r}, the checkpoint of {self._version!r}",
-                    where=where,
-                    hint=MIXED_SAVES,
-                )
-            shape, pairs = _parse_slices(header.metadata, stored.shape, where)
-        else:
-            if _SLICES in header.metadata:
-                raise FormatError(
-                    "has the slices of a shard, but no rank in its name",
-                    where=where,
-                    hint="give the file the name under which nanotron saved it",
-                )
-            shape, whole = stored.shape, Box((0,) * len(stored.shape), stored.shape)
-            pairs = ((whole, whole),)
-        if overflows(shape, stored.dtype):
-            raise FormatError(f"size of shape {list(shape)} overflows", where=where)
-        self.records.append(Record(len(self.files), stored.start, stored.stop))
-        self.files.append(file)
-        self._by_name[name].append(_Shard(path, len(self.records) - 1, stored, ranks, shape, pairs))
-
-    def entries(self, where: str) -> dict[Key, TensorEntry]:
-        """Returns the parameters, each of whose elements is in one file."""
-        held: dict[KeyPath, Stored] = {}
-        for name, shards in self._by_name.items():
-            first = self._check_agreement(name, shards)
-            chunks = [chunk for shard in shards for chunk in self._chunks(shard)]
-            self._check_coverage(name, shards, chunks)
-            held[name,] = first.stored.dtype, first.shape, chunks
-        return make_entries(held, where=where)
-
-    def _chunks(self, shard: _Shard) -> Iterator[Chunk]:
-        strides = row_major_strides(shard.stored.shape)
-        itemsize = shard.stored.dtype.itemsize
-        tensor_rank = shard.ranks.get("tensor", (0, 1))[0]
-        for local, whole in shard.pairs:
-            first = sum(at * step for at, step in zip(local.offsets, strides, strict=True))
-            is_part = local.sizes[1:] != shard.stored.shape[1:]
-            yield Chunk(
-                whole,
-                shard.record,
-                byte_offset=first * itemsize,
-                strides=strides if is_part else None,
-                rank=tensor_rank,
-            )
-
-    def _check_agreement(self, name: str, shards: Sequence[_Shard]) -> _Shard:
-        """Refuses shards that are not of one tensor; returns the first."""
-        first = shards[0]
-        for other in shards[1:]:
-            facts = [
-                (s.ranks.get("pipeline"), s.ranks.keys(), list(s.shape), s.stored.dtype.name)
-                for s in (first, other)
-            ]
-            if facts[0] != facts[1]:
-                shown = (
-                    f"{posixpath.basename(s.path)!r} ({s.stored.dtype.name} {list(s.shape)})"
-                    for s in (first, other)
-                )
-                raise FormatError(
-                    f"{quote(name)} is in files that contradict each other: {', '.join(shown)}",
-                    where=posixpath.join(self._source.location, posixpath.dirname(first.path)),
-                    hint=MIXED_SAVES,
-                )
-        return first
-
-    def _check_coverage(self, name: str, shards: Sequence[_Shard], chunks: Sequence[Chunk]) -> None:
-        shape = shards[0].shape
-        defect = _find_defect(chunks, shape)
-        if defect is None:
-            return
-        where = posixpath.join(self._source.location, posixpath.dirname(shards[0].path))
-        if defect.copies:
+def _read_shard(
+    source: Source,
+    table: FileTable,
+    path: str,
+    ranks: Mapping[str, tuple[int, int]],
+    facts: _StepFacts,
+    sizes: dict[str, int],
+) -> _Shard:
+    """Reads the header of a file; the numbers of ranks in its name are added to `sizes`."""
+    where = posixpath.join(source.location, path)
+    for kind, (rank, size) in ranks.items():
+        expected = sizes.setdefault(kind, facts.sizes.get(kind, size))
+        if size != expected or rank >= size:
             raise FormatError(
-                f"{quote(name)} of shape {list(shape)} has elements in {defect.copies} of its"
-                f" {len(shards):,} files, from {_first_of(defect.place)} on",
+                f"is of {kind} rank {rank} of {size}, in a save with {expected} {kind} ranks",
                 where=where,
-                hint="the slices in a header are wrong, or a file is of another rank",
+                hint=MIXED_SAVES,
             )
-        missing = next(
-            (
-                f"; no file is of {kind} rank {rank} of {size}"
-                for kind, (_, size) in shards[0].ranks.items()
-                for rank in range(size)
-                if kind != "pipeline" and all(shard.ranks[kind][0] != rank for shard in shards)
-            ),
-            "",
+    file = source.stat(path)
+    header = read_header(source, file)
+    if [tensor.name for tensor in header.tensors] != [_TENSOR]:
+        names = ", ".join(quote(tensor.name) for tensor in header.tensors[:3]) or "none"
+        raise FormatError(f"has the tensors {names}, expected {_TENSOR!r} alone", where=where)
+    (stored,) = header.tensors
+    if ranks:
+        version = header.metadata.get("version")
+        if version != facts.version:
+            raise FormatError(
+                f"is of version {version!r}, the checkpoint of {facts.version!r}",
+                where=where,
+                hint=MIXED_SAVES,
+            )
+        shape, pairs = _parse_slices(header.metadata, stored.shape, where)
+    else:
+        if _SLICES in header.metadata:
+            raise FormatError(
+                "has the slices of a shard, but no rank in its name",
+                where=where,
+                hint="give the file the name under which nanotron saved it",
+            )
+        shape, whole = stored.shape, Box((0,) * len(stored.shape), stored.shape)
+        pairs = ((whole, whole),)
+    if overflows(shape, stored.dtype):
+        raise FormatError(f"size of shape {list(shape)} overflows", where=where)
+    record = table.add_record(Record(table.add_file(file), stored.start, stored.stop))
+    return _Shard(path, record, stored, ranks, shape, pairs)
+
+
+def _join_shards(name: str, shards: Sequence[_Shard], where: str) -> Stored:
+    """Returns a parameter, each of whose elements has to be in one file."""
+    first = shards[0]
+    for other in shards[1:]:
+        facts = [
+            (s.ranks.get("pipeline"), s.ranks.keys(), s.shape, s.stored.dtype)
+            for s in (first, other)
+        ]
+        if facts[0] != facts[1]:
+            shown = (
+                f"{posixpath.basename(s.path)!r} ({s.stored.dtype.name} {list(s.shape)})"
+                for s in (first, other)
+            )
+            raise FormatError(
+                f"{quote(name)} is in files that contradict each other: {', '.join(shown)}",
+                where=where,
+                hint=MIXED_SAVES,
+            )
+    chunks = []
+    for shard in shards:
+        strides = row_major_strides(shard.stored.shape)
+        for local, whole in shard.pairs:
+            is_part = local.sizes[1:] != shard.stored.shape[1:]
+            chunks.append(
+                Chunk(
+                    whole,
+                    shard.record,
+                    byte_offset=flat_offset(local.offsets, strides) * shard.stored.dtype.itemsize,
+                    strides=strides if is_part else None,
+                    rank=shard.ranks.get("tensor", (0, 1))[0],
+                )
+            )
+    shape, defect = first.shape, _find_defect(chunks, first.shape)
+    if defect is not None and defect.copies:
+        raise FormatError(
+            f"{quote(name)} of shape {list(shape)} has elements in {defect.copies} of its"
+            f" {len(shards):,} files, from {_first_of(defect.place)} on",
+            where=where,
+            hint="the slices in a header are wrong, or a file is of another rank",
+        )
+    if defect is not None:
+        absent = (
+            f"; no file is of {kind} rank {rank} of {size}"
+            for kind, (_, size) in first.ranks.items()
+            for rank in range(size)
+            if kind != "pipeline" and all(shard.ranks[kind][0] != rank for shard in shards)
         )
         raise MissingFileError(
             f"{quote(name)} of shape {list(shape)} has no file for the elements from"
-            f" {_first_of(defect.place)} on{missing}",
+            f" {_first_of(defect.place)} on{next(absent, '')}",
             where=where,
             hint=COPY_BACK,
         )
+    return first.stored.dtype, shape, chunks
 
 
 def _find_defect(chunks: Sequence[Chunk], shape: Shape) -> Defect | None:
@@ -564,19 +522,18 @@ def _parse_shape(text: str, where: str) -> Shape:
 
 def _parse_box(text: str, shape: Shape, where: str) -> Box:
     bounds = []
-    texts = text.split("|") if shape or text else []
-    for part in texts:
+    for part in text.split("|") if shape or text else []:
         match = _SLICE.fullmatch(part)
         if match is None:
             raise FormatError(f"{part[:80]!r} is not a slice with a step of 1", where=where)
         bounds.append((match[1], match[2]))
     if len(bounds) != len(shape):
         raise FormatError(f"{text[:80]!r} has not one slice for each of {list(shape)}", where=where)
-    ends = [
-        (0 if low == "None" else int(low), size if high == "None" else int(high))
-        for (low, high), size in zip(bounds, shape, strict=True)
-    ]
-    for (low, high), size in zip(ends, shape, strict=True):
+    offsets, sizes = [], []
+    for (start, stop), size in zip(bounds, shape, strict=True):
+        low, high = 0 if start == "None" else int(start), size if stop == "None" else int(stop)
         if not low <= high <= size:
             raise FormatError(f"slice [{low:,}, {high:,}) is not inside of {size:,}", where=where)
-    return Box(tuple(low for low, _ in ends), tuple(high - low for low, high in ends))
+        offsets.append(low)
+        sizes.append(high - low)
+    return Box(tuple(offsets), tuple(sizes))

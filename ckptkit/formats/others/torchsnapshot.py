@@ -21,7 +21,7 @@ import math
 import posixpath
 import re
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal
 
@@ -37,16 +37,11 @@ from ckptkit.core.errors import (
 from ckptkit.core.index import (
     Box,
     Chunk,
-    ChunkTable,
-    FileRef,
-    Key,
     KeyPath,
     Problem,
     Record,
-    RecordTable,
     RunFacts,
     Shape,
-    TensorEntry,
     TensorIndex,
 )
 from ckptkit.core.text import quote
@@ -54,6 +49,7 @@ from ckptkit.formats.base import Candidate, FormatReader
 from ckptkit.formats.dcp.reader import BlobRef
 from ckptkit.formats.parsing import (
     MAX_DIMENSIONS,
+    FileTable,
     is_count,
     overflows,
     parse_json,
@@ -61,7 +57,7 @@ from ckptkit.formats.parsing import (
     stat_or_missing,
     stays_inside,
 )
-from ckptkit.formats.trees import Membership, classify
+from ckptkit.formats.trees import Stored, make_entries
 from ckptkit.storage.base import Source
 
 PRIMITIVES = frozenset({"int", "str", "bool", "bytes", "float"})
@@ -147,128 +143,101 @@ def read_manifest(source: Source, path: str) -> tuple[str, Sequence[RankManifest
     content = parse_json(data, where=where)
     if not isinstance(content, dict) or content.keys() != {"version", "world_size", "manifest"}:
         raise FormatError("has other fields than version, world_size and manifest", where=where)
-    return _ManifestParser(where).parse(content)
-
-
-class _ManifestParser:
-    def __init__(self, where: str) -> None:
-        self._where = where
-        self._lists: frozenset[str] = frozenset()
-        self._numbers: Mapping[str, frozenset[int]] = {}
-        self._parsers: Mapping[str, Callable[[Any], SavedTensor]] = {
-            "Tensor": self._tensor,
-            "ChunkedTensor": self._chunked,
-            "ShardedTensor": self._sharded,
-            "DTensor": self._sharded,  # a replicated one has one block
-        }
-
-    def parse(self, content: Mapping[str, Any]) -> tuple[str, Sequence[RankManifest]]:
-        version, world, entries = (content[k] for k in ("version", "world_size", "manifest"))
-        if not isinstance(version, str) or not _VERSION.fullmatch(version):
-            raise UnsupportedError(
-                f"manifest is of version {quote(str(version))}; read is 0.1", where=self._where
-            )
-        if not isinstance(entries, dict) or not all(isinstance(e, dict) for e in entries.values()):
-            raise FormatError("'manifest' is not a map of entries", where=self._where)
-        if type(world) is not int or not 0 < world <= max(len(entries), 1):
-            raise IncompleteCheckpointError(
-                f"'world_size' is {quote(str(world))}, with {len(entries):,} entries of all ranks",
-                where=self._where,
-            )
-        ranks = tuple(RankManifest() for _ in range(world))
-        self._lists = frozenset(path for path, e in entries.items() if e.get("type") == "list")
-        self._numbers = {path: _numbers(e) for path, e in entries.items() if "keys" in e}
-        for path, entry in entries.items():
-            self._add(ranks, path, entry)
-        bare = next((rank for rank, held in enumerate(ranks) if not held.key_paths), None)
-        if bare is not None:
-            raise IncompleteCheckpointError(
-                f"lists nothing of rank {bare}, where the run had {world} ranks", where=self._where
-            )
-        return version, ranks
-
-    def _add(self, ranks: tuple[RankManifest, ...], path: str, entry: Mapping[str, Any]) -> None:
-        first, _, logical = path.partition("/")
+    version, world, entries = (content[k] for k in ("version", "world_size", "manifest"))
+    if not isinstance(version, str) or not _VERSION.fullmatch(version):
+        raise UnsupportedError(
+            f"manifest is of version {quote(str(version))}; read is 0.1", where=where
+        )
+    if not isinstance(entries, dict) or not all(isinstance(e, dict) for e in entries.values()):
+        raise FormatError("'manifest' is not a map of entries", where=where)
+    if type(world) is not int or not 0 < world <= max(len(entries), 1):
+        raise IncompleteCheckpointError(
+            f"'world_size' is {quote(str(world))}, with {len(entries):,} entries of all ranks",
+            where=where,
+        )
+    ranks = tuple(RankManifest() for _ in range(world))
+    has_keys = {n: e for n, e in entries.items() if "keys" in e or e.get("type") == "list"}
+    numbers = {name: _numbers(entry) for name, entry in has_keys.items()}
+    for name, entry in entries.items():
+        first, _, logical = name.partition("/")
         rank = int(first) if re.fullmatch(r"\d{1,9}", first) else -1
-        if not logical or not 0 <= rank < len(ranks):
-            raise FormatError(
-                f"path {quote(path)} is of no rank of a run of {len(ranks)}", where=self._where
-            )
-        manifest, kind = ranks[rank], entry.get("type")
-        manifest.key_paths[logical] = self._key_path(path)
-        if isinstance(kind, str) and kind in _CONTAINERS:
-            return
-        where = f"{self._where}: {quote(path)}"
-        parse = self._parsers.get(kind) if isinstance(kind, str) else None
-        is_plain = isinstance(kind, str) and kind in PRIMITIVES
-        if kind != "object" and not is_plain and parse is None:
-            message = f"entry is of the kind {quote(str(kind))}, not modelled"
-            raise UnsupportedError(message, where=where)
-        value: object
+        if not logical or not 0 <= rank < world:
+            raise FormatError(f"path {quote(name)} is of no rank of a run of {world}", where=where)
+        ranks[rank].key_paths[logical] = _parse_key_path(name, numbers, where)
         try:
-            if parse is not None:
-                value = parse(entry)
-            elif isinstance(kind, str) and is_plain:
-                value = parse_plain(kind, entry.get("serialized_value"))
-            else:
-                value = SavedObject(_location(entry.get("location")))
+            value = _parse_entry(entry)
         except (FormatError, UnsupportedError, UnsafePathError) as error:
-            raise error.located(where) from None
+            raise error.located(f"{where}: {quote(name)}") from None
         if isinstance(value, SavedTensor):
-            manifest.tensors[logical] = value
-        else:
-            manifest.values[logical] = value
-
-    def _key_path(self, path: str) -> KeyPath:
-        """Returns the keys of a path: integers where the container has such keys."""
-        tokens = path.split("/")
-        if len(tokens) > _MAX_DEPTH:
-            raise FormatError(
-                f"containers are nested more than {_MAX_DEPTH} deep", where=self._where
-            )
-        keys: list[str | int] = []
-        for depth, token in enumerate(tokens[1:], 1):
-            above = "/".join(tokens[:depth])
-            number = int(token) if _NUMBER.fullmatch(token) else None
-            if number is not None and (
-                above in self._lists or number in self._numbers.get(above, ())
-            ):
-                keys.append(number)
-            else:
-                keys.append(token.replace("%2F", "/").replace("%25", "%"))
-        return tuple(keys)
-
-    def _tensor(self, entry: Mapping[str, Any]) -> SavedTensor:
-        shape = _counts(entry.get("shape"))
-        block = _parse_block(entry, (0,) * len(shape), shape)
-        return SavedTensor(_share(entry), shape, (block,))
-
-    def _chunked(self, entry: Mapping[str, Any]) -> SavedTensor:
-        shape = _counts(entry.get("shape"))
-        blocks = tuple(_parse_blocks(entry.get("chunks")))
-        dtype = _dtype(entry.get("dtype"))
-        for block in blocks:
-            box = block.box
-            if block.dtype != dtype or len(box.sizes) != len(shape):
-                raise FormatError(f"a chunk is not of the {dtype.name} {list(shape)} of the tensor")
-            if any(o + s > n for o, s, n in zip(box.offsets, box.sizes, shape, strict=True)):
-                raise FormatError(f"a chunk is outside the {list(shape)} of the tensor")
-        return SavedTensor(_share(entry), shape, blocks)
-
-    def _sharded(self, entry: Mapping[str, Any]) -> SavedTensor:
-        return SavedTensor("sharded", None, tuple(_parse_blocks(entry.get("shards"))))
+            ranks[rank].tensors[logical] = value
+        elif value is not None:
+            ranks[rank].values[logical] = value
+    bare = next((rank for rank, held in enumerate(ranks) if not held.key_paths), None)
+    if bare is not None:
+        raise IncompleteCheckpointError(
+            f"lists nothing of rank {bare}, where the run had {world} ranks", where=where
+        )
+    return version, ranks
 
 
-def _numbers(entry: Mapping[str, Any]) -> frozenset[int]:
-    keys = entry["keys"]
+def _numbers(entry: Mapping[str, Any]) -> frozenset[int] | None:
+    """Returns which keys of a container are integers; None for a list, where all are."""
+    if entry.get("type") == "list":
+        return None
+    keys = entry.get("keys")
     return frozenset(k for k in keys if type(k) is int) if isinstance(keys, list) else frozenset()
 
 
-def _share(entry: Mapping[str, Any]) -> Share:
-    replicated = entry.get("replicated")
-    if not isinstance(replicated, bool):
-        raise FormatError("does not state whether it is replicated")
-    return "replicated" if replicated else "own"
+def _parse_key_path(path: str, numbers: Mapping[str, frozenset[int] | None], where: str) -> KeyPath:
+    """Returns the keys of a path: integers where the container has such keys."""
+    tokens = path.split("/")
+    if len(tokens) > _MAX_DEPTH:
+        raise FormatError(f"containers are nested more than {_MAX_DEPTH} deep", where=where)
+    keys: list[str | int] = []
+    for depth, token in enumerate(tokens[1:], 1):
+        number = int(token) if _NUMBER.fullmatch(token) else None
+        known = numbers.get("/".join(tokens[:depth]), frozenset())
+        if number is not None and (known is None or number in known):
+            keys.append(number)
+        else:
+            keys.append(token.replace("%2F", "/").replace("%25", "%"))
+    return tuple(keys)
+
+
+def _parse_entry(entry: Mapping[str, Any]) -> object:
+    """Returns a tensor, an object or a plain value; None for a container."""
+    kind = entry.get("type")
+    if not isinstance(kind, str):
+        kind = str(kind)
+    elif kind in _CONTAINERS:
+        return None
+    elif kind == "object":
+        return SavedObject(_location(entry.get("location")))
+    elif kind in PRIMITIVES:
+        return parse_plain(kind, entry.get("serialized_value"))
+    elif kind in {"ShardedTensor", "DTensor"}:  # a replicated one has one block
+        return SavedTensor("sharded", None, tuple(_parse_blocks(entry.get("shards"))))
+    elif kind in {"Tensor", "ChunkedTensor"}:
+        shape = _counts(entry.get("shape"))
+        if kind == "Tensor":
+            blocks: tuple[SavedBlock, ...] = (_parse_block(entry, (0,) * len(shape), shape),)
+        else:
+            blocks = tuple(_parse_blocks(entry.get("chunks")))
+            _check_chunks(blocks, shape, _dtype(entry.get("dtype")))
+        replicated = entry.get("replicated")
+        if not isinstance(replicated, bool):
+            raise FormatError("does not state whether it is replicated")
+        return SavedTensor("replicated" if replicated else "own", shape, blocks)
+    raise UnsupportedError(f"entry is of the kind {quote(kind)}, not modelled")
+
+
+def _check_chunks(blocks: Sequence[SavedBlock], shape: Shape, dtype: DType) -> None:
+    for block in blocks:
+        box = block.box
+        if block.dtype != dtype or len(box.sizes) != len(shape):
+            raise FormatError(f"a chunk is not of the {dtype.name} {list(shape)} of the tensor")
+        if any(o + s > n for o, s, n in zip(box.offsets, box.sizes, shape, strict=True)):
+            raise FormatError(f"a chunk is outside the {list(shape)} of the tensor")
 
 
 def _parse_blocks(shards: object) -> Iterator[SavedBlock]:
@@ -483,11 +452,7 @@ class TorchsnapshotReader(FormatReader):
         where = posixpath.join(source.location, candidate.folder)
         tensors, values, unread, notes = merge_ranks(ranks, where)
         files = _SnapshotFiles(source, candidate.folder)
-        memberships = classify([tensor.path for tensor in tensors], where=where)
-        entries = {
-            Key(tensor.key): _make_entry(files, tensor, membership, where)
-            for tensor, membership in zip(tensors, memberships, strict=True)
-        }
+        held = {tensor.path: _place_blocks(files, tensor, where) for tensor in tensors}
         # Further copies, which are not read, use bytes of the files too.
         for rank in ranks:
             for name, saved in rank.tensors.items():
@@ -496,13 +461,12 @@ class TorchsnapshotReader(FormatReader):
         files.check_extents()
         for key, value in values.items():
             if isinstance(value, SavedObject):
-                file = files.refs[files.number(value.location)]
+                file = files.files[files.number(value.location)]
                 values[key] = BlobRef(file.path, 0, max(file.size_bytes, 0))
-        return TensorIndex(
-            format=self.name,
-            files=(*files.refs, source.stat(path)),
-            records=RecordTable.of(files.records),
-            tensors=entries,
+        return files.index(
+            self.name,
+            make_entries(held, where=where, keys=[tensor.key for tensor in tensors]),
+            source.stat(path),
             values=values,
             run=RunFacts(
                 world_size=len(ranks), writer="torchsnapshot", version=version, notes=tuple(notes)
@@ -511,9 +475,7 @@ class TorchsnapshotReader(FormatReader):
         )
 
 
-def _make_entry(
-    files: _SnapshotFiles, tensor: MergedTensor, membership: Membership, where: str
-) -> TensorEntry:
+def _place_blocks(files: _SnapshotFiles, tensor: MergedTensor, where: str) -> Stored:
     where = f"{where}: tensor {quote(tensor.key)}"
     shape, dtype = tensor.shape, tensor.blocks[0][1].dtype
     if any(block.dtype != dtype for _, block in tensor.blocks):
@@ -530,18 +492,15 @@ def _make_entry(
         )
         for rank, block in tensor.blocks
     ]
-    table = ChunkTable.of(chunks, len(shape))
-    return membership.entry(tensor.path, dtype, shape, table, key=tensor.key)
+    return dtype, shape, chunks
 
 
-class _SnapshotFiles:
+class _SnapshotFiles(FileTable):
     def __init__(self, source: Source, folder: str) -> None:
+        super().__init__()
         self._source = source
         self._folder = folder
-        self._numbers: dict[str, int] = {}
-        self._record_numbers: dict[tuple[str, tuple[int, int] | None], int] = {}
-        self.refs: list[FileRef] = []
-        self.records: list[Record] = []
+        self._positions: dict[str, int] = {}
 
     def record(self, block: SavedBlock, where: str) -> int:
         """Returns the position of the record of a block, which is added if new."""
@@ -553,24 +512,20 @@ class _SnapshotFiles:
                 f" {stop - start:,} in its file: sizes do not add up",
                 where=where,
             )
-        number = self._record_numbers.get((block.location, block.byte_range))
-        if number is None:
-            file = self.number(block.location)
-            if block.is_archive:
-                record = Record(file, 0, max(self.refs[file].size_bytes, 0), "torch_zip")
-            else:
-                record = Record(file, start, stop)
-            number = self._record_numbers[block.location, block.byte_range] = len(self.records)
-            self.records.append(record)
-        return number
+        file = self.number(block.location)
+        if block.is_archive:
+            record = Record(file, 0, max(self.files[file].size_bytes, 0), "torch_zip")
+        else:
+            record = Record(file, start, stop)
+        return self.add_record(record, (block.location, block.byte_range))
 
     def number(self, location: str) -> int:
         """Returns the position of a file of the snapshot; a missing one has size -1."""
-        number = self._numbers.get(location)
+        number = self._positions.get(location)
         if number is None:
-            number = self._numbers[location] = len(self.refs)
             path = posixpath.join(self._folder, location)
-            self.refs.append(stat_or_missing(self._source, path))
+            number = self.add_file(stat_or_missing(self._source, path))
+            self._positions[location] = number
         return number
 
     def check_extents(self) -> None:
@@ -579,7 +534,7 @@ class _SnapshotFiles:
         rows = sorted((r.file, r.start, r.stop) for r in self.records if r.stop > r.start)
         for file, start, stop in [*rows, (-1, 0, 0)]:
             if file != of_file:
-                held = self.refs[of_file] if of_file >= 0 else None
+                held = self.files[of_file] if of_file >= 0 else None
                 if held is not None and held.size_bytes > at:
                     raise FormatError(
                         f"has {held.size_bytes:,} bytes, and the manifest lists {at:,}: sizes"
@@ -593,6 +548,6 @@ class _SnapshotFiles:
                 first, last = sorted((start, at))
                 raise FormatError(
                     f"bytes [{first:,}, {last:,}) are of {'two tensors' if start < at else 'none'}",
-                    where=posixpath.join(self._source.location, self.refs[file].path),
+                    where=posixpath.join(self._source.location, self.files[file].path),
                 )
             at = stop
