@@ -17,7 +17,6 @@ import re
 import struct
 from collections.abc import Collection, Mapping, Sequence
 
-import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -31,14 +30,13 @@ from ckptkit.core.errors import (
     UnsupportedError,
 )
 from ckptkit.core.index import (
-    ChunkTable,
+    Box,
+    Chunk,
     FileRef,
-    Key,
     KeyPath,
-    RecordTable,
+    Record,
     RunFacts,
     Shape,
-    TensorEntry,
     TensorIndex,
 )
 from ckptkit.formats.base import Candidate, FormatReader
@@ -46,6 +44,7 @@ from ckptkit.formats.parsing import (
     INDEX_ENDING,
     MAX_BYTES,
     MAX_DIMENSIONS,
+    FileTable,
     check_weight_map,
     find_data_files,
     group_model_files,
@@ -54,7 +53,7 @@ from ckptkit.formats.parsing import (
     parse_json,
     read_index_document,
 )
-from ckptkit.formats.trees import classify
+from ckptkit.formats.trees import Stored, make_entries
 from ckptkit.lora.pipeline_names import WRITER, is_pipeline_lora, split_names
 from ckptkit.storage.base import Source
 
@@ -285,10 +284,11 @@ class SafetensorsReader(FormatReader):
     def read_index(self, source: Source, candidate: Candidate) -> TensorIndex:
         where = posixpath.join(source.location, candidate.folder)
         paths, weight_map = find_data_files(source, candidate)
-        files = [source.stat(path) for path in paths]
-        headers = []
+        table = FileTable()
+        headers: list[Header] = []
         files_by_name: dict[str, str] = {}
-        for file in files:
+        for file in map(source.stat, paths):
+            table.add_file(file)
             headers.append(read_header(source, file))
             check_whole(headers[-1], where=posixpath.join(source.location, file.path))
             for tensor in headers[-1].tensors:
@@ -308,16 +308,20 @@ class SafetensorsReader(FormatReader):
                 notes = (UNPROVEN_WHOLE,)
         if weight_map is not None:
             check_weight_map(weight_map, files_by_name, where=where)
-        rows = [(i, t) for i, header in enumerate(headers) for t in header.tensors]
         is_lora = len(headers) == 1 and is_pipeline_lora(paths[0], headers[0].metadata)
-        names = [tensor.name for _, tensor in rows]
+        names = list(files_by_name)
         paths_by_name = split_names(names) if is_lora else {name: (name,) for name in names}
-        columns = np.array([(i, t.start, t.stop) for i, t in rows], np.int64).reshape(-1, 3)
-        return TensorIndex(
-            format=self.name,
-            files=(*files, *map(source.stat, indices)),
-            records=RecordTable(columns[:, 0], columns[:, 1], columns[:, 2]),
-            tensors=_entries([tensor for _, tensor in rows], paths_by_name, where),
+        held: dict[KeyPath, Stored] = {}
+        for number, header in enumerate(headers):
+            for tensor in header.tensors:
+                record = table.add_record(Record(number, tensor.start, tensor.stop), tensor.name)
+                place = Box((0,) * len(tensor.shape), tensor.shape)
+                chunks = [Chunk(place, record, byte_offset=0)]
+                held[paths_by_name[tensor.name]] = tensor.dtype, tensor.shape, chunks
+        return table.index(
+            self.name,
+            make_entries(held, where=where, keys=names),
+            *map(source.stat, indices),
             # Where the texts of files differ, that of the first file counts.
             values={
                 (_METADATA, name): text
@@ -358,17 +362,3 @@ def _counts(value: object, where: str) -> tuple[int, ...]:
     if not isinstance(value, list) or not all(map(is_count, value)):
         raise FormatError("shape or range is not a list of natural numbers", where=where)
     return tuple(value)
-
-
-def _entries(
-    tensors: list[HeaderTensor], paths: Mapping[str, KeyPath], where: str
-) -> dict[Key, TensorEntry]:
-    memberships = classify([paths[tensor.name] for tensor in tensors], where=where)
-    entries = {}
-    for record, (tensor, membership) in enumerate(zip(tensors, memberships, strict=True)):
-        sizes = np.array([tensor.shape], np.int64).reshape(1, len(tensor.shape))
-        chunks = ChunkTable(np.zeros_like(sizes), sizes, np.array([record]), byte_offset=0)
-        path = paths[tensor.name]
-        entry = membership.entry(path, tensor.dtype, tensor.shape, chunks, tensor.name)
-        entries[entry.key] = entry
-    return entries
