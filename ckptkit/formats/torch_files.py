@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import posixpath
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from msgspec import Struct, field
-from msgspec.structs import replace
 
 from ckptkit.core.dtypes import BY_NAME, DType
 from ckptkit.core.errors import (
@@ -31,10 +30,10 @@ from ckptkit.core.errors import (
 from ckptkit.core.index import (
     Chunk,
     ChunkTable,
+    FileRef,
     Key,
     KeyPath,
     Problem,
-    RecordTable,
     RunFacts,
     Shape,
     TensorEntry,
@@ -45,6 +44,7 @@ from ckptkit.core.text import counted
 from ckptkit.formats.base import Candidate, FormatReader
 from ckptkit.formats.parsing import (
     INDEX_ENDING,
+    FileTable,
     check_weight_map,
     find_data_files,
     group_model_files,
@@ -67,6 +67,7 @@ from ckptkit.formats.trees import (
     Framework,
     classify,
     detect_framework,
+    find_aliases,
     is_name_of_weight,
     is_weight,
     join_path,
@@ -109,8 +110,7 @@ class TorchFileReader(FormatReader):
         if weight_map is not None:
             check_weight_map(weight_map, contents.files_by_key(), where=where)
         indices = [path for path in candidate.files if path.endswith(INDEX_ENDING)]
-        index = contents.index(where)
-        return replace(index, files=(*index.files, *map(source.stat, indices)))
+        return contents.index(where, *map(source.stat, indices))
 
 
 class _LoadedTensor(Struct, frozen=True):
@@ -124,7 +124,6 @@ class _LoadedTensor(Struct, frozen=True):
     file: str
     dtype: DType
     shape: Shape
-    tensor: TensorRef | None = None
     chunk: Chunk | None = None
     error: CkptkitError | None = None
 
@@ -159,7 +158,7 @@ class TorchContents(Struct):
             place = (*under, *(steps or _ONLY_TENSOR))
             if isinstance(value, TensorRef):
                 chunk = self._table.chunk(file, value)
-                loaded = _LoadedTensor(place, path, value.dtype, value.shape, value, chunk)
+                loaded = _LoadedTensor(place, path, value.dtype, value.shape, chunk)
             elif (unread := find_unread(value)) is not None:
                 self._unread[place] = value
                 dtype = unread.dtype or _UNKNOWN
@@ -186,8 +185,8 @@ class TorchContents(Struct):
     def files_by_key(self) -> dict[str, str]:
         return {t.key: t.file for t in self._tensors}
 
-    def index(self, where: str) -> TensorIndex:
-        """Returns the index of all files that were added."""
+    def index(self, where: str, *beside: FileRef) -> TensorIndex:
+        """Returns the index of all files that were added, and of those `beside` them."""
         paths = [loaded.path for loaded in self._tensors]
         memberships = classify(paths, where=where, values=self._values)
         pairs = list(zip(self._tensors, memberships, strict=True))
@@ -202,7 +201,6 @@ class TorchContents(Struct):
         pairs += zip(holders, of_holders, strict=True)
         entries: dict[Key, TensorEntry] = {}
         problems: list[Problem] = []
-        views: dict[tuple[int, TensorRef], set[Key]] = defaultdict(set)  # of one storage
         for loaded, membership in pairs:
             if loaded.error is not None and membership.part == "other":
                 continue  # nobody needs it
@@ -213,22 +211,20 @@ class TorchContents(Struct):
             entries[entry.key] = entry
             if loaded.error is not None:
                 problems.append(problem_of(entry, loaded.error))
-            if loaded.tensor is not None and loaded.chunk is not None and 0 not in loaded.shape:
-                views[loaded.chunk.record, loaded.tensor].add(entry.key)
-        return TensorIndex(
-            format=TorchFileReader.name,
-            files=tuple(self._table.files),
-            records=RecordTable.of(self._table.records),
-            tensors=entries,
+        run = RunFacts(
+            step=self._framework.step,
+            writer=self._framework.name or "torch.save",
+            version=self._framework.version,
+            notes=tuple(self._notes),
+            warnings=describe_objects(self._objects(list(entries.values()))),
+        )
+        return self._table.index(
+            TorchFileReader.name,
+            entries,
+            *beside,
             values=self._values,
-            aliases=tuple(frozenset(keys) for keys in views.values() if len(keys) > 1),
-            run=RunFacts(
-                step=self._framework.step,
-                writer=self._framework.name or "torch.save",
-                version=self._framework.version,
-                notes=tuple(self._notes),
-                warnings=describe_objects(self._objects(list(entries.values()))),
-            ),
+            aliases=find_aliases(entries.values()),
+            run=run,
             problems=tuple(problems),
         )
 
@@ -319,11 +315,10 @@ class TorchOptimizerReader(FormatReader):
             (path,) = candidate.files
             is_intact = isinstance(error, (UnsafePickleError, UnsupportedError))
             note = f"{posixpath.basename(path)} was left unread: {error.message}"
-            return TensorIndex(
-                format=TorchFileReader.name,
-                files=(source.stat(path),),
-                records=RecordTable.of([]),
-                tensors={},
+            return FileTable().index(
+                TorchFileReader.name,
+                {},
+                source.stat(path),
                 run=RunFacts(notes=(note,) if is_intact else ()),
                 problems=() if is_intact else (Problem(error.code, path, error.message),),
             )

@@ -159,14 +159,24 @@ def make_entries(
     keys: Sequence[str] | None = None,
 ) -> dict[Key, TensorEntry]:
     """Returns the entries of tensors by their keys: the dotted paths unless `keys` are given."""
-    entries = {}
+    entries: dict[Key, TensorEntry] = {}
     memberships = classify(list(tensors), where=where, values=values)
     for number, (path, (dtype, shape, chunks)) in enumerate(tensors.items()):
         table = ChunkTable.of(chunks, len(shape))
         key = keys[number] if keys else None
         entry = memberships[number].entry(path, dtype, shape, table, key)
-        entries[entry.key] = entry
+        if entries.setdefault(entry.key, entry) is not entry:
+            raise FormatError(f"two tensors are called {entry.key!r}", where=where)
     return entries
+
+
+def find_aliases(entries: Iterable[TensorEntry]) -> tuple[frozenset[Key], ...]:
+    """Returns the keys of tensors that are the same view of the same bytes."""
+    views: dict[tuple[DType, tuple[Chunk, ...]], set[Key]] = defaultdict(set)
+    for entry in entries:
+        if entry.elements and len(entry.chunks):
+            views[entry.dtype, tuple(entry.chunks[:])].add(entry.key)
+    return tuple(frozenset(keys) for keys in views.values() if len(keys) > 1)
 
 
 def _split(path: KeyPath, optimizers: AbstractSet[KeyPath]) -> tuple[KeyPath, str, Part | None]:
