@@ -54,6 +54,7 @@ from ckptkit.formats.parsing import (
     stays_inside,
 )
 from ckptkit.formats.pickle.pickles import parse_pickle
+from ckptkit.formats.pickle.torch_archives import ArchiveTable
 from ckptkit.formats.ranks.dtensor import (
     MAX_RANKS,
     Mesh,
@@ -68,10 +69,10 @@ from ckptkit.formats.ranks.rank_files import (
     Kind,
     RankContents,
     RankFile,
-    RankFileLoader,
     RankFileSet,
     check_counters,
     find_with_metadata,
+    load_rank_file,
     parse_numbered_name,
 )
 from ckptkit.formats.ranks.reader import RankAssembly, drop_first_key, have_state_dicts
@@ -331,8 +332,8 @@ class TorchCheckpointingReader(FormatReader):
         has_metadata = path in candidate.files
         recorded, items = read_sharding_metadata(source, path) if has_metadata else (0, {})
         by_archive, by_image = _sort_files(candidate, items)
-        loader = RankFileLoader(source)
-        index = _read_archives(loader, candidate.folder, by_archive, where)
+        table = ArchiveTable()
+        index = _read_archives(source, table, candidate.folder, by_archive, where)
         world_size = recorded or index.run.world_size or 1
         if recorded and index.run.world_size is not None:
             refuse_mixed_sizes({index.run.world_size, world_size}, where)
@@ -347,10 +348,10 @@ class TorchCheckpointingReader(FormatReader):
                     where=where,
                     hint="torch_checkpointing describes items that are given a resharder",
                 )
-            images |= _read_images(source, loader.table, item, items[item], by_rank, where)
+            images |= _read_images(source, table, item, items[item], by_rank, where)
         both = next((key for key in images if key in index.tensors), None)
         if both is not None:
-            image, archive = loader.table.files[len(index.files)], index.files[0]
+            image, archive = table.files[len(index.files)], index.files[0]
             raise FormatError(
                 f"{posixpath.basename(image.path)!r} and {posixpath.basename(archive.path)!r} hold"
                 f" {quote(both)} both",
@@ -362,7 +363,7 @@ class TorchCheckpointingReader(FormatReader):
             writer = "torch_checkpointing"
         elif _ALL_ITEMS in by_archive:
             writer = _EXPERIMENTAL
-        return loader.table.index(
+        return table.index(
             self.name,
             {**images, **index.tensors},
             *([source.stat(path)] if has_metadata else []),
@@ -396,21 +397,23 @@ def _sort_files(candidate: Candidate, items: Mapping[str, ShardedItem]) -> tuple
     return archives, images
 
 
-def _read_archives(loader: RankFileLoader, folder: str, files: _Files, where: str) -> TensorIndex:
+def _read_archives(
+    source: Source, table: ArchiveTable, folder: str, files: _Files, where: str
+) -> TensorIndex:
     """Returns the index of the files that `torch.save` wrote."""
     contents: list[RankContents] = []  # those of the model first
     distributed: dict[str, set[int]] = {}  # by item the ranks that have parts of its tensors
     for item in sorted(files, key=lambda item: (item != "model", item)):
         prefix = () if item == _ALL_ITEMS else (item,)
         for rank, path in sorted(files[item].items()):
-            contents.append(loader.load(RankFile(path, "model", rank), prefix))
+            contents.append(load_rank_file(source, table, RankFile(path, "model", rank), prefix))
             if contents[-1].is_distributed:
                 distributed.setdefault(item, set()).add(rank)
     of_model = len(files.get("model", ()))
     if have_state_dicts(contents[:of_model]):
         contents[:of_model] = map(drop_first_key, contents[:of_model])
     if not contents:
-        return loader.table.index(FORMAT, {})
+        return table.index(FORMAT, {})
     if _ALL_ITEMS in distributed and len(distributed) > 1:
         first, second = (min(files[item].values()) for item in [*distributed][:2])
         raise FormatError(
@@ -426,7 +429,7 @@ def _read_archives(loader: RankFileLoader, folder: str, files: _Files, where: st
     owned = (RankFile(path, "model", rank) for rank, path in files[owner].items())
     file_set = RankFileSet(folder, "", owner, tuple(owned))
     by_kind: dict[Kind, list[RankContents]] = {"model": contents, "optimizer": [], "extra": []}
-    index = RankAssembly(loader, file_set, by_kind, where).index()
+    index = RankAssembly(source, table, file_set, by_kind, where).index()
     for item, ranks in distributed.items():
         what = f"files of {quote(item)}"
         refuse_missing_ranks(ranks, index.run.world_size or 1, what, where)

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal
 
-from msgspec import Struct, field
+from msgspec import Struct
 from msgspec.structs import replace
 
 from ckptkit.core.errors import FormatError, InputError, LimitError
@@ -165,33 +165,29 @@ RankParts = Sequence[tuple[RankContents, RankTensor]]
 """The parts of one tensor that ranks have, in the order of ranks."""
 
 
-class RankFileLoader(Struct):
-    source: Source
-    # the opened files, and the records in them
-    table: ArchiveTable = field(default_factory=ArchiveTable)
-
-    def load(self, file: RankFile, under: KeyPath) -> RankContents:
-        """Opens a file and flattens the value of its pickle, with `under` in front of all paths."""
-        archive = self.table.open(self.source, file.path, SHARDED_ALLOWED)
-        if isinstance(archive.root, InertObject):
-            raise whole_object_error(archive.root, archive.where)
-        tensors: dict[KeyPath, RankTensor] = {}
-        values: dict[KeyPath, Any] = {}
-        characters = MAX_KEY_CHARACTERS * archive.most_values
-        for steps, value in walk_values(
-            archive.root, limit=archive.most_values, where=archive.where
-        ):
-            path = (*under, *steps) or ("tensor",)
-            if isinstance(value, RankTensor):
-                tensors[path] = value
-            elif file.kind == "model" and (unread := find_unread(value)) is not None:
-                raise unread.error(f"{archive.where}, {quote('.'.join(map(str, path)))}")
-            else:
-                values[path] = value
-            characters -= sum(len(str(step)) for step in path)
-            if characters < 0:
-                raise LimitError("names are far longer than the pickle", where=archive.where)
-        return RankContents(file, archive, tensors, values)
+def load_rank_file(
+    source: Source, table: ArchiveTable, file: RankFile, under: KeyPath
+) -> RankContents:
+    """Opens a file and flattens the value of its pickle, with `under` in front of all paths."""
+    archive = table.open(source, file.path, SHARDED_ALLOWED)
+    if isinstance(archive.root, InertObject):
+        raise whole_object_error(archive.root, archive.where)
+    tensors: dict[KeyPath, RankTensor] = {}
+    values: dict[KeyPath, Any] = {}
+    limit = archive.most_values
+    characters = MAX_KEY_CHARACTERS * limit
+    for steps, value in walk_values(archive.root, limit=limit, where=archive.where):
+        path = (*under, *steps) or ("tensor",)
+        if isinstance(value, RankTensor):
+            tensors[path] = value
+        elif file.kind == "model" and (unread := find_unread(value)) is not None:
+            raise unread.error(f"{archive.where}, {quote('.'.join(map(str, path)))}")
+        else:
+            values[path] = value
+        characters -= sum(len(str(step)) for step in path)
+        if characters < 0:
+            raise LimitError("names are far longer than the pickle", where=archive.where)
+    return RankContents(file, archive, tensors, values)
 
 
 def split_off_slices(

@@ -70,7 +70,7 @@ from ckptkit.formats.parsing import (
 )
 from ckptkit.formats.pickle.machine import InertObject
 from ckptkit.formats.pickle.objects import describe_objects, is_holder, is_object
-from ckptkit.formats.pickle.torch_archives import PickledDict
+from ckptkit.formats.pickle.torch_archives import ArchiveTable, PickledDict
 from ckptkit.formats.pickle.torch_values import TensorRef
 from ckptkit.formats.ranks.dtensor import (
     DTensorRef,
@@ -100,7 +100,6 @@ from ckptkit.formats.ranks.rank_files import (
     VERL,
     Kind,
     RankContents,
-    RankFileLoader,
     RankFileSet,
     RankParts,
     RankTensor,
@@ -108,6 +107,7 @@ from ckptkit.formats.ranks.rank_files import (
     check_names,
     check_ranks,
     group_rank_files,
+    load_rank_file,
     split_off_slices,
 )
 from ckptkit.formats.trees import (
@@ -393,12 +393,12 @@ class RankFilesReader(FormatReader):
         where = posixpath.join(source.location, candidate.folder)
         (files,) = group_rank_files(candidate.files)
         check_names(files, where)
-        loader = RankFileLoader(source)
+        table = ArchiveTable()
         contents: dict[Kind, list[RankContents]] = {}
         for kind, prefix in _PREFIXES.items():
             has_prefix = files.writer in {VERL, ACCELERATE} or kind != "model"
             under = prefix if has_prefix else ()
-            contents[kind] = [loader.load(file, under) for file in files.of(kind)]
+            contents[kind] = [load_rank_file(source, table, file, under) for file in files.of(kind)]
             if kind == "model" and under and have_state_dicts(contents[kind]):
                 files = replace(files, writer="")
                 contents[kind] = [drop_first_key(held) for held in contents[kind]]
@@ -407,7 +407,7 @@ class RankFilesReader(FormatReader):
         contents["model"], vectors = find_fairscale_shards(
             contents["model"], contents["metadata"], where
         )
-        index = RankAssembly(loader, files, contents, where).index()
+        index = RankAssembly(source, table, files, contents, where).index()
         if vectors:
             names = {vector.name for vector in vectors}
             flat = [entry for entry in index.of_part("model") if entry.name in names]
@@ -470,13 +470,14 @@ class RankAssembly:
 
     def __init__(
         self,
-        loader: RankFileLoader,
+        source: Source,
+        table: ArchiveTable,
         files: RankFileSet,
         contents: Mapping[Kind, Sequence[RankContents]],
         where: str,
     ) -> None:
-        self._source = loader.source
-        self._table = loader.table
+        self._source = source
+        self._table = table
         self._files = files
         self._contents = contents
         self._where = where
