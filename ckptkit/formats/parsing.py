@@ -15,11 +15,13 @@ import re
 import shlex
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import islice
 from typing import Any, TypeGuard
 
 from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import (
+    CkptkitError,
     FormatError,
     IncompleteCheckpointError,
     LimitError,
@@ -36,6 +38,17 @@ Read = Callable[[int, int], bytes]
 """Returns the bytes `[start, stop)` of a file, or of an archive inside a file."""
 MAX_DIMENSIONS = 64  # torch's limit
 MAX_BYTES = 2**63 - 1
+
+
+@contextmanager
+def errors_at(where: str) -> Iterator[None]:
+    """Gives a place to errors that have none."""
+    try:
+        yield
+    except CkptkitError as error:
+        if error.where:
+            raise
+        raise error.located(where) from error
 
 
 def read_from(source: Source, path: str, first: int = 0) -> Read:
