@@ -99,11 +99,7 @@ class FileTable:
         return number
 
     def index(
-        self,
-        format_name: str,
-        tensors: Mapping[Key, TensorEntry],
-        *beside: FileRef,
-        **others: Any,
+        self, format_name: str, tensors: Mapping[Key, TensorEntry], *beside: FileRef, **others: Any
     ) -> TensorIndex:
         """Returns the index; files `beside` hold no tensors, `others` are its further fields."""
         files = (*self.files, *beside)

@@ -85,12 +85,7 @@ class Membership(Struct, frozen=True):
     name: Fqn
 
     def entry(
-        self,
-        path: KeyPath,
-        dtype: DType,
-        shape: Shape,
-        chunks: ChunkTable,
-        key: str | None = None,
+        self, path: KeyPath, dtype: DType, shape: Shape, chunks: ChunkTable, key: str | None = None
     ) -> TensorEntry:
         """Returns the entry of the tensor; its key is the dotted path unless `key` is given."""
         return TensorEntry(

@@ -27,13 +27,7 @@ from ckptkit.core.errors import (
     MissingFileError,
     UnsupportedError,
 )
-from ckptkit.core.index import (
-    Box,
-    KeyPath,
-    RunFacts,
-    Shape,
-    TensorIndex,
-)
+from ckptkit.core.index import Box, KeyPath, RunFacts, Shape, TensorIndex
 from ckptkit.core.text import quote
 from ckptkit.formats.base import Candidate, FormatReader
 from ckptkit.formats.parsing import (

@@ -28,15 +28,7 @@ from ckptkit.core.errors import (
     UnsupportedError,
 )
 from ckptkit.core.geometry import flat_offset, row_major_strides
-from ckptkit.core.index import (
-    Chunk,
-    Key,
-    KeyPath,
-    Record,
-    Shape,
-    TensorEntry,
-    TensorIndex,
-)
+from ckptkit.core.index import Chunk, Key, KeyPath, Record, Shape, TensorEntry, TensorIndex
 from ckptkit.core.text import quote
 from ckptkit.formats.base import Candidate, FormatReader
 from ckptkit.formats.parsing import (

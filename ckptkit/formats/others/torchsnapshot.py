@@ -34,16 +34,7 @@ from ckptkit.core.errors import (
     UnsafePathError,
     UnsupportedError,
 )
-from ckptkit.core.index import (
-    Box,
-    Chunk,
-    KeyPath,
-    Problem,
-    Record,
-    RunFacts,
-    Shape,
-    TensorIndex,
-)
+from ckptkit.core.index import Box, Chunk, KeyPath, Problem, Record, RunFacts, Shape, TensorIndex
 from ckptkit.core.text import quote
 from ckptkit.formats.base import Candidate, FormatReader
 from ckptkit.formats.dcp.reader import BlobRef

@@ -259,9 +259,7 @@ def open_legacy(
     if version != _VERSION:
         actual = f"version {version}" if type(version) is int else "no number for a version"
         raise UnsupportedError(
-            f"layout has {actual}, only {_VERSION:,} is modelled",
-            where=where,
-            hint=_SAVE_AGAIN,
+            f"layout has {actual}, only {_VERSION:,} is modelled", where=where, hint=_SAVE_AGAIN
         )
     is_little = machine.get("little_endian") if isinstance(machine, dict) else None
     if is_little is False:

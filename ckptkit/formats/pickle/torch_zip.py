@@ -39,12 +39,7 @@ from ckptkit.core.errors import (
 from ckptkit.core.index import Shape
 from ckptkit.core.text import quote
 from ckptkit.formats.parsing import Read, errors_at
-from ckptkit.formats.pickle.torch_values import (
-    StorageRef,
-    TensorRef,
-    explain_value,
-    parse_values,
-)
+from ckptkit.formats.pickle.torch_values import StorageRef, TensorRef, explain_value, parse_values
 
 _Row = tuple[str, int, int, int, int, int]  # name, header start, size, CRC, flags, place of the CRC
 
@@ -133,7 +128,7 @@ def _read_entries(read: Read, size_bytes: int) -> Mapping[str, ZipEntry]:
     for (name, start, size, crc, flags, crc_at), limit in zip(rows, limits, strict=True):
         if start < expected or expected == 0 < start:
             raise FormatError(
-                f"record {name!r} starts at byte {start:,} but {expected:,} is the first free one",
+                f"record {name!r} starts at byte {start:,} but {expected:,} is the first free one"
             )
         expected = start + _LOCAL.size + len(name) + size
         if name in entries:
@@ -142,7 +137,7 @@ def _read_entries(read: Read, size_bytes: int) -> Mapping[str, ZipEntry]:
         entries[name] = ZipEntry(name, start, size, stored, limit, flags, crc_at)
     if expected > directory_start:
         raise FormatError(
-            f"records reach byte {expected:,} but the directory starts at {directory_start:,}",
+            f"records reach byte {expected:,} but the directory starts at {directory_start:,}"
         )
     return entries
 
@@ -151,7 +146,7 @@ def _read_end(read: Read, size_bytes: int) -> tuple[int, int, int]:
     """Reads the end record, and the zip64 one before it where there is one."""
     if size_bytes < _END.size:
         raise TruncatedFileError(
-            f"{size_bytes:,} bytes are fewer than the {_END.size} of an empty zip archive",
+            f"{size_bytes:,} bytes are fewer than the {_END.size} of an empty zip archive"
         )
     stop = size_bytes - _END.size
     both = _LOCATOR.size + _END.size
@@ -176,14 +171,14 @@ def _read_end(read: Read, size_bytes: int) -> tuple[int, int, int]:
             raise FormatError("the two end records of the zip archive disagree")
     if start + length != stop:
         raise FormatError(
-            f"directory of {length:,} bytes from byte {start:,} does not end at {stop:,}",
+            f"directory of {length:,} bytes from byte {start:,} does not end at {stop:,}"
         )
     if not count * _CENTRAL.size <= length or (count == 0 < length):
         raise FormatError(f"{count:,} records do not fit a directory of {length:,} bytes")
     if length > count * MAX_ENTRY_BYTES:
         raise LimitError(
             f"directory of {count:,} records takes {length:,} bytes, at most "
-            f"{count * MAX_ENTRY_BYTES:,} were expected",
+            f"{count * MAX_ENTRY_BYTES:,} were expected"
         )
     return count, start, stop
 
@@ -192,9 +187,7 @@ def _read_end64(read: Read, start: int, tail: bytes) -> tuple[int, int, int]:
     """Reads the zip64 end record, which has to be right before its locator."""
     _, disk, located, disks = _LOCATOR.unpack_from(tail)
     if start < 0 or (disk, located, disks) != (0, start, 1):
-        raise FormatError(
-            f"zip64 end record is said to be at byte {located:,}, not at {start:,}",
-        )
+        raise FormatError(f"zip64 end record is said to be at byte {located:,}, not at {start:,}")
     fields = _END64.unpack(read(start, start + _END64.size))
     signature, length, disk, first, here, count, directory_bytes, directory_start = fields
     if (signature, length, disk, first) != (_END64_SIGNATURE, _END64.size - 12, 0, 0):
@@ -234,9 +227,7 @@ def _read_rows(data: bytes, count: int, start_of_data: int) -> list[_Row]:
             )
         rows.append((name, start, size, crc32, flags, crc_at))
     if position != len(data):
-        raise FormatError(
-            f"{len(data) - position:,} bytes follow the last of {count:,} entries",
-        )
+        raise FormatError(f"{len(data) - position:,} bytes follow the last of {count:,} entries")
     return rows
 
 

@@ -353,10 +353,7 @@ def _assign(
 
 
 def _fits(
-    vector: FlatVector,
-    alignment: int,
-    world_size: int,
-    slices: Mapping[str, tuple[int, int]],
+    vector: FlatVector, alignment: int, world_size: int, slices: Mapping[str, tuple[int, int]]
 ) -> bool:
     """Returns whether a vector has the length, and its members the ranges, of the checkpoint."""
     for member in vector.members:

@@ -29,16 +29,7 @@ from ckptkit.core.errors import (
     TruncatedFileError,
     UnsupportedError,
 )
-from ckptkit.core.index import (
-    Box,
-    Chunk,
-    FileRef,
-    KeyPath,
-    Record,
-    RunFacts,
-    Shape,
-    TensorIndex,
-)
+from ckptkit.core.index import Box, Chunk, FileRef, KeyPath, Record, RunFacts, Shape, TensorIndex
 from ckptkit.formats.base import Candidate, FormatReader
 from ckptkit.formats.parsing import (
     INDEX_ENDING,

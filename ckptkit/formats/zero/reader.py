@@ -309,10 +309,7 @@ def _read_groups(model: PickledDict) -> list[dict[str, Shape]]:
 
 
 def _check_save(
-    models: Sequence[ZeroFile],
-    experts: Sequence[ZeroFile],
-    ranks: Sequence[ZeroFile],
-    where: str,
+    models: Sequence[ZeroFile], experts: Sequence[ZeroFile], ranks: Sequence[ZeroFile], where: str
 ) -> None:
     """Checks that the files of all ranks are there, and that all are of one save."""
     first = models[0].content
