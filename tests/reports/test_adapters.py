@@ -36,12 +36,7 @@ from transformers import (
 )
 
 import ckptkit
-from ckptkit.core.errors import (
-    AdapterError,
-    CkptkitError,
-    IncompleteCheckpointError,
-    RefusedError,
-)
+from ckptkit.core.errors import AdapterError, CkptkitError, IncompleteCheckpointError, RefusedError
 from tests.command_line import run_command
 from tests.reports.folders import save
 from tests.sharded import write_sharded
@@ -590,7 +585,7 @@ def _glm4_moe() -> Any:
     """As many layers as GLM-4.5-Air: the class leaves out the one with this number."""
     config = Glm4MoeConfig(
         **{**SIZES, "num_hidden_layers": 46}, **HEADS, moe_intermediate_size=8, n_group=1,
-        n_routed_experts=2, num_experts_per_tok=1, topk_group=1,
+        n_routed_experts=2, num_experts_per_tok=1, topk_group=1
     )  # fmt: skip
     return Glm4MoeForCausalLM(config)
 
@@ -600,7 +595,7 @@ def _gemma3n() -> Any:
         **{**SIZES, "num_hidden_layers": 4}, **HEADS, vocab_size_per_layer_input=48,
         hidden_size_per_layer_input=4, num_kv_shared_layers=2, laurel_rank=2, altup_num_inputs=2,
         layer_types=["sliding_attention", "full_attention"] * 2, sliding_window=8,
-        activation_sparsity_pattern=[0.0] * 4,
+        activation_sparsity_pattern=[0.0] * 4
     )  # fmt: skip
     return Gemma3nForCausalLM(config)
 

@@ -57,9 +57,7 @@ def test_files_of_a_size_have_the_index_that_diffusers_reads(tmp_path: Path) -> 
     assert names(tmp_path / "like") == names(out)
 
 
-def test_inspect_knows_the_folder_and_verify_reads_it(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_inspect_knows_the_folder_and_verify_reads_it(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(CASE / "base" / "transformer")]) == 0
     said = capfd.readouterr().out
     assert "FluxTransformer2DModel" in said

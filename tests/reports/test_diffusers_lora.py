@@ -67,9 +67,7 @@ def pipeline_file(model: Any, folder: Path, *, component: str = "unet", told: bo
     layers = {component: get_peft_model_state_dict(model)}
     told_of = _collate_lora_metadata({component: model}) if told else {}
     StableDiffusionPipeline.save_lora_weights(
-        folder,
-        **{f"{part}_lora_layers": layer for part, layer in layers.items()},
-        **told_of,
+        folder, **{f"{part}_lora_layers": layer for part, layer in layers.items()}, **told_of
     )
     return folder
 

@@ -514,9 +514,7 @@ def test_experts_of_related_families_are_unstacked(tmp_path: Path, family: str) 
     assert isinstance(error, (FormatError, IncompleteCheckpointError))
 
 
-def test_stacked_experts_of_a_family_without_a_map_are_refused_by_that_name(
-    tmp_path: Path,
-) -> None:
+def test_stacked_experts_of_a_family_without_a_map_are_refused_by_that_name(tmp_path: Path) -> None:
     model = model_of("Mixtral", num_local_experts=2)
     state = {"model.layers.0.mlp.experts.gate_proj": torch.ones(2, 4, 4)}
     src = trained(tmp_path / "src", {**model.state_dict(), **state}, model.config)

@@ -91,10 +91,7 @@ def objects_in(notes: list[str]) -> str:
     [
         ("03-lightning-callback-enum", "callbacks.Cb.mode (Mode of __main__)"),
         ("03-lightning-dataclass", "hyper_parameters.cfg (RunConfig of __main__)"),
-        (
-            "03-lightning-loss-module",
-            "hyper_parameters.loss (MSELoss of torch.nn.modules.loss)",
-        ),
+        ("03-lightning-loss-module", "hyper_parameters.loss (MSELoss of torch.nn.modules.loss)"),
     ],
 )
 def test_lightnings_checkpoints_with_objects_give_the_weights(

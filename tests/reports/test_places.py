@@ -357,9 +357,7 @@ def test_a_policy_of_lerobot_is_one_model(tmp_path: Path) -> None:
     assert found.step == 200
 
 
-def test_files_like_those_of_a_processor_are_models_without_its_description(
-    tmp_path: Path,
-) -> None:
+def test_files_like_those_of_a_processor_are_models_without_its_description(tmp_path: Path) -> None:
     """Only beside NAME.json is NAME_step_1.safetensors a part of a processor."""
     state = {"a.weight": torch.ones(2)}
     save_file(state, tmp_path / "policy_preprocessor_step_1.safetensors")
@@ -433,10 +431,7 @@ RUNS = {
         150,
     ),
     "nemo-rl": (at_names(NEMO_RL, "step_9", "step_10", "step_100"), 100),
-    "composer": (
-        sharded("ep0-ba9", "ep0-ba10", "ep1-ba100", state=weights),
-        100,
-    ),
+    "composer": (sharded("ep0-ba9", "ep0-ba10", "ep1-ba100", state=weights), 100),
     "composer, files": (
         at_names(COMPOSER, "ep0-ba9-rank0.pt", "ep0-ba10-rank0.pt", "ep1-ba100-rank0.pt"),
         100,

@@ -288,9 +288,7 @@ def test_modules_behind_a_wrapper_are_all_written(
     assert np.array_equal(vectors(out), trained.encode(SENTENCES))
 
 
-def test_a_loss_beside_wrapped_modules_is_refused_with_a_command_that_works(
-    tmp_path: Path,
-) -> None:
+def test_a_loss_beside_wrapped_modules_is_refused_with_a_command_that_works(tmp_path: Path) -> None:
     from sentence_transformers.base.modules import Dense
 
     trained, state = trained_model(tmp_path / "base", Dense(32, 16))

@@ -113,10 +113,7 @@ WRAPPED: dict[str, tuple[dict[str, torch.Tensor], dict[str, Any]]] = {
     "alone": ({}, {}),
     "model.": ({}, {}),
     "named": ({}, {"strip_prefix": "net."}),
-    "included": (
-        {"loss.weight": torch.ones(2)},
-        {"strip_prefix": "net.", "include": ["net.*"]},
-    ),
+    "included": ({"loss.weight": torch.ones(2)}, {"strip_prefix": "net.", "include": ["net.*"]}),
     "beside": ({"loss.weight": torch.ones(2)}, {"strip_prefix": "net.", "exclude": ["loss.*"]}),
 }
 

@@ -73,10 +73,7 @@ def test_a_state_dict_comes_back_with_names_and_values() -> None:
 def test_tensors_in_nested_containers_are_found_with_their_paths() -> None:
     value = {
         "model": collections.OrderedDict(weight=torch.arange(6.0).reshape(2, 3)),
-        "optimizer": {
-            "state": {0: {"step": torch.tensor(3.0)}},
-            "param_groups": [{"lr": 0.5}],
-        },
+        "optimizer": {"state": {0: {"step": torch.tensor(3.0)}}, "param_groups": [{"lr": 0.5}]},
         "more": [torch.zeros(1), (torch.ones(2, dtype=torch.int64), "text")],
         "epoch": 3,
     }
@@ -104,25 +101,13 @@ def test_a_tensor_in_no_container_is_found() -> None:
 
 def test_views_of_one_storage_have_one_record_and_their_own_places() -> None:
     base = torch.arange(24, dtype=torch.bfloat16).reshape(4, 6)
-    views = {
-        "base": base,
-        "again": base,
-        "row": base[2],
-        "column": base[:, 1],
-        "turned": base.t(),
-    }
+    views = {"base": base, "again": base, "row": base[2], "column": base[:, 1], "turned": base.t()}
     index, tensors = read_one(views)
     assert len(index.records) == 1
     assert all(torch.equal(tensors[name], view) for name, view in views.items())
     assert index.aliases == (frozenset({"base", "again"}),)
     strides = {key: entry.chunks[0].strides for key, entry in index.tensors.items()}
-    assert strides == {
-        "base": None,
-        "again": None,
-        "row": None,
-        "column": (6,),
-        "turned": (1, 6),
-    }
+    assert strides == {"base": None, "again": None, "row": None, "column": (6,), "turned": (1, 6)}
 
 
 def test_tied_parameters_are_aliases() -> None:
@@ -170,13 +155,7 @@ def test_a_sharded_model_is_read_through_its_index() -> None:
 
 
 def test_files_of_the_optimizer_and_the_trainer_are_no_models() -> None:
-    own = [
-        "optimizer.bin",
-        "optimizer.pt",
-        "optimizer_1.bin",
-        "scheduler.bin",
-        "scheduler.pt",
-    ]
+    own = ["optimizer.bin", "optimizer.pt", "optimizer_1.bin", "scheduler.bin", "scheduler.pt"]
     own += ["scaler.pt", "rng_state_0.pth", "rng_state.pth", "random_states_0.pt"]
     own += ["training_args.bin", "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"]
     assert names("model.pt", *own, *(f"a/{name}" for name in own)) == [("model.pt",)]
@@ -189,10 +168,7 @@ def test_files_are_grouped_as_they_belong_together() -> None:
         ("c.ckpt",),
         ("d.bin",),
     ]
-    pieces = (
-        "m/pytorch_model-00001-of-00002.bin",
-        "m/pytorch_model-00002-of-00002.bin",
-    )
+    pieces = ("m/pytorch_model-00001-of-00002.bin", "m/pytorch_model-00002-of-00002.bin")
     index = "m/pytorch_model.bin.index.json"
     assert names("m/other.pt", index, *pieces) == [(*pieces, index), ("m/other.pt",)]
 
