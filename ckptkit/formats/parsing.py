@@ -15,13 +15,11 @@ import re
 import shlex
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from itertools import islice
 from typing import Any, TypeGuard
 
 from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import (
-    CkptkitError,
     FormatError,
     IncompleteCheckpointError,
     LimitError,
@@ -38,17 +36,6 @@ Read = Callable[[int, int], bytes]
 """Returns the bytes `[start, stop)` of a file, or of an archive inside a file."""
 MAX_DIMENSIONS = 64  # torch's limit
 MAX_BYTES = 2**63 - 1
-
-
-@contextmanager
-def errors_at(where: str) -> Iterator[None]:
-    """Gives a place to errors that have none."""
-    try:
-        yield
-    except CkptkitError as error:
-        if error.where:
-            raise
-        raise error.located(where) from error
 
 
 def read_from(source: Source, path: str, first: int = 0) -> Read:
@@ -272,7 +259,6 @@ def find_data_files(
     source: Source, candidate: Candidate
 ) -> tuple[list[str], dict[str, str] | None]:
     """Returns the data files of a candidate, and its weight map if it has an index."""
-    where = posixpath.join(source.location, candidate.folder)
     indices = [path for path in candidate.files if path.endswith(INDEX_ENDING)]
     if not indices:
         path = next(list_unnamed(candidate.files), None)
@@ -281,13 +267,12 @@ def find_data_files(
             raise MissingFileError(
                 f"{len(candidate.files):,} of {int(name.rpartition('-')[2]):,} files are there;"
                 f" {name!r} is missing",
-                where=where,
                 hint="copy the missing files as well",
             )
         return list(candidate.files), None
     weight_map = read_weight_map(source, indices[0])
     if not weight_map:
-        raise IncompleteCheckpointError("index lists no tensor", where=where)
+        raise IncompleteCheckpointError("index lists no tensor")
     paths = sorted(set(weight_map.values()))
     there = set(candidate.files)
     missing = [
@@ -298,7 +283,6 @@ def find_data_files(
         raise MissingFileError(
             f"index names {len(paths):,} files; missing are"
             f" {list_first(names, len(missing), _LISTED_NAMES)}",
-            where=where,
             hint="copy the missing files as well",
         )
     unnamed = []
@@ -307,7 +291,6 @@ def find_data_files(
             raise MissingFileError(
                 f"index names {counted(len(paths), 'file')}; {posixpath.basename(path)!r} of the"
                 " same numbering is neither in it nor in the folder",
-                where=where,
                 hint="copy the missing files, and the index of all files",
             )
         unnamed.append(path)  # its header shows whether it has tensors that the index lacks
@@ -334,7 +317,7 @@ def list_unnamed(paths: Iterable[str]) -> Iterator[str]:
 
 
 def check_weight_map(
-    weight_map: Mapping[str, str], headers: Mapping[str, str], *, where: str
+    weight_map: Mapping[str, str], headers: Mapping[str, str], *, where: str = ""
 ) -> None:
     """Checks that an index and the headers of its files agree on the file of each tensor."""
     for name in [*weight_map, *headers]:
@@ -350,9 +333,7 @@ def _name_file(path: str | None) -> str:
     return "no file" if path is None else repr(posixpath.basename(path))
 
 
-def refuse_missing_ranks(
-    ranks: Collection[int | None], world_size: int, what: str, where: str
-) -> None:
+def refuse_missing_ranks(ranks: Collection[int | None], world_size: int, what: str) -> None:
     """Refuses a checkpoint that lacks the files of a rank; `what` is in them, in the plural."""
     absent = world_size - sum(rank is not None and rank < world_size for rank in ranks)
     if absent:
@@ -360,30 +341,23 @@ def refuse_missing_ranks(
         names = (str(rank) for rank in range(world_size) if rank not in ranks)
         missing = list_first(names, absent, _LISTED_RANKS)
         raise MissingFileError(
-            f"the {what} of rank {missing} of {world_size} are not there",
-            where=where,
-            hint=COPY_BACK,
+            f"the {what} of rank {missing} of {world_size} are not there", hint=COPY_BACK
         )
 
 
-def refuse_stale_ranks(
-    files: Iterable[tuple[int | None, str]], world_size: int, where: str
-) -> None:
+def refuse_stale_ranks(files: Iterable[tuple[int | None, str]], world_size: int) -> None:
     """Refuses a checkpoint with a file of a rank that its run did not have."""
     for rank, path in files:
         if rank is None or rank >= world_size:
             raise FormatError(
                 f"{posixpath.basename(path)!r} is of a rank that a run with {world_size} ranks does"
                 " not have",
-                where=where,
                 hint="an earlier save of a larger run left it; take it away",
             )
 
 
-def refuse_mixed_sizes(sizes: Collection[int], where: str, hint: str = MIXED_SAVES) -> None:
+def refuse_mixed_sizes(sizes: Collection[int], hint: str = MIXED_SAVES) -> None:
     if len(sizes) > 1:
         raise FormatError(
-            f"the files are of runs with {' and '.join(map(str, sorted(sizes)))} ranks",
-            where=where,
-            hint=hint,
+            f"the files are of runs with {' and '.join(map(str, sorted(sizes)))} ranks", hint=hint
         )

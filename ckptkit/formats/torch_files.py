@@ -41,7 +41,7 @@ from ckptkit.core.index import (
     is_named_as_copy,
 )
 from ckptkit.core.text import counted
-from ckptkit.formats.base import Candidate, FormatReader
+from ckptkit.formats.base import Candidate, FormatReader, errors_at
 from ckptkit.formats.parsing import (
     INDEX_ENDING,
     FileTable,
@@ -101,16 +101,15 @@ class TorchFileReader(FormatReader):
         own = [path for path in paths if not _NOT_A_MODEL.fullmatch(posixpath.basename(path))]
         return group_model_files(own, ENDINGS, self.name)
 
-    def read_index(self, source: Source, candidate: Candidate) -> TensorIndex:
-        where = posixpath.join(source.location, candidate.folder)
+    def parse(self, source: Source, candidate: Candidate) -> TensorIndex:
         paths, weight_map = find_data_files(source, candidate)
         contents = TorchContents()
         for path in paths:
             contents.add_file(source, path)
         if weight_map is not None:
-            check_weight_map(weight_map, contents.files_by_key(), where=where)
+            check_weight_map(weight_map, contents.files_by_key())
         indices = [path for path in candidate.files if path.endswith(INDEX_ENDING)]
-        return contents.index(where, *map(source.stat, indices))
+        return contents.index(*map(source.stat, indices))
 
 
 class _LoadedTensor(Struct, frozen=True):
@@ -185,10 +184,10 @@ class TorchContents(Struct):
     def files_by_key(self) -> dict[str, str]:
         return {t.key: t.file for t in self._tensors}
 
-    def index(self, where: str, *beside: FileRef) -> TensorIndex:
+    def index(self, *beside: FileRef) -> TensorIndex:
         """Returns the index of all files that were added, and of those `beside` them."""
         paths = [loaded.path for loaded in self._tensors]
-        memberships = classify(paths, where=where, values=self._values)
+        memberships = classify(paths, values=self._values)
         pairs = list(zip(self._tensors, memberships, strict=True))
         has_model = any(member.part == "model" for member in memberships)
         # A copy, such as an average, may not be taken in place of a model that cannot be read.
@@ -197,7 +196,7 @@ class TorchContents(Struct):
             for path, member in zip(paths, memberships, strict=True)
         )
         holders = [] if is_there else self._wanted_holders(has_model=has_model)
-        of_holders = classify([loaded.path for loaded in holders], where=where)
+        of_holders = classify([loaded.path for loaded in holders])
         pairs += zip(holders, of_holders, strict=True)
         entries: dict[Key, TensorEntry] = {}
         problems: list[Problem] = []
@@ -207,7 +206,7 @@ class TorchContents(Struct):
             chunks = ChunkTable.of(list(filter(None, [loaded.chunk])), len(loaded.shape))
             entry = membership.entry(loaded.path, loaded.dtype, loaded.shape, chunks)
             if entry.key in entries:
-                raise FormatError(f"two tensors are called {entry.key!r}", where=where)
+                raise FormatError(f"two tensors are called {entry.key!r}")
             entries[entry.key] = entry
             if loaded.error is not None:
                 problems.append(problem_of(entry, loaded.error))
@@ -307,7 +306,7 @@ class TorchOptimizerReader(FormatReader):
             if is_optimizer_file(path)
         ]
 
-    def read_index(self, source: Source, candidate: Candidate) -> TensorIndex:
+    def parse(self, source: Source, candidate: Candidate) -> TensorIndex:
         """Returns the index of the file; an empty one, with the reason, if it cannot be read."""
         try:
             return read_optimizer_file(source, candidate)
@@ -339,4 +338,5 @@ def read_optimizer_file(source: Source, candidate: Candidate) -> TensorIndex:
     (path,) = candidate.files
     contents = TorchContents()
     contents.add_file(source, path, (_stem(path),))
-    return contents.index(posixpath.join(source.location, path))
+    with errors_at(posixpath.join(source.location, path)):
+        return contents.index()

@@ -101,7 +101,7 @@ class Membership(Struct, frozen=True):
 
 
 def classify(
-    paths: Sequence[KeyPath], *, where: str, values: Iterable[KeyPath] = ()
+    paths: Sequence[KeyPath], *, where: str = "", values: Iterable[KeyPath] = ()
 ) -> list[Membership]:
     """Assigns tensors to models, optimizers and other state dicts.
 
@@ -149,7 +149,7 @@ Stored = tuple[DType, Shape, Sequence[Chunk]]
 def make_entries(
     tensors: Mapping[KeyPath, Stored],
     *,
-    where: str,
+    where: str = "",
     values: Iterable[KeyPath] = (),
     keys: Sequence[str] | None = None,
 ) -> dict[Key, TensorEntry]:

@@ -38,7 +38,7 @@ from msgspec import Struct
 from ckptkit.core.errors import FormatError, MissingFileError, UnsupportedError
 from ckptkit.core.index import Box, Chunk, KeyPath, Problem, RunFacts, Shape, TensorIndex
 from ckptkit.core.text import quote
-from ckptkit.formats.base import Candidate, FormatReader
+from ckptkit.formats.base import Candidate, FormatReader, errors_at
 from ckptkit.formats.dcp.megatron import compare_iterations, find_arguments, is_size, read_common
 from ckptkit.formats.parsing import COPY_BACK, MIXED_SAVES, TWO_SAVES, is_count, list_first
 from ckptkit.formats.pickle.machine import InertObject, class_of
@@ -114,24 +114,20 @@ class ModelFile(Struct, frozen=True):
 
 
 def _open_files(
-    table: ArchiveTable, source: Source, numbers: Mapping[str, Sequence[int]], where: str
+    table: ArchiveTable, source: Source, numbers: Mapping[str, Sequence[int]]
 ) -> tuple[list[ModelFile], Parallelism]:
     """Opens all files of a step; `numbers` has those in the names of their folders."""
     archives = [table.open(source, path, TRAINING_VALUES) for path in numbers]
     roots = [archive.dictionary().values for archive in archives]
     _check_same_save(archives, roots)
-    sizes = _find_parallelism(find_arguments(roots[0]), list(numbers.values()), where)
-    files = [
-        ModelFile(
-            _position(own, sizes, archive.where), archive, root, _find_models(root, archive.where)
-        )
-        for own, archive, root in zip(numbers.values(), archives, roots, strict=True)
-    ]
-    _check_positions(files, sizes, where)
+    sizes = _find_parallelism(find_arguments(roots[0]), list(numbers.values()))
+    files = []
+    for own, archive, root in zip(numbers.values(), archives, roots, strict=True):
+        with errors_at(archive.where):
+            files.append(ModelFile(_position(own, sizes), archive, root, _find_models(root)))
+    _check_positions(files, sizes)
     if len({len(file.models) for file in files}) > 1:
-        raise FormatError(
-            "files have different numbers of parts of the model", where=where, hint=MIXED_SAVES
-        )
+        raise FormatError("files have different numbers of parts of the model", hint=MIXED_SAVES)
     return files, sizes
 
 
@@ -171,7 +167,7 @@ def _shown(value: object) -> str:
     return quote(value) if isinstance(value, str) else str(value)[:32]
 
 
-def _find_models(root: Mapping[Any, Any], where: str) -> list[Mapping[Any, Any]]:
+def _find_models(root: Mapping[Any, Any]) -> list[Mapping[Any, Any]]:
     """Returns the state dicts `model`, or `model0`, `model1`, … of virtual stages."""
     found = {}
     for key, value in root.items():
@@ -182,7 +178,6 @@ def _find_models(root: Mapping[Any, Any], where: str) -> list[Mapping[Any, Any]]
             raise UnsupportedError(
                 f"model has {_BEFORE_CORE!r}, as in Megatron-LM before Megatron-Core, which is not"
                 " modelled",
-                where=where,
                 hint="convert it with tools/checkpoint/convert.py of Megatron-LM to a model of"
                 " Megatron-Core",
             )
@@ -192,21 +187,18 @@ def _find_models(root: Mapping[Any, Any], where: str) -> list[Mapping[Any, Any]]
         names = ", ".join(map(repr, sorted(found))) or "none"
         raise FormatError(
             f"has the state dicts {names}, where 'model' or 'model0', 'model1', … was expected",
-            where=where,
             hint="a file without weights is of an interrupted save; take an earlier checkpoint",
         )
     return [found[key] for key in sorted(found, key=lambda key: (len(key), key))]
 
 
 def _find_parallelism(
-    arguments: Mapping[str, Any], numbers: Sequence[Sequence[int]], where: str
+    arguments: Mapping[str, Any], numbers: Sequence[Sequence[int]]
 ) -> Parallelism:
     """Returns the sizes in the arguments; without arguments, those that names show."""
     lengths = {len(own) for own in numbers}
     if len(lengths) > 1:
-        raise FormatError(
-            "folders 'mp_rank_…' have different counts of numbers", where=where, hint=MIXED_SAVES
-        )
+        raise FormatError("folders 'mp_rank_…' have different counts of numbers", hint=MIXED_SAVES)
     given = {kind: arguments.get(name) for kind, name in _SIZES.items()}
     sizes = {kind: size if is_size(size) else 1 for kind, size in given.items()}
     if not is_size(given["tensor"]):
@@ -214,7 +206,6 @@ def _find_parallelism(
             raise UnsupportedError(
                 "files without the arguments of the training do not show what the second number of"
                 " their folders counts",
-                where=where,
                 hint="give the files as Megatron-LM wrote them, with 'args'",
             )
         sizes["tensor"] = 1 + max((own[0] for own in numbers if own), default=0)
@@ -235,19 +226,17 @@ def _find_parallelism(
         raise UnsupportedError(
             f"experts are cut into {found.expert_tensor} parts and other tensors into"
             f" {found.tensor}: ranks with different parts write to files of the same name",
-            where=where,
             hint="save the run in the format 'torch_dist'",
         )
     return found
 
 
-def _position(numbers: Sequence[int], sizes: Parallelism, where: str) -> Position:
+def _position(numbers: Sequence[int], sizes: Parallelism) -> Position:
     if not numbers and sizes.pipeline * sizes.period == 1:
         return Position(0, 0, 0)
     if not numbers:
         raise MissingFileError(
             f"is the file of one rank of {sizes.pipeline * sizes.period:,}",
-            where=where,
             hint="give the folder 'iter_…' with the folders 'mp_rank_…' of all ranks",
         )
     kinds = ["tensor", *(["stage"] * (sizes.pipeline > 1)), *(["expert"] * (sizes.expert > 1))]
@@ -255,7 +244,6 @@ def _position(numbers: Sequence[int], sizes: Parallelism, where: str) -> Positio
         raise FormatError(
             f"folder has {len(numbers)} numbers; a run with {sizes.pipeline} pipeline stages and"
             f" {sizes.expert} groups of experts has {len(kinds)}",
-            where=where,
             hint=MIXED_SAVES,
         )
     return Position(**{"stage": 0, "expert": 0, **dict(zip(kinds, numbers, strict=True))})
@@ -267,7 +255,7 @@ def _name(position: Position, sizes: Parallelism) -> str:
     return f"mp_rank_{position.tensor:02d}{stage}{expert}"
 
 
-def _check_positions(files: Sequence[ModelFile], sizes: Parallelism, where: str) -> None:
+def _check_positions(files: Sequence[ModelFile], sizes: Parallelism) -> None:
     """Refuses a step that lacks files, or has files of ranks that its run did not have.
 
     So it does with a file that another rank wrote than the one that its folder names. Ranks are
@@ -282,7 +270,6 @@ def _check_positions(files: Sequence[ModelFile], sizes: Parallelism, where: str)
         names = list_first(missing, count - len(files), _LISTED_FILES)
         raise MissingFileError(
             f"{len(files):,} of the files of {count:,} ranks are there; missing are {names}",
-            where=where,
             hint=COPY_BACK,
         )
     if len(files) > count:
@@ -331,7 +318,7 @@ class LocalTensor(Struct, frozen=True):
 
 
 def _collect_tensors(
-    files: Sequence[ModelFile], sizes: Parallelism, where: str
+    files: Sequence[ModelFile], sizes: Parallelism
 ) -> tuple[dict[str, list[LocalTensor]], int]:
     """Returns what all ranks have of each tensor, by its name in the whole model."""
     held: dict[tuple[int, int], dict[str, TensorRef]] = {}  # by file and virtual stage
@@ -341,7 +328,7 @@ def _collect_tensors(
             tensors = _find_tensors(model, file)
             ignored += sum(1 for name in model if isinstance(name, str) and EXTRA_STATE in name)
             held[number, virtual] = tensors
-    counts = _count_layers(files, held, sizes.layers, where)
+    counts = _count_layers(files, held, sizes.layers)
     collected: dict[str, list[LocalTensor]] = defaultdict(list)
     for (number, virtual), tensors in held.items():
         file = files[number]
@@ -392,7 +379,6 @@ def _count_layers(
     files: Sequence[ModelFile],
     held: Mapping[tuple[int, int], Collection[str]],
     expected: int | None,
-    where: str,
 ) -> _Counts:
     """Counts the layers of each stage, whose ranks have to have tensors of the same names."""
     first: dict[tuple[int, int], tuple[ModelFile, set[str]]] = {}
@@ -411,7 +397,7 @@ def _count_layers(
         for match in filter(None, map(_LAYER.fullmatch, names)):
             numbers[match[1], virtual, stage].add(int(match[2]))
     for (prefix, _, stage), own in numbers.items():
-        _check_numbers(own, f"layers {prefix!r} of stage {stage}", where)
+        _check_numbers(own, f"layers {prefix!r} of stage {stage}")
     counts = {key: len(own) for key, own in numbers.items()}
     totals: dict[str, int] = defaultdict(int)
     for (prefix, _, _), count in counts.items():
@@ -422,7 +408,6 @@ def _count_layers(
         raise FormatError(
             f"the stages have {totals[_DECODER]} layers, the arguments of the training say"
             f" {expected}",
-            where=where,
             hint=TWO_SAVES,
         )
     return counts
@@ -433,17 +418,17 @@ def _count_experts(names: Collection[str], file: ModelFile) -> Mapping[str, int]
     for match in filter(None, map(_EXPERT.fullmatch, names)):
         numbers[match[1]].add(int(match[2]))
     for prefix, own in numbers.items():
-        _check_numbers(own, f"experts {prefix!r}", file.archive.where)
+        with errors_at(file.archive.where):
+            _check_numbers(own, f"experts {prefix!r}")
     return {prefix: len(own) for prefix, own in numbers.items()}
 
 
-def _check_numbers(own: Collection[int], what: str, where: str) -> None:
+def _check_numbers(own: Collection[int], what: str) -> None:
     """Refuses numbers that are not those from 0 on."""
     missing = next((number for number in range(len(own)) if number not in own), None)
     if missing is not None:
         raise FormatError(
             f"of the {what}, number {missing} is missing, {max(own)} is there",
-            where=where,
             hint="give the file as Megatron-LM wrote it",
         )
 
@@ -496,25 +481,24 @@ def _find_cut(local: LocalTensor, arguments: Mapping[str, Any]) -> _Cut:
     """Returns how a tensor is cut, of two ways the one that its shape shows."""
     if local.parts == 1:
         return "whole"
-    where, dimensions = local.file.archive.where, len(local.tensor.shape)
+    dimensions = len(local.tensor.shape)
     cut = next((cut for cut, pattern in _RULES.items() if pattern.fullmatch(local.name)), None)
     if cut == "rows or whole":
         rotary = arguments.get(_ROTARY)
         rotary = rotary if type(rotary) is int else None
-        cut = "whole" if _has_whole_rows(local, rotary, where=where) else "rows"
-    if cut == "halves of rows" and not _is_gated(local, where=where):
+        cut = "whole" if _has_whole_rows(local, rotary) else "rows"
+    if cut == "halves of rows" and not _is_gated(local):
         cut = "rows"
     if cut is None or dimensions < _LEAST_DIMENSIONS[cut]:
         raise UnsupportedError(
             f"nothing shows how {quote(local.name)} with {dimensions} dimensions is cut over"
             f" {local.parts} ranks of tensor parallelism",
-            where=where,
             hint="save the run in the format 'torch_dist', which stores it",
         )
     return cut
 
 
-def _is_gated(local: LocalTensor, *, where: str) -> bool:
+def _is_gated(local: LocalTensor) -> bool:
     """Returns whether the rows of a `linear_fc1` are those of a gate and of an up projection."""
     base = local.name[: local.name.rindex(_FC1)]
     shape, outer = local.tensor.shape, _shape_beside(local, base + _FC2)
@@ -522,12 +506,11 @@ def _is_gated(local: LocalTensor, *, where: str) -> bool:
         return shape[0] != outer[1]
     raise FormatError(
         f"{quote(local.name)} of shape {list(shape)} does not fit {quote(base + _FC2)} of shape"
-        f" {list(outer)}: expected as many rows as that has columns, or twice as many",
-        where=where,
+        f" {list(outer)}: expected as many rows as that has columns, or twice as many"
     )
 
 
-def _has_whole_rows(local: LocalTensor, rotary: int | None, *, where: str) -> bool:
+def _has_whole_rows(local: LocalTensor, rotary: int | None) -> bool:
     """Returns whether every rank has all rows of a down projection.
 
     They are the columns of the up projection, and for keys and values those of the rotary
@@ -545,8 +528,7 @@ def _has_whole_rows(local: LocalTensor, rotary: int | None, *, where: str) -> bo
     raise FormatError(
         f"{quote(name)} of shape {list(shape)} does not fit {quote(up)} of shape {list(outer)}:"
         f" expected as many rows as that has columns{', and the rotary ones' * ('kv' in name)}, or"
-        f" a part of {local.parts}",
-        where=where,
+        f" a part of {local.parts}"
     )
 
 
@@ -574,7 +556,7 @@ class MegatronReader(FormatReader):
             for step, files in sorted(steps.items())
         ]
 
-    def read_index(self, source: Source, candidate: Candidate) -> TensorIndex:
+    def parse(self, source: Source, candidate: Candidate) -> TensorIndex:
         where = posixpath.join(source.location, candidate.folder)
         table = ArchiveTable()
         matches = {path: _PATH.fullmatch(path) for path in candidate.files}
@@ -583,8 +565,8 @@ class MegatronReader(FormatReader):
             for path, match in matches.items()
             if match is not None
         }
-        files, sizes = _open_files(table, source, numbers, where)
-        tensors, ignored = _collect_tensors(files, sizes, where)
+        files, sizes = _open_files(table, source, numbers)
+        tensors, ignored = _collect_tensors(files, sizes)
         root = files[0].root
         pieces: dict[KeyPath, Stored] = {}
         replicas: list[tuple[str, LocalTensor, LocalTensor]] = []
@@ -601,7 +583,8 @@ class MegatronReader(FormatReader):
                         where=local.file.archive.where,
                         hint=TWO_SAVES,
                     )
-            cut = _find_cut(first, find_arguments(root))
+            with errors_at(first.file.archive.where):
+                cut = _find_cut(first, find_arguments(root))
             by_part: dict[int, LocalTensor] = {}
             for local in held:
                 kept = by_part.setdefault(0 if cut == "whole" else local.part, local)
@@ -631,7 +614,7 @@ class MegatronReader(FormatReader):
             settings=common.settings,
         )
         problems += compare_iterations(run.step, where, _FILE)
-        entries = make_entries(pieces, where=where)
+        entries = make_entries(pieces)
         return table.index(self.name, entries, run=run, problems=tuple(problems))
 
 

@@ -29,7 +29,7 @@ from ckptkit.core.errors import (
 )
 from ckptkit.core.index import Box, KeyPath, RunFacts, Shape, TensorIndex
 from ckptkit.core.text import quote
-from ckptkit.formats.base import Candidate, FormatReader
+from ckptkit.formats.base import Candidate, FormatReader, errors_at
 from ckptkit.formats.parsing import (
     MIXED_SAVES,
     TWO_SAVES,
@@ -83,36 +83,34 @@ class MetaReader(FormatReader):
             found.append(Candidate(self.name, folder, (*files, *others), reason))
         return found
 
-    def read_index(self, source: Source, candidate: Candidate) -> TensorIndex:
-        where = posixpath.join(source.location, candidate.folder)
+    def parse(self, source: Source, candidate: Candidate) -> TensorIndex:
         paths = [path for path in candidate.files if not path.endswith(PARAMS)]
         numbers = [_rank_of(path) for path in paths]
         if len(set(numbers)) < len(numbers):
             raise FormatError(
                 f"two of the files are of one rank: {', '.join(map(posixpath.basename, paths))}",
-                where=where,
                 hint=MIXED_SAVES,
             )
-        refuse_missing_ranks(numbers, max(numbers) + 1, "weights", where)
+        refuse_missing_ranks(numbers, max(numbers) + 1, "weights")
         params = posixpath.join(candidate.folder, PARAMS)
         file = stat_or_missing(source, params)
         if file.size_bytes < 0:
             raise MissingFileError(
                 f"{PARAMS!r} is not beside the files of {len(paths)} ranks, so that it is not known"
                 " how many there were",
-                where=where,
                 hint=f"copy {PARAMS!r} from the same download",
             )
-        sizes = _Sizes.read(source, params)
+        with errors_at(posixpath.join(source.location, params)):
+            sizes = _Sizes.read(source, params)
         if len(paths) == 1:
             whole = TorchFileReader().read_index(source, replace(candidate, files=(*paths,)))
             entries = whole.of_part("model")
-            _check({entry.name: entry.shape for entry in entries}, sizes, 1, where)
+            _check({entry.name: entry.shape for entry in entries}, sizes, 1)
             run = replace(whole.run, settings=sizes.settings())
             return replace(whole, format=self.name, files=(*whole.files, file), run=run)
         table = ArchiveTable()
         ranks = _open_ranks(table, source, paths)
-        tensors, notes = _join_ranks(source, table, ranks, sizes, where)
+        tensors, notes = _join_ranks(source, table, ranks, sizes)
         run = RunFacts(
             world_size=len(paths),
             writer="Meta's Llama, one file for each tensor-parallel rank",
@@ -120,7 +118,7 @@ class MetaReader(FormatReader):
             notes=notes,
             settings=sizes.settings(),
         )
-        return table.index(self.name, make_entries(tensors, where=where), file, run=run)
+        return table.index(self.name, make_entries(tensors), file, run=run)
 
 
 def _rank_of(path: str) -> int:
@@ -139,17 +137,16 @@ class _Sizes(Struct, frozen=True):
 
     @classmethod
     def read(cls, source: Source, path: str) -> _Sizes:
-        where = posixpath.join(source.location, path)
         content = read_json_object(source, path, _MAX_BYTES, PARAMS)
         content = content.get("model", content)
         if not isinstance(content, dict):
-            raise FormatError("is not a JSON object", where=where)
+            raise FormatError("is not a JSON object")
 
         def size(key: str, otherwise: int = 0) -> int:
             value = content.get(key)
             value = otherwise if value is None else value
             if not is_count(value, _MAX_SIZE) or not value:
-                raise FormatError(f"{key!r} is not a size", where=where)
+                raise FormatError(f"{key!r} is not a size")
             return value
 
         hidden, heads = size("dim"), size("n_heads")
@@ -190,7 +187,7 @@ class _Sizes(Struct, frozen=True):
         }.get(kind, (None, self.hidden))
 
 
-def _check(shapes: Mapping[str, Shape], sizes: _Sizes, count: int, where: str) -> None:
+def _check(shapes: Mapping[str, Shape], sizes: _Sizes, count: int) -> None:
     """Refuses whole tensors that do not fit `params.json`, but for names that are not Meta's."""
     layers = set()
     for name, shape in shapes.items():
@@ -206,7 +203,6 @@ def _check(shapes: Mapping[str, Shape], sizes: _Sizes, count: int, where: str) -
             raise FormatError(
                 f"{quote(name)} of {count} files has shape {list(shape)} in all, {PARAMS!r} says"
                 f" [{wanted}]",
-                where=where,
                 hint=f"copy all files and {PARAMS!r} from one download",
             )
     # The number in the file may be any: the layers that are there are counted.
@@ -216,7 +212,6 @@ def _check(shapes: Mapping[str, Shape], sizes: _Sizes, count: int, where: str) -
         raise IncompleteCheckpointError(
             f"has {len(layers):,} layers, {PARAMS!r} says {sizes.layers:,}; the first that differs"
             f" is layer {min(odd)}",
-            where=where,
             hint=f"copy all files and {PARAMS!r} from one download",
         )
 
@@ -230,30 +225,8 @@ def _open_ranks(table: ArchiveTable, source: Source, paths: Sequence[str]) -> li
     seen: dict[tuple[int | None, ...], int] = {}
     for path in paths:
         archive = table.open(source, path, TRAINING_VALUES)
-        where = archive.where
-        tensors = {}
-        for name, value in archive.dictionary().values.items():
-            if not isinstance(name, str) or not isinstance(value, TensorRef):
-                raise FormatError(
-                    f"holds {quote(str(name))}, which is no tensor; a state dict was expected",
-                    where=where,
-                )
-            tensors[name] = value
-        first = ranks[0][1] if ranks else tensors
-        if tensors.keys() != first.keys():
-            other = min(tensors.keys() ^ first.keys())
-            place = "this file has" if other in tensors else "this file lacks"
-            raise FormatError(
-                f"{place} {quote(other)}, unlike that of rank 0", where=where, hint=TWO_SAVES
-            )
-        for name, tensor in tensors.items():
-            if (tensor.dtype, tensor.shape) != (first[name].dtype, first[name].shape):
-                raise FormatError(
-                    f"{quote(name)} is {tensor.dtype.name} {list(tensor.shape)} here, and"
-                    f" {first[name].dtype.name} {list(first[name].shape)} on rank 0",
-                    where=where,
-                    hint=TWO_SAVES,
-                )
+        with errors_at(archive.where):
+            tensors = _check_tensors(archive, ranks[0][1] if ranks else None)
         ranks.append((archive, tensors))
     for rank, (archive, tensors) in enumerate(ranks):
         sums = tuple(archive.archive.extent(t.storage)[2] for t in tensors.values())
@@ -267,8 +240,33 @@ def _open_ranks(table: ArchiveTable, source: Source, paths: Sequence[str]) -> li
     return ranks
 
 
+def _check_tensors(
+    archive: TorchArchive, first: Mapping[str, TensorRef] | None
+) -> dict[str, TensorRef]:
+    """Returns the tensors of a rank, which has to have parts of the same ones as the first."""
+    tensors = {}
+    for name, value in archive.dictionary().values.items():
+        if not isinstance(name, str) or not isinstance(value, TensorRef):
+            raise FormatError(
+                f"holds {quote(str(name))}, which is no tensor; a state dict was expected"
+            )
+        tensors[name] = value
+    first = tensors if first is None else first
+    if tensors.keys() != first.keys():
+        other = min(tensors.keys() ^ first.keys())
+        place = "this file has" if other in tensors else "this file lacks"
+        raise FormatError(f"{place} {quote(other)}, unlike that of rank 0", hint=TWO_SAVES)
+    for name, tensor in tensors.items():
+        mine, theirs = (f"{t.dtype.name} {list(t.shape)}" for t in (tensor, first[name]))
+        if mine != theirs:
+            raise FormatError(
+                f"{quote(name)} is {mine} here, and {theirs} on rank 0", hint=TWO_SAVES
+            )
+    return tensors
+
+
 def _join_ranks(
-    source: Source, table: ArchiveTable, ranks: Sequence[_OfRank], sizes: _Sizes, where: str
+    source: Source, table: ArchiveTable, ranks: Sequence[_OfRank], sizes: _Sizes
 ) -> tuple[dict[KeyPath, Stored], tuple[str, ...]]:
     """Returns the whole tensors, and notes."""
     count = len(ranks)
@@ -276,7 +274,7 @@ def _join_ranks(
     copies: list[tuple[str, int, int]] = []  # a tensor, and two ranks that have it in common
     for name, first in ranks[0][1].items():
         part = first.shape
-        axis, in_common = _find_axis(name, part, count, sizes, where)
+        axis, in_common = _find_axis(name, part, count, sizes)
         chunks = []
         for rank, (archive, tensors) in enumerate(ranks):
             number, copy = divmod(rank, in_common)
@@ -288,7 +286,7 @@ def _join_ranks(
         parts = count // in_common
         shape = tuple(n * parts if dim == axis else n for dim, n in enumerate(part))
         joined[name,] = first.dtype, shape, chunks
-    _check({str(name): shape for (name,), (_, shape, _) in joined.items()}, sizes, count, where)
+    _check({str(name): shape for (name,), (_, shape, _) in joined.items()}, sizes, count)
     pairs = [
         ((ranks[owner][0], ranks[owner][1][name]), (ranks[rank][0], ranks[rank][1][name]))
         for name, owner, rank in copies
@@ -298,13 +296,12 @@ def _join_ranks(
         raise FormatError(
             f"{quote(name)} differs between ranks {owner} and {rank}, which should have it in"
             " common",
-            where=where,
             hint=TWO_SAVES,
         )
     return joined, (f"{unread:,} copies on other ranks were not compared",) if unread else ()
 
 
-def _find_axis(name: str, part: Shape, count: int, sizes: _Sizes, where: str) -> tuple[int, int]:
+def _find_axis(name: str, part: Shape, count: int, sizes: _Sizes) -> tuple[int, int]:
     """Returns the axis along which a tensor is split, and how many ranks have the same part."""
     found = _NAME.fullmatch(name)
     kind = "" if found is None else found["kind"]
@@ -314,7 +311,6 @@ def _find_axis(name: str, part: Shape, count: int, sizes: _Sizes, where: str) ->
         raise UnsupportedError(
             f"it is not known how {quote(name)} of shape {list(part)} is split into {count}"
             " files: Llama 1 to 3 have no such tensor",
-            where=where,
             hint="join the files with the program that wrote them",
         )
     if kind in _KEYS_AND_VALUES and count > sizes.groups and count % sizes.groups == 0:

@@ -54,7 +54,7 @@ from ckptkit.core.index import (
     TensorIndex,
 )
 from ckptkit.core.text import quote
-from ckptkit.formats.base import Candidate, FormatReader
+from ckptkit.formats.base import Candidate, FormatReader, errors_at
 from ckptkit.formats.parsing import (
     COPY_BACK,
     MIXED_SAVES,
@@ -139,13 +139,11 @@ class NanotronReader(FormatReader):
             or {METADATA, MODEL_CONFIG} <= {path[len(folder) :].lstrip("/") for path in files}
         ]
 
-    def read_index(self, source: Source, candidate: Candidate) -> TensorIndex:
+    def parse(self, source: Source, candidate: Candidate) -> TensorIndex:
         folder = candidate.folder
-        where = posixpath.join(source.location, folder).rstrip("/")
         if posixpath.join(folder, METADATA) not in candidate.files:
             raise IncompleteCheckpointError(
                 f"has files of nanotron's parameters, but no {METADATA!r}, which is written last",
-                where=where,
                 hint="the save was interrupted: take an earlier step. If this is a folder inside a"
                 " checkpoint, give the folder of the step",
             )
@@ -153,22 +151,20 @@ class NanotronReader(FormatReader):
         files = [path for path in candidate.files if path.endswith(".safetensors")]
         if not files:
             raise IncompleteCheckpointError(
-                f"has {METADATA!r}, but no file of a parameter below {_MODEL!r}",
-                where=where,
-                hint=COPY_BACK,
+                f"has {METADATA!r}, but no file of a parameter below {_MODEL!r}", hint=COPY_BACK
             )
         table = FileTable()
         sizes: dict[str, int] = {}  # numbers of ranks, by kind, as the names of files have them
         shards: dict[str, list[_Shard]] = defaultdict(list)
         for path in files:
-            inside = path[len(folder) :].lstrip("/")
-            name, ranks = _parse_path(inside, posixpath.join(source.location, path))
-            shards[name].append(_read_shard(source, table, path, ranks, facts, sizes))
+            with errors_at(posixpath.join(source.location, path)):
+                name, ranks = _parse_path(path[len(folder) :].lstrip("/"))
+                shards[name].append(_read_shard(source, table, path, ranks, facts, sizes))
         held: dict[KeyPath, Stored] = {}
         for name, own in shards.items():
-            above = posixpath.join(source.location, posixpath.dirname(own[0].path))
-            held[name,] = _join_shards(name, own, above)
-        entries = make_entries(held, where=where)
+            with errors_at(posixpath.join(source.location, posixpath.dirname(own[0].path))):
+                held[name,] = _join_shards(name, own)
+        entries = make_entries(held)
         facts.check_layers(entry.name for entry in entries.values())
         beside = [posixpath.join(folder, name) for name in (METADATA, RUN_CONFIG, MODEL_CONFIG)]
         refs = [source.stat(path) for path in beside if path in candidate.files]
@@ -176,7 +172,6 @@ class NanotronReader(FormatReader):
 
 
 class _StepFacts(Struct, frozen=True):
-    where: str
     version: str
     sizes: Mapping[str, int]  # ranks along each dimension; some may be unknown
     step: int | None  # the last training step
@@ -184,7 +179,6 @@ class _StepFacts(Struct, frozen=True):
 
     @classmethod
     def read(cls, source: Source, candidate: Candidate) -> _StepFacts:
-        where = posixpath.join(source.location, candidate.folder).rstrip("/")
         path = posixpath.join(candidate.folder, METADATA)
         metadata = read_json_object(source, path, _MAX_BYTES, "JSON")
         version = metadata.get("version")
@@ -192,7 +186,7 @@ class _StepFacts(Struct, frozen=True):
             raise UnsupportedError(
                 f"version of nanotron's format is {version!r}, expected one of"
                 f" {', '.join(_VERSIONS)}",
-                where=posixpath.join(where, METADATA),
+                where=posixpath.join(source.location, path),
                 hint="look for a newer ckptkit",
             )
         named = {"tensor": "tp", "data": "dp", "context": "cp"}
@@ -202,7 +196,7 @@ class _StepFacts(Struct, frozen=True):
         if "tensor" not in sizes or not all(map(_is_size, sizes.values())):
             raise FormatError(
                 f"'tp', 'dp' and 'cp' are {list(sizes.values())}, expected numbers of ranks",
-                where=posixpath.join(where, METADATA),
+                where=posixpath.join(source.location, path),
             )
         run_config = posixpath.join(candidate.folder, RUN_CONFIG)
         if run_config in candidate.files:
@@ -213,7 +207,6 @@ class _StepFacts(Struct, frozen=True):
                 if found is not None and found != size:
                     raise FormatError(
                         f"{RUN_CONFIG!r} has {kind} {size:,}, {METADATA!r} has {found!r:.40}",
-                        where=where,
                         hint=MIXED_SAVES,
                     )
             sizes |= {kind: size for kind, size in stored.items() if kind != "step"}
@@ -221,7 +214,7 @@ class _StepFacts(Struct, frozen=True):
         model = {}
         if model_config in candidate.files:
             model = read_json_object(source, model_config, _MAX_BYTES, "JSON")
-        return cls(where, version, sizes, step if is_count(step, _MAX_STEP) else None, model)
+        return cls(version, sizes, step if is_count(step, _MAX_STEP) else None, model)
 
     def check_layers(self, names: Iterable[str]) -> None:
         """Refuses layers that lack a parameter, and more or fewer than the configuration has.
@@ -238,7 +231,6 @@ class _StepFacts(Struct, frozen=True):
             if fuller is not None:
                 raise IncompleteCheckpointError(
                     f"layer {number} has no {min(fuller - held)!r}, as layer {kinds[fuller]} has",
-                    where=self.where,
                     hint=COPY_BACK,
                 )
         count = self.model.get("num_hidden_layers")
@@ -247,15 +239,11 @@ class _StepFacts(Struct, frozen=True):
         missing = next((layer for layer in range(count) if layer not in layers), None)
         if missing is not None:
             raise IncompleteCheckpointError(
-                f"layer {missing} is missing; {MODEL_CONFIG!r} has {count:,} layers",
-                where=self.where,
-                hint=COPY_BACK,
+                f"layer {missing} is missing; {MODEL_CONFIG!r} has {count:,} layers", hint=COPY_BACK
             )
         if max(layers) >= count:
             raise FormatError(
-                f"has layer {max(layers)}; {MODEL_CONFIG!r} has {count:,} layers",
-                where=self.where,
-                hint=MIXED_SAVES,
+                f"has layer {max(layers)}; {MODEL_CONFIG!r} has {count:,} layers", hint=MIXED_SAVES
             )
 
     def describe(self, found: Mapping[str, int]) -> RunFacts:
@@ -344,46 +332,41 @@ def _read_shard(
     sizes: dict[str, int],
 ) -> _Shard:
     """Reads the header of a file; the numbers of ranks in its name are added to `sizes`."""
-    where = posixpath.join(source.location, path)
     for kind, (rank, size) in ranks.items():
         expected = sizes.setdefault(kind, facts.sizes.get(kind, size))
         if size != expected or rank >= size:
             raise FormatError(
                 f"is of {kind} rank {rank} of {size}, in a save with {expected} {kind} ranks",
-                where=where,
                 hint=MIXED_SAVES,
             )
     file = source.stat(path)
     header = read_header(source, file)
     if [tensor.name for tensor in header.tensors] != [_TENSOR]:
         names = ", ".join(quote(tensor.name) for tensor in header.tensors[:3]) or "none"
-        raise FormatError(f"has the tensors {names}, expected {_TENSOR!r} alone", where=where)
+        raise FormatError(f"has the tensors {names}, expected {_TENSOR!r} alone")
     (stored,) = header.tensors
     if ranks:
         version = header.metadata.get("version")
         if version != facts.version:
             raise FormatError(
-                f"is of version {version!r}, the checkpoint of {facts.version!r}",
-                where=where,
-                hint=MIXED_SAVES,
+                f"is of version {version!r}, the checkpoint of {facts.version!r}", hint=MIXED_SAVES
             )
-        shape, pairs = _parse_slices(header.metadata, stored.shape, where)
+        shape, pairs = _parse_slices(header.metadata, stored.shape)
     else:
         if _SLICES in header.metadata:
             raise FormatError(
                 "has the slices of a shard, but no rank in its name",
-                where=where,
                 hint="give the file the name under which nanotron saved it",
             )
         shape, whole = stored.shape, Box((0,) * len(stored.shape), stored.shape)
         pairs = ((whole, whole),)
     if overflows(shape, stored.dtype):
-        raise FormatError(f"size of shape {list(shape)} overflows", where=where)
+        raise FormatError(f"size of shape {list(shape)} overflows")
     record = table.add_record(Record(table.add_file(file), stored.start, stored.stop))
     return _Shard(path, record, stored, ranks, shape, pairs)
 
 
-def _join_shards(name: str, shards: Sequence[_Shard], where: str) -> Stored:
+def _join_shards(name: str, shards: Sequence[_Shard]) -> Stored:
     """Returns a parameter, each of whose elements has to be in one file."""
     first = shards[0]
     for other in shards[1:]:
@@ -398,7 +381,6 @@ def _join_shards(name: str, shards: Sequence[_Shard], where: str) -> Stored:
             )
             raise FormatError(
                 f"{quote(name)} is in files that contradict each other: {', '.join(shown)}",
-                where=where,
                 hint=MIXED_SAVES,
             )
     chunks = []
@@ -420,7 +402,6 @@ def _join_shards(name: str, shards: Sequence[_Shard], where: str) -> Stored:
         raise FormatError(
             f"{quote(name)} of shape {list(shape)} has elements in {defect.copies} of its"
             f" {len(shards):,} files, from {_first_of(defect.place)} on",
-            where=where,
             hint="the slices in a header are wrong, or a file is of another rank",
         )
     if defect is not None:
@@ -433,7 +414,6 @@ def _join_shards(name: str, shards: Sequence[_Shard], where: str) -> Stored:
         raise MissingFileError(
             f"{quote(name)} of shape {list(shape)} has no file for the elements from"
             f" {_first_of(defect.place)} on{next(absent, '')}",
-            where=where,
             hint=COPY_BACK,
         )
     return first.stored.dtype, shape, chunks
@@ -448,7 +428,7 @@ def _first_of(place: Box | Span) -> str:
     return str(list(place.offsets)) if isinstance(place, Box) else f"{place.start:,}"
 
 
-def _parse_path(inside: str, where: str) -> tuple[str, dict[str, tuple[int, int]]]:
+def _parse_path(inside: str) -> tuple[str, dict[str, tuple[int, int]]]:
     """Returns the parameter of a file, and its ranks.
 
     Folders below `model` are of the name.
@@ -459,7 +439,6 @@ def _parse_path(inside: str, where: str) -> tuple[str, dict[str, tuple[int, int]
         raise FormatError(
             f"file name {file!r} is not one of nanotron's: 'model_NAME.safetensors', or"
             " 'model_NAME_pp-rank-P-of-N_tp-rank-R-of-N.safetensors'",
-            where=where,
             hint="take the file away",
         )
     name = match["name"]
@@ -473,32 +452,30 @@ def _parse_path(inside: str, where: str) -> tuple[str, dict[str, tuple[int, int]
 
 
 def _parse_slices(
-    metadata: Mapping[str, str], stored: Shape, where: str
+    metadata: Mapping[str, str], stored: Shape
 ) -> tuple[Shape, tuple[tuple[Box, Box], ...]]:
     """Returns the whole shape, and which boxes of a stored tensor are which of the whole one."""
     whole_shape, slices = (metadata.get(key) for key in ("unsharded_shape", _SLICES))
     if whole_shape is None or slices is None:
         raise UnsupportedError(
             f"header has no 'unsharded_shape' and {_SLICES!r}, which place a shard",
-            where=where,
             hint="load the checkpoint with nanotron and save it again, which writes them",
         )
     if max(len(whole_shape), len(slices)) > _MAX_SLICES:
-        raise LimitError(f"slices have more than {_MAX_SLICES:,} characters", where=where)
-    shape = _parse_shape(whole_shape, where)
+        raise LimitError(f"slices have more than {_MAX_SLICES:,} characters")
+    shape = _parse_shape(whole_shape)
     if len(shape) != len(stored):
         raise FormatError(
-            f"'unsharded_shape' is {list(shape)}, the tensor has shape {list(stored)}", where=where
+            f"'unsharded_shape' is {list(shape)}, the tensor has shape {list(stored)}"
         )
     pairs = []
     for text in slices.split(";"):
         local, _, whole = text.partition("#")
-        boxes = _parse_box(local, stored, where), _parse_box(whole, shape, where)
+        boxes = _parse_box(local, stored), _parse_box(whole, shape)
         if boxes[0].sizes != boxes[1].sizes:
             raise FormatError(
                 f"slices {text[:80]!r} put a box of {list(boxes[0].sizes)} in one of"
-                f" {list(boxes[1].sizes)}",
-                where=where,
+                f" {list(boxes[1].sizes)}"
             )
         pairs.append(boxes)
     defect = _find_defect([Chunk(local, 0) for local, _ in pairs], stored)
@@ -506,34 +483,33 @@ def _parse_slices(
         raise FormatError(
             f"slices use the elements of shape {list(stored)} from {_first_of(defect.place)} on"
             f" {defect.copies} times, expected once",
-            where=where,
             hint="the header is damaged, or was made by another program; take another copy",
         )
     return shape, tuple(pairs)
 
 
-def _parse_shape(text: str, where: str) -> Shape:
+def _parse_shape(text: str) -> Shape:
     inside = text.removeprefix("(").removesuffix(")").rstrip(",")
     sizes = [_SIZE.fullmatch(part.strip()) for part in inside.split(",")] if inside else []
     if not text.startswith("(") or not text.endswith(")") or None in sizes:
-        raise FormatError(f"'unsharded_shape' is {text[:80]!r}, not a shape", where=where)
+        raise FormatError(f"'unsharded_shape' is {text[:80]!r}, not a shape")
     return tuple(int(size[1] or size[2]) for size in sizes if size is not None)
 
 
-def _parse_box(text: str, shape: Shape, where: str) -> Box:
+def _parse_box(text: str, shape: Shape) -> Box:
     bounds = []
     for part in text.split("|") if shape or text else []:
         match = _SLICE.fullmatch(part)
         if match is None:
-            raise FormatError(f"{part[:80]!r} is not a slice with a step of 1", where=where)
+            raise FormatError(f"{part[:80]!r} is not a slice with a step of 1")
         bounds.append((match[1], match[2]))
     if len(bounds) != len(shape):
-        raise FormatError(f"{text[:80]!r} has not one slice for each of {list(shape)}", where=where)
+        raise FormatError(f"{text[:80]!r} has not one slice for each of {list(shape)}")
     offsets, sizes = [], []
     for (start, stop), size in zip(bounds, shape, strict=True):
         low, high = 0 if start == "None" else int(start), size if stop == "None" else int(stop)
         if not low <= high <= size:
-            raise FormatError(f"slice [{low:,}, {high:,}) is not inside of {size:,}", where=where)
+            raise FormatError(f"slice [{low:,}, {high:,}) is not inside of {size:,}")
         offsets.append(low)
         sizes.append(high - low)
     return Box(tuple(offsets), tuple(sizes))

@@ -240,7 +240,6 @@ def _read_images(
         if file.size_bytes < 0:
             raise MissingFileError(
                 f"{posixpath.basename(path)!r}, the file of rank {rank}, is not there",
-                where=where,
                 hint=COPY_BACK,
             )
         number = table.add_file(file)
@@ -250,8 +249,7 @@ def _read_images(
         if extra is not None:
             raise FormatError(
                 f"{posixpath.basename(by_rank[rank])!r} holds {quote(extra)}, which the"
-                " metadata does not describe",
-                where=where,
+                " metadata does not describe"
             )
     held: dict[KeyPath, Stored] = {}
     for name, keys in names.items():
@@ -259,7 +257,7 @@ def _read_images(
         chunks = list(_place_images(table, name, sharding, tensors, where))
         dtype = tensors[sharding.ranks[0]][name][1].dtype
         held[item, *keys] = dtype, sharding.shape, chunks
-    return make_entries(held, where=where)
+    return make_entries(held)
 
 
 def _place_images(
@@ -268,10 +266,10 @@ def _place_images(
     """Yields the blocks of a tensor that ranks have."""
     absent = next((rank for rank in sharding.ranks if name not in tensors.get(rank, {})), None)
     if absent is not None:
-        raise FormatError(f"rank {absent} has no part of {quote(name)}", where=where)
+        raise FormatError(f"rank {absent} has no part of {quote(name)}")
     local = [tensors[rank][name] for rank in sharding.ranks]
     if len({stored.dtype for _, stored in local}) > 1:
-        raise FormatError(f"ranks have {quote(name)} in several types", where=where)
+        raise FormatError(f"ranks have {quote(name)} in several types")
     highest = max(sharding.ranks)
     parts = find_local_parts(
         [
@@ -288,8 +286,7 @@ def _place_images(
     if parts is None:
         raise FormatError(
             f"{quote(name)} of shape {list(sharding.shape)} has parts of other shapes than its"
-            " placements give: sizes do not add up",
-            where=where,
+            " placements give: sizes do not add up"
         )
     for rank, (file, stored), part in zip(sharding.ranks, local, parts, strict=True):
         if 0 in part.shape:
@@ -318,26 +315,25 @@ class TorchCheckpointingReader(FormatReader):
         """Recognises folders with a `metadata.pkl`; others are recognised by their contents."""
         return find_with_metadata(paths)
 
-    def read_index(self, source: Source, candidate: Candidate) -> TensorIndex:
+    def parse(self, source: Source, candidate: Candidate) -> TensorIndex:
         where = posixpath.join(source.location, candidate.folder)
         path = posixpath.join(candidate.folder, METADATA_PICKLE)
         has_metadata = path in candidate.files
         recorded, items = read_sharding_metadata(source, path) if has_metadata else (0, {})
         by_archive, by_image = _sort_files(candidate, items)
         table = ArchiveTable()
-        index = _read_archives(source, table, candidate.folder, by_archive, where)
+        index = _read_archives(source, table, candidate.folder, by_archive)
         world_size = recorded or index.run.world_size or 1
         if recorded and index.run.world_size is not None:
-            refuse_mixed_sizes({index.run.world_size, world_size}, where)
+            refuse_mixed_sizes({index.run.world_size, world_size})
         for by_rank in (*by_archive.values(), *by_image.values()):
-            refuse_stale_ranks(by_rank.items(), world_size, where)
+            refuse_stale_ranks(by_rank.items(), world_size)
         images: dict[Key, TensorEntry] = {}
         for item, by_rank in by_image.items():
             if item not in items:
                 raise UnsupportedError(
                     f"no {METADATA_PICKLE!r} describes how the tensors of {quote(item)} are spread,"
                     f" and {posixpath.basename(min(by_rank.values()))!r} does not either",
-                    where=where,
                     hint="torch_checkpointing describes items that are given a resharder",
                 )
             images |= _read_images(source, table, item, items[item], by_rank, where)
@@ -347,7 +343,6 @@ class TorchCheckpointingReader(FormatReader):
             raise FormatError(
                 f"{posixpath.basename(image.path)!r} and {posixpath.basename(archive.path)!r} hold"
                 f" {quote(both)} both",
-                where=where,
                 hint="two saves went into one folder; take away the files of one",
             )
         writer = index.run.writer  # any program may number the files of ranks
@@ -389,9 +384,7 @@ def _sort_files(candidate: Candidate, items: Mapping[str, ShardedItem]) -> tuple
     return archives, images
 
 
-def _read_archives(
-    source: Source, table: ArchiveTable, folder: str, files: _Files, where: str
-) -> TensorIndex:
+def _read_archives(source: Source, table: ArchiveTable, folder: str, files: _Files) -> TensorIndex:
     """Returns the index of the files that `torch.save` wrote."""
     contents: list[RankContents] = []  # those of the model first
     distributed: dict[str, set[int]] = {}  # by item the ranks that have parts of its tensors
@@ -411,7 +404,6 @@ def _read_archives(
         raise FormatError(
             f"{posixpath.basename(first)!r} and {posixpath.basename(second)!r} are of two"
             " checkpoints",
-            where=where,
             hint=MIXED_SAVES,
         )
     check_counters(contents)
@@ -421,8 +413,8 @@ def _read_archives(
     owned = (RankFile(path, "model", rank) for rank, path in files[owner].items())
     file_set = RankFileSet(folder, "", owner, tuple(owned))
     by_kind: dict[Kind, list[RankContents]] = {"model": contents, "optimizer": [], "extra": []}
-    index = RankAssembly(source, table, file_set, by_kind, where).index()
+    index = RankAssembly(source, table, file_set, by_kind).index()
     for item, ranks in distributed.items():
         what = f"files of {quote(item)}"
-        refuse_missing_ranks(ranks, index.run.world_size or 1, what, where)
+        refuse_missing_ranks(ranks, index.run.world_size or 1, what)
     return index

@@ -36,7 +36,7 @@ from ckptkit.core.errors import (
 )
 from ckptkit.core.index import Box, Chunk, KeyPath, Problem, Record, RunFacts, Shape, TensorIndex
 from ckptkit.core.text import quote
-from ckptkit.formats.base import Candidate, FormatReader
+from ckptkit.formats.base import Candidate, FormatReader, errors_at
 from ckptkit.formats.dcp.reader import BlobRef
 from ckptkit.formats.parsing import (
     MAX_DIMENSIONS,
@@ -127,24 +127,20 @@ def read_manifest(source: Source, path: str) -> tuple[str, Sequence[RankManifest
     if data.lstrip()[:8].startswith(b"version:"):
         raise UnsupportedError(
             "manifest is YAML, as torchsnapshot wrote it before 0.1.0, where JSON was expected",
-            where=where,
             hint="rewrite it as JSON, which YAML readers accept too:"
             " `json.dump(yaml.safe_load(open(path)), ...)`",
         )
     content = parse_json(data, where=where)
     if not isinstance(content, dict) or content.keys() != {"version", "world_size", "manifest"}:
-        raise FormatError("has other fields than version, world_size and manifest", where=where)
+        raise FormatError("has other fields than version, world_size and manifest")
     version, world, entries = (content[k] for k in ("version", "world_size", "manifest"))
     if not isinstance(version, str) or not _VERSION.fullmatch(version):
-        raise UnsupportedError(
-            f"manifest is of version {quote(str(version))}; read is 0.1", where=where
-        )
+        raise UnsupportedError(f"manifest is of version {quote(str(version))}; read is 0.1")
     if not isinstance(entries, dict) or not all(isinstance(e, dict) for e in entries.values()):
-        raise FormatError("'manifest' is not a map of entries", where=where)
+        raise FormatError("'manifest' is not a map of entries")
     if type(world) is not int or not 0 < world <= max(len(entries), 1):
         raise IncompleteCheckpointError(
-            f"'world_size' is {quote(str(world))}, with {len(entries):,} entries of all ranks",
-            where=where,
+            f"'world_size' is {quote(str(world))}, with {len(entries):,} entries of all ranks"
         )
     ranks = tuple(RankManifest() for _ in range(world))
     has_keys = {n: e for n, e in entries.items() if "keys" in e or e.get("type") == "list"}
@@ -153,8 +149,8 @@ def read_manifest(source: Source, path: str) -> tuple[str, Sequence[RankManifest
         first, _, logical = name.partition("/")
         rank = int(first) if re.fullmatch(r"\d{1,9}", first) else -1
         if not logical or not 0 <= rank < world:
-            raise FormatError(f"path {quote(name)} is of no rank of a run of {world}", where=where)
-        ranks[rank].key_paths[logical] = _parse_key_path(name, numbers, where)
+            raise FormatError(f"path {quote(name)} is of no rank of a run of {world}")
+        ranks[rank].key_paths[logical] = _parse_key_path(name, numbers)
         try:
             value = _parse_entry(entry)
         except (FormatError, UnsupportedError, UnsafePathError) as error:
@@ -166,7 +162,7 @@ def read_manifest(source: Source, path: str) -> tuple[str, Sequence[RankManifest
     bare = next((rank for rank, held in enumerate(ranks) if not held.key_paths), None)
     if bare is not None:
         raise IncompleteCheckpointError(
-            f"lists nothing of rank {bare}, where the run had {world} ranks", where=where
+            f"lists nothing of rank {bare}, where the run had {world} ranks"
         )
     return version, ranks
 
@@ -179,11 +175,11 @@ def _numbers(entry: Mapping[str, Any]) -> frozenset[int] | None:
     return frozenset(k for k in keys if type(k) is int) if isinstance(keys, list) else frozenset()
 
 
-def _parse_key_path(path: str, numbers: Mapping[str, frozenset[int] | None], where: str) -> KeyPath:
+def _parse_key_path(path: str, numbers: Mapping[str, frozenset[int] | None]) -> KeyPath:
     """Returns the keys of a path: integers where the container has such keys."""
     tokens = path.split("/")
     if len(tokens) > _MAX_DEPTH:
-        raise FormatError(f"containers are nested more than {_MAX_DEPTH} deep", where=where)
+        raise FormatError(f"containers are nested more than {_MAX_DEPTH} deep")
     keys: list[str | int] = []
     for depth, token in enumerate(tokens[1:], 1):
         number = int(token) if _NUMBER.fullmatch(token) else None
@@ -330,7 +326,7 @@ class _State(Struct):
 
 
 def merge_ranks(
-    ranks: Sequence[RankManifest], where: str
+    ranks: Sequence[RankManifest],
 ) -> tuple[list[MergedTensor], dict[KeyPath, object], dict[str, str], list[str]]:
     """Merges the entries of ranks.
 
@@ -349,9 +345,9 @@ def merge_ranks(
     for name, state in _states(ranks).items():
         for key, parts in state.shared.items():
             if any(key in held for held in state.own.values()):
-                raise FormatError(f"ranks disagree on whether {quote(key)} is shared", where=where)
+                raise FormatError(f"ranks disagree on whether {quote(key)} is shared")
             path = ranks[parts[0][0]].key_paths[key]
-            tensors.append(_merge_tensor(key, path, parts, where))
+            tensors.append(_merge_tensor(key, path, parts))
         difference = state.first_difference()
         if difference:
             why = f"is shared by ranks whose own tensors in {name!r} differ, such as {difference!r}"
@@ -364,9 +360,9 @@ def merge_ranks(
                 path, parts = ranks[rank].key_paths[key], [(rank, tensor)]
                 if difference:  # each rank has a state of its own
                     own_path = str(rank), *path
-                    tensors.append(_merge_tensor(f"{rank}/{key}", own_path, parts, where))
+                    tensors.append(_merge_tensor(f"{rank}/{key}", own_path, parts))
                 else:
-                    tensors.append(_merge_tensor(key, path, parts, where))
+                    tensors.append(_merge_tensor(key, path, parts))
     return tensors, values, unread, notes
 
 
@@ -385,21 +381,21 @@ def _states(ranks: Sequence[RankManifest]) -> dict[str, _State]:
 
 
 def _merge_tensor(
-    key: str, path: KeyPath, parts: Sequence[tuple[int, SavedTensor]], where: str
+    key: str, path: KeyPath, parts: Sequence[tuple[int, SavedTensor]]
 ) -> MergedTensor:
     """Merges the blocks of a tensor; a replicated one has those of the first rank."""
     kinds = {tensor.share for _, tensor in parts}
     if len(kinds) > 1 or (kinds != {"sharded"} and any(t != parts[0][1] for _, t in parts)):
-        raise FormatError(f"ranks contradict each other about {quote(key)}", where=where)
+        raise FormatError(f"ranks contradict each other about {quote(key)}")
     listing = parts if kinds == {"sharded"} else parts[:1]
     blocks = [(rank, block) for rank, tensor in listing for block in tensor.blocks]
     if not blocks:
-        raise IncompleteCheckpointError(f"no rank lists a block of {quote(key)}", where=where)
+        raise IncompleteCheckpointError(f"no rank lists a block of {quote(key)}")
     shape = parts[0][1].shape
     if shape is None:
         boxes = [block.box for _, block in blocks]
         if len({len(box.sizes) for box in boxes}) > 1:
-            raise FormatError(f"blocks of {quote(key)} differ in dimensions", where=where)
+            raise FormatError(f"blocks of {quote(key)} differ in dimensions")
         ends = [map(sum, zip(box.offsets, box.sizes, strict=True)) for box in boxes]
         shape = tuple(max(along) for along in zip(*ends, strict=True))
     return MergedTensor(key, path, shape, blocks)
@@ -436,19 +432,24 @@ class TorchsnapshotReader(FormatReader):
         reason = f"{SNAPSHOT_METADATA!r}, which torchsnapshot writes last"
         return [Candidate(self.name, h, tuple(sorted(f)), reason) for h, f in sorted(files.items())]
 
-    def read_index(self, source: Source, candidate: Candidate) -> TensorIndex:
+    def parse(self, source: Source, candidate: Candidate) -> TensorIndex:
         """Parses the manifest; data files are only looked up."""
         path = posixpath.join(candidate.folder, SNAPSHOT_METADATA)
-        version, ranks = read_manifest(source, path)
+        with errors_at(posixpath.join(source.location, path)):
+            version, ranks = read_manifest(source, path)
         where = posixpath.join(source.location, candidate.folder)
-        tensors, values, unread, notes = merge_ranks(ranks, where)
+        tensors, values, unread, notes = merge_ranks(ranks)
         files = _SnapshotFiles(source, candidate.folder)
-        held = {tensor.path: _place_blocks(files, tensor, where) for tensor in tensors}
+        held = {}
+        for tensor in tensors:
+            with errors_at(f"{where}: tensor {quote(tensor.key)}"):
+                held[tensor.path] = _place_blocks(files, tensor)
         # Further copies, which are not read, use bytes of the files too.
         for rank in ranks:
             for name, saved in rank.tensors.items():
-                for block in saved.blocks:
-                    files.record(block, f"{where}: tensor {quote(name)}")
+                with errors_at(f"{where}: tensor {quote(name)}"):
+                    for block in saved.blocks:
+                        files.record(block)
         files.check_extents()
         for key, value in values.items():
             if isinstance(value, SavedObject):
@@ -456,7 +457,7 @@ class TorchsnapshotReader(FormatReader):
                 values[key] = BlobRef(file.path, 0, max(file.size_bytes, 0))
         return files.index(
             self.name,
-            make_entries(held, where=where, keys=[tensor.key for tensor in tensors]),
+            make_entries(held, keys=[tensor.key for tensor in tensors]),
             source.stat(path),
             values=values,
             run=RunFacts(
@@ -466,18 +467,17 @@ class TorchsnapshotReader(FormatReader):
         )
 
 
-def _place_blocks(files: _SnapshotFiles, tensor: MergedTensor, where: str) -> Stored:
-    where = f"{where}: tensor {quote(tensor.key)}"
+def _place_blocks(files: _SnapshotFiles, tensor: MergedTensor) -> Stored:
     shape, dtype = tensor.shape, tensor.blocks[0][1].dtype
     if any(block.dtype != dtype for _, block in tensor.blocks):
-        raise FormatError("is stored in several element types", where=where)
+        raise FormatError("is stored in several element types")
     if overflows(shape, dtype):
-        raise FormatError(f"size of shape {list(shape)} overflows", where=where)
+        raise FormatError(f"size of shape {list(shape)} overflows")
     chunks = [
         Chunk(
             # The chunks of a scalar have one dimension.
             block.box if shape else Box((), ()),
-            files.record(block, where),
+            files.record(block),
             byte_offset=None if block.is_archive else 0,
             rank=rank,
         )
@@ -493,15 +493,14 @@ class _SnapshotFiles(FileTable):
         self._folder = folder
         self._positions: dict[str, int] = {}
 
-    def record(self, block: SavedBlock, where: str) -> int:
+    def record(self, block: SavedBlock) -> int:
         """Returns the position of the record of a block, which is added if new."""
         needed = math.prod(block.box.sizes) * block.dtype.itemsize
         start, stop = block.byte_range or (0, needed)
         if stop - start != needed and not block.is_archive:
             raise FormatError(
                 f"has {needed:,} bytes in {list(block.box.sizes)}, and a range of"
-                f" {stop - start:,} in its file: sizes do not add up",
-                where=where,
+                f" {stop - start:,} in its file: sizes do not add up"
             )
         file = self.number(block.location)
         if block.is_archive:

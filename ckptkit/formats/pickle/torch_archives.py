@@ -18,16 +18,11 @@ from typing import Any
 
 from msgspec import Struct
 
-from ckptkit.core.errors import (
-    CkptkitError,
-    FormatError,
-    LimitError,
-    TruncatedFileError,
-    UnsupportedError,
-)
+from ckptkit.core.errors import FormatError, LimitError, TruncatedFileError, UnsupportedError
 from ckptkit.core.geometry import is_row_major
 from ckptkit.core.index import Box, Chunk, FileRange, Record, Shape, Span
 from ckptkit.core.text import quote
+from ckptkit.formats.base import errors_at
 from ckptkit.formats.parsing import MAX_DIMENSIONS, FileTable, Read, is_count, read_from
 from ckptkit.formats.pickle.machine import Global, InertObject
 from ckptkit.formats.pickle.pickles import parse_first_pickle, parse_pickle
@@ -142,18 +137,15 @@ class ArchiveTable(FileTable):
         file = source.stat(path)
         where = posixpath.join(source.location, path)
         read, size_bytes = read_from(source, path), file.size_bytes
-        try:
-            legacy = is_legacy(read(0, min(HEAD_BYTES, size_bytes)))
-        except CkptkitError as error:
-            raise error.located(where) from error
         archive: ZipArchive | LegacyArchive
-        if legacy:
-            root, pickle_bytes, archive = open_legacy(read, size_bytes, allowed, where=where)
-        else:
-            archive = open_archive(read, size_bytes, where=where)
-            pickle = archive.pickle()
-            root = parse_pickle(pickle, allowed, where=where, persistent=storage_ref)
-            pickle_bytes = len(pickle)
+        with errors_at(where):
+            if is_legacy(read(0, min(HEAD_BYTES, size_bytes))):
+                root, pickle_bytes, archive = open_legacy(read, size_bytes, allowed, where=where)
+            else:
+                archive = open_archive(read, size_bytes, where=where)
+                pickle = archive.pickle()
+                root = parse_pickle(pickle, allowed, where=where, persistent=storage_ref)
+                pickle_bytes = len(pickle)
         return TorchArchive(path, self.add_file(file), root, pickle_bytes, archive)
 
     def record(self, file: TorchArchive, tensor: TensorRef) -> int:
@@ -254,26 +246,24 @@ def open_legacy(
 ) -> tuple[object, int, LegacyArchive]:
     pickles = _PickleSequence(read, size_bytes, where)
     if pickles.next({}, None) != _MAGIC_NUMBER:
-        raise FormatError("does not begin with torch's magic number", where=where)
+        raise FormatError("does not begin with torch's magic number")
     version, machine = pickles.next({}, None), pickles.next({}, None)
     if version != _VERSION:
         actual = f"version {version}" if type(version) is int else "no number for a version"
         raise UnsupportedError(
-            f"layout has {actual}, only {_VERSION:,} is modelled", where=where, hint=_SAVE_AGAIN
+            f"layout has {actual}, only {_VERSION:,} is modelled", hint=_SAVE_AGAIN
         )
     is_little = machine.get("little_endian") if isinstance(machine, dict) else None
     if is_little is False:
-        raise UnsupportedError(
-            "numbers are stored big-endian, only little-endian is modelled", where=where
-        )
+        raise UnsupportedError("numbers are stored big-endian, only little-endian is modelled")
     if is_little is not True:
-        raise FormatError("does not state the byte order of its numbers", where=where)
+        raise FormatError("does not state the byte order of its numbers")
     collector = _StorageCollector()
     start = pickles.at
     root = pickles.next(allowed, collector)
     pickle_bytes = pickles.at - start
     keys = pickles.next({}, None)
-    starts = _locate_storages(keys, collector.by_key, pickles.at, size_bytes, where)
+    starts = _locate_storages(keys, collector.by_key, pickles.at, size_bytes)
     return root, pickle_bytes, LegacyArchive(read, collector.by_key, starts, where)
 
 
@@ -343,16 +333,15 @@ class _PickleSequence:
 
 
 def _locate_storages(
-    keys: object, storages: Mapping[str, StorageRef], at: int, size_bytes: int, where: str
+    keys: object, storages: Mapping[str, StorageRef], at: int, size_bytes: int
 ) -> dict[str, int]:
     """Returns the first element's byte of each storage; they have to fill the rest of the file."""
     if not isinstance(keys, list) or not all(is_count(k) or isinstance(k, str) for k in keys):
-        raise FormatError("list of storages is not one of keys", where=where)
+        raise FormatError("list of storages is not one of keys")
     keys = [str(key) for key in keys]
     if len(set(keys)) != len(keys) or set(keys) != set(storages):
         raise FormatError(
-            f"{len(keys):,} storages are listed, the pickle refers to {len(storages):,} others",
-            where=where,
+            f"{len(keys):,} storages are listed, the pickle refers to {len(storages):,} others"
         )
     starts = {}
     for key in keys:
@@ -360,10 +349,10 @@ def _locate_storages(
         at = starts[key] + storages[key].size_bytes
     if at > size_bytes:
         raise TruncatedFileError(
-            f"storages end at byte {at:,}, the file ends at byte {size_bytes:,}", where=where
+            f"storages end at byte {at:,}, the file ends at byte {size_bytes:,}"
         )
     if at < size_bytes:
-        raise FormatError(f"{size_bytes - at:,} bytes follow the last storage", where=where)
+        raise FormatError(f"{size_bytes - at:,} bytes follow the last storage")
     return starts
 
 

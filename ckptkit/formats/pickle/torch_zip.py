@@ -38,7 +38,8 @@ from ckptkit.core.errors import (
 )
 from ckptkit.core.index import Shape
 from ckptkit.core.text import quote
-from ckptkit.formats.parsing import Read, errors_at
+from ckptkit.formats.base import errors_at
+from ckptkit.formats.parsing import Read
 from ckptkit.formats.pickle.torch_values import StorageRef, TensorRef, explain_value, parse_values
 
 _Row = tuple[str, int, int, int, int, int]  # name, header start, size, CRC, flags, place of the CRC

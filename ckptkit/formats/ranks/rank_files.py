@@ -224,10 +224,10 @@ def split_off_slices(
     return rest, ranges
 
 
-def check_names(files: RankFileSet, where: str) -> None:
+def check_names(files: RankFileSet) -> None:
     """Refuses files of runs of different sizes, and two files of one rank."""
     sizes = {file.world_size for file in files.files if file.world_size is not None}
-    refuse_mixed_sizes(sizes, where)
+    refuse_mixed_sizes(sizes)
     seen: dict[tuple[Kind, int], str] = {}
     for file in files.files:
         other = seen.setdefault((file.kind, file.rank), file.path)
@@ -235,18 +235,17 @@ def check_names(files: RankFileSet, where: str) -> None:
             raise FormatError(
                 f"{posixpath.basename(other)!r} and {posixpath.basename(file.path)!r} are both of"
                 f" rank {file.rank}",
-                where=where,
                 hint="take away the one that does not belong here",
             )
 
 
-def check_ranks(files: RankFileSet, world_size: int, where: str) -> None:
+def check_ranks(files: RankFileSet, world_size: int) -> None:
     """Refuses a set that lacks files of a rank, or has files of ranks that the run did not have."""
     for kind, what in _CONTENTS.items():
         ranks = {file.rank for file in files.of(kind)}
         if ranks:
-            refuse_missing_ranks(ranks, world_size, what, where)
-        refuse_stale_ranks(((file.rank, file.path) for file in files.of(kind)), world_size, where)
+            refuse_missing_ranks(ranks, world_size, what)
+        refuse_stale_ranks(((file.rank, file.path) for file in files.of(kind)), world_size)
 
 
 def check_counters(contents: Sequence[RankContents]) -> None:

@@ -195,7 +195,7 @@ class _FlatShard(Struct, frozen=True):
 
 
 def find_fairscale_shards(
-    contents: Sequence[RankContents], metadata: Sequence[RankContents], where: str
+    contents: Sequence[RankContents], metadata: Sequence[RankContents]
 ) -> tuple[list[RankContents], list[FlatVector]]:
     """Returns the contents by rank, with the flat shards of FairScale as ShardedTensors.
 
@@ -215,7 +215,7 @@ def find_fairscale_shards(
         return list(contents), []
     missing = [held.file.rank for held in contents if held.file.rank not in by_rank]
     if missing:
-        raise MissingFileError(f"the metadata of rank {missing[0]} is not there", where=where)
+        raise MissingFileError(f"the metadata of rank {missing[0]} is not there")
     shards = [_parse_metadata(by_rank[held.file.rank]) for held in contents]
     for held, own in zip(contents, shards, strict=True):
         if [(s.name, s.members) for s in own] != [(s.name, s.members) for s in shards[0]]:
@@ -389,10 +389,10 @@ class RankFilesReader(FormatReader):
             for files in group_rank_files(paths)
         ]
 
-    def read_index(self, source: Source, candidate: Candidate) -> TensorIndex:
+    def parse(self, source: Source, candidate: Candidate) -> TensorIndex:
         where = posixpath.join(source.location, candidate.folder)
         (files,) = group_rank_files(candidate.files)
-        check_names(files, where)
+        check_names(files)
         table = ArchiveTable()
         contents: dict[Kind, list[RankContents]] = {}
         for kind, prefix in _PREFIXES.items():
@@ -404,10 +404,8 @@ class RankFilesReader(FormatReader):
                 contents[kind] = [drop_first_key(held) for held in contents[kind]]
         for of_kind in contents.values():
             check_counters(of_kind)
-        contents["model"], vectors = find_fairscale_shards(
-            contents["model"], contents["metadata"], where
-        )
-        index = RankAssembly(source, table, files, contents, where).index()
+        contents["model"], vectors = find_fairscale_shards(contents["model"], contents["metadata"])
+        index = RankAssembly(source, table, files, contents).index()
         if vectors:
             names = {vector.name for vector in vectors}
             flat = [entry for entry in index.of_part("model") if entry.name in names]
@@ -474,13 +472,11 @@ class RankAssembly:
         table: ArchiveTable,
         files: RankFileSet,
         contents: Mapping[Kind, Sequence[RankContents]],
-        where: str,
     ) -> None:
         self._source = source
         self._table = table
         self._files = files
         self._contents = contents
-        self._where = where
         self._meshes: dict[tuple[int, int], tuple[InertObject, Mesh]] = {}  # of every file
         self._counts: dict[int, int] = defaultdict(int)  # how many chunks each file has so far
 
@@ -500,13 +496,13 @@ class RankAssembly:
         notes = self._drop_cut_states(parts)
         tensors = {path: self._assemble(path, own) for path, own in parts.items()}
         world_size = self._world_size(contents)
-        check_ranks(self._files, world_size, self._where)
+        check_ranks(self._files, world_size)
         held_tensors: dict[KeyPath, Stored] = {}
         for path, whole in tensors.items():
             chunks = [chunk for chunk, _ in whole.stored]
             # Every rank has the whole of a plain tensor; that of the first is enough.
             held_tensors[path] = whole.dtype, whole.shape, chunks[:1] if whole.is_plain else chunks
-        entries = make_entries(held_tensors, where=self._where, values=values)
+        entries = make_entries(held_tensors, values=values)
         problems, drifted = self._compare_ranks(tensors, entries.values())
         if drifted:
             names = list_first(drifted, len(drifted), _LISTED_NAMES)
@@ -653,7 +649,7 @@ class RankAssembly:
                         hint="give the files of all ranks the names that they were saved under",
                     )
                 sizes.add(tensor.world_size)
-        refuse_mixed_sizes(sizes, self._where)
+        refuse_mixed_sizes(sizes)
         reached = [mesh.highest_rank + 1 for _, mesh in self._meshes.values()]
         least = max(reached, default=0) or 1 + max(file.rank for file in self._files.files)
         return next(iter(sizes), least)
@@ -678,7 +674,6 @@ class RankAssembly:
                 raise FormatError(
                     f"{join_path(path)!r} differs between ranks {ranks[0]} and {ranks[1]}, so that"
                     " they are of different steps",
-                    where=self._where,
                     hint=TWO_SAVES,
                 )
             elif tensor.is_plain and str(path[-1]).rpartition(".")[2] in _STATISTICS:
@@ -749,10 +744,9 @@ class ForeignReader(FormatReader):
             for folder, files in group_by_folder(own).items()
         ]
 
-    def read_index(self, source: Source, candidate: Candidate) -> TensorIndex:
+    def parse(self, source: Source, candidate: Candidate) -> TensorIndex:  # noqa: ARG002
         raise UnsupportedError(
             f"holds {candidate.reason}",
-            where=posixpath.join(source.location, candidate.folder),
             hint="copy the ranks' files of weights beside them, such as"
             " 'model_world_size_2_rank_0.pt' or 'pytorch_model_fsdp_0_rank0.bin'",
         )

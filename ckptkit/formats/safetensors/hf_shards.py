@@ -228,20 +228,19 @@ class HfShardsReader(FormatReader):
             candidates.append(Candidate(self.name, folder, files, reason))
         return candidates
 
-    def read_index(self, source: Source, candidate: Candidate) -> TensorIndex:
-        where = posixpath.join(source.location, candidate.folder)
+    def parse(self, source: Source, candidate: Candidate) -> TensorIndex:
         paths = [path for path in candidate.files if is_shard(path)]
         others = [path for path in candidate.files if not is_shard(path)]
         numbers = list(map(_numbers_of, paths))
         indexed = [name for path in others for name in read_weight_map(source, path)]
-        _check_model_files(numbers, where)
+        _check_model_files(numbers)
         files = list(map(source.stat, paths))
         table = FileTable()
-        shards = _read_shards(source, table, files, where)
+        shards = _read_shards(source, table, files)
         absent = [name for name in indexed if name not in shards]
         if absent or not indexed:  # else no tensor is missing
-            _check_ranks(numbers, where)
-        shapes = {name: _whole_shape(held, where) for name, held in shards.items()}
+            _check_ranks(numbers)
+        shapes = {name: _whole_shape(held) for name, held in shards.items()}
         folders = [candidate.folder, posixpath.join(candidate.folder, METADATA_FOLDER)]
         if posixpath.basename(candidate.folder) == SHARDED_FOLDER:
             folders.append(posixpath.dirname(candidate.folder))
@@ -251,7 +250,6 @@ class HfShardsReader(FormatReader):
             raise IncompleteCheckpointError(
                 f"the last {lacking:,} of {extents.layers:,} layers by {extents.path!r} are in no"
                 " shard",
-                where=where,
                 hint="give the directory that holds the shards of every rank",
             )
         ranks = max(rank for rank, _, _ in numbers)
@@ -268,7 +266,7 @@ class HfShardsReader(FormatReader):
             )
             for name, own in shards.items()
         }
-        entries = make_entries(held, where=where)
+        entries = make_entries(held)
         problems = [
             *_find_stored_twice(shards),
             *(_compare_extents(entry, extents) for entry in entries.values()),
@@ -289,7 +287,7 @@ class HfShardsReader(FormatReader):
 
 
 def _read_shards(
-    source: Source, table: FileTable, files: Sequence[FileRef], where: str
+    source: Source, table: FileTable, files: Sequence[FileRef]
 ) -> dict[str, list[_Shard]]:
     shards: dict[str, list[_Shard]] = defaultdict(list)
     for file in files:
@@ -312,13 +310,12 @@ def _read_shards(
                     raise FormatError(
                         f"tensor {name!r} has {what} {expected} in {first.path!r}"
                         f" against {actual} in {other.path!r}",
-                        where=where,
                         hint="the shards are of different saves: take the older ones away",
                     )
     return dict(shards)
 
 
-def _check_ranks(numbers: Sequence[_Numbers], where: str) -> None:
+def _check_ranks(numbers: Sequence[_Numbers]) -> None:
     """Refuses a set with gaps, of which no index shows that no tensor is missing.
 
     A rank without a shard of a model file writes no file, as in a pipeline. The check of
@@ -337,7 +334,6 @@ def _check_ranks(numbers: Sequence[_Numbers], where: str) -> None:
     missing = f"shard-{rank:05d}-model-{file:05d}-of-{count:05d}{_ENDING}"
     raise MissingFileError(
         f"{len(there):,} of {last * count:,} shards are there; {missing!r} is missing",
-        where=where,
         hint="copy the missing files as well; if the rank held no part of that file and so"
         f" wrote none, put the model's {_INDEX!r} beside the shards, which names all tensors",
     )
@@ -374,34 +370,30 @@ def _find_cut_off(
             )
 
 
-def _check_model_files(numbers: Sequence[_Numbers], where: str) -> None:
+def _check_model_files(numbers: Sequence[_Numbers]) -> None:
     counts = sorted({model_files for _, _, model_files in numbers})
     if len(counts) > 1:
         raise FormatError(
             f"shards are numbered '-of-{counts[0]:05d}' and '-of-{counts[1]:05d}'",
-            where=where,
             hint="they are of different saves: take the older ones away",
         )
     last = max(rank for rank, _, _ in numbers)
     if last > _MOST_RANKS:
-        raise FormatError(f"a shard is named as that of rank {last:.3g}", where=where)
+        raise FormatError(f"a shard is named as that of rank {last:.3g}")
     there = {model_file for _, model_file, _ in numbers}
     missing = next((n for n in range(1, counts[0] + 1) if n not in there), None)
     if missing is not None or max(there) > counts[0] or min(rank for rank, _, _ in numbers) < 1:
         raise MissingFileError(
             f"no shard is of model file {missing or 1} of {counts[0]}",
-            where=where,
             hint="copy the missing files as well",
         )
 
 
-def _whole_shape(shards: Sequence[_Shard], where: str) -> Shape:
+def _whole_shape(shards: Sequence[_Shard]) -> Shape:
     shape = tuple(max(ends) for ends in zip(*(shard.end for shard in shards), strict=True))
     stored = shards[0].stored
     if overflows(shape, stored.dtype):
-        raise FormatError(
-            f"size of tensor {stored.name!r} of shape {list(shape)} overflows", where=where
-        )
+        raise FormatError(f"size of tensor {stored.name!r} of shape {list(shape)} overflows")
     return shape
 
 

@@ -69,7 +69,7 @@ from ckptkit.core.index import (
     TensorIndex,
 )
 from ckptkit.core.text import quote
-from ckptkit.formats.base import Candidate, FormatReader
+from ckptkit.formats.base import Candidate, FormatReader, errors_at
 from ckptkit.formats.discovery import is_unit_folder, parse_step
 from ckptkit.formats.parsing import (
     MIXED_SAVES,
@@ -182,7 +182,7 @@ def open_zero_file(table: ArchiveTable, source: Source, file: TagFile) -> ZeroFi
     return ZeroFile(file, archive.dictionary(), archive)
 
 
-def sort_tag_files(paths: Sequence[str], where: str) -> Mapping[Kind, list[TagFile]]:
+def sort_tag_files(paths: Sequence[str]) -> Mapping[Kind, list[TagFile]]:
     """Sorts the files of a tag into those of weights and of optimizer states, by rank."""
     parsed = [file for file in map(parse_name, paths) if file is not None]
     has_experts = any(file.kind == "expert" for file in parsed)
@@ -190,10 +190,10 @@ def sort_tag_files(paths: Sequence[str], where: str) -> Mapping[Kind, list[TagFi
         part = find_unsupported_part(path)
         # Beside experts, this is what an optimizer without ZeRO wrote; states of theirs are unread.
         if part is not None and not (has_experts and path.endswith("_optim_states.pt")):
-            raise unsupported_part_error(part, path, where)
+            raise unsupported_part_error(part, path)
     sliced = next((file for file in parsed if file.slice), None)
     if sliced is not None:
-        raise unsupported_part_error("slices of tensor parallelism", sliced.path, where)
+        raise unsupported_part_error("slices of tensor parallelism", sliced.path)
     files: dict[Kind, list[TagFile]] = {"model": [], "optim": [], "expert": []}
     for file in sorted(parsed, key=lambda file: -1 if file.rank is None else file.rank):
         if file.expert is not None:
@@ -204,32 +204,29 @@ def sort_tag_files(paths: Sequence[str], where: str) -> Mapping[Kind, list[TagFi
             raise FormatError(
                 f"{posixpath.basename(before[0].path)!r} and {posixpath.basename(file.path)!r}"
                 " are of two checkpoints",
-                where=where,
                 hint=MIXED_SAVES,
             )
         files[file.kind].append(file)
     if not files["model"]:
         raise MissingFileError(
             "there are optimizer states, and no file of weights ('…model_states.pt')",
-            where=where,
             hint="give the directory that holds the files of every rank",
         )
     return files
 
 
-def unsupported_part_error(part: str, path: str, where: str) -> UnsupportedError:
+def unsupported_part_error(part: str, path: str) -> UnsupportedError:
     has_converter = not part.startswith("experts")  # DeepSpeed has none for these
     other = ", or use the converter of what trained it" if has_converter else ""
     return UnsupportedError(
         f"holds {part} ({posixpath.basename(path)!r}), which this version does not read",
-        where=where,
         hint="load it where it was trained, and save the gathered state dict of the whole model"
         f" with `torch.save`{other}; read are ZeRO 1 to 3 without pipeline and tensor parallelism,"
         " and the experts of `deepspeed.moe` up to ZeRO 2",
     )
 
 
-def _check_experts(model: PickledDict, experts: Sequence[TagFile], where: str) -> None:
+def _check_experts(model: PickledDict, experts: Sequence[TagFile]) -> None:
     """Refuses files of experts that are missing, or that the model does not have."""
     counts = model.values.get("num_experts") or []
     counts = counts if isinstance(counts, list) else [counts]
@@ -239,7 +236,6 @@ def _check_experts(model: PickledDict, experts: Sequence[TagFile], where: str) -
     if not counts and there:
         raise FormatError(
             f"{posixpath.basename(experts[0].path)!r} is beside a model without experts",
-            where=where,
             hint=MIXED_SAVES,
         )
     # A hostile file may claim any number of experts, so that no list of them is made.
@@ -252,7 +248,6 @@ def _check_experts(model: PickledDict, experts: Sequence[TagFile], where: str) -
         raise MissingFileError(
             f"{len(there):,} of the files of {count:,} experts are there; missing are"
             f" {list_first(names, count - len(there), _LISTED_EXPERTS)}",
-            where=where,
             hint="copy 'layer_L_expert_E_mp_rank_00_model_states.pt' of every rank's node beside"
             " them; layers with experts are counted from 0",
         )
@@ -261,37 +256,36 @@ def _check_experts(model: PickledDict, experts: Sequence[TagFile], where: str) -
         odd = next(file for file in experts if file.expert not in known)
         raise FormatError(
             f"{posixpath.basename(odd.path)!r} is of an expert that the model does not have",
-            where=where,
             hint=MIXED_SAVES,
         )
 
 
-def _check_ranks(files: Sequence[ZeroFile], world_size: int, what: str, where: str) -> None:
+def _check_ranks(files: Sequence[ZeroFile], world_size: int, what: str) -> None:
     """Refuses files that are missing, and files of ranks that the run did not have."""
     ranks = {file.info.rank for file in files}
-    refuse_missing_ranks(ranks, world_size, what, where)
-    refuse_stale_ranks(((file.info.rank, file.info.path) for file in files), world_size, where)
+    refuse_missing_ranks(ranks, world_size, what)
+    refuse_stale_ranks(((file.info.rank, file.info.path) for file in files), world_size)
 
 
-def _refuse_parallelism(models: Sequence[ZeroFile], where: str) -> None:
+def _refuse_parallelism(models: Sequence[ZeroFile]) -> None:
     """Refuses files of weights that hold only a part of the model."""
     for model in models:
         content, path = model.content, model.info.path
         degrees = content.inner("checkpoint_parallel_dimensions")
         sizes = {content.count("mp_world_size"), *map(degrees.count, degrees.values)}
         if sizes - {None, 1}:
-            raise unsupported_part_error("slices of a model-parallel run", path, where)
+            raise unsupported_part_error("slices of a model-parallel run", path)
         if content.values.get("autoep_layers") or content.values.get("ds_autoep_layers"):
-            raise unsupported_part_error(_AUTO_EXPERTS, path, where)
+            raise unsupported_part_error(_AUTO_EXPERTS, path)
         if content.values.get(_MODULE) is None:
-            raise unsupported_part_error("the layers of a pipeline", path, where)
+            raise unsupported_part_error("the layers of a pipeline", path)
 
 
-def _check_same_run(models: Sequence[ZeroFile], where: str) -> None:
+def _check_same_run(models: Sequence[ZeroFile]) -> None:
     """Refuses files of weights of several steps, or of several runs."""
     for key in ("global_steps", "dp_world_size"):
         if len({file.content.count(key) for file in models}) > 1:
-            raise FormatError(f"the files of ranks have several {key!r}", where=where)
+            raise FormatError(f"the files of ranks have several {key!r}")
 
 
 def _read_groups(model: PickledDict) -> list[dict[str, Shape]]:
@@ -309,22 +303,20 @@ def _read_groups(model: PickledDict) -> list[dict[str, Shape]]:
 
 
 def _check_save(
-    models: Sequence[ZeroFile], experts: Sequence[ZeroFile], ranks: Sequence[ZeroFile], where: str
+    models: Sequence[ZeroFile], experts: Sequence[ZeroFile], ranks: Sequence[ZeroFile]
 ) -> None:
     """Checks that the files of all ranks are there, and that all are of one save."""
     first = models[0].content
     is_partitioned = models[0].info.rank is not None
-    _refuse_parallelism(models, where)
-    _check_experts(first, [file.info for file in experts], where)
+    _refuse_parallelism(models)
+    _check_experts(first, [file.info for file in experts])
     if experts and is_partitioned:
-        raise unsupported_part_error(
-            "experts beside weights of ZeRO 3", experts[0].info.path, where
-        )
+        raise unsupported_part_error("experts beside weights of ZeRO 3", experts[0].info.path)
     counts: set[int] = set()
     for file in ranks:
         state = file.states()
         if state.values.get("ds_zero_partition_groups"):
-            raise unsupported_part_error("expert groups", file.info.path, where)
+            raise unsupported_part_error("expert groups", file.info.path)
         value = state.values.get("partition_count")  # each group may have its own
         own: Sequence[Any] = value if isinstance(value, (list, tuple)) else [value]
         if not own or not all(type(count) is int and count > 0 for count in own):
@@ -335,22 +327,20 @@ def _check_save(
         counts.add(recorded)
     refuse_mixed_sizes(
         counts,
-        where,
         hint="files of a run of another size, or of expert groups, are among them; take away"
         " those that do not belong here",
     )
     world_size = counts.pop() if counts else recorded or 1
     if is_partitioned:
-        _check_ranks(models, world_size, "weights", where)
+        _check_ranks(models, world_size, "weights")
     if ranks or is_partitioned:
-        _check_ranks(ranks, world_size, "optimizer states", where)
-    _check_same_run(models, where)
+        _check_ranks(ranks, world_size, "optimizer states")
+    _check_same_run(models)
     stages = {file.states().count("zero_stage") for file in ranks}
     if stages and (len(stages) > 1 or (_PARTITIONED_STAGE in stages) != is_partitioned):
         raise FormatError(
             f"optimizer states are of stage {' and '.join(map(str, stages))}, and the weights"
             " of another",
-            where=where,
             hint=MIXED_SAVES,
         )
 
@@ -430,12 +420,12 @@ def _find_sliced(
                     )
                 start = slices[name][-1].start + slices[name][-1].count if slices[name] else 0
                 slices[name].append(file.slice(vector, group, first, start, count))
-    where = ranks[0].states().where
-    return {
-        name: _join_slices(name, shape, slices[name], where)
-        for group in groups
-        for name, shape in group.items()
-    }
+    with errors_at(ranks[0].states().where):
+        return {
+            name: _join_slices(name, shape, slices[name])
+            for group in groups
+            for name, shape in group.items()
+        }
 
 
 def _find_partitioned(
@@ -471,8 +461,8 @@ def _find_partitioned(
             raise state.error(
                 f"{_FLAT!r} has {left:,} elements more than its parameters: sizes do not add up"
             )
-    where = ranks[0].states().where
-    return {name: _join_slices(name, shape, slices[name], where) for name, shape in shapes.items()}
+    with errors_at(ranks[0].states().where):
+        return {name: _join_slices(name, shape, slices[name]) for name, shape in shapes.items()}
 
 
 def _find_frozen(models: Sequence[ZeroFile]) -> dict[str, FlatParameter]:
@@ -494,25 +484,23 @@ def _find_frozen(models: Sequence[ZeroFile]) -> dict[str, FlatParameter]:
                 )
             count = max(0, min(part, elements - rank * part))
             slices.append(file.slice(tensor, 0, 0, rank * part, count))
-        frozen[name] = _join_slices(name, shape, slices, first.where)
+        with errors_at(first.where):
+            frozen[name] = _join_slices(name, shape, slices)
     return frozen
 
 
-def _join_slices(
-    name: str, shape: Shape, slices: Sequence[VectorSlice], where: str
-) -> FlatParameter:
+def _join_slices(name: str, shape: Shape, slices: Sequence[VectorSlice]) -> FlatParameter:
     """Checks that consecutive slices are all elements of a parameter, of one element type."""
     elements = math.prod(shape)
     held = sum(part.count for part in slices)
     if held != elements:
         raise IncompleteCheckpointError(
-            f"{quote(name)} has {elements:,} elements, and the ranks hold {held:,} of them",
-            where=where,
+            f"{quote(name)} has {elements:,} elements, and the ranks hold {held:,} of them"
         )
     dtypes = {part.tensor.dtype for part in slices} or {BY_NAME["float32"]}
     if len(dtypes) != 1:
         names = " and ".join(sorted(dtype.name for dtype in dtypes))
-        raise FormatError(f"{quote(name)} is stored by the ranks as {names}", where=where)
+        raise FormatError(f"{quote(name)} is stored by the ranks as {names}")
     return FlatParameter(shape, dtypes.pop(), tuple(slices))
 
 
@@ -746,7 +734,6 @@ def _read_weights(
     table: ArchiveTable,
     models: Sequence[ZeroFile],  # of each rank in stage 3, else one
     masters: Mapping[str, FlatParameter],
-    where: str,
     experts: Sequence[ZeroFile] = (),
 ) -> _Weights:
     content = models[0].content
@@ -797,7 +784,7 @@ def _read_weights(
         held[_MODULE, name] = dtype, shape, chunks
     live: dict[Key, TensorEntry] = {}
     copies: dict[Key, TensorEntry] = {}
-    for name, entry in zip(stored, make_entries(held, where=where).values(), strict=True):
+    for name, entry in zip(stored, make_entries(held).values(), strict=True):
         live[entry.key] = entry
         master = masters.get(shared.get(name, name))
         if master is not None and master.shape != entry.shape:
@@ -890,7 +877,6 @@ class _ParameterFile(Struct, frozen=True):
 class _UniversalFiles(Struct):
     """The files below `zero/` of a universal checkpoint."""
 
-    where: str
     models: Sequence[ZeroFile]
     groups: Sequence[Mapping[str, Shape]]
     files: Mapping[str, Mapping[str, _ParameterFile]]  # by parameter and kind
@@ -898,22 +884,19 @@ class _UniversalFiles(Struct):
     notes: list[str] = field(default_factory=list)
 
     @classmethod
-    def open(
-        cls, table: ArchiveTable, source: Source, paths: Sequence[str], where: str
-    ) -> _UniversalFiles:
+    def open(cls, table: ArchiveTable, source: Source, paths: Sequence[str]) -> _UniversalFiles:
         """Opens the files, and checks that they are of one save that is supported."""
-        tag = sort_tag_files([p for p in paths if parse_universal_path(p) is None], where)
+        tag = sort_tag_files([p for p in paths if parse_universal_path(p) is None])
         if tag["optim"]:
             raise FormatError(
                 f"{posixpath.basename(tag['optim'][0].path)!r}, of a rank's optimizer states, is"
                 " beside the files of a universal checkpoint",
-                where=where,
                 hint="one was written into the folder of the other; take away the files of one",
             )
         models = [open_zero_file(table, source, file) for file in tag["model"]]
-        _refuse_parallelism(models, where)
+        _refuse_parallelism(models)
         for file in tag["expert"]:
-            raise unsupported_part_error("experts in files of their own", file.path, where)
+            raise unsupported_part_error("experts in files of their own", file.path)
         files: dict[str, dict[str, _ParameterFile]] = defaultdict(dict)
         common = None
         for path in paths:
@@ -937,22 +920,20 @@ class _UniversalFiles(Struct):
         if common is None:
             raise MissingFileError(
                 "'zero/optimizer_state.pt' is not there",
-                where=where,
                 hint="make the checkpoint anew with ds_to_universal.py",
             )
-        _check_same_run(models, where)
+        _check_same_run(models)
         is_partitioned = models[0].info.rank is not None
         if is_partitioned:
             world_size = models[0].content.count("dp_world_size") or 1
-            _check_ranks(models, world_size, "weights", where)
+            _check_ranks(models, world_size, "weights")
         # Only stage 3 leaves this key in the common states.
         if (_STATES in common.dictionary().values) != is_partitioned:
             raise FormatError(
                 "files of weights and files of parameters are of different stages",
-                where=where,
                 hint="take away the files of one of the two checkpoints",
             )
-        return cls(where, models, _read_groups(models[0].content), files, common)
+        return cls(models, _read_groups(models[0].content), files, common)
 
     def masters(self) -> Mapping[str, FlatParameter]:
         masters = {}
@@ -1007,7 +988,6 @@ class _UniversalFiles(Struct):
         if file is None:
             raise MissingFileError(
                 f"'zero/{name}/{kind}.pt' is not there",
-                where=self.where,
                 hint="copy the file back, or make the checkpoint anew with ds_to_universal.py",
             )
         return file
@@ -1072,21 +1052,20 @@ class ZeroReader(FormatReader):
             candidates.append(Candidate(self.name, folder, tuple(inside), reason))
         return candidates
 
-    def read_index(self, source: Source, candidate: Candidate) -> TensorIndex:
-        where = posixpath.join(source.location, candidate.folder)
-        files = sort_tag_files(candidate.files, where)
+    def parse(self, source: Source, candidate: Candidate) -> TensorIndex:
+        files = sort_tag_files(candidate.files)
         table = ArchiveTable()
         models = [open_zero_file(table, source, file) for file in files["model"]]
         experts = [open_zero_file(table, source, file) for file in files["expert"]]
         optimizers = [] if experts else files["optim"]
         ranks = [open_zero_file(table, source, file) for file in optimizers]
-        _check_save(models, experts, ranks, where)
+        _check_save(models, experts, ranks)
         groups = _read_groups(models[0].content)
         masters: Mapping[str, FlatParameter] = {}
         if ranks:
             find = _find_sliced if models[0].info.rank is None else _find_partitioned
             masters = find(groups, ranks)
-        weights = _read_weights(table, models, masters, where, experts)
+        weights = _read_weights(table, models, masters, experts)
         of_ranks = [_find_rank_states(file.archive, file.states()) for file in ranks]
         names = [list(group) for group in groups]
         collected = _collect_states(table, of_ranks, masters, weights.names, names)
@@ -1136,11 +1115,10 @@ class UniversalReader(FormatReader):
             for folder, files in sorted(folders.items())
         ]
 
-    def read_index(self, source: Source, candidate: Candidate) -> TensorIndex:
-        where = posixpath.join(source.location, candidate.folder)
+    def parse(self, source: Source, candidate: Candidate) -> TensorIndex:
         table = ArchiveTable()
-        save = _UniversalFiles.open(table, source, candidate.files, where)
-        weights = _read_weights(table, save.models, save.masters(), where)
+        save = _UniversalFiles.open(table, source, candidate.files)
+        weights = _read_weights(table, save.models, save.masters())
         states = save.states(table, weights.names)
         stage = save.common.dictionary().count("zero_stage")
         return weights.index(self.name, states, save.notes, stage=stage, tool="ds_to_universal.py")
