@@ -59,7 +59,8 @@ def errors_at(where: str) -> Iterator[None]:
     except CkptkitError as error:
         if error.where:
             raise
-        raise error.located(where) from error
+        placed = error.located(where).with_traceback(error.__traceback__)
+        raise placed from error.__cause__  # one error in a traceback, raised where it was found
 
 
 class FormatReader:

@@ -38,7 +38,7 @@ from transformers import (
 import ckptkit
 from ckptkit.core.errors import AdapterError, CkptkitError, IncompleteCheckpointError, RefusedError
 from tests.command_line import run_command
-from tests.reports.folders import save
+from tests.reports.folders import assert_same, save, tensors_of
 from tests.sharded import write_sharded
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -64,20 +64,6 @@ EXPERTS = {
     "num_experts": 2,
     "num_experts_per_tok": 1,
 }
-
-
-def tensors_of(folder: Path) -> Tensors:
-    found: dict[str, torch.Tensor] = {}
-    for file in folder.glob("*.safetensors"):
-        found |= load_file(file)
-    return found
-
-
-def assert_same(found: Tensors, expected: Tensors) -> None:
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert found[name].dtype == tensor.dtype, name
-        assert torch.equal(found[name], tensor), name
 
 
 def with_adapter(base: Path, adapter: Path, kind: Any = AutoModelForCausalLM) -> Any:

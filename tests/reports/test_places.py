@@ -28,6 +28,7 @@ from tests.command_line import Result, run_command
 from tests.compared_models import model_of, trained
 from tests.hub_server import TOKEN, HubServer
 from tests.object_store import ObjectStore
+from tests.reports.folders import assert_same, notes_of
 
 REPORTS = Path(__file__).resolve().parents[2] / "fixtures" / "reports"
 AUTOMODEL, NEMO_RL = REPORTS / "07-automodel", REPORTS / "07-nemo-rl"
@@ -38,23 +39,13 @@ Tensors = dict[str, torch.Tensor]
 
 
 def converted(src: PathLike, out: Path, **options: Any) -> tuple[Tensors, list[str]]:
-    """Returns the tensors of the output, and the notes."""
-    notes: list[str] = []
-    ckptkit.consolidate(
-        src, out, listener=lambda event: notes.extend(getattr(event, "notes", ())), **options
-    )
+    """Returns the tensors of the model alone, and the notes."""
+    notes = notes_of(ckptkit.consolidate, src, out, **options)
     return load_file(out / "model.safetensors"), notes
 
 
 def values_of(tensors: Tensors) -> set[float]:
     return {value for tensor in tensors.values() for value in tensor.flatten().tolist()}
-
-
-def assert_same(found: Tensors, expected: Tensors) -> None:
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert found[name].dtype == tensor.dtype, name
-        assert torch.equal(found[name], tensor), name
 
 
 def config_of(folder: Path) -> dict[str, Any]:

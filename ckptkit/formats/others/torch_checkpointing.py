@@ -5,16 +5,22 @@ Each rank writes a file for each item of the state (`model_0.pt`), or one for al
 tensors are distributed. Torch's own files contain that with their DTensors. Safetensors files hold
 local tensors, whose positions only `metadata.pkl` has.
 
+`model_0.pt` may as well be the model of epoch 0, so names alone do not identify numbered files.
+They are recognised by `metadata.pkl`, or by their contents: a pickle with torch's distributed
+tensors is a rank's.
+
 Source: torch_checkpointing/distributed_metadata.py, dtensor_metadata.py, checkpoint_layout.py,
-0.1.1.
+0.1.1; torch/distributed/checkpoint/_experimental/checkpoint_writer.py, torch 2.13.
 """
 
 from __future__ import annotations
 
 import math
 import posixpath
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from msgspec import Struct
@@ -22,6 +28,7 @@ from msgspec.structs import replace
 
 from ckptkit.core.errors import (
     FormatError,
+    InputError,
     LimitError,
     MissingFileError,
     UnsafePathError,
@@ -36,8 +43,10 @@ from ckptkit.formats.parsing import (
     MAX_DIMENSIONS,
     MIXED_SAVES,
     FileTable,
+    group_by_folder,
     is_count,
     parse_json,
+    read_from,
     read_limited,
     refuse_missing_ranks,
     refuse_mixed_sizes,
@@ -47,6 +56,7 @@ from ckptkit.formats.parsing import (
 )
 from ckptkit.formats.pickle.pickles import parse_pickle
 from ckptkit.formats.pickle.torch_archives import ArchiveTable
+from ckptkit.formats.pickle.torch_zip import open_archive
 from ckptkit.formats.ranks.dtensor import (
     MAX_RANKS,
     Mesh,
@@ -56,21 +66,26 @@ from ckptkit.formats.ranks.dtensor import (
     make_split,
 )
 from ckptkit.formats.ranks.rank_files import (
-    FORMAT,
-    METADATA_PICKLE,
     Kind,
     RankContents,
     RankFile,
     RankFileSet,
     check_counters,
-    find_with_metadata,
     load_rank_file,
-    parse_numbered_name,
 )
 from ckptkit.formats.ranks.reader import RankAssembly, drop_first_key, have_state_dicts
 from ckptkit.formats.safetensors.reader import HeaderTensor, read_header
 from ckptkit.formats.trees import Stored, join_path, make_entries
 from ckptkit.storage.base import Source
+
+_METADATA = "metadata.pkl"
+_NUMBERED = re.compile(r"(?P<item>[A-Za-z0-9_-]+?)[_-]?(?P<rank>\d{1,7})\.(?P<kind>pt|safetensors)")
+_SHARDED_FORMATS = {"dcp", "zero"}
+_MARKS = (b"torch.distributed", b"ShardedTensor")
+_SINGLE_FILE_FORMATS = {"torch", "torch optimizer", "safetensors"}
+_MOST_INSPECTED = 32  # items of the state whose files are opened
+_FILES_OF_AN_ITEM = 3  # one of them may be damaged
+
 
 MAX_METADATA_BYTES = 2**28
 _VERSION = "2.0"
@@ -306,18 +321,30 @@ def _place_images(
 class TorchCheckpointingReader(FormatReader):
     """Reads a file of each rank, for each item of the state or for all of it."""
 
-    name = FORMAT
+    name = "torch-checkpointing"
     order = 20
     expected = "'model_0.pt' beside 'model_1.pt', or beside 'metadata.pkl'"
-    index_memory = (METADATA_PICKLE, 12)
+    index_memory = (_METADATA, 12)
 
     def find(self, paths: Sequence[str]) -> list[Candidate]:
         """Recognises folders with a `metadata.pkl`; others are recognised by their contents."""
-        return find_with_metadata(paths)
+        homes = {posixpath.dirname(p) for p in paths if posixpath.basename(p) == _METADATA}
+        inside = [
+            path
+            for path in (paths if homes else ())
+            if posixpath.dirname(path) in homes
+            and (_parse_name(path) or posixpath.basename(path) == _METADATA)
+        ]
+        reason = f"{_METADATA!r} beside files numbered by rank"
+        return [
+            Candidate(self.name, folder, tuple(files), reason)
+            for folder, files in group_by_folder(inside).items()
+            if len(files) > 1
+        ]
 
     def parse(self, source: Source, candidate: Candidate) -> TensorIndex:
         where = posixpath.join(source.location, candidate.folder)
-        path = posixpath.join(candidate.folder, METADATA_PICKLE)
+        path = posixpath.join(candidate.folder, _METADATA)
         has_metadata = path in candidate.files
         recorded, items = read_sharding_metadata(source, path) if has_metadata else (0, {})
         by_archive, by_image = _sort_files(candidate, items)
@@ -332,7 +359,7 @@ class TorchCheckpointingReader(FormatReader):
         for item, by_rank in by_image.items():
             if item not in items:
                 raise UnsupportedError(
-                    f"no {METADATA_PICKLE!r} describes how the tensors of {quote(item)} are spread,"
+                    f"no {_METADATA!r} describes how the tensors of {quote(item)} are spread,"
                     f" and {posixpath.basename(min(by_rank.values()))!r} does not either",
                     hint="torch_checkpointing describes items that are given a resharder",
                 )
@@ -377,7 +404,7 @@ def _sort_files(candidate: Candidate, items: Mapping[str, ShardedItem]) -> tuple
             path = posixpath.join(candidate.folder, inside)
             (images if is_safetensors else archives)[item][rank] = path
             listed.add(path)
-    for parsed in filter(None, map(parse_numbered_name, candidate.files)):
+    for parsed in filter(None, map(_parse_name, candidate.files)):
         if parsed.path not in listed:
             kind = images if parsed.is_safetensors else archives
             kind[parsed.item].setdefault(parsed.rank, parsed.path)
@@ -398,7 +425,7 @@ def _read_archives(source: Source, table: ArchiveTable, folder: str, files: _Fil
     if have_state_dicts(contents[:of_model]):
         contents[:of_model] = map(drop_first_key, contents[:of_model])
     if not contents:
-        return table.index(FORMAT, {})
+        return table.index(TorchCheckpointingReader.name, {})
     if _ALL_ITEMS in distributed and len(distributed) > 1:
         first, second = (min(files[item].values()) for item in [*distributed][:2])
         raise FormatError(
@@ -418,3 +445,69 @@ def _read_archives(source: Source, table: ArchiveTable, folder: str, files: _Fil
         what = f"files of {quote(item)}"
         refuse_missing_ranks(ranks, index.run.world_size or 1, what)
     return index
+
+
+class _NumberedFile(Struct, frozen=True):
+    """A numbered file, as its name describes it."""
+
+    path: str
+    item: str
+    rank: int
+    is_safetensors: bool  # whether it is a safetensors file, and not torch's
+
+
+def _parse_name(path: str) -> _NumberedFile | None:
+    match = _NUMBERED.fullmatch(posixpath.basename(path))
+    if match is None:
+        return None
+    return _NumberedFile(path, match["item"], int(match["rank"]), match["kind"] == "safetensors")
+
+
+def add_numbered_ranks(
+    source: Source, candidates: Sequence[Candidate], paths: Sequence[str]
+) -> list[Candidate]:
+    """Groups numbered files that ranks wrote, which only their contents show."""
+    taken = {
+        path
+        for c in candidates
+        if c.format not in _SINGLE_FILE_FORMATS or len(c.files) > 1
+        for path in c.files
+    }
+    # Next to a model of these formats, numbered files are something else that its run saved.
+    others = {c.folder for c in candidates if c.format in _SHARDED_FORMATS}
+    folders: dict[str, list[_NumberedFile]] = defaultdict(list)
+    for path in paths:
+        file, folder = _parse_name(path), posixpath.dirname(path)
+        if file is not None and path not in taken and folder not in others:
+            folders[folder].append(file)
+    of_ranks = list(_find_of_ranks(source, folders))
+    replaced = {path for candidate in of_ranks for path in candidate.files}
+    return [c for c in candidates if replaced.isdisjoint(c.files)] + of_ranks
+
+
+def _find_of_ranks(source: Source, folders: dict[str, list[_NumberedFile]]) -> Iterator[Candidate]:
+    inspected = 0
+    for folder, files in sorted(folders.items()):
+        items: dict[str, list[_NumberedFile]] = defaultdict(list)
+        for file in sorted(files, key=lambda file: file.rank):
+            items[file.item].append(file)
+        inspected += len(items)
+        if inspected > _MOST_INSPECTED:
+            return
+        distributed = []
+        for item, held in sorted(items.items()):
+            for file in held[:_FILES_OF_AN_ITEM]:
+                pickle = b""  # safetensors files do not show it, a file's reader reports its errors
+                with suppress(InputError):
+                    if not file.is_safetensors:
+                        read, size = read_from(source, file.path), source.stat(file.path).size_bytes
+                        pickle = open_archive(read, size, where=file.path).pickle()
+                if any(mark in pickle for mark in _MARKS):
+                    distributed.append(item)
+                    break
+        if distributed:
+            names = " and ".join(map(repr, distributed))
+            reason = f"files numbered by rank, and {names} hold distributed tensors"
+            yield Candidate(
+                TorchCheckpointingReader.name, folder, tuple(sorted(f.path for f in files)), reason
+            )

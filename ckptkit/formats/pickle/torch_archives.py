@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import posixpath
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from msgspec import Struct
@@ -244,10 +244,38 @@ class LegacyArchive(Struct, frozen=True):
 def open_legacy(
     read: Read, size_bytes: int, allowed: Mapping[tuple[str, str], object], *, where: str
 ) -> tuple[object, int, LegacyArchive]:
-    pickles = _PickleSequence(read, size_bytes, where)
-    if pickles.next({}, None) != _MAGIC_NUMBER:
+    at = 0
+    collector = _StorageCollector()
+
+    def parse_next(
+        allowed: Mapping[tuple[str, str], object], storages: _StorageCollector | None = None
+    ) -> object:
+        """Parses the next pickle, in windows that grow until it ends inside one."""
+        nonlocal at
+        window = _FIRST_WINDOW
+        place = f"{where}: pickle at byte {at:,}"
+        while True:
+            stop = min(at + window, size_bytes)
+            collector.by_key.clear()  # of a window that was too short
+            try:
+                value, length = parse_first_pickle(
+                    read(at, stop), allowed, where=place, persistent=storages
+                )
+            except TruncatedFileError:
+                if stop == size_bytes:
+                    raise
+            else:
+                at += length
+                return value
+            if window >= MAX_PICKLE_BYTES:
+                raise LimitError(
+                    f"pickle has more than {MAX_PICKLE_BYTES:,} bytes, as no real one has"
+                )
+            window *= _GROWTH
+
+    if parse_next({}) != _MAGIC_NUMBER:
         raise FormatError("does not begin with torch's magic number")
-    version, machine = pickles.next({}, None), pickles.next({}, None)
+    version, machine = parse_next({}), parse_next({})
     if version != _VERSION:
         actual = f"version {version}" if type(version) is int else "no number for a version"
         raise UnsupportedError(
@@ -258,13 +286,12 @@ def open_legacy(
         raise UnsupportedError("numbers are stored big-endian, only little-endian is modelled")
     if is_little is not True:
         raise FormatError("does not state the byte order of its numbers")
-    collector = _StorageCollector()
-    start = pickles.at
-    root = pickles.next(allowed, collector)
-    pickle_bytes = pickles.at - start
-    keys = pickles.next({}, None)
-    starts = _locate_storages(keys, collector.by_key, pickles.at, size_bytes)
-    return root, pickle_bytes, LegacyArchive(read, collector.by_key, starts, where)
+    start = at
+    root = parse_next(allowed, collector)
+    pickle_bytes, storages = at - start, dict(collector.by_key)
+    keys = parse_next({})
+    starts = _locate_storages(keys, storages, at, size_bytes)
+    return root, pickle_bytes, LegacyArchive(read, storages, starts, where)
 
 
 class _StorageCollector:
@@ -291,45 +318,6 @@ class _StorageCollector:
         if first.size_bytes != storage.size_bytes:
             raise FormatError(f"storage {quote(storage.key)} has two different lengths")
         return storage
-
-
-class _PickleSequence:
-    """Reads pickles that follow one another, whose lengths are stored nowhere."""
-
-    def __init__(self, read: Read, size_bytes: int, where: str) -> None:
-        self.at = 0
-        self._read = read
-        self._size_bytes = size_bytes
-        self._where = where
-
-    def next(
-        self, allowed: Mapping[tuple[str, str], object], storages: _StorageCollector | None
-    ) -> object:
-        """Parses the next pickle, in windows that grow until it ends inside one."""
-        window = _FIRST_WINDOW
-        persistent: Callable[[object], object] | None = storages
-        where = f"{self._where}: pickle at byte {self.at:,}"
-        while True:
-            stop = min(self.at + window, self._size_bytes)
-            if storages is not None:
-                storages.by_key.clear()  # of a window that was too short
-            data = self._read(self.at, stop)
-            try:
-                value, length = parse_first_pickle(
-                    data, allowed, where=where, persistent=persistent
-                )
-            except TruncatedFileError:
-                if stop == self._size_bytes:
-                    raise
-            else:
-                self.at += length
-                return value
-            if window >= MAX_PICKLE_BYTES:
-                raise LimitError(
-                    f"pickle has more than {MAX_PICKLE_BYTES:,} bytes, as no real one has",
-                    where=self._where,
-                )
-            window *= _GROWTH
 
 
 def _locate_storages(

@@ -1,15 +1,8 @@
 """Files that each rank wrote for itself: their names, and checks that all are of one save.
 
-`model_0.pt` may as well be the model of epoch 0, so names alone do not identify the numbered files
-of torch_checkpointing and of torch's experimental writer. They are recognised by the `metadata.pkl`
-that torch_checkpointing writes, or by their contents: a pickle with torch's distributed tensors is
-a rank's.
-
 Source: verl/utils/checkpoint/fsdp_checkpoint_manager.py; accelerate/utils/fsdp_utils.py
-(`save_fsdp_model`, `save_fsdp_optimizer`), 1.15; torch_checkpointing/checkpoint_layout.py
-(`default_torch_layout_info`), 0.1.1;
-torch/distributed/checkpoint/_experimental/checkpoint_writer.py, torch 2.13. Other programs put the
-rank at the end of any name.
+(`save_fsdp_model`, `save_fsdp_optimizer`), 1.15. Other programs put the rank at the end of any
+name.
 """
 
 from __future__ import annotations
@@ -17,21 +10,17 @@ from __future__ import annotations
 import posixpath
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ckptkit.core.errors import FormatError, InputError, LimitError
+from ckptkit.core.errors import FormatError, LimitError
 from ckptkit.core.index import KeyPath
 from ckptkit.core.text import quote
-from ckptkit.formats.base import Candidate
 from ckptkit.formats.parsing import (
     TWO_SAVES,
-    group_by_folder,
-    read_from,
     refuse_missing_ranks,
     refuse_mixed_sizes,
     refuse_stale_ranks,
@@ -41,7 +30,6 @@ from ckptkit.formats.pickle.objects import find_unread, whole_object_error
 from ckptkit.formats.pickle.pickles import MAX_KEY_CHARACTERS, walk_values
 from ckptkit.formats.pickle.torch_archives import ArchiveTable, TorchArchive
 from ckptkit.formats.pickle.torch_values import TensorRef
-from ckptkit.formats.pickle.torch_zip import open_archive
 from ckptkit.formats.ranks.dtensor import SHARDED_ALLOWED, DTensorRef, ShardedTensorRef
 from ckptkit.formats.ranks.flat import FLAT
 from ckptkit.storage.base import Source
@@ -263,94 +251,3 @@ def check_counters(contents: Sequence[RankContents]) -> None:
                     where=held.archive.where,
                     hint=TWO_SAVES,
                 )
-
-
-FORMAT = "torch-checkpointing"
-METADATA_PICKLE = "metadata.pkl"
-_NUMBERED = re.compile(r"(?P<item>[A-Za-z0-9_-]+?)[_-]?(?P<rank>\d{1,7})\.(?P<kind>pt|safetensors)")
-_SHARDED_FORMATS = {"dcp", "zero"}
-_MARKS = (b"torch.distributed", b"ShardedTensor")
-_SINGLE_FILE_FORMATS = {"torch", "torch optimizer", "safetensors"}
-_MOST_INSPECTED = 32  # items of the state whose files are opened
-_FILES_OF_AN_ITEM = 3  # one of them may be damaged
-
-
-class NumberedFile(Struct, frozen=True):
-    """A numbered file, as its name describes it."""
-
-    path: str
-    item: str
-    rank: int
-    is_safetensors: bool  # whether it is a safetensors file, and not torch's
-
-
-def parse_numbered_name(path: str) -> NumberedFile | None:
-    match = _NUMBERED.fullmatch(posixpath.basename(path))
-    if match is None:
-        return None
-    return NumberedFile(path, match["item"], int(match["rank"]), match["kind"] == "safetensors")
-
-
-def find_with_metadata(paths: Sequence[str]) -> list[Candidate]:
-    """Recognises folders with a `metadata.pkl` and numbered files; reads nothing."""
-    homes = {posixpath.dirname(p) for p in paths if posixpath.basename(p) == METADATA_PICKLE}
-    inside = [
-        path
-        for path in (paths if homes else ())
-        if posixpath.dirname(path) in homes
-        and (parse_numbered_name(path) or posixpath.basename(path) == METADATA_PICKLE)
-    ]
-    reason = f"{METADATA_PICKLE!r} beside files numbered by rank"
-    return [
-        Candidate(FORMAT, folder, tuple(files), reason)
-        for folder, files in group_by_folder(inside).items()
-        if len(files) > 1
-    ]
-
-
-def add_numbered_ranks(
-    source: Source, candidates: Sequence[Candidate], paths: Sequence[str]
-) -> list[Candidate]:
-    """Groups numbered files that ranks wrote, which only their contents show."""
-    taken = {
-        path
-        for c in candidates
-        if c.format not in _SINGLE_FILE_FORMATS or len(c.files) > 1
-        for path in c.files
-    }
-    # Next to a model of these formats, numbered files are something else that its run saved.
-    others = {c.folder for c in candidates if c.format in _SHARDED_FORMATS}
-    folders: dict[str, list[NumberedFile]] = defaultdict(list)
-    for path in paths:
-        file, folder = parse_numbered_name(path), posixpath.dirname(path)
-        if file is not None and path not in taken and folder not in others:
-            folders[folder].append(file)
-    of_ranks = list(_find_of_ranks(source, folders))
-    replaced = {path for candidate in of_ranks for path in candidate.files}
-    return [c for c in candidates if replaced.isdisjoint(c.files)] + of_ranks
-
-
-def _find_of_ranks(source: Source, folders: dict[str, list[NumberedFile]]) -> Iterator[Candidate]:
-    inspected = 0
-    for folder, files in sorted(folders.items()):
-        items: dict[str, list[NumberedFile]] = defaultdict(list)
-        for file in sorted(files, key=lambda file: file.rank):
-            items[file.item].append(file)
-        inspected += len(items)
-        if inspected > _MOST_INSPECTED:
-            return
-        distributed = []
-        for item, held in sorted(items.items()):
-            for file in held[:_FILES_OF_AN_ITEM]:
-                pickle = b""  # safetensors files do not show it, a file's reader reports its errors
-                with suppress(InputError):
-                    if not file.is_safetensors:
-                        read, size = read_from(source, file.path), source.stat(file.path).size_bytes
-                        pickle = open_archive(read, size, where=file.path).pickle()
-                if any(mark in pickle for mark in _MARKS):
-                    distributed.append(item)
-                    break
-        if distributed:
-            names = " and ".join(map(repr, distributed))
-            reason = f"files numbered by rank, and {names} hold distributed tensors"
-            yield Candidate(FORMAT, folder, tuple(sorted(f.path for f in files)), reason)

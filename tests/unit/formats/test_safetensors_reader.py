@@ -26,7 +26,7 @@ from ckptkit.core.errors import (
 from ckptkit.core.index import Box, Key, TensorIndex
 from ckptkit.formats.parsing import list_unnamed
 from ckptkit.formats.safetensors.reader import SafetensorsReader
-from ckptkit.storage.overlay import MemorySource
+from tests import files_in_memory as in_memory
 
 
 def image(header: object, data_bytes: int = 0) -> bytes:
@@ -39,8 +39,7 @@ def entry(dtype: object, shape: object, offsets: object) -> dict[str, object]:
 
 
 def read_files(files: dict[str, bytes]) -> TensorIndex:
-    (candidate,) = SafetensorsReader().find(sorted(files))
-    return SafetensorsReader().read_index(MemorySource(files), candidate)
+    return in_memory.read_files(SafetensorsReader, files)
 
 
 def read(data: bytes) -> TensorIndex:

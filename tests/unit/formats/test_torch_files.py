@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import collections
-import io
 import json
 import posixpath
 import subprocess
 import sys
-import zlib
 from typing import Any
 
 import numpy as np
@@ -16,44 +14,18 @@ import pytest
 import torch
 
 from ckptkit.core.errors import FormatError, InputError, LimitError
-from ckptkit.core.index import Box, TensorEntry, TensorIndex
+from ckptkit.core.index import TensorIndex
 from ckptkit.formats.base import Candidate
 from ckptkit.formats.pickle.pickles import walk_values
 from ckptkit.formats.torch_files import TorchFileReader
-from ckptkit.storage.overlay import MemorySource
-
-
-def saved(value: object, **options: Any) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(value, buffer, **options)
-    return buffer.getvalue()
-
-
-def read_files(files: dict[str, bytes]) -> TensorIndex:
-    (candidate,) = TorchFileReader().find(sorted(files))
-    return TorchFileReader().read_index(MemorySource(files), candidate)
+from tests.files_in_memory import read_files, saved, tensor_at
 
 
 def read_one(value: object) -> tuple[TensorIndex, dict[str, torch.Tensor]]:
     """Reads a saved value back: its index, and its tensors from the places in the index."""
     files = {"model.pt": saved(value)}
-    index = read_files(files)
-    return index, {key: tensor_at(index, entry, files) for key, entry in index.tensors.items()}
-
-
-def tensor_at(index: TensorIndex, entry: TensorEntry, files: dict[str, bytes]) -> torch.Tensor:
-    (chunk,) = entry.chunks
-    record = index.records[chunk.record]
-    data = bytearray(files[index.files[record.file].path][record.start : record.stop])
-    assert record.crc32 == zlib.crc32(data)
-    assert chunk.place == Box((0,) * len(entry.shape), entry.shape)
-    dtype = getattr(torch, entry.dtype.name)
-    if not entry.elements:
-        return torch.zeros(entry.shape, dtype=dtype)
-    assert chunk.byte_offset is not None
-    storage = torch.frombuffer(data, dtype=dtype)
-    strides = chunk.strides or torch.zeros(entry.shape, device="meta").stride()
-    return storage.as_strided(entry.shape, strides, chunk.byte_offset // entry.dtype.itemsize)
+    index = read_files(TorchFileReader, files)
+    return index, {key: tensor_at(index, key, files) for key in index.tensors}
 
 
 def names(*paths: str) -> list[tuple[str, ...]]:
@@ -134,7 +106,7 @@ def test_plain_python_values_are_kept_inert() -> None:
         "set": {1},
         "empty": {},
     }
-    index = read_files({"state.pt": saved(value)})
+    index = read_files(TorchFileReader, {"state.pt": saved(value)})
     assert index.values["bytes",] == b"\x00\xff"
     assert index.values["size",] == (2, 3)
     assert index.values["ids",] == list(range(1000))
@@ -148,10 +120,10 @@ def test_a_sharded_model_is_read_through_its_index() -> None:
     weight_map = {"a.weight": "pytorch_model-00001-of-00002.bin"}
     weight_map["b.weight"] = "pytorch_model-00002-of-00002.bin"
     files["m/pytorch_model.bin.index.json"] = json.dumps({"weight_map": weight_map}).encode()
-    index = read_files(files)
+    index = read_files(TorchFileReader, files)
     assert sorted(index.tensors) == ["a.weight", "b.weight"]
     assert sorted(file.path for file in index.files) == sorted(files)
-    assert tensor_at(index, index.tensors["b.weight"], files).tolist() == [0, 0, 0]  # type: ignore[index]
+    assert tensor_at(index, "b.weight", files).tolist() == [0, 0, 0]
 
 
 def test_files_of_the_optimizer_and_the_trainer_are_no_models() -> None:
@@ -176,14 +148,14 @@ def test_files_are_grouped_as_they_belong_together() -> None:
 def test_what_is_no_archive_is_refused() -> None:
     for data in (b"", b"x", b"GGUF" + bytes(100), bytes(1000)):
         with pytest.raises(FormatError):
-            read_files({"m.bin": data})
+            read_files(TorchFileReader, {"m.bin": data})
 
 
 def test_containers_that_hold_themselves_are_refused() -> None:
     cycle: list[Any] = [torch.zeros(1)]
     cycle.append(cycle)
     with pytest.raises(InputError):
-        read_files({"m.pt": saved(cycle)})
+        read_files(TorchFileReader, {"m.pt": saved(cycle)})
 
 
 def test_shared_containers_cannot_explode() -> None:
@@ -191,7 +163,7 @@ def test_shared_containers_cannot_explode() -> None:
     for _ in range(30):
         value = [value, value]
     with pytest.raises(LimitError, match=r"unfolds into more than|far longer than"):
-        read_files({"m.pt": saved(value)})
+        read_files(TorchFileReader, {"m.pt": saved(value)})
 
 
 def test_long_names_cannot_multiply() -> None:
@@ -199,12 +171,14 @@ def test_long_names_cannot_multiply() -> None:
     for _ in range(8):
         value = {"k" * 100_000: value}
     with pytest.raises(LimitError, match="names of tensors are far longer than the pickle"):
-        read_files({"m.pt": saved(value)})
+        read_files(TorchFileReader, {"m.pt": saved(value)})
 
 
 def test_two_tensors_of_one_dotted_name_are_refused() -> None:
     with pytest.raises(FormatError, match=r"'a\.b'"):
-        read_files({"m.pt": saved({"a.b": torch.zeros(1), "a": {"b": torch.zeros(2)}})})
+        read_files(
+            TorchFileReader, {"m.pt": saved({"a.b": torch.zeros(1), "a": {"b": torch.zeros(2)}})}
+        )
 
 
 def test_a_walk_is_in_order_and_names_rare_keys() -> None:

@@ -37,27 +37,15 @@ from ckptkit.formats.pickle.torch_zip import (
     read_directory,
 )
 from ckptkit.training.save.file_layout import archive_of_tensor
+from tests.campaigns.fuzz.seeds import strict
+from tests.files_in_memory import saved
 
 Reads = list[tuple[int, int]]
 END64_BYTES = 56 + 20 + 22
 
 
-def saved(value: object) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
-
-
-def reader(blob: bytes) -> Callable[[int, int], bytes]:
-    def read(start: int, stop: int) -> bytes:
-        assert 0 <= start <= stop <= len(blob)
-        return blob[start:stop]
-
-    return read
-
-
 def located(blob: bytes, cache: TensorCache | None = None) -> Payload:
-    return locate_tensor(reader(blob), len(blob), where="x.distcp", cache=cache)
+    return locate_tensor(strict(blob), len(blob), where="x.distcp", cache=cache)
 
 
 def rebuilt(blob: bytes, payload: Payload) -> torch.Tensor:
@@ -181,7 +169,7 @@ def test_objects_come_back_inert() -> None:
 
 
 def read_object(blob: bytes) -> object:
-    return parse_values(open_archive(reader(blob), len(blob), where="x").pickle(), where="x")
+    return parse_values(open_archive(strict(blob), len(blob), where="x").pickle(), where="x")
 
 
 def test_a_tensor_inside_an_object_comes_back_as_a_reference() -> None:
@@ -381,7 +369,7 @@ def entry(
 
 
 def directory(blob: bytes) -> Mapping[str, ZipEntry]:
-    return read_directory(reader(blob), len(blob), where="x")
+    return read_directory(strict(blob), len(blob), where="x")
 
 
 @pytest.mark.parametrize("name", [b"", b"/a", b"../a", b"a/../b", b"a\\b", b"a\0b", b"\xff\xfe"])
@@ -449,13 +437,11 @@ def test_a_damaged_zip64_extra_field_is_refused(extra: bytes) -> None:
 
 def test_positions_agree_with_numpy_for_a_checkpoint_of_many_storages() -> None:
     tensors = {str(n): torch.arange(n, n + 5) for n in range(20)}
-    buffer = io.BytesIO()
-    torch.save(tensors, buffer)
-    blob = buffer.getvalue()
+    blob = saved(tensors)
     entries = directory(blob)
     for number, tensor in enumerate(tensors.values()):
         one = entries[f"archive/data/{number}"]
-        start = data_start(reader(blob), one, where="x")
+        start = data_start(strict(blob), one, where="x")
         values = np.frombuffer(blob[start : start + one.size_bytes], np.int64)
         assert values.tolist() == tensor.tolist()
 
