@@ -157,7 +157,7 @@ def make_entries(
     entries: dict[Key, TensorEntry] = {}
     memberships = classify(list(tensors), where=where, values=values)
     for number, (path, (dtype, shape, chunks)) in enumerate(tensors.items()):
-        table = ChunkTable.of(chunks, len(shape))
+        table = chunks if isinstance(chunks, ChunkTable) else ChunkTable.of(chunks, len(shape))
         key = keys[number] if keys else None
         entry = memberships[number].entry(path, dtype, shape, table, key)
         if entries.setdefault(entry.key, entry) is not entry:
@@ -167,10 +167,13 @@ def make_entries(
 
 def find_aliases(entries: Iterable[TensorEntry]) -> tuple[frozenset[Key], ...]:
     """Returns the keys of tensors that are the same view of the same bytes."""
-    views: dict[tuple[DType, tuple[Chunk, ...]], set[Key]] = defaultdict(set)
+    views: dict[object, set[Key]] = defaultdict(set)
     for entry in entries:
-        if entry.elements and len(entry.chunks):
-            views[entry.dtype, tuple(entry.chunks[:])].add(entry.key)
+        table = entry.chunks
+        if entry.elements and len(table):
+            columns = (table.offsets, table.sizes, table.record, table.byte_offset)
+            view = (*(column.tobytes() for column in columns), *table.strides.items())
+            views[entry.dtype, entry.shape, view].add(entry.key)
     return tuple(frozenset(keys) for keys in views.values() if len(keys) > 1)
 
 

@@ -17,6 +17,7 @@ import re
 import struct
 from collections.abc import Collection, Mapping, Sequence
 
+import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -29,7 +30,7 @@ from ckptkit.core.errors import (
     TruncatedFileError,
     UnsupportedError,
 )
-from ckptkit.core.index import Box, Chunk, FileRef, KeyPath, Record, RunFacts, Shape, TensorIndex
+from ckptkit.core.index import ChunkTable, FileRef, KeyPath, Record, RunFacts, Shape, TensorIndex
 from ckptkit.formats.base import Candidate, FormatReader, errors_at
 from ckptkit.formats.parsing import (
     INDEX_ENDING,
@@ -303,8 +304,8 @@ class SafetensorsReader(FormatReader):
         for number, header in enumerate(headers):
             for tensor in header.tensors:
                 record = table.add_record(Record(number, tensor.start, tensor.stop), tensor.name)
-                place = Box((0,) * len(tensor.shape), tensor.shape)
-                chunks = [Chunk(place, record, byte_offset=0)]
+                sizes = np.array([tensor.shape], np.int64).reshape(1, len(tensor.shape))
+                chunks = ChunkTable(np.zeros_like(sizes), sizes, np.array([record]), byte_offset=0)
                 held[paths_by_name[tensor.name]] = tensor.dtype, tensor.shape, chunks
         return table.index(
             self.name,
