@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import posixpath
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import ClassVar, Protocol
 
 from msgspec import Struct
 
+from ckptkit.core.errors import CkptkitError
 from ckptkit.core.index import TensorIndex
 from ckptkit.storage.base import Source
 
@@ -48,6 +51,18 @@ class CheckpointReader(Protocol):
         ...
 
 
+@contextmanager
+def errors_at(where: str) -> Iterator[None]:
+    """Gives a place to errors that have none."""
+    try:
+        yield
+    except CkptkitError as error:
+        if error.where:
+            raise
+        placed = error.located(where).with_traceback(error.__traceback__)
+        raise placed from error.__cause__  # one error in a traceback, raised where it was found
+
+
 class FormatReader:
     """A reader of ckptkit's own: a subclass in any module of `ckptkit.formats` is one.
 
@@ -75,5 +90,10 @@ class FormatReader:
         raise NotImplementedError
 
     def read_index(self, source: Source, candidate: Candidate) -> TensorIndex:
-        """Parses headers, as in `CheckpointReader`."""
+        """Parses headers, as in `CheckpointReader`; an error without a place is of the folder."""
+        with errors_at(posixpath.join(source.location, candidate.folder)):
+            return self.parse(source, candidate)
+
+    def parse(self, source: Source, candidate: Candidate) -> TensorIndex:
+        """Parses headers; called by `read_index`."""
         raise NotImplementedError

@@ -27,7 +27,7 @@ from ckptkit.core.errors import (
     NotACheckpointError,
     UnsafePathError,
 )
-from ckptkit.core.index import FileRef, Shape
+from ckptkit.core.index import FileRef, Key, Record, RecordTable, Shape, TensorEntry, TensorIndex
 from ckptkit.core.text import counted
 from ckptkit.formats.base import Candidate
 from ckptkit.storage.base import Source
@@ -63,6 +63,34 @@ def stat_or_missing(source: Source, path: str) -> FileRef:
         return source.stat(path)
     except MissingFileError:
         return FileRef(path, -1, "")
+
+
+class FileTable:
+    """The files of an index, and the byte ranges in them that its tensors use."""
+
+    def __init__(self) -> None:
+        self.files: list[FileRef] = []
+        self.records: list[Record] = []
+        self._numbers: dict[object, int] = {}
+
+    def add_file(self, file: FileRef) -> int:
+        """Adds a file; returns its position."""
+        self.files.append(file)
+        return len(self.files) - 1
+
+    def add_record(self, record: Record, name: object = None) -> int:
+        """Returns the position of a record, which is added if it, or its name, is new."""
+        number = self._numbers.setdefault(name or record, len(self.records))
+        if number == len(self.records):
+            self.records.append(record)
+        return number
+
+    def index(
+        self, format_name: str, tensors: Mapping[Key, TensorEntry], *beside: FileRef, **others: Any
+    ) -> TensorIndex:
+        """Returns the index; files `beside` hold no tensors, `others` are its further fields."""
+        files = (*self.files, *beside)
+        return TensorIndex(format_name, files, RecordTable.of(self.records), tensors, **others)
 
 
 def group_by_folder(paths: Iterable[str]) -> dict[str, list[str]]:
@@ -108,6 +136,14 @@ def parse_json(data: bytes, *, where: str) -> object:
         raise error.located(where) from error
     except ValueError as error:
         raise FormatError(f"not JSON: {error}", where=where) from error
+    return content
+
+
+def read_json_object(source: Source, path: str, max_bytes: int, what: str) -> dict[str, Any]:
+    where = posixpath.join(source.location, path)
+    content = parse_json(read_limited(source, path, max_bytes, what), where=where)
+    if not isinstance(content, dict):
+        raise FormatError("is not a JSON object", where=where)
     return content
 
 
@@ -223,7 +259,6 @@ def find_data_files(
     source: Source, candidate: Candidate
 ) -> tuple[list[str], dict[str, str] | None]:
     """Returns the data files of a candidate, and its weight map if it has an index."""
-    where = posixpath.join(source.location, candidate.folder)
     indices = [path for path in candidate.files if path.endswith(INDEX_ENDING)]
     if not indices:
         path = next(list_unnamed(candidate.files), None)
@@ -232,13 +267,12 @@ def find_data_files(
             raise MissingFileError(
                 f"{len(candidate.files):,} of {int(name.rpartition('-')[2]):,} files are there;"
                 f" {name!r} is missing",
-                where=where,
                 hint="copy the missing files as well",
             )
         return list(candidate.files), None
     weight_map = read_weight_map(source, indices[0])
     if not weight_map:
-        raise IncompleteCheckpointError("index lists no tensor", where=where)
+        raise IncompleteCheckpointError("index lists no tensor")
     paths = sorted(set(weight_map.values()))
     there = set(candidate.files)
     missing = [
@@ -249,7 +283,6 @@ def find_data_files(
         raise MissingFileError(
             f"index names {len(paths):,} files; missing are"
             f" {list_first(names, len(missing), _LISTED_NAMES)}",
-            where=where,
             hint="copy the missing files as well",
         )
     unnamed = []
@@ -258,7 +291,6 @@ def find_data_files(
             raise MissingFileError(
                 f"index names {counted(len(paths), 'file')}; {posixpath.basename(path)!r} of the"
                 " same numbering is neither in it nor in the folder",
-                where=where,
                 hint="copy the missing files, and the index of all files",
             )
         unnamed.append(path)  # its header shows whether it has tensors that the index lacks
@@ -285,7 +317,7 @@ def list_unnamed(paths: Iterable[str]) -> Iterator[str]:
 
 
 def check_weight_map(
-    weight_map: Mapping[str, str], headers: Mapping[str, str], *, where: str
+    weight_map: Mapping[str, str], headers: Mapping[str, str], *, where: str = ""
 ) -> None:
     """Checks that an index and the headers of its files agree on the file of each tensor."""
     for name in [*weight_map, *headers]:
@@ -301,9 +333,7 @@ def _name_file(path: str | None) -> str:
     return "no file" if path is None else repr(posixpath.basename(path))
 
 
-def refuse_missing_ranks(
-    ranks: Collection[int | None], world_size: int, what: str, where: str
-) -> None:
+def refuse_missing_ranks(ranks: Collection[int | None], world_size: int, what: str) -> None:
     """Refuses a checkpoint that lacks the files of a rank; `what` is in them, in the plural."""
     absent = world_size - sum(rank is not None and rank < world_size for rank in ranks)
     if absent:
@@ -311,30 +341,23 @@ def refuse_missing_ranks(
         names = (str(rank) for rank in range(world_size) if rank not in ranks)
         missing = list_first(names, absent, _LISTED_RANKS)
         raise MissingFileError(
-            f"the {what} of rank {missing} of {world_size} are not there",
-            where=where,
-            hint=COPY_BACK,
+            f"the {what} of rank {missing} of {world_size} are not there", hint=COPY_BACK
         )
 
 
-def refuse_stale_ranks(
-    files: Iterable[tuple[int | None, str]], world_size: int, where: str
-) -> None:
+def refuse_stale_ranks(files: Iterable[tuple[int | None, str]], world_size: int) -> None:
     """Refuses a checkpoint with a file of a rank that its run did not have."""
     for rank, path in files:
         if rank is None or rank >= world_size:
             raise FormatError(
                 f"{posixpath.basename(path)!r} is of a rank that a run with {world_size} ranks does"
                 " not have",
-                where=where,
                 hint="an earlier save of a larger run left it; take it away",
             )
 
 
-def refuse_mixed_sizes(sizes: Collection[int], where: str, hint: str = MIXED_SAVES) -> None:
+def refuse_mixed_sizes(sizes: Collection[int], hint: str = MIXED_SAVES) -> None:
     if len(sizes) > 1:
         raise FormatError(
-            f"the files are of runs with {' and '.join(map(str, sorted(sizes)))} ranks",
-            where=where,
-            hint=hint,
+            f"the files are of runs with {' and '.join(map(str, sorted(sizes)))} ranks", hint=hint
         )

@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import posixpath
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from msgspec import Struct, field
-from msgspec.structs import replace
 
 from ckptkit.core.dtypes import BY_NAME, DType
 from ckptkit.core.errors import (
@@ -31,10 +30,10 @@ from ckptkit.core.errors import (
 from ckptkit.core.index import (
     Chunk,
     ChunkTable,
+    FileRef,
     Key,
     KeyPath,
     Problem,
-    RecordTable,
     RunFacts,
     Shape,
     TensorEntry,
@@ -42,9 +41,10 @@ from ckptkit.core.index import (
     is_named_as_copy,
 )
 from ckptkit.core.text import counted
-from ckptkit.formats.base import Candidate, FormatReader
+from ckptkit.formats.base import Candidate, FormatReader, errors_at
 from ckptkit.formats.parsing import (
     INDEX_ENDING,
+    FileTable,
     check_weight_map,
     find_data_files,
     group_model_files,
@@ -67,6 +67,7 @@ from ckptkit.formats.trees import (
     Framework,
     classify,
     detect_framework,
+    find_aliases,
     is_name_of_weight,
     is_weight,
     join_path,
@@ -100,17 +101,15 @@ class TorchFileReader(FormatReader):
         own = [path for path in paths if not _NOT_A_MODEL.fullmatch(posixpath.basename(path))]
         return group_model_files(own, ENDINGS, self.name)
 
-    def read_index(self, source: Source, candidate: Candidate) -> TensorIndex:
-        where = posixpath.join(source.location, candidate.folder)
+    def parse(self, source: Source, candidate: Candidate) -> TensorIndex:
         paths, weight_map = find_data_files(source, candidate)
         contents = TorchContents()
         for path in paths:
             contents.add_file(source, path)
         if weight_map is not None:
-            check_weight_map(weight_map, contents.files_by_key(), where=where)
+            check_weight_map(weight_map, contents.files_by_key())
         indices = [path for path in candidate.files if path.endswith(INDEX_ENDING)]
-        index = contents.index(where)
-        return replace(index, files=(*index.files, *map(source.stat, indices)))
+        return contents.index(*map(source.stat, indices))
 
 
 class _LoadedTensor(Struct, frozen=True):
@@ -124,7 +123,6 @@ class _LoadedTensor(Struct, frozen=True):
     file: str
     dtype: DType
     shape: Shape
-    tensor: TensorRef | None = None
     chunk: Chunk | None = None
     error: CkptkitError | None = None
 
@@ -159,7 +157,7 @@ class TorchContents(Struct):
             place = (*under, *(steps or _ONLY_TENSOR))
             if isinstance(value, TensorRef):
                 chunk = self._table.chunk(file, value)
-                loaded = _LoadedTensor(place, path, value.dtype, value.shape, value, chunk)
+                loaded = _LoadedTensor(place, path, value.dtype, value.shape, chunk)
             elif (unread := find_unread(value)) is not None:
                 self._unread[place] = value
                 dtype = unread.dtype or _UNKNOWN
@@ -186,10 +184,10 @@ class TorchContents(Struct):
     def files_by_key(self) -> dict[str, str]:
         return {t.key: t.file for t in self._tensors}
 
-    def index(self, where: str) -> TensorIndex:
-        """Returns the index of all files that were added."""
+    def index(self, *beside: FileRef) -> TensorIndex:
+        """Returns the index of all files that were added, and of those `beside` them."""
         paths = [loaded.path for loaded in self._tensors]
-        memberships = classify(paths, where=where, values=self._values)
+        memberships = classify(paths, values=self._values)
         pairs = list(zip(self._tensors, memberships, strict=True))
         has_model = any(member.part == "model" for member in memberships)
         # A copy, such as an average, may not be taken in place of a model that cannot be read.
@@ -198,37 +196,34 @@ class TorchContents(Struct):
             for path, member in zip(paths, memberships, strict=True)
         )
         holders = [] if is_there else self._wanted_holders(has_model=has_model)
-        of_holders = classify([loaded.path for loaded in holders], where=where)
+        of_holders = classify([loaded.path for loaded in holders])
         pairs += zip(holders, of_holders, strict=True)
         entries: dict[Key, TensorEntry] = {}
         problems: list[Problem] = []
-        views: dict[tuple[int, TensorRef], set[Key]] = defaultdict(set)  # of one storage
         for loaded, membership in pairs:
             if loaded.error is not None and membership.part == "other":
                 continue  # nobody needs it
             chunks = ChunkTable.of(list(filter(None, [loaded.chunk])), len(loaded.shape))
             entry = membership.entry(loaded.path, loaded.dtype, loaded.shape, chunks)
             if entry.key in entries:
-                raise FormatError(f"two tensors are called {entry.key!r}", where=where)
+                raise FormatError(f"two tensors are called {entry.key!r}")
             entries[entry.key] = entry
             if loaded.error is not None:
                 problems.append(problem_of(entry, loaded.error))
-            if loaded.tensor is not None and loaded.chunk is not None and 0 not in loaded.shape:
-                views[loaded.chunk.record, loaded.tensor].add(entry.key)
-        return TensorIndex(
-            format=TorchFileReader.name,
-            files=tuple(self._table.files),
-            records=RecordTable.of(self._table.records),
-            tensors=entries,
+        run = RunFacts(
+            step=self._framework.step,
+            writer=self._framework.name or "torch.save",
+            version=self._framework.version,
+            notes=tuple(self._notes),
+            warnings=describe_objects(self._objects(list(entries.values()))),
+        )
+        return self._table.index(
+            TorchFileReader.name,
+            entries,
+            *beside,
             values=self._values,
-            aliases=tuple(frozenset(keys) for keys in views.values() if len(keys) > 1),
-            run=RunFacts(
-                step=self._framework.step,
-                writer=self._framework.name or "torch.save",
-                version=self._framework.version,
-                notes=tuple(self._notes),
-                warnings=describe_objects(self._objects(list(entries.values()))),
-            ),
+            aliases=find_aliases(entries.values()),
+            run=run,
             problems=tuple(problems),
         )
 
@@ -311,7 +306,7 @@ class TorchOptimizerReader(FormatReader):
             if is_optimizer_file(path)
         ]
 
-    def read_index(self, source: Source, candidate: Candidate) -> TensorIndex:
+    def parse(self, source: Source, candidate: Candidate) -> TensorIndex:
         """Returns the index of the file; an empty one, with the reason, if it cannot be read."""
         try:
             return read_optimizer_file(source, candidate)
@@ -319,11 +314,10 @@ class TorchOptimizerReader(FormatReader):
             (path,) = candidate.files
             is_intact = isinstance(error, (UnsafePickleError, UnsupportedError))
             note = f"{posixpath.basename(path)} was left unread: {error.message}"
-            return TensorIndex(
-                format=TorchFileReader.name,
-                files=(source.stat(path),),
-                records=RecordTable.of([]),
-                tensors={},
+            return FileTable().index(
+                TorchFileReader.name,
+                {},
+                source.stat(path),
                 run=RunFacts(notes=(note,) if is_intact else ()),
                 problems=() if is_intact else (Problem(error.code, path, error.message),),
             )
@@ -344,4 +338,5 @@ def read_optimizer_file(source: Source, candidate: Candidate) -> TensorIndex:
     (path,) = candidate.files
     contents = TorchContents()
     contents.add_file(source, path, (_stem(path),))
-    return contents.index(posixpath.join(source.location, path))
+    with errors_at(posixpath.join(source.location, path)):
+        return contents.index()

@@ -85,12 +85,7 @@ class Membership(Struct, frozen=True):
     name: Fqn
 
     def entry(
-        self,
-        path: KeyPath,
-        dtype: DType,
-        shape: Shape,
-        chunks: ChunkTable,
-        key: str | None = None,
+        self, path: KeyPath, dtype: DType, shape: Shape, chunks: ChunkTable, key: str | None = None
     ) -> TensorEntry:
         """Returns the entry of the tensor; its key is the dotted path unless `key` is given."""
         return TensorEntry(
@@ -106,7 +101,7 @@ class Membership(Struct, frozen=True):
 
 
 def classify(
-    paths: Sequence[KeyPath], *, where: str, values: Iterable[KeyPath] = ()
+    paths: Sequence[KeyPath], *, where: str = "", values: Iterable[KeyPath] = ()
 ) -> list[Membership]:
     """Assigns tensors to models, optimizers and other state dicts.
 
@@ -157,13 +152,35 @@ Stored = tuple[DType, Shape, Sequence[Chunk]]
 """The element type of a tensor, its whole shape, and its chunks."""
 
 
-def make_entries(tensors: Mapping[KeyPath, Stored], *, where: str) -> dict[Key, TensorEntry]:
-    entries = {}
-    memberships = classify(list(tensors), where=where)
-    for (path, (dtype, shape, chunks)), member in zip(tensors.items(), memberships, strict=True):
-        entry = member.entry(path, dtype, shape, ChunkTable.of(chunks, len(shape)))
-        entries[entry.key] = entry
+def make_entries(
+    tensors: Mapping[KeyPath, Stored],
+    *,
+    where: str = "",
+    values: Iterable[KeyPath] = (),
+    keys: Sequence[str] | None = None,
+) -> dict[Key, TensorEntry]:
+    """Returns the entries of tensors by their keys: the dotted paths unless `keys` are given."""
+    entries: dict[Key, TensorEntry] = {}
+    memberships = classify(list(tensors), where=where, values=values)
+    for number, (path, (dtype, shape, chunks)) in enumerate(tensors.items()):
+        table = chunks if isinstance(chunks, ChunkTable) else ChunkTable.of(chunks, len(shape))
+        key = keys[number] if keys else None
+        entry = memberships[number].entry(path, dtype, shape, table, key)
+        if entries.setdefault(entry.key, entry) is not entry:
+            raise FormatError(f"two tensors are called {entry.key!r}", where=where)
     return entries
+
+
+def find_aliases(entries: Iterable[TensorEntry]) -> tuple[frozenset[Key], ...]:
+    """Returns the keys of tensors that are the same view of the same bytes."""
+    views: dict[object, set[Key]] = defaultdict(set)
+    for entry in entries:
+        table = entry.chunks
+        if entry.elements and len(table):
+            columns = (table.offsets, table.sizes, table.record, table.byte_offset)
+            view = (*(column.tobytes() for column in columns), *table.strides.items())
+            views[entry.dtype, entry.shape, view].add(entry.key)
+    return tuple(frozenset(keys) for keys in views.values() if len(keys) > 1)
 
 
 def _split(

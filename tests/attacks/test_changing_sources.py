@@ -47,7 +47,7 @@ def flipped(data: bytes) -> bytes:
 @pytest.mark.parametrize("change", [flipped, lambda data: data[:-100], lambda data: data + data])
 def test_a_file_that_changes_after_its_header_was_read_is_noticed(
     fixture: str, in_place: bool, change: Callable[[bytes], bytes], tmp_path: Path, out: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
     source = tmp_path / "source"
     shutil.copytree(FIXTURES / fixture, source)

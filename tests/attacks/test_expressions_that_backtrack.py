@@ -29,14 +29,7 @@ GENERATIONS = Path(__file__).resolve().parents[2] / "fixtures" / "peft_generatio
 ADAPTER = GENERATIONS / "peft_0_21" / "lora" / "adapter_0"
 BASE = GENERATIONS / "bases" / "llama"
 MODULE = "model.layers.0.self_attn." + "a" * 60 + ".q_proj"
-SLOW = (
-    "(a+)+$",
-    "(.*a){20}x",
-    "([a-z]+)*X",
-    r"(\w+\.?)+!",
-    "(a*)*b",
-    ".*.*.*.*.*.*.*.*.*X",
-)
+SLOW = ("(a+)+$", "(.*a){20}x", "([a-z]+)*X", r"(\w+\.?)+!", "(a*)*b", ".*.*.*.*.*.*.*.*.*X")
 BOUND = {"seconds": 30, "most_bytes": 64 << 20}
 
 

@@ -23,7 +23,8 @@ from ckptkit.formats.pickle.torch_values import parse_values
 from ckptkit.formats.pickle.torch_zip import locate_tensor, open_archive, read_directory
 from ckptkit.formats.safetensors.reader import SafetensorsReader
 from ckptkit.formats.torch_files import TorchFileReader
-from ckptkit.storage.overlay import MemorySource
+from tests.campaigns.fuzz.seeds import strict
+from tests.files_in_memory import read_files, saved
 from tests.property.examples import examples
 
 SHAPES = st.lists(st.integers(0, 4), max_size=4).map(tuple)
@@ -43,34 +44,12 @@ ENTRIES = st.fixed_dictionaries(
 HEADERS = st.dictionaries(st.text(max_size=3) | st.just("__metadata__"), ENTRIES | JSON)
 
 
-def saved(value: object) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
-
-
 ARCHIVE = saved(torch.arange(6.0).reshape(2, 3))
 FILE = saved({"a": torch.arange(4), "b": [torch.zeros(2, 2).t(), 3]})
 
 
-def strict(data: bytes) -> Callable[[int, int], bytes]:
-    """Reads like a file that refuses to be read outside itself."""
-
-    def read(start: int, stop: int) -> bytes:
-        assert 0 <= start <= stop <= len(data)
-        return data[start:stop]
-
-    return read
-
-
 def read_safetensors(data: bytes) -> TensorIndex:
-    reader, source = SafetensorsReader(), MemorySource({"m.safetensors": data})
-    return reader.read_index(source, reader.find(["m.safetensors"])[0])
-
-
-def read_torch(data: bytes) -> TensorIndex:
-    reader, source = TorchFileReader(), MemorySource({"m.pt": data})
-    return reader.read_index(source, reader.find(["m.pt"])[0])
+    return read_files(SafetensorsReader, {"m.safetensors": data})
 
 
 def try_everything(data: bytes) -> None:
@@ -78,7 +57,7 @@ def try_everything(data: bytes) -> None:
         lambda: read_directory(strict(data), len(data), where="x"),
         lambda: locate_tensor(strict(data), len(data), where="x"),
         lambda: parse_values(open_archive(strict(data), len(data), where="x").pickle(), where="x"),
-        lambda: read_torch(data),
+        lambda: read_files(TorchFileReader, {"m.pt": data}),
         lambda: read_safetensors(data),
     )
     for attempt in attempts:

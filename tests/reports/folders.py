@@ -11,7 +11,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
+import ckptkit
 from ckptkit.engine.outcome import Event, Planned
+from ckptkit.storage.places import PathLike
 
 REPORTS = Path(__file__).resolve().parents[2] / "fixtures" / "reports"
 
@@ -35,7 +37,7 @@ def notes_of(call: Callable[..., Any], *arguments: Any, **options: Any) -> list[
     return notes
 
 
-def weights(folder: Path) -> dict[str, torch.Tensor]:
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
     """Returns all tensors of a model folder."""
     found: dict[str, torch.Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
@@ -43,9 +45,16 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-def same(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> bool:
-    """Whether two state dicts have the same names, element types and bytes."""
-    return ours.keys() == theirs.keys() and all(
-        ours[name].dtype == theirs[name].dtype and torch.equal(ours[name], theirs[name])
-        for name in theirs
-    )
+def converted(
+    src: PathLike, out: Path, **options: Any
+) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """Returns the tensors of the output, and the notes."""
+    notes = notes_of(ckptkit.consolidate, src, out, **options)
+    return tensors_of(out), notes
+
+
+def assert_same(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
+        assert torch.equal(found[name], tensor), name

@@ -36,14 +36,9 @@ from transformers import (
 )
 
 import ckptkit
-from ckptkit.core.errors import (
-    AdapterError,
-    CkptkitError,
-    IncompleteCheckpointError,
-    RefusedError,
-)
+from ckptkit.core.errors import AdapterError, CkptkitError, IncompleteCheckpointError, RefusedError
 from tests.command_line import run_command
-from tests.reports.folders import save
+from tests.reports.folders import assert_same, save, tensors_of
 from tests.sharded import write_sharded
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -69,20 +64,6 @@ EXPERTS = {
     "num_experts": 2,
     "num_experts_per_tok": 1,
 }
-
-
-def tensors_of(folder: Path) -> Tensors:
-    found: dict[str, torch.Tensor] = {}
-    for file in folder.glob("*.safetensors"):
-        found |= load_file(file)
-    return found
-
-
-def assert_same(found: Tensors, expected: Tensors) -> None:
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert found[name].dtype == tensor.dtype, name
-        assert torch.equal(found[name], tensor), name
 
 
 def with_adapter(base: Path, adapter: Path, kind: Any = AutoModelForCausalLM) -> Any:
@@ -590,7 +571,7 @@ def _glm4_moe() -> Any:
     """As many layers as GLM-4.5-Air: the class leaves out the one with this number."""
     config = Glm4MoeConfig(
         **{**SIZES, "num_hidden_layers": 46}, **HEADS, moe_intermediate_size=8, n_group=1,
-        n_routed_experts=2, num_experts_per_tok=1, topk_group=1,
+        n_routed_experts=2, num_experts_per_tok=1, topk_group=1
     )  # fmt: skip
     return Glm4MoeForCausalLM(config)
 
@@ -600,7 +581,7 @@ def _gemma3n() -> Any:
         **{**SIZES, "num_hidden_layers": 4}, **HEADS, vocab_size_per_layer_input=48,
         hidden_size_per_layer_input=4, num_kv_shared_layers=2, laurel_rank=2, altup_num_inputs=2,
         layer_types=["sliding_attention", "full_attention"] * 2, sliding_window=8,
-        activation_sparsity_pattern=[0.0] * 4,
+        activation_sparsity_pattern=[0.0] * 4
     )  # fmt: skip
     return Gemma3nForCausalLM(config)
 

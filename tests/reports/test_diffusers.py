@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 import ckptkit
 from ckptkit.core.errors import AmbiguousSourceError, RefusedError
 from ckptkit_cli.main import main
-from tests.reports.folders import REPORTS, notes_of, same, save, weights
+from tests.reports.folders import REPORTS, assert_same, notes_of, save, tensors_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),
@@ -38,7 +38,7 @@ def test_a_report_of_a_folder_that_diffusers_did_not_load(
     assert f"diffusers.FluxTransformer2DModel.from_pretrained('{out}')" in capfd.readouterr().out
     assert filecmp.cmp(out / "config.json", CASE / "base/transformer/config.json", shallow=False)
     assert sorted(names(out)) == ["ckptkit.json", "config.json", f"{STEM}.safetensors"]
-    assert same(weights(out), load_file(CASE / "truth.safetensors"))
+    assert_same(tensors_of(out), load_file(CASE / "truth.safetensors"))
     model = diffusers.FluxTransformer2DModel.from_pretrained(out)
     truth = load_file(CASE / "truth.safetensors")
     assert all(torch.equal(t, truth[n]) for n, t in model.state_dict().items())
@@ -57,9 +57,7 @@ def test_files_of_a_size_have_the_index_that_diffusers_reads(tmp_path: Path) -> 
     assert names(tmp_path / "like") == names(out)
 
 
-def test_inspect_knows_the_folder_and_verify_reads_it(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_inspect_knows_the_folder_and_verify_reads_it(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(CASE / "base" / "transformer")]) == 0
     said = capfd.readouterr().out
     assert "FluxTransformer2DModel" in said
@@ -123,7 +121,7 @@ def test_models_are_what_save_pretrained_of_diffusers_writes(
     if dtype != "keep":
         model = type(model).from_pretrained(tmp_path / "base", torch_dtype=getattr(torch, dtype))
     model.save_pretrained(tmp_path / "theirs")
-    assert same(weights(tmp_path / "out"), weights(tmp_path / "theirs"))
+    assert_same(tensors_of(tmp_path / "out"), tensors_of(tmp_path / "theirs"))
     assert names(tmp_path / "out") - {"ckptkit.json"} == names(tmp_path / "theirs")
     assert type(model).from_pretrained(tmp_path / "out") is not None
 
@@ -140,14 +138,14 @@ def test_names_are_compared_with_the_class(tmp_path: Path) -> None:
     inside = {f"net.{n}": t for n, t in state.items()}
     wrapped = save(inside, tmp_path / "wrapped")
     ckptkit.consolidate(wrapped, tmp_path / "out", base=tmp_path / "base")
-    assert same(weights(tmp_path / "out"), state)
+    assert_same(tensors_of(tmp_path / "out"), state)
     beside = save({**inside, "loss.weight": torch.ones(3)}, tmp_path / "beside")
     with pytest.raises(RefusedError) as caught:
         ckptkit.consolidate(beside, tmp_path / "part", base=tmp_path / "base")
     assert "--strip-prefix net. --include 'net.*'" in caught.value.hint
     options: dict[str, Any] = {"strip_prefix": "net.", "include": ["net.*"]}
     ckptkit.consolidate(beside, tmp_path / "part", base=tmp_path / "base", **options)
-    assert same(weights(tmp_path / "part"), state)
+    assert_same(tensors_of(tmp_path / "part"), state)
     shaped = save({**state, first: torch.zeros(3)}, tmp_path / "shaped")
     with pytest.raises(RefusedError, match="another shape"):
         ckptkit.consolidate(shaped, tmp_path / "other", base=tmp_path / "base")
@@ -161,7 +159,7 @@ def test_frozen_parts_of_a_model_of_diffusers_are_filled(tmp_path: Path) -> None
         ckptkit.consolidate(step, tmp_path / "out", base=CASE / "base")
     assert "--fill-from-base" in caught.value.hint
     ckptkit.consolidate(step, tmp_path / "out", base=CASE / "base", fill_from_base=True)
-    found = weights(tmp_path / "out")
+    found = tensors_of(tmp_path / "out")
     assert found.keys() == state.keys()
     assert all(torch.equal(found[name], half[name]) for name in half)
 
@@ -178,7 +176,7 @@ def test_frozen_parts_are_filled_from_the_one_variant_that_a_base_has(
     half = {n: t + 1 for n, t in state.items() if "attn2" in n}
     step = save(half, tmp_path / "step")
     ckptkit.consolidate(step, tmp_path / "out", base=tmp_path / "base", fill_from_base=True)
-    assert same(weights(tmp_path / "out"), {**state, **half})
+    assert_same(tensors_of(tmp_path / "out"), {**state, **half})
 
 
 def test_a_pipeline_without_the_trained_model_asks_for_a_component(tmp_path: Path) -> None:
@@ -282,7 +280,7 @@ def test_of_two_components_with_the_same_tensors_one_is_named(tmp_path: Path) ->
     for component, model in zip(("transformer", "transformer_2"), models, strict=True):
         base, out = named.parent / component, tmp_path / component
         ckptkit.consolidate(step, out, base=base, fill_from_base=True)
-        assert same(weights(out), {**model.state_dict(), **half})
+        assert_same(tensors_of(out), {**model.state_dict(), **half})
 
 
 @pytest.mark.parametrize(("layers", "hidden"), [(2, 8), (1, 16)])

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 import ckptkit
 from ckptkit.core.errors import AmbiguousSourceError, RefusedError
 from ckptkit_cli.main import main
-from tests.reports.folders import REPORTS, save, weights
+from tests.reports.folders import REPORTS, save, tensors_of
 from tests.reports.test_diffusers import MODELS, UNET, built, names
 
 pytestmark = [
@@ -67,9 +67,7 @@ def pipeline_file(model: Any, folder: Path, *, component: str = "unet", told: bo
     layers = {component: get_peft_model_state_dict(model)}
     told_of = _collate_lora_metadata({component: model}) if told else {}
     StableDiffusionPipeline.save_lora_weights(
-        folder,
-        **{f"{part}_lora_layers": layer for part, layer in layers.items()},
-        **told_of,
+        folder, **{f"{part}_lora_layers": layer for part, layer in layers.items()}, **told_of
     )
     return folder
 
@@ -89,7 +87,7 @@ def base_of(name: str, folder: Path) -> Path:
 
 def merged(src: Path, out: Path, base: Path, **options: Any) -> dict[str, torch.Tensor]:
     ckptkit.merge_adapter(src, out, base=base, **options)
-    return weights(out)
+    return tensors_of(out)
 
 
 def assert_close(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
@@ -220,7 +218,7 @@ def test_one_of_several_components_is_chosen(
     command[command.index("OUT")] = str(tmp_path / "out")
     assert main(command[1:]) == 0
     assert "transformers.CLIPTextModel.from_pretrained" in capfd.readouterr().out
-    ours, weight = weights(tmp_path / "out"), "encoder.layers.0.self_attn.q_proj"
+    ours, weight = tensors_of(tmp_path / "out"), "encoder.layers.0.self_attn.q_proj"
     (layer,) = (m for n, m in encoder.named_modules() if n.endswith(weight))
     (name,) = (name for name in ours if name.endswith(f"{weight}.weight"))
     expected = layer.get_delta_weight("default") + layer.base_layer.weight

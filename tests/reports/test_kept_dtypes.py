@@ -16,7 +16,7 @@ import ckptkit
 from ckptkit.consumers.class_facts import DATA, find_kept_by_transformers
 from ckptkit.core.dtypes import dtype_named
 from ckptkit.training import Checkpointer
-from tests.reports.folders import REPORTS, notes_of, same, save, weights
+from tests.reports.folders import REPORTS, assert_same, notes_of, save, tensors_of
 from tests.sampled import sampled
 from tests.small_models import class_named, small_model_config
 
@@ -31,7 +31,7 @@ def test_a_correction_bias_stays_in_float32_with_one_note(tmp_path: Path) -> Non
     notes = notes_of(
         ckptkit.consolidate, GLM / "ckpt", tmp_path / "out", base=GLM / "base", dtype="bfloat16"
     )
-    assert same(weights(tmp_path / "out"), load_file(GLM / "truth.safetensors"))
+    assert_same(tensors_of(tmp_path / "out"), load_file(GLM / "truth.safetensors"))
     kept = [note for note in notes if "float32" in note]
     assert len(kept) == 1
     assert "1 tensor stays" in kept[0]
@@ -46,16 +46,16 @@ def test_all_is_cast_where_that_is_asked_for(tmp_path: Path) -> None:
         dtype="bfloat16",
         cast_all=True,
     )
-    assert {tensor.dtype for tensor in weights(tmp_path / "out").values()} == {torch.bfloat16}
+    assert {tensor.dtype for tensor in tensors_of(tmp_path / "out").values()} == {torch.bfloat16}
     assert not any("stays" in note for note in notes)
 
 
 @pytest.mark.parametrize(("dtype", "kept"), [("float16", 2), ("bfloat16", 0), ("float32", 0)])
 def test_t5_keeps_its_output_layers_in_float16_alone(dtype: str, kept: int, tmp_path: Path) -> None:
     ckptkit.consolidate(T5 / "ckpt", tmp_path / "out", base=T5 / "base", dtype=dtype)
-    found = weights(tmp_path / "out")
+    found = tensors_of(tmp_path / "out")
     if dtype == "float16":
-        assert same(found, load_file(T5 / "truth.safetensors"))
+        assert_same(found, load_file(T5 / "truth.safetensors"))
     wide = [name for name, tensor in found.items() if tensor.dtype == torch.float32]
     assert len(wide) == (len(found) if dtype == "float32" else kept)
 
@@ -65,7 +65,7 @@ def test_an_average_and_a_conversion_keep_it_too(tmp_path: Path) -> None:
     shutil.copytree(first, second)
     ckptkit.average([first, second], tmp_path / "mean", base=GLM / "base", dtype="bfloat16")
     truth = load_file(GLM / "truth.safetensors")
-    assert same(weights(tmp_path / "mean"), truth)
+    assert_same(tensors_of(tmp_path / "mean"), truth)
     ckptkit.convert(first, tmp_path / "pt", to="torch", base=GLM / "base", dtype="bfloat16")
     with ckptkit.open(tmp_path / "pt") as stored:
         assert [n for n in stored if stored.read(n).dtype == torch.float32] == [BIAS]
@@ -74,7 +74,7 @@ def test_an_average_and_a_conversion_keep_it_too(tmp_path: Path) -> None:
 def test_a_name_map_keeps_what_the_class_keeps(tmp_path: Path) -> None:
     case = REPORTS.parent / "megatron_model_deepseek_v3_pp2_ep2"
     ckptkit.consolidate(case / "checkpoint", tmp_path / "out", base=case, dtype="bfloat16")
-    found = weights(tmp_path / "out")
+    found = tensors_of(tmp_path / "out")
     biases = {n: t for n, t in found.items() if n.endswith("e_score_correction_bias")}
     assert biases
     assert {tensor.dtype for tensor in biases.values()} == {torch.float32}
@@ -101,10 +101,10 @@ def test_a_merge_keeps_it(tmp_path: Path) -> None:
     settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": only}
     (adapter / "adapter_config.json").write_text(json.dumps(settings))
     ckptkit.merge_adapter(adapter, tmp_path / "out", base=base, dtype="bfloat16")
-    found = weights(tmp_path / "out")
+    found = tensors_of(tmp_path / "out")
     assert [n for n, t in found.items() if t.dtype == torch.float32] == [BIAS]
     ckptkit.merge_adapter(adapter, tmp_path / "all", base=base, dtype="bfloat16", cast_all=True)
-    assert {t.dtype for t in weights(tmp_path / "all").values()} == {torch.bfloat16}
+    assert {t.dtype for t in tensors_of(tmp_path / "all").values()} == {torch.bfloat16}
 
 
 def test_what_a_base_of_halves_has_in_float32_stays_so(tmp_path: Path) -> None:
@@ -120,12 +120,12 @@ def test_what_a_base_of_halves_has_in_float32_stays_so(tmp_path: Path) -> None:
     save_file(halves, base / "model.safetensors", metadata={"format": "pt"})
     source = save(model.state_dict(), tmp_path / "ckpt")
     ckptkit.consolidate(source, tmp_path / "out", base=base, dtype="bfloat16")
-    found = weights(tmp_path / "out")
+    found = tensors_of(tmp_path / "out")
     assert [n for n, t in found.items() if t.dtype == torch.float32] == [wide]
     # A base that is float32 altogether says nothing.
     model.save_pretrained(base)
     ckptkit.consolidate(source, tmp_path / "plain", base=base, dtype="bfloat16")
-    assert {t.dtype for t in weights(tmp_path / "plain").values()} == {torch.bfloat16}
+    assert {t.dtype for t in tensors_of(tmp_path / "plain").values()} == {torch.bfloat16}
 
 
 SMALL = {
@@ -144,9 +144,9 @@ def test_an_export_keeps_what_the_live_class_keeps(tmp_path: Path) -> None:
         out, state = tmp_path / "out", {"model": model}
         checkpointer.export(out, state=state, dtype="bfloat16").wait()
         checkpointer.export(tmp_path / "all", state=state, dtype="bfloat16", cast_all=True).wait()
-    wide = [n for n, t in weights(out).items() if t.dtype == torch.float32]
+    wide = [n for n, t in tensors_of(out).items() if t.dtype == torch.float32]
     assert wide == [BIAS]
-    assert {t.dtype for t in weights(tmp_path / "all").values()} == {torch.bfloat16}
+    assert {t.dtype for t in tensors_of(tmp_path / "all").values()} == {torch.bfloat16}
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -169,7 +169,7 @@ def test_a_cast_writes_the_types_that_save_pretrained_writes(
     source = save(model.state_dict(), tmp_path / "ckpt")
     shutil.copy(tmp_path / "float32" / "config.json", source)
     ckptkit.consolidate(source, tmp_path / "out", dtype=dtype)
-    ours, theirs = weights(tmp_path / "out"), weights(tmp_path / "halved")
+    ours, theirs = tensors_of(tmp_path / "out"), tensors_of(tmp_path / "halved")
     # Transformers makes a float of a counter that is in a module of such a list.
     theirs = {n: t.to(ours[n].dtype) if "batches_tracked" in n else t for n, t in theirs.items()}
     assert {n: t.dtype for n, t in ours.items()} == {n: t.dtype for n, t in theirs.items()}

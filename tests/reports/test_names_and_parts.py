@@ -29,6 +29,7 @@ from ckptkit.options import find_patterns, matches
 from ckptkit.storage.places import PathLike
 from tests.command_line import run_command
 from tests.compared_models import State, model_of, trained
+from tests.reports.folders import assert_same, converted, tensors_of
 
 REPORTS = Path(__file__).resolve().parents[2] / "fixtures" / "reports"
 VEOMNI, DINO = REPORTS / "18-veomni-experts", REPORTS / "26-dinov3"
@@ -36,29 +37,6 @@ TITAN, COMPOSER = REPORTS / "27-torchtitan-ema", REPORTS / "29-composer-hf"
 PREFIXES, GLM = REPORTS / "28-s3-prefix", REPORTS / "12-mtp-promise-glm"
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 Tensors = dict[str, torch.Tensor]
-
-
-def tensors_of(folder: Path) -> Tensors:
-    found: Tensors = {}
-    for file in folder.glob("*.safetensors"):
-        found |= load_file(file)
-    return found
-
-
-def converted(src: PathLike, out: Path, **options: Any) -> tuple[Tensors, list[str]]:
-    """Returns the tensors of the output, and the notes."""
-    notes: list[str] = []
-    ckptkit.consolidate(
-        src, out, listener=lambda event: notes.extend(getattr(event, "notes", ())), **options
-    )
-    return tensors_of(out), notes
-
-
-def assert_same(found: Tensors, expected: Tensors) -> None:
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert found[name].dtype == tensor.dtype, name
-        assert torch.equal(found[name], tensor), name
 
 
 def refused(src: PathLike, out: Path, **options: Any) -> CkptkitError:
@@ -514,9 +492,7 @@ def test_experts_of_related_families_are_unstacked(tmp_path: Path, family: str) 
     assert isinstance(error, (FormatError, IncompleteCheckpointError))
 
 
-def test_stacked_experts_of_a_family_without_a_map_are_refused_by_that_name(
-    tmp_path: Path,
-) -> None:
+def test_stacked_experts_of_a_family_without_a_map_are_refused_by_that_name(tmp_path: Path) -> None:
     model = model_of("Mixtral", num_local_experts=2)
     state = {"model.layers.0.mlp.experts.gate_proj": torch.ones(2, 4, 4)}
     src = trained(tmp_path / "src", {**model.state_dict(), **state}, model.config)

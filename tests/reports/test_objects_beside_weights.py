@@ -39,14 +39,14 @@ from ckptkit.core.errors import (
     UnsupportedError,
 )
 from ckptkit.core.index import TensorIndex
-from ckptkit.engine.outcome import Event, Planned
 from ckptkit.formats.dcp.reader import DcpReader
 from ckptkit.formats.pickle.pickles import parse_pickle
 from ckptkit.formats.pickle.torch_values import ALLOWED
 from ckptkit.formats.torch_files import TorchFileReader
 from ckptkit.storage.local.source import LocalSource
-from ckptkit.storage.overlay import MemorySource
+from tests.files_in_memory import read_files, saved, tensor_at
 from tests.property.examples import examples
+from tests.reports.folders import assert_same, converted
 
 REPORTS = Path(__file__).resolve().parents[2] / "fixtures" / "reports"
 LEFT_OUT = "left out, since they are objects of other code: "
@@ -60,27 +60,6 @@ pytestmark = pytest.mark.filterwarnings(
 Tensors = dict[str, torch.Tensor]
 
 
-def converted(source: Path, out: Path, **options: Any) -> tuple[Tensors, list[str]]:
-    """Returns the tensors of the output, and the notes."""
-    notes: list[str] = []
-
-    def listen(event: Event) -> None:
-        notes.extend(event.notes if isinstance(event, Planned) else ())
-
-    ckptkit.consolidate(source, out, listener=listen, **options)
-    tensors: Tensors = {}
-    for file in out.glob("*.safetensors"):
-        tensors |= load_file(file)
-    return tensors, notes
-
-
-def assert_same(found: Tensors, expected: Tensors) -> None:
-    assert sorted(found) == sorted(expected)
-    for name, tensor in expected.items():
-        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape)
-        assert torch.equal(found[name], tensor), name
-
-
 def objects_in(notes: list[str]) -> str:
     (note,) = (note for note in notes if note.startswith(LEFT_OUT))
     return note.removeprefix(LEFT_OUT)
@@ -91,10 +70,7 @@ def objects_in(notes: list[str]) -> str:
     [
         ("03-lightning-callback-enum", "callbacks.Cb.mode (Mode of __main__)"),
         ("03-lightning-dataclass", "hyper_parameters.cfg (RunConfig of __main__)"),
-        (
-            "03-lightning-loss-module",
-            "hyper_parameters.loss (MSELoss of torch.nn.modules.loss)",
-        ),
+        ("03-lightning-loss-module", "hyper_parameters.loss (MSELoss of torch.nn.modules.loss)"),
     ],
 )
 def test_lightnings_checkpoints_with_objects_give_the_weights(
@@ -359,15 +335,11 @@ OBJECTS = st.recursive(LEAVES, _holders, max_leaves=8)
 
 def read(data: bytes) -> tuple[TensorIndex, dict[str, bytes]]:
     """Returns the index of a file of `torch.save`, and the bytes of each tensor of the model."""
-    source = MemorySource({"last.ckpt": data})
-    (candidate,) = TorchFileReader().find(["last.ckpt"])
-    index = TorchFileReader().read_index(source, candidate)
+    index = read_files(TorchFileReader, {"last.ckpt": data})
     found = {}
     for entry in index.of_part("model"):
-        (chunk,) = entry.chunks
-        record = index.records[chunk.record]
-        start = record.start + (chunk.byte_offset or 0)
-        found[str(entry.name)] = data[start : start + entry.size_bytes]
+        tensor = tensor_at(index, entry.key, {"last.ckpt": data})
+        found[str(entry.name)] = tensor.numpy().tobytes()
     return index, found
 
 
@@ -396,9 +368,8 @@ def test_any_objects_beside_a_state_dict_leave_the_weights_as_they_are(
         ],
         "message_hub": {"log": [value, net]},
     }
-    buffer = io.BytesIO()
-    torch.save(document, buffer, pickle_protocol=protocol, _use_new_zipfile_serialization=zipped)
-    index, found = read(buffer.getvalue())
+    options = {"pickle_protocol": protocol, "_use_new_zipfile_serialization": zipped}
+    index, found = read(saved(document, **options))
     assert found == {name: t.numpy().tobytes() for name, t in net.state_dict().items()}
     assert not any(problem.where.startswith("state_dict") for problem in index.problems)
     (note,) = index.run.warnings

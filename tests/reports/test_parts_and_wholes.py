@@ -29,7 +29,7 @@ from ckptkit.core.errors import (
     UnsupportedError,
 )
 from tests.command_line import run_command
-from tests.reports.folders import notes_of, same, save, weights
+from tests.reports.folders import assert_same, notes_of, save, tensors_of
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 Tensors = dict[str, torch.Tensor]
@@ -91,7 +91,7 @@ def test_parts_of_fairseq2_are_joined_where_shapes_are_known(
     like = written_as(tmp_path / "like", truth)
     for number, source in enumerate((tmp_path / "run", step, step / "model")):
         ckptkit.consolidate(source, tmp_path / f"out{number}", like=like)
-        assert same(weights(tmp_path / f"out{number}"), truth)
+        assert_same(tensors_of(tmp_path / f"out{number}"), truth)
         with pytest.raises(IncompleteCheckpointError, match="no other model says") as caught:
             ckptkit.consolidate(source, tmp_path / "none")
         assert "--like" in caught.value.hint
@@ -104,7 +104,7 @@ def test_what_fairseq2_wrote_is_its_model(tmp_path: Path) -> None:
     truth = load_file(case / "truth.safetensors")
     like = written_as(tmp_path / "like", truth)
     ckptkit.consolidate(case / "checkpoint", tmp_path / "out", like=like)
-    assert same(weights(tmp_path / "out"), truth)
+    assert_same(tensors_of(tmp_path / "out"), truth)
 
 
 @pytest.mark.slow
@@ -114,7 +114,7 @@ def test_a_configuration_alone_gives_the_shapes_of_parts(tmp_path: Path) -> None
     model.config.architectures = ["LlamaForCausalLM"]
     model.config.save_pretrained(tmp_path / "base")
     ckptkit.consolidate(step, tmp_path / "out", base=tmp_path / "base")
-    assert same(weights(tmp_path / "out"), dict(model.state_dict()))
+    assert_same(tensors_of(tmp_path / "out"), dict(model.state_dict()))
 
 
 def test_a_part_of_fairseq2_alone_is_refused(tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_a_part_of_fairseq2_alone_is_refused(tmp_path: Path) -> None:
             ckptkit.consolidate(source, tmp_path / "out", like=like)
         (named,) = re.findall(r"folder of all parts: (.+)", caught.value.hint)
         ckptkit.consolidate(named, tmp_path / "out", like=like, overwrite=True)
-        assert same(weights(tmp_path / "out"), truth)
+        assert_same(tensors_of(tmp_path / "out"), truth)
         shutil.rmtree(tmp_path / "out")
     (part.parent / "sdp_02.pt").unlink()
     with pytest.raises(IncompleteCheckpointError, match="a part is missing"):
@@ -157,7 +157,7 @@ def test_one_process_of_fairseq2_has_whole_tensors(tmp_path: Path) -> None:
     truth = dict(small_llama().state_dict())
     step = write_parts(tmp_path / "step_5", [truth], 1)
     ckptkit.consolidate(step, tmp_path / "out")
-    assert same(weights(tmp_path / "out"), truth)
+    assert_same(tensors_of(tmp_path / "out"), truth)
 
 
 @given(st.binary(max_size=200), st.integers(0, 8000))
@@ -192,7 +192,7 @@ def test_safetensors_of_torch_without_their_index_are_compared_with_the_base(
             ckptkit.consolidate(tmp_path / "run", tmp_path / "out", base=base)
     else:
         ckptkit.consolidate(tmp_path / "run", tmp_path / "out", base=base)
-        assert same(weights(tmp_path / "out"), truth)
+        assert_same(tensors_of(tmp_path / "out"), truth)
     notes = notes_of(ckptkit.consolidate, tmp_path / "run", tmp_path / "unproven")
     assert any("nothing proves that the tensors are whole" in note for note in notes)
 

@@ -28,6 +28,7 @@ from tests.command_line import Result, run_command
 from tests.compared_models import model_of, trained
 from tests.hub_server import TOKEN, HubServer
 from tests.object_store import ObjectStore
+from tests.reports.folders import assert_same, notes_of
 
 REPORTS = Path(__file__).resolve().parents[2] / "fixtures" / "reports"
 AUTOMODEL, NEMO_RL = REPORTS / "07-automodel", REPORTS / "07-nemo-rl"
@@ -38,23 +39,13 @@ Tensors = dict[str, torch.Tensor]
 
 
 def converted(src: PathLike, out: Path, **options: Any) -> tuple[Tensors, list[str]]:
-    """Returns the tensors of the output, and the notes."""
-    notes: list[str] = []
-    ckptkit.consolidate(
-        src, out, listener=lambda event: notes.extend(getattr(event, "notes", ())), **options
-    )
+    """Returns the tensors of the model alone, and the notes."""
+    notes = notes_of(ckptkit.consolidate, src, out, **options)
     return load_file(out / "model.safetensors"), notes
 
 
 def values_of(tensors: Tensors) -> set[float]:
     return {value for tensor in tensors.values() for value in tensor.flatten().tolist()}
-
-
-def assert_same(found: Tensors, expected: Tensors) -> None:
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert found[name].dtype == tensor.dtype, name
-        assert torch.equal(found[name], tensor), name
 
 
 def config_of(folder: Path) -> dict[str, Any]:
@@ -357,9 +348,7 @@ def test_a_policy_of_lerobot_is_one_model(tmp_path: Path) -> None:
     assert found.step == 200
 
 
-def test_files_like_those_of_a_processor_are_models_without_its_description(
-    tmp_path: Path,
-) -> None:
+def test_files_like_those_of_a_processor_are_models_without_its_description(tmp_path: Path) -> None:
     """Only beside NAME.json is NAME_step_1.safetensors a part of a processor."""
     state = {"a.weight": torch.ones(2)}
     save_file(state, tmp_path / "policy_preprocessor_step_1.safetensors")
@@ -433,10 +422,7 @@ RUNS = {
         150,
     ),
     "nemo-rl": (at_names(NEMO_RL, "step_9", "step_10", "step_100"), 100),
-    "composer": (
-        sharded("ep0-ba9", "ep0-ba10", "ep1-ba100", state=weights),
-        100,
-    ),
+    "composer": (sharded("ep0-ba9", "ep0-ba10", "ep1-ba100", state=weights), 100),
     "composer, files": (
         at_names(COMPOSER, "ep0-ba9-rank0.pt", "ep0-ba10-rank0.pt", "ep1-ba100-rank0.pt"),
         100,

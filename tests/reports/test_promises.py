@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 import ckptkit
 from ckptkit.core.errors import NotACheckpointError, RefusedError, UsageError
 from ckptkit_cli.main import main
-from tests.reports.folders import REPORTS, notes_of, same, save, weights
+from tests.reports.folders import REPORTS, assert_same, notes_of, save, tensors_of
 from tests.small_models import class_named, small_model_config
 
 GLM, QWEN, VISION = (
@@ -42,11 +42,11 @@ def test_they_are_taken_from_the_base_and_their_origin_is_recorded(
 ) -> None:
     base, out = load_file(case / "base" / "model.safetensors"), tmp_path / "out"
     ckptkit.consolidate(case / "ckpt", tmp_path / "alone", base=case / "base")
-    trained = weights(tmp_path / "alone")
+    trained = tensors_of(tmp_path / "alone")
     manifest = ckptkit.consolidate(case / "ckpt", out, base=case / "base", fill_from_base=True)
     filled = sorted(base.keys() - trained.keys())
     expected = trained | {name: base[name] for name in filled}
-    assert same(weights(out), expected)
+    assert_same(tensors_of(out), expected)
     assert manifest.source["filled"]["tensors"] == filled
     assert str(case / "base") in manifest.source["filled"]["path"]
     assert ckptkit.verify(out).ok
@@ -59,13 +59,13 @@ def test_a_promise_is_seen_without_a_base(tmp_path: Path) -> None:
     ckptkit.consolidate(
         GLM / "ckpt", tmp_path / "whole", config=GLM / "base", fill_from=GLM / "base"
     )
-    assert len(weights(tmp_path / "whole")) == len(weights(out)) + 21
+    assert len(tensors_of(tmp_path / "whole")) == len(tensors_of(out)) + 21
 
 
 def test_generation_with_further_tokens_works_once_they_are_there(tmp_path: Path) -> None:
     ckptkit.consolidate(GLM / "ckpt", tmp_path / "out", base=GLM / "base", fill_from_base=True)
     base = load_file(GLM / "base" / "model.safetensors")
-    found = weights(tmp_path / "out")
+    found = tensors_of(tmp_path / "out")
     further = [name for name in base if ".layers.46." in name]
     assert further
     assert all(torch.equal(found[name], base[name]) for name in further)
@@ -80,7 +80,7 @@ def test_frozen_parts_are_filled_by_the_command_that_the_refusal_proposes(
     option = re.search(r"pass (--fill-from-base)", said)
     assert option is not None
     assert main([*words, "--base", str(VISION / "base"), *shlex.split(option[1])]) == 0
-    assert same(weights(tmp_path / "out"), load_file(VISION / "truth.safetensors"))
+    assert_same(tensors_of(tmp_path / "out"), load_file(VISION / "truth.safetensors"))
     told = " ".join(capfd.readouterr().err.split())
     assert "18 tensors taken from" in told
     loaded = transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(tmp_path / "out")
@@ -98,20 +98,20 @@ def test_without_a_base_the_refusal_names_the_option_for_another_model(tmp_path:
         config=VISION / "base" / "config.json",
         fill_from=VISION / "base",
     )
-    assert same(weights(tmp_path / "out"), load_file(VISION / "truth.safetensors"))
+    assert_same(tensors_of(tmp_path / "out"), load_file(VISION / "truth.safetensors"))
 
 
 def test_what_is_filled_is_cast_and_averaged_like_the_rest(tmp_path: Path) -> None:
     options: dict[str, Any] = {"base": VISION / "base", "fill_from_base": True}
     ckptkit.consolidate(VISION / "ckpt", tmp_path / "half", dtype="float32", **options)
-    assert {t.dtype for t in weights(tmp_path / "half").values()} == {torch.float32}
+    assert {t.dtype for t in tensors_of(tmp_path / "half").values()} == {torch.float32}
     truth = load_file(VISION / "truth.safetensors")
     shifted = {n: (t.float() + 1).to(t.dtype) for n, t in truth.items() if "visual" not in n}
     ckptkit.consolidate(VISION / "ckpt", tmp_path / "first", names="live")
-    live = weights(tmp_path / "first")
+    live = tensors_of(tmp_path / "first")
     second = save({n: shifted.get(n, t) for n, t in live.items()}, tmp_path / "second")
     ckptkit.average([VISION / "ckpt", second], tmp_path / "mean", weights=[0.3, 0.7], **options)
-    mean = weights(tmp_path / "mean")
+    mean = tensors_of(tmp_path / "mean")
     visual = [name for name in truth if "visual" in name]
     assert visual
     assert all(torch.equal(mean[name], truth[name]) for name in visual)
@@ -175,7 +175,7 @@ def test_what_a_wrapper_put_before_names_is_taken_off_as_the_refusal_proposes(
     out = str(tmp_path / "out")
     command = ["consolidate", str(step), out, "--base", str(base), "--fill-from-base"]
     assert main([*command, *options]) == 0
-    same(weights(tmp_path / "out"), state)
+    assert_same(tensors_of(tmp_path / "out"), state)
 
 
 def test_shapes_that_do_not_fit_are_refused(tmp_path: Path) -> None:
@@ -208,7 +208,7 @@ def test_a_deepspeed_checkpoint_without_frozen_parameters_is_filled(tmp_path: Pa
     trained = {name: tensor + 1 for name, tensor in state.items() if "mlp" in name}
     step = save({"module": trained}, tmp_path / "step")
     ckptkit.consolidate(step, tmp_path / "out", base=base, fill_from_base=True)
-    found = weights(tmp_path / "out")
+    found = tensors_of(tmp_path / "out")
     assert all(torch.equal(found[n], trained.get(n, t)) for n, t in state.items())
     manifest = json.loads((tmp_path / "out" / "ckptkit.json").read_text())
     assert set(manifest["source"]["filled"]["tensors"]) == state.keys() - trained.keys()
@@ -248,7 +248,7 @@ def write_base_with_further_layer(folder: Path) -> tuple[Any, dict[str, torch.Te
     )
     model = transformers.DeepseekV3ForCausalLM(config)
     model.save_pretrained(folder)
-    stored = weights(folder)
+    stored = tensors_of(folder)
     further = {n.replace(".1.", ".2.", 1): t + 1 for n, t in stored.items() if "layers.1." in n}
     save_file({**stored, **further}, folder / "model.safetensors", {"format": "pt"})
     return model, further
@@ -272,8 +272,8 @@ def test_a_layer_that_the_configuration_counts_and_no_class_loads_is_no_misfit(
     source, merged = tmp_path / "adapter", tmp_path / "merged"
     ckptkit.merge_adapter(source, merged, base=base, allow_untrained=True)
     for out in ("filled", "again", "merged"):
-        found = weights(tmp_path / out)
-        assert found.keys() == weights(base).keys()
+        found = tensors_of(tmp_path / out)
+        assert found.keys() == tensors_of(base).keys()
         assert all(torch.equal(found[name], tensor) for name, tensor in further.items())
 
 

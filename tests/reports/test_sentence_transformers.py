@@ -17,7 +17,7 @@ import torch
 import ckptkit
 from ckptkit.core.errors import RefusedError
 from ckptkit_cli.main import main
-from tests.reports.folders import REPORTS, notes_of, save, weights
+from tests.reports.folders import REPORTS, notes_of, save, tensors_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 CASE, LORA = REPORTS / "21-sentence-transformers", REPORTS / "21-sentence-transformers-lora"
@@ -137,7 +137,7 @@ def test_encoders_behind_a_router_are_refused_with_a_command_that_works(
     assert (tmp_path / "out" / "config.json").exists()
     assert not (tmp_path / "out" / "modules.json").exists()
     inner = {n.partition(".model.")[2]: t for n, t in model.state_dict().items() if ".query." in n}
-    found = weights(tmp_path / "out")
+    found = tensors_of(tmp_path / "out")
     assert found
     assert all(torch.equal(found[name], inner[name]) for name in found)
 
@@ -219,7 +219,7 @@ def test_an_average_with_modules_beside_the_encoder_is_refused_with_a_way(tmp_pa
         strip_prefix="0.model.",
         exclude=["[1-9]*"],
     )
-    assert len(weights(tmp_path / "out")) == 23
+    assert len(tensors_of(tmp_path / "out")) == 23
 
 
 def test_a_folder_that_sentence_transformers_wrote_is_one_model(
@@ -288,9 +288,7 @@ def test_modules_behind_a_wrapper_are_all_written(
     assert np.array_equal(vectors(out), trained.encode(SENTENCES))
 
 
-def test_a_loss_beside_wrapped_modules_is_refused_with_a_command_that_works(
-    tmp_path: Path,
-) -> None:
+def test_a_loss_beside_wrapped_modules_is_refused_with_a_command_that_works(tmp_path: Path) -> None:
     from sentence_transformers.base.modules import Dense
 
     trained, state = trained_model(tmp_path / "base", Dense(32, 16))

@@ -279,8 +279,7 @@ def test_ids_of_the_configuration_count_where_the_other_file_has_none(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("eos", "stated"),
-    [("<|im_end|>", [11, 14]), ("<|im_end|>", 11), ("<|endoftext|>", [14, 11])],
+    ("eos", "stated"), [("<|im_end|>", [11, 14]), ("<|im_end|>", 11), ("<|endoftext|>", [14, 11])]
 )
 def test_what_agrees_is_left_as_it_is(eos: str, stated: int | list[int], tmp_path: Path) -> None:
     source, out = tmp_path / "step", tmp_path / "out"

@@ -18,7 +18,7 @@ import ckptkit
 from ckptkit.consumers.class_facts import find_text_config, place_in_whole
 from ckptkit.core.errors import RefusedError, UsageError
 from ckptkit_cli.main import main
-from tests.reports.folders import REPORTS, notes_of, save, weights
+from tests.reports.folders import REPORTS, notes_of, save, tensors_of
 from tests.small_models import class_named, small_model_config
 
 CASE = REPORTS / "11-qwen35-text"
@@ -50,7 +50,7 @@ def test_it_is_put_into_the_multimodal_base(tmp_path: Path) -> None:
     base, truth = (
         load_file(p) for p in (CASE / "base/model.safetensors", CASE / "truth.safetensors")
     )
-    found = weights(out)
+    found = tensors_of(out)
     assert found.keys() >= base.keys()
     model = transformers.Qwen3_5ForConditionalGeneration.from_pretrained(out)
     live = model.state_dict()
@@ -97,7 +97,7 @@ def test_text_models_of_families_behave_as_they_were_trained(
     assert not any("has no tensor" in note for note in notes)
     written = json.loads((tmp_path / "whole" / "config.json").read_text())
     flag = "tie_word_embeddings"
-    added = weights(tmp_path / "whole").keys() - weights(base).keys()
+    added = tensors_of(tmp_path / "whole").keys() - tensors_of(base).keys()
     is_untied = getattr(whole.config, flag, False) and not getattr(config, flag)
     assert added == ({"lm_head.weight"} if is_untied else set())
     assert not (added and written[flag])
@@ -113,10 +113,7 @@ WRAPPED: dict[str, tuple[dict[str, torch.Tensor], dict[str, Any]]] = {
     "alone": ({}, {}),
     "model.": ({}, {}),
     "named": ({}, {"strip_prefix": "net."}),
-    "included": (
-        {"loss.weight": torch.ones(2)},
-        {"strip_prefix": "net.", "include": ["net.*"]},
-    ),
+    "included": ({"loss.weight": torch.ones(2)}, {"strip_prefix": "net.", "include": ["net.*"]}),
     "beside": ({"loss.weight": torch.ones(2)}, {"strip_prefix": "net.", "exclude": ["loss.*"]}),
 }
 
@@ -146,14 +143,14 @@ def test_a_wrapped_text_model_is_found_by_the_names_that_are_written(
     joined = whole_class.from_pretrained(into)
     assert torch.allclose(logits(joined), logits(text), atol=1e-5)
     before, after = whole.state_dict(), joined.state_dict()
-    assert weights(into).keys() == weights(base).keys()
+    assert tensors_of(into).keys() == tensors_of(base).keys()
     assert all(torch.equal(before[n], after[n]) for n in before if "vision" in n)
     if beside:
         with pytest.raises(RefusedError) as caught:
             ckptkit.consolidate(step, tmp_path / "hinted", base=base)
         (command,) = re.findall(r"`ckptkit ([^`]*)`", caught.value.hint)
         assert main(shlex.split(command)) == 0
-        assert weights(tmp_path / "hinted").keys() == weights(tmp_path / "out").keys()
+        assert tensors_of(tmp_path / "hinted").keys() == tensors_of(tmp_path / "out").keys()
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -175,11 +172,11 @@ def test_the_text_model_is_taken_out_of_a_whole_one(name: str, form: str, tmp_pa
     state = whole.state_dict()
     if form == "disk":
         whole.save_pretrained(tmp_path / "whole")
-        state = weights(tmp_path / "whole")
+        state = tensors_of(tmp_path / "whole")
     step, out = save(state, tmp_path / "step"), tmp_path / "out"
     notes = notes_of(ckptkit.consolidate, step, out, base=tmp_path / "base")
     assert any("multimodal" in note for note in notes)
-    assert all(n.startswith(("model.", "lm_head.")) for n in weights(out))
+    assert all(n.startswith(("model.", "lm_head.")) for n in tensors_of(out))
     loaded = type(text).from_pretrained(out)
     assert torch.allclose(logits(loaded), logits(text), atol=1e-5)
 

@@ -245,7 +245,7 @@ DAMAGED: Mapping[str, tuple[Callable[[Path], object], str]] = {
     "another vocabulary": (lambda f: change_params(f, vocab_size=21), r"says \[21, 16\]"),
     "no width": (lambda f: change_params(f, dim="16"), "'dim' is not a size"),
     "no heads": (lambda f: change_params(f, n_heads=0), "'n_heads' is not a size"),
-    "a list for sizes": (lambda f: (f / PARAMS).write_text("[]"), "is not a dictionary"),
+    "a list for sizes": (lambda f: (f / PARAMS).write_text("[]"), "is not a JSON object"),
     "no JSON": (lambda f: (f / PARAMS).write_text("{"), "not JSON"),
 }
 

@@ -82,6 +82,7 @@ from ckptkit.formats.discovery import (
     step_of_files,
 )
 from ckptkit.formats.optimizer_names import name_states
+from ckptkit.formats.others.torch_checkpointing import add_numbered_ranks
 from ckptkit.formats.parsing import is_count, list_first, read_limited
 from ckptkit.formats.ranks.flat import (
     SLICES,
@@ -91,7 +92,6 @@ from ckptkit.formats.ranks.flat import (
     is_flat,
     unflatten,
 )
-from ckptkit.formats.ranks.rank_files import add_numbered_ranks
 from ckptkit.formats.registry import (
     describe_missing_files,
     estimate_parsing_bytes,

@@ -17,18 +17,10 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 
-from msgspec.structs import replace
-
 from ckptkit.core.errors import FormatError, IncompleteCheckpointError, UnsupportedError
-from ckptkit.core.index import (
-    Box,
-    KeyPath,
-    RecordTable,
-    RunFacts,
-    TensorIndex,
-)
+from ckptkit.core.index import Box, KeyPath, RunFacts, TensorIndex
 from ckptkit.core.text import counted, quote
-from ckptkit.formats.base import Candidate, FormatReader
+from ckptkit.formats.base import Candidate, FormatReader, errors_at
 from ckptkit.formats.parsing import TWO_SAVES, refuse_missing_ranks
 from ckptkit.formats.pickle.pickles import walk_values
 from ckptkit.formats.pickle.torch_archives import ArchiveTable, TorchArchive
@@ -58,12 +50,6 @@ HINT_AT_PARTS = (
 )
 
 
-def find_deep_steps(paths: Sequence[str]) -> set[str]:
-    """Returns the folders of steps, whose models are deeper than checkpoints are searched for."""
-    beside = (path for path in paths if _BESIDE.search(path))
-    return {posixpath.dirname(posixpath.dirname(path)) for path in beside}
-
-
 class Fairseq2Reader(FormatReader):
     """Reads the parts that fairseq2's ranks saved, and refuses a part by itself."""
 
@@ -72,7 +58,8 @@ class Fairseq2Reader(FormatReader):
     expected = "'pp_00/tp_00/sdp_00.pt'"
 
     def find_deep_folders(self, paths: Sequence[str]) -> Collection[str]:
-        return find_deep_steps(paths)
+        beside = (path for path in paths if _BESIDE.search(path))
+        return {posixpath.dirname(posixpath.dirname(path)) for path in beside}
 
     def find(self, paths: Sequence[str]) -> list[Candidate]:
         """Groups the files of a step, or of a model without one."""
@@ -99,7 +86,7 @@ class Fairseq2Reader(FormatReader):
             for folder, files in homes.items()
         ]
 
-    def read_index(self, source: Source, candidate: Candidate) -> TensorIndex:
+    def parse(self, source: Source, candidate: Candidate) -> TensorIndex:
         where = posixpath.join(source.location, candidate.folder)
         parts: dict[tuple[int, int, int], str] = {}
         of_optimizer: set[int] = set()
@@ -120,12 +107,11 @@ class Fairseq2Reader(FormatReader):
             for split in range(counts[1]):
                 ranks = [sdp for pp, tp, sdp in parts if (pp, tp) == (stage, split)]
                 what = f"weights below 'pp_{stage:02d}/tp_{split:02d}'"
-                refuse_missing_ranks(ranks, counts[2], what, where)
+                refuse_missing_ranks(ranks, counts[2], what)
         if counts[1] > 1:
             raise UnsupportedError(
                 f"{counts[1]} tensor parallel ranks split the tensors, along dimensions that are in"
                 " no file",
-                where=where,
                 hint=_JOIN,
             )
         table = ArchiveTable()
@@ -141,28 +127,22 @@ class Fairseq2Reader(FormatReader):
             for keys, held_parts in held.items():
                 name = quote(".".join(map(str, keys)))
                 if keys in joined:
-                    raise FormatError(
-                        f"two pipeline stages have {name}", where=where, hint=TWO_SAVES
-                    )
-                joined[keys] = _join(held_parts, table, f"{where}, {name}")
+                    raise FormatError(f"two pipeline stages have {name}", hint=TWO_SAVES)
+                with errors_at(f"{where}, {name}"):
+                    joined[keys] = _join(held_parts, table)
         notes = []
         trainers = sum(path.rpartition("/")[0].endswith("trainer") for path in candidate.files)
         if counts[2] > 1 or not (of_optimizer or trainers == counts[0]):
             notes.append(UNPROVEN_PARTS)
         if of_optimizer:
             notes.append("optimizer states of fairseq2's ranks have no shapes, and are not read")
-        return TensorIndex(
-            format=self.name,
-            files=tuple(table.files),
-            records=RecordTable.of(table.records),
-            tensors=make_entries(joined, where=where),
-            run=RunFacts(
-                world_size=len(parts),
-                writer="fairseq2, one file a rank",
-                mesh=(("pp", counts[0]), ("sdp", counts[2])),
-                notes=tuple(notes),
-            ),
+        run = RunFacts(
+            world_size=len(parts),
+            writer="fairseq2, one file a rank",
+            mesh=(("pp", counts[0]), ("sdp", counts[2])),
+            notes=tuple(notes),
         )
+        return table.index(self.name, make_entries(joined), run=run)
 
 
 def _refuse_lone(candidate: Candidate, where: str, *, has_optimizer: bool) -> None:
@@ -170,7 +150,6 @@ def _refuse_lone(candidate: Candidate, where: str, *, has_optimizer: bool) -> No
     if has_optimizer:
         raise IncompleteCheckpointError(
             "has the optimizer's files of fairseq2's ranks, and none of the model",
-            where=where,
             hint="name the folder of a step that has a folder 'model'",
         )
     above = posixpath.abspath(where)
@@ -179,14 +158,11 @@ def _refuse_lone(candidate: Candidate, where: str, *, has_optimizer: bool) -> No
         above = posixpath.dirname(above)
     raise IncompleteCheckpointError(
         f"{posixpath.basename(candidate.files[0])!r} is one rank's part of each tensor of a model",
-        where=where,
         hint=f"name the folder of all parts: {above}" if above != where.rstrip("/") else _JOIN,
     )
 
 
-def _join(
-    parts: Sequence[tuple[TorchArchive, TensorRef]], table: ArchiveTable, where: str
-) -> Stored:
+def _join(parts: Sequence[tuple[TorchArchive, TensorRef]], table: ArchiveTable) -> Stored:
     """Returns the element type, the whole shape and the chunks."""
     first = parts[0][1]
     like = first.dtype, first.shape[1:], len(first.shape)
@@ -195,18 +171,16 @@ def _join(
             raise FormatError(
                 f"{tensor.dtype.name} {list(tensor.shape)} in {archive.path!r} is no part beside"
                 f" {first.dtype.name} {list(first.shape)}",
-                where=where,
                 hint=TWO_SAVES,
             )
-    chunks = [table.chunk(archive, tensor, rank) for rank, (archive, tensor) in enumerate(parts)]
     if not first.shape:
-        if len({table.records[chunk.record].crc32 for chunk in chunks}) > 1:
-            raise FormatError("a number differs between ranks", where=where, hint=TWO_SAVES)
-        return first.dtype, (), chunks[:1]
-    placed, at = [], 0
-    for chunk, (_, tensor) in zip(chunks, parts, strict=True):
-        offsets = (at, *(0 for _ in first.shape[1:]))
-        if 0 not in tensor.shape:
-            placed.append(replace(chunk, place=Box(offsets, tensor.shape)))
+        if len({table.records[table.record(*part)].crc32 for part in parts}) > 1:
+            raise FormatError("a number differs between ranks", hint=TWO_SAVES)
+        return first.dtype, (), [table.chunk(*parts[0], 0)]
+    chunks, at = [], 0
+    for rank, (archive, tensor) in enumerate(parts):
+        place = Box((at, *(0 for _ in first.shape[1:])), tensor.shape)
+        chunk = table.chunk(archive, tensor, rank, place)
+        chunks += [chunk] if 0 not in tensor.shape else []
         at += tensor.shape[0]
-    return first.dtype, (at, *first.shape[1:]), placed
+    return first.dtype, (at, *first.shape[1:]), chunks

@@ -36,19 +36,9 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from ckptkit.core.errors import FormatError, MissingFileError, UnsupportedError
-from ckptkit.core.geometry import is_row_major
-from ckptkit.core.index import (
-    Box,
-    Chunk,
-    KeyPath,
-    Problem,
-    RecordTable,
-    RunFacts,
-    Shape,
-    TensorIndex,
-)
+from ckptkit.core.index import Box, Chunk, KeyPath, Problem, RunFacts, Shape, TensorIndex
 from ckptkit.core.text import quote
-from ckptkit.formats.base import Candidate, FormatReader
+from ckptkit.formats.base import Candidate, FormatReader, errors_at
 from ckptkit.formats.dcp.megatron import compare_iterations, find_arguments, is_size, read_common
 from ckptkit.formats.parsing import COPY_BACK, MIXED_SAVES, TWO_SAVES, is_count, list_first
 from ckptkit.formats.pickle.machine import InertObject, class_of
@@ -75,7 +65,6 @@ _NUMBERS = ("a", "b", "c")  # of tensor parallelism, and of a stage or experts, 
 _MODEL = re.compile(r"model(\d{1,4})?")
 _ITERATION, _VERSION = "iteration", "checkpoint_version"
 _LEAST_VERSION = 2.0  # rows of queries, keys and values had other orders before
-_MAX_ITERATION = 10**15
 _BEFORE_CORE = "language_model"
 _SIZES = {
     "tensor": "tensor_model_parallel_size",
@@ -123,59 +112,44 @@ class ModelFile(Struct, frozen=True):
     # tensors of each part of the model; more than one with virtual stages
     models: Sequence[Mapping[Any, Any]]
 
-    @property
-    def iteration(self) -> int | None:
-        value = self.root.get(_ITERATION)
-        return value if is_count(value, _MAX_ITERATION) else None
-
 
 def _open_files(
-    table: ArchiveTable, source: Source, numbers: Mapping[str, Sequence[int]], where: str
+    table: ArchiveTable, source: Source, numbers: Mapping[str, Sequence[int]]
 ) -> tuple[list[ModelFile], Parallelism]:
     """Opens all files of a step; `numbers` has those in the names of their folders."""
-    opened = [(path, table.open(source, path, TRAINING_VALUES)) for path in numbers]
-    roots = [(archive, archive.dictionary().values) for _, archive in opened]
-    arguments = find_arguments(roots[0][1])
-    _check_same_save(roots)
-    parallelism = _find_parallelism(arguments, list(numbers.values()), where)
-    files = [
-        ModelFile(
-            _position(numbers[path], parallelism, archive.where),
-            archive,
-            archive.dictionary().values,
-            _find_models(archive),
-        )
-        for path, archive in opened
-    ]
-    _check_positions(files, parallelism, where)
-    for file in files:
-        _check_rank(file, parallelism)
+    archives = [table.open(source, path, TRAINING_VALUES) for path in numbers]
+    roots = [archive.dictionary().values for archive in archives]
+    _check_same_save(archives, roots)
+    sizes = _find_parallelism(find_arguments(roots[0]), list(numbers.values()))
+    files = []
+    for own, archive, root in zip(numbers.values(), archives, roots, strict=True):
+        with errors_at(archive.where):
+            files.append(ModelFile(_position(own, sizes), archive, root, _find_models(root)))
+    _check_positions(files, sizes)
     if len({len(file.models) for file in files}) > 1:
-        raise FormatError(
-            "files have different numbers of parts of the model", where=where, hint=MIXED_SAVES
-        )
-    return files, parallelism
+        raise FormatError("files have different numbers of parts of the model", hint=MIXED_SAVES)
+    return files, sizes
 
 
-def _check_same_save(roots: Sequence[tuple[TorchArchive, Mapping[Any, Any]]]) -> None:
+def _check_same_save(archives: Sequence[TorchArchive], roots: Sequence[Mapping[Any, Any]]) -> None:
     """Refuses files of two iterations, or of runs whose sizes differ."""
-    first, expected = roots[0]
-    for archive, root in roots:
+    first, expected = archives[0], roots[0]
+    others = find_arguments(expected)
+    above = repr(posixpath.basename(posixpath.dirname(first.path)))
+    for archive, root in zip(archives, roots, strict=True):
+        mine = find_arguments(root)
         for what in (_ITERATION, _VERSION):
             if root.get(what) != expected.get(what):
                 raise FormatError(
-                    f"is of {what} {_shown(root.get(what))}, and"
-                    f" {posixpath.basename(posixpath.dirname(first.path))!r} of"
+                    f"is of {what} {_shown(root.get(what))}, and {above} of"
                     f" {_shown(expected.get(what))}",
                     where=archive.where,
                     hint=TWO_SAVES,
                 )
-        mine, others = find_arguments(root), find_arguments(expected)
         for name in (*_SIZES.values(), "expert_tensor_parallel_size", "num_layers"):
             if mine.get(name) != others.get(name):
                 raise FormatError(
-                    f"is of a run with {name} {_shown(mine.get(name))}, and"
-                    f" {posixpath.basename(posixpath.dirname(first.path))!r} of one with"
+                    f"is of a run with {name} {_shown(mine.get(name))}, and {above} of one with"
                     f" {_shown(others.get(name))}",
                     where=archive.where,
                     hint=MIXED_SAVES,
@@ -193,9 +167,8 @@ def _shown(value: object) -> str:
     return quote(value) if isinstance(value, str) else str(value)[:32]
 
 
-def _find_models(archive: TorchArchive) -> list[Mapping[Any, Any]]:
+def _find_models(root: Mapping[Any, Any]) -> list[Mapping[Any, Any]]:
     """Returns the state dicts `model`, or `model0`, `model1`, … of virtual stages."""
-    root = archive.dictionary().values
     found = {}
     for key, value in root.items():
         match = _MODEL.fullmatch(key) if isinstance(key, str) else None
@@ -205,7 +178,6 @@ def _find_models(archive: TorchArchive) -> list[Mapping[Any, Any]]:
             raise UnsupportedError(
                 f"model has {_BEFORE_CORE!r}, as in Megatron-LM before Megatron-Core, which is not"
                 " modelled",
-                where=archive.where,
                 hint="convert it with tools/checkpoint/convert.py of Megatron-LM to a model of"
                 " Megatron-Core",
             )
@@ -215,21 +187,18 @@ def _find_models(archive: TorchArchive) -> list[Mapping[Any, Any]]:
         names = ", ".join(map(repr, sorted(found))) or "none"
         raise FormatError(
             f"has the state dicts {names}, where 'model' or 'model0', 'model1', … was expected",
-            where=archive.where,
             hint="a file without weights is of an interrupted save; take an earlier checkpoint",
         )
     return [found[key] for key in sorted(found, key=lambda key: (len(key), key))]
 
 
 def _find_parallelism(
-    arguments: Mapping[str, Any], numbers: Sequence[Sequence[int]], where: str
+    arguments: Mapping[str, Any], numbers: Sequence[Sequence[int]]
 ) -> Parallelism:
     """Returns the sizes in the arguments; without arguments, those that names show."""
     lengths = {len(own) for own in numbers}
     if len(lengths) > 1:
-        raise FormatError(
-            "folders 'mp_rank_…' have different counts of numbers", where=where, hint=MIXED_SAVES
-        )
+        raise FormatError("folders 'mp_rank_…' have different counts of numbers", hint=MIXED_SAVES)
     given = {kind: arguments.get(name) for kind, name in _SIZES.items()}
     sizes = {kind: size if is_size(size) else 1 for kind, size in given.items()}
     if not is_size(given["tensor"]):
@@ -237,7 +206,6 @@ def _find_parallelism(
             raise UnsupportedError(
                 "files without the arguments of the training do not show what the second number of"
                 " their folders counts",
-                where=where,
                 hint="give the files as Megatron-LM wrote them, with 'args'",
             )
         sizes["tensor"] = 1 + max((own[0] for own in numbers if own), default=0)
@@ -258,19 +226,17 @@ def _find_parallelism(
         raise UnsupportedError(
             f"experts are cut into {found.expert_tensor} parts and other tensors into"
             f" {found.tensor}: ranks with different parts write to files of the same name",
-            where=where,
             hint="save the run in the format 'torch_dist'",
         )
     return found
 
 
-def _position(numbers: Sequence[int], sizes: Parallelism, where: str) -> Position:
+def _position(numbers: Sequence[int], sizes: Parallelism) -> Position:
     if not numbers and sizes.pipeline * sizes.period == 1:
         return Position(0, 0, 0)
     if not numbers:
         raise MissingFileError(
             f"is the file of one rank of {sizes.pipeline * sizes.period:,}",
-            where=where,
             hint="give the folder 'iter_…' with the folders 'mp_rank_…' of all ranks",
         )
     kinds = ["tensor", *(["stage"] * (sizes.pipeline > 1)), *(["expert"] * (sizes.expert > 1))]
@@ -278,7 +244,6 @@ def _position(numbers: Sequence[int], sizes: Parallelism, where: str) -> Positio
         raise FormatError(
             f"folder has {len(numbers)} numbers; a run with {sizes.pipeline} pipeline stages and"
             f" {sizes.expert} groups of experts has {len(kinds)}",
-            where=where,
             hint=MIXED_SAVES,
         )
     return Position(**{"stage": 0, "expert": 0, **dict(zip(kinds, numbers, strict=True))})
@@ -290,32 +255,12 @@ def _name(position: Position, sizes: Parallelism) -> str:
     return f"mp_rank_{position.tensor:02d}{stage}{expert}"
 
 
-def _check_rank(file: ModelFile, sizes: Parallelism) -> None:
-    """Refuses a file that another rank wrote than the one that its folder names.
+def _check_positions(files: Sequence[ModelFile], sizes: Parallelism) -> None:
+    """Refuses a step that lacks files, or has files of ranks that its run did not have.
 
-    Ranks are counted along tensors first and along stages last, unless the run says otherwise.
+    So it does with a file that another rank wrote than the one that its folder names. Ranks are
+    counted along tensors first and along stages last, unless the run says otherwise.
     """
-    arguments = find_arguments(file.root)
-    rank, world_size = arguments.get("rank"), arguments.get("world_size")
-    is_usual = not arguments.get("use_tp_pp_dp_mapping")
-    if not is_count(rank) or not is_size(world_size) or world_size % sizes.pipeline:
-        return
-    position = Position(
-        rank % sizes.tensor,
-        rank // (world_size // sizes.pipeline) if is_usual else file.position.stage,
-        rank // sizes.expert_tensor % sizes.expert if is_usual else file.position.expert,
-    )
-    if position != file.position:
-        raise FormatError(
-            f"was written by rank {rank:,} of {world_size:,}, whose folder is"
-            f" {_name(position, sizes)!r}",
-            where=file.archive.where,
-            hint="files were exchanged, or are of another run; copy them again",
-        )
-
-
-def _check_positions(files: Sequence[ModelFile], sizes: Parallelism, where: str) -> None:
-    """Refuses a step that lacks files, or has files of ranks that its run did not have."""
     there = {file.position for file in files}
     count = sizes.pipeline * sizes.period
     # A hostile file may claim any number of ranks, so that no list of them is made.
@@ -325,7 +270,6 @@ def _check_positions(files: Sequence[ModelFile], sizes: Parallelism, where: str)
         names = list_first(missing, count - len(files), _LISTED_FILES)
         raise MissingFileError(
             f"{len(files):,} of the files of {count:,} ranks are there; missing are {names}",
-            where=where,
             hint=COPY_BACK,
         )
     if len(files) > count:
@@ -336,6 +280,22 @@ def _check_positions(files: Sequence[ModelFile], sizes: Parallelism, where: str)
             where=stale.archive.where,
             hint="an earlier save of a larger run left it; take it away",
         )
+    for file in files:
+        arguments = find_arguments(file.root)
+        rank, world_size = arguments.get("rank"), arguments.get("world_size")
+        if not is_count(rank) or not is_size(world_size) or world_size % sizes.pipeline:
+            continue
+        position = Position(rank % sizes.tensor, file.position.stage, file.position.expert)
+        if not arguments.get("use_tp_pp_dp_mapping"):
+            stage = rank // (world_size // sizes.pipeline)
+            position = Position(position.tensor, stage, rank // sizes.expert_tensor % sizes.expert)
+        if position != file.position:
+            raise FormatError(
+                f"was written by rank {rank:,} of {world_size:,}, whose folder is"
+                f" {_name(position, sizes)!r}",
+                where=file.archive.where,
+                hint="files were exchanged, or are of another run; copy them again",
+            )
 
 
 _WRAPPER = re.compile(r"(?:module\.)+")
@@ -358,7 +318,7 @@ class LocalTensor(Struct, frozen=True):
 
 
 def _collect_tensors(
-    files: Sequence[ModelFile], sizes: Parallelism, where: str
+    files: Sequence[ModelFile], sizes: Parallelism
 ) -> tuple[dict[str, list[LocalTensor]], int]:
     """Returns what all ranks have of each tensor, by its name in the whole model."""
     held: dict[tuple[int, int], dict[str, TensorRef]] = {}  # by file and virtual stage
@@ -368,8 +328,7 @@ def _collect_tensors(
             tensors = _find_tensors(model, file)
             ignored += sum(1 for name in model if isinstance(name, str) and EXTRA_STATE in name)
             held[number, virtual] = tensors
-    _check_stages(files, held)
-    counts = _count_layers(files, held, sizes.layers, where)
+    counts = _count_layers(files, held, sizes.layers)
     collected: dict[str, list[LocalTensor]] = defaultdict(list)
     for (number, virtual), tensors in held.items():
         file = files[number]
@@ -416,16 +375,18 @@ def _find_tensors(model: Mapping[Any, Any], file: ModelFile) -> dict[str, Tensor
     return found
 
 
-def _check_stages(
-    files: Sequence[ModelFile], held: Mapping[tuple[int, int], Collection[str]]
-) -> None:
-    """Refuses ranks of one stage that have tensors of different names."""
+def _count_layers(
+    files: Sequence[ModelFile],
+    held: Mapping[tuple[int, int], Collection[str]],
+    expected: int | None,
+) -> _Counts:
+    """Counts the layers of each stage, whose ranks have to have tensors of the same names."""
     first: dict[tuple[int, int], tuple[ModelFile, set[str]]] = {}
+    numbers: dict[tuple[str, int, int], set[int]] = defaultdict(set)
     for (number, virtual), names in held.items():
-        file = files[number]
-        key = file.position.stage, virtual
-        other, expected = first.setdefault(key, (file, set(names)))
-        differing = expected ^ set(names)
+        file, stage = files[number], files[number].position.stage
+        other, of_stage = first.setdefault((stage, virtual), (file, set(names)))
+        differing = of_stage ^ set(names)
         if differing:
             shown = list_first(map(quote, sorted(differing)), len(differing), _LISTED_NAMES)
             raise FormatError(
@@ -433,21 +394,10 @@ def _check_stages(
                 where=file.archive.where,
                 hint=TWO_SAVES,
             )
-
-
-def _count_layers(
-    files: Sequence[ModelFile],
-    held: Mapping[tuple[int, int], Collection[str]],
-    expected: int | None,
-    where: str,
-) -> _Counts:
-    numbers: dict[tuple[str, int, int], set[int]] = defaultdict(set)
-    for (number, virtual), names in held.items():
-        stage = files[number].position.stage
         for match in filter(None, map(_LAYER.fullmatch, names)):
             numbers[match[1], virtual, stage].add(int(match[2]))
     for (prefix, _, stage), own in numbers.items():
-        _check_numbers(own, f"layers {prefix!r} of stage {stage}", where)
+        _check_numbers(own, f"layers {prefix!r} of stage {stage}")
     counts = {key: len(own) for key, own in numbers.items()}
     totals: dict[str, int] = defaultdict(int)
     for (prefix, _, _), count in counts.items():
@@ -458,7 +408,6 @@ def _count_layers(
         raise FormatError(
             f"the stages have {totals[_DECODER]} layers, the arguments of the training say"
             f" {expected}",
-            where=where,
             hint=TWO_SAVES,
         )
     return counts
@@ -469,17 +418,17 @@ def _count_experts(names: Collection[str], file: ModelFile) -> Mapping[str, int]
     for match in filter(None, map(_EXPERT.fullmatch, names)):
         numbers[match[1]].add(int(match[2]))
     for prefix, own in numbers.items():
-        _check_numbers(own, f"experts {prefix!r}", file.archive.where)
+        with errors_at(file.archive.where):
+            _check_numbers(own, f"experts {prefix!r}")
     return {prefix: len(own) for prefix, own in numbers.items()}
 
 
-def _check_numbers(own: Collection[int], what: str, where: str) -> None:
+def _check_numbers(own: Collection[int], what: str) -> None:
     """Refuses numbers that are not those from 0 on."""
     missing = next((number for number in range(len(own)) if number not in own), None)
     if missing is not None:
         raise FormatError(
             f"of the {what}, number {missing} is missing, {max(own)} is there",
-            where=where,
             hint="give the file as Megatron-LM wrote it",
         )
 
@@ -528,12 +477,28 @@ _MATRIX = 2
 _LEAST_DIMENSIONS = {"columns": 2, "rows": 1, "halves of rows": 1, "whole": 0, "rows or whole": 2}
 
 
-def _find_rule(name: str) -> _Cut | None:
-    """Returns how a tensor is cut; None if that is not known of its name."""
-    return next((cut for cut, pattern in _RULES.items() if pattern.fullmatch(name)), None)
+def _find_cut(local: LocalTensor, arguments: Mapping[str, Any]) -> _Cut:
+    """Returns how a tensor is cut, of two ways the one that its shape shows."""
+    if local.parts == 1:
+        return "whole"
+    dimensions = len(local.tensor.shape)
+    cut = next((cut for cut, pattern in _RULES.items() if pattern.fullmatch(local.name)), None)
+    if cut == "rows or whole":
+        rotary = arguments.get(_ROTARY)
+        rotary = rotary if type(rotary) is int else None
+        cut = "whole" if _has_whole_rows(local, rotary) else "rows"
+    if cut == "halves of rows" and not _is_gated(local):
+        cut = "rows"
+    if cut is None or dimensions < _LEAST_DIMENSIONS[cut]:
+        raise UnsupportedError(
+            f"nothing shows how {quote(local.name)} with {dimensions} dimensions is cut over"
+            f" {local.parts} ranks of tensor parallelism",
+            hint="save the run in the format 'torch_dist', which stores it",
+        )
+    return cut
 
 
-def _is_gated(local: LocalTensor, *, where: str) -> bool:
+def _is_gated(local: LocalTensor) -> bool:
     """Returns whether the rows of a `linear_fc1` are those of a gate and of an up projection."""
     base = local.name[: local.name.rindex(_FC1)]
     shape, outer = local.tensor.shape, _shape_beside(local, base + _FC2)
@@ -541,12 +506,11 @@ def _is_gated(local: LocalTensor, *, where: str) -> bool:
         return shape[0] != outer[1]
     raise FormatError(
         f"{quote(local.name)} of shape {list(shape)} does not fit {quote(base + _FC2)} of shape"
-        f" {list(outer)}: expected as many rows as that has columns, or twice as many",
-        where=where,
+        f" {list(outer)}: expected as many rows as that has columns, or twice as many"
     )
 
 
-def _has_whole_rows(local: LocalTensor, rotary: int | None, *, where: str) -> bool:
+def _has_whole_rows(local: LocalTensor, rotary: int | None) -> bool:
     """Returns whether every rank has all rows of a down projection.
 
     They are the columns of the up projection, and for keys and values those of the rotary
@@ -564,8 +528,7 @@ def _has_whole_rows(local: LocalTensor, rotary: int | None, *, where: str) -> bo
     raise FormatError(
         f"{quote(name)} of shape {list(shape)} does not fit {quote(up)} of shape {list(outer)}:"
         f" expected as many rows as that has columns{', and the rotary ones' * ('kv' in name)}, or"
-        f" a part of {local.parts}",
-        where=where,
+        f" a part of {local.parts}"
     )
 
 
@@ -593,7 +556,7 @@ class MegatronReader(FormatReader):
             for step, files in sorted(steps.items())
         ]
 
-    def read_index(self, source: Source, candidate: Candidate) -> TensorIndex:
+    def parse(self, source: Source, candidate: Candidate) -> TensorIndex:
         where = posixpath.join(source.location, candidate.folder)
         table = ArchiveTable()
         matches = {path: _PATH.fullmatch(path) for path in candidate.files}
@@ -602,16 +565,26 @@ class MegatronReader(FormatReader):
             for path, match in matches.items()
             if match is not None
         }
-        files, sizes = _open_files(table, source, numbers, where)
-        tensors, ignored = _collect_tensors(files, sizes, where)
+        files, sizes = _open_files(table, source, numbers)
+        tensors, ignored = _collect_tensors(files, sizes)
         root = files[0].root
         pieces: dict[KeyPath, Stored] = {}
         replicas: list[tuple[str, LocalTensor, LocalTensor]] = []
         for name, held in sorted(tensors.items()):
             first = held[0]
             for local in held:
-                _check_likeness(local, first)
-            cut = _find_cut(first, find_arguments(root))
+                mine, theirs = (
+                    f"{x.tensor.dtype.name} {list(x.tensor.shape)}" for x in (local, first)
+                )
+                if mine != theirs:
+                    raise FormatError(
+                        f"{quote(local.name)} is {mine} here, and {theirs} in"
+                        f" {first.file.archive.path!r}",
+                        where=local.file.archive.where,
+                        hint=TWO_SAVES,
+                    )
+            with errors_at(first.file.archive.where):
+                cut = _find_cut(first, find_arguments(root))
             by_part: dict[int, LocalTensor] = {}
             for local in held:
                 kept = by_part.setdefault(0 if cut == "whole" else local.part, local)
@@ -621,7 +594,7 @@ class MegatronReader(FormatReader):
             if cut != "whole":
                 axis = 1 if cut == "columns" else 0
                 shape = (*shape[:axis], shape[axis] * first.parts, *shape[axis + 1 :])
-            chunks = [c for local in by_part.values() for c in _chunks(table, local, cut, shape)]
+            chunks = [c for local in by_part.values() for c in _place(table, local, cut, shape)]
             pieces[name,] = first.tensor.dtype, shape, chunks
         problems, unread = _compare(source, table, replicas)
         notes = ["optimizer states and random states were left alone"]
@@ -640,77 +613,33 @@ class MegatronReader(FormatReader):
             warnings=describe_objects_in(files[0].archive),
             settings=common.settings,
         )
-        return TensorIndex(
-            format=self.name,
-            files=tuple(table.files),
-            records=RecordTable.of(table.records),
-            tensors=make_entries(pieces, where=where),
-            run=run,
-            problems=(*problems, *compare_iterations(run.step, where, _FILE)),
-        )
+        problems += compare_iterations(run.step, where, _FILE)
+        entries = make_entries(pieces)
+        return table.index(self.name, entries, run=run, problems=tuple(problems))
 
 
-def _check_likeness(local: LocalTensor, first: LocalTensor) -> None:
-    if (local.tensor.dtype, local.tensor.shape) != (first.tensor.dtype, first.tensor.shape):
-        raise FormatError(
-            f"{quote(local.name)} is {local.tensor.dtype.name}"
-            f" {list(local.tensor.shape)} here, and {first.tensor.dtype.name}"
-            f" {list(first.tensor.shape)} in {first.file.archive.path!r}",
-            where=local.file.archive.where,
-            hint=TWO_SAVES,
-        )
-
-
-def _find_cut(local: LocalTensor, arguments: Mapping[str, Any]) -> _Cut:
-    """Returns how a tensor is cut, of two ways the one that its shape shows."""
-    cut = _find_rule(local.name)
-    if local.parts == 1:
-        return "whole"
-    where = local.file.archive.where
-    if cut == "rows or whole":
-        rotary = arguments.get(_ROTARY)
-        rotary = rotary if type(rotary) is int else None
-        is_whole = _has_whole_rows(local, rotary, where=where)
-        cut = "whole" if is_whole else "rows"
-    if cut == "halves of rows" and not _is_gated(local, where=where):
-        cut = "rows"
-    dimensions = len(local.tensor.shape)
-    if cut is None or dimensions < _LEAST_DIMENSIONS[cut]:
-        raise UnsupportedError(
-            f"nothing shows how {quote(local.name)} with {dimensions} dimensions is cut over"
-            f" {local.parts} ranks of tensor parallelism",
-            where=where,
-            hint="save the run in the format 'torch_dist', which stores it",
-        )
-    return cut
-
-
-def _chunks(table: ArchiveTable, local: LocalTensor, cut: _Cut, shape: Shape) -> Iterator[Chunk]:
-    """Yields the parts of one rank's tensor in the whole, each with its first row in the part."""
+def _place(table: ArchiveTable, local: LocalTensor, cut: _Cut, shape: Shape) -> Iterator[Chunk]:
+    """Yields the parts of one rank's tensor in the whole."""
     tensor, archive, own = local.tensor, local.file.archive, local.tensor.shape
-    zeros = (0,) * len(own)
-    placed = [(Box(zeros, own), 0)]
+    offsets = [0] * len(own)
     if cut == "halves of rows":
         rows = own[0] // 2
-        starts = [(half * shape[0] // 2 + local.part * rows, half * rows) for half in range(2)]
-        placed = [(Box((at, *zeros[1:]), (rows, *own[1:])), first) for at, first in starts]
-    elif cut != "whole":
+        for half in range(2):
+            offsets[0] = half * shape[0] // 2 + local.part * rows
+            place = Box((*offsets,), (rows, *own[1:]))
+            yield table.chunk(
+                archive, tensor, archive.number, place, half * rows * tensor.strides[0]
+            )
+        return
+    if cut != "whole":
         axis = 1 if cut == "columns" else 0
-        placed = [(Box((*zeros[:axis], local.part * own[axis], *zeros[axis + 1 :]), own), 0)]
-    for box, first_row in placed:
-        skipped = tensor.storage_offset + (first_row * tensor.strides[0] if first_row else 0)
-        yield Chunk(
-            box,
-            table.record(archive, tensor),
-            byte_offset=skipped * tensor.dtype.itemsize,
-            strides=None if is_row_major(box.sizes, tensor.strides) else tensor.strides,
-            rank=archive.number,
-        )
+        offsets[axis] = local.part * own[axis]
+    yield table.chunk(archive, tensor, archive.number, Box((*offsets,), own))
 
 
 def _compare(
     source: Source, table: ArchiveTable, replicas: Sequence[tuple[str, LocalTensor, LocalTensor]]
-) -> tuple[Sequence[Problem], int]:
+) -> tuple[list[Problem], int]:
     """Compares copies of tensors that several ranks have; also counts those that are too large."""
     pairs = [
         ((kept.file.archive, kept.tensor), (other.file.archive, other.tensor))

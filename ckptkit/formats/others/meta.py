@@ -18,7 +18,7 @@ import re
 from collections.abc import Mapping, Sequence
 from itertools import islice
 
-from msgspec import Struct, field
+from msgspec import Struct
 from msgspec.structs import replace
 
 from ckptkit.core.errors import (
@@ -27,26 +27,15 @@ from ckptkit.core.errors import (
     MissingFileError,
     UnsupportedError,
 )
-from ckptkit.core.index import (
-    Box,
-    Chunk,
-    Key,
-    KeyPath,
-    RecordTable,
-    RunFacts,
-    Shape,
-    TensorEntry,
-    TensorIndex,
-)
+from ckptkit.core.index import Box, KeyPath, RunFacts, Shape, TensorIndex
 from ckptkit.core.text import quote
-from ckptkit.formats.base import Candidate, FormatReader
+from ckptkit.formats.base import Candidate, FormatReader, errors_at
 from ckptkit.formats.parsing import (
     MIXED_SAVES,
     TWO_SAVES,
     group_by_folder,
     is_count,
-    parse_json,
-    read_limited,
+    read_json_object,
     refuse_missing_ranks,
     stat_or_missing,
 )
@@ -94,51 +83,42 @@ class MetaReader(FormatReader):
             found.append(Candidate(self.name, folder, (*files, *others), reason))
         return found
 
-    def read_index(self, source: Source, candidate: Candidate) -> TensorIndex:
-        where = posixpath.join(source.location, candidate.folder)
+    def parse(self, source: Source, candidate: Candidate) -> TensorIndex:
         paths = [path for path in candidate.files if not path.endswith(PARAMS)]
         numbers = [_rank_of(path) for path in paths]
         if len(set(numbers)) < len(numbers):
             raise FormatError(
                 f"two of the files are of one rank: {', '.join(map(posixpath.basename, paths))}",
-                where=where,
                 hint=MIXED_SAVES,
             )
-        refuse_missing_ranks(numbers, max(numbers) + 1, "weights", where)
+        refuse_missing_ranks(numbers, max(numbers) + 1, "weights")
         params = posixpath.join(candidate.folder, PARAMS)
         file = stat_or_missing(source, params)
         if file.size_bytes < 0:
             raise MissingFileError(
                 f"{PARAMS!r} is not beside the files of {len(paths)} ranks, so that it is not known"
                 " how many there were",
-                where=where,
                 hint=f"copy {PARAMS!r} from the same download",
             )
-        sizes = _Sizes.read(source, params)
+        with errors_at(posixpath.join(source.location, params)):
+            sizes = _Sizes.read(source, params)
         if len(paths) == 1:
             whole = TorchFileReader().read_index(source, replace(candidate, files=(*paths,)))
             entries = whole.of_part("model")
-            _check({entry.name: entry.shape for entry in entries}, sizes, 1, where)
+            _check({entry.name: entry.shape for entry in entries}, sizes, 1)
             run = replace(whole.run, settings=sizes.settings())
             return replace(whole, format=self.name, files=(*whole.files, file), run=run)
         table = ArchiveTable()
-        ranks = _RankFiles(source, table, sizes, where)
-        for path in paths:
-            ranks.add(table.open(source, path, TRAINING_VALUES))
-        tensors = ranks.join()
-        return TensorIndex(
-            format=self.name,
-            files=(*table.files, file),
-            tensors=tensors,
-            records=RecordTable.of(table.records),
-            run=RunFacts(
-                world_size=len(paths),
-                writer="Meta's Llama, one file for each tensor-parallel rank",
-                mesh=(("tp", len(paths)),),
-                notes=tuple(ranks.notes),
-                settings=sizes.settings(),
-            ),
+        ranks = _open_ranks(table, source, paths)
+        tensors, notes = _join_ranks(source, table, ranks, sizes)
+        run = RunFacts(
+            world_size=len(paths),
+            writer="Meta's Llama, one file for each tensor-parallel rank",
+            mesh=(("tp", len(paths)),),
+            notes=notes,
+            settings=sizes.settings(),
         )
+        return table.index(self.name, make_entries(tensors), file, run=run)
 
 
 def _rank_of(path: str) -> int:
@@ -157,17 +137,16 @@ class _Sizes(Struct, frozen=True):
 
     @classmethod
     def read(cls, source: Source, path: str) -> _Sizes:
-        where = posixpath.join(source.location, path)
-        content = parse_json(read_limited(source, path, _MAX_BYTES, PARAMS), where=where)
-        content = content.get("model", content) if isinstance(content, dict) else None
+        content = read_json_object(source, path, _MAX_BYTES, PARAMS)
+        content = content.get("model", content)
         if not isinstance(content, dict):
-            raise FormatError("is not a dictionary", where=where)
+            raise FormatError("is not a JSON object")
 
         def size(key: str, otherwise: int = 0) -> int:
             value = content.get(key)
             value = otherwise if value is None else value
             if not is_count(value, _MAX_SIZE) or not value:
-                raise FormatError(f"{key!r} is not a size", where=where)
+                raise FormatError(f"{key!r} is not a size")
             return value
 
         hidden, heads = size("dim"), size("n_heads")
@@ -208,7 +187,7 @@ class _Sizes(Struct, frozen=True):
         }.get(kind, (None, self.hidden))
 
 
-def _check(shapes: Mapping[str, Shape], sizes: _Sizes, count: int, where: str) -> None:
+def _check(shapes: Mapping[str, Shape], sizes: _Sizes, count: int) -> None:
     """Refuses whole tensors that do not fit `params.json`, but for names that are not Meta's."""
     layers = set()
     for name, shape in shapes.items():
@@ -224,7 +203,6 @@ def _check(shapes: Mapping[str, Shape], sizes: _Sizes, count: int, where: str) -
             raise FormatError(
                 f"{quote(name)} of {count} files has shape {list(shape)} in all, {PARAMS!r} says"
                 f" [{wanted}]",
-                where=where,
                 hint=f"copy all files and {PARAMS!r} from one download",
             )
     # The number in the file may be any: the layers that are there are counted.
@@ -234,129 +212,109 @@ def _check(shapes: Mapping[str, Shape], sizes: _Sizes, count: int, where: str) -
         raise IncompleteCheckpointError(
             f"has {len(layers):,} layers, {PARAMS!r} says {sizes.layers:,}; the first that differs"
             f" is layer {min(odd)}",
-            where=where,
             hint=f"copy all files and {PARAMS!r} from one download",
         )
 
 
-class _RankFiles(Struct):
-    """The files of all ranks, in order; its fields are what they are read with."""
+_OfRank = tuple[TorchArchive, dict[str, TensorRef]]  # the file of a rank, and the tensors in it
 
-    source: Source
-    table: ArchiveTable
-    sizes: _Sizes
-    where: str
-    notes: list[str] = field(default_factory=list)
-    _files: list[tuple[TorchArchive, dict[str, TensorRef]]] = field(default_factory=list)
-    _copies: list[tuple[str, int, int]] = field(default_factory=list)
 
-    def add(self, archive: TorchArchive) -> None:
-        tensors = {}
-        for name, value in archive.dictionary().values.items():
-            if not isinstance(name, str) or not isinstance(value, TensorRef):
-                raise FormatError(
-                    f"holds {quote(str(name))}, which is no tensor; a state dict was expected",
-                    where=archive.where,
-                )
-            tensors[name] = value
-        first = self._files[0][1] if self._files else tensors
-        if tensors.keys() != first.keys():
-            other = min(tensors.keys() ^ first.keys())
-            place = "this file has" if other in tensors else "this file lacks"
+def _open_ranks(table: ArchiveTable, source: Source, paths: Sequence[str]) -> list[_OfRank]:
+    """Opens the files of all ranks, which have to hold parts of the same tensors."""
+    ranks: list[_OfRank] = []
+    seen: dict[tuple[int | None, ...], int] = {}
+    for path in paths:
+        archive = table.open(source, path, TRAINING_VALUES)
+        with errors_at(archive.where):
+            tensors = _check_tensors(archive, ranks[0][1] if ranks else None)
+        ranks.append((archive, tensors))
+    for rank, (archive, tensors) in enumerate(ranks):
+        sums = tuple(archive.archive.extent(t.storage)[2] for t in tensors.values())
+        other_rank = rank if None in sums else seen.setdefault(sums, rank)
+        if other_rank != rank:
             raise FormatError(
-                f"{place} {quote(other)}, unlike that of rank 0",
+                f"holds the weights of rank {other_rank} once more, all of them",
                 where=archive.where,
-                hint=TWO_SAVES,
+                hint=f"copy the file of rank {rank} anew",
             )
-        for name, tensor in tensors.items():
-            if (tensor.dtype, tensor.shape) != (first[name].dtype, first[name].shape):
-                raise FormatError(
-                    f"{quote(name)} is {tensor.dtype.name} {list(tensor.shape)} here, and"
-                    f" {first[name].dtype.name} {list(first[name].shape)} on rank 0",
-                    where=archive.where,
-                    hint=TWO_SAVES,
-                )
-        self._files.append((archive, tensors))
+    return ranks
 
-    def join(self) -> dict[Key, TensorEntry]:
-        self._refuse_equal_files()
-        first = self._files[0][1]
-        joined = {name: self._join(name, tensor.shape) for name, tensor in first.items()}
-        whole = {name: shape for name, (shape, _) in joined.items()}
-        _check(whole, self.sizes, len(self._files), self.where)
-        self._refuse_differing_copies()
-        held: dict[KeyPath, Stored] = {
-            (name,): (first[name].dtype, *found) for name, found in joined.items()
-        }
-        return make_entries(held, where=self.where)
 
-    def _refuse_equal_files(self) -> None:
-        """Refuses one rank's file under the names of two."""
-        seen: dict[tuple[int | None, ...], int] = {}
-        for rank, (archive, tensors) in enumerate(self._files):
-            sums = tuple(archive.archive.extent(t.storage)[2] for t in tensors.values())
-            other = rank if None in sums else seen.setdefault(sums, rank)
-            if other != rank:
-                raise FormatError(
-                    f"holds the weights of rank {other} once more, all of them",
-                    where=archive.where,
-                    hint=f"copy the file of rank {rank} anew",
-                )
-
-    def _refuse_differing_copies(self) -> None:
-        """Refuses tensors that two ranks should have in common, and do not."""
-
-        def find(name: str, rank: int) -> tuple[TorchArchive, TensorRef]:
-            archive, tensors = self._files[rank]
-            return archive, tensors[name]
-
-        pairs = [(find(name, owner), find(name, rank)) for name, owner, rank in self._copies]
-        differing, unread = find_differing_copies(self.source, self.table, pairs)
-        if unread:
-            self.notes.append(f"{unread:,} copies on other ranks were not compared")
-        for position in differing[:1]:
-            name, owner, rank = self._copies[position]
+def _check_tensors(
+    archive: TorchArchive, first: Mapping[str, TensorRef] | None
+) -> dict[str, TensorRef]:
+    """Returns the tensors of a rank, which has to have parts of the same ones as the first."""
+    tensors = {}
+    for name, value in archive.dictionary().values.items():
+        if not isinstance(name, str) or not isinstance(value, TensorRef):
             raise FormatError(
-                f"{quote(name)} differs between ranks {owner} and {rank}, which should have it in"
-                " common",
-                where=self.where,
-                hint=TWO_SAVES,
+                f"holds {quote(str(name))}, which is no tensor; a state dict was expected"
             )
+        tensors[name] = value
+    first = tensors if first is None else first
+    if tensors.keys() != first.keys():
+        other = min(tensors.keys() ^ first.keys())
+        place = "this file has" if other in tensors else "this file lacks"
+        raise FormatError(f"{place} {quote(other)}, unlike that of rank 0", hint=TWO_SAVES)
+    for name, tensor in tensors.items():
+        mine, theirs = (f"{t.dtype.name} {list(t.shape)}" for t in (tensor, first[name]))
+        if mine != theirs:
+            raise FormatError(
+                f"{quote(name)} is {mine} here, and {theirs} on rank 0", hint=TWO_SAVES
+            )
+    return tensors
 
-    def _join(self, name: str, part: Shape) -> tuple[Shape, list[Chunk]]:
-        """Returns the shape of a whole tensor, and its chunks."""
-        count = len(self._files)
-        axis, copies = self._find_axis(name, part)
+
+def _join_ranks(
+    source: Source, table: ArchiveTable, ranks: Sequence[_OfRank], sizes: _Sizes
+) -> tuple[dict[KeyPath, Stored], tuple[str, ...]]:
+    """Returns the whole tensors, and notes."""
+    count = len(ranks)
+    joined: dict[KeyPath, Stored] = {}
+    copies: list[tuple[str, int, int]] = []  # a tensor, and two ranks that have it in common
+    for name, first in ranks[0][1].items():
+        part = first.shape
+        axis, in_common = _find_axis(name, part, count, sizes)
         chunks = []
-        for rank, (archive, tensors) in enumerate(self._files):
-            owner = rank // copies * copies
-            if rank != owner:
-                self._copies.append((name, owner, rank))
+        for rank, (archive, tensors) in enumerate(ranks):
+            number, copy = divmod(rank, in_common)
+            if copy:
+                copies.append((name, rank - copy, rank))
                 continue
-            offsets = tuple(
-                rank // copies * size if dim == axis else 0 for dim, size in enumerate(part)
-            )
-            chunk = self.table.chunk(archive, tensors[name], rank)
-            chunks.append(replace(chunk, place=Box(offsets, part)))
-        parts = count // copies
-        return tuple(n * parts if dim == axis else n for dim, n in enumerate(part)), chunks
+            offsets = tuple(number * size if dim == axis else 0 for dim, size in enumerate(part))
+            chunks.append(table.chunk(archive, tensors[name], rank, Box(offsets, part)))
+        parts = count // in_common
+        shape = tuple(n * parts if dim == axis else n for dim, n in enumerate(part))
+        joined[name,] = first.dtype, shape, chunks
+    _check({str(name): shape for (name,), (_, shape, _) in joined.items()}, sizes, count)
+    pairs = [
+        ((ranks[owner][0], ranks[owner][1][name]), (ranks[rank][0], ranks[rank][1][name]))
+        for name, owner, rank in copies
+    ]
+    differing, unread = find_differing_copies(source, table, pairs)
+    for name, owner, rank in (copies[position] for position in differing[:1]):
+        raise FormatError(
+            f"{quote(name)} differs between ranks {owner} and {rank}, which should have it in"
+            " common",
+            hint=TWO_SAVES,
+        )
+    return joined, (f"{unread:,} copies on other ranks were not compared",) if unread else ()
 
-    def _find_axis(self, name: str, part: Shape) -> tuple[int, int]:
-        """Returns the axis along which a tensor is split, and how many ranks have the same part."""
-        count, groups = len(self._files), self.sizes.groups
-        found = _NAME.fullmatch(name)
-        kind = "" if found is None else found["kind"]
-        if _FREQUENCIES.fullmatch(name) or (kind in _WHOLE and len(part) == 1):
-            return 0, count
-        if not kind or len(part) != _MATRIX:
-            raise UnsupportedError(
-                f"it is not known how {quote(name)} of shape {list(part)} is split into {count}"
-                " files: Llama 1 to 3 have no such tensor",
-                where=self.where,
-                hint="join the files with the program that wrote them",
-            )
-        if kind in _KEYS_AND_VALUES and count > groups and count % groups == 0:
-            return 0, count // groups  # neighbours have the same head
-        if kind == _EMBEDDINGS:
-            return (0 if part[1] == self.sizes.hidden else 1), 1
-        return (1 if kind in _BY_COLUMNS else 0), 1
+
+def _find_axis(name: str, part: Shape, count: int, sizes: _Sizes) -> tuple[int, int]:
+    """Returns the axis along which a tensor is split, and how many ranks have the same part."""
+    found = _NAME.fullmatch(name)
+    kind = "" if found is None else found["kind"]
+    if _FREQUENCIES.fullmatch(name) or (kind in _WHOLE and len(part) == 1):
+        return 0, count
+    if not kind or len(part) != _MATRIX:
+        raise UnsupportedError(
+            f"it is not known how {quote(name)} of shape {list(part)} is split into {count}"
+            " files: Llama 1 to 3 have no such tensor",
+            hint="join the files with the program that wrote them",
+        )
+    if kind in _KEYS_AND_VALUES and count > sizes.groups and count % sizes.groups == 0:
+        return 0, count // sizes.groups  # neighbours have the same head
+    if kind == _EMBEDDINGS:
+        return (0 if part[1] == sizes.hidden else 1), 1
+    return (1 if kind in _BY_COLUMNS else 0), 1

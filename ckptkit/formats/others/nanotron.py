@@ -27,7 +27,7 @@ from __future__ import annotations
 import posixpath
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from math import prod
 from typing import Any, TypeGuard
 
@@ -41,30 +41,27 @@ from ckptkit.core.errors import (
     MissingFileError,
     UnsupportedError,
 )
-from ckptkit.core.geometry import Defect, find_defect, row_major_strides
+from ckptkit.core.geometry import Defect, find_defect, flat_offset, row_major_strides
 from ckptkit.core.index import (
     Box,
     Chunk,
     ChunkTable,
-    FileRef,
-    Key,
     KeyPath,
     Record,
-    RecordTable,
     RunFacts,
     Shape,
     Span,
-    TensorEntry,
     TensorIndex,
 )
 from ckptkit.core.text import quote
-from ckptkit.formats.base import Candidate, FormatReader
+from ckptkit.formats.base import Candidate, FormatReader, errors_at
 from ckptkit.formats.parsing import (
     COPY_BACK,
     MIXED_SAVES,
+    FileTable,
     is_count,
     overflows,
-    parse_json,
+    read_json_object,
     read_limited,
 )
 from ckptkit.formats.safetensors.reader import HeaderTensor, read_header
@@ -100,13 +97,6 @@ _SILENT = (
 )
 
 
-def find_deep_folders(paths: Sequence[str]) -> tuple[str, ...]:
-    """Returns the folders whose parameters are deeper than checkpoints are searched for."""
-    steps = {posixpath.dirname(path) for path in paths if _STEP_FILE.search(path)}
-    steps |= {_step_of(path) for path in paths if _PARAMETER.search(path)}
-    return tuple(sorted(steps))
-
-
 def _step_of(path: str) -> str:
     """Returns the folder of a step in the path of a parameter: what is above `model`."""
     parts = path.split("/")
@@ -121,11 +111,12 @@ class NanotronReader(FormatReader):
     expected = "'checkpoint_metadata.json' beside a folder 'model' with a file per parameter"
 
     def find_deep_folders(self, paths: Sequence[str]) -> Collection[str]:
-        return find_deep_folders(paths)
+        steps = {posixpath.dirname(path) for path in paths if _STEP_FILE.search(path)}
+        return sorted(steps | {_step_of(path) for path in paths if _PARAMETER.search(path)})
 
     def find(self, paths: Sequence[str]) -> list[Candidate]:
         """Recognises steps by their metadata, or by parameters that are named by ranks."""
-        found: dict[str, list[str]] = {folder: [] for folder in find_deep_folders(paths)}
+        found: dict[str, list[str]] = {folder: [] for folder in self.find_deep_folders(paths)}
         known = set(paths) if found else set()
         for path in paths if found else ():
             parts = path.split("/")
@@ -148,13 +139,11 @@ class NanotronReader(FormatReader):
             or {METADATA, MODEL_CONFIG} <= {path[len(folder) :].lstrip("/") for path in files}
         ]
 
-    def read_index(self, source: Source, candidate: Candidate) -> TensorIndex:
+    def parse(self, source: Source, candidate: Candidate) -> TensorIndex:
         folder = candidate.folder
-        where = posixpath.join(source.location, folder).rstrip("/")
         if posixpath.join(folder, METADATA) not in candidate.files:
             raise IncompleteCheckpointError(
                 f"has files of nanotron's parameters, but no {METADATA!r}, which is written last",
-                where=where,
                 hint="the save was interrupted: take an earlier step. If this is a folder inside a"
                 " checkpoint, give the folder of the step",
             )
@@ -162,28 +151,27 @@ class NanotronReader(FormatReader):
         files = [path for path in candidate.files if path.endswith(".safetensors")]
         if not files:
             raise IncompleteCheckpointError(
-                f"has {METADATA!r}, but no file of a parameter below {_MODEL!r}",
-                where=where,
-                hint=COPY_BACK,
+                f"has {METADATA!r}, but no file of a parameter below {_MODEL!r}", hint=COPY_BACK
             )
-        shards = _ShardTable(source, facts.version, facts.sizes)
+        table = FileTable()
+        sizes: dict[str, int] = {}  # numbers of ranks, by kind, as the names of files have them
+        shards: dict[str, list[_Shard]] = defaultdict(list)
         for path in files:
-            shards.add(path, path[len(folder) :].lstrip("/"))
-        entries = shards.entries(where)
+            with errors_at(posixpath.join(source.location, path)):
+                name, ranks = _parse_path(path[len(folder) :].lstrip("/"))
+                shards[name].append(_read_shard(source, table, path, ranks, facts, sizes))
+        held: dict[KeyPath, Stored] = {}
+        for name, own in shards.items():
+            with errors_at(posixpath.join(source.location, posixpath.dirname(own[0].path))):
+                held[name,] = _join_shards(name, own)
+        entries = make_entries(held)
         facts.check_layers(entry.name for entry in entries.values())
         beside = [posixpath.join(folder, name) for name in (METADATA, RUN_CONFIG, MODEL_CONFIG)]
         refs = [source.stat(path) for path in beside if path in candidate.files]
-        return TensorIndex(
-            format=self.name,
-            files=(*shards.files, *refs),
-            records=RecordTable.of(shards.records),
-            tensors=entries,
-            run=facts.describe(shards.sizes),
-        )
+        return table.index(self.name, entries, *refs, run=facts.describe(sizes))
 
 
 class _StepFacts(Struct, frozen=True):
-    where: str
     version: str
     sizes: Mapping[str, int]  # ranks along each dimension; some may be unknown
     step: int | None  # the last training step
@@ -191,14 +179,14 @@ class _StepFacts(Struct, frozen=True):
 
     @classmethod
     def read(cls, source: Source, candidate: Candidate) -> _StepFacts:
-        where = posixpath.join(source.location, candidate.folder).rstrip("/")
-        metadata = _read_object(source, posixpath.join(candidate.folder, METADATA))
+        path = posixpath.join(candidate.folder, METADATA)
+        metadata = read_json_object(source, path, _MAX_BYTES, "JSON")
         version = metadata.get("version")
         if version not in _VERSIONS:
             raise UnsupportedError(
                 f"version of nanotron's format is {version!r}, expected one of"
                 f" {', '.join(_VERSIONS)}",
-                where=posixpath.join(where, METADATA),
+                where=posixpath.join(source.location, path),
                 hint="look for a newer ckptkit",
             )
         named = {"tensor": "tp", "data": "dp", "context": "cp"}
@@ -208,7 +196,7 @@ class _StepFacts(Struct, frozen=True):
         if "tensor" not in sizes or not all(map(_is_size, sizes.values())):
             raise FormatError(
                 f"'tp', 'dp' and 'cp' are {list(sizes.values())}, expected numbers of ranks",
-                where=posixpath.join(where, METADATA),
+                where=posixpath.join(source.location, path),
             )
         run_config = posixpath.join(candidate.folder, RUN_CONFIG)
         if run_config in candidate.files:
@@ -219,19 +207,14 @@ class _StepFacts(Struct, frozen=True):
                 if found is not None and found != size:
                     raise FormatError(
                         f"{RUN_CONFIG!r} has {kind} {size:,}, {METADATA!r} has {found!r:.40}",
-                        where=where,
                         hint=MIXED_SAVES,
                     )
             sizes |= {kind: size for kind, size in stored.items() if kind != "step"}
         model_config = posixpath.join(candidate.folder, MODEL_CONFIG)
-        has_config = model_config in candidate.files
-        return cls(
-            where=where,
-            version=version,
-            sizes=sizes,
-            step=step if is_count(step, _MAX_STEP) else None,
-            model=_read_object(source, model_config) if has_config else {},
-        )
+        model = {}
+        if model_config in candidate.files:
+            model = read_json_object(source, model_config, _MAX_BYTES, "JSON")
+        return cls(version, sizes, step if is_count(step, _MAX_STEP) else None, model)
 
     def check_layers(self, names: Iterable[str]) -> None:
         """Refuses layers that lack a parameter, and more or fewer than the configuration has.
@@ -248,7 +231,6 @@ class _StepFacts(Struct, frozen=True):
             if fuller is not None:
                 raise IncompleteCheckpointError(
                     f"layer {number} has no {min(fuller - held)!r}, as layer {kinds[fuller]} has",
-                    where=self.where,
                     hint=COPY_BACK,
                 )
         count = self.model.get("num_hidden_layers")
@@ -257,15 +239,11 @@ class _StepFacts(Struct, frozen=True):
         missing = next((layer for layer in range(count) if layer not in layers), None)
         if missing is not None:
             raise IncompleteCheckpointError(
-                f"layer {missing} is missing; {MODEL_CONFIG!r} has {count:,} layers",
-                where=self.where,
-                hint=COPY_BACK,
+                f"layer {missing} is missing; {MODEL_CONFIG!r} has {count:,} layers", hint=COPY_BACK
             )
         if max(layers) >= count:
             raise FormatError(
-                f"has layer {max(layers)}; {MODEL_CONFIG!r} has {count:,} layers",
-                where=self.where,
-                hint=MIXED_SAVES,
+                f"has layer {max(layers)}; {MODEL_CONFIG!r} has {count:,} layers", hint=MIXED_SAVES
             )
 
     def describe(self, found: Mapping[str, int]) -> RunFacts:
@@ -316,14 +294,6 @@ def _parse_run_config(text: str) -> dict[str, int]:
     return found
 
 
-def _read_object(source: Source, path: str) -> dict[str, Any]:
-    where = posixpath.join(source.location, path)
-    content = parse_json(read_limited(source, path, _MAX_BYTES, "JSON"), where=where)
-    if not isinstance(content, dict):
-        raise FormatError("is not a JSON object", where=where)
-    return content
-
-
 def _is_size(value: object) -> TypeGuard[int]:
     return is_count(value, _MAX_SIZE) and value != 0
 
@@ -353,132 +323,100 @@ class _Shard(Struct, frozen=True):
     pairs: tuple[tuple[Box, Box], ...]
 
 
-class _ShardTable:
-    def __init__(self, source: Source, version: str, sizes: Mapping[str, int]) -> None:
-        self._source = source
-        self._version = version
-        self._known = sizes
-        self._by_name: dict[str, list[_Shard]] = defaultdict(list)
-        self.files: list[FileRef] = []
-        self.records: list[Record] = []  # the bytes of the one tensor of each file
-        # numbers of ranks, by dimension, as the names of files have them
-        self.sizes: dict[str, int] = {}
-
-    def add(self, path: str, inside: str) -> None:
-        """Reads the header of a file; `inside` is its path in the folder of the step."""
-        where = posixpath.join(self._source.location, path)
-        name, ranks = _parse_path(inside, where)
-        for kind, (rank, size) in ranks.items():
-            expected = self.sizes.setdefault(kind, self._known.get(kind, size))
-            if size != expected or rank >= size:
-                raise FormatError(
-                    f"is of {kind} rank {rank} of {size}, in a save with {expected} {kind} ranks",
-                    where=where,
-                    hint=MIXED_SAVES,
-                )
-        file = self._source.stat(path)
-        header = read_header(self._source, file)
-        if [tensor.name for tensor in header.tensors] != [_TENSOR]:
-            names = ", ".join(quote(tensor.name) for tensor in header.tensors[:3]) or "none"
-            raise FormatError(f"has the tensors {names}, expected {_TENSOR!r} alone", where=where)
-        stored = header.tensors[0]
-        if ranks:
-            version = header.metadata.get("version")
-            if version != self._version:
-                raise FormatError(
-                    f"is of version {version!r}, the checkpoint of {self._version!r}",
-                    where=where,
-                    hint=MIXED_SAVES,
-                )
-            shape, pairs = _parse_slices(header.metadata, stored.shape, where)
-        else:
-            if _SLICES in header.metadata:
-                raise FormatError(
-                    "has the slices of a shard, but no rank in its name",
-                    where=where,
-                    hint="give the file the name under which nanotron saved it",
-                )
-            shape, whole = stored.shape, Box((0,) * len(stored.shape), stored.shape)
-            pairs = ((whole, whole),)
-        if overflows(shape, stored.dtype):
-            raise FormatError(f"size of shape {list(shape)} overflows", where=where)
-        self.records.append(Record(len(self.files), stored.start, stored.stop))
-        self.files.append(file)
-        self._by_name[name].append(_Shard(path, len(self.records) - 1, stored, ranks, shape, pairs))
-
-    def entries(self, where: str) -> dict[Key, TensorEntry]:
-        """Returns the parameters, each of whose elements is in one file."""
-        held: dict[KeyPath, Stored] = {}
-        for name, shards in self._by_name.items():
-            first = self._check_agreement(name, shards)
-            chunks = [chunk for shard in shards for chunk in self._chunks(shard)]
-            self._check_coverage(name, shards, chunks)
-            held[name,] = first.stored.dtype, first.shape, chunks
-        return make_entries(held, where=where)
-
-    def _chunks(self, shard: _Shard) -> Iterator[Chunk]:
-        strides = row_major_strides(shard.stored.shape)
-        itemsize = shard.stored.dtype.itemsize
-        tensor_rank = shard.ranks.get("tensor", (0, 1))[0]
-        for local, whole in shard.pairs:
-            first = sum(at * step for at, step in zip(local.offsets, strides, strict=True))
-            is_part = local.sizes[1:] != shard.stored.shape[1:]
-            yield Chunk(
-                whole,
-                shard.record,
-                byte_offset=first * itemsize,
-                strides=strides if is_part else None,
-                rank=tensor_rank,
-            )
-
-    def _check_agreement(self, name: str, shards: Sequence[_Shard]) -> _Shard:
-        """Refuses shards that are not of one tensor; returns the first."""
-        first = shards[0]
-        for other in shards[1:]:
-            facts = [
-                (s.ranks.get("pipeline"), s.ranks.keys(), list(s.shape), s.stored.dtype.name)
-                for s in (first, other)
-            ]
-            if facts[0] != facts[1]:
-                shown = (
-                    f"{posixpath.basename(s.path)!r} ({s.stored.dtype.name} {list(s.shape)})"
-                    for s in (first, other)
-                )
-                raise FormatError(
-                    f"{quote(name)} is in files that contradict each other: {', '.join(shown)}",
-                    where=posixpath.join(self._source.location, posixpath.dirname(first.path)),
-                    hint=MIXED_SAVES,
-                )
-        return first
-
-    def _check_coverage(self, name: str, shards: Sequence[_Shard], chunks: Sequence[Chunk]) -> None:
-        shape = shards[0].shape
-        defect = _find_defect(chunks, shape)
-        if defect is None:
-            return
-        where = posixpath.join(self._source.location, posixpath.dirname(shards[0].path))
-        if defect.copies:
+def _read_shard(
+    source: Source,
+    table: FileTable,
+    path: str,
+    ranks: Mapping[str, tuple[int, int]],
+    facts: _StepFacts,
+    sizes: dict[str, int],
+) -> _Shard:
+    """Reads the header of a file; the numbers of ranks in its name are added to `sizes`."""
+    for kind, (rank, size) in ranks.items():
+        expected = sizes.setdefault(kind, facts.sizes.get(kind, size))
+        if size != expected or rank >= size:
             raise FormatError(
-                f"{quote(name)} of shape {list(shape)} has elements in {defect.copies} of its"
-                f" {len(shards):,} files, from {_first_of(defect.place)} on",
-                where=where,
-                hint="the slices in a header are wrong, or a file is of another rank",
+                f"is of {kind} rank {rank} of {size}, in a save with {expected} {kind} ranks",
+                hint=MIXED_SAVES,
             )
-        missing = next(
-            (
-                f"; no file is of {kind} rank {rank} of {size}"
-                for kind, (_, size) in shards[0].ranks.items()
-                for rank in range(size)
-                if kind != "pipeline" and all(shard.ranks[kind][0] != rank for shard in shards)
-            ),
-            "",
+    file = source.stat(path)
+    header = read_header(source, file)
+    if [tensor.name for tensor in header.tensors] != [_TENSOR]:
+        names = ", ".join(quote(tensor.name) for tensor in header.tensors[:3]) or "none"
+        raise FormatError(f"has the tensors {names}, expected {_TENSOR!r} alone")
+    (stored,) = header.tensors
+    if ranks:
+        version = header.metadata.get("version")
+        if version != facts.version:
+            raise FormatError(
+                f"is of version {version!r}, the checkpoint of {facts.version!r}", hint=MIXED_SAVES
+            )
+        shape, pairs = _parse_slices(header.metadata, stored.shape)
+    else:
+        if _SLICES in header.metadata:
+            raise FormatError(
+                "has the slices of a shard, but no rank in its name",
+                hint="give the file the name under which nanotron saved it",
+            )
+        shape, whole = stored.shape, Box((0,) * len(stored.shape), stored.shape)
+        pairs = ((whole, whole),)
+    if overflows(shape, stored.dtype):
+        raise FormatError(f"size of shape {list(shape)} overflows")
+    record = table.add_record(Record(table.add_file(file), stored.start, stored.stop))
+    return _Shard(path, record, stored, ranks, shape, pairs)
+
+
+def _join_shards(name: str, shards: Sequence[_Shard]) -> Stored:
+    """Returns a parameter, each of whose elements has to be in one file."""
+    first = shards[0]
+    for other in shards[1:]:
+        facts = [
+            (s.ranks.get("pipeline"), s.ranks.keys(), s.shape, s.stored.dtype)
+            for s in (first, other)
+        ]
+        if facts[0] != facts[1]:
+            shown = (
+                f"{posixpath.basename(s.path)!r} ({s.stored.dtype.name} {list(s.shape)})"
+                for s in (first, other)
+            )
+            raise FormatError(
+                f"{quote(name)} is in files that contradict each other: {', '.join(shown)}",
+                hint=MIXED_SAVES,
+            )
+    chunks = []
+    for shard in shards:
+        strides = row_major_strides(shard.stored.shape)
+        for local, whole in shard.pairs:
+            is_part = local.sizes[1:] != shard.stored.shape[1:]
+            chunks.append(
+                Chunk(
+                    whole,
+                    shard.record,
+                    byte_offset=flat_offset(local.offsets, strides) * shard.stored.dtype.itemsize,
+                    strides=strides if is_part else None,
+                    rank=shard.ranks.get("tensor", (0, 1))[0],
+                )
+            )
+    shape, defect = first.shape, _find_defect(chunks, first.shape)
+    if defect is not None and defect.copies:
+        raise FormatError(
+            f"{quote(name)} of shape {list(shape)} has elements in {defect.copies} of its"
+            f" {len(shards):,} files, from {_first_of(defect.place)} on",
+            hint="the slices in a header are wrong, or a file is of another rank",
+        )
+    if defect is not None:
+        absent = (
+            f"; no file is of {kind} rank {rank} of {size}"
+            for kind, (_, size) in first.ranks.items()
+            for rank in range(size)
+            if kind != "pipeline" and all(shard.ranks[kind][0] != rank for shard in shards)
         )
         raise MissingFileError(
             f"{quote(name)} of shape {list(shape)} has no file for the elements from"
-            f" {_first_of(defect.place)} on{missing}",
-            where=where,
+            f" {_first_of(defect.place)} on{next(absent, '')}",
             hint=COPY_BACK,
         )
+    return first.stored.dtype, shape, chunks
 
 
 def _find_defect(chunks: Sequence[Chunk], shape: Shape) -> Defect | None:
@@ -490,7 +428,7 @@ def _first_of(place: Box | Span) -> str:
     return str(list(place.offsets)) if isinstance(place, Box) else f"{place.start:,}"
 
 
-def _parse_path(inside: str, where: str) -> tuple[str, dict[str, tuple[int, int]]]:
+def _parse_path(inside: str) -> tuple[str, dict[str, tuple[int, int]]]:
     """Returns the parameter of a file, and its ranks.
 
     Folders below `model` are of the name.
@@ -501,7 +439,6 @@ def _parse_path(inside: str, where: str) -> tuple[str, dict[str, tuple[int, int]
         raise FormatError(
             f"file name {file!r} is not one of nanotron's: 'model_NAME.safetensors', or"
             " 'model_NAME_pp-rank-P-of-N_tp-rank-R-of-N.safetensors'",
-            where=where,
             hint="take the file away",
         )
     name = match["name"]
@@ -515,32 +452,30 @@ def _parse_path(inside: str, where: str) -> tuple[str, dict[str, tuple[int, int]
 
 
 def _parse_slices(
-    metadata: Mapping[str, str], stored: Shape, where: str
+    metadata: Mapping[str, str], stored: Shape
 ) -> tuple[Shape, tuple[tuple[Box, Box], ...]]:
     """Returns the whole shape, and which boxes of a stored tensor are which of the whole one."""
     whole_shape, slices = (metadata.get(key) for key in ("unsharded_shape", _SLICES))
     if whole_shape is None or slices is None:
         raise UnsupportedError(
             f"header has no 'unsharded_shape' and {_SLICES!r}, which place a shard",
-            where=where,
             hint="load the checkpoint with nanotron and save it again, which writes them",
         )
     if max(len(whole_shape), len(slices)) > _MAX_SLICES:
-        raise LimitError(f"slices have more than {_MAX_SLICES:,} characters", where=where)
-    shape = _parse_shape(whole_shape, where)
+        raise LimitError(f"slices have more than {_MAX_SLICES:,} characters")
+    shape = _parse_shape(whole_shape)
     if len(shape) != len(stored):
         raise FormatError(
-            f"'unsharded_shape' is {list(shape)}, the tensor has shape {list(stored)}", where=where
+            f"'unsharded_shape' is {list(shape)}, the tensor has shape {list(stored)}"
         )
     pairs = []
     for text in slices.split(";"):
         local, _, whole = text.partition("#")
-        boxes = _parse_box(local, stored, where), _parse_box(whole, shape, where)
+        boxes = _parse_box(local, stored), _parse_box(whole, shape)
         if boxes[0].sizes != boxes[1].sizes:
             raise FormatError(
                 f"slices {text[:80]!r} put a box of {list(boxes[0].sizes)} in one of"
-                f" {list(boxes[1].sizes)}",
-                where=where,
+                f" {list(boxes[1].sizes)}"
             )
         pairs.append(boxes)
     defect = _find_defect([Chunk(local, 0) for local, _ in pairs], stored)
@@ -548,35 +483,33 @@ def _parse_slices(
         raise FormatError(
             f"slices use the elements of shape {list(stored)} from {_first_of(defect.place)} on"
             f" {defect.copies} times, expected once",
-            where=where,
             hint="the header is damaged, or was made by another program; take another copy",
         )
     return shape, tuple(pairs)
 
 
-def _parse_shape(text: str, where: str) -> Shape:
+def _parse_shape(text: str) -> Shape:
     inside = text.removeprefix("(").removesuffix(")").rstrip(",")
     sizes = [_SIZE.fullmatch(part.strip()) for part in inside.split(",")] if inside else []
     if not text.startswith("(") or not text.endswith(")") or None in sizes:
-        raise FormatError(f"'unsharded_shape' is {text[:80]!r}, not a shape", where=where)
+        raise FormatError(f"'unsharded_shape' is {text[:80]!r}, not a shape")
     return tuple(int(size[1] or size[2]) for size in sizes if size is not None)
 
 
-def _parse_box(text: str, shape: Shape, where: str) -> Box:
+def _parse_box(text: str, shape: Shape) -> Box:
     bounds = []
-    texts = text.split("|") if shape or text else []
-    for part in texts:
+    for part in text.split("|") if shape or text else []:
         match = _SLICE.fullmatch(part)
         if match is None:
-            raise FormatError(f"{part[:80]!r} is not a slice with a step of 1", where=where)
+            raise FormatError(f"{part[:80]!r} is not a slice with a step of 1")
         bounds.append((match[1], match[2]))
     if len(bounds) != len(shape):
-        raise FormatError(f"{text[:80]!r} has not one slice for each of {list(shape)}", where=where)
-    ends = [
-        (0 if low == "None" else int(low), size if high == "None" else int(high))
-        for (low, high), size in zip(bounds, shape, strict=True)
-    ]
-    for (low, high), size in zip(ends, shape, strict=True):
+        raise FormatError(f"{text[:80]!r} has not one slice for each of {list(shape)}")
+    offsets, sizes = [], []
+    for (start, stop), size in zip(bounds, shape, strict=True):
+        low, high = 0 if start == "None" else int(start), size if stop == "None" else int(stop)
         if not low <= high <= size:
-            raise FormatError(f"slice [{low:,}, {high:,}) is not inside of {size:,}", where=where)
-    return Box(tuple(low for low, _ in ends), tuple(high - low for low, high in ends))
+            raise FormatError(f"slice [{low:,}, {high:,}) is not inside of {size:,}")
+        offsets.append(low)
+        sizes.append(high - low)
+    return Box(tuple(offsets), tuple(sizes))

@@ -5,16 +5,22 @@ Each rank writes a file for each item of the state (`model_0.pt`), or one for al
 tensors are distributed. Torch's own files contain that with their DTensors. Safetensors files hold
 local tensors, whose positions only `metadata.pkl` has.
 
+`model_0.pt` may as well be the model of epoch 0, so names alone do not identify numbered files.
+They are recognised by `metadata.pkl`, or by their contents: a pickle with torch's distributed
+tensors is a rank's.
+
 Source: torch_checkpointing/distributed_metadata.py, dtensor_metadata.py, checkpoint_layout.py,
-0.1.1.
+0.1.1; torch/distributed/checkpoint/_experimental/checkpoint_writer.py, torch 2.13.
 """
 
 from __future__ import annotations
 
 import math
 import posixpath
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from msgspec import Struct
@@ -22,32 +28,25 @@ from msgspec.structs import replace
 
 from ckptkit.core.errors import (
     FormatError,
+    InputError,
     LimitError,
     MissingFileError,
     UnsafePathError,
     UnsupportedError,
 )
 from ckptkit.core.geometry import flat_offset, row_major_strides
-from ckptkit.core.index import (
-    Chunk,
-    FileRef,
-    Key,
-    KeyPath,
-    Record,
-    RecordTable,
-    RunFacts,
-    Shape,
-    TensorEntry,
-    TensorIndex,
-)
+from ckptkit.core.index import Chunk, Key, KeyPath, Record, Shape, TensorEntry, TensorIndex
 from ckptkit.core.text import quote
 from ckptkit.formats.base import Candidate, FormatReader
 from ckptkit.formats.parsing import (
     COPY_BACK,
     MAX_DIMENSIONS,
     MIXED_SAVES,
+    FileTable,
+    group_by_folder,
     is_count,
     parse_json,
+    read_from,
     read_limited,
     refuse_missing_ranks,
     refuse_mixed_sizes,
@@ -56,6 +55,8 @@ from ckptkit.formats.parsing import (
     stays_inside,
 )
 from ckptkit.formats.pickle.pickles import parse_pickle
+from ckptkit.formats.pickle.torch_archives import ArchiveTable
+from ckptkit.formats.pickle.torch_zip import open_archive
 from ckptkit.formats.ranks.dtensor import (
     MAX_RANKS,
     Mesh,
@@ -65,21 +66,26 @@ from ckptkit.formats.ranks.dtensor import (
     make_split,
 )
 from ckptkit.formats.ranks.rank_files import (
-    FORMAT,
-    METADATA_PICKLE,
     Kind,
     RankContents,
     RankFile,
-    RankFileLoader,
     RankFileSet,
     check_counters,
-    find_with_metadata,
-    parse_numbered_name,
+    load_rank_file,
 )
 from ckptkit.formats.ranks.reader import RankAssembly, drop_first_key, have_state_dicts
 from ckptkit.formats.safetensors.reader import HeaderTensor, read_header
 from ckptkit.formats.trees import Stored, join_path, make_entries
 from ckptkit.storage.base import Source
+
+_METADATA = "metadata.pkl"
+_NUMBERED = re.compile(r"(?P<item>[A-Za-z0-9_-]+?)[_-]?(?P<rank>\d{1,7})\.(?P<kind>pt|safetensors)")
+_SHARDED_FORMATS = {"dcp", "zero"}
+_MARKS = (b"torch.distributed", b"ShardedTensor")
+_SINGLE_FILE_FORMATS = {"torch", "torch optimizer", "safetensors"}
+_MOST_INSPECTED = 32  # items of the state whose files are opened
+_FILES_OF_AN_ITEM = 3  # one of them may be damaged
+
 
 MAX_METADATA_BYTES = 2**28
 _VERSION = "2.0"
@@ -121,8 +127,7 @@ class _MetadataParser:
 
     def __init__(self, size_bytes: int) -> None:
         self._left = size_bytes
-        self._meshes: dict[int, tuple[Shape, tuple[int, ...]]] = {}
-        self._ranks: dict[int, tuple[int, ...]] = {}
+        self._ranks: dict[int, tuple[int, ...]] = {}  # of meshes, by the `id` of the list
 
     def parse(self, root: object) -> tuple[int, Mapping[str, ShardedItem]]:
         content = _dictionary(root, "metadata")
@@ -184,25 +189,19 @@ class _MetadataParser:
             )
         data = _dictionary(packed.get("data"), path)
         shape = _counts(data.get("global_shape"))
-        sizes, ranks = self._mesh(_dictionary(data.get("mesh_spec"), path), world_size)
+        mesh = _dictionary(data.get("mesh_spec"), path)
+        sizes, ranks = _counts(mesh.get("mesh_shape")), self._ranks_of(mesh, world_size)
+        if len(ranks) != math.prod(sizes):
+            raise FormatError(f"a mesh has other ranks than the run of {world_size}")
         placements = data.get("placements")
         if not isinstance(placements, list) or len(placements) != len(sizes):
             raise FormatError(f"tensor {quote(path)} has not one placement for each dimension")
         parsed = tuple(_parse_placement(placement, len(shape)) for placement in placements)
         return Sharding(shape, ranks, sizes, parsed)
 
-    def _mesh(self, mesh: Mapping[Any, Any], world_size: int) -> tuple[Shape, tuple[int, ...]]:
-        parsed = self._meshes.get(id(mesh))
-        if parsed is None:
-            sizes = _counts(mesh.get("mesh_shape"))
-            ranks = self._ranks_of(mesh.get("mesh_data"), world_size)
-            if len(ranks) != math.prod(sizes):
-                raise FormatError(f"a mesh has other ranks than the run of {world_size}")
-            parsed = self._meshes[id(mesh)] = sizes, ranks
-        return parsed
-
-    def _ranks_of(self, value: object, world_size: int) -> tuple[int, ...]:
+    def _ranks_of(self, mesh: Mapping[Any, Any], world_size: int) -> tuple[int, ...]:
         """Returns the ranks of a mesh, checked once for all meshes that share them."""
+        value = mesh.get("mesh_data")
         ranks = self._ranks.get(id(value))
         if ranks is None:
             ranks = _counts(value, MAX_RANKS)
@@ -237,134 +236,156 @@ def _counts(value: object, most: int = MAX_DIMENSIONS) -> Shape:
 
 
 _LocalTensor = tuple[int, HeaderTensor]  # the position of its file, and what the header says
+_OfRanks = Mapping[int, Mapping[str, _LocalTensor]]  # by rank and name
 
 
-class LocalImages:
-    """Assembles the tensors of safetensors files; each file holds the local ones of a rank."""
-
-    def __init__(self, source: Source, where: str) -> None:
-        self._source = source
-        self.where = where
-        self.files: list[FileRef] = []
-        self.records: list[Record] = []
-        self.entries: dict[Key, TensorEntry] = {}
-
-    def add(self, item: str, sharded: ShardedItem, by_rank: Mapping[int, str]) -> None:
-        tensors = {rank: self._open(rank, path) for rank, path in sorted(by_rank.items())}
-        names = {join_path(path): path for path in sharded.tensors}
-        for rank, of_rank in tensors.items():
-            extra = next((name for name in of_rank if name not in names), None)
-            if extra is not None:
-                raise FormatError(
-                    f"{posixpath.basename(by_rank[rank])!r} holds {quote(extra)}, which the"
-                    " metadata does not describe",
-                    where=self.where,
-                )
-        held: dict[KeyPath, Stored] = {}
-        for name, path in names.items():
-            sharding = sharded.tensors[path]
-            chunks = list(self._chunks(name, sharding, tensors))
-            dtype = tensors[sharding.ranks[0]][name][1].dtype
-            held[item, *path] = dtype, sharding.shape, chunks
-        self.entries |= make_entries(held, where=self.where)
-
-    def _open(self, rank: int, path: str) -> Mapping[str, _LocalTensor]:
-        file = stat_or_missing(self._source, path)
+def _read_images(
+    source: Source,
+    table: FileTable,
+    item: str,
+    sharded: ShardedItem,
+    by_rank: Mapping[int, str],
+    where: str,
+) -> dict[Key, TensorEntry]:
+    """Returns the tensors of an item in safetensors; each file holds the local ones of a rank."""
+    names = {join_path(path): path for path in sharded.tensors}
+    tensors: dict[int, dict[str, _LocalTensor]] = {}
+    for rank, path in sorted(by_rank.items()):
+        file = stat_or_missing(source, path)
         if file.size_bytes < 0:
             raise MissingFileError(
                 f"{posixpath.basename(path)!r}, the file of rank {rank}, is not there",
-                where=self.where,
                 hint=COPY_BACK,
             )
-        self.files.append(file)
-        header = read_header(self._source, file)
-        return {t.name: (len(self.files) - 1, t) for t in header.tensors}
-
-    def _chunks(
-        self, name: str, sharding: Sharding, tensors: Mapping[int, Mapping[str, _LocalTensor]]
-    ) -> Iterator[Chunk]:
-        """Yields the blocks of a tensor that ranks have."""
-        absent = next((rank for rank in sharding.ranks if name not in tensors.get(rank, {})), None)
-        if absent is not None:
-            raise FormatError(f"rank {absent} has no part of {quote(name)}", where=self.where)
-        local = [tensors[rank][name] for rank in sharding.ranks]
-        if len({stored.dtype for _, stored in local}) > 1:
-            raise FormatError(f"ranks have {quote(name)} in several types", where=self.where)
-        highest = max(sharding.ranks)
-        meshes = (
-            Mesh(sharding.mesh, (), compute_coordinate(at, sharding.mesh), highest)
-            for at in range(len(local))
-        )
-        parts = find_local_parts(
-            [
-                (stored.shape, sharding.shape, mesh, sharding.placements)
-                for (_, stored), mesh in zip(local, meshes, strict=True)
-            ],
-            where=f"{self.where}: {quote(name)}",
-        )
-        if parts is None:
+        number = table.add_file(file)
+        tensors[rank] = {t.name: (number, t) for t in read_header(source, file).tensors}
+    for rank, of_rank in tensors.items():
+        extra = next((name for name in of_rank if name not in names), None)
+        if extra is not None:
             raise FormatError(
-                f"{quote(name)} of shape {list(sharding.shape)} has parts of other shapes than its"
-                " placements give: sizes do not add up",
-                where=self.where,
+                f"{posixpath.basename(by_rank[rank])!r} holds {quote(extra)}, which the"
+                " metadata does not describe"
             )
-        for rank, (file, stored), part in zip(sharding.ranks, local, parts, strict=True):
-            if 0 in part.shape:
-                continue
-            strides = row_major_strides(part.shape)
-            self.records.append(Record(file, stored.start, stored.stop))
-            for box, local_offsets in part.blocks:
-                yield Chunk(
-                    box,
-                    len(self.records) - 1,
-                    byte_offset=flat_offset(local_offsets, strides) * stored.dtype.itemsize,
-                    strides=None if box.sizes == part.shape else strides,
-                    rank=rank,
-                )
+    held: dict[KeyPath, Stored] = {}
+    for name, keys in names.items():
+        sharding = sharded.tensors[keys]
+        chunks = list(_place_images(table, name, sharding, tensors, where))
+        dtype = tensors[sharding.ranks[0]][name][1].dtype
+        held[item, *keys] = dtype, sharding.shape, chunks
+    return make_entries(held)
+
+
+def _place_images(
+    table: FileTable, name: str, sharding: Sharding, tensors: _OfRanks, where: str
+) -> Iterator[Chunk]:
+    """Yields the blocks of a tensor that ranks have."""
+    absent = next((rank for rank in sharding.ranks if name not in tensors.get(rank, {})), None)
+    if absent is not None:
+        raise FormatError(f"rank {absent} has no part of {quote(name)}")
+    local = [tensors[rank][name] for rank in sharding.ranks]
+    if len({stored.dtype for _, stored in local}) > 1:
+        raise FormatError(f"ranks have {quote(name)} in several types")
+    highest = max(sharding.ranks)
+    parts = find_local_parts(
+        [
+            (
+                stored.shape,
+                sharding.shape,
+                Mesh(sharding.mesh, (), compute_coordinate(at, sharding.mesh), highest),
+                sharding.placements,
+            )
+            for at, (_, stored) in enumerate(local)
+        ],
+        where=f"{where}: {quote(name)}",
+    )
+    if parts is None:
+        raise FormatError(
+            f"{quote(name)} of shape {list(sharding.shape)} has parts of other shapes than its"
+            " placements give: sizes do not add up"
+        )
+    for rank, (file, stored), part in zip(sharding.ranks, local, parts, strict=True):
+        if 0 in part.shape:
+            continue
+        strides = row_major_strides(part.shape)
+        record = table.add_record(Record(file, stored.start, stored.stop))
+        for box, local_offsets in part.blocks:
+            yield Chunk(
+                box,
+                record,
+                byte_offset=flat_offset(local_offsets, strides) * stored.dtype.itemsize,
+                strides=None if box.sizes == part.shape else strides,
+                rank=rank,
+            )
 
 
 class TorchCheckpointingReader(FormatReader):
     """Reads a file of each rank, for each item of the state or for all of it."""
 
-    name = FORMAT
+    name = "torch-checkpointing"
     order = 20
     expected = "'model_0.pt' beside 'model_1.pt', or beside 'metadata.pkl'"
-    index_memory = (METADATA_PICKLE, 12)
+    index_memory = (_METADATA, 12)
 
     def find(self, paths: Sequence[str]) -> list[Candidate]:
         """Recognises folders with a `metadata.pkl`; others are recognised by their contents."""
-        return find_with_metadata(paths)
+        homes = {posixpath.dirname(p) for p in paths if posixpath.basename(p) == _METADATA}
+        inside = [
+            path
+            for path in (paths if homes else ())
+            if posixpath.dirname(path) in homes
+            and (_parse_name(path) or posixpath.basename(path) == _METADATA)
+        ]
+        reason = f"{_METADATA!r} beside files numbered by rank"
+        return [
+            Candidate(self.name, folder, tuple(files), reason)
+            for folder, files in group_by_folder(inside).items()
+            if len(files) > 1
+        ]
 
-    def read_index(self, source: Source, candidate: Candidate) -> TensorIndex:
+    def parse(self, source: Source, candidate: Candidate) -> TensorIndex:
         where = posixpath.join(source.location, candidate.folder)
-        path = posixpath.join(candidate.folder, METADATA_PICKLE)
+        path = posixpath.join(candidate.folder, _METADATA)
         has_metadata = path in candidate.files
         recorded, items = read_sharding_metadata(source, path) if has_metadata else (0, {})
         by_archive, by_image = _sort_files(candidate, items)
-        index = _torch_index(source, candidate.folder, by_archive, where)
+        table = ArchiveTable()
+        index = _read_archives(source, table, candidate.folder, by_archive)
         world_size = recorded or index.run.world_size or 1
         if recorded and index.run.world_size is not None:
-            refuse_mixed_sizes({index.run.world_size, world_size}, where)
+            refuse_mixed_sizes({index.run.world_size, world_size})
         for by_rank in (*by_archive.values(), *by_image.values()):
-            refuse_stale_ranks(by_rank.items(), world_size, where)
-        images = LocalImages(source, where)
+            refuse_stale_ranks(by_rank.items(), world_size)
+        images: dict[Key, TensorEntry] = {}
         for item, by_rank in by_image.items():
             if item not in items:
                 raise UnsupportedError(
-                    f"no {METADATA_PICKLE!r} describes how the tensors of {quote(item)} are spread,"
+                    f"no {_METADATA!r} describes how the tensors of {quote(item)} are spread,"
                     f" and {posixpath.basename(min(by_rank.values()))!r} does not either",
-                    where=where,
                     hint="torch_checkpointing describes items that are given a resharder",
                 )
-            images.add(item, items[item], by_rank)
-        joined = _join(index, images)
-        writer = joined.run.writer  # any program may number the files of ranks
+            images |= _read_images(source, table, item, items[item], by_rank, where)
+        both = next((key for key in images if key in index.tensors), None)
+        if both is not None:
+            image, archive = table.files[len(index.files)], index.files[0]
+            raise FormatError(
+                f"{posixpath.basename(image.path)!r} and {posixpath.basename(archive.path)!r} hold"
+                f" {quote(both)} both",
+                hint="two saves went into one folder; take away the files of one",
+            )
+        writer = index.run.writer  # any program may number the files of ranks
         if has_metadata:
             writer = "torch_checkpointing"
-            joined = replace(joined, files=(*joined.files, source.stat(path)))
         elif _ALL_ITEMS in by_archive:
             writer = _EXPERIMENTAL
-        return replace(joined, run=replace(joined.run, world_size=world_size, writer=writer))
+        return table.index(
+            self.name,
+            {**images, **index.tensors},
+            *([source.stat(path)] if has_metadata else []),
+            values=index.values,
+            aliases=index.aliases,
+            run=replace(index.run, world_size=world_size, writer=writer),
+            problems=index.problems,
+        )
 
 
 _Files = Mapping[str, Mapping[int, str]]  # by item and rank
@@ -383,35 +404,33 @@ def _sort_files(candidate: Candidate, items: Mapping[str, ShardedItem]) -> tuple
             path = posixpath.join(candidate.folder, inside)
             (images if is_safetensors else archives)[item][rank] = path
             listed.add(path)
-    for parsed in filter(None, map(parse_numbered_name, candidate.files)):
+    for parsed in filter(None, map(_parse_name, candidate.files)):
         if parsed.path not in listed:
             kind = images if parsed.is_safetensors else archives
             kind[parsed.item].setdefault(parsed.rank, parsed.path)
     return archives, images
 
 
-def _torch_index(source: Source, folder: str, files: _Files, where: str) -> TensorIndex:
+def _read_archives(source: Source, table: ArchiveTable, folder: str, files: _Files) -> TensorIndex:
     """Returns the index of the files that `torch.save` wrote."""
-    loader = RankFileLoader(source)
     contents: list[RankContents] = []  # those of the model first
     distributed: dict[str, set[int]] = {}  # by item the ranks that have parts of its tensors
     for item in sorted(files, key=lambda item: (item != "model", item)):
         prefix = () if item == _ALL_ITEMS else (item,)
         for rank, path in sorted(files[item].items()):
-            contents.append(loader.load(RankFile(path, "model", rank), prefix))
+            contents.append(load_rank_file(source, table, RankFile(path, "model", rank), prefix))
             if contents[-1].is_distributed:
                 distributed.setdefault(item, set()).add(rank)
     of_model = len(files.get("model", ()))
     if have_state_dicts(contents[:of_model]):
         contents[:of_model] = map(drop_first_key, contents[:of_model])
     if not contents:
-        return TensorIndex(FORMAT, (), RecordTable.of([]), {}, run=RunFacts())
+        return table.index(TorchCheckpointingReader.name, {})
     if _ALL_ITEMS in distributed and len(distributed) > 1:
         first, second = (min(files[item].values()) for item in [*distributed][:2])
         raise FormatError(
             f"{posixpath.basename(first)!r} and {posixpath.basename(second)!r} are of two"
             " checkpoints",
-            where=where,
             hint=MIXED_SAVES,
         )
     check_counters(contents)
@@ -421,36 +440,74 @@ def _torch_index(source: Source, folder: str, files: _Files, where: str) -> Tens
     owned = (RankFile(path, "model", rank) for rank, path in files[owner].items())
     file_set = RankFileSet(folder, "", owner, tuple(owned))
     by_kind: dict[Kind, list[RankContents]] = {"model": contents, "optimizer": [], "extra": []}
-    index = replace(RankAssembly(loader, file_set, by_kind, where).index(), format=FORMAT)
+    index = RankAssembly(source, table, file_set, by_kind).index()
     for item, ranks in distributed.items():
         what = f"files of {quote(item)}"
-        refuse_missing_ranks(ranks, index.run.world_size or 1, what, where)
+        refuse_missing_ranks(ranks, index.run.world_size or 1, what)
     return index
 
 
-def _join(index: TensorIndex, images: LocalImages) -> TensorIndex:
-    """Adds the tensors of safetensors files to the index of the others."""
-    if not images.files:
-        return index
-    records = [
-        *index.records,
-        *(replace(record, file=record.file + len(index.files)) for record in images.records),
-    ]
-    shifted = {
-        key: replace(entry, chunks=entry.chunks.shifted(len(index.records)))
-        for key, entry in images.entries.items()
+class _NumberedFile(Struct, frozen=True):
+    """A numbered file, as its name describes it."""
+
+    path: str
+    item: str
+    rank: int
+    is_safetensors: bool  # whether it is a safetensors file, and not torch's
+
+
+def _parse_name(path: str) -> _NumberedFile | None:
+    match = _NUMBERED.fullmatch(posixpath.basename(path))
+    if match is None:
+        return None
+    return _NumberedFile(path, match["item"], int(match["rank"]), match["kind"] == "safetensors")
+
+
+def add_numbered_ranks(
+    source: Source, candidates: Sequence[Candidate], paths: Sequence[str]
+) -> list[Candidate]:
+    """Groups numbered files that ranks wrote, which only their contents show."""
+    taken = {
+        path
+        for c in candidates
+        if c.format not in _SINGLE_FILE_FORMATS or len(c.files) > 1
+        for path in c.files
     }
-    both = next((key for key in shifted if key in index.tensors), None)
-    if both is not None:
-        raise FormatError(
-            f"{posixpath.basename(images.files[0].path)!r} and"
-            f" {posixpath.basename(index.files[0].path)!r} hold {quote(both)} both",
-            where=images.where,
-            hint="two saves went into one folder; take away the files of one",
-        )
-    return replace(
-        index,
-        files=(*index.files, *images.files),
-        records=RecordTable.of(records),
-        tensors={**shifted, **index.tensors},
-    )
+    # Next to a model of these formats, numbered files are something else that its run saved.
+    others = {c.folder for c in candidates if c.format in _SHARDED_FORMATS}
+    folders: dict[str, list[_NumberedFile]] = defaultdict(list)
+    for path in paths:
+        file, folder = _parse_name(path), posixpath.dirname(path)
+        if file is not None and path not in taken and folder not in others:
+            folders[folder].append(file)
+    of_ranks = list(_find_of_ranks(source, folders))
+    replaced = {path for candidate in of_ranks for path in candidate.files}
+    return [c for c in candidates if replaced.isdisjoint(c.files)] + of_ranks
+
+
+def _find_of_ranks(source: Source, folders: dict[str, list[_NumberedFile]]) -> Iterator[Candidate]:
+    inspected = 0
+    for folder, files in sorted(folders.items()):
+        items: dict[str, list[_NumberedFile]] = defaultdict(list)
+        for file in sorted(files, key=lambda file: file.rank):
+            items[file.item].append(file)
+        inspected += len(items)
+        if inspected > _MOST_INSPECTED:
+            return
+        distributed = []
+        for item, held in sorted(items.items()):
+            for file in held[:_FILES_OF_AN_ITEM]:
+                pickle = b""  # safetensors files do not show it, a file's reader reports its errors
+                with suppress(InputError):
+                    if not file.is_safetensors:
+                        read, size = read_from(source, file.path), source.stat(file.path).size_bytes
+                        pickle = open_archive(read, size, where=file.path).pickle()
+                if any(mark in pickle for mark in _MARKS):
+                    distributed.append(item)
+                    break
+        if distributed:
+            names = " and ".join(map(repr, distributed))
+            reason = f"files numbered by rank, and {names} hold distributed tensors"
+            yield Candidate(
+                TorchCheckpointingReader.name, folder, tuple(sorted(f.path for f in files)), reason
+            )

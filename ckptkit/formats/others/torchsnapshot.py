@@ -21,7 +21,7 @@ import math
 import posixpath
 import re
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal
 
@@ -34,26 +34,13 @@ from ckptkit.core.errors import (
     UnsafePathError,
     UnsupportedError,
 )
-from ckptkit.core.index import (
-    Box,
-    Chunk,
-    ChunkTable,
-    FileRef,
-    Key,
-    KeyPath,
-    Problem,
-    Record,
-    RecordTable,
-    RunFacts,
-    Shape,
-    TensorEntry,
-    TensorIndex,
-)
+from ckptkit.core.index import Box, Chunk, KeyPath, Problem, Record, RunFacts, Shape, TensorIndex
 from ckptkit.core.text import quote
-from ckptkit.formats.base import Candidate, FormatReader
+from ckptkit.formats.base import Candidate, FormatReader, errors_at
 from ckptkit.formats.dcp.reader import BlobRef
 from ckptkit.formats.parsing import (
     MAX_DIMENSIONS,
+    FileTable,
     is_count,
     overflows,
     parse_json,
@@ -61,7 +48,7 @@ from ckptkit.formats.parsing import (
     stat_or_missing,
     stays_inside,
 )
-from ckptkit.formats.trees import Membership, classify
+from ckptkit.formats.trees import Stored, make_entries
 from ckptkit.storage.base import Source
 
 PRIMITIVES = frozenset({"int", "str", "bool", "bytes", "float"})
@@ -140,135 +127,104 @@ def read_manifest(source: Source, path: str) -> tuple[str, Sequence[RankManifest
     if data.lstrip()[:8].startswith(b"version:"):
         raise UnsupportedError(
             "manifest is YAML, as torchsnapshot wrote it before 0.1.0, where JSON was expected",
-            where=where,
             hint="rewrite it as JSON, which YAML readers accept too:"
             " `json.dump(yaml.safe_load(open(path)), ...)`",
         )
     content = parse_json(data, where=where)
     if not isinstance(content, dict) or content.keys() != {"version", "world_size", "manifest"}:
-        raise FormatError("has other fields than version, world_size and manifest", where=where)
-    return _ManifestParser(where).parse(content)
-
-
-class _ManifestParser:
-    def __init__(self, where: str) -> None:
-        self._where = where
-        self._lists: frozenset[str] = frozenset()
-        self._numbers: Mapping[str, frozenset[int]] = {}
-        self._parsers: Mapping[str, Callable[[Any], SavedTensor]] = {
-            "Tensor": self._tensor,
-            "ChunkedTensor": self._chunked,
-            "ShardedTensor": self._sharded,
-            "DTensor": self._sharded,  # a replicated one has one block
-        }
-
-    def parse(self, content: Mapping[str, Any]) -> tuple[str, Sequence[RankManifest]]:
-        version, world, entries = (content[k] for k in ("version", "world_size", "manifest"))
-        if not isinstance(version, str) or not _VERSION.fullmatch(version):
-            raise UnsupportedError(
-                f"manifest is of version {quote(str(version))}; read is 0.1", where=self._where
-            )
-        if not isinstance(entries, dict) or not all(isinstance(e, dict) for e in entries.values()):
-            raise FormatError("'manifest' is not a map of entries", where=self._where)
-        if type(world) is not int or not 0 < world <= max(len(entries), 1):
-            raise IncompleteCheckpointError(
-                f"'world_size' is {quote(str(world))}, with {len(entries):,} entries of all ranks",
-                where=self._where,
-            )
-        ranks = tuple(RankManifest() for _ in range(world))
-        self._lists = frozenset(path for path, e in entries.items() if e.get("type") == "list")
-        self._numbers = {path: _numbers(e) for path, e in entries.items() if "keys" in e}
-        for path, entry in entries.items():
-            self._add(ranks, path, entry)
-        bare = next((rank for rank, held in enumerate(ranks) if not held.key_paths), None)
-        if bare is not None:
-            raise IncompleteCheckpointError(
-                f"lists nothing of rank {bare}, where the run had {world} ranks", where=self._where
-            )
-        return version, ranks
-
-    def _add(self, ranks: tuple[RankManifest, ...], path: str, entry: Mapping[str, Any]) -> None:
-        first, _, logical = path.partition("/")
+        raise FormatError("has other fields than version, world_size and manifest")
+    version, world, entries = (content[k] for k in ("version", "world_size", "manifest"))
+    if not isinstance(version, str) or not _VERSION.fullmatch(version):
+        raise UnsupportedError(f"manifest is of version {quote(str(version))}; read is 0.1")
+    if not isinstance(entries, dict) or not all(isinstance(e, dict) for e in entries.values()):
+        raise FormatError("'manifest' is not a map of entries")
+    if type(world) is not int or not 0 < world <= max(len(entries), 1):
+        raise IncompleteCheckpointError(
+            f"'world_size' is {quote(str(world))}, with {len(entries):,} entries of all ranks"
+        )
+    ranks = tuple(RankManifest() for _ in range(world))
+    has_keys = {n: e for n, e in entries.items() if "keys" in e or e.get("type") == "list"}
+    numbers = {name: _numbers(entry) for name, entry in has_keys.items()}
+    for name, entry in entries.items():
+        first, _, logical = name.partition("/")
         rank = int(first) if re.fullmatch(r"\d{1,9}", first) else -1
-        if not logical or not 0 <= rank < len(ranks):
-            raise FormatError(
-                f"path {quote(path)} is of no rank of a run of {len(ranks)}", where=self._where
-            )
-        manifest, kind = ranks[rank], entry.get("type")
-        manifest.key_paths[logical] = self._key_path(path)
-        if isinstance(kind, str) and kind in _CONTAINERS:
-            return
-        where = f"{self._where}: {quote(path)}"
-        parse = self._parsers.get(kind) if isinstance(kind, str) else None
-        is_plain = isinstance(kind, str) and kind in PRIMITIVES
-        if kind != "object" and not is_plain and parse is None:
-            message = f"entry is of the kind {quote(str(kind))}, not modelled"
-            raise UnsupportedError(message, where=where)
-        value: object
+        if not logical or not 0 <= rank < world:
+            raise FormatError(f"path {quote(name)} is of no rank of a run of {world}")
+        ranks[rank].key_paths[logical] = _parse_key_path(name, numbers)
         try:
-            if parse is not None:
-                value = parse(entry)
-            elif isinstance(kind, str) and is_plain:
-                value = parse_plain(kind, entry.get("serialized_value"))
-            else:
-                value = SavedObject(_location(entry.get("location")))
+            value = _parse_entry(entry)
         except (FormatError, UnsupportedError, UnsafePathError) as error:
-            raise error.located(where) from None
+            raise error.located(f"{where}: {quote(name)}") from None
         if isinstance(value, SavedTensor):
-            manifest.tensors[logical] = value
-        else:
-            manifest.values[logical] = value
-
-    def _key_path(self, path: str) -> KeyPath:
-        """Returns the keys of a path: integers where the container has such keys."""
-        tokens = path.split("/")
-        if len(tokens) > _MAX_DEPTH:
-            raise FormatError(
-                f"containers are nested more than {_MAX_DEPTH} deep", where=self._where
-            )
-        keys: list[str | int] = []
-        for depth, token in enumerate(tokens[1:], 1):
-            above = "/".join(tokens[:depth])
-            number = int(token) if _NUMBER.fullmatch(token) else None
-            if number is not None and (
-                above in self._lists or number in self._numbers.get(above, ())
-            ):
-                keys.append(number)
-            else:
-                keys.append(token.replace("%2F", "/").replace("%25", "%"))
-        return tuple(keys)
-
-    def _tensor(self, entry: Mapping[str, Any]) -> SavedTensor:
-        shape = _counts(entry.get("shape"))
-        block = _parse_block(entry, (0,) * len(shape), shape)
-        return SavedTensor(_share(entry), shape, (block,))
-
-    def _chunked(self, entry: Mapping[str, Any]) -> SavedTensor:
-        shape = _counts(entry.get("shape"))
-        blocks = tuple(_parse_blocks(entry.get("chunks")))
-        dtype = _dtype(entry.get("dtype"))
-        for block in blocks:
-            box = block.box
-            if block.dtype != dtype or len(box.sizes) != len(shape):
-                raise FormatError(f"a chunk is not of the {dtype.name} {list(shape)} of the tensor")
-            if any(o + s > n for o, s, n in zip(box.offsets, box.sizes, shape, strict=True)):
-                raise FormatError(f"a chunk is outside the {list(shape)} of the tensor")
-        return SavedTensor(_share(entry), shape, blocks)
-
-    def _sharded(self, entry: Mapping[str, Any]) -> SavedTensor:
-        return SavedTensor("sharded", None, tuple(_parse_blocks(entry.get("shards"))))
+            ranks[rank].tensors[logical] = value
+        elif value is not None:
+            ranks[rank].values[logical] = value
+    bare = next((rank for rank, held in enumerate(ranks) if not held.key_paths), None)
+    if bare is not None:
+        raise IncompleteCheckpointError(
+            f"lists nothing of rank {bare}, where the run had {world} ranks"
+        )
+    return version, ranks
 
 
-def _numbers(entry: Mapping[str, Any]) -> frozenset[int]:
-    keys = entry["keys"]
+def _numbers(entry: Mapping[str, Any]) -> frozenset[int] | None:
+    """Returns which keys of a container are integers; None for a list, where all are."""
+    if entry.get("type") == "list":
+        return None
+    keys = entry.get("keys")
     return frozenset(k for k in keys if type(k) is int) if isinstance(keys, list) else frozenset()
 
 
-def _share(entry: Mapping[str, Any]) -> Share:
-    replicated = entry.get("replicated")
-    if not isinstance(replicated, bool):
-        raise FormatError("does not state whether it is replicated")
-    return "replicated" if replicated else "own"
+def _parse_key_path(path: str, numbers: Mapping[str, frozenset[int] | None]) -> KeyPath:
+    """Returns the keys of a path: integers where the container has such keys."""
+    tokens = path.split("/")
+    if len(tokens) > _MAX_DEPTH:
+        raise FormatError(f"containers are nested more than {_MAX_DEPTH} deep")
+    keys: list[str | int] = []
+    for depth, token in enumerate(tokens[1:], 1):
+        number = int(token) if _NUMBER.fullmatch(token) else None
+        known = numbers.get("/".join(tokens[:depth]), frozenset())
+        if number is not None and (known is None or number in known):
+            keys.append(number)
+        else:
+            keys.append(token.replace("%2F", "/").replace("%25", "%"))
+    return tuple(keys)
+
+
+def _parse_entry(entry: Mapping[str, Any]) -> object:
+    """Returns a tensor, an object or a plain value; None for a container."""
+    kind = entry.get("type")
+    if not isinstance(kind, str):
+        kind = str(kind)
+    elif kind in _CONTAINERS:
+        return None
+    elif kind == "object":
+        return SavedObject(_location(entry.get("location")))
+    elif kind in PRIMITIVES:
+        return parse_plain(kind, entry.get("serialized_value"))
+    elif kind in {"ShardedTensor", "DTensor"}:  # a replicated one has one block
+        return SavedTensor("sharded", None, tuple(_parse_blocks(entry.get("shards"))))
+    elif kind in {"Tensor", "ChunkedTensor"}:
+        shape = _counts(entry.get("shape"))
+        if kind == "Tensor":
+            blocks: tuple[SavedBlock, ...] = (_parse_block(entry, (0,) * len(shape), shape),)
+        else:
+            blocks = tuple(_parse_blocks(entry.get("chunks")))
+            _check_chunks(blocks, shape, _dtype(entry.get("dtype")))
+        replicated = entry.get("replicated")
+        if not isinstance(replicated, bool):
+            raise FormatError("does not state whether it is replicated")
+        return SavedTensor("replicated" if replicated else "own", shape, blocks)
+    raise UnsupportedError(f"entry is of the kind {quote(kind)}, not modelled")
+
+
+def _check_chunks(blocks: Sequence[SavedBlock], shape: Shape, dtype: DType) -> None:
+    for block in blocks:
+        box = block.box
+        if block.dtype != dtype or len(box.sizes) != len(shape):
+            raise FormatError(f"a chunk is not of the {dtype.name} {list(shape)} of the tensor")
+        if any(o + s > n for o, s, n in zip(box.offsets, box.sizes, shape, strict=True)):
+            raise FormatError(f"a chunk is outside the {list(shape)} of the tensor")
 
 
 def _parse_blocks(shards: object) -> Iterator[SavedBlock]:
@@ -370,7 +326,7 @@ class _State(Struct):
 
 
 def merge_ranks(
-    ranks: Sequence[RankManifest], where: str
+    ranks: Sequence[RankManifest],
 ) -> tuple[list[MergedTensor], dict[KeyPath, object], dict[str, str], list[str]]:
     """Merges the entries of ranks.
 
@@ -389,9 +345,9 @@ def merge_ranks(
     for name, state in _states(ranks).items():
         for key, parts in state.shared.items():
             if any(key in held for held in state.own.values()):
-                raise FormatError(f"ranks disagree on whether {quote(key)} is shared", where=where)
+                raise FormatError(f"ranks disagree on whether {quote(key)} is shared")
             path = ranks[parts[0][0]].key_paths[key]
-            tensors.append(_merge_tensor(key, path, parts, where))
+            tensors.append(_merge_tensor(key, path, parts))
         difference = state.first_difference()
         if difference:
             why = f"is shared by ranks whose own tensors in {name!r} differ, such as {difference!r}"
@@ -404,9 +360,9 @@ def merge_ranks(
                 path, parts = ranks[rank].key_paths[key], [(rank, tensor)]
                 if difference:  # each rank has a state of its own
                     own_path = str(rank), *path
-                    tensors.append(_merge_tensor(f"{rank}/{key}", own_path, parts, where))
+                    tensors.append(_merge_tensor(f"{rank}/{key}", own_path, parts))
                 else:
-                    tensors.append(_merge_tensor(key, path, parts, where))
+                    tensors.append(_merge_tensor(key, path, parts))
     return tensors, values, unread, notes
 
 
@@ -425,21 +381,21 @@ def _states(ranks: Sequence[RankManifest]) -> dict[str, _State]:
 
 
 def _merge_tensor(
-    key: str, path: KeyPath, parts: Sequence[tuple[int, SavedTensor]], where: str
+    key: str, path: KeyPath, parts: Sequence[tuple[int, SavedTensor]]
 ) -> MergedTensor:
     """Merges the blocks of a tensor; a replicated one has those of the first rank."""
     kinds = {tensor.share for _, tensor in parts}
     if len(kinds) > 1 or (kinds != {"sharded"} and any(t != parts[0][1] for _, t in parts)):
-        raise FormatError(f"ranks contradict each other about {quote(key)}", where=where)
+        raise FormatError(f"ranks contradict each other about {quote(key)}")
     listing = parts if kinds == {"sharded"} else parts[:1]
     blocks = [(rank, block) for rank, tensor in listing for block in tensor.blocks]
     if not blocks:
-        raise IncompleteCheckpointError(f"no rank lists a block of {quote(key)}", where=where)
+        raise IncompleteCheckpointError(f"no rank lists a block of {quote(key)}")
     shape = parts[0][1].shape
     if shape is None:
         boxes = [block.box for _, block in blocks]
         if len({len(box.sizes) for box in boxes}) > 1:
-            raise FormatError(f"blocks of {quote(key)} differ in dimensions", where=where)
+            raise FormatError(f"blocks of {quote(key)} differ in dimensions")
         ends = [map(sum, zip(box.offsets, box.sizes, strict=True)) for box in boxes]
         shape = tuple(max(along) for along in zip(*ends, strict=True))
     return MergedTensor(key, path, shape, blocks)
@@ -476,33 +432,33 @@ class TorchsnapshotReader(FormatReader):
         reason = f"{SNAPSHOT_METADATA!r}, which torchsnapshot writes last"
         return [Candidate(self.name, h, tuple(sorted(f)), reason) for h, f in sorted(files.items())]
 
-    def read_index(self, source: Source, candidate: Candidate) -> TensorIndex:
+    def parse(self, source: Source, candidate: Candidate) -> TensorIndex:
         """Parses the manifest; data files are only looked up."""
         path = posixpath.join(candidate.folder, SNAPSHOT_METADATA)
-        version, ranks = read_manifest(source, path)
+        with errors_at(posixpath.join(source.location, path)):
+            version, ranks = read_manifest(source, path)
         where = posixpath.join(source.location, candidate.folder)
-        tensors, values, unread, notes = merge_ranks(ranks, where)
+        tensors, values, unread, notes = merge_ranks(ranks)
         files = _SnapshotFiles(source, candidate.folder)
-        memberships = classify([tensor.path for tensor in tensors], where=where)
-        entries = {
-            Key(tensor.key): _make_entry(files, tensor, membership, where)
-            for tensor, membership in zip(tensors, memberships, strict=True)
-        }
+        held = {}
+        for tensor in tensors:
+            with errors_at(f"{where}: tensor {quote(tensor.key)}"):
+                held[tensor.path] = _place_blocks(files, tensor)
         # Further copies, which are not read, use bytes of the files too.
         for rank in ranks:
             for name, saved in rank.tensors.items():
-                for block in saved.blocks:
-                    files.record(block, f"{where}: tensor {quote(name)}")
+                with errors_at(f"{where}: tensor {quote(name)}"):
+                    for block in saved.blocks:
+                        files.record(block)
         files.check_extents()
         for key, value in values.items():
             if isinstance(value, SavedObject):
-                file = files.refs[files.number(value.location)]
+                file = files.files[files.number(value.location)]
                 values[key] = BlobRef(file.path, 0, max(file.size_bytes, 0))
-        return TensorIndex(
-            format=self.name,
-            files=(*files.refs, source.stat(path)),
-            records=RecordTable.of(files.records),
-            tensors=entries,
+        return files.index(
+            self.name,
+            make_entries(held, keys=[tensor.key for tensor in tensors]),
+            source.stat(path),
             values=values,
             run=RunFacts(
                 world_size=len(ranks), writer="torchsnapshot", version=version, notes=tuple(notes)
@@ -511,66 +467,55 @@ class TorchsnapshotReader(FormatReader):
         )
 
 
-def _make_entry(
-    files: _SnapshotFiles, tensor: MergedTensor, membership: Membership, where: str
-) -> TensorEntry:
-    where = f"{where}: tensor {quote(tensor.key)}"
+def _place_blocks(files: _SnapshotFiles, tensor: MergedTensor) -> Stored:
     shape, dtype = tensor.shape, tensor.blocks[0][1].dtype
     if any(block.dtype != dtype for _, block in tensor.blocks):
-        raise FormatError("is stored in several element types", where=where)
+        raise FormatError("is stored in several element types")
     if overflows(shape, dtype):
-        raise FormatError(f"size of shape {list(shape)} overflows", where=where)
+        raise FormatError(f"size of shape {list(shape)} overflows")
     chunks = [
         Chunk(
             # The chunks of a scalar have one dimension.
             block.box if shape else Box((), ()),
-            files.record(block, where),
+            files.record(block),
             byte_offset=None if block.is_archive else 0,
             rank=rank,
         )
         for rank, block in tensor.blocks
     ]
-    table = ChunkTable.of(chunks, len(shape))
-    return membership.entry(tensor.path, dtype, shape, table, key=tensor.key)
+    return dtype, shape, chunks
 
 
-class _SnapshotFiles:
+class _SnapshotFiles(FileTable):
     def __init__(self, source: Source, folder: str) -> None:
+        super().__init__()
         self._source = source
         self._folder = folder
-        self._numbers: dict[str, int] = {}
-        self._record_numbers: dict[tuple[str, tuple[int, int] | None], int] = {}
-        self.refs: list[FileRef] = []
-        self.records: list[Record] = []
+        self._positions: dict[str, int] = {}
 
-    def record(self, block: SavedBlock, where: str) -> int:
+    def record(self, block: SavedBlock) -> int:
         """Returns the position of the record of a block, which is added if new."""
         needed = math.prod(block.box.sizes) * block.dtype.itemsize
         start, stop = block.byte_range or (0, needed)
         if stop - start != needed and not block.is_archive:
             raise FormatError(
                 f"has {needed:,} bytes in {list(block.box.sizes)}, and a range of"
-                f" {stop - start:,} in its file: sizes do not add up",
-                where=where,
+                f" {stop - start:,} in its file: sizes do not add up"
             )
-        number = self._record_numbers.get((block.location, block.byte_range))
-        if number is None:
-            file = self.number(block.location)
-            if block.is_archive:
-                record = Record(file, 0, max(self.refs[file].size_bytes, 0), "torch_zip")
-            else:
-                record = Record(file, start, stop)
-            number = self._record_numbers[block.location, block.byte_range] = len(self.records)
-            self.records.append(record)
-        return number
+        file = self.number(block.location)
+        if block.is_archive:
+            record = Record(file, 0, max(self.files[file].size_bytes, 0), "torch_zip")
+        else:
+            record = Record(file, start, stop)
+        return self.add_record(record, (block.location, block.byte_range))
 
     def number(self, location: str) -> int:
         """Returns the position of a file of the snapshot; a missing one has size -1."""
-        number = self._numbers.get(location)
+        number = self._positions.get(location)
         if number is None:
-            number = self._numbers[location] = len(self.refs)
             path = posixpath.join(self._folder, location)
-            self.refs.append(stat_or_missing(self._source, path))
+            number = self.add_file(stat_or_missing(self._source, path))
+            self._positions[location] = number
         return number
 
     def check_extents(self) -> None:
@@ -579,7 +524,7 @@ class _SnapshotFiles:
         rows = sorted((r.file, r.start, r.stop) for r in self.records if r.stop > r.start)
         for file, start, stop in [*rows, (-1, 0, 0)]:
             if file != of_file:
-                held = self.refs[of_file] if of_file >= 0 else None
+                held = self.files[of_file] if of_file >= 0 else None
                 if held is not None and held.size_bytes > at:
                     raise FormatError(
                         f"has {held.size_bytes:,} bytes, and the manifest lists {at:,}: sizes"
@@ -593,6 +538,6 @@ class _SnapshotFiles:
                 first, last = sorted((start, at))
                 raise FormatError(
                     f"bytes [{first:,}, {last:,}) are of {'two tensors' if start < at else 'none'}",
-                    where=posixpath.join(self._source.location, self.refs[file].path),
+                    where=posixpath.join(self._source.location, self.files[file].path),
                 )
             at = stop

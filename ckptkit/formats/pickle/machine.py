@@ -17,12 +17,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from ckptkit.core.errors import (
-    CkptkitError,
-    FormatError,
-    TruncatedFileError,
-    UnsafePickleError,
-)
+from ckptkit.core.errors import CkptkitError, FormatError, TruncatedFileError, UnsafePickleError
 from ckptkit.core.text import quote
 
 MAX_INT_BYTES = 1024  # python prints integers of up to 4,300 digits only

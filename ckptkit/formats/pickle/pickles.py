@@ -25,12 +25,7 @@ from ckptkit.formats.pickle.machine import (
 )
 
 _FLOAT = struct.Struct(">d")
-_REFUSED = {
-    b"P": "PERSID",
-    b"S": "STRING",
-    b"\x97": "NEXT_BUFFER",
-    b"\x98": "READONLY_BUFFER",
-}
+_REFUSED = {b"P": "PERSID", b"S": "STRING", b"\x97": "NEXT_BUFFER", b"\x98": "READONLY_BUFFER"}
 
 
 def _protocol(machine: Machine) -> None:

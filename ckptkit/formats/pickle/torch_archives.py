@@ -13,21 +13,17 @@ from __future__ import annotations
 
 import math
 import posixpath
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from msgspec import Struct, field
+from msgspec import Struct
 
-from ckptkit.core.errors import (
-    CkptkitError,
-    FormatError,
-    LimitError,
-    TruncatedFileError,
-    UnsupportedError,
-)
-from ckptkit.core.index import Box, Chunk, FileRange, FileRef, Record, Shape
+from ckptkit.core.errors import FormatError, LimitError, TruncatedFileError, UnsupportedError
+from ckptkit.core.geometry import is_row_major
+from ckptkit.core.index import Box, Chunk, FileRange, Record, Shape, Span
 from ckptkit.core.text import quote
-from ckptkit.formats.parsing import MAX_DIMENSIONS, Read, is_count, read_from
+from ckptkit.formats.base import errors_at
+from ckptkit.formats.parsing import MAX_DIMENSIONS, FileTable, Read, is_count, read_from
 from ckptkit.formats.pickle.machine import Global, InertObject
 from ckptkit.formats.pickle.pickles import parse_first_pickle, parse_pickle
 from ckptkit.formats.pickle.torch_values import ALLOWED, StorageRef, TensorRef, storage_ref
@@ -132,12 +128,8 @@ class TorchArchive(Struct, frozen=True):
         return PickledDict(self.root, self.where)
 
 
-class ArchiveTable(Struct):
-    """The opened files of an index, and the records of the storages that its tensors use."""
-
-    files: list[FileRef] = field(default_factory=list)
-    records: list[Record] = field(default_factory=list)
-    _numbers: dict[tuple[int, str], int] = field(default_factory=dict)
+class ArchiveTable(FileTable):
+    """The opened archives of an index, and the records of the storages that its tensors use."""
 
     def open(
         self, source: Source, path: str, allowed: Mapping[tuple[str, str], object] = ALLOWED
@@ -145,20 +137,16 @@ class ArchiveTable(Struct):
         file = source.stat(path)
         where = posixpath.join(source.location, path)
         read, size_bytes = read_from(source, path), file.size_bytes
-        try:
-            legacy = is_legacy(read(0, min(HEAD_BYTES, size_bytes)))
-        except CkptkitError as error:
-            raise error.located(where) from error
         archive: ZipArchive | LegacyArchive
-        if legacy:
-            root, pickle_bytes, archive = open_legacy(read, size_bytes, allowed, where=where)
-        else:
-            archive = open_archive(read, size_bytes, where=where)
-            pickle = archive.pickle()
-            root = parse_pickle(pickle, allowed, where=where, persistent=storage_ref)
-            pickle_bytes = len(pickle)
-        self.files.append(file)
-        return TorchArchive(path, len(self.files) - 1, root, pickle_bytes, archive)
+        with errors_at(where):
+            if is_legacy(read(0, min(HEAD_BYTES, size_bytes))):
+                root, pickle_bytes, archive = open_legacy(read, size_bytes, allowed, where=where)
+            else:
+                archive = open_archive(read, size_bytes, where=where)
+                pickle = archive.pickle()
+                root = parse_pickle(pickle, allowed, where=where, persistent=storage_ref)
+                pickle_bytes = len(pickle)
+        return TorchArchive(path, self.add_file(file), root, pickle_bytes, archive)
 
     def record(self, file: TorchArchive, tensor: TensorRef) -> int:
         """Returns the position of the record of a tensor's storage, which is added if new."""
@@ -166,8 +154,8 @@ class ArchiveTable(Struct):
         number = self._numbers.get((file.number, storage.key))
         if number is None:
             start, stop, crc32 = file.archive.extent(storage)
-            number = self._numbers[file.number, storage.key] = len(self.records)
-            self.records.append(Record(file.number, start, stop, crc32=crc32))
+            record = Record(file.number, start, stop, crc32=crc32)
+            number = self.add_record(record, (file.number, storage.key))
         record = self.records[number]
         if record.stop - record.start != storage.size_bytes:
             raise FormatError(
@@ -175,12 +163,28 @@ class ArchiveTable(Struct):
             )
         return number
 
-    def chunk(self, file: TorchArchive, tensor: TensorRef, rank: int | None = None) -> Chunk:
+    def chunk(
+        self,
+        file: TorchArchive,
+        tensor: TensorRef,
+        rank: int | None = None,
+        place: Box | Span | None = None,
+        skipped: int = 0,
+    ) -> Chunk:
+        """Returns the chunk of a tensor: the whole of it, or what is at a place of a larger one.
+
+        The first of its elements is `skipped` elements after the tensor's first in the storage.
+        """
+        if isinstance(place, Span):
+            is_plain = True
+        else:
+            place = place or Box((0,) * len(tensor.shape), tensor.shape)
+            is_plain = is_row_major(place.sizes, tensor.strides)
         return Chunk(
-            Box((0,) * len(tensor.shape), tensor.shape),
+            place,
             self.record(file, tensor),
-            byte_offset=tensor.storage_offset * tensor.dtype.itemsize,
-            strides=None if tensor.row_major else tensor.strides,
+            byte_offset=(tensor.storage_offset + skipped) * tensor.dtype.itemsize,
+            strides=None if is_plain else tensor.strides,
             rank=rank,
         )
 
@@ -240,31 +244,54 @@ class LegacyArchive(Struct, frozen=True):
 def open_legacy(
     read: Read, size_bytes: int, allowed: Mapping[tuple[str, str], object], *, where: str
 ) -> tuple[object, int, LegacyArchive]:
-    pickles = _PickleSequence(read, size_bytes, where)
-    if pickles.next({}, None) != _MAGIC_NUMBER:
-        raise FormatError("does not begin with torch's magic number", where=where)
-    version, machine = pickles.next({}, None), pickles.next({}, None)
+    at = 0
+    collector = _StorageCollector()
+
+    def parse_next(
+        allowed: Mapping[tuple[str, str], object], storages: _StorageCollector | None = None
+    ) -> object:
+        """Parses the next pickle, in windows that grow until it ends inside one."""
+        nonlocal at
+        window = _FIRST_WINDOW
+        place = f"{where}: pickle at byte {at:,}"
+        while True:
+            stop = min(at + window, size_bytes)
+            collector.by_key.clear()  # of a window that was too short
+            try:
+                value, length = parse_first_pickle(
+                    read(at, stop), allowed, where=place, persistent=storages
+                )
+            except TruncatedFileError:
+                if stop == size_bytes:
+                    raise
+            else:
+                at += length
+                return value
+            if window >= MAX_PICKLE_BYTES:
+                raise LimitError(
+                    f"pickle has more than {MAX_PICKLE_BYTES:,} bytes, as no real one has"
+                )
+            window *= _GROWTH
+
+    if parse_next({}) != _MAGIC_NUMBER:
+        raise FormatError("does not begin with torch's magic number")
+    version, machine = parse_next({}), parse_next({})
     if version != _VERSION:
         actual = f"version {version}" if type(version) is int else "no number for a version"
         raise UnsupportedError(
-            f"layout has {actual}, only {_VERSION:,} is modelled",
-            where=where,
-            hint=_SAVE_AGAIN,
+            f"layout has {actual}, only {_VERSION:,} is modelled", hint=_SAVE_AGAIN
         )
     is_little = machine.get("little_endian") if isinstance(machine, dict) else None
     if is_little is False:
-        raise UnsupportedError(
-            "numbers are stored big-endian, only little-endian is modelled", where=where
-        )
+        raise UnsupportedError("numbers are stored big-endian, only little-endian is modelled")
     if is_little is not True:
-        raise FormatError("does not state the byte order of its numbers", where=where)
-    collector = _StorageCollector()
-    start = pickles.at
-    root = pickles.next(allowed, collector)
-    pickle_bytes = pickles.at - start
-    keys = pickles.next({}, None)
-    starts = _locate_storages(keys, collector.by_key, pickles.at, size_bytes, where)
-    return root, pickle_bytes, LegacyArchive(read, collector.by_key, starts, where)
+        raise FormatError("does not state the byte order of its numbers")
+    start = at
+    root = parse_next(allowed, collector)
+    pickle_bytes, storages = at - start, dict(collector.by_key)
+    keys = parse_next({})
+    starts = _locate_storages(keys, storages, at, size_bytes)
+    return root, pickle_bytes, LegacyArchive(read, storages, starts, where)
 
 
 class _StorageCollector:
@@ -293,56 +320,16 @@ class _StorageCollector:
         return storage
 
 
-class _PickleSequence:
-    """Reads pickles that follow one another, whose lengths are stored nowhere."""
-
-    def __init__(self, read: Read, size_bytes: int, where: str) -> None:
-        self.at = 0
-        self._read = read
-        self._size_bytes = size_bytes
-        self._where = where
-
-    def next(
-        self, allowed: Mapping[tuple[str, str], object], storages: _StorageCollector | None
-    ) -> object:
-        """Parses the next pickle, in windows that grow until it ends inside one."""
-        window = _FIRST_WINDOW
-        persistent: Callable[[object], object] | None = storages
-        where = f"{self._where}: pickle at byte {self.at:,}"
-        while True:
-            stop = min(self.at + window, self._size_bytes)
-            if storages is not None:
-                storages.by_key.clear()  # of a window that was too short
-            data = self._read(self.at, stop)
-            try:
-                value, length = parse_first_pickle(
-                    data, allowed, where=where, persistent=persistent
-                )
-            except TruncatedFileError:
-                if stop == self._size_bytes:
-                    raise
-            else:
-                self.at += length
-                return value
-            if window >= MAX_PICKLE_BYTES:
-                raise LimitError(
-                    f"pickle has more than {MAX_PICKLE_BYTES:,} bytes, as no real one has",
-                    where=self._where,
-                )
-            window *= _GROWTH
-
-
 def _locate_storages(
-    keys: object, storages: Mapping[str, StorageRef], at: int, size_bytes: int, where: str
+    keys: object, storages: Mapping[str, StorageRef], at: int, size_bytes: int
 ) -> dict[str, int]:
     """Returns the first element's byte of each storage; they have to fill the rest of the file."""
     if not isinstance(keys, list) or not all(is_count(k) or isinstance(k, str) for k in keys):
-        raise FormatError("list of storages is not one of keys", where=where)
+        raise FormatError("list of storages is not one of keys")
     keys = [str(key) for key in keys]
     if len(set(keys)) != len(keys) or set(keys) != set(storages):
         raise FormatError(
-            f"{len(keys):,} storages are listed, the pickle refers to {len(storages):,} others",
-            where=where,
+            f"{len(keys):,} storages are listed, the pickle refers to {len(storages):,} others"
         )
     starts = {}
     for key in keys:
@@ -350,10 +337,10 @@ def _locate_storages(
         at = starts[key] + storages[key].size_bytes
     if at > size_bytes:
         raise TruncatedFileError(
-            f"storages end at byte {at:,}, the file ends at byte {size_bytes:,}", where=where
+            f"storages end at byte {at:,}, the file ends at byte {size_bytes:,}"
         )
     if at < size_bytes:
-        raise FormatError(f"{size_bytes - at:,} bytes follow the last storage", where=where)
+        raise FormatError(f"{size_bytes - at:,} bytes follow the last storage")
     return starts
 
 

@@ -32,15 +32,7 @@ _QUANTIZED_STORAGES = {
     "QInt32Storage": BY_NAME["int32"],
 }
 # dtypes of torch that `core.dtypes` does not have; the refusal has to name the dtype.
-_OTHER_DTYPES = (
-    "complex32",
-    "bits8",
-    "bits16",
-    "qint8",
-    "quint8",
-    "qint32",
-    "float4_e2m1fn_x2",
-)
+_OTHER_DTYPES = ("complex32", "bits8", "bits16", "qint8", "quint8", "qint32", "float4_e2m1fn_x2")
 
 
 class DTypeName(Struct, frozen=True):
@@ -119,16 +111,7 @@ def rebuild_tensor_v2(*args: object) -> TensorRef | UnreadTensor:
 def rebuild_tensor_v3(*args: object) -> TensorRef | UnreadTensor:
     """Returns a tensor for `_rebuild_tensor_v3(storage, offset, size, stride, …, dtype, …)`."""
     match args:
-        case (
-            StorageRef() as storage,
-            offset,
-            shape,
-            strides,
-            _,
-            _,
-            DTypeName(name),
-            *metadata,
-        ):
+        case (StorageRef() as storage, offset, shape, strides, _, _, DTypeName(name), *metadata):
             try:
                 dtype = dtype_named(name)
             except UnsupportedError:
@@ -192,9 +175,7 @@ _TENSOR_CLASSES = {
 }
 _WRAPPER = Global("torch._utils", "_rebuild_wrapper_subclass")
 # Classes that hold a plain tensor of the same values, and the attribute that it is.
-_WRAPPED = {
-    Global("torchao.float8.fsdp_utils", "WeightWithDynamicFloat8CastTensor"): "_tensor",
-}
+_WRAPPED = {Global("torchao.float8.fsdp_utils", "WeightWithDynamicFloat8CastTensor"): "_tensor"}
 _OTHER_TENSORS = {
     "_rebuild_sparse_tensor": "sparse",
     "_rebuild_sparse_csr_tensor": "sparse",

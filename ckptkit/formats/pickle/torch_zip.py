@@ -38,13 +38,9 @@ from ckptkit.core.errors import (
 )
 from ckptkit.core.index import Shape
 from ckptkit.core.text import quote
+from ckptkit.formats.base import errors_at
 from ckptkit.formats.parsing import Read
-from ckptkit.formats.pickle.torch_values import (
-    StorageRef,
-    TensorRef,
-    explain_value,
-    parse_values,
-)
+from ckptkit.formats.pickle.torch_values import StorageRef, TensorRef, explain_value, parse_values
 
 _Row = tuple[str, int, int, int, int, int]  # name, header start, size, CRC, flags, place of the CRC
 
@@ -87,30 +83,8 @@ class ZipEntry(Struct, frozen=True):
 
 def read_directory(read: Read, size_bytes: int, *, where: str) -> Mapping[str, ZipEntry]:
     """Reads the directory of an archive that is exactly the bytes `[0, size_bytes)`."""
-    count, directory_start, directory_stop = _read_end(read, size_bytes, where)
-    data = read(directory_start, directory_stop)
-    rows = _read_rows(data, count, directory_start, where)
-    rows.sort(key=itemgetter(1))
-    limits = [*(row[1] for row in rows), directory_start][1:]
-    entries: dict[str, ZipEntry] = {}
-    expected = 0
-    for (name, start, size, crc, flags, crc_at), limit in zip(rows, limits, strict=True):
-        if start < expected or expected == 0 < start:
-            raise FormatError(
-                f"record {name!r} starts at byte {start:,} but {expected:,} is the first free one",
-                where=where,
-            )
-        expected = start + _LOCAL.size + len(name) + size
-        if name in entries:
-            raise FormatError(f"two records are called {name!r}", where=where)
-        stored = None if crc == 0 < size else crc
-        entries[name] = ZipEntry(name, start, size, stored, limit, flags, crc_at)
-    if expected > directory_start:
-        raise FormatError(
-            f"records reach byte {expected:,} but the directory starts at {directory_start:,}",
-            where=where,
-        )
-    return MappingProxyType(entries)
+    with errors_at(where):
+        return MappingProxyType(_read_entries(read, size_bytes))
 
 
 def data_start(read: Read, entry: ZipEntry, *, where: str) -> int:
@@ -143,12 +117,37 @@ def data_start(read: Read, entry: ZipEntry, *, where: str) -> int:
     return start
 
 
-def _read_end(read: Read, size_bytes: int, where: str) -> tuple[int, int, int]:
+def _read_entries(read: Read, size_bytes: int) -> Mapping[str, ZipEntry]:
+    """Reads the directory of an archive that is exactly the bytes `[0, size_bytes)`."""
+    count, directory_start, directory_stop = _read_end(read, size_bytes)
+    data = read(directory_start, directory_stop)
+    rows = _read_rows(data, count, directory_start)
+    rows.sort(key=itemgetter(1))
+    limits = [*(row[1] for row in rows), directory_start][1:]
+    entries: dict[str, ZipEntry] = {}
+    expected = 0
+    for (name, start, size, crc, flags, crc_at), limit in zip(rows, limits, strict=True):
+        if start < expected or expected == 0 < start:
+            raise FormatError(
+                f"record {name!r} starts at byte {start:,} but {expected:,} is the first free one"
+            )
+        expected = start + _LOCAL.size + len(name) + size
+        if name in entries:
+            raise FormatError(f"two records are called {name!r}")
+        stored = None if crc == 0 < size else crc
+        entries[name] = ZipEntry(name, start, size, stored, limit, flags, crc_at)
+    if expected > directory_start:
+        raise FormatError(
+            f"records reach byte {expected:,} but the directory starts at {directory_start:,}"
+        )
+    return entries
+
+
+def _read_end(read: Read, size_bytes: int) -> tuple[int, int, int]:
     """Reads the end record, and the zip64 one before it where there is one."""
     if size_bytes < _END.size:
         raise TruncatedFileError(
-            f"{size_bytes:,} bytes are fewer than the {_END.size} of an empty zip archive",
-            where=where,
+            f"{size_bytes:,} bytes are fewer than the {_END.size} of an empty zip archive"
         )
     stop = size_bytes - _END.size
     both = _LOCATOR.size + _END.size
@@ -158,62 +157,54 @@ def _read_end(read: Read, size_bytes: int, where: str) -> tuple[int, int, int]:
         if read(0, 4) == LOCAL_SIGNATURE:
             raise TruncatedFileError(
                 f"zip archive has no end record in the last bytes of its {size_bytes:,}",
-                where=where,
                 hint="the file was cut short or appended to; compare its size with the original's",
             )
-        raise FormatError("neither starts nor ends like a zip archive", where=where)
+        raise FormatError("neither starts nor ends like a zip archive")
     fields = (count, length, start)
     if (disk, first, here) != (0, 0, count):
-        raise FormatError("end record names several disks, which torch never writes", where=where)
+        raise FormatError("end record names several disks, which torch never writes")
     if len(tail) == both and tail.startswith(_LOCATOR_SIGNATURE):
         stop -= _LOCATOR.size + _END64.size
-        count, length, start = _read_end64(read, stop, tail, where)
+        count, length, start = _read_end64(read, stop, tail)
         limits = (_IN_END64, _IN_EXTRA, _IN_EXTRA)
         pairs = zip(fields, (count, length, start), limits, strict=True)
         if any(short not in {full, limit} for short, full, limit in pairs):
-            raise FormatError("the two end records of the zip archive disagree", where=where)
+            raise FormatError("the two end records of the zip archive disagree")
     if start + length != stop:
         raise FormatError(
-            f"directory of {length:,} bytes from byte {start:,} does not end at {stop:,}",
-            where=where,
+            f"directory of {length:,} bytes from byte {start:,} does not end at {stop:,}"
         )
     if not count * _CENTRAL.size <= length or (count == 0 < length):
-        raise FormatError(
-            f"{count:,} records do not fit a directory of {length:,} bytes", where=where
-        )
+        raise FormatError(f"{count:,} records do not fit a directory of {length:,} bytes")
     if length > count * MAX_ENTRY_BYTES:
         raise LimitError(
             f"directory of {count:,} records takes {length:,} bytes, at most "
-            f"{count * MAX_ENTRY_BYTES:,} were expected",
-            where=where,
+            f"{count * MAX_ENTRY_BYTES:,} were expected"
         )
     return count, start, stop
 
 
-def _read_end64(read: Read, start: int, tail: bytes, where: str) -> tuple[int, int, int]:
+def _read_end64(read: Read, start: int, tail: bytes) -> tuple[int, int, int]:
     """Reads the zip64 end record, which has to be right before its locator."""
     _, disk, located, disks = _LOCATOR.unpack_from(tail)
     if start < 0 or (disk, located, disks) != (0, start, 1):
-        raise FormatError(
-            f"zip64 end record is said to be at byte {located:,}, not at {start:,}",
-            where=where,
-        )
+        raise FormatError(f"zip64 end record is said to be at byte {located:,}, not at {start:,}")
     fields = _END64.unpack(read(start, start + _END64.size))
     signature, length, disk, first, here, count, directory_bytes, directory_start = fields
     if (signature, length, disk, first) != (_END64_SIGNATURE, _END64.size - 12, 0, 0):
-        raise FormatError("zip64 end record is damaged", where=where)
+        raise FormatError("zip64 end record is damaged")
     if here != count:
-        raise FormatError(f"zip64 end record counts {here:,} and {count:,} records", where=where)
+        raise FormatError(f"zip64 end record counts {here:,} and {count:,} records")
     return count, directory_bytes, directory_start
 
 
-def _read_rows(data: bytes, count: int, start_of_data: int, where: str) -> list[_Row]:
+def _read_rows(data: bytes, count: int, start_of_data: int) -> list[_Row]:
     rows = []
     position = 0
     for number in range(count):
         crc_at = start_of_data + position + _CENTRAL_CRC
         if position + _CENTRAL.size > len(data):
-            raise FormatError(f"directory ends inside entry {number:,}", where=where)
+            raise FormatError(f"directory ends inside entry {number:,}")
         fields = _CENTRAL.unpack_from(data, position)
         signature, flags, method, crc32, packed, size, name_bytes, extra_bytes = fields[:8]
         comment_bytes, disk, start = fields[8:]
@@ -221,55 +212,47 @@ def _read_rows(data: bytes, count: int, start_of_data: int, where: str) -> list[
         extra_start = name_start + name_bytes
         position = extra_start + extra_bytes + comment_bytes
         if signature != _CENTRAL_SIGNATURE or disk or comment_bytes or position > len(data):
-            raise FormatError(f"entry {number:,} of the directory is damaged", where=where)
-        name = _checked_name(data[name_start:extra_start], where)
+            raise FormatError(f"entry {number:,} of the directory is damaged")
+        name = _checked_name(data[name_start:extra_start])
         if _IN_EXTRA in {size, packed, start}:
             extra = data[extra_start:position]
-            size, packed, start = _from_extra(extra, (size, packed, start), f"{where}: {name!r}")
+            size, packed, start = _from_extra(extra, (size, packed, start), name)
         if method or size != packed or flags & ~_KNOWN_FLAGS:
             if name.split("/")[1:2] == ["code"]:  # `torch.jit.save` alone writes it, compressed
-                raise torchscript_error(where)
+                raise torchscript_error()
             raise UnsupportedError(
                 f"record {name!r} is compressed or encrypted, which torch never does"
                 f" (method {method}, flags {flags:#06x})",
-                where=where,
                 hint="a flipped bit looks like this: take another copy of the file; if another tool"
                 " has packed it, save it again with torch.save",
             )
         rows.append((name, start, size, crc32, flags, crc_at))
     if position != len(data):
-        raise FormatError(
-            f"{len(data) - position:,} bytes follow the last of {count:,} entries",
-            where=where,
-        )
+        raise FormatError(f"{len(data) - position:,} bytes follow the last of {count:,} entries")
     return rows
 
 
-def torchscript_error(where: str) -> UnsupportedError:
+def torchscript_error() -> UnsupportedError:
     return UnsupportedError(
         "archive holds a TorchScript program, not values",
-        where=where,
         hint="load it with `torch.jit.load` and save its `state_dict()` with `torch.save`",
     )
 
 
-def _checked_name(raw: bytes, where: str) -> str:
+def _checked_name(raw: bytes) -> str:
     if len(raw) > MAX_NAME_BYTES:
-        raise LimitError(
-            f"record name has {len(raw):,} bytes, {MAX_NAME_BYTES:,} at most",
-            where=where,
-        )
+        raise LimitError(f"record name has {len(raw):,} bytes, {MAX_NAME_BYTES:,} at most")
     # Names are ASCII in every archive torch writes under an ASCII file name; others are UTF-8.
     try:
         name = raw.decode()
     except UnicodeDecodeError as error:
-        raise FormatError(f"record name {raw!r} is not UTF-8", where=where) from error
+        raise FormatError(f"record name {raw!r} is not UTF-8") from error
     if not name or "\\" in name or "\0" in name or ".." in name.split("/") or name[0] == "/":
-        raise FormatError(f"record name {name!r} is not a relative path", where=where)
+        raise FormatError(f"record name {name!r} is not a relative path")
     return name
 
 
-def _from_extra(extra: bytes, fields: tuple[int, ...], where: str) -> tuple[int, ...]:
+def _from_extra(extra: bytes, fields: tuple[int, ...], name: str) -> tuple[int, ...]:
     """Replaces the fields that did not fit in 32 bits by those of the zip64 extra field."""
     position = 0
     while position + 4 <= len(extra):
@@ -283,7 +266,7 @@ def _from_extra(extra: bytes, fields: tuple[int, ...], where: str) -> tuple[int,
             break
         values = iter(struct.unpack(f"<{wanted}Q", body))
         return tuple(next(values) if field == _IN_EXTRA else field for field in fields)
-    raise FormatError("zip64 extra field is missing or damaged", where=where)
+    raise FormatError(f"zip64 extra field of {name!r} is missing or damaged")
 
 
 WINDOW_BYTES = 1_024
@@ -509,21 +492,22 @@ def open_archive(read: Read, size_bytes: int, *, where: str) -> ZipArchive:
     """Opens an archive that is exactly the bytes `[0, size_bytes)`."""
     entries = read_directory(read, size_bytes, where=where)
     prefix = next(iter(entries), "").partition("/")[0] + "/"
-    if prefix + "constants.pkl" in entries:
-        raise torchscript_error(where)
-    if prefix + _PICKLE not in entries:
-        raise FormatError("zip archive has no 'data.pkl', so torch did not write it", where=where)
-    # Older writers left the record out; in practice they ran on little-endian machines only.
-    entry = entries.get(prefix + _BYTE_ORDER)
-    if entry is not None:
-        start = data_start(read, entry, where=where)
-        order = read(start, start + min(entry.size_bytes, _MAX_BYTE_ORDER))
-        if order == b"big":
-            raise UnsupportedError(
-                "numbers are stored big-endian, only little-endian is modelled", where=where
-            )
-        if order != _LITTLE:
-            raise FormatError(f"byte order is {order!r}, not b'little'", where=where)
+    with errors_at(where):
+        if prefix + "constants.pkl" in entries:
+            raise torchscript_error()
+        if prefix + _PICKLE not in entries:
+            raise FormatError("zip archive has no 'data.pkl', so torch did not write it")
+        # Older writers left the record out; in practice they ran on little-endian machines only.
+        entry = entries.get(prefix + _BYTE_ORDER)
+        if entry is not None:
+            start = data_start(read, entry, where=where)
+            order = read(start, start + min(entry.size_bytes, _MAX_BYTE_ORDER))
+            if order == b"big":
+                raise UnsupportedError(
+                    "numbers are stored big-endian, only little-endian is modelled"
+                )
+            if order != _LITTLE:
+                raise FormatError(f"byte order is {order!r}, not b'little'")
     return ZipArchive(read, entries, prefix, where)
 
 

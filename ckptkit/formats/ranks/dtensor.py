@@ -78,24 +78,17 @@ class ShardedTensorRef(Struct, frozen=True):
 
 def fields_of(value: object, what: str) -> Mapping[Any, Any]:
     """Returns the attributes of an inert object, with slots or with a dictionary."""
-    state = value.state if isinstance(value, InertObject) else None
-    if isinstance(state, tuple):
-        state = _join_slots(state)
-    if not isinstance(state, dict):
-        raise FormatError(f"{what} has no attributes that can be read")
-    return state
+    return _attributes(value.state if isinstance(value, InertObject) else None, what)
 
 
-def _join_slots(state: tuple[object, ...]) -> dict[Any, Any] | None:
-    """Joins the two parts of the state of a class with slots: its dictionary, and its slots."""
+def _attributes(state: object, what: str) -> Mapping[Any, Any]:
+    """Returns the state of an object; of a class with slots it is a dictionary and the slots."""
     match state:
-        case (None, dict(slots)):
-            return slots
-        case (dict(own), None):
+        case dict(own) | (dict(own), None) | (None, dict(own)):
             return own
         case (dict(own), dict(slots)):
             return {**own, **slots}
-    return None
+    raise FormatError(f"{what} has no attributes that can be read")
 
 
 def _rebuild_from_type(*args: object) -> object:
@@ -112,9 +105,7 @@ def _rebuild_from_type(*args: object) -> object:
 
 def _dtensor(inner: tuple[object, ...], state: object) -> DTensorRef | UnreadTensor:
     shape, dtype = shape_and_dtype(inner)
-    fields = _join_slots(state) if isinstance(state, tuple) else state
-    if not isinstance(fields, dict):
-        raise FormatError("DTensor has no attributes that can be read")
+    fields = _attributes(state, "DTensor")
     local, spec = fields.get("_local_tensor"), fields.get("_spec")
     if isinstance(local, UnreadTensor):
         return local
@@ -144,10 +135,8 @@ def _sharded_tensor(inner: tuple[object, ...], state: object) -> ShardedTensorRe
 
 def _shard(value: object, shape: Shape, dtype: DType) -> ShardRef:
     fields = fields_of(value, "shard")
-    tensor, metadata = (
-        fields.get("tensor"),
-        fields_of(fields.get("metadata"), "metadata of a shard"),
-    )
+    tensor = fields.get("tensor")
+    metadata = fields_of(fields.get("metadata"), "metadata of a shard")
     offsets, sizes = metadata.get("shard_offsets"), metadata.get("shard_sizes")
     if not isinstance(tensor, TensorRef) or tensor.dtype != dtype:
         raise FormatError(f"shard of a tensor of {dtype.name} holds something else")
@@ -207,23 +196,6 @@ def read_integers(tensor: TensorRef, read: Callable[[], bytes]) -> list[int]:
 def parse_mesh(value: InertObject, rank: int, read: ReadIntegers) -> Mesh:
     """Parses an inert `DeviceMesh` that a rank pickled."""
     fields = fields_of(value, "mesh of devices")
-    sizes, coordinate, highest = _locate_rank(fields, rank, read)
-    stored, stored_rank = fields.get("_coordinate_on_dim"), fields.get("_rank")
-    agrees = not isinstance(stored, (tuple, list)) or tuple(stored) == coordinate
-    if not agrees or (stored_rank is not None and stored_rank != rank):
-        raise FormatError(
-            f"file is named after rank {rank}, and was written by another",
-            hint="give the files of all ranks the names that they were saved under",
-        )
-    names = fields.get("_mesh_dim_names", fields.get("mesh_dim_names"))
-    has_names = isinstance(names, (tuple, list)) and len(names) == len(sizes)
-    return Mesh(sizes, tuple(map(str, names)) if has_names else (), coordinate, highest)
-
-
-def _locate_rank(
-    fields: Mapping[Any, Any], rank: int, read: ReadIntegers
-) -> tuple[Shape, Shape, int]:
-    """Returns the sizes of a mesh, the coordinate of a rank in it, and its highest rank."""
     layout = fields.get("_layout")
     has_layout = isinstance(layout, InertObject)
     axes = _axes(layout) if has_layout else []
@@ -233,21 +205,39 @@ def _locate_rank(
         ranks: Sequence[int] = listed
     elif isinstance(tensor, TensorRef):
         ranks = read(tensor)
-        if not has_layout:
-            at = _position(ranks, rank)
-            return tensor.shape, compute_coordinate(at, tensor.shape), max(ranks)
     else:
         raise FormatError("mesh of devices does not contain its ranks")
-    at = _position(ranks, rank)
-    if sum((n - 1) * step for axis in axes for n, step in axis) >= len(ranks):
-        raise FormatError(f"mesh of devices reaches beyond its {len(ranks):,} ranks")
-    coordinate = []
-    for axis in axes:
-        here = 0
-        for size, step in axis:
-            here = here * size + (at // step % size if step and size else 0)
-        coordinate.append(here)
-    return tuple(math.prod(n for n, _ in axis) for axis in axes), tuple(coordinate), max(ranks)
+    if not ranks or len(set(ranks)) != len(ranks) or min(ranks) < 0:
+        raise FormatError("mesh of devices names a rank twice, or none")
+    if rank not in ranks:
+        raise FormatError(
+            f"mesh of devices has no rank {rank}, which the file is named after",
+            hint="the file was given another name, or belongs to another run",
+        )
+    at = ranks.index(rank)
+    if has_layout:
+        if sum((n - 1) * step for axis in axes for n, step in axis) >= len(ranks):
+            raise FormatError(f"mesh of devices reaches beyond its {len(ranks):,} ranks")
+        sizes = tuple(math.prod(n for n, _ in axis) for axis in axes)
+        here = []
+        for axis in axes:
+            here.append(0)
+            for size, step in axis:
+                here[-1] = here[-1] * size + (at // step % size if step and size else 0)
+        coordinate = tuple(here)
+    else:
+        sizes = tensor.shape if isinstance(tensor, TensorRef) else ()
+        coordinate = compute_coordinate(at, sizes)
+    stored, stored_rank = fields.get("_coordinate_on_dim"), fields.get("_rank")
+    agrees = not isinstance(stored, (tuple, list)) or tuple(stored) == coordinate
+    if not agrees or (stored_rank is not None and stored_rank != rank):
+        raise FormatError(
+            f"file is named after rank {rank}, and was written by another",
+            hint="give the files of all ranks the names that they were saved under",
+        )
+    names = fields.get("_mesh_dim_names", fields.get("mesh_dim_names"))
+    has_names = isinstance(names, (tuple, list)) and len(names) == len(sizes)
+    return Mesh(sizes, tuple(map(str, names)) if has_names else (), coordinate, max(ranks))
 
 
 def compute_coordinate(position: int, sizes: Shape) -> Shape:
@@ -257,17 +247,6 @@ def compute_coordinate(position: int, sizes: Shape) -> Shape:
         position, here = divmod(position, size)
         coordinate.append(here)
     return tuple(reversed(coordinate))
-
-
-def _position(ranks: Sequence[int], rank: int) -> int:
-    if not ranks or len(set(ranks)) != len(ranks) or min(ranks) < 0:
-        raise FormatError("mesh of devices names a rank twice, or none")
-    if rank not in ranks:
-        raise FormatError(
-            f"mesh of devices has no rank {rank}, which the file is named after",
-            hint="the file was given another name, or belongs to another run",
-        )
-    return ranks.index(rank)
 
 
 _Axis = list[tuple[int, int]]  # sizes and steps; several if dimensions were flattened into one
@@ -381,12 +360,18 @@ def compute_local_part(
         ranges.append(_local_ranges(size, ordered))
     if math.prod(map(len, ranges)) > _MAX_BLOCKS:
         raise LimitError("DTensor is cut into more pieces than any real one")
-    local_shape = tuple(sum(stop - start for start, stop in along) for along in ranges)
+    placed = []  # of each dimension, the ranges with their offsets in the local tensor
+    for along in ranges:
+        lengths = [stop - start for start, stop in along]
+        offsets = itertools.accumulate(lengths, initial=0)
+        placed.append(
+            [(start, n, at) for (start, _), n, at in zip(along, lengths, offsets, strict=False)]
+        )
+    local_shape = tuple(sum(n for _, n, _ in along) for along in placed)
     blocks = []
-    for combined in itertools.product(*map(_with_offsets, ranges)):
-        offsets = tuple(start for start, _, _ in combined)
-        sizes = tuple(stop - start for start, stop, _ in combined)
-        blocks.append((Box(offsets, sizes), tuple(at for _, _, at in combined)))
+    for combined in itertools.product(*placed):
+        box = Box(tuple(start for start, _, _ in combined), tuple(n for _, n, _ in combined))
+        blocks.append((box, tuple(at for _, _, at in combined)))
     return LocalPart(local_shape, tuple(blocks))
 
 
@@ -443,10 +428,17 @@ def _local_ranges(size: int, splits: Sequence[_Split]) -> IndexRanges:
             raise LimitError(f"strided split has a split factor of {factor:,}")
         taken: IndexRanges = []
         for number in range(factor):
-            outer = _chunk_bounds(count, factor, number)
-            inner = _chunk_bounds(outer[1] - outer[0], parts, index)
-            taken += _slice_ranges(ranges, outer[0] + inner[0], outer[0] + inner[1])
-        ranges = _merge_adjacent(taken)
+            outer, end = _chunk_bounds(count, factor, number)
+            low, high = (outer + bound for bound in _chunk_bounds(end - outer, parts, index))
+            at = 0  # in the local tensor so far
+            for start, stop in ranges:
+                first, last = max(start, start + low - at), min(stop, start + high - at)
+                at += stop - start
+                if first < last and taken and taken[-1][1] == first:
+                    taken[-1] = (taken[-1][0], last)
+                elif first < last:
+                    taken.append((first, last))
+        ranges = taken
         if len(ranges) > _MAX_RANGES:
             raise LimitError("DTensor is cut into more pieces than any real one")
     return ranges
@@ -456,31 +448,3 @@ def _chunk_bounds(count: int, parts: int, index: int) -> tuple[int, int]:
     """Returns one of the parts that `torch.chunk` makes; those beyond the last are empty."""
     each = -(-count // parts) if parts else 0
     return min(index * each, count), min((index + 1) * each, count)
-
-
-def _slice_ranges(ranges: IndexRanges, low: int, high: int) -> IndexRanges:
-    taken, at = [], 0
-    for start, stop in ranges:
-        first, last = max(low - at, 0), min(high - at, stop - start)
-        if first < last:
-            taken.append((start + first, start + last))
-        at += stop - start
-    return taken
-
-
-def _merge_adjacent(ranges: IndexRanges) -> IndexRanges:
-    merged: IndexRanges = []
-    for start, stop in ranges:
-        if merged and merged[-1][1] == start:
-            merged[-1] = (merged[-1][0], stop)
-        else:
-            merged.append((start, stop))
-    return merged
-
-
-def _with_offsets(ranges: IndexRanges) -> list[tuple[int, int, int]]:
-    rows, at = [], 0
-    for start, stop in ranges:
-        rows.append((start, stop, at))
-        at += stop - start
-    return rows

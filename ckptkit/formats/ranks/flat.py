@@ -39,6 +39,7 @@ from ckptkit.core.index import (
 )
 from ckptkit.core.manifest import FLAT_LAYOUT, RUN_FACTS
 from ckptkit.core.text import quote
+from ckptkit.formats.base import errors_at
 from ckptkit.formats.parsing import MAX_DIMENSIONS, is_count, read_limited, stat_or_missing
 from ckptkit.storage.base import Source
 
@@ -97,57 +98,52 @@ def unflatten(
     index: TensorIndex, entries: Sequence[TensorEntry], vectors: Sequence[FlatVector], where: str
 ) -> TensorIndex:
     """Replaces flat parameters by the original parameters in them."""
-    remaining = {vector.name: vector for vector in vectors}
-    tensors: dict[Key, TensorEntry] = {}
-    aliases: list[frozenset[Key]] = []
-    flat = {entry.key for entry in entries}
-    for key, entry in index.tensors.items():
-        if key not in flat:
-            _add(tensors, entry, where)
-            continue
-        vector = _check_vector(index, entry, remaining.pop(entry.name, None), where)
-        for member in vector.members:
-            originals = list(_entries(entry, member))
-            if len(originals) > 1:
-                aliases.append(frozenset(original.key for original in originals))
-            for original in originals:
-                _add(tensors, original, where)
-    if remaining:
-        raise FormatError(
-            f"describes the flat parameter {quote(next(iter(remaining)))}, which the checkpoint"
-            " does not have",
-            where=where,
-            hint=_OTHER_MODEL,
+    with errors_at(where):
+        remaining = {vector.name: vector for vector in vectors}
+        tensors: dict[Key, TensorEntry] = {}
+        aliases: list[frozenset[Key]] = []
+        flat = {entry.key for entry in entries}
+        for key, entry in index.tensors.items():
+            if key not in flat:
+                _add(tensors, entry)
+                continue
+            vector = _check_vector(index, entry, remaining.pop(entry.name, None))
+            for member in vector.members:
+                originals = list(_entries(entry, member))
+                if len(originals) > 1:
+                    aliases.append(frozenset(original.key for original in originals))
+                for original in originals:
+                    _add(tensors, original)
+        if remaining:
+            raise FormatError(
+                f"describes the flat parameter {quote(next(iter(remaining)))}, which the checkpoint"
+                " does not have",
+                hint=_OTHER_MODEL,
+            )
+        return replace(
+            index,
+            tensors=tensors,
+            aliases=(*index.aliases, *aliases),
+            problems=tuple(problem for problem in index.problems if problem.where not in flat),
+            values={path: value for path, value in index.values.items() if path[:1] != SLICES},
         )
-    return replace(
-        index,
-        tensors=tensors,
-        aliases=(*index.aliases, *aliases),
-        problems=tuple(problem for problem in index.problems if problem.where not in flat),
-        values={path: value for path, value in index.values.items() if path[:1] != SLICES},
-    )
 
 
-def _add(tensors: dict[Key, TensorEntry], entry: TensorEntry, where: str) -> None:
+def _add(tensors: dict[Key, TensorEntry], entry: TensorEntry) -> None:
     if tensors.setdefault(entry.key, entry) is not entry:
-        raise FormatError(f"names {quote(str(entry.key))} twice", where=where)
+        raise FormatError(f"names {quote(str(entry.key))} twice")
 
 
-def _check_vector(
-    index: TensorIndex, entry: TensorEntry, vector: FlatVector | None, where: str
-) -> FlatVector:
+def _check_vector(index: TensorIndex, entry: TensorEntry, vector: FlatVector | None) -> FlatVector:
     """Compares a vector with the checkpoint: its length, and the ranges of slices if there are."""
     if vector is None:
         raise FormatError(
-            f"does not describe the parameters in {quote(entry.name)}",
-            where=where,
-            hint=_OTHER_MODEL,
+            f"does not describe the parameters in {quote(entry.name)}", hint=_OTHER_MODEL
         )
     if entry.shape != (vector.elements,):
         raise FormatError(
             f"says that {quote(entry.name)} has {vector.elements:,} elements, and the checkpoint"
             f" has {math.prod(entry.shape):,}: sizes do not add up",
-            where=where,
             hint=_OTHER_MODEL,
         )
     for member in vector.members:
@@ -156,7 +152,6 @@ def _check_vector(
             raise FormatError(
                 f"puts {quote(member.names[0])} at [{member.start:,}, {member.stop:,}), and the"
                 f" checkpoint at [{stored[0]:,}, {stored[1]:,}) of its flat parameter",
-                where=where,
                 hint=_OTHER_MODEL,
             )
     return vector
@@ -219,32 +214,34 @@ def apply_layout_file(index: TensorIndex, source: Source, folder: str) -> Tensor
 
 def parse_layout(data: bytes, where: str) -> list[FlatVector]:
     """Parses a file that ckptkit's training side wrote; empty if it has no flat parameters."""
-    try:
-        document = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise FormatError("is not JSON", where=where) from error
-    units = document.get("flat_parameters") if isinstance(document, dict) else None
-    version = document.get("layout_version", LAYOUT_VERSION) if isinstance(document, dict) else 0
-    if version != LAYOUT_VERSION:
-        raise UnsupportedError(
-            f"has the layout version {version!r}, expected {LAYOUT_VERSION}",
-            where=where,
-            hint="use a newer ckptkit",
+    with errors_at(where):
+        try:
+            document = json.loads(data)
+        except (ValueError, RecursionError) as error:
+            raise FormatError("is not JSON") from error
+        units = document.get("flat_parameters") if isinstance(document, dict) else None
+        version = (
+            document.get("layout_version", LAYOUT_VERSION) if isinstance(document, dict) else 0
         )
-    if not isinstance(units, list):
-        return []
-    stored, computed = document.get("crc32"), crc32(json.dumps(units, sort_keys=True).encode())
-    if stored is not None and stored != computed:
-        raise ChecksumError(f"has CRC-32 {computed:#010x}, {stored!r} was stored", where=where)
-    try:
-        return [_parse_vector(unit, where) for unit in units]
-    except FormatError:
-        raise
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise FormatError("does not describe flat parameters", where=where) from error
+        if version != LAYOUT_VERSION:
+            raise UnsupportedError(
+                f"has the layout version {version!r}, expected {LAYOUT_VERSION}",
+                hint="use a newer ckptkit",
+            )
+        if not isinstance(units, list):
+            return []
+        stored, computed = document.get("crc32"), crc32(json.dumps(units, sort_keys=True).encode())
+        if stored is not None and stored != computed:
+            raise ChecksumError(f"has CRC-32 {computed:#010x}, {stored!r} was stored")
+        try:
+            return [_parse_vector(unit) for unit in units]
+        except FormatError:
+            raise
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise FormatError("does not describe flat parameters") from error
 
 
-def _parse_vector(unit: Mapping[str, Any], where: str) -> FlatVector:
+def _parse_vector(unit: Mapping[str, Any]) -> FlatVector:
     aliases = unit.get("aliases", {})
     rows = zip(unit["names"], unit["shapes"], unit["starts"], strict=True)
     members = []
@@ -255,15 +252,14 @@ def _parse_vector(unit: Mapping[str, Any], where: str) -> FlatVector:
         names = (_text(name), *map(_text, aliases.get(name, ())))
         members.append(FlatMember(names, shape, _count(start)))
     if any(unit.get("axes", ())):
-        raise UnsupportedError("a parameter was not flattened row by row", where=where)
+        raise UnsupportedError("a parameter was not flattened row by row")
     path = _text(unit["path"], empty=True)
     vector = FlatVector(f"{path}.{FLAT}" if path else FLAT, _count(unit["size"]), tuple(members))
     at = 0
     for member in members:
         if member.start < at or member.stop > vector.elements:
             raise FormatError(
-                f"parameter {quote(member.names[0])} overlaps another, or is outside its vector",
-                where=where,
+                f"parameter {quote(member.names[0])} overlaps another, or is outside its vector"
             )
         at = member.stop
     return vector
@@ -353,10 +349,7 @@ def _assign(
 
 
 def _fits(
-    vector: FlatVector,
-    alignment: int,
-    world_size: int,
-    slices: Mapping[str, tuple[int, int]],
+    vector: FlatVector, alignment: int, world_size: int, slices: Mapping[str, tuple[int, int]]
 ) -> bool:
     """Returns whether a vector has the length, and its members the ranges, of the checkpoint."""
     for member in vector.members:

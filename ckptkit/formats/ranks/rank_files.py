@@ -1,15 +1,8 @@
 """Files that each rank wrote for itself: their names, and checks that all are of one save.
 
-`model_0.pt` may as well be the model of epoch 0, so names alone do not identify the numbered files
-of torch_checkpointing and of torch's experimental writer. They are recognised by the `metadata.pkl`
-that torch_checkpointing writes, or by their contents: a pickle with torch's distributed tensors is
-a rank's.
-
 Source: verl/utils/checkpoint/fsdp_checkpoint_manager.py; accelerate/utils/fsdp_utils.py
-(`save_fsdp_model`, `save_fsdp_optimizer`), 1.15; torch_checkpointing/checkpoint_layout.py
-(`default_torch_layout_info`), 0.1.1;
-torch/distributed/checkpoint/_experimental/checkpoint_writer.py, torch 2.13. Other programs put the
-rank at the end of any name.
+(`save_fsdp_model`, `save_fsdp_optimizer`), 1.15. Other programs put the rank at the end of any
+name.
 """
 
 from __future__ import annotations
@@ -17,21 +10,17 @@ from __future__ import annotations
 import posixpath
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from msgspec import Struct, field
+from msgspec import Struct
 from msgspec.structs import replace
 
-from ckptkit.core.errors import FormatError, InputError, LimitError
+from ckptkit.core.errors import FormatError, LimitError
 from ckptkit.core.index import KeyPath
 from ckptkit.core.text import quote
-from ckptkit.formats.base import Candidate
 from ckptkit.formats.parsing import (
     TWO_SAVES,
-    group_by_folder,
-    read_from,
     refuse_missing_ranks,
     refuse_mixed_sizes,
     refuse_stale_ranks,
@@ -41,7 +30,6 @@ from ckptkit.formats.pickle.objects import find_unread, whole_object_error
 from ckptkit.formats.pickle.pickles import MAX_KEY_CHARACTERS, walk_values
 from ckptkit.formats.pickle.torch_archives import ArchiveTable, TorchArchive
 from ckptkit.formats.pickle.torch_values import TensorRef
-from ckptkit.formats.pickle.torch_zip import open_archive
 from ckptkit.formats.ranks.dtensor import SHARDED_ALLOWED, DTensorRef, ShardedTensorRef
 from ckptkit.formats.ranks.flat import FLAT
 from ckptkit.storage.base import Source
@@ -165,33 +153,29 @@ RankParts = Sequence[tuple[RankContents, RankTensor]]
 """The parts of one tensor that ranks have, in the order of ranks."""
 
 
-class RankFileLoader(Struct):
-    source: Source
-    # the opened files, and the records in them
-    table: ArchiveTable = field(default_factory=ArchiveTable)
-
-    def load(self, file: RankFile, under: KeyPath) -> RankContents:
-        """Opens a file and flattens the value of its pickle, with `under` in front of all paths."""
-        archive = self.table.open(self.source, file.path, SHARDED_ALLOWED)
-        if isinstance(archive.root, InertObject):
-            raise whole_object_error(archive.root, archive.where)
-        tensors: dict[KeyPath, RankTensor] = {}
-        values: dict[KeyPath, Any] = {}
-        characters = MAX_KEY_CHARACTERS * archive.most_values
-        for steps, value in walk_values(
-            archive.root, limit=archive.most_values, where=archive.where
-        ):
-            path = (*under, *steps) or ("tensor",)
-            if isinstance(value, RankTensor):
-                tensors[path] = value
-            elif file.kind == "model" and (unread := find_unread(value)) is not None:
-                raise unread.error(f"{archive.where}, {quote('.'.join(map(str, path)))}")
-            else:
-                values[path] = value
-            characters -= sum(len(str(step)) for step in path)
-            if characters < 0:
-                raise LimitError("names are far longer than the pickle", where=archive.where)
-        return RankContents(file, archive, tensors, values)
+def load_rank_file(
+    source: Source, table: ArchiveTable, file: RankFile, under: KeyPath
+) -> RankContents:
+    """Opens a file and flattens the value of its pickle, with `under` in front of all paths."""
+    archive = table.open(source, file.path, SHARDED_ALLOWED)
+    if isinstance(archive.root, InertObject):
+        raise whole_object_error(archive.root, archive.where)
+    tensors: dict[KeyPath, RankTensor] = {}
+    values: dict[KeyPath, Any] = {}
+    limit = archive.most_values
+    characters = MAX_KEY_CHARACTERS * limit
+    for steps, value in walk_values(archive.root, limit=limit, where=archive.where):
+        path = (*under, *steps) or ("tensor",)
+        if isinstance(value, RankTensor):
+            tensors[path] = value
+        elif file.kind == "model" and (unread := find_unread(value)) is not None:
+            raise unread.error(f"{archive.where}, {quote('.'.join(map(str, path)))}")
+        else:
+            values[path] = value
+        characters -= sum(len(str(step)) for step in path)
+        if characters < 0:
+            raise LimitError("names are far longer than the pickle", where=archive.where)
+    return RankContents(file, archive, tensors, values)
 
 
 def split_off_slices(
@@ -228,10 +212,10 @@ def split_off_slices(
     return rest, ranges
 
 
-def check_names(files: RankFileSet, where: str) -> None:
+def check_names(files: RankFileSet) -> None:
     """Refuses files of runs of different sizes, and two files of one rank."""
     sizes = {file.world_size for file in files.files if file.world_size is not None}
-    refuse_mixed_sizes(sizes, where)
+    refuse_mixed_sizes(sizes)
     seen: dict[tuple[Kind, int], str] = {}
     for file in files.files:
         other = seen.setdefault((file.kind, file.rank), file.path)
@@ -239,18 +223,17 @@ def check_names(files: RankFileSet, where: str) -> None:
             raise FormatError(
                 f"{posixpath.basename(other)!r} and {posixpath.basename(file.path)!r} are both of"
                 f" rank {file.rank}",
-                where=where,
                 hint="take away the one that does not belong here",
             )
 
 
-def check_ranks(files: RankFileSet, world_size: int, where: str) -> None:
+def check_ranks(files: RankFileSet, world_size: int) -> None:
     """Refuses a set that lacks files of a rank, or has files of ranks that the run did not have."""
     for kind, what in _CONTENTS.items():
         ranks = {file.rank for file in files.of(kind)}
         if ranks:
-            refuse_missing_ranks(ranks, world_size, what, where)
-        refuse_stale_ranks(((file.rank, file.path) for file in files.of(kind)), world_size, where)
+            refuse_missing_ranks(ranks, world_size, what)
+        refuse_stale_ranks(((file.rank, file.path) for file in files.of(kind)), world_size)
 
 
 def check_counters(contents: Sequence[RankContents]) -> None:
@@ -268,94 +251,3 @@ def check_counters(contents: Sequence[RankContents]) -> None:
                     where=held.archive.where,
                     hint=TWO_SAVES,
                 )
-
-
-FORMAT = "torch-checkpointing"
-METADATA_PICKLE = "metadata.pkl"
-_NUMBERED = re.compile(r"(?P<item>[A-Za-z0-9_-]+?)[_-]?(?P<rank>\d{1,7})\.(?P<kind>pt|safetensors)")
-_SHARDED_FORMATS = {"dcp", "zero"}
-_MARKS = (b"torch.distributed", b"ShardedTensor")
-_SINGLE_FILE_FORMATS = {"torch", "torch optimizer", "safetensors"}
-_MOST_INSPECTED = 32  # items of the state whose files are opened
-_FILES_OF_AN_ITEM = 3  # one of them may be damaged
-
-
-class NumberedFile(Struct, frozen=True):
-    """A numbered file, as its name describes it."""
-
-    path: str
-    item: str
-    rank: int
-    is_safetensors: bool  # whether it is a safetensors file, and not torch's
-
-
-def parse_numbered_name(path: str) -> NumberedFile | None:
-    match = _NUMBERED.fullmatch(posixpath.basename(path))
-    if match is None:
-        return None
-    return NumberedFile(path, match["item"], int(match["rank"]), match["kind"] == "safetensors")
-
-
-def find_with_metadata(paths: Sequence[str]) -> list[Candidate]:
-    """Recognises folders with a `metadata.pkl` and numbered files; reads nothing."""
-    homes = {posixpath.dirname(p) for p in paths if posixpath.basename(p) == METADATA_PICKLE}
-    inside = [
-        path
-        for path in (paths if homes else ())
-        if posixpath.dirname(path) in homes
-        and (parse_numbered_name(path) or posixpath.basename(path) == METADATA_PICKLE)
-    ]
-    reason = f"{METADATA_PICKLE!r} beside files numbered by rank"
-    return [
-        Candidate(FORMAT, folder, tuple(files), reason)
-        for folder, files in group_by_folder(inside).items()
-        if len(files) > 1
-    ]
-
-
-def add_numbered_ranks(
-    source: Source, candidates: Sequence[Candidate], paths: Sequence[str]
-) -> list[Candidate]:
-    """Groups numbered files that ranks wrote, which only their contents show."""
-    taken = {
-        path
-        for c in candidates
-        if c.format not in _SINGLE_FILE_FORMATS or len(c.files) > 1
-        for path in c.files
-    }
-    # Next to a model of these formats, numbered files are something else that its run saved.
-    others = {c.folder for c in candidates if c.format in _SHARDED_FORMATS}
-    folders: dict[str, list[NumberedFile]] = defaultdict(list)
-    for path in paths:
-        file, folder = parse_numbered_name(path), posixpath.dirname(path)
-        if file is not None and path not in taken and folder not in others:
-            folders[folder].append(file)
-    of_ranks = list(_find_of_ranks(source, folders))
-    replaced = {path for candidate in of_ranks for path in candidate.files}
-    return [c for c in candidates if replaced.isdisjoint(c.files)] + of_ranks
-
-
-def _find_of_ranks(source: Source, folders: dict[str, list[NumberedFile]]) -> Iterator[Candidate]:
-    inspected = 0
-    for folder, files in sorted(folders.items()):
-        items: dict[str, list[NumberedFile]] = defaultdict(list)
-        for file in sorted(files, key=lambda file: file.rank):
-            items[file.item].append(file)
-        inspected += len(items)
-        if inspected > _MOST_INSPECTED:
-            return
-        distributed = []
-        for item, held in sorted(items.items()):
-            for file in held[:_FILES_OF_AN_ITEM]:
-                pickle = b""  # safetensors files do not show it, a file's reader reports its errors
-                with suppress(InputError):
-                    if not file.is_safetensors:
-                        read, size = read_from(source, file.path), source.stat(file.path).size_bytes
-                        pickle = open_archive(read, size, where=file.path).pickle()
-                if any(mark in pickle for mark in _MARKS):
-                    distributed.append(item)
-                    break
-        if distributed:
-            names = " and ".join(map(repr, distributed))
-            reason = f"files numbered by rank, and {names} hold distributed tensors"
-            yield Candidate(FORMAT, folder, tuple(sorted(f.path for f in files)), reason)

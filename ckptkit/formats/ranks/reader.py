@@ -6,8 +6,8 @@ release of torch can be read without torch. Optimizer states and extra states ar
 the weights of the same ranks; without the weights such files are refused by name.
 
 In order: files are grouped by name and opened (`rank_files.py`); FairScale's flat shards become
-ShardedTensors; the parts that ranks have of each tensor become its chunks (`TensorAssembler`), and
-replicas are compared by their checksums; `RankAssembly` makes the index; flat parameters of FSDP1
+ShardedTensors; the parts that ranks have of each tensor become its chunks, and replicas
+are compared by their checksums (`RankAssembly`); flat parameters of FSDP1
 in it are replaced by the original ones (`flat.py`).
 
 FSDP1's optimizer works on a rank's part of a flat parameter. Its own `state_dict()` holds plain
@@ -31,10 +31,10 @@ import math
 import posixpath
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from msgspec import Struct, field
+from msgspec import Struct
 from msgspec.structs import replace
 
 from ckptkit.core.dtypes import DType
@@ -46,15 +46,12 @@ from ckptkit.core.errors import (
     MissingFileError,
     UnsupportedError,
 )
-from ckptkit.core.geometry import is_row_major
+from ckptkit.core.geometry import flat_offset
 from ckptkit.core.index import (
     Box,
     Chunk,
-    ChunkTable,
-    Key,
     KeyPath,
     Problem,
-    RecordTable,
     RunFacts,
     Shape,
     TensorEntry,
@@ -103,7 +100,6 @@ from ckptkit.formats.ranks.rank_files import (
     VERL,
     Kind,
     RankContents,
-    RankFileLoader,
     RankFileSet,
     RankParts,
     RankTensor,
@@ -111,14 +107,17 @@ from ckptkit.formats.ranks.rank_files import (
     check_names,
     check_ranks,
     group_rank_files,
+    load_rank_file,
     split_off_slices,
 )
 from ckptkit.formats.trees import (
     EXTRA_STATE,
-    classify,
+    Stored,
     detect_framework,
+    find_aliases,
     is_name_of_weight,
     join_path,
+    make_entries,
 )
 from ckptkit.storage.base import Source
 
@@ -139,153 +138,38 @@ class AssembledTensor(Struct, frozen=True):
     dtype: DType
     shape: Shape  # of the whole tensor
     stored: tuple[StoredChunk, ...]  # its chunks, replicas included
+    crc32: tuple[int | None, ...]  # of their records
     is_plain: bool  # whether every rank has a plain tensor, without any mark of a distribution
 
+    def find_differing_ranks(self) -> tuple[int, int] | None:
+        """Finds two ranks whose values of the same elements have different checksums of records."""
+        first: dict[object, tuple[StoredChunk, int | None]] = {}
+        for stored, crc in zip(self.stored, self.crc32, strict=True):
+            chunk, own = stored
+            (other_chunk, other), before = first.setdefault(chunk.place, (stored, crc))
+            if crc is None or before is None or crc == before:
+                continue
+            if other.strides == own.strides and _fills_storage(other) and _fills_storage(own):
+                return other_chunk.rank or 0, chunk.rank or 0
+        return None
 
-class _LocalDTensor(Struct, frozen=True):
-    """A DTensor as one rank has it, with its parsed specification."""
+    def find_unproven_ranks(self) -> tuple[int, int] | None:
+        """Finds two ranks that nothing proves to hold the same plain tensor.
 
-    contents: RankContents
-    tensor: DTensorRef
-    mesh: Mesh
-    placements: tuple[Placement, ...]
-
-
-class TensorAssembler(Struct):
-    """Makes the chunks of tensors, and caches the meshes of devices in the files."""
-
-    source: Source
-    table: ArchiveTable
-    # every mesh of every file
-    meshes: dict[tuple[int, int], tuple[InertObject, Mesh]] = field(default_factory=dict)
-    counts: dict[int, int] = field(default_factory=dict)  # how many chunks each file has so far
-
-    def assemble(self, path: KeyPath, parts: RankParts) -> AssembledTensor:
-        first = parts[0][1]
-        other = next((part for part in parts if _kind_of(part[1]) != _kind_of(first)), None)
-        if other is not None:
-            raise FormatError(
-                f"{join_path(path)!r} is {_describe(other[1])} here and {_describe(first)} on rank"
-                f" {parts[0][0].file.rank}",
-                where=other[0].archive.where,
-                hint="files of two saves, or slices that are not marked as such, are in one folder",
-            )
-        if isinstance(first, DTensorRef):
-            stored = self._chunks_of_dtensors(path, parts)
-        elif isinstance(first, ShardedTensorRef):
-            stored = [
-                self._chunk(contents, shard.tensor, Box(shard.offsets, shard.tensor.shape))
-                for contents, tensor in parts
-                if isinstance(tensor, ShardedTensorRef)
-                for shard in tensor.shards
-                if 0 not in shard.tensor.shape
-            ]
-        else:
-            stored = [
-                self._chunk(contents, tensor, Box((0,) * len(tensor.shape), tensor.shape))
-                for contents, tensor in _plain_parts(parts)
-            ]
-        return AssembledTensor(
-            first.dtype, first.shape, tuple(stored), is_plain=isinstance(first, TensorRef)
-        )
-
-    def _chunks_of_dtensors(self, path: KeyPath, parts: RankParts) -> list[StoredChunk]:
-        local = [
-            _LocalDTensor(contents, tensor, *self._parse_spec(contents, tensor))
-            for contents, tensor in parts
-            if isinstance(tensor, DTensorRef)
-        ]
-        sizes = sorted({math.prod(here.mesh.sizes) for here in local})
-        if len(sizes) > 1:
-            raise FormatError(
-                f"{join_path(path)!r} is spread over {' and '.join(map(str, sizes))} ranks",
-                where=local[0].contents.archive.where,
-                hint="files of runs of different sizes are in one folder; take away those of one",
-            )
-        local_parts = find_local_parts(
-            [
-                (here.tensor.local.shape, here.tensor.shape, here.mesh, here.placements)
-                for here in local
-            ],
-            where=f"{local[0].contents.archive.where}: {join_path(path)!r}",
-        )
-        if local_parts is None:
-            misfits = []
-            for here in local:
-                shape, placements = here.tensor.shape, here.placements
-                part = compute_local_part(shape, here.mesh, placements, inner_first=False)
-                if part is None or not fits(here.tensor.local.shape, part):
-                    misfits.append((here, part))
-            here, part = misfits[0]
-            expected = "none" if part is None else str(list(part.shape))
-            raise FormatError(
-                f"{join_path(path)!r} of shape {list(here.tensor.shape)} has a part of shape"
-                f" {list(here.tensor.local.shape)} on rank {here.contents.file.rank}, where its"
-                f" placements give {expected}: sizes do not add up",
-                where=here.contents.archive.where,
-            )
-        return [
-            self._chunk(
-                here.contents,
-                here.tensor.local,
-                box,
-                sum(n * step for n, step in zip(offsets, here.tensor.local.strides, strict=True)),
-            )
-            for here, part in zip(local, local_parts, strict=True)
-            if 0 not in part.shape
-            for box, offsets in part.blocks
-        ]
-
-    def _parse_spec(
-        self, contents: RankContents, tensor: DTensorRef
-    ) -> tuple[Mesh, tuple[Placement, ...]]:
-        try:
-            fields = fields_of(tensor.spec, "specification of a DTensor")
-            placements = parse_placements(fields.get("placements"), len(tensor.shape))
-            return self._parse_mesh(contents, fields.get("mesh")), placements
-        except CkptkitError as error:
-            raise error.located(contents.archive.where) from error
-
-    def _parse_mesh(self, contents: RankContents, value: object) -> Mesh:
-        if not isinstance(value, InertObject):
-            raise FormatError("DTensor has no mesh of devices")
-        key = contents.archive.number, id(value)
-        if key not in self.meshes:
-
-            def read(tensor: TensorRef) -> list[int]:
-                start, stop, _ = contents.archive.archive.extent(tensor.storage)
-                path = contents.archive.path
-                return read_integers(tensor, lambda: self.source.read(path, start, stop))
-
-            self.meshes[key] = value, parse_mesh(value, contents.file.rank, read)
-        return self.meshes[key][1]
-
-    def _chunk(
-        self, contents: RankContents, tensor: TensorRef, box: Box, skipped: int = 0
-    ) -> StoredChunk:
-        archive = contents.archive
-        # A pickle may name the same parts any number of times, so the chunks are limited.
-        count = self.counts[archive.number] = self.counts.get(archive.number, 0) + 1
-        if count > _MIN_CHUNKS + archive.pickle_bytes // _BYTES_OF_A_CHUNK:
-            raise LimitError(
-                "tensors are cut into far more pieces than any real ones", where=archive.where
-            )
-        chunk = Chunk(
-            box,
-            self.table.record(archive, tensor),
-            byte_offset=(tensor.storage_offset + skipped) * tensor.dtype.itemsize,
-            strides=None if is_row_major(box.sizes, tensor.strides) else tensor.strides,
-            rank=contents.file.rank,
-        )
-        return chunk, tensor
+        The proof is that both have the same view of storages with the same checksum: slices of one
+        tensor are saved as different views of the whole tensor.
+        """
+        if 0 in self.shape:
+            return None
+        views = [(t.storage.size_bytes, t.storage_offset, t.strides) for _, t in self.stored]
+        for (chunk, _), view, crc in zip(self.stored[1:], views[1:], self.crc32[1:], strict=True):
+            if crc is None or crc != self.crc32[0] or view != views[0]:
+                return self.stored[0][0].rank or 0, chunk.rank or 0
+        return None
 
 
-def _plain_parts(parts: RankParts) -> list[tuple[RankContents, TensorRef]]:
-    return [(contents, tensor) for contents, tensor in parts if isinstance(tensor, TensorRef)]
-
-
-def _kind_of(tensor: RankTensor) -> tuple[type, DType, Shape]:
-    return type(tensor), tensor.dtype, tensor.shape
+def _fills_storage(tensor: TensorRef) -> bool:
+    return math.prod(tensor.shape) * tensor.dtype.itemsize == tensor.storage.size_bytes
 
 
 def _describe(tensor: RankTensor) -> str:
@@ -293,64 +177,8 @@ def _describe(tensor: RankTensor) -> str:
     return f"{kind.get(type(tensor), 'a tensor')} of {tensor.dtype.name} {list(tensor.shape)}"
 
 
-def find_differing_ranks(
-    tensor: AssembledTensor, crc32: Sequence[int | None]
-) -> tuple[int, int] | None:
-    """Finds two ranks whose values of the same elements have different checksums of records."""
-    first: dict[object, tuple[StoredChunk, int | None]] = {}
-    for stored, crc in zip(tensor.stored, crc32, strict=True):
-        chunk, own = stored
-        (other_chunk, other), before = first.setdefault(chunk.place, (stored, crc))
-        if crc is None or before is None or crc == before:
-            continue
-        if other.strides == own.strides and _fills_storage(other) and _fills_storage(own):
-            return other_chunk.rank or 0, chunk.rank or 0
-    return None
-
-
-def find_unproven_ranks(
-    tensor: AssembledTensor, crc32: Sequence[int | None]
-) -> tuple[int, int] | None:
-    """Finds two ranks that nothing proves to hold the same plain tensor.
-
-    The proof is that both have the same view of storages with the same checksum: slices of one
-    tensor are saved as different views of the whole tensor.
-    """
-    if 0 in tensor.shape:
-        return None
-    (first_chunk, first), expected = tensor.stored[0], crc32[0]
-    for (chunk, own), crc in zip(tensor.stored[1:], crc32[1:], strict=True):
-        if crc is None or crc != expected or _view_of(own) != _view_of(first):
-            return first_chunk.rank or 0, chunk.rank or 0
-    return None
-
-
-def _view_of(tensor: TensorRef) -> tuple[int, int, Shape]:
-    return tensor.storage.size_bytes, tensor.storage_offset, tensor.strides
-
-
-def _fills_storage(tensor: TensorRef) -> bool:
-    return math.prod(tensor.shape) * tensor.dtype.itemsize == tensor.storage.size_bytes
-
-
-def is_of_optimizer(path: KeyPath) -> bool:
+def _is_of_optimizer(path: KeyPath) -> bool:
     return any(isinstance(step, str) and "optim" in step.lower() for step in path[:-1])
-
-
-def drop_cut_states(
-    parts_by_path: Mapping[KeyPath, RankParts], differ: Callable[[KeyPath], bool]
-) -> tuple[dict[KeyPath, RankParts], int]:
-    """Drops all states of an optimizer if some are slices; returns the rest, and how many went."""
-    states = {path for path in parts_by_path if is_of_optimizer(path)}
-    cut = {
-        path[:1]
-        for path in states
-        if parts_by_path[path][0][1].shape
-        and (len({t.shape for _, t in _plain_parts(parts_by_path[path])}) > 1 or differ(path))
-    }
-    dropped = {path for path in states if path[:1] in cut}
-    rest = {path: parts for path, parts in parts_by_path.items() if path not in dropped}
-    return rest, len(dropped)
 
 
 _UNITS, _BUFFERS = "param_metadata", "buffer_names"
@@ -365,13 +193,9 @@ class _FlatShard(Struct, frozen=True):
     padding: int
     shared: tuple[tuple[str, str], ...]
 
-    @property
-    def elements(self) -> int:
-        return sum(math.prod(shape) for _, shape in self.members)
-
 
 def find_fairscale_shards(
-    contents: Sequence[RankContents], metadata: Sequence[RankContents], where: str
+    contents: Sequence[RankContents], metadata: Sequence[RankContents]
 ) -> tuple[list[RankContents], list[FlatVector]]:
     """Returns the contents by rank, with the flat shards of FairScale as ShardedTensors.
 
@@ -391,7 +215,7 @@ def find_fairscale_shards(
         return list(contents), []
     missing = [held.file.rank for held in contents if held.file.rank not in by_rank]
     if missing:
-        raise MissingFileError(f"the metadata of rank {missing[0]} is not there", where=where)
+        raise MissingFileError(f"the metadata of rank {missing[0]} is not there")
     shards = [_parse_metadata(by_rank[held.file.rank]) for held in contents]
     for held, own in zip(contents, shards, strict=True):
         if [(s.name, s.members) for s in own] != [(s.name, s.members) for s in shards[0]]:
@@ -413,41 +237,32 @@ def _parse_metadata(document: PickledDict) -> list[_FlatShard]:
                 "ranks have experts of their own, which is not modelled", where=unit.where
             )
         path = unit.text("fsdp_path")
+        prefix = f"{path}." if path else ""
         shared = []
         for pair in unit.sequence("shared_param_info"):
             match pair:
                 case (str(source), str(target)) | [str(source), str(target)]:
-                    shared.append((_below(path, source), _below(path, target)))
+                    shared.append((prefix + source, prefix + target))
                 case _:
                     raise unit.error("'shared_param_info' does not consist of pairs of names")
         parameters = unit.inner("params")
         for name in parameters.values:
             if not isinstance(name, str):
                 raise parameters.error("names a parameter by something that is not a text")
-            shards.append(_parse_shard(parameters.inner(name), path, name, tuple(shared)))
+            fields = parameters.inner(name)
+            names, shapes, counts = (fields.sequence(k) for k in ("names", "shapes", "numels"))
+            members = []
+            for member, shape, count in zip(names, shapes, counts, strict=False):
+                is_shape = isinstance(shape, (tuple, list)) and all(map(is_count, shape))
+                if isinstance(member, str) and is_shape and math.prod(shape) == count:
+                    members.append((prefix + member, tuple(shape)))
+            if not len(names) == len(shapes) == len(counts) == len(members):
+                raise fields.error("does not describe the parameters in it")
+            padding = fields.count("padding") or 0
+            shards.append(_FlatShard(prefix + name, tuple(members), padding, tuple(shared)))
     if len({shard.name for shard in shards}) < len(shards):
         raise document.error("names a flat parameter twice")
     return shards
-
-
-def _parse_shard(
-    fields: PickledDict, path: str, name: str, shared: tuple[tuple[str, str], ...]
-) -> _FlatShard:
-    names, shapes, numels = (fields.sequence(key) for key in ("names", "shapes", "numels"))
-    padding = fields.count("padding") or 0
-    members = []
-    for member, shape, numel in zip(names, shapes, numels, strict=False):
-        whole = isinstance(shape, (tuple, list)) and all(map(is_count, shape))
-        if not isinstance(member, str) or not whole or math.prod(shape) != numel:
-            raise fields.error("does not describe the parameters in it")
-        members.append((_below(path, member), tuple(shape)))
-    if not len(names) == len(shapes) == len(numels):
-        raise fields.error("does not describe the parameters in it")
-    return _FlatShard(_below(path, name), tuple(members), padding, shared)
-
-
-def _below(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
 
 
 def _find_container(first: RankContents, shards: Sequence[_FlatShard]) -> KeyPath:
@@ -467,10 +282,10 @@ def _mark_shards(
     contents: Sequence[RankContents], shards: Sequence[Sequence[_FlatShard]], container: KeyPath
 ) -> list[RankContents]:
     """Replaces flat shards by ShardedTensors, without their padding."""
-    starts: dict[str, int] = defaultdict(int)
-    refs: list[dict[str, ShardRef]] = []
+    lengths: dict[str, int] = defaultdict(int)  # what the ranks so far hold of each
+    placed: list[dict[str, ShardRef]] = []
     for held, own in zip(contents, shards, strict=True):
-        refs.append({})
+        placed.append({})
         for shard in own:
             tensor, where = held.tensors.get((*container, shard.name)), held.archive.where
             name = quote(shard.name)
@@ -484,50 +299,35 @@ def _mark_shards(
                     where=where,
                 )
             local = replace(tensor, shape=(count,))
-            refs[-1][shard.name] = ShardRef(local, (starts[shard.name],))
-            starts[shard.name] += count
+            placed[-1][shard.name] = ShardRef(local, (lengths[shard.name],))
+            lengths[shard.name] += count
     for shard in shards[0]:
-        if starts[shard.name] != shard.elements:
+        elements = sum(math.prod(shape) for _, shape in shard.members)
+        if lengths[shard.name] != elements:
             raise IncompleteCheckpointError(
-                f"{quote(shard.name)} has {shard.elements:,} elements, and the ranks hold"
-                f" {starts[shard.name]:,}: sizes do not add up",
+                f"{quote(shard.name)} has {elements:,} elements, and the ranks hold"
+                f" {lengths[shard.name]:,}: sizes do not add up",
                 where=contents[0].archive.where,
                 hint="give the directory that holds the files of every rank, and of no other run",
             )
-    return [
-        replace(
-            held,
-            tensors=dict(_tensors(held, own, starts, container, len(contents))),
-            values={p: v for p, v in held.values.items() if not {_UNITS, _BUFFERS} & {*p}},
-        )
-        for held, own in zip(contents, refs, strict=True)
-    ]
-
-
-def _tensors(
-    contents: RankContents,
-    shards: Mapping[str, ShardRef],
-    lengths: Mapping[str, int],
-    container: KeyPath,
-    world_size: int,
-) -> Iterator[tuple[KeyPath, RankTensor]]:
-    views = {shard.tensor.storage.key for shard in shards.values()}
-    for path, tensor in contents.tensors.items():
-        if path[:-1] != container:
-            yield path, tensor
-            continue
-        name = str(path[-1])
-        shard = shards.get(name)
-        if shard is not None:
-            shape = (lengths[name],)
-            held = (shard,) if shard.tensor.shape[0] else ()
-            dtype = shard.tensor.dtype
-            yield (
-                (*_MODEL, name),
-                ShardedTensorRef(held, shape, dtype, contents.file.rank, world_size),
-            )
-        elif not _is_view(tensor, views):  # a view is a tied parameter, under its other name
-            yield (*_MODEL, name), tensor
+    marked = []
+    for held, refs in zip(contents, placed, strict=True):
+        views = {ref.tensor.storage.key for ref in refs.values()}
+        tensors: dict[KeyPath, RankTensor] = {}
+        for path, tensor in held.tensors.items():
+            key, ref = str(path[-1]), refs.get(str(path[-1]))
+            if path[:-1] != container:
+                tensors[path] = tensor
+            elif ref is not None:
+                parts = (ref,) if ref.tensor.shape[0] else ()
+                tensors[*_MODEL, key] = ShardedTensorRef(
+                    parts, (lengths[key],), tensor.dtype, held.file.rank, len(contents)
+                )
+            elif not _is_view(tensor, views):  # a view is a tied parameter, under its other name
+                tensors[*_MODEL, key] = tensor
+        values = {p: v for p, v in held.values.items() if not {_UNITS, _BUFFERS} & {*p}}
+        marked.append(replace(held, tensors=tensors, values=values))
+    return marked
 
 
 def _is_view(tensor: RankTensor, storages: set[str]) -> bool:
@@ -589,25 +389,23 @@ class RankFilesReader(FormatReader):
             for files in group_rank_files(paths)
         ]
 
-    def read_index(self, source: Source, candidate: Candidate) -> TensorIndex:
+    def parse(self, source: Source, candidate: Candidate) -> TensorIndex:
         where = posixpath.join(source.location, candidate.folder)
         (files,) = group_rank_files(candidate.files)
-        check_names(files, where)
-        loader = RankFileLoader(source)
+        check_names(files)
+        table = ArchiveTable()
         contents: dict[Kind, list[RankContents]] = {}
         for kind, prefix in _PREFIXES.items():
             has_prefix = files.writer in {VERL, ACCELERATE} or kind != "model"
             under = prefix if has_prefix else ()
-            contents[kind] = [loader.load(file, under) for file in files.of(kind)]
+            contents[kind] = [load_rank_file(source, table, file, under) for file in files.of(kind)]
             if kind == "model" and under and have_state_dicts(contents[kind]):
                 files = replace(files, writer="")
                 contents[kind] = [drop_first_key(held) for held in contents[kind]]
         for of_kind in contents.values():
             check_counters(of_kind)
-        contents["model"], vectors = find_fairscale_shards(
-            contents["model"], contents["metadata"], where
-        )
-        index = RankAssembly(loader, files, contents, where).index()
+        contents["model"], vectors = find_fairscale_shards(contents["model"], contents["metadata"])
+        index = RankAssembly(source, table, files, contents).index()
         if vectors:
             names = {vector.name for vector in vectors}
             flat = [entry for entry in index.of_part("model") if entry.name in names]
@@ -666,62 +464,179 @@ def _check_verl_config(index: TensorIndex, source: Source, folder: str) -> Tenso
 
 
 class RankAssembly:
+    """Makes the index of files of ranks that were opened."""
+
     def __init__(
         self,
-        loader: RankFileLoader,
+        source: Source,
+        table: ArchiveTable,
         files: RankFileSet,
-        contents: dict[Kind, list[RankContents]],
-        where: str,
+        contents: Mapping[Kind, Sequence[RankContents]],
     ) -> None:
-        self._records = loader.table
+        self._source = source
+        self._table = table
         self._files = files
         self._contents = contents
-        self._where = where
-        self._assembler = TensorAssembler(loader.source, loader.table)
-        self.entries: dict[Key, TensorEntry] = {}
-        self.problems: list[Problem] = []
-        self.notes: list[str] = []
-        self._slices: dict[KeyPath, tuple[int, int]] = {}
+        self._meshes: dict[tuple[int, int], tuple[InertObject, Mesh]] = {}  # of every file
+        self._counts: dict[int, int] = defaultdict(int)  # how many chunks each file has so far
 
     def index(self) -> TensorIndex:
-        weights, self._slices = split_off_slices(self._contents["model"])
+        weights, slices = split_off_slices(self._contents["model"])
         contents = [*weights, *self._contents["optimizer"]]
+        values: dict[KeyPath, Any] = {}  # that are not tensors, of rank 0
+        for kind, held in self._contents.items():
+            prefix = _EXTRA if kind == "extra" else ()
+            for first in held[:1]:
+                values |= {(*prefix, *path): value for path, value in first.values.items()}
+        values |= {(*SLICES, str(path[-1])): extent for path, extent in slices.items()}
         parts: dict[KeyPath, list[tuple[RankContents, RankTensor]]] = defaultdict(list)
-        for held in contents:
-            for path, tensor in held.tensors.items():
-                parts[path].append((held, tensor))
-        kept, dropped = drop_cut_states(parts, lambda path: self._differ(path, parts[path]))
-        if dropped:  # states of an optimizer that cannot be named
-            self.notes.append(f"{dropped} {UNASSIGNED_STATES}")
-        tensors = {path: self._assembler.assemble(path, own) for path, own in kept.items()}
+        for one in contents:
+            for path, tensor in one.tensors.items():
+                parts[path].append((one, tensor))
+        notes = self._drop_cut_states(parts)
+        tensors = {path: self._assemble(path, own) for path, own in parts.items()}
         world_size = self._world_size(contents)
-        check_ranks(self._files, world_size, self._where)
-        self._add(tensors)
-        identical: dict[tuple[Chunk, ...], set[Key]] = defaultdict(set)  # by their chunks
-        for key, entry in self.entries.items():
-            if entry.elements and len(entry.chunks):
-                identical[tuple(entry.chunks[:])].add(key)
-        return TensorIndex(
-            format=RankFilesReader.name,
-            files=tuple(self._records.files),
-            records=RecordTable.of(self._records.records),
-            tensors=self.entries,
-            values=self._values(),
-            aliases=tuple(frozenset(keys) for keys in identical.values() if len(keys) > 1),
-            run=self._facts(world_size),
-            problems=tuple(self.problems),
+        check_ranks(self._files, world_size)
+        held_tensors: dict[KeyPath, Stored] = {}
+        for path, whole in tensors.items():
+            chunks = [chunk for chunk, _ in whole.stored]
+            # Every rank has the whole of a plain tensor; that of the first is enough.
+            held_tensors[path] = whole.dtype, whole.shape, chunks[:1] if whole.is_plain else chunks
+        entries = make_entries(held_tensors, values=values)
+        problems, drifted = self._compare_ranks(tensors, entries.values())
+        if drifted:
+            names = list_first(drifted, len(drifted), _LISTED_NAMES)
+            notes.append(f"statistics differ between ranks, rank 0's are taken: {names}")
+        return self._table.index(
+            RankFilesReader.name,
+            entries,
+            values=values,
+            aliases=find_aliases(entries.values()),
+            run=self._facts(world_size, values, notes),
+            problems=tuple(problems),
         )
 
-    def _differ(self, path: KeyPath, parts: RankParts) -> bool:
-        tensor = self._assembler.assemble(path, parts)
-        return tensor.is_plain and find_unproven_ranks(tensor, self._checksums(tensor)) is not None
+    def _drop_cut_states(
+        self, parts: dict[KeyPath, list[tuple[RankContents, RankTensor]]]
+    ) -> list[str]:
+        """Drops all states of an optimizer if some are slices, which cannot be named."""
+        states = [path for path in parts if _is_of_optimizer(path)]
+        cut = set()
+        for path in states:
+            own = parts[path]
+            if path[:1] not in cut and own[0][1].shape:
+                shapes = {tensor.shape for _, tensor in own if isinstance(tensor, TensorRef)}
+                whole = None if len(shapes) > 1 else self._assemble(path, own)
+                if whole is None or (whole.is_plain and whole.find_unproven_ranks()):
+                    cut.add(path[:1])
+        dropped = [path for path in states if path[:1] in cut]
+        for path in dropped:
+            del parts[path]
+        return [f"{len(dropped)} {UNASSIGNED_STATES}"] if dropped else []
 
-    def _checksums(self, tensor: AssembledTensor) -> list[int | None]:
-        return [self._records.records[chunk.record].crc32 for chunk, _ in tensor.stored]
+    def _assemble(self, path: KeyPath, parts: RankParts) -> AssembledTensor:
+        first = parts[0][1]
+        for contents, tensor in parts:
+            if (type(tensor), tensor.dtype, tensor.shape) != (
+                type(first),
+                first.dtype,
+                first.shape,
+            ):
+                raise FormatError(
+                    f"{join_path(path)!r} is {_describe(tensor)} here and {_describe(first)} on"
+                    f" rank {parts[0][0].file.rank}",
+                    where=contents.archive.where,
+                    hint="files of two saves, or slices that are not marked as such, are in one"
+                    " folder",
+                )
+        stored = list(self._place_dtensors(path, parts))
+        for contents, tensor in parts:
+            if isinstance(tensor, ShardedTensorRef):
+                stored += [
+                    self._chunk(contents, shard.tensor, Box(shard.offsets, shard.tensor.shape))
+                    for shard in tensor.shards
+                    if 0 not in shard.tensor.shape
+                ]
+            elif isinstance(tensor, TensorRef):
+                stored.append(self._chunk(contents, tensor))
+        crcs = tuple(self._table.records[chunk.record].crc32 for chunk, _ in stored)
+        is_plain = isinstance(first, TensorRef)
+        return AssembledTensor(first.dtype, first.shape, tuple(stored), crcs, is_plain)
+
+    def _place_dtensors(self, path: KeyPath, parts: RankParts) -> Iterator[StoredChunk]:
+        name = repr(join_path(path))
+        local = [
+            (contents, tensor, *self._parse_spec(contents, tensor))
+            for contents, tensor in parts
+            if isinstance(tensor, DTensorRef)
+        ]
+        sizes = sorted({math.prod(mesh.sizes) for _, _, mesh, _ in local})
+        if len(sizes) > 1:
+            raise FormatError(
+                f"{name} is spread over {' and '.join(map(str, sizes))} ranks",
+                where=local[0][0].archive.where,
+                hint="files of runs of different sizes are in one folder; take away those of one",
+            )
+        if not local:
+            return
+        local_parts = find_local_parts(
+            [(tensor.local.shape, tensor.shape, mesh, how) for _, tensor, mesh, how in local],
+            where=f"{local[0][0].archive.where}: {name}",
+        )
+        for number, (contents, tensor, mesh, placements) in enumerate(local):
+            whole, own = tensor.shape, tensor.local.shape
+            if local_parts is None:
+                part = compute_local_part(whole, mesh, placements, inner_first=False)
+                if part is not None and fits(own, part):
+                    continue
+                raise FormatError(
+                    f"{name} of shape {list(whole)} has a part of shape {list(own)} on rank"
+                    f" {contents.file.rank}, where its placements give"
+                    f" {'none' if part is None else list(part.shape)}: sizes do not add up",
+                    where=contents.archive.where,
+                )
+            part = local_parts[number]
+            for box, offsets in part.blocks if 0 not in part.shape else ():
+                skipped = flat_offset(offsets, tensor.local.strides)
+                yield self._chunk(contents, tensor.local, box, skipped)
+
+    def _parse_spec(
+        self, contents: RankContents, tensor: DTensorRef
+    ) -> tuple[Mesh, tuple[Placement, ...]]:
+        archive = contents.archive
+
+        def read(ranks: TensorRef) -> list[int]:
+            start, stop, _ = archive.archive.extent(ranks.storage)
+            return read_integers(ranks, lambda: self._source.read(archive.path, start, stop))
+
+        try:
+            fields = fields_of(tensor.spec, "specification of a DTensor")
+            placements = parse_placements(fields.get("placements"), len(tensor.shape))
+            value = fields.get("mesh")
+            if not isinstance(value, InertObject):
+                raise FormatError("DTensor has no mesh of devices")
+            key = archive.number, id(value)
+            if key not in self._meshes:
+                self._meshes[key] = value, parse_mesh(value, contents.file.rank, read)
+        except CkptkitError as error:
+            raise error.located(archive.where) from error
+        return self._meshes[key][1], placements
+
+    def _chunk(
+        self, contents: RankContents, tensor: TensorRef, box: Box | None = None, skipped: int = 0
+    ) -> StoredChunk:
+        archive = contents.archive
+        # A pickle may name the same parts any number of times, so the chunks are limited.
+        self._counts[archive.number] += 1
+        if self._counts[archive.number] > _MIN_CHUNKS + archive.pickle_bytes // _BYTES_OF_A_CHUNK:
+            raise LimitError(
+                "tensors are cut into far more pieces than any real ones", where=archive.where
+            )
+        return self._table.chunk(archive, tensor, contents.file.rank, box, skipped), tensor
 
     def _world_size(self, contents: Sequence[RankContents]) -> int:
         """Returns the number of ranks of the run; all sources of it have to agree."""
-        sizes: set[int] = set()
+        sizes = {file.world_size for file in self._files.files if file.world_size is not None}
         for held in contents:
             for tensor in held.tensors.values():
                 if not isinstance(tensor, ShardedTensorRef):
@@ -734,62 +649,48 @@ class RankAssembly:
                         hint="give the files of all ranks the names that they were saved under",
                     )
                 sizes.add(tensor.world_size)
-        sizes |= {file.world_size for file in self._files.files if file.world_size is not None}
-        refuse_mixed_sizes(sizes, self._where)
-        reached = [mesh.highest_rank + 1 for _, mesh in self._assembler.meshes.values()]
+        refuse_mixed_sizes(sizes)
+        reached = [mesh.highest_rank + 1 for _, mesh in self._meshes.values()]
         least = max(reached, default=0) or 1 + max(file.rank for file in self._files.files)
         return next(iter(sizes), least)
 
-    def _add(self, tensors: dict[KeyPath, AssembledTensor]) -> None:
+    def _compare_ranks(
+        self, tensors: Mapping[KeyPath, AssembledTensor], entries: Iterable[TensorEntry]
+    ) -> tuple[list[Problem], list[str]]:
+        """Compares what ranks have of the same elements.
+
+        Returns problems, and the names of statistics that differ.
+        """
+        problems: list[Problem] = []
         drifted: list[str] = []
         # Next to tensors that are marked as distributed, plain tensors are equal on all ranks.
         is_marked = not all(tensor.is_plain for tensor in tensors.values())
-        memberships = classify(list(tensors), where=self._where, values=self._values())
-        for (path, tensor), membership in zip(tensors.items(), memberships, strict=True):
-            chunks = [chunk for chunk, _ in tensor.stored]
-            # Every rank has the whole of a plain tensor; that of the first is enough.
-            table = ChunkTable.of(chunks[:1] if tensor.is_plain else chunks, len(tensor.shape))
-            entry = membership.entry(path, tensor.dtype, tensor.shape, table)
-            self.entries[entry.key] = entry
-            checksums = self._checksums(tensor)
-            ranks = find_differing_ranks(tensor, checksums)
+        for (path, tensor), entry in zip(tensors.items(), entries, strict=True):
+            ranks = tensor.find_differing_ranks()
             if ranks is None:
-                unproven = None if is_marked else find_unproven_ranks(tensor, checksums)
-                self.problems += [_unproven(entry, unproven)] if unproven else []
-            elif is_of_optimizer(path) and not tensor.shape:
+                unproven = None if is_marked else tensor.find_unproven_ranks()
+                problems += [_unproven(entry, unproven)] if unproven else []
+            elif _is_of_optimizer(path) and not tensor.shape:
                 raise FormatError(
                     f"{join_path(path)!r} differs between ranks {ranks[0]} and {ranks[1]}, so that"
                     " they are of different steps",
-                    where=self._where,
                     hint=TWO_SAVES,
                 )
             elif tensor.is_plain and str(path[-1]).rpartition(".")[2] in _STATISTICS:
                 drifted.append(entry.name)
             else:
-                self.problems.append(_differing(entry, tensor, ranks))
-        if drifted:
-            names = list_first(drifted, len(drifted), _LISTED_NAMES)
-            self.notes.append(f"statistics differ between ranks, rank 0's are taken: {names}")
+                problems.append(_differing(entry, tensor, ranks))
+        return problems, drifted
 
-    def _values(self) -> dict[KeyPath, Any]:
-        """Returns all values that are not tensors, from rank 0."""
-        values: dict[KeyPath, Any] = {}
-        for kind, contents in self._contents.items():
-            prefix = _EXTRA if kind == "extra" else ()
-            for held in contents[:1]:
-                values |= {(*prefix, *path): value for path, value in held.values.items()}
-        for path, (start, stop) in self._slices.items():
-            values[*SLICES, str(path[-1])] = (start, stop)
-        return values
-
-    def _facts(self, world_size: int) -> RunFacts:
-        meshes = [mesh for _, mesh in self._assembler.meshes.values()]
+    def _facts(
+        self, world_size: int, values: Mapping[KeyPath, Any], notes: Sequence[str]
+    ) -> RunFacts:
+        meshes = [mesh for _, mesh in self._meshes.values()]
         largest = max(meshes, key=lambda mesh: len(mesh.sizes), default=None)
         names = () if largest is None else largest.names or ("",) * len(largest.sizes)
         is_loop = not self._files.writer  # a loop's own dictionary, the same on all ranks
         root = self._contents["model"][0].archive.root if is_loop else None
         framework = detect_framework(root)
-        values = self._values()
         step = values.get(("step",), values.get(("global_step",)))
         return RunFacts(
             world_size=world_size,
@@ -797,7 +698,7 @@ class RankAssembly:
             writer=framework.name or _WRITERS[self._files.writer],
             version=framework.version,
             mesh=() if largest is None else tuple(zip(names, largest.sizes, strict=True)),
-            notes=tuple(self.notes),
+            notes=tuple(notes),
             warnings=describe_objects(
                 {p: v for p, v in values.items() if is_object(v) or is_holder(v, _TENSORS)}
             ),
@@ -843,10 +744,9 @@ class ForeignReader(FormatReader):
             for folder, files in group_by_folder(own).items()
         ]
 
-    def read_index(self, source: Source, candidate: Candidate) -> TensorIndex:
+    def parse(self, source: Source, candidate: Candidate) -> TensorIndex:  # noqa: ARG002
         raise UnsupportedError(
             f"holds {candidate.reason}",
-            where=posixpath.join(source.location, candidate.folder),
             hint="copy the ranks' files of weights beside them, such as"
             " 'model_world_size_2_rank_0.pt' or 'pytorch_model_fsdp_0_rank0.bin'",
         )

@@ -26,16 +26,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-import numpy as np
 from msgspec import Struct
 
 from ckptkit.core.errors import FormatError, IncompleteCheckpointError, InputError, MissingFileError
 from ckptkit.core.index import (
-    ChunkTable,
+    Box,
+    Chunk,
     FileRef,
-    Key,
+    KeyPath,
     Problem,
-    RecordTable,
+    Record,
     RunFacts,
     Shape,
     TensorEntry,
@@ -46,6 +46,7 @@ from ckptkit.core.text import counted
 from ckptkit.formats.base import Candidate, FormatReader
 from ckptkit.formats.parsing import (
     INDEX_ENDING,
+    FileTable,
     group_by_folder,
     list_first,
     overflows,
@@ -53,7 +54,7 @@ from ckptkit.formats.parsing import (
     read_weight_map,
 )
 from ckptkit.formats.safetensors.reader import HeaderTensor, read_header, read_shard_offsets
-from ckptkit.formats.trees import classify
+from ckptkit.formats.trees import Stored, make_entries
 from ckptkit.storage.base import Source, is_there
 
 SHARDED_FOLDER = "sharded"
@@ -188,6 +189,11 @@ class _Shard(Struct, frozen=True):
     def is_empty(self) -> bool:
         return 0 in self.stored.shape
 
+    def chunk(self, table: FileTable) -> Chunk:
+        record = table.add_record(Record(self.file, self.stored.start, self.stored.stop))
+        place = Box(self.offsets, self.stored.shape)
+        return Chunk(place, record, byte_offset=0, rank=self.rank - 1)
+
 
 _Numbers = tuple[int, int, int]  # in the name of a file: rank, model file, model files, all from 1
 
@@ -222,19 +228,19 @@ class HfShardsReader(FormatReader):
             candidates.append(Candidate(self.name, folder, files, reason))
         return candidates
 
-    def read_index(self, source: Source, candidate: Candidate) -> TensorIndex:
-        where = posixpath.join(source.location, candidate.folder)
+    def parse(self, source: Source, candidate: Candidate) -> TensorIndex:
         paths = [path for path in candidate.files if is_shard(path)]
         others = [path for path in candidate.files if not is_shard(path)]
         numbers = list(map(_numbers_of, paths))
         indexed = [name for path in others for name in read_weight_map(source, path)]
-        _check_model_files(numbers, where)
+        _check_model_files(numbers)
         files = list(map(source.stat, paths))
-        shards = _read_shards(source, files, where)
+        table = FileTable()
+        shards = _read_shards(source, table, files)
         absent = [name for name in indexed if name not in shards]
         if absent or not indexed:  # else no tensor is missing
-            _check_ranks(numbers, where)
-        shapes = {name: _whole_shape(held, where) for name, held in shards.items()}
+            _check_ranks(numbers)
+        shapes = {name: _whole_shape(held) for name, held in shards.items()}
         folders = [candidate.folder, posixpath.join(candidate.folder, METADATA_FOLDER)]
         if posixpath.basename(candidate.folder) == SHARDED_FOLDER:
             folders.append(posixpath.dirname(candidate.folder))
@@ -244,7 +250,6 @@ class HfShardsReader(FormatReader):
             raise IncompleteCheckpointError(
                 f"the last {lacking:,} of {extents.layers:,} layers by {extents.path!r} are in no"
                 " shard",
-                where=where,
                 hint="give the directory that holds the shards of every rank",
             )
         ranks = max(rank for rank, _, _ in numbers)
@@ -253,34 +258,40 @@ class HfShardsReader(FormatReader):
         if absent:
             names = list_first(map(repr, absent), len(absent), _LISTED_NAMES)
             notes.insert(0, f"{_INDEX!r} names tensors that no shard has: {names}")
-        entries = _entries(shards, shapes, where)
+        held: dict[KeyPath, Stored] = {
+            (name,): (
+                own[0].stored.dtype,
+                shapes[name],
+                [s.chunk(table) for s in own if not s.is_empty],
+            )
+            for name, own in shards.items()
+        }
+        entries = make_entries(held)
         problems = [
             *_find_stored_twice(shards),
             *(_compare_extents(entry, extents) for entry in entries.values()),
             *([] if is_proven else _find_cut_off(shards, shapes, ranks)),
         ]
-        rows = [shard for held in shards.values() for shard in held if not shard.is_empty]
-        return TensorIndex(
-            format=self.name,
-            files=(*files, *map(source.stat, others)),
-            records=RecordTable(
-                np.array([shard.file for shard in rows], np.int64),
-                np.array([shard.stored.start for shard in rows], np.int64),
-                np.array([shard.stored.stop for shard in rows], np.int64),
-            ),
-            tensors=entries,
-            run=RunFacts(
-                world_size=ranks,
-                writer="HuggingFaceStorageWriter of torch.distributed.checkpoint",
-                notes=tuple(notes),
-            ),
+        run = RunFacts(
+            world_size=ranks,
+            writer="HuggingFaceStorageWriter of torch.distributed.checkpoint",
+            notes=tuple(notes),
+        )
+        return table.index(
+            self.name,
+            entries,
+            *map(source.stat, others),
+            run=run,
             problems=tuple(filter(None, problems)),
         )
 
 
-def _read_shards(source: Source, files: Sequence[FileRef], where: str) -> dict[str, list[_Shard]]:
+def _read_shards(
+    source: Source, table: FileTable, files: Sequence[FileRef]
+) -> dict[str, list[_Shard]]:
     shards: dict[str, list[_Shard]] = defaultdict(list)
-    for number, file in enumerate(files):
+    for file in files:
+        number = table.add_file(file)
         rank, model_file, _ = _numbers_of(file.path)
         header = read_header(source, file)
         offsets = read_shard_offsets(header, where=posixpath.join(source.location, file.path))
@@ -299,13 +310,12 @@ def _read_shards(source: Source, files: Sequence[FileRef], where: str) -> dict[s
                     raise FormatError(
                         f"tensor {name!r} has {what} {expected} in {first.path!r}"
                         f" against {actual} in {other.path!r}",
-                        where=where,
                         hint="the shards are of different saves: take the older ones away",
                     )
     return dict(shards)
 
 
-def _check_ranks(numbers: Sequence[_Numbers], where: str) -> None:
+def _check_ranks(numbers: Sequence[_Numbers]) -> None:
     """Refuses a set with gaps, of which no index shows that no tensor is missing.
 
     A rank without a shard of a model file writes no file, as in a pipeline. The check of
@@ -324,7 +334,6 @@ def _check_ranks(numbers: Sequence[_Numbers], where: str) -> None:
     missing = f"shard-{rank:05d}-model-{file:05d}-of-{count:05d}{_ENDING}"
     raise MissingFileError(
         f"{len(there):,} of {last * count:,} shards are there; {missing!r} is missing",
-        where=where,
         hint="copy the missing files as well; if the rank held no part of that file and so"
         f" wrote none, put the model's {_INDEX!r} beside the shards, which names all tensors",
     )
@@ -361,56 +370,30 @@ def _find_cut_off(
             )
 
 
-def _entries(
-    shards: Mapping[str, Sequence[_Shard]], shapes: Mapping[str, Shape], where: str
-) -> dict[Key, TensorEntry]:
-    memberships = classify([(name,) for name in shards], where=where)
-    entries, first = {}, 0
-    for (name, held), membership in zip(shards.items(), memberships, strict=True):
-        filled = [shard for shard in held if not shard.is_empty]
-        rows, dimensions = len(filled), len(shapes[name])
-        sizes = np.array([shard.stored.shape for shard in filled], np.int64)
-        chunks = ChunkTable(
-            np.array([s.offsets for s in filled], np.int64).reshape(rows, dimensions),
-            sizes.reshape(rows, dimensions),
-            np.arange(first, first + rows),
-            byte_offset=0,
-            rank=np.array([shard.rank - 1 for shard in filled], np.int64),
-        )
-        dtype = held[0].stored.dtype
-        entries[Key(name)] = membership.entry((name,), dtype, shapes[name], chunks)
-        first += rows
-    return entries
-
-
-def _check_model_files(numbers: Sequence[_Numbers], where: str) -> None:
+def _check_model_files(numbers: Sequence[_Numbers]) -> None:
     counts = sorted({model_files for _, _, model_files in numbers})
     if len(counts) > 1:
         raise FormatError(
             f"shards are numbered '-of-{counts[0]:05d}' and '-of-{counts[1]:05d}'",
-            where=where,
             hint="they are of different saves: take the older ones away",
         )
     last = max(rank for rank, _, _ in numbers)
     if last > _MOST_RANKS:
-        raise FormatError(f"a shard is named as that of rank {last:.3g}", where=where)
+        raise FormatError(f"a shard is named as that of rank {last:.3g}")
     there = {model_file for _, model_file, _ in numbers}
     missing = next((n for n in range(1, counts[0] + 1) if n not in there), None)
     if missing is not None or max(there) > counts[0] or min(rank for rank, _, _ in numbers) < 1:
         raise MissingFileError(
             f"no shard is of model file {missing or 1} of {counts[0]}",
-            where=where,
             hint="copy the missing files as well",
         )
 
 
-def _whole_shape(shards: Sequence[_Shard], where: str) -> Shape:
+def _whole_shape(shards: Sequence[_Shard]) -> Shape:
     shape = tuple(max(ends) for ends in zip(*(shard.end for shard in shards), strict=True))
     stored = shards[0].stored
     if overflows(shape, stored.dtype):
-        raise FormatError(
-            f"size of tensor {stored.name!r} of shape {list(shape)} overflows", where=where
-        )
+        raise FormatError(f"size of tensor {stored.name!r} of shape {list(shape)} overflows")
     return shape
 
 

@@ -15,13 +15,22 @@ The live weights are the model. Up to stage 2 they are stored whole; in stage 3 
 from the optimizer's master copies, as DeepSpeed does after each step. The master copies are tensors
 of the index too, so that casts can start from them.
 
+Stages 1 and 2 concatenate the parameters of a group and cut the vector into equal parts, one for
+each rank; each rank stores the list of its slices of parameters. Stage 3 cuts every parameter by
+itself, into parts that are padded to one length, and concatenates the parts of a rank in a few
+vectors. The optimizer that DeepSpeed wraps knows only the vectors: its element-wise states of a
+vector belong to the parameters in it, at the same positions; a single number belongs to each.
+
 A run has one folder per tag, and the file `latest` with the last tag; `latest_universal` names a
 universal checkpoint, whose folder usually is next to its tag's, with a suffix in its name.
 
 Source: deepspeed/runtime/engine.py (`save_checkpoint`, which writes `latest` last,
 `_get_zero_ckpt_name`, `_get_ckpt_name`, `_save_moe_checkpoint`, `_get_expert_ckpt_name`),
 deepspeed/runtime/pipe/module.py (`ckpt_layer_path`), deepspeed/checkpoint/ds_to_universal.py
-(`main`, `merge_tp_slices`, `merge_zero3_slices`, `_save_optimizer_state`), deepspeed 0.14 to 0.19.
+(`main`, `merge_tp_slices`, `merge_zero3_slices`, `_save_optimizer_state`), deepspeed 0.14 to 0.19;
+deepspeed/utils/zero_to_fp32.py, deepspeed/runtime/zero/stage_1_and_2.py (`_create_param_mapping`,
+`state_dict`, `_get_base_optimizer_state`), deepspeed/runtime/zero/stage3.py (`_rigid_state_dict`),
+deepspeed/runtime/bf16_optimizer.py, 0.19.
 """
 
 from __future__ import annotations
@@ -31,33 +40,36 @@ import posixpath
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import accumulate, islice
 from typing import Any, Literal
 
 from msgspec import Struct, field
 from msgspec.structs import replace
 
+from ckptkit.core.dtypes import BY_NAME, DType
 from ckptkit.core.errors import (
     FormatError,
     IncompleteCheckpointError,
     InputError,
+    LimitError,
     MissingFileError,
     UnsupportedError,
 )
 from ckptkit.core.index import (
+    Chunk,
     ChunkTable,
     Fqn,
     Key,
     KeyPath,
     Master,
-    RecordTable,
     RunFacts,
     Shape,
+    Span,
     TensorEntry,
     TensorIndex,
 )
 from ckptkit.core.text import quote
-from ckptkit.formats.base import Candidate, FormatReader
+from ckptkit.formats.base import Candidate, FormatReader, errors_at
 from ckptkit.formats.discovery import is_unit_folder, parse_step
 from ckptkit.formats.parsing import (
     MIXED_SAVES,
@@ -72,24 +84,7 @@ from ckptkit.formats.pickle.machine import InertObject
 from ckptkit.formats.pickle.objects import find_unread, whole_object_error
 from ckptkit.formats.pickle.torch_archives import ArchiveTable, PickledDict, TorchArchive
 from ckptkit.formats.pickle.torch_values import ALLOWED, TensorRef
-from ckptkit.formats.trees import Membership, classify, describe_objects_in
-from ckptkit.formats.zero.flat_vectors import (
-    OPTIMIZER,
-    FlatParameter,
-    RankStates,
-    States,
-    VectorSlice,
-    collect_group_values,
-    collect_states,
-    find_frozen,
-    find_partitioned,
-    find_rank_states,
-    find_sliced,
-    fingerprint_step,
-    make_chunks,
-    make_state_entry,
-    read_partition_counts,
-)
+from ckptkit.formats.trees import Membership, Stored, describe_objects_in, join_path, make_entries
 from ckptkit.storage.base import Source
 
 _MODULE = "module"
@@ -172,13 +167,22 @@ class ZeroFile(Struct, frozen=True):
     content: PickledDict
     archive: TorchArchive
 
+    def states(self) -> PickledDict:
+        """Returns the states of the optimizer in the file of a rank."""
+        return self.content.inner(_STATES)
+
+    def slice(
+        self, tensor: TensorRef, group: int, first: int, start: int, count: int
+    ) -> VectorSlice:
+        return VectorSlice(self.archive, self.info.rank, tensor, group, first, start, count)
+
 
 def open_zero_file(table: ArchiveTable, source: Source, file: TagFile) -> ZeroFile:
     archive = table.open(source, file.path, _ALLOWED)
     return ZeroFile(file, archive.dictionary(), archive)
 
 
-def sort_tag_files(paths: Sequence[str], where: str) -> Mapping[Kind, list[TagFile]]:
+def sort_tag_files(paths: Sequence[str]) -> Mapping[Kind, list[TagFile]]:
     """Sorts the files of a tag into those of weights and of optimizer states, by rank."""
     parsed = [file for file in map(parse_name, paths) if file is not None]
     has_experts = any(file.kind == "expert" for file in parsed)
@@ -186,10 +190,10 @@ def sort_tag_files(paths: Sequence[str], where: str) -> Mapping[Kind, list[TagFi
         part = find_unsupported_part(path)
         # Beside experts, this is what an optimizer without ZeRO wrote; states of theirs are unread.
         if part is not None and not (has_experts and path.endswith("_optim_states.pt")):
-            raise unsupported_part_error(part, path, where)
+            raise unsupported_part_error(part, path)
     sliced = next((file for file in parsed if file.slice), None)
     if sliced is not None:
-        raise unsupported_part_error("slices of tensor parallelism", sliced.path, where)
+        raise unsupported_part_error("slices of tensor parallelism", sliced.path)
     files: dict[Kind, list[TagFile]] = {"model": [], "optim": [], "expert": []}
     for file in sorted(parsed, key=lambda file: -1 if file.rank is None else file.rank):
         if file.expert is not None:
@@ -200,32 +204,29 @@ def sort_tag_files(paths: Sequence[str], where: str) -> Mapping[Kind, list[TagFi
             raise FormatError(
                 f"{posixpath.basename(before[0].path)!r} and {posixpath.basename(file.path)!r}"
                 " are of two checkpoints",
-                where=where,
                 hint=MIXED_SAVES,
             )
         files[file.kind].append(file)
     if not files["model"]:
         raise MissingFileError(
             "there are optimizer states, and no file of weights ('…model_states.pt')",
-            where=where,
             hint="give the directory that holds the files of every rank",
         )
     return files
 
 
-def unsupported_part_error(part: str, path: str, where: str) -> UnsupportedError:
+def unsupported_part_error(part: str, path: str) -> UnsupportedError:
     has_converter = not part.startswith("experts")  # DeepSpeed has none for these
     other = ", or use the converter of what trained it" if has_converter else ""
     return UnsupportedError(
         f"holds {part} ({posixpath.basename(path)!r}), which this version does not read",
-        where=where,
         hint="load it where it was trained, and save the gathered state dict of the whole model"
         f" with `torch.save`{other}; read are ZeRO 1 to 3 without pipeline and tensor parallelism,"
         " and the experts of `deepspeed.moe` up to ZeRO 2",
     )
 
 
-def _check_experts(model: PickledDict, experts: Sequence[TagFile], where: str) -> None:
+def _check_experts(model: PickledDict, experts: Sequence[TagFile]) -> None:
     """Refuses files of experts that are missing, or that the model does not have."""
     counts = model.values.get("num_experts") or []
     counts = counts if isinstance(counts, list) else [counts]
@@ -235,7 +236,6 @@ def _check_experts(model: PickledDict, experts: Sequence[TagFile], where: str) -
     if not counts and there:
         raise FormatError(
             f"{posixpath.basename(experts[0].path)!r} is beside a model without experts",
-            where=where,
             hint=MIXED_SAVES,
         )
     # A hostile file may claim any number of experts, so that no list of them is made.
@@ -248,7 +248,6 @@ def _check_experts(model: PickledDict, experts: Sequence[TagFile], where: str) -
         raise MissingFileError(
             f"{len(there):,} of the files of {count:,} experts are there; missing are"
             f" {list_first(names, count - len(there), _LISTED_EXPERTS)}",
-            where=where,
             hint="copy 'layer_L_expert_E_mp_rank_00_model_states.pt' of every rank's node beside"
             " them; layers with experts are counted from 0",
         )
@@ -257,37 +256,36 @@ def _check_experts(model: PickledDict, experts: Sequence[TagFile], where: str) -
         odd = next(file for file in experts if file.expert not in known)
         raise FormatError(
             f"{posixpath.basename(odd.path)!r} is of an expert that the model does not have",
-            where=where,
             hint=MIXED_SAVES,
         )
 
 
-def _check_ranks(files: Sequence[ZeroFile], world_size: int, what: str, where: str) -> None:
+def _check_ranks(files: Sequence[ZeroFile], world_size: int, what: str) -> None:
     """Refuses files that are missing, and files of ranks that the run did not have."""
     ranks = {file.info.rank for file in files}
-    refuse_missing_ranks(ranks, world_size, what, where)
-    refuse_stale_ranks(((file.info.rank, file.info.path) for file in files), world_size, where)
+    refuse_missing_ranks(ranks, world_size, what)
+    refuse_stale_ranks(((file.info.rank, file.info.path) for file in files), world_size)
 
 
-def _refuse_parallelism(models: Sequence[ZeroFile], where: str) -> None:
+def _refuse_parallelism(models: Sequence[ZeroFile]) -> None:
     """Refuses files of weights that hold only a part of the model."""
     for model in models:
         content, path = model.content, model.info.path
         degrees = content.inner("checkpoint_parallel_dimensions")
         sizes = {content.count("mp_world_size"), *map(degrees.count, degrees.values)}
         if sizes - {None, 1}:
-            raise unsupported_part_error("slices of a model-parallel run", path, where)
+            raise unsupported_part_error("slices of a model-parallel run", path)
         if content.values.get("autoep_layers") or content.values.get("ds_autoep_layers"):
-            raise unsupported_part_error(_AUTO_EXPERTS, path, where)
+            raise unsupported_part_error(_AUTO_EXPERTS, path)
         if content.values.get(_MODULE) is None:
-            raise unsupported_part_error("the layers of a pipeline", path, where)
+            raise unsupported_part_error("the layers of a pipeline", path)
 
 
-def _check_same_run(models: Sequence[ZeroFile], where: str) -> None:
+def _check_same_run(models: Sequence[ZeroFile]) -> None:
     """Refuses files of weights of several steps, or of several runs."""
     for key in ("global_steps", "dp_world_size"):
         if len({file.content.count(key) for file in models}) > 1:
-            raise FormatError(f"the files of ranks have several {key!r}", where=where)
+            raise FormatError(f"the files of ranks have several {key!r}")
 
 
 def _read_groups(model: PickledDict) -> list[dict[str, Shape]]:
@@ -305,152 +303,396 @@ def _read_groups(model: PickledDict) -> list[dict[str, Shape]]:
 
 
 def _check_save(
-    models: Sequence[ZeroFile],
-    experts: Sequence[ZeroFile],
-    ranks: Sequence[tuple[ZeroFile, PickledDict]],
-    where: str,
+    models: Sequence[ZeroFile], experts: Sequence[ZeroFile], ranks: Sequence[ZeroFile]
 ) -> None:
     """Checks that the files of all ranks are there, and that all are of one save."""
     first = models[0].content
     is_partitioned = models[0].info.rank is not None
-    _refuse_parallelism(models, where)
-    _check_experts(first, [file.info for file in experts], where)
+    _refuse_parallelism(models)
+    _check_experts(first, [file.info for file in experts])
     if experts and is_partitioned:
-        raise unsupported_part_error(
-            "experts beside weights of ZeRO 3", experts[0].info.path, where
-        )
-    for file, state in ranks:
+        raise unsupported_part_error("experts beside weights of ZeRO 3", experts[0].info.path)
+    counts: set[int] = set()
+    for file in ranks:
+        state = file.states()
         if state.values.get("ds_zero_partition_groups"):
-            raise unsupported_part_error("expert groups", file.info.path, where)
-    counts = {count for _, state in ranks for count in read_partition_counts(state)}
+            raise unsupported_part_error("expert groups", file.info.path)
+        value = state.values.get("partition_count")  # each group may have its own
+        own: Sequence[Any] = value if isinstance(value, (list, tuple)) else [value]
+        if not own or not all(type(count) is int and count > 0 for count in own):
+            raise state.error("'partition_count' is not a number of ranks")
+        counts.update(own)
     recorded = first.count("dp_world_size")
     if ranks and recorded is not None:
         counts.add(recorded)
     refuse_mixed_sizes(
         counts,
-        where,
         hint="files of a run of another size, or of expert groups, are among them; take away"
         " those that do not belong here",
     )
     world_size = counts.pop() if counts else recorded or 1
     if is_partitioned:
-        _check_ranks(models, world_size, "weights", where)
+        _check_ranks(models, world_size, "weights")
     if ranks or is_partitioned:
-        _check_ranks([file for file, _ in ranks], world_size, "optimizer states", where)
-    _check_same_run(models, where)
-    stages = {state.count("zero_stage") for _, state in ranks}
+        _check_ranks(ranks, world_size, "optimizer states")
+    _check_same_run(models)
+    stages = {file.states().count("zero_stage") for file in ranks}
     if stages and (len(stages) > 1 or (_PARTITIONED_STAGE in stages) != is_partitioned):
         raise FormatError(
             f"optimizer states are of stage {' and '.join(map(str, stages))}, and the weights"
             " of another",
-            where=where,
             hint=MIXED_SAVES,
         )
 
 
-class _Weights:
-    """The weights of a save as entries of an index, the live tensors and then the master copies."""
+_SLICES = "param_slice_mappings"
+_FLAT_SLICES = "single_partition_of_fp32_groups"
+_FLAT = "fp32_flat_groups"
 
-    def __init__(
-        self,
-        table: ArchiveTable,
-        models: Sequence[ZeroFile],  # of each rank in stage 3, else one
-        masters: Mapping[str, FlatParameter],
-        where: str,
-        experts: Sequence[ZeroFile] = (),
-    ) -> None:
-        self._table = table
-        self._first = models[0]
-        self._masters = masters
-        self._is_partitioned = models[0].info.rank is not None
-        ranks = [(file.archive, file.info.rank, file.content) for file in models]
-        self._frozen = find_frozen(ranks) if self._is_partitioned else {}
-        content = models[0].content
-        # The further names of tied parameters, each with the first name.
-        self._shared: Mapping[str, str] = content.inner("shared_params").values
-        if not all(isinstance(name, str) for pair in self._shared.items() for name in pair):
-            raise content.error("'shared_params' names something that is not a text")
-        self.values: dict[KeyPath, Any] = {}  # of the module's state dict that are not tensors
-        module = content.inner(_MODULE)
-        whole = content.values.get(_MODULE)
-        if isinstance(whole, InertObject):
-            raise whole_object_error(whole, module.where)
-        stored: dict[str, tuple[ZeroFile, TensorRef]] = {}
-        for name, value in module.values.items():
-            if isinstance(value, TensorRef) and isinstance(name, str):
-                stored[name] = models[0], value
-            elif (unread := find_unread(value)) is not None:
-                raise unread.error(f"{module.where}, {quote(str(name))}")
-            else:
-                self.values[_MODULE, str(name)] = value
-        layers: dict[int, dict[str, Shape]] = {}
-        for file in experts:
-            tensors = _find_expert(file, stored, layers)
-            stored |= {name: (file, tensor) for name, tensor in tensors.items()}
-        for name in masters:
-            if name not in module.values:
-                raise module.error(f"holds a master copy of {quote(name)} but not the parameter")
-        for name in (name for group in _read_groups(content) for name in group):
-            if name not in stored and not _EXPERT.fullmatch(name):
-                raise module.error(f"trains {quote(name)}, which is in no file")
-        memberships = classify([(_MODULE, name) for name in stored], where=where)
-        live, copies = [], []
-        for (name, (file, tensor)), membership in zip(stored.items(), memberships, strict=True):
-            entry = self._live_entry(name, file, tensor, membership)
-            entry, copy = self._add_master(name, entry)
-            live.append(entry)
-            copies += [] if copy is None else [copy]
-        self._entries = (*live, *copies)
-        # In the index, by the names in the module.
-        self.names = {name: m.name for name, m in zip(stored, memberships, strict=True)}
 
-    def _live_entry(
-        self, name: str, file: ZeroFile, tensor: TensorRef, membership: Membership
-    ) -> TensorEntry:
-        """Returns the live tensor; a tensor that stage 3 partitions is stored as an empty one."""
-        owner = self._shared.get(name, name)
-        parameter = self._frozen.get(owner) or self._masters.get(owner)
-        rank = 0 if file.info.expert is None else None
-        chunk = self._table.chunk(file.archive, tensor, rank)
-        table = ChunkTable.of([chunk], len(tensor.shape))
-        entry = membership.entry((_MODULE, name), tensor.dtype, tensor.shape, table)
-        if not self._is_partitioned or parameter is None:
-            buffers = self._first.content.sequence("buffer_names")
-            if self._is_partitioned and tensor.shape == (0,) and name not in buffers:
-                raise IncompleteCheckpointError(
-                    f"weight {quote(name)} is empty here, and no rank has a part of it",
-                    where=self._first.content.where,
-                )
-            return entry
-        chunks = make_chunks(self._table, parameter)
-        if owner in self._frozen or parameter.dtype == tensor.dtype:
-            return replace(entry, dtype=parameter.dtype, shape=parameter.shape, chunks=chunks)
-        return replace(entry, shape=parameter.shape, chunks=chunks, rounded_from=parameter.dtype)
+class VectorSlice(Struct, frozen=True):
+    """Elements of a parameter that are contiguous in a file."""
 
-    def _add_master(self, name: str, entry: TensorEntry) -> tuple[TensorEntry, TensorEntry | None]:
-        """Returns a live tensor with its master copy, which has an entry if its type is another."""
-        parameter = self._masters.get(self._shared.get(name, name))
-        if parameter is None:
-            return entry, None
-        if parameter.shape != entry.shape:
-            raise self._first.content.error(
-                f"{quote(name)} has shape {list(entry.shape)}, its master copy"
-                f" {list(parameter.shape)}"
-            )
-        if parameter.dtype == entry.dtype:
-            return entry, None
-        key = Key(f"{_MASTER}.{name}")
-        master = replace(
-            entry,
-            key=key,
-            key_path=(_MASTER, name),
-            tree=_MASTER,
-            part="other",
-            dtype=parameter.dtype,
-            chunks=make_chunks(self._table, parameter),
-            rounded_from=None,
+    archive: TorchArchive
+    rank: int | None
+    tensor: TensorRef
+    group: int  # position among the vectors of the file, 0 if it has no list of them
+    first: int  # counted in the tensor
+    start: int  # counted row-major in the parameter
+    count: int
+
+
+class FlatParameter(Struct, frozen=True):
+    """A parameter, or its master copy, in slices of flat tensors."""
+
+    shape: Shape
+    dtype: DType
+    slices: tuple[VectorSlice, ...]  # which contain each element exactly once
+
+
+def _place_slices(table: ArchiveTable, parameter: FlatParameter) -> list[Chunk]:
+    return [
+        table.chunk(
+            part.archive,
+            part.tensor,
+            part.rank,
+            Span(part.start, part.start + part.count),
+            part.first,
         )
-        return replace(entry, master=Master(key, parameter.dtype)), master
+        for part in parameter.slices
+    ]
+
+
+def _find_sliced(
+    groups: Sequence[Mapping[str, Shape]], ranks: Sequence[ZeroFile]
+) -> dict[str, FlatParameter]:
+    """Finds the master copies of parameters in the vectors of stages 1 and 2."""
+    slices: dict[str, list[VectorSlice]] = {name: [] for group in groups for name in group}
+    for file in ranks:
+        state = file.states()
+        vectors = state.vectors(_FLAT_SLICES)
+        if state.values.get(_SLICES) is None:
+            raise UnsupportedError(
+                f"has no {_SLICES!r}, the slices of parameters in its vectors",
+                where=state.where,
+                hint="DeepSpeed has written them since 0.8; convert the checkpoint with the"
+                " 'zero_to_fp32.py' beside it",
+            )
+        mappings = state.inner_list(_SLICES)
+        if not len(vectors) == len(mappings) == len(groups):
+            raise state.error(
+                f"has {len(vectors)} vectors and slices for {len(mappings)} groups of parameters,"
+                f" where the weights have {len(groups)}"
+            )
+        for group, (vector, mapping) in enumerate(zip(vectors, mappings, strict=True)):
+            for name in mapping.values:
+                if not isinstance(name, str):
+                    raise mapping.error("names a parameter by something that is not a text")
+                address = mapping.inner(name)
+                first, count = address.count("start"), address.count("numel")
+                if first is None or count is None or first + count > vector.shape[0]:
+                    raise address.error(
+                        f"is outside the {vector.shape[0]:,} elements of its vector"
+                    )
+                if name not in groups[group]:
+                    raise mapping.error(
+                        f"has a slice of {quote(name)}, and that group has no shape of it"
+                    )
+                start = slices[name][-1].start + slices[name][-1].count if slices[name] else 0
+                slices[name].append(file.slice(vector, group, first, start, count))
+    with errors_at(ranks[0].states().where):
+        return {
+            name: _join_slices(name, shape, slices[name])
+            for group in groups
+            for name, shape in group.items()
+        }
+
+
+def _find_partitioned(
+    groups: Sequence[Mapping[str, Shape]], ranks: Sequence[ZeroFile]
+) -> dict[str, FlatParameter]:
+    """Finds the master copies of parameters in the vectors of stage 3."""
+    shapes = {name: shape for group in groups for name, shape in group.items()}
+    slices: dict[str, list[VectorSlice]] = {name: [] for name in shapes}
+    for rank, file in enumerate(ranks):
+        state = file.states()
+        vectors = state.vectors(_FLAT)
+        sizes = [vector.shape[0] for vector in vectors]
+        group = first = 0  # the next element
+        for name, shape in shapes.items():
+            elements = math.prod(shape)
+            part = -(-elements // len(ranks))
+            while part and group < len(sizes) and first == sizes[group]:
+                group, first = group + 1, 0
+            if group == len(sizes):
+                raise state.error(f"ends before its part of {quote(name)}")
+            if part > sizes[group] - first:
+                raise state.error(
+                    f"{_FLAT!r} has {sizes[group] - first:,} elements where the part of"
+                    f" {quote(name)} has {part:,}: sizes do not add up"
+                )
+            start = rank * part
+            count = max(0, min(part, elements - start))
+            if count:
+                slices[name].append(file.slice(vectors[group], group, first, start, count))
+            first += part
+        left = sum(sizes[group:]) - first
+        if left:
+            raise state.error(
+                f"{_FLAT!r} has {left:,} elements more than its parameters: sizes do not add up"
+            )
+    with errors_at(ranks[0].states().where):
+        return {name: _join_slices(name, shape, slices[name]) for name, shape in shapes.items()}
+
+
+def _find_frozen(models: Sequence[ZeroFile]) -> dict[str, FlatParameter]:
+    """Finds the frozen parameters of stage 3; each rank has a part of each."""
+    first = models[0].content
+    frozen: dict[str, FlatParameter] = {}
+    for name, shape in first.inner("frozen_param_shapes").shapes().items():
+        elements = math.prod(shape)
+        part = -(-elements // len(models))
+        slices = []
+        for rank, file in enumerate(models):
+            content = file.content
+            tensor = content.inner("frozen_param_fragments").tensor(name)
+            held = math.prod(tensor.shape)
+            if held != part or not tensor.row_major:
+                raise content.error(
+                    f"has {held:,} elements of the frozen {quote(name)}, where its part has"
+                    f" {part:,}: sizes do not add up"
+                )
+            count = max(0, min(part, elements - rank * part))
+            slices.append(file.slice(tensor, 0, 0, rank * part, count))
+        with errors_at(first.where):
+            frozen[name] = _join_slices(name, shape, slices)
+    return frozen
+
+
+def _join_slices(name: str, shape: Shape, slices: Sequence[VectorSlice]) -> FlatParameter:
+    """Checks that consecutive slices are all elements of a parameter, of one element type."""
+    elements = math.prod(shape)
+    held = sum(part.count for part in slices)
+    if held != elements:
+        raise IncompleteCheckpointError(
+            f"{quote(name)} has {elements:,} elements, and the ranks hold {held:,} of them"
+        )
+    dtypes = {part.tensor.dtype for part in slices} or {BY_NAME["float32"]}
+    if len(dtypes) != 1:
+        names = " and ".join(sorted(dtype.name for dtype in dtypes))
+        raise FormatError(f"{quote(name)} is stored by the ranks as {names}")
+    return FlatParameter(shape, dtypes.pop(), tuple(slices))
+
+
+OPTIMIZER = "optimizer"
+_STATE = "state"
+_STEP = "step"
+_GROUPS = "param_groups"
+_WHOLE = "base_optimizer_state"  # stages 1 and 2
+_MAX_KINDS = 64  # of states of one vector; each occurs again for every parameter in it
+_PLAIN = (bool, int, float, str, type(None))
+
+
+class RankStates(Struct, frozen=True):
+    archive: TorchArchive
+    vectors: Mapping[int, PickledDict]  # the states of each vector, by its position
+    groups: Sequence[PickledDict]  # the parameter groups; empty if the file has none
+
+
+def _find_rank_states(archive: TorchArchive, state: PickledDict) -> RankStates:
+    base = state.values.get(_WHOLE)
+    if isinstance(base, (list, tuple)):  # with `elastic_checkpoint`
+        states = RankStates(archive, dict(enumerate(state.inner_list(_WHOLE))), ())
+    else:
+        inner = state.inner(_WHOLE if _WHOLE in state.values else _STATES)
+        held = inner.inner(_STATE)
+        vectors = {number: held.inner(number) for number in held.values if type(number) is int}
+        states = RankStates(archive, vectors, inner.inner_list(_GROUPS))
+    for vector in states.vectors.values():
+        if len(vector.values) > _MAX_KINDS:
+            raise LimitError(
+                f"keeps {len(vector.values):,} kinds of states of one vector, more than"
+                f" {_MAX_KINDS}",
+                where=vector.where,
+            )
+    return states
+
+
+States = tuple[Sequence[TensorEntry], Mapping[KeyPath, Any], Sequence[str]]
+"""The state of an optimizer: tensors, other values, and notes on what is left out."""
+
+
+def _collect_states(
+    table: ArchiveTable,
+    ranks: Sequence[RankStates],
+    parameters: Mapping[str, FlatParameter],
+    names: Mapping[str, Fqn],
+    groups: Sequence[Sequence[str]],
+) -> States:
+    """Collects the states of every trained parameter under its name in the index."""
+    seen: dict[int, tuple[object, str]] = {}
+    for rank in ranks:
+        for number, vector in rank.vectors.items():
+            step = _fingerprint_step(rank.archive, vector.values.get(_STEP))
+            if step is None:
+                continue
+            before = seen.setdefault(number, (step, vector.where))
+            if before[0] != step:
+                raise FormatError(
+                    f"was stepped another number of times than {before[1]}: the files are of two"
+                    " saves",
+                    where=vector.where,
+                    hint="a save was cut short, or went into the folder of another one; take an"
+                    " earlier checkpoint",
+                )
+    by_path = {rank.archive.path: rank for rank in ranks}
+    entries: list[TensorEntry] = []
+    values: dict[KeyPath, Any] = {}
+    left_out: dict[str, Fqn] = {}  # kinds of states, each with an example
+    for own_name, parameter in parameters.items():
+        name = names[own_name]
+        states = [
+            by_path[part.archive.path].vectors.get(part.group)
+            or PickledDict({}, part.archive.where)
+            for part in parameter.slices
+        ]
+        for state in states:
+            if state.values.keys() != states[0].values.keys():
+                raise state.error(
+                    f"does not keep the states of {quote(name)} that other ranks keep"
+                )
+        for kind in states[0].values if states else ():
+            path = (OPTIMIZER, _STATE, name, str(kind))
+            held = [state.values[kind] for state in states]
+            entry = _join_state(table, path, parameter, held)
+            if entry is not None:
+                entries.append(entry)
+            elif isinstance(held[0], _PLAIN):
+                values[path] = held[0]
+            else:
+                left_out.setdefault(str(kind), name)
+    if ranks:
+        values |= _collect_group_values(ranks[0], [[names[n] for n in group] for group in groups])
+    notes = [
+        f"the optimizer keeps {kind!r} of each rank's own part of {name!r} and others, which means"
+        " nothing for the whole: it is left out"
+        for kind, name in left_out.items()
+    ]
+    return entries, values, notes
+
+
+def _fingerprint_step(file: TorchArchive, value: object) -> object:
+    """Returns a value that is equal for equal steps, or None if the step is unknown.
+
+    A step may be a tensor of one number, which its checksum identifies as well as its bytes.
+    """
+    if isinstance(value, TensorRef):
+        if value.shape != () or value.storage.elements != 1:
+            return None
+        crc32 = file.archive.extent(value.storage)[2]
+        return None if crc32 is None else (value.dtype.name, crc32)
+    return value if isinstance(value, (int, float)) else None
+
+
+def _join_state(
+    table: ArchiveTable, path: KeyPath, parameter: FlatParameter, held: Sequence[object]
+) -> TensorEntry | None:
+    """Returns the state that the slices of a parameter have; None if it is no tensor."""
+    first, of_first = held[0], parameter.slices[0]
+    if isinstance(first, TensorRef) and first.shape == ():
+        chunk = table.chunk(of_first.archive, first, rank=of_first.rank)
+        return _make_state_entry(path, first, (), [chunk])
+    if not all(map(_is_elementwise, held, parameter.slices)):
+        return None
+    tensors = [tensor for tensor in held if isinstance(tensor, TensorRef)]
+    if len({tensor.dtype for tensor in tensors}) != 1:
+        raise FormatError(
+            f"{quote(str(path[-1]))} has several element types", where=of_first.archive.where
+        )
+    parts = zip(parameter.slices, tensors, strict=True)
+    slices = tuple(replace(part, tensor=tensor) for part, tensor in parts)
+    chunks = _place_slices(table, replace(parameter, slices=slices))
+    return _make_state_entry(path, tensors[0], parameter.shape, chunks)
+
+
+def _make_state_entry(
+    path: KeyPath, like: TensorRef, shape: Shape, chunks: Sequence[Chunk]
+) -> TensorEntry:
+    """Returns an entry; `path` is `optimizer`, `state`, the parameter's name, the kind of state."""
+    membership = Membership(OPTIMIZER, "optimizer", Fqn(join_path(path[1:])))
+    return membership.entry(path, like.dtype, shape, ChunkTable.of(chunks, len(shape)))
+
+
+def _is_elementwise(tensor: object, part: VectorSlice) -> bool:
+    """Returns whether a state has a value for each element of a slice's vector."""
+    return (
+        isinstance(tensor, TensorRef)
+        # The codes of a quantized state mean nothing without their scales.
+        and tensor.dtype.kind == "float"
+        and len(tensor.shape) == 1
+        and tensor.row_major
+        and tensor.shape[0] >= max(part.tensor.shape[0], part.first + part.count)
+    )
+
+
+def _collect_group_values(rank: RankStates, groups: Sequence[Sequence[Fqn]]) -> dict[KeyPath, Any]:
+    """Returns the settings of groups, with vectors replaced by the names of their parameters."""
+    values: dict[KeyPath, Any] = {}
+    seen: set[int] = set()
+    # Groups may share values over and over; every real setting takes bytes of its own.
+    limit = rank.archive.pickle_bytes
+    counts = (len(group.values) + len(group.sequence("params")) for group in rank.groups)
+    if any(count > limit for count in accumulate(counts)):
+        raise LimitError(
+            f"groups of the optimizer unfold into more than {limit:,} values",
+            where=rank.archive.where,
+        )
+    for number, group in enumerate(rank.groups):
+        for key, value in group.values.items():
+            if key == "params" or not isinstance(key, str):
+                continue
+            values[OPTIMIZER, _GROUPS, number, key] = value
+        members: list[Fqn] = []
+        for vector in group.sequence("params"):
+            if type(vector) is not int or not 0 <= vector < len(groups):
+                continue
+            if vector in seen:
+                raise group.error(f"has vector {vector}, which is in two groups")
+            seen.add(vector)
+            members += groups[vector]
+        values[OPTIMIZER, _GROUPS, number, "params"] = members
+    return values
+
+
+class _Weights(Struct, frozen=True):
+    """The weights of a save as entries of an index, and what else its index is made of."""
+
+    table: ArchiveTable
+    first: ZeroFile  # of the files of weights
+    entries: Mapping[Key, TensorEntry]  # the live tensors, and then the master copies
+    names: Mapping[str, Fqn]  # in the index, by the names in the module
+    values: Mapping[KeyPath, Any]  # of the module's state dict that are not tensors
+    shared: Mapping[str, str]  # the further names of tied parameters, each with the first name
 
     def index(
         self,
@@ -461,13 +703,12 @@ class _Weights:
         stage: int | None,
         tool: str = "",
     ) -> TensorIndex:
-        content = self._first.content
-        # DeepSpeed does not distinguish empty tensors, so that they are not known to be tied.
-        filled = {entry.key for entry in self._entries if entry.elements}
+        content = self.first.content
         tied: dict[Key, set[Key]] = defaultdict(set)
-        for name, owner in self._shared.items():
+        for name, owner in self.shared.items():
             keys = Key(f"{_MODULE}.{name}"), Key(f"{_MODULE}.{owner}")
-            if filled.issuperset(keys):
+            # DeepSpeed does not distinguish empty tensors, so that they are not known to be tied.
+            if all(key in self.entries and self.entries[key].elements for key in keys):
                 tied[keys[1]] |= {*keys}
         version = content.text("ds_version")
         said = "" if stage is None else f"ZeRO stage {stage}"
@@ -477,18 +718,98 @@ class _Weights:
             writer=", ".join(filter(None, [f"DeepSpeed {version}".strip(), said, tool])),
             version=version,
             notes=tuple(notes),
-            warnings=describe_objects_in(self._first.archive),
+            warnings=describe_objects_in(self.first.archive),
         )
         entries, values, _ = states
-        return TensorIndex(
-            format=format_name,
-            files=tuple(self._table.files),
-            tensors={entry.key: entry for entry in (*self._entries, *entries)},
-            records=RecordTable.of(self._table.records),
+        return self.table.index(
+            format_name,
+            {**self.entries, **{entry.key: entry for entry in entries}},
             values={**self.values, **values},
             aliases=tuple(frozenset(keys) for keys in tied.values()),
             run=run,
         )
+
+
+def _read_weights(
+    table: ArchiveTable,
+    models: Sequence[ZeroFile],  # of each rank in stage 3, else one
+    masters: Mapping[str, FlatParameter],
+    experts: Sequence[ZeroFile] = (),
+) -> _Weights:
+    content = models[0].content
+    shared: Mapping[str, str] = content.inner("shared_params").values
+    if not all(isinstance(name, str) for pair in shared.items() for name in pair):
+        raise content.error("'shared_params' names something that is not a text")
+    module, whole = content.inner(_MODULE), content.values.get(_MODULE)
+    if isinstance(whole, InertObject):
+        raise whole_object_error(whole, module.where)
+    values: dict[KeyPath, Any] = {}
+    stored: dict[str, tuple[ZeroFile, TensorRef]] = {}
+    for name, value in module.values.items():
+        if isinstance(value, TensorRef) and isinstance(name, str):
+            stored[name] = models[0], value
+        elif (unread := find_unread(value)) is not None:
+            raise unread.error(f"{module.where}, {quote(str(name))}")
+        else:
+            values[_MODULE, str(name)] = value
+    layers: dict[int, dict[str, Shape]] = {}
+    for file in experts:
+        tensors = _find_expert(file, stored, layers)
+        stored |= {name: (file, tensor) for name, tensor in tensors.items()}
+    for name in masters:
+        if name not in module.values:
+            raise module.error(f"holds a master copy of {quote(name)} but not the parameter")
+    for name in (name for group in _read_groups(content) for name in group):
+        if name not in stored and not _EXPERT.fullmatch(name):
+            raise module.error(f"trains {quote(name)}, which is in no file")
+    # What stage 3 partitions is stored here as an empty tensor; its ranks have the parts.
+    is_partitioned = models[0].info.rank is not None
+    frozen = _find_frozen(models) if is_partitioned else {}
+    partitioned = {**masters, **frozen} if is_partitioned else {}
+    held: dict[KeyPath, Stored] = {}
+    for name, (file, tensor) in stored.items():
+        owner = shared.get(name, name)
+        rank = 0 if file.info.expert is None else None
+        dtype, shape = tensor.dtype, tensor.shape
+        chunks = [table.chunk(file.archive, tensor, rank)]
+        if owner in partitioned:
+            parameter = partitioned[owner]
+            dtype = parameter.dtype if owner in frozen else dtype
+            shape, chunks = parameter.shape, _place_slices(table, parameter)
+        elif is_partitioned and shape == (0,) and name not in content.sequence("buffer_names"):
+            raise IncompleteCheckpointError(
+                f"weight {quote(name)} is empty here, and no rank has a part of it",
+                where=content.where,
+            )
+        held[_MODULE, name] = dtype, shape, chunks
+    live: dict[Key, TensorEntry] = {}
+    copies: dict[Key, TensorEntry] = {}
+    for name, entry in zip(stored, make_entries(held).values(), strict=True):
+        live[entry.key] = entry
+        master = masters.get(shared.get(name, name))
+        if master is not None and master.shape != entry.shape:
+            raise content.error(
+                f"{quote(name)} has shape {list(entry.shape)}, its master copy {list(master.shape)}"
+            )
+        if master is not None and master.dtype != entry.dtype:
+            key = Key(f"{_MASTER}.{name}")
+            chunk_table = ChunkTable.of(_place_slices(table, master), len(entry.shape))
+            copies[key] = replace(
+                entry,
+                key=key,
+                key_path=(_MASTER, name),
+                tree=_MASTER,
+                part="other",
+                dtype=master.dtype,
+                chunks=chunk_table,
+            )
+            live[entry.key] = replace(
+                entry,
+                rounded_from=master.dtype if is_partitioned else None,
+                master=Master(key, master.dtype),
+            )
+    names = {name: entry.name for name, entry in zip(stored, live.values(), strict=True)}
+    return _Weights(table, models[0], {**live, **copies}, names, values, shared)
 
 
 _EXPERT = re.compile(r"(.*\.deepspeed_moe\.experts\.deepspeed_experts)\.(\d{1,7})\.(.+)")
@@ -556,7 +877,6 @@ class _ParameterFile(Struct, frozen=True):
 class _UniversalFiles(Struct):
     """The files below `zero/` of a universal checkpoint."""
 
-    where: str
     models: Sequence[ZeroFile]
     groups: Sequence[Mapping[str, Shape]]
     files: Mapping[str, Mapping[str, _ParameterFile]]  # by parameter and kind
@@ -564,22 +884,19 @@ class _UniversalFiles(Struct):
     notes: list[str] = field(default_factory=list)
 
     @classmethod
-    def open(
-        cls, table: ArchiveTable, source: Source, paths: Sequence[str], where: str
-    ) -> _UniversalFiles:
+    def open(cls, table: ArchiveTable, source: Source, paths: Sequence[str]) -> _UniversalFiles:
         """Opens the files, and checks that they are of one save that is supported."""
-        tag = sort_tag_files([p for p in paths if parse_universal_path(p) is None], where)
+        tag = sort_tag_files([p for p in paths if parse_universal_path(p) is None])
         if tag["optim"]:
             raise FormatError(
                 f"{posixpath.basename(tag['optim'][0].path)!r}, of a rank's optimizer states, is"
                 " beside the files of a universal checkpoint",
-                where=where,
                 hint="one was written into the folder of the other; take away the files of one",
             )
         models = [open_zero_file(table, source, file) for file in tag["model"]]
-        _refuse_parallelism(models, where)
+        _refuse_parallelism(models)
         for file in tag["expert"]:
-            raise unsupported_part_error("experts in files of their own", file.path, where)
+            raise unsupported_part_error("experts in files of their own", file.path)
         files: dict[str, dict[str, _ParameterFile]] = defaultdict(dict)
         common = None
         for path in paths:
@@ -603,22 +920,20 @@ class _UniversalFiles(Struct):
         if common is None:
             raise MissingFileError(
                 "'zero/optimizer_state.pt' is not there",
-                where=where,
                 hint="make the checkpoint anew with ds_to_universal.py",
             )
-        _check_same_run(models, where)
+        _check_same_run(models)
         is_partitioned = models[0].info.rank is not None
         if is_partitioned:
             world_size = models[0].content.count("dp_world_size") or 1
-            _check_ranks(models, world_size, "weights", where)
+            _check_ranks(models, world_size, "weights")
         # Only stage 3 leaves this key in the common states.
         if (_STATES in common.dictionary().values) != is_partitioned:
             raise FormatError(
                 "files of weights and files of parameters are of different stages",
-                where=where,
                 hint="take away the files of one of the two checkpoints",
             )
-        return cls(where, models, _read_groups(models[0].content), files, common)
+        return cls(models, _read_groups(models[0].content), files, common)
 
     def masters(self) -> Mapping[str, FlatParameter]:
         masters = {}
@@ -637,7 +952,7 @@ class _UniversalFiles(Struct):
     def states(self, table: ArchiveTable, names: Mapping[str, Fqn]) -> States:
         content = self.common.dictionary()
         if _STATES in content.values:
-            common = find_rank_states(self.common, content)
+            common = _find_rank_states(self.common, content)
         else:
             common = RankStates(self.common, {}, content.inner_list("param_groups"))
         self._check_steps()
@@ -657,12 +972,12 @@ class _UniversalFiles(Struct):
                     step = _ParameterFile(self.common, vector.values[_STEP])
                 if step is not None and isinstance(step.value, TensorRef):
                     tensor = step.tensor()
-                    chunks = ChunkTable.of([table.chunk(step.file, tensor)], len(tensor.shape))
-                    entries.append(make_state_entry((*path, _STEP), tensor, tensor.shape, chunks))
+                    chunks = [table.chunk(step.file, tensor)]
+                    entries.append(_make_state_entry((*path, _STEP), tensor, tensor.shape, chunks))
                 elif step is not None:
                     values[*path, _STEP] = step.value
         members = [[names[name] for name in group] for group in self.groups]
-        return entries, values | collect_group_values(common, members), ()
+        return entries, values | _collect_group_values(common, members), ()
 
     @property
     def _is_partitioned(self) -> bool:
@@ -673,7 +988,6 @@ class _UniversalFiles(Struct):
         if file is None:
             raise MissingFileError(
                 f"'zero/{name}/{kind}.pt' is not there",
-                where=self.where,
                 hint="copy the file back, or make the checkpoint anew with ds_to_universal.py",
             )
         return file
@@ -696,8 +1010,8 @@ class _UniversalFiles(Struct):
         for kind in _MOMENTS if has_moments or self._is_partitioned else ():
             file = self._file(name, kind)
             whole = file.tensor().shape if self._lacks_rows(file, shape) else shape
-            chunks = make_chunks(table, file.parameter(name, whole))
-            yield make_state_entry((*path, kind), file.tensor(), whole, chunks)
+            chunks = _place_slices(table, file.parameter(name, whole))
+            yield _make_state_entry((*path, kind), file.tensor(), whole, chunks)
 
     def _check_steps(self) -> None:
         """Refuses parameters of one group with different numbers of steps, and lost steps."""
@@ -710,7 +1024,7 @@ class _UniversalFiles(Struct):
                 if not any(kind in self.files[name] for kind in (*_MOMENTS, _STEP)):
                     continue  # a parameter that never had a gradient
                 file = self._file(name, _STEP)
-                step = fingerprint_step(file.file, file.value)
+                step = _fingerprint_step(file.file, file.value)
                 if first is not None and first[0] != step:
                     raise FormatError(
                         f"was stepped another number of times than {first[1]}: the files are of two"
@@ -738,26 +1052,23 @@ class ZeroReader(FormatReader):
             candidates.append(Candidate(self.name, folder, tuple(inside), reason))
         return candidates
 
-    def read_index(self, source: Source, candidate: Candidate) -> TensorIndex:
-        where = posixpath.join(source.location, candidate.folder)
-        files = sort_tag_files(candidate.files, where)
+    def parse(self, source: Source, candidate: Candidate) -> TensorIndex:
+        files = sort_tag_files(candidate.files)
         table = ArchiveTable()
         models = [open_zero_file(table, source, file) for file in files["model"]]
         experts = [open_zero_file(table, source, file) for file in files["expert"]]
         optimizers = [] if experts else files["optim"]
         ranks = [open_zero_file(table, source, file) for file in optimizers]
-        states = [file.content.inner(_STATES) for file in ranks]
-        _check_save(models, experts, list(zip(ranks, states, strict=True)), where)
+        _check_save(models, experts, ranks)
         groups = _read_groups(models[0].content)
-        is_partitioned = models[0].info.rank is not None
         masters: Mapping[str, FlatParameter] = {}
         if ranks:
-            rows = [(f.archive, f.info.rank, s) for f, s in zip(ranks, states, strict=True)]
-            masters = (find_partitioned if is_partitioned else find_sliced)(groups, rows)
-        weights = _Weights(table, models, masters, where, experts)
-        of_ranks = [find_rank_states(f.archive, s) for f, s in zip(ranks, states, strict=True)]
+            find = _find_sliced if models[0].info.rank is None else _find_partitioned
+            masters = find(groups, ranks)
+        weights = _read_weights(table, models, masters, experts)
+        of_ranks = [_find_rank_states(file.archive, file.states()) for file in ranks]
         names = [list(group) for group in groups]
-        collected = collect_states(table, of_ranks, masters, weights.names, names)
+        collected = _collect_states(table, of_ranks, masters, weights.names, names)
         notes = [*collected[2]]
         if experts:
             notes.append(
@@ -771,7 +1082,7 @@ class ZeroReader(FormatReader):
             )
         elif not ranks:
             notes.append("there are no optimizer states, and so no master copies")
-        stage = states[0].count("zero_stage") if ranks else None
+        stage = ranks[0].states().count("zero_stage") if ranks else None
         return weights.index(self.name, collected, notes, stage=stage)
 
 
@@ -804,11 +1115,10 @@ class UniversalReader(FormatReader):
             for folder, files in sorted(folders.items())
         ]
 
-    def read_index(self, source: Source, candidate: Candidate) -> TensorIndex:
-        where = posixpath.join(source.location, candidate.folder)
+    def parse(self, source: Source, candidate: Candidate) -> TensorIndex:
         table = ArchiveTable()
-        save = _UniversalFiles.open(table, source, candidate.files, where)
-        weights = _Weights(table, save.models, save.masters(), where)
+        save = _UniversalFiles.open(table, source, candidate.files)
+        weights = _read_weights(table, save.models, save.masters())
         states = save.states(table, weights.names)
         stage = save.common.dictionary().count("zero_stage")
         return weights.index(self.name, states, save.notes, stage=stage, tool="ds_to_universal.py")

@@ -54,14 +54,9 @@ from ckptkit.formats.dcp.compression import ZstdContent, decompress
 from ckptkit.options import ConsolidateRequest
 from ckptkit.plan.plan import TASK_BYTES, Share
 from tests.contract.fault_bench import hostile_pickles, room_for_pickle, with_pickle
+from tests.files_in_memory import saved
 
 DESCRIPTOR = "stream.zstd/1"
-
-
-def archive_of(tensor: torch.Tensor) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(tensor, buffer)
-    return buffer.getvalue()
 
 
 def compressed(data: bytes, level: int = 3) -> bytes:
@@ -80,7 +75,7 @@ class Made:
         self.pieces = torch.tensor_split(whole, count, dim=axis) if whole.ndim else (whole,)
         self.axis = axis
         self.descriptors: list[str] | None = [DESCRIPTOR]
-        self.streams = [compressed(archive_of(piece.clone())) for piece in self.pieces]
+        self.streams = [compressed(saved(piece.clone())) for piece in self.pieces]
 
     def write(self) -> Path:
         self.folder.mkdir(exist_ok=True)
@@ -126,10 +121,10 @@ def test_streams_of_every_level_and_in_several_frames_are_read(tmp_path: Path) -
     whole = noise(64, 33)
     for level in (-5, 1, 19):
         made = Made(tmp_path / f"level{level}", whole)
-        made.streams = [compressed(archive_of(whole), level)]
+        made.streams = [compressed(saved(whole), level)]
         assert torch.equal(made.consolidated(), whole)
     made = Made(tmp_path / "frames", whole)
-    data = archive_of(whole)
+    data = saved(whole)
     made.streams = [b"".join(compressed(data[at : at + 999]) for at in range(0, len(data), 999))]
     assert torch.equal(made.consolidated(), whole)
 
@@ -137,7 +132,7 @@ def test_streams_of_every_level_and_in_several_frames_are_read(tmp_path: Path) -
 def test_numbers_and_tensors_that_are_stored_by_columns_are_read(tmp_path: Path) -> None:
     assert Made(tmp_path / "number", torch.tensor(2.5)).consolidated().item() == 2.5
     turned = Made(tmp_path / "turned", noise(300, 200))
-    turned.streams = [compressed(archive_of(turned.whole.t().contiguous().t()))]
+    turned.streams = [compressed(saved(turned.whole.t().contiguous().t()))]
     assert torch.equal(turned.consolidated(), turned.whole)
 
 
@@ -146,7 +141,7 @@ def test_a_large_chunk_that_is_stored_by_columns_is_refused(
 ) -> None:
     monkeypatch.setattr(streams, "_MOST_TURNED_BYTES", 1000)
     turned = Made(tmp_path / "turned", noise(300, 200))
-    turned.streams = [compressed(archive_of(turned.whole.t().contiguous().t()))]
+    turned.streams = [compressed(saved(turned.whole.t().contiguous().t()))]
     turned.refused(UnsupportedError, "not stored row by row")
 
 
@@ -207,7 +202,7 @@ def test_spans_in_any_order_and_from_many_threads_are_right(tmp_path: Path) -> N
 
 def test_what_was_read_in_part_is_proven_to_its_end(tmp_path: Path) -> None:
     made = Made(tmp_path / "run", noise(800, 500))
-    data = bytearray(archive_of(made.whole))
+    data = bytearray(saved(made.whole))
     data[-5000] ^= 1
     made.streams = [compressed(bytes(data))]
     with open_checkpoint(made.write()) as checkpoint:
@@ -219,7 +214,7 @@ def test_what_was_read_in_part_is_proven_to_its_end(tmp_path: Path) -> None:
 
 
 def test_a_flipped_bit_in_what_is_decoded_is_refused(small: Made) -> None:
-    data = bytearray(archive_of(small.pieces[1].clone()))
+    data = bytearray(saved(small.pieces[1].clone()))
     data[750] ^= 4
     small.streams = [small.streams[0], compressed(bytes(data))]
     small.refused(ChecksumError, "decompressed data have CRC-32")
@@ -244,9 +239,9 @@ def test_streams_cut_short_or_followed_by_something_are_refused(small: Made) -> 
         (b"", FormatError, "not with 'data.pkl'"),
         (b"PK\3\4", FormatError, "not with 'data.pkl'"),
         (b"\0" * 100_000, FormatError, "not with 'data.pkl'"),
-        (archive_of(noise(3, 5)), FormatError, r"holds float32 \[3, 5\] against float32 \[4, 5\]"),
-        (archive_of(noise(4, 5).double()), FormatError, "holds float64"),
-        (archive_of(noise(9, 5)[:4]), FormatError, "saves no more than a tensor uses"),
+        (saved(noise(3, 5)), FormatError, r"holds float32 \[3, 5\] against float32 \[4, 5\]"),
+        (saved(noise(4, 5).double()), FormatError, "holds float64"),
+        (saved(noise(9, 5)[:4]), FormatError, "saves no more than a tensor uses"),
     ],
 )
 def test_a_stream_of_something_else_is_refused(
@@ -257,7 +252,7 @@ def test_a_stream_of_something_else_is_refused(
 
 
 def test_what_is_no_stream_is_refused(small: Made) -> None:
-    small.streams[0] = archive_of(small.pieces[0].clone())
+    small.streams[0] = saved(small.pieces[0].clone())
     small.refused(FormatError, "no zstd stream begins here")
 
 
@@ -266,7 +261,7 @@ def test_a_window_that_takes_much_memory_is_refused(small: Made) -> None:
     out = io.BytesIO()
     compressor = zstandard.ZstdCompressor(compression_params=parameters)
     with compressor.stream_writer(out, closefd=False) as writer:
-        writer.write(archive_of(small.pieces[0].clone()))
+        writer.write(saved(small.pieces[0].clone()))
     small.streams[0] = out.getvalue()
     small.refused(LimitError, "needs a window of 134,217,728 bytes")
 
@@ -285,7 +280,7 @@ def test_a_hostile_pickle_in_a_stream_is_refused(
     small: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    archive = archive_of(small.pieces[0].clone())
+    archive = saved(small.pieces[0].clone())
     for kind, hostile in hostile_pickles("trace", room_for_pickle(archive, archive)).items():
         small.streams[0] = compressed(with_pickle(archive, hostile))
         expected = UnsafePickleError if kind.startswith("runs") else InputError
@@ -296,7 +291,7 @@ def test_a_hostile_pickle_in_a_stream_is_refused(
 def test_archives_without_checksums_are_read_and_told_of(small: Made) -> None:
     torch.serialization.set_crc32_options(False)
     try:
-        small.streams = [compressed(archive_of(piece.clone())) for piece in small.pieces]
+        small.streams = [compressed(saved(piece.clone())) for piece in small.pieces]
     finally:
         torch.serialization.set_crc32_options(True)
     assert torch.equal(small.consolidated(), small.whole)
@@ -390,7 +385,7 @@ def test_slices_share_a_compressed_chunk_and_each_proves_it(tmp_path: Path) -> N
         False,
     ]
     assert torch.equal(load_file(out / "model.safetensors")["w"], made.whole)
-    data = bytearray(archive_of(made.whole))
+    data = bytearray(saved(made.whole))
     data[-2000] ^= 1  # the first slice writes nothing of it
     made.streams = [compressed(bytes(data))]
     job = ConversionJob(made.write(), tmp_path / "never", ConsolidateRequest(names="live"))

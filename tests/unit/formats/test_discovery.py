@@ -163,9 +163,7 @@ FOLDERS = st.sampled_from(
 
 @settings(max_examples=150)
 @given(
-    st.lists(FOLDERS, unique=True, min_size=1, max_size=5),
-    st.none() | FOLDERS,
-    st.sets(FOLDERS),
+    st.lists(FOLDERS, unique=True, min_size=1, max_size=5), st.none() | FOLDERS, st.sets(FOLDERS)
 )
 def test_whatever_lies_there_one_step_is_found_or_the_refusal_says_how_to_choose(
     folders: list[str], select: str | None, broken: set[str]
@@ -288,10 +286,7 @@ _SHARDED += ["model.safetensors.index.json"]
 _DEEPSPEED = [
     f"global_step{step}/{name}"
     for step in (2, 10)
-    for name in (
-        "mp_rank_00_model_states.pt",
-        "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt",
-    )
+    for name in ("mp_rank_00_model_states.pt", "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt")
 ]
 
 

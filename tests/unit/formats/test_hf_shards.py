@@ -84,10 +84,7 @@ def test_a_missing_last_rank_shows_where_rows_of_no_matrix_are_columns_of_anothe
     found = f"with {ranks} shards of each: those after the last one are missing"
     with pytest.raises(IncompleteCheckpointError, match=found):
         consolidated(source, tmp_path / "out")
-    with (
-        ckptkit.open(source) as checkpoint,
-        pytest.raises(IncompleteCheckpointError, match=found),
-    ):
+    with ckptkit.open(source) as checkpoint, pytest.raises(IncompleteCheckpointError, match=found):
         checkpoint.read("embed.weight")
     assert not ckptkit.verify(source).ok
 

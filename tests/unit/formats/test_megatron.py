@@ -129,8 +129,7 @@ class Setting:
 
 
 @pytest.mark.parametrize(
-    "value",
-    [Setting(), signal.SIGTERM, SimpleNamespace(a=1), UUID(int=1), io.BytesIO(b"state")],
+    "value", [Setting(), signal.SIGTERM, SimpleNamespace(a=1), UUID(int=1), io.BytesIO(b"state")]
 )
 def test_an_unknown_class_in_the_common_state_stays_inert(value: object, run: Path) -> None:
     arguments = argparse.Namespace(setting=value, tensor_model_parallel_size=2)

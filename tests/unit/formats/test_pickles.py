@@ -15,13 +15,7 @@ from typing import Any, Self
 import pytest
 
 from ckptkit.core.errors import FormatError, UnsafePickleError
-from ckptkit.formats.pickle.machine import (
-    Global,
-    InertDict,
-    InertKey,
-    InertObject,
-    class_of,
-)
+from ckptkit.formats.pickle.machine import Global, InertDict, InertKey, InertObject, class_of
 from ckptkit.formats.pickle.pickles import ordered_dict, parse_pickle
 
 PROTOCOLS = [0, 1, 2, 3, 4, 5]

@@ -26,7 +26,7 @@ from ckptkit.core.errors import (
 from ckptkit.core.index import Box, Key, TensorIndex
 from ckptkit.formats.parsing import list_unnamed
 from ckptkit.formats.safetensors.reader import SafetensorsReader
-from ckptkit.storage.overlay import MemorySource
+from tests import files_in_memory as in_memory
 
 
 def image(header: object, data_bytes: int = 0) -> bytes:
@@ -39,8 +39,7 @@ def entry(dtype: object, shape: object, offsets: object) -> dict[str, object]:
 
 
 def read_files(files: dict[str, bytes]) -> TensorIndex:
-    (candidate,) = SafetensorsReader().find(sorted(files))
-    return SafetensorsReader().read_index(MemorySource(files), candidate)
+    return in_memory.read_files(SafetensorsReader, files)
 
 
 def read(data: bytes) -> TensorIndex:
@@ -68,26 +67,16 @@ def test_every_dtype_is_found_where_the_reference_writer_put_it(name: str) -> No
     tensor = raw.view(getattr(torch, dtype.name)).reshape(2, 3)
     data = safetensors.torch.save({"a": tensor, "scalar": tensor[0, 0].clone()})
     index = read(data)
-    assert (index.tensors[Key("a")].dtype, index.tensors[Key("a")].shape) == (
-        dtype,
-        (2, 3),
-    )
+    assert (index.tensors[Key("a")].dtype, index.tensors[Key("a")].shape) == (dtype, (2, 3))
     assert index.tensors[Key("scalar")].shape == ()
     assert bytes_of(index, "a", {"model.safetensors": data}) == bytes(raw.tolist())
 
 
 def test_empty_tensors_and_metadata_are_read() -> None:
-    tensors = {
-        "none": torch.zeros(0),
-        "flat": torch.zeros(3, 0, 2),
-        "one": torch.ones(1),
-    }
+    tensors = {"none": torch.zeros(0), "flat": torch.zeros(3, 0, 2), "one": torch.ones(1)}
     index = read(safetensors.torch.save(tensors, metadata={"format": "pt", "note": "é"}))
     assert index.tensors[Key("flat")].shape == (3, 0, 2)
-    assert index.values == {
-        ("__metadata__", "format"): "pt",
-        ("__metadata__", "note"): "é",
-    }
+    assert index.values == {("__metadata__", "format"): "pt", ("__metadata__", "note"): "é"}
     assert {e.part for e in index.tensors.values()} == {"model"}
     assert (index.format, index.aliases, index.problems) == ("safetensors", (), ())
 
@@ -184,16 +173,8 @@ def test_an_index_that_contradicts_its_files_is_refused() -> None:
             '"x"',
             "index has tensor 'x' in 'model-00001-of-00002.safetensors', it is in no file",
         ),
-        (
-            "-00001-",
-            "-00002-",
-            "index has tensor 'a' in 'model-00002-of-00002.safetensors', it is",
-        ),
-        (
-            ', "b": "model-00002-of-00002.safetensors"',
-            "",
-            "index has tensor 'b' in no file, it is",
-        ),
+        ("-00001-", "-00002-", "index has tensor 'a' in 'model-00002-of-00002.safetensors', it is"),
+        (', "b": "model-00002-of-00002.safetensors"', "", "index has tensor 'b' in no file, it is"),
     ):
         files = numbered(A, B)
         text = files["m/model.safetensors.index.json"].decode()
@@ -240,10 +221,7 @@ def test_a_broken_index_is_refused(content: bytes, error: type[CkptkitError]) ->
 
 def test_files_are_grouped_as_they_belong_together() -> None:
     index = "m/model.safetensors.index.json"
-    pieces = (
-        "m/model-00001-of-00002.safetensors",
-        "m/model-00002-of-00002.safetensors",
-    )
+    pieces = ("m/model-00001-of-00002.safetensors", "m/model-00002-of-00002.safetensors")
     assert names(index, *pieces, "m/adapter_model.safetensors", "m/config.json") == [
         (*pieces, index),
         ("m/adapter_model.safetensors",),

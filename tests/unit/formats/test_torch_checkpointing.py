@@ -221,10 +221,7 @@ def test_ranks_that_many_meshes_share_are_kept_once(tmp_path: Path) -> None:
         ]
         for number in range(200)
     }
-    item = {
-        "rank_to_layout_info": dict.fromkeys(range(count)),
-        "nested_path_to_metadata": tensors,
-    }
+    item = {"rank_to_layout_info": dict.fromkeys(range(count)), "nested_path_to_metadata": tensors}
     document = {"version": "2.0", "world_size": count, "metadata": {"model": item}}
     (tmp_path / "metadata.pkl").write_bytes(pickle.dumps(document))
     with LocalSource(tmp_path) as source:

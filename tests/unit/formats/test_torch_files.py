@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import collections
-import io
 import json
 import posixpath
 import subprocess
 import sys
-import zlib
 from typing import Any
 
 import numpy as np
@@ -16,44 +14,18 @@ import pytest
 import torch
 
 from ckptkit.core.errors import FormatError, InputError, LimitError
-from ckptkit.core.index import Box, TensorEntry, TensorIndex
+from ckptkit.core.index import TensorIndex
 from ckptkit.formats.base import Candidate
 from ckptkit.formats.pickle.pickles import walk_values
 from ckptkit.formats.torch_files import TorchFileReader
-from ckptkit.storage.overlay import MemorySource
-
-
-def saved(value: object, **options: Any) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(value, buffer, **options)
-    return buffer.getvalue()
-
-
-def read_files(files: dict[str, bytes]) -> TensorIndex:
-    (candidate,) = TorchFileReader().find(sorted(files))
-    return TorchFileReader().read_index(MemorySource(files), candidate)
+from tests.files_in_memory import read_files, saved, tensor_at
 
 
 def read_one(value: object) -> tuple[TensorIndex, dict[str, torch.Tensor]]:
     """Reads a saved value back: its index, and its tensors from the places in the index."""
     files = {"model.pt": saved(value)}
-    index = read_files(files)
-    return index, {key: tensor_at(index, entry, files) for key, entry in index.tensors.items()}
-
-
-def tensor_at(index: TensorIndex, entry: TensorEntry, files: dict[str, bytes]) -> torch.Tensor:
-    (chunk,) = entry.chunks
-    record = index.records[chunk.record]
-    data = bytearray(files[index.files[record.file].path][record.start : record.stop])
-    assert record.crc32 == zlib.crc32(data)
-    assert chunk.place == Box((0,) * len(entry.shape), entry.shape)
-    dtype = getattr(torch, entry.dtype.name)
-    if not entry.elements:
-        return torch.zeros(entry.shape, dtype=dtype)
-    assert chunk.byte_offset is not None
-    storage = torch.frombuffer(data, dtype=dtype)
-    strides = chunk.strides or torch.zeros(entry.shape, device="meta").stride()
-    return storage.as_strided(entry.shape, strides, chunk.byte_offset // entry.dtype.itemsize)
+    index = read_files(TorchFileReader, files)
+    return index, {key: tensor_at(index, key, files) for key in index.tensors}
 
 
 def names(*paths: str) -> list[tuple[str, ...]]:
@@ -73,10 +45,7 @@ def test_a_state_dict_comes_back_with_names_and_values() -> None:
 def test_tensors_in_nested_containers_are_found_with_their_paths() -> None:
     value = {
         "model": collections.OrderedDict(weight=torch.arange(6.0).reshape(2, 3)),
-        "optimizer": {
-            "state": {0: {"step": torch.tensor(3.0)}},
-            "param_groups": [{"lr": 0.5}],
-        },
+        "optimizer": {"state": {0: {"step": torch.tensor(3.0)}}, "param_groups": [{"lr": 0.5}]},
         "more": [torch.zeros(1), (torch.ones(2, dtype=torch.int64), "text")],
         "epoch": 3,
     }
@@ -104,25 +73,13 @@ def test_a_tensor_in_no_container_is_found() -> None:
 
 def test_views_of_one_storage_have_one_record_and_their_own_places() -> None:
     base = torch.arange(24, dtype=torch.bfloat16).reshape(4, 6)
-    views = {
-        "base": base,
-        "again": base,
-        "row": base[2],
-        "column": base[:, 1],
-        "turned": base.t(),
-    }
+    views = {"base": base, "again": base, "row": base[2], "column": base[:, 1], "turned": base.t()}
     index, tensors = read_one(views)
     assert len(index.records) == 1
     assert all(torch.equal(tensors[name], view) for name, view in views.items())
     assert index.aliases == (frozenset({"base", "again"}),)
     strides = {key: entry.chunks[0].strides for key, entry in index.tensors.items()}
-    assert strides == {
-        "base": None,
-        "again": None,
-        "row": None,
-        "column": (6,),
-        "turned": (1, 6),
-    }
+    assert strides == {"base": None, "again": None, "row": None, "column": (6,), "turned": (1, 6)}
 
 
 def test_tied_parameters_are_aliases() -> None:
@@ -149,7 +106,7 @@ def test_plain_python_values_are_kept_inert() -> None:
         "set": {1},
         "empty": {},
     }
-    index = read_files({"state.pt": saved(value)})
+    index = read_files(TorchFileReader, {"state.pt": saved(value)})
     assert index.values["bytes",] == b"\x00\xff"
     assert index.values["size",] == (2, 3)
     assert index.values["ids",] == list(range(1000))
@@ -163,20 +120,14 @@ def test_a_sharded_model_is_read_through_its_index() -> None:
     weight_map = {"a.weight": "pytorch_model-00001-of-00002.bin"}
     weight_map["b.weight"] = "pytorch_model-00002-of-00002.bin"
     files["m/pytorch_model.bin.index.json"] = json.dumps({"weight_map": weight_map}).encode()
-    index = read_files(files)
+    index = read_files(TorchFileReader, files)
     assert sorted(index.tensors) == ["a.weight", "b.weight"]
     assert sorted(file.path for file in index.files) == sorted(files)
-    assert tensor_at(index, index.tensors["b.weight"], files).tolist() == [0, 0, 0]  # type: ignore[index]
+    assert tensor_at(index, "b.weight", files).tolist() == [0, 0, 0]
 
 
 def test_files_of_the_optimizer_and_the_trainer_are_no_models() -> None:
-    own = [
-        "optimizer.bin",
-        "optimizer.pt",
-        "optimizer_1.bin",
-        "scheduler.bin",
-        "scheduler.pt",
-    ]
+    own = ["optimizer.bin", "optimizer.pt", "optimizer_1.bin", "scheduler.bin", "scheduler.pt"]
     own += ["scaler.pt", "rng_state_0.pth", "rng_state.pth", "random_states_0.pt"]
     own += ["training_args.bin", "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"]
     assert names("model.pt", *own, *(f"a/{name}" for name in own)) == [("model.pt",)]
@@ -189,10 +140,7 @@ def test_files_are_grouped_as_they_belong_together() -> None:
         ("c.ckpt",),
         ("d.bin",),
     ]
-    pieces = (
-        "m/pytorch_model-00001-of-00002.bin",
-        "m/pytorch_model-00002-of-00002.bin",
-    )
+    pieces = ("m/pytorch_model-00001-of-00002.bin", "m/pytorch_model-00002-of-00002.bin")
     index = "m/pytorch_model.bin.index.json"
     assert names("m/other.pt", index, *pieces) == [(*pieces, index), ("m/other.pt",)]
 
@@ -200,14 +148,14 @@ def test_files_are_grouped_as_they_belong_together() -> None:
 def test_what_is_no_archive_is_refused() -> None:
     for data in (b"", b"x", b"GGUF" + bytes(100), bytes(1000)):
         with pytest.raises(FormatError):
-            read_files({"m.bin": data})
+            read_files(TorchFileReader, {"m.bin": data})
 
 
 def test_containers_that_hold_themselves_are_refused() -> None:
     cycle: list[Any] = [torch.zeros(1)]
     cycle.append(cycle)
     with pytest.raises(InputError):
-        read_files({"m.pt": saved(cycle)})
+        read_files(TorchFileReader, {"m.pt": saved(cycle)})
 
 
 def test_shared_containers_cannot_explode() -> None:
@@ -215,7 +163,7 @@ def test_shared_containers_cannot_explode() -> None:
     for _ in range(30):
         value = [value, value]
     with pytest.raises(LimitError, match=r"unfolds into more than|far longer than"):
-        read_files({"m.pt": saved(value)})
+        read_files(TorchFileReader, {"m.pt": saved(value)})
 
 
 def test_long_names_cannot_multiply() -> None:
@@ -223,12 +171,14 @@ def test_long_names_cannot_multiply() -> None:
     for _ in range(8):
         value = {"k" * 100_000: value}
     with pytest.raises(LimitError, match="names of tensors are far longer than the pickle"):
-        read_files({"m.pt": saved(value)})
+        read_files(TorchFileReader, {"m.pt": saved(value)})
 
 
 def test_two_tensors_of_one_dotted_name_are_refused() -> None:
     with pytest.raises(FormatError, match=r"'a\.b'"):
-        read_files({"m.pt": saved({"a.b": torch.zeros(1), "a": {"b": torch.zeros(2)}})})
+        read_files(
+            TorchFileReader, {"m.pt": saved({"a.b": torch.zeros(1), "a": {"b": torch.zeros(2)}})}
+        )
 
 
 def test_a_walk_is_in_order_and_names_rare_keys() -> None:

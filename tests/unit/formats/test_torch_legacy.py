@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import pickle
 import shutil
@@ -26,21 +27,17 @@ from ckptkit.formats.pickle import torch_archives as torch_legacy
 from ckptkit.formats.pickle.torch_archives import ArchiveTable
 from ckptkit.formats.torch_files import TorchFileReader
 from ckptkit.storage.overlay import MemorySource
+from tests import files_in_memory as in_memory
 
 MAGIC = 0x1950A86A20F9469CFC6C
 FACTS = {"protocol_version": 1001, "little_endian": True, "type_sizes": {"long": 4}}
 
 
-def saved(value: object, **options: Any) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(value, buffer, _use_new_zipfile_serialization=False, **options)
-    return buffer.getvalue()
+saved = functools.partial(in_memory.saved, _use_new_zipfile_serialization=False)
 
 
 def read(data: bytes) -> TensorIndex:
-    files = {"m.pt": data}
-    (candidate,) = TorchFileReader().find(list(files))
-    return TorchFileReader().read_index(MemorySource(files), candidate)
+    return in_memory.read_files(TorchFileReader, {"m.pt": data})
 
 
 def refused(data: bytes, error: type[CkptkitError], message: str) -> CkptkitError:
@@ -55,15 +52,9 @@ def made(*parts: object) -> bytes:
 
 
 def values_in(index: TensorIndex, key: str, data: bytes) -> list[float]:
-    entry = index.tensors[key]  # type: ignore[index]
-    (chunk,) = entry.chunks
-    record = index.records[chunk.record]
-    assert record.crc32 is None
-    image = bytearray(data[record.start : record.stop])
-    stride = chunk.strides or torch.zeros(entry.shape, device="meta").stride()
-    offset = (chunk.byte_offset or 0) // entry.dtype.itemsize
-    whole = torch.frombuffer(image, dtype=getattr(torch, entry.dtype.name))
-    return whole.as_strided(entry.shape, stride, offset).flatten().tolist()
+    found: list[float] = in_memory.tensor_at(index, key, {"m.pt": data}).flatten().tolist()
+    assert {record.crc32 for record in index.records} == {None}
+    return found
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])

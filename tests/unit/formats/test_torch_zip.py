@@ -37,27 +37,15 @@ from ckptkit.formats.pickle.torch_zip import (
     read_directory,
 )
 from ckptkit.training.save.file_layout import archive_of_tensor
+from tests.campaigns.fuzz.seeds import strict
+from tests.files_in_memory import saved
 
 Reads = list[tuple[int, int]]
 END64_BYTES = 56 + 20 + 22
 
 
-def saved(value: object) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
-
-
-def reader(blob: bytes) -> Callable[[int, int], bytes]:
-    def read(start: int, stop: int) -> bytes:
-        assert 0 <= start <= stop <= len(blob)
-        return blob[start:stop]
-
-    return read
-
-
 def located(blob: bytes, cache: TensorCache | None = None) -> Payload:
-    return locate_tensor(reader(blob), len(blob), where="x.distcp", cache=cache)
+    return locate_tensor(strict(blob), len(blob), where="x.distcp", cache=cache)
 
 
 def rebuilt(blob: bytes, payload: Payload) -> torch.Tensor:
@@ -145,10 +133,7 @@ def test_a_large_archive_takes_two_reads_and_a_small_one_takes_one() -> None:
 
 def test_more_is_read_where_the_windows_do_not_hold_it() -> None:
     buffer = io.BytesIO()
-    with (
-        zipfile.ZipFile(buffer, "w") as archive,
-        zipfile.ZipFile(io.BytesIO(one_tensor())) as old,
-    ):
+    with zipfile.ZipFile(buffer, "w") as archive, zipfile.ZipFile(io.BytesIO(one_tensor())) as old:
         archive.writestr("archive/padding", bytes(3 * WINDOW_BYTES))
         for name in old.namelist():
             archive.writestr(name, old.read(name))
@@ -178,19 +163,13 @@ def test_equal_pickles_are_parsed_once_and_few_are_kept() -> None:
 
 
 def test_objects_come_back_inert() -> None:
-    value = {
-        "lr": 0.1,
-        "betas": (0.9, 0.95),
-        "names": ["a", "b"],
-        "none": None,
-        "n": 2**70,
-    }
+    value = {"lr": 0.1, "betas": (0.9, 0.95), "names": ["a", "b"], "none": None, "n": 2**70}
     blob = saved(value)
     assert read_object(blob) == value
 
 
 def read_object(blob: bytes) -> object:
-    return parse_values(open_archive(reader(blob), len(blob), where="x").pickle(), where="x")
+    return parse_values(open_archive(strict(blob), len(blob), where="x").pickle(), where="x")
 
 
 def test_a_tensor_inside_an_object_comes_back_as_a_reference() -> None:
@@ -213,10 +192,7 @@ def test_two_tensors_are_not_one() -> None:
 
 
 def test_lazily_conjugated_and_negated_tensors_are_refused() -> None:
-    for tensor in (
-        torch.zeros(2, dtype=torch.complex64).conj(),
-        torch._neg_view(torch.zeros(2)),
-    ):
+    for tensor in (torch.zeros(2, dtype=torch.complex64).conj(), torch._neg_view(torch.zeros(2))):
         with pytest.raises(UnsupportedError, match="its bytes are not its values"):
             located(saved(tensor))
 
@@ -238,8 +214,7 @@ def test_torchscript_is_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("order", "error"),
-    [(b"big", UnsupportedError), (b"middle", FormatError), (b"", FormatError)],
+    ("order", "error"), [(b"big", UnsupportedError), (b"middle", FormatError), (b"", FormatError)]
 )
 def test_other_byte_orders_are_refused(order: bytes, error: type[CkptkitError]) -> None:
     with pytest.raises(error):
@@ -264,9 +239,7 @@ def test_an_archive_without_a_byte_order_is_little_endian() -> None:
     ],
     ids=str,
 )
-def test_a_pickle_that_contradicts_the_record_is_refused(
-    before_after: tuple[bytes, bytes],
-) -> None:
+def test_a_pickle_that_contradicts_the_record_is_refused(before_after: tuple[bytes, bytes]) -> None:
     before, after = before_after
     pickle = pickle_of(one_tensor())
     assert pickle.count(before) == 1
@@ -307,10 +280,7 @@ def pickle_of(blob: bytes) -> bytes:
 def repacked(blob: bytes, changes: dict[str, bytes | None], method: int = 0) -> bytes:
     """Writes the records anew with Python's own zip writer; None drops one."""
     buffer = io.BytesIO()
-    with (
-        zipfile.ZipFile(io.BytesIO(blob)) as old,
-        zipfile.ZipFile(buffer, "w", method) as new,
-    ):
+    with zipfile.ZipFile(io.BytesIO(blob)) as old, zipfile.ZipFile(buffer, "w", method) as new:
         records = {name: old.read(name) for name in old.namelist()} | changes
         for name, data in records.items():
             if data is not None:
@@ -399,13 +369,10 @@ def entry(
 
 
 def directory(blob: bytes) -> Mapping[str, ZipEntry]:
-    return read_directory(reader(blob), len(blob), where="x")
+    return read_directory(strict(blob), len(blob), where="x")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [b"", b"/a", b"../a", b"a/../b", b"a\\b", b"a\0b", b"\xff\xfe"],
-)
+@pytest.mark.parametrize("name", [b"", b"/a", b"../a", b"a/../b", b"a\\b", b"a\0b", b"\xff\xfe"])
 def test_names_that_are_no_relative_paths_are_refused(name: bytes) -> None:
     with pytest.raises(FormatError):
         directory(archive_of([entry(name)], padding=100))
@@ -458,10 +425,7 @@ def test_zip64_sizes_are_taken_from_the_extra_field() -> None:
         return (local if first == 0 else tail[first - start : last - start])[: last - first]
 
     found = read_directory(read, start + len(tail), where="x")
-    assert [(e.header_start, e.size_bytes) for e in found.values()] == [
-        (0, large),
-        (far, 5),
-    ]
+    assert [(e.header_start, e.size_bytes) for e in found.values()] == [(0, large), (far, 5)]
     assert data_start(read, found["a"], where="x") == 31
 
 
@@ -473,13 +437,11 @@ def test_a_damaged_zip64_extra_field_is_refused(extra: bytes) -> None:
 
 def test_positions_agree_with_numpy_for_a_checkpoint_of_many_storages() -> None:
     tensors = {str(n): torch.arange(n, n + 5) for n in range(20)}
-    buffer = io.BytesIO()
-    torch.save(tensors, buffer)
-    blob = buffer.getvalue()
+    blob = saved(tensors)
     entries = directory(blob)
     for number, tensor in enumerate(tensors.values()):
         one = entries[f"archive/data/{number}"]
-        start = data_start(reader(blob), one, where="x")
+        start = data_start(strict(blob), one, where="x")
         values = np.frombuffer(blob[start : start + one.size_bytes], np.int64)
         assert values.tolist() == tensor.tolist()
 

@@ -134,10 +134,7 @@ BAD: dict[str, tuple[Change, type[CkptkitError], str]] = {
         "are of two tensors",
     ),
     "sizes that overflow": (
-        lambda d: (
-            shard(d).update(sizes=[2**61, 2**61]),
-            tensor(d).update(shape=[2**61, 2**61]),
-        ),
+        lambda d: (shard(d).update(sizes=[2**61, 2**61]), tensor(d).update(shape=[2**61, 2**61])),
         FormatError,
         "overflows",
     ),
@@ -153,10 +150,7 @@ BAD: dict[str, tuple[Change, type[CkptkitError], str]] = {
         "is stored in several element types",
     ),
     "blocks of several dimensions": (
-        lambda d: (
-            shard(d).update(sizes=[25], offsets=[0]),
-            tensor(d).update(shape=[25]),
-        ),
+        lambda d: (shard(d).update(sizes=[25], offsets=[0]), tensor(d).update(shape=[25])),
         FormatError,
         "differ in dimensions",
     ),
