@@ -14,9 +14,11 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptkit.core.errors import RefusedError
-from ckptkit.core.index import MOST_WRAPPERS
+from ckptkit.core.index import MOST_WRAPPERS, Fqn, Key, TensorEntry
+from ckptkit.options import matches
 
 ROUTER_CONFIG = "router_config.json"
 _ENCODERS = ("auto_model", "model")
@@ -57,6 +59,51 @@ def find_modules(
             is_first = position == 0 and not kind.endswith(_OF_TRANSFORMERS)
             found.append(SentenceModule(folder, prefix, bool(inner) or is_first))
     return found if any(module.is_model for module in found) else ()
+
+
+class SplitModel(Struct, frozen=True):
+    """A model of sentence-transformers, whose modules are written one by one."""
+
+    tensors: Mapping[Key, TensorEntry] = {}  # with the names that are written; none for an encoder
+    taken: Mapping[str, list[TensorEntry]] = {}  # those of modules beside it, by their folders
+    prefix: str = ""  # without which the names of the encoder are written
+
+
+def split_modules(
+    listed: Any,
+    entries: Sequence[TensorEntry],
+    *,
+    where: str,
+    base: str,
+    router: Any,
+    stripped: Sequence[str],
+    exclude: tuple[str, ...],
+) -> SplitModel:
+    """Takes the tensors of modules beside an encoder out of a model."""
+    wrapper = find_wrapper(listed, [str(entry.name) for entry in entries], stripped)
+    if wrapper is None:
+        return SplitModel()
+    names = {entry.key: entry.name.removeprefix(wrapper) for entry in entries}
+    found = find_modules(listed, list(names.values()), where, base=base, router=router)
+    if not found:
+        return SplitModel()
+    tensors: dict[Key, TensorEntry] = {}
+    taken: dict[str, list[TensorEntry]] = {}
+    for entry in entries:
+        name = names[entry.key]
+        module = next((m for m in found if name.startswith(m.prefix)), None)
+        # Patterns may be of the names before.
+        stored = (*entry.stored_names, entry.name)
+        is_left = any(matches(one, exclude) for one in (name, *stored))
+        if module is not None and (module.is_model or not is_left):
+            name = name.removeprefix(module.prefix)
+        renamed = replace(entry, name=Fqn(name), stored_names=stored)
+        if module is not None and not (module.is_model or is_left):
+            taken.setdefault(module.folder, []).append(renamed)
+            renamed = replace(renamed, part="other")
+        tensors[entry.key] = renamed
+    encoder = next(module.prefix for module in found if module.is_model)
+    return SplitModel(tensors, taken, f"{wrapper}{encoder}")
 
 
 def find_wrapper(listed: Any, names: Collection[str], stripped: Sequence[str]) -> str | None:

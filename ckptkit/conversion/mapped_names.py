@@ -49,21 +49,7 @@ from ckptkit.lora.foreign import OF_TINKER, TINKER, Factor, ForeignAdapter, name
 from ckptkit.name_maps.apply import Extent, MappedNames, apply_map
 from ckptkit.name_maps.find import find_map, load_map, refuse_contradiction
 from ckptkit.name_maps.language import NameMap, Rule, invert, parse_template
-from ckptkit.name_maps.rule_steps import (
-    Add,
-    Concat,
-    Flatten,
-    Made,
-    Only,
-    Pad,
-    Reorder,
-    Rows,
-    Sizes,
-    Split,
-    Step,
-    Transpose,
-    Unflatten,
-)
+from ckptkit.name_maps.rule_steps import Made, Sizes, Split, Step
 from ckptkit.options import ConsolidateRequest, matches
 from ckptkit.plan.coverage import refuse_problems
 from ckptkit.plan.plan import SOURCE, Compute, Product, StackedPart, TensorSpec
@@ -388,7 +374,7 @@ def _list_rules(mapped: MappedModel) -> Iterator[AppliedRule]:
             rule=where,
             sources={str(name): mapped.live[name][1] for name in sources},
             targets={str(name): shape for name, shape in made.items()},
-            steps=tuple(map(describe_step, rules[where].steps)),
+            steps=tuple(step.describe() for step in rules[where].steps),
             padding={str(n): rows for n, rows in names.padding.items() if n in sources},
         )
 
@@ -399,39 +385,6 @@ def _list_left_out(mapped: MappedModel) -> Iterator[AppliedRule]:
         reasons.setdefault(reason, {})[str(name)] = mapped.live[name][1]
     for reason, sources in reasons.items():
         yield AppliedRule("", sources, {}, left_out=reason)
-
-
-def describe_step(step: Step) -> str:
-    """Returns a step in words."""
-    if isinstance(step, Only):
-        return f"{describe_step(step.step)}, of tensors {', '.join(map(str, step.positions))} only"
-    match step:
-        case Split() | Concat():
-            text = _describe_parts(step)
-        case Reorder(before=before, after=after, axis=axis):
-            text = f"reorder axis {axis} from ({' '.join(before)}) to ({' '.join(after)})"
-        case Transpose(order=order):
-            text = f"transpose to {list(order)}"
-        case Rows(count=count, axis=axis):
-            text = f"keep the first {count} indices of axis {axis}"
-        case Pad(axis=axis, multiple=multiple):
-            text = f"pad axis {axis} with zeros to a multiple of {multiple}"
-        case Unflatten(parts=parts, axis=axis):
-            text = f"split axis {axis} into the axes {' x '.join(parts)}"
-        case Flatten(parts=parts, axis=axis):
-            text = f"join {len(parts)} axes from {axis} on"
-        case Add(value=value):
-            text = f"add {value:g}"
-        case _:
-            text = type(step).__name__.lower()
-    return text
-
-
-def _describe_parts(step: Split | Concat) -> str:
-    each = "" if step.groups == "1" else f", repeated {step.groups} times"
-    if isinstance(step, Concat):
-        return f"join along axis {step.axis}{each}"
-    return f"split axis {step.axis} into {' | '.join(step.parts)}{each}"
 
 
 def fold_names(names: Iterable[str]) -> list[str]:
@@ -645,7 +598,7 @@ def _split_experts(
 # --- by a name map ---
 
 
-class _Repeat(Step, Struct, frozen=True):
+class Repeat(Step, frozen=True):
     """The same tensor several times: a factor A, of each part of a weight."""
 
     count: int
@@ -693,7 +646,7 @@ def _make_rule(rule: Rule, factor: Factor, ranks: int) -> Rule | None:
     if len(rule.sources) != 1 or not all(text.endswith(_WEIGHT) for text in texts):
         return None
     targets, steps = rule.targets, tuple(_of_ranks(s, factor, ranks) for s in rule.steps)
-    if not all(map(_moves_rows, steps)):
+    if not all(step.moves_rows for step in steps):
         return None
     if factor.branch:
         order = next((o for o in _BRANCHES if factor.branch in o), ())
@@ -701,7 +654,7 @@ def _make_rule(rule: Rule, factor: Factor, ranks: int) -> Rule | None:
             return None
         targets, steps = (targets[order.index(factor.branch)],), ()
     elif factor.part == LORA_A:
-        steps = (_Repeat(len(targets)),)
+        steps = (Repeat(rule.where, 0, (), len(targets)),)
     ending = f".{factor.part}.{factor.adapter}{_WEIGHT}"
     return replace(
         rule,
@@ -711,16 +664,9 @@ def _make_rule(rule: Rule, factor: Factor, ranks: int) -> Rule | None:
     )
 
 
-def _moves_rows(step: Step) -> bool:
-    """Returns whether a step moves whole rows, and so does to B what it does to the weight."""
-    if isinstance(step, Only):
-        return _moves_rows(step.step)
-    return isinstance(step, (Split, Concat, Reorder, Rows)) and step.axis == 0
-
-
 def _of_ranks(step: Step, factor: Factor, ranks: int) -> Step:
     """Returns the step for rows that each rank of tensor parallelism has apart."""
-    if ranks == 1 or not _is_split(factor) or not isinstance(step, Split):
+    if ranks == 1 or not _is_split(factor) or type(step) is not Split:
         return step
     return replace(step, parts=tuple(f"({p}) / {ranks}" for p in step.parts), groups=str(ranks))
 

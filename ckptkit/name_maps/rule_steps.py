@@ -34,7 +34,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from msgspec import Struct, field
-from msgspec.structs import replace
+from msgspec.structs import astuple, replace
 
 from ckptkit.core.errors import FormatError, RefusedError, UsageError
 from ckptkit.core.geometry import Arrangement, join
@@ -67,14 +67,26 @@ class Made(Struct, frozen=True):
         return replace(self, arrangement=self.arrangement.viewed(shape))
 
 
-class Step:
+class Step(Struct, frozen=True):
     """One step of a rule; most change each tensor by itself."""
 
-    __slots__ = ()
+    where: str
+    axis: int
+    only: tuple[int, ...]  # the positions of the tensors that it applies to; empty for all
 
     def apply(self, tensors: Sequence[Made], sizes: Sizes) -> list[Made]:
         """Returns the tensors after the step."""
-        return [self.change(made, sizes) for made in tensors]
+        if self.only and max(self.only) >= len(tensors):
+            raise UsageError(
+                f"'only' has {max(self.only)}, and {len(tensors)} tensors come from the step"
+                " before it, counted from 0",
+                where=self.where,
+                hint="take the number out of 'only'",
+            )
+        return [
+            self.change(made, sizes) if not self.only or position in self.only else made
+            for position, made in enumerate(tensors)
+        ]
 
     def change(self, made: Made, sizes: Sizes) -> Made:
         raise NotImplementedError
@@ -83,88 +95,104 @@ class Step:
         """Returns the step that undoes it."""
         raise NotImplementedError
 
+    def describe(self) -> str:
+        """Returns the step in words."""
+        only = f", of tensors {', '.join(map(str, self.only))} only" if self.only else ""
+        return f"{self._words()}{only}"
 
-def _misfit(where: str, shape: Shape, expected: str, subject: str = "") -> FormatError:
-    return FormatError(
-        f"{subject}has shape {list(shape)}; {expected}", where=where, hint=_OF_ANOTHER
-    )
+    def _words(self) -> str:
+        return type(self).__name__.lower()
+
+    @property
+    def moves_rows(self) -> bool:
+        """Whether whole rows are moved, so that the factor B of a weight is changed alike."""
+        return self.axis == 0 and isinstance(self, (Split, Reorder, Rows))
+
+    def refuse_count(self, tensors: Sequence[Made], count: int) -> None:
+        if len(tensors) != count:
+            raise UsageError(
+                f"the step takes {count} tensors, and {len(tensors)} come from the step before it",
+                where=self.where,
+                hint="list as many names, or parts",
+            )
+
+    def misfit(self, shape: Shape, expected: str, subject: str = "") -> FormatError:
+        return FormatError(
+            f"{subject}has shape {list(shape)}; {expected}", where=self.where, hint=_OF_ANOTHER
+        )
 
 
-class Split(Step, Struct, frozen=True):
+class Split(Step, frozen=True):
     """One tensor becomes several."""
 
-    where: str
     parts: tuple[str, ...]  # the size of each result along the axis, per group
-    axis: int
     groups: str  # the number of groups
 
     def apply(self, tensors: Sequence[Made], sizes: Sizes) -> list[Made]:
-        (made,) = _expect(tensors, 1, self.where)
-        counts, groups = [sizes.count(part) for part in self.parts], sizes.count(self.groups)
+        self.refuse_count(tensors, 1)
+        made, counts, each = (
+            tensors[0],
+            list(map(sizes.count, self.parts)),
+            sizes.count(self.groups),
+        )
         shape, axis = made.shape, self.axis
-        total = groups * sum(counts)
+        total = each * sum(counts)
         if len(shape) <= axis or shape[axis] != total:
-            each = " + ".join(f"{count:,}" for count in counts)
-            raise _misfit(
-                self.where,
-                shape,
-                f"expected {total:,} along axis {axis}: {groups:,} x ({each})",
-            )
+            listed = " + ".join(f"{count:,}" for count in counts)
+            expected = f"expected {total:,} along axis {axis}: {each:,} x ({listed})"
+            raise self.misfit(shape, expected)
         before, behind = shape[:axis], shape[axis + 1 :]
         grouped = made.arrangement
-        if groups != 1:
-            grouped, axis = grouped.viewed((*before, groups, sum(counts), *behind)), axis + 1
+        if each != 1:
+            grouped, axis = grouped.viewed((*before, each, sum(counts), *behind)), axis + 1
         bounds = pairwise(accumulate(counts, initial=0))
         parts = (grouped.sliced(axis, low, high) for low, high in bounds)
         return [
-            replace(made, arrangement=part).viewed((*before, groups * count, *behind))
+            replace(made, arrangement=part).viewed((*before, each * count, *behind))
             for part, count in zip(parts, counts, strict=True)
         ]
 
     def inverse(self) -> Step:
-        return Concat(self.where, self.parts, self.axis, self.groups)
+        return Concat(*astuple(self))
+
+    def _words(self) -> str:
+        each = "" if self.groups == "1" else f", repeated {self.groups} times"
+        return f"split axis {self.axis} into {' | '.join(self.parts)}{each}"
 
 
-class Concat(Step, Struct, frozen=True):
-    """Several tensors become one; the fields are those of `Split`."""
-
-    where: str
-    parts: tuple[str, ...]
-    axis: int
-    groups: str
+class Concat(Split, frozen=True):
+    """Several tensors become one."""
 
     def apply(self, tensors: Sequence[Made], sizes: Sizes) -> list[Made]:
-        _expect(tensors, len(self.parts), self.where)
-        counts, groups = [sizes.count(part) for part in self.parts], sizes.count(self.groups)
+        self.refuse_count(tensors, len(self.parts))
+        counts, groups = list(map(sizes.count, self.parts)), sizes.count(self.groups)
         axis, first = self.axis, tensors[0].shape
         before, behind = first[:axis], first[axis + 1 :]
         pieces = []
         for made, count in zip(tensors, counts, strict=True):
-            expected = (*before, groups * count, *behind)
-            if len(first) <= axis or made.shape != expected:
-                raise _misfit(
-                    self.where,
-                    made.shape,
-                    f"expected {list(expected)}: {groups * count:,} along axis {axis}",
-                    "a part ",
-                )
+            shape = (*before, groups * count, *behind)
+            if len(first) <= axis or made.shape != shape:
+                expected = f"expected {list(shape)}: {groups * count:,} along axis {axis}"
+                raise self.misfit(made.shape, expected, "a part ")
             split = (*before, groups, count, *behind)
             pieces.append(made.arrangement.viewed(split) if groups != 1 else made.arrangement)
         joined = replace(tensors[0], arrangement=join(pieces, axis + (groups != 1)))
         return [joined.viewed((*before, groups * sum(counts), *behind))]
 
     def inverse(self) -> Step:
-        return Split(self.where, self.parts, self.axis, self.groups)
+        return Split(*astuple(self))
+
+    def _words(self) -> str:
+        each = "" if self.groups == "1" else f", repeated {self.groups} times"
+        return f"join along axis {self.axis}{each}"
 
 
-class Reorder(Step, Struct, frozen=True):
+class Reorder(Step, frozen=True):
     """The indices of an axis in another order."""
 
-    where: str
     before: tuple[str, ...]  # the factors of the axis, the outermost first
     after: tuple[str, ...]  # the same factors in the new order
     factors: Mapping[str, str]  # expressions by factor; one may be missing
-    axis: int
 
     def change(self, made: Made, sizes: Sizes) -> Made:
         shape, axis = made.shape, self.axis
@@ -173,7 +201,7 @@ class Reorder(Step, Struct, frozen=True):
         is_open = len(known) < len(self.before)
         if not product or rows % product or (not is_open and rows != product):
             factors = " x ".join(f"{name} {size:,}" for name, size in known.items())
-            raise _misfit(self.where, shape, f"axis {axis} does not consist of {factors}")
+            raise self.misfit(shape, f"axis {axis} does not consist of {factors}")
         split = tuple(known.get(name, rows // product) for name in self.before)
         fine = made.arrangement.viewed((*shape[:axis], *split, *shape[axis + 1 :]))
         order = [axis + self.before.index(name) for name in self.after]
@@ -184,73 +212,77 @@ class Reorder(Step, Struct, frozen=True):
     def inverse(self) -> Step:
         return replace(self, before=self.after, after=self.before)
 
+    def _words(self) -> str:
+        before, after = " ".join(self.before), " ".join(self.after)
+        return f"reorder axis {self.axis} from ({before}) to ({after})"
 
-class Transpose(Step, Struct, frozen=True):
+
+class Transpose(Step, frozen=True):
     """The axes in another order."""
 
-    where: str
     order: tuple[int, ...]
 
     def change(self, made: Made, _sizes: Sizes) -> Made:
         if len(made.shape) != len(self.order):
-            raise _misfit(self.where, made.shape, f"expected {len(self.order)} axes")
+            raise self.misfit(made.shape, f"expected {len(self.order)} axes")
         return replace(made, arrangement=made.arrangement.permuted(self.order))
 
     def inverse(self) -> Step:
         order = tuple(self.order.index(axis) for axis in range(len(self.order)))
         return replace(self, order=order)
 
+    def _words(self) -> str:
+        return f"transpose to {list(self.order)}"
 
-class Unflatten(Step, Struct, frozen=True):
+
+class Unflatten(Step, frozen=True):
     """One axis becomes several, the outermost first."""
 
-    where: str
     parts: tuple[str, ...]
-    axis: int
 
     def change(self, made: Made, sizes: Sizes) -> Made:
         shape, axis = made.shape, self.axis
         counts = [sizes.of(part) for part in self.parts]
         if len(shape) <= axis or shape[axis] != math.prod(counts):
             factors = " x ".join(f"{count:,}" for count in counts)
-            raise _misfit(self.where, shape, f"axis {axis} does not consist of {factors}")
+            raise self.misfit(shape, f"axis {axis} does not consist of {factors}")
         return made.viewed((*shape[:axis], *counts, *shape[axis + 1 :]))
 
     def inverse(self) -> Step:
-        return Flatten(self.where, self.parts, self.axis)
+        return Flatten(*astuple(self))
+
+    def _words(self) -> str:
+        return f"split axis {self.axis} into the axes {' x '.join(self.parts)}"
 
 
-class Flatten(Step, Struct, frozen=True):
-    """Several axes become one; the fields are those of `Unflatten`."""
-
-    where: str
-    parts: tuple[str, ...]
-    axis: int
+class Flatten(Unflatten, frozen=True):
+    """Several axes become one."""
 
     def change(self, made: Made, sizes: Sizes) -> Made:
         shape, axis = made.shape, self.axis
         counts = tuple(sizes.of(part) for part in self.parts)
         end = axis + len(counts)
         if shape[axis:end] != counts:
-            raise _misfit(self.where, shape, f"expected {list(counts)} from axis {axis} on")
+            raise self.misfit(shape, f"expected {list(counts)} from axis {axis} on")
         return made.viewed((*shape[:axis], math.prod(counts), *shape[end:]))
 
     def inverse(self) -> Step:
-        return Unflatten(self.where, self.parts, self.axis)
+        return Unflatten(*astuple(self))
+
+    def _words(self) -> str:
+        return f"join {len(self.parts)} axes from {self.axis} on"
 
 
-class Rows(Step, Struct, frozen=True):
+class Rows(Step, frozen=True):
     """The first indices of an axis, without the padding after them."""
 
-    where: str
     count: str
-    axis: int
-    multiple: str = ""
+    multiple: str
 
     def change(self, made: Made, sizes: Sizes) -> Made:
         count, axis, shape = sizes.count(self.count), self.axis, made.shape
         if len(shape) <= axis or shape[axis] < count:
-            raise _misfit(self.where, shape, f"expected at least {count:,} along axis {axis}")
+            raise self.misfit(shape, f"expected at least {count:,} along axis {axis}")
         whole, extra = shape[axis], shape[axis] - count
         if extra >= _MOST_PADDING or not any(
             whole % unit == 0 for unit in range(extra + 1, _MOST_PADDING + 1)
@@ -266,32 +298,36 @@ class Rows(Step, Struct, frozen=True):
         return replace(kept, padding=(count, whole)) if extra else kept
 
     def inverse(self) -> Step:
-        return Pad(self.where, self.count, self.axis, self.multiple) if self.multiple else self
+        return Pad(*astuple(self)) if self.multiple else self
+
+    def _words(self) -> str:
+        return f"keep the first {self.count} indices of axis {self.axis}"
 
 
-class Pad(Step, Struct, frozen=True):
+class Pad(Rows, frozen=True):
     """Zeros after the last index of an axis, up to a multiple."""
-
-    where: str
-    count: str
-    axis: int
-    multiple: str
 
     def change(self, made: Made, sizes: Sizes) -> Made:
         count, multiple, axis = sizes.count(self.count), sizes.count(self.multiple), self.axis
         if len(made.shape) <= axis or made.shape[axis] != count:
-            raise _misfit(self.where, made.shape, f"expected {count:,} along axis {axis}")
+            raise self.misfit(made.shape, f"expected {count:,} along axis {axis}")
         whole = -(-count // multiple) * multiple
         return replace(made, arrangement=made.arrangement.padded(axis, whole))
 
     def inverse(self) -> Step:
-        return Rows(self.where, self.count, self.axis, self.multiple)
+        return Rows(*astuple(self))
+
+    def _words(self) -> str:
+        return f"pad axis {self.axis} with zeros to a multiple of {self.multiple}"
+
+    @property
+    def moves_rows(self) -> bool:
+        return False
 
 
-class Add(Step, Struct, frozen=True):
+class Add(Step, frozen=True):
     """A constant is added."""
 
-    where: str
     value: float
 
     def change(self, made: Made, _sizes: Sizes) -> Made:
@@ -300,132 +336,85 @@ class Add(Step, Struct, frozen=True):
     def inverse(self) -> Step:
         return replace(self, value=-self.value)
 
+    def _words(self) -> str:
+        return f"add {self.value:g}"
 
-class Only(Step, Struct, frozen=True):
-    """A step that applies to some tensors, by their positions."""
 
-    where: str
-    step: Step
-    positions: tuple[int, ...]
-
-    def apply(self, tensors: Sequence[Made], sizes: Sizes) -> list[Made]:
-        if max(self.positions) >= len(tensors):
-            raise UsageError(
-                f"'only' has {max(self.positions)}, and {len(tensors)} tensors come from the step"
-                " before it, counted from 0",
-                where=self.where,
-                hint="take the number out of 'only'",
-            )
-        return [
-            self.step.change(made, sizes) if position in self.positions else made
-            for position, made in enumerate(tensors)
-        ]
-
-    def inverse(self) -> Step:
-        return replace(self, step=self.step.inverse())
+_KINDS = ("split", "concat", "reorder", "unflatten", "flatten", "transpose", "pad", "rows", "add")
 
 
 def parse_step(step: Any, where: str) -> Step:
     """Parses a step of a rule."""
     table = dict(step) if isinstance(step, dict) else {}
-    kind = next((kind for kind in _PARSERS if kind in table), None)
+    kind = next((kind for kind in _KINDS if kind in table), None)
     if kind is None:
-        raise UsageError(
-            f"{step!r} is no step; a step has one of {', '.join(_PARSERS)}", where=where
-        )
-    value = table.pop(kind)
-    axis = table.pop("axis", 0)
+        raise UsageError(f"{step!r} is no step; a step has one of {', '.join(_KINDS)}", where=where)
+    value, axis, only = table.pop(kind), table.pop("axis", 0), table.pop("only", None)
     if type(axis) is not int or axis < 0:
         raise UsageError(f"{axis!r} is not an axis", where=where, hint="axes are counted from 0")
-    only = table.pop("only", None)
-    made: Step | None = _PARSERS[kind](value, axis, table, where)
-    if made is None or table or not (only is None or _is_positions(only, kind)):
-        raise UsageError(f"{step!r} is not a step {kind!r}", where=where, hint=_FORMS)
-    return made if only is None else Only(where, made, tuple(only))
+    is_only = only is None or (
+        isinstance(only, list)
+        and bool(only)
+        and all(type(at) is int and at >= 0 for at in only)
+        and kind not in {"split", "concat"}
+    )
+    made = _parse_kind(kind, value, table, (where, axis, tuple(only or ()))) if is_only else None
+    if made is None or table:
+        raise UsageError(
+            f"{step!r} is not a step {kind!r}",
+            where=where,
+            hint="see the steps in docs/reference/name-maps.md",
+        )
+    return made
 
 
-_FORMS = "see the steps in docs/reference/name-maps.md"
-
-
-def _parse_parts(kind: type[Split | Concat], value: Any, axis: int, more: Any, where: str) -> Any:
-    groups = more.pop("groups", "1")
-    if not isinstance(value, list) or not value or not all(map(_is_size, [*value, groups])):
-        return None
-    return kind(where, tuple(map(str, value)), axis, str(groups))
-
-
-def _parse_axes(kind: type[Unflatten | Flatten], value: Any, axis: int, where: str) -> Any:
-    if not isinstance(value, list) or not value or not all(map(_is_size, value)):
-        return None
-    return kind(where, tuple(map(str, value)), axis)
-
-
-def _parse_reorder(value: Any, axis: int, more: dict[str, Any], where: str) -> Reorder | None:
-    found = _REORDER.fullmatch(value.strip()) if isinstance(value, str) else None
-    if found is None:
-        return None
-    before, after = tuple(found[1].split()), tuple(found[2].split())
-    factors = {name: str(more.pop(name)) for name in before if _is_size(more.get(name))}
-    is_order = sorted(before) == sorted(after) and len(set(before)) == len(before)
-    if not is_order or len(factors) < len(before) - 1:
-        return None
-    return Reorder(where, before, after, factors, axis)
-
-
-def _parse_transpose(value: Any, _axis: int, _more: Any, where: str) -> Transpose | None:
-    is_order = isinstance(value, list) and sorted(map(repr, value)) == [
-        repr(i) for i in range(len(value))
-    ]
-    return Transpose(where, tuple(value)) if is_order else None
-
-
-def _parse_rows(value: Any, axis: int, more: dict[str, Any], where: str) -> Rows | None:
-    multiple = more.pop("multiple", "")
-    is_step = _is_size(value) and (multiple == "" or _is_size(multiple))
-    return Rows(where, str(value), axis, str(multiple)) if is_step else None
-
-
-def _parse_pad(value: Any, axis: int, more: dict[str, Any], where: str) -> Pad | None:
-    count = more.pop("rows", None)
-    is_step = _is_size(value) and _is_size(count)
-    return Pad(where, str(count), axis, str(value)) if is_step else None
-
-
-def _parse_add(value: Any, _axis: int, _more: Any, where: str) -> Add | None:
-    is_number = type(value) in {int, float} and abs(value) <= _MOST_ADDED  # which no NaN is
-    return Add(where, float(value)) if is_number else None
-
-
-_PARSERS: Mapping[str, Any] = {
-    "split": lambda *given: _parse_parts(Split, *given),
-    "concat": lambda *given: _parse_parts(Concat, *given),
-    "reorder": _parse_reorder,
-    "unflatten": lambda value, axis, _more, where: _parse_axes(Unflatten, value, axis, where),
-    "flatten": lambda value, axis, _more, where: _parse_axes(Flatten, value, axis, where),
-    "transpose": _parse_transpose,
-    "pad": _parse_pad,
-    "rows": _parse_rows,
-    "add": _parse_add,
-}
-
-
-def _is_positions(value: Any, kind: str) -> bool:
-    are_positions = isinstance(value, list) and all(type(at) is int and at >= 0 for at in value)
-    return are_positions and bool(value) and kind not in {"split", "concat"}
+def _parse_kind(
+    kind: str, value: Any, more: dict[str, Any], common: tuple[str, int, tuple[int, ...]]
+) -> Step | None:
+    """Returns a step, taking what it has besides `value` out of `more`; None if it is none."""
+    match kind:
+        case "split" | "concat":
+            groups = more.pop("groups", "1")
+            if _are_sizes(value) and _is_size(groups):
+                made = Split if kind == "split" else Concat
+                return made(*common, tuple(map(str, value)), str(groups))
+        case "unflatten" | "flatten":
+            if _are_sizes(value):
+                shaped = Unflatten if kind == "unflatten" else Flatten
+                return shaped(*common, tuple(map(str, value)))
+        case "reorder":
+            found = _REORDER.fullmatch(value.strip()) if isinstance(value, str) else None
+            before, after = (tuple(found[i].split()) for i in (1, 2)) if found else ((), ())
+            factors = {name: str(more.pop(name)) for name in before if _is_size(more.get(name))}
+            is_order = sorted(before) == sorted(after) and len(set(before)) == len(before)
+            if found and is_order and len(factors) >= len(before) - 1:
+                return Reorder(*common, before, after, factors)
+        case "transpose":
+            # Text, so that neither `True` nor `1.0` is taken for a number.
+            if isinstance(value, list) and sorted(map(repr, value)) == [
+                repr(i) for i in range(len(value))
+            ]:
+                return Transpose(*common, tuple(value))
+        case "rows":
+            multiple = more.pop("multiple", "")
+            if _is_size(value) and (multiple == "" or _is_size(multiple)):
+                return Rows(*common, str(value), str(multiple))
+        case "pad":
+            count = more.pop("rows", None)
+            if _is_size(value) and _is_size(count):
+                return Pad(*common, str(count), str(value))
+        case "add":
+            if type(value) in {int, float} and abs(value) <= _MOST_ADDED:  # which no NaN is
+                return Add(*common, float(value))
+    return None
 
 
 def _is_size(value: Any) -> bool:
     return isinstance(value, str) or (type(value) is int and value > 0)
 
 
-def _expect(tensors: Sequence[Made], count: int, where: str) -> Sequence[Made]:
-    if len(tensors) != count:
-        raise UsageError(
-            f"the step takes {count} tensors, and {len(tensors)} come from the step before it",
-            where=where,
-            hint="list as many names, or parts",
-        )
-    return tensors
+def _are_sizes(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(map(_is_size, value))
 
 
 # Sizes, and expressions of them
