@@ -62,30 +62,17 @@ _SILENT_SECONDS = 1.0  # before `Waiting` is reported
 
 
 class Subject(Struct, frozen=True):
-    """What is compared.
+    """What is compared."""
 
-    Attributes:
-        config: The configuration as it is written, with its `auto_map`, or None.
-        tensors: Element types and shapes of the tensors that are written or left out.
-        left_out: The names that the user left out.
-        where: The source, for messages.
-        base: The folder of the model that the configuration is from, which the output has to
-            match, or None.
-        filling: The folder of `--base`, which may have what the output lacks, or None.
-        is_live: Whether names are those of training, which can differ from those on disk.
-        consumer: The library that loads the output.
-        advice: The options that messages propose.
-    """
-
-    config: Mapping[str, Any] | None
-    tensors: Mapping[str, tuple[Any, Shape]]
-    left_out: frozenset[str]
-    where: str
-    base: str | None = None
-    filling: str | None = None
-    is_live: bool = False
-    consumer: Consumer = TRANSFORMERS
-    advice: Advice = CONSOLIDATE
+    config: Mapping[str, Any] | None  # as it is written, with its `auto_map`
+    tensors: Mapping[str, tuple[Any, Shape]]  # those that are written or left out
+    left_out: frozenset[str]  # the names that the user left out
+    where: str  # the source, for messages
+    base: str | None = None  # the model that the configuration is from, which has to be matched
+    filling: str | None = None  # the model of `--base`, which may have what the output lacks
+    is_live: bool = False  # whether names are those of training, which can differ on disk
+    consumer: Consumer = TRANSFORMERS  # the library that loads the output
+    advice: Advice = CONSOLIDATE  # the options that messages propose
 
     @property
     def request(self) -> LoadRequest:

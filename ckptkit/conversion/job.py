@@ -73,16 +73,9 @@ if TYPE_CHECKING:
 
 
 class JobResult(Struct, frozen=True):
-    """The result of a job.
-
-    Attributes:
-        manifest: The manifest of the output; None for a slice that was not the last.
-        missing: The slices that are not written yet, by number.
-        removal: What was removed of the source; None if nothing was, or an earlier run removed it.
-    """
-
-    manifest: Manifest | None
-    missing: tuple[int, ...] = ()
+    manifest: Manifest | None  # of the output; None for a slice that was not the last
+    missing: tuple[int, ...] = ()  # the slices that are not written yet, by number
+    # What was removed of the source; None if nothing was, or an earlier run removed it.
     removal: SourceRemoval | None = None
 
     @property
@@ -312,14 +305,10 @@ class Slice(WriteStrategy[Manifest | MissingSlices]):
                 raise
             # Otherwise another slice has begun meanwhile, and the missing room is what it reserved.
 
-    @property
-    def _open_target(self) -> SharedOutput:
-        assert self._target is not None  # noqa: S101  `start` has opened it
-        return self._target
-
     def execute(self) -> None:
-        target, plan = self._open_target, self._planned.plan
-        name = _note_name(self._share.number)
+        target, plan = self._target, self._planned.plan
+        assert target is not None  # noqa: S101  `start` has opened it
+        name = f"slice-{self._share.number}"
         if target.notes.get(name) is None:
             tasks = tasks_of(plan, self._share)
             self._listener(Started(sum(task.stop - task.start for task in tasks)))
@@ -327,14 +316,16 @@ class Slice(WriteStrategy[Manifest | MissingSlices]):
             target.notes.put(name, json.dumps(outcome.to_json()).encode())
 
     def reject(self, error: CkptkitError) -> None:  # noqa: ARG002  every slice is refused alike
-        self._open_target.abandon()
+        if self._target is not None:
+            self._target.abandon()
 
     def commit(self) -> Manifest | MissingSlices:
         """Commits if all slices are there."""
-        target, share = self._open_target, self._share
+        target, share = self._target, self._share
+        assert target is not None  # noqa: S101  `start` has opened it
         # Its own note last: if it exists, no note that was missing before had been removed.
         numbers = sorted(range(share.count), key=lambda number: number == share.number)
-        notes = {number: target.notes.get(_note_name(number)) for number in numbers}
+        notes = {number: target.notes.get(f"slice-{number}") for number in numbers}
         missing = tuple(sorted(number for number, data in notes.items() if data is None))
         if share.number in missing:
             if find_written_output(self._planned, self._out) is not None:
@@ -353,13 +344,9 @@ class Slice(WriteStrategy[Manifest | MissingSlices]):
             whole = Outcome.joined(outcomes)
             return _commit_shares(self._planned, target, whole, self._listener)
 
-    def close(self, error: BaseException | None) -> None:  # noqa: ARG002  others may be at work
+    def __exit__(self, *_: object) -> None:  # others may be at work
         if self._target is not None:
             self._target.leave()
-
-
-def _note_name(number: int) -> str:
-    return f"slice-{number}"
 
 
 _RAY_OPTION = "--engine ray"
@@ -464,7 +451,7 @@ class RayCluster(WriteStrategy[Manifest]):
         assert self._target is not None  # noqa: S101  `start` has opened it
         return _commit_shares(self._planned, self._target, self._outcome, self._listener)
 
-    def close(self, error: BaseException | None) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         if self._target is None:
             return
         try:

@@ -15,9 +15,9 @@ from msgspec.structs import replace
 
 from ckptkit.conversion.names_on_disk import (
     NamedProducts,
-    ProductMaker,
     Specs,
     join_sources,
+    make_disk_products,
     operand_of,
 )
 from ckptkit.conversion.source.open import OpenedCheckpoint
@@ -60,19 +60,12 @@ _SHOWN = 3
 
 
 class MappedModel(Struct, frozen=True):
-    """A model whose names a map converts.
-
-    Attributes:
-        name_map: The map.
-        names: What it makes of the model.
-        live: Element types and shapes of the source's tensors, by their names.
-        wrapper: What all names of the source begin with and the rules' do not; left out of `live`.
-    """
+    """A model whose names a map converts."""
 
     name_map: NameMap
-    names: MappedNames
-    live: Specs
-    wrapper: str = ""
+    names: MappedNames  # what it makes of the model
+    live: Specs  # element types and shapes of the source's tensors, by their names
+    wrapper: str = ""  # what all names of the source begin with, which those of `live` do not
 
     @property
     def versions(self) -> Mapping[str, str]:
@@ -111,8 +104,13 @@ class MappedModel(Struct, frozen=True):
     def convert(self, products: Sequence[Product]) -> NamedProducts:
         """Returns the tensors to be written."""
         names = HubNames("", {n: s for n, (_, s) in self.live.items()}, self.names.tensors)
-        maker = ProductMaker(names, NamingRequest({}, None), {p.spec.name: p for p in products})
-        made = [self._add(product) for product in maker.products()]
+        live = {product.spec.name: product for product in products}
+        made, _ = make_disk_products(names, NamingRequest({}, None), live)
+        for at, product in enumerate(made):
+            constant = self.names.added.get(product.spec.name)
+            if constant is not None:
+                operand = AddedOperand(operand_of(product), constant)
+                made[at] = replace(product, body=OperandKernel(operand).compute())
         for name, shape in self.names.zeros.items():
             kernel = RearrangeKernel(shape, (), {}, has_padding=True)
             spec = TensorSpec(name, dtype_named("float32"), shape)
@@ -148,13 +146,6 @@ class MappedModel(Struct, frozen=True):
                 derivation=made if constant is None else AddedOperand(made, constant),
                 stored_names=tensor.sources,
             )
-
-    def _add(self, product: Product) -> Product:
-        constant = self.names.added.get(product.spec.name)
-        if constant is None:
-            return product
-        operand = AddedOperand(operand_of(product), constant)
-        return replace(product, body=OperandKernel(operand).compute())
 
 
 def _operand_of_sources(
@@ -436,16 +427,11 @@ _FC1 = ".linear_fc1"
 
 
 class ConvertedAdapter(Struct, frozen=True):
-    """A checkpoint whose adapter has the names of PEFT.
+    """A checkpoint whose adapter has the names of PEFT."""
 
-    Attributes:
-        checkpoint: The checkpoint; the tensors that were converted are of no model any more.
-        foreign: What the adapter was.
-        origins: By the path of each module, the framework's name of the module that it is of.
-    """
-
-    checkpoint: OpenedCheckpoint
-    foreign: ForeignAdapter
+    checkpoint: OpenedCheckpoint  # the tensors that were converted are of no model any more
+    foreign: ForeignAdapter  # what the adapter was
+    # By the path of each module, the framework's name of the module that it is of.
     origins: Mapping[str, str]
 
 

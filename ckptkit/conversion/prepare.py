@@ -134,41 +134,26 @@ _TORCH_LAYOUTS = ("torch", "dcp")
 
 
 class ConversionJob(Struct, frozen=True):
-    """A conversion as values, which can be sent to another process.
-
-    Attributes:
-        src: The source.
-        out: The output; None if it is only planned.
-        request: What the output holds.
-        base: A model folder for what the source lacks, or None.
-        side: Where configuration and tokenizer come from before all other folders.
-        also: Further directories of the source.
-        resources: What the execution may use.
-        overwrite: Whether to replace an output that holds something.
-        if_exists: `verify` accepts an existing output that equals the one asked for.
-        resume: Whether to resume an interrupted run.
-        delete_source: Whether to remove the files that were read once the output is verified.
-        share: The slice to write, or None for all of the output.
-        advice: The options that messages propose where the output would not load.
-        from_masters: Whether tensors are the master copies that an optimizer works on, where there
-            are some; `--dtype keep` otherwise takes what the model has.
-        origins: What the plan calls the source, and the model that fills what it lacks.
-    """
+    """A conversion as values, which can be sent to another process."""
 
     src: PathLike
-    out: PathLike | None
-    request: ConsolidateRequest
-    base: PathLike | None = None
+    out: PathLike | None  # None if it is only planned
+    request: ConsolidateRequest  # what the output holds
+    base: PathLike | None = None  # a model folder for what the source lacks
+    # Where configuration and tokenizer come from before all other folders.
     side: SideChoice = field(default_factory=SideChoice)
-    also: tuple[PathLike, ...] = ()
-    resources: Resources = field(default_factory=Resources)
-    overwrite: bool = False
-    if_exists: IfExists = "error"
-    resume: bool = False
-    delete_source: bool = False
-    share: Share | None = None
-    advice: Advice = CONSOLIDATE
+    also: tuple[PathLike, ...] = ()  # further directories of the source
+    resources: Resources = field(default_factory=Resources)  # what the execution may use
+    overwrite: bool = False  # whether to replace an output that holds something
+    if_exists: IfExists = "error"  # `verify` accepts an output that equals the one asked for
+    resume: bool = False  # whether to resume an interrupted run
+    delete_source: bool = False  # whether what was read is removed once the output is verified
+    share: Share | None = None  # the slice to write, or None for all of the output
+    advice: Advice = CONSOLIDATE  # what messages propose where the output would not load
+    # Whether tensors are the master copies that an optimizer works on, where there are some;
+    # `--dtype keep` otherwise takes what the model has.
     from_masters: bool = False
+    # What the plan calls the source, and the model that fills what it lacks.
     origins: tuple[str, str] = (SOURCE, FILLING)
 
     @classmethod
@@ -415,14 +400,19 @@ def _plan(stack: ExitStack, job: ConversionJob, notes: Sequence[str]) -> Planned
         entries = add_tied_names(entries, absent)
         draft.notes += filter(None, [note])
     else:
-        ties = _find_ties(draft, config, entries, origin)
+        ties = (
+            find_ties(config, entries, origin)
+            if draft.text is None
+            else _find_ties_of_text(draft.text, draft.placed, entries, origin)
+        )
 
     names, policy = _name_and_cast(draft, entries, config, ties, base_dtypes)
     texts = folders.texts(side)
     products, trim = _cut_vocabulary(draft, names.products, config, texts)
     if request.dtype == "base":
         products = _cast_to_base(draft, products, base_dtypes)
-    products = _fill(draft, products, names, config, policy)
+    if filling is not None:
+        products = _fill(draft, filling, products, names, config, policy)
     config = _config_to_write(draft, config, products, ties, trim)
     comparison, is_complete, lacking = _compare_names(draft, config, side, products, names)
     weights, names = _lay_out(draft, products, config, names, like)
@@ -431,8 +421,9 @@ def _plan(stack: ExitStack, job: ConversionJob, notes: Sequence[str]) -> Planned
     said = [*(str(product.spec.name) for product in products), *lacking]
     keep = request.generation_config == "keep"
     truth = folders.tell_truth(texts, config, said, keep_generation=keep)
-    module_files = _write_modules(draft, modules, origin, policy)
+    module_files: dict[str, bytes] = {}
     if modules:  # in a form that goes behind safetensors
+        module_files = _write_modules(draft, modules, origin, policy)
         old = {f"{posixpath.dirname(path)}/pytorch_model.bin" for path in module_files}
         side = [file for file in side if file.name not in old]
     changed = {**truth.changed, **module_files}
@@ -444,11 +435,13 @@ def _plan(stack: ExitStack, job: ConversionJob, notes: Sequence[str]) -> Planned
     sources, of_source = [checkpoint], job.origins[0]
     origins = {of_source: Origin(of_source, checkpoint.source, checkpoint.index)}
     bytes_read = states_bytes + sum(e.size_bytes for e in entries if e.name not in ties.dropped)
-    facts: dict[str, Any] = {"complete": True} if is_complete else {}
-    facts |= {"modules": list(modules)} if modules else {}
-    facts |= {} if base_dtypes is None else {"base": folders.base}
-    if draft.filling is not None:
-        opened, taken = draft.filling.opened, draft.filling.taken
+    facts: dict[str, Any] = {
+        **({"complete": True} if is_complete else {}),
+        **({"modules": list(modules)} if modules else {}),
+        **({} if base_dtypes is None else {"base": folders.base}),
+    }
+    if filling is not None:
+        opened, taken = filling.opened, filling.taken
         sources.append(opened)
         bytes_read += sum(entry.size_bytes for entry in taken)
         if taken:
@@ -618,19 +611,17 @@ def _settle_text_model(
     return config, side
 
 
-def _find_ties(
-    draft: _Draft,
-    config: Mapping[str, Any] | None,
+def _find_ties_of_text(
+    config: Mapping[str, Any],
+    placed: Mapping[str, str],
     entries: Sequence[TensorEntry],
     origin: Origin,
 ) -> Ties:
-    """Finds tied weights; of a text model in a whole one, by the names that it has alone."""
-    if draft.text is None:
-        return find_ties(config, entries, origin)
-    alone = {placed: name for name, placed in draft.placed.items()}
+    """Finds tied weights of a text model in a whole one, by the names that it has alone."""
+    alone = {whole: name for name, whole in placed.items()}
     own = [replace(e, name=Fqn(alone.get(e.name, e.name))) for e in entries]
-    ties = find_ties(draft.text, own, origin)
-    called = {Fqn(name): Fqn(placed) for name, placed in draft.placed.items()}
+    ties = find_ties(config, own, origin)
+    called = {Fqn(name): Fqn(whole) for name, whole in placed.items()}
     return Ties(
         {called.get(t, t): called.get(s, s) for t, s in ties.dropped.items()},
         {called.get(t, t): called.get(s, s) for t, s in ties.broken.items()},
@@ -754,15 +745,13 @@ def _cast_to_base(
 
 def _fill(
     draft: _Draft,
+    filling: Filling,
     products: Sequence[Product],
     names: NamedProducts,
     config: Mapping[str, Any] | None,
     policy: DTypePolicy,
 ) -> Sequence[Product]:
     """Adds the tensors that another model has and the output lacks, if that was asked for."""
-    filling = draft.filling
-    if filling is None:
-        return products
     written = {product.spec.name for product in products}
     written |= {*names.dropped, *names.left_out, *find_absent_tied_names(config, written)}
     known = {entry.name for entry in filling.opened.index.of_part("model")}

@@ -136,43 +136,28 @@ def _pattern(text: str) -> re.Pattern[str]:
 def parse_template(text: Any, *, where: str = "") -> NameTemplate:
     if not isinstance(text, str) or not text:
         raise UsageError(f"{text!r} is not a name", where=where, hint=_HINT)
-    captures: list[str] = []
-    optional: set[str] = set()
-    _refuse_many_forms(text, where)
-    for token in _TOKEN.finditer(text):
-        if token["wrong"]:
-            raise UsageError(
-                f"{text!r} has {token['wrong']!r} at character {token.start() + 1}, which no name"
-                " has",
-                where=where,
-                hint=_HINT,
-            )
-        if token["capture"] in captures:
-            raise UsageError(
-                f"{text!r} has the capture {token['capture']!r} twice", where=where, hint=_HINT
-            )
-        if token["optional"]:
-            if text[token.end() : token.end() + 1] != ".":
-                raise UsageError(
-                    f"{text!r} has no dot after the optional capture {token['capture']!r}",
-                    where=where,
-                    hint=_HINT,
-                )
-            optional.add(token["capture"])
-        if token["capture"]:
-            captures.append(token["capture"])
-    return NameTemplate(text, tuple(captures), frozenset(optional))
-
-
-def _refuse_many_forms(text: str, where: str) -> None:
-    tokens = _TOKEN.finditer(text)
-    forms = prod((token["alternatives"] or "").count("|") + 1 for token in tokens)
-    if forms > _MOST_FORMS:
+    tokens = list(_TOKEN.finditer(text))
+    if prod((token["alternatives"] or "").count("|") + 1 for token in tokens) > _MOST_FORMS:
         raise UsageError(
             f"{text[:100]!r} stands for more than {_MOST_FORMS} names",
             where=where,
             hint="write a rule for some of the alternatives, and another one for the others",
         )
+    captures: list[str] = []
+    wrong = ""
+    for token in tokens:
+        capture = token["capture"]
+        if token["wrong"]:
+            wrong = f"{token['wrong']!r} at character {token.start() + 1}, which no name has"
+        elif capture in captures:
+            wrong = f"the capture {capture!r} twice"
+        elif token["optional"] and text[token.end() : token.end() + 1] != ".":
+            wrong = f"no dot after the optional capture {capture!r}"
+        if wrong:
+            raise UsageError(f"{text!r} has {wrong}", where=where, hint=_HINT)
+        captures += [capture] if capture else []
+    optional = frozenset(token["capture"] for token in tokens if token["optional"])
+    return NameTemplate(text, tuple(captures), optional)
 
 
 _HINT = (
@@ -253,16 +238,15 @@ def parse_map(text: str, *, where: str, parent: NameMap | None = None) -> NameMa
     """
     document = read_document(text, where=where)
     _check_keys(document, _KEYS, where)
-    rules = document.get("rule", [])
+    rules, sizes = document.get("rule", []), document.get("sizes", {})
     if not isinstance(rules, list) or not (rules or parent):
         hint = "see docs/reference/name-maps.md for the form"
         raise UsageError("has no [[rule]]", where=where, hint=hint)
     own = [_parse_rule(rule, f"{where}, rule {n}") for n, rule in enumerate(rules, 1)]
-    sizes = document.get("sizes", {})
     if not isinstance(sizes, dict):
         raise UsageError("'sizes' is not a table", where=where, hint="write [sizes]")
     expressions = {
-        name: tuple(_texts(_as_text(value), f"{where}, size {name!r}"))
+        name: tuple(_texts(str(value) if type(value) is int else value, f"{where}, size {name!r}"))
         for name, value in sizes.items()
     }
     when = document.get("when", {})
@@ -270,30 +254,37 @@ def parse_map(text: str, *, where: str, parent: NameMap | None = None) -> NameMa
         raise UsageError(
             f"'when' is {when!r}, expected a table of truth values and whole numbers", where=where
         )
+    inherited: dict[str, Any] = {}
+    digest = text
     if parent is not None:
         when = {**parent.when, **when}
         replaced = {template.text for rule in own for template in rule.sources}
         own += [r for r in parent.rules if not replaced & {t.text for t in r.sources}]
         expressions = {**parent.sizes, **expressions}
-    others = document.get(
-        "others", "keep" if parent is not None and parent.keeps_others else "refuse"
-    )
+        inherited = {"source": parent.source, "target": parent.target}
+        inherited |= {"others": "keep" if parent.keeps_others else "refuse"}
+        inherited |= {"unstacked": list(parent.unstacked)}
+        digest += parent.digest
+    document = inherited | document
+    others = document.get("others", "refuse")
     if others not in ("keep", "refuse"):
         raise UsageError(
             f"'others' is {others!r}", where=where, hint='write others = "keep", or leave it out'
         )
-    unstacked = document.get("unstacked", list(parent.unstacked) if parent else [])
+    for key in ("name", "source", "target"):
+        if not isinstance(document.get(key), str) or not document[key]:
+            raise UsageError(f"has no text {key!r}", where=where, hint=f'write {key} = "..."')
     return NameMap(
-        name=_text(document, "name", where),
-        source=_text(document, "source", where, parent.source if parent else None),
-        target=_text(document, "target", where, parent.target if parent else None),
+        name=document["name"],
+        source=document["source"],
+        target=document["target"],
         model_types=tuple(_texts(document.get("model_types", []), f"{where}, model_types")),
         sizes=expressions,
         rules=tuple(own),
-        unstacked=tuple(_texts(unstacked, f"{where}, unstacked")),
+        unstacked=tuple(_texts(document.get("unstacked", []), f"{where}, unstacked")),
         when=when,
         keeps_others=others == "keep",
-        digest=sha256((text + (parent.digest if parent else "")).encode()).hexdigest()[:16],
+        digest=sha256(digest.encode()).hexdigest()[:16],
     )
 
 
@@ -420,17 +411,6 @@ def _check_keys(table: Mapping[str, Any], known: Sequence[str], where: str) -> N
             )
 
 
-def _text(document: Mapping[str, Any], key: str, where: str, default: str | None = None) -> str:
-    value = document.get(key, default)
-    if not isinstance(value, str) or not value:
-        raise UsageError(f"has no text {key!r}", where=where, hint=f'write {key} = "..."')
-    return value
-
-
-def _as_text(value: Any) -> Any:
-    return str(value) if type(value) is int else value
-
-
 def _texts(value: Any, where: str) -> list[str]:
     listed = value if isinstance(value, list) else [value]
     if not all(isinstance(text, str) for text in listed):
@@ -454,15 +434,4 @@ def invert(map_: NameMap) -> NameMap:
         if rule.has_inverse and not rule.drop
     )
     zeros = tuple(replace(r, sources=(), targets=r.sources[:1]) for r in map_.rules if r.zeros)
-    return NameMap(
-        name=map_.name,
-        source=map_.target,
-        target=map_.source,
-        model_types=map_.model_types,
-        sizes=map_.sizes,
-        rules=(*rules, *zeros),
-        unstacked=map_.unstacked,
-        digest=map_.digest,
-        when=map_.when,
-        keeps_others=map_.keeps_others,
-    )
+    return replace(map_, source=map_.target, target=map_.source, rules=(*rules, *zeros))
