@@ -49,7 +49,6 @@ from ckptkit.engine.outcome import (
     ignore,
 )
 from ckptkit.engine.ray import RunShare, import_ray, run_on_ray
-from ckptkit.options import Resources
 from ckptkit.plan.plan import (
     TASK_BYTES,
     Plan,
@@ -114,7 +113,7 @@ def _write(job: ConversionJob, listener: Listener) -> Manifest:
         refuse_resuming(job.out, job.resources)
     strategy: WriteStrategy[Manifest]
     if job.resources.engine == "ray":
-        strategy = RayCluster(job, job.out, job.resources, listener, overwrite=job.overwrite)
+        strategy = RayCluster(job, listener)
     elif is_url(job.out):
         strategy = SingleProcess(open_target(job.out, overwrite=job.overwrite), listener)
     else:
@@ -356,10 +355,8 @@ class NodeStation(Struct, frozen=True):
     """What a node needs to take part."""
 
     job: ConversionJob
-    out: PathLike
     attempt: OutputAttempt
     fingerprint: str
-    are_threads_chosen: bool
 
     @contextmanager
     def opened(self, cores: int) -> Iterator[RunShare]:
@@ -372,13 +369,13 @@ class NodeStation(Struct, frozen=True):
                     " same paths, as on a shared file system",
                 )
 
-            threads = planned.settings.workers
-            waits_for_a_store = is_url(self.out) or any(
+            out, threads = self.job.destination, planned.settings.workers
+            waits_for_a_store = is_url(out) or any(
                 checkpoint.source.is_remote for checkpoint in planned.sources
             )
-            if not self.are_threads_chosen and not waits_for_a_store:
+            if self.job.resources.workers is None and not waits_for_a_store:
                 threads = min(threads, cores)
-            place, cut = SharedPlace(self.out, _RAY_OPTION), _cut_by(planned.plan)
+            place, cut = SharedPlace(out, _RAY_OPTION), _cut_by(planned.plan)
             ready = replace(planned, settings=replace(planned.settings, workers=threads))
 
             def run(share: Share) -> dict[str, Any]:
@@ -394,24 +391,15 @@ class NodeStation(Struct, frozen=True):
 class RayCluster(WriteStrategy[Manifest]):
     """Writes an output with the nodes of a Ray cluster; it equals what one machine would write."""
 
-    def __init__(
-        self,
-        job: ConversionJob,
-        out: PathLike,
-        resources: Resources,
-        listener: Listener,
-        *,
-        overwrite: bool,
-    ) -> None:
+    def __init__(self, job: ConversionJob, listener: Listener) -> None:
         """Connects to the place."""
         self._job = job
-        self._place = SharedPlace(out, _RAY_OPTION)
-        self._resources = resources
+        self._place = SharedPlace(job.destination, _RAY_OPTION)
         self._listener = listener
         import_ray()
-        seen = self._place.seen() if overwrite else None
+        seen = self._place.seen() if job.overwrite else None
         nonce = os.urandom(NONCE_BYTES).hex()
-        self._attempt = OutputAttempt(nonce, overwrite=overwrite, is_agreed=False, seen=seen)
+        self._attempt = OutputAttempt(nonce, overwrite=job.overwrite, is_agreed=False, seen=seen)
         self._target: SharedOutput | None = None
 
     def start(self, planned: PlannedOutput) -> None:
@@ -427,7 +415,7 @@ class RayCluster(WriteStrategy[Manifest]):
         target.begin()
 
     def execute(self) -> None:
-        plan, resources = self._planned.plan, self._resources
+        plan, resources = self._planned.plan, self._job.resources
         self._outcome = Outcome()
 
         def take(share: Share, values: Any) -> None:
@@ -435,13 +423,7 @@ class RayCluster(WriteStrategy[Manifest]):
             tasks = tasks_of(plan, share)
             self._listener(BytesWritten(sum(task.stop - task.start for task in tasks)))
 
-        station = NodeStation(
-            job=self._job,
-            out=self._place.place,
-            attempt=self._attempt,
-            fingerprint=self._planned.fingerprint(),
-            are_threads_chosen=resources.workers is not None,
-        )
+        station = NodeStation(self._job, self._attempt, self._planned.fingerprint())
         self._listener(Started(plan.bytes_written))
         deal = partial(split_plan, plan, in_parts=self._place.takes_parts)
         memory_bytes = resources.memory_limit_bytes

@@ -37,7 +37,6 @@ from ckptkit.engine.reader import Origin, TensorReader, same_values
 from ckptkit.formats.parsing import list_first
 from ckptkit.hub_names.disk_tensors import (
     HubNames,
-    HubTensor,
     NamingRequest,
     find_run,
     find_whole,
@@ -133,7 +132,13 @@ class MappedModel(Struct, frozen=True):
             if is_alone and find_whole(tensor, live) and first.shape == tensor.shape:
                 yield replace(first, name=name, stored_names=(first.name,))
                 continue
-            made = _operand_of_sources(tensor, sources)
+            run = find_run(tensor)
+            made: StoredOperand | ComputedOperand
+            if run is not None:
+                made = StoredOperand(SOURCE, first.key, first.dtype, run.start)
+            else:
+                stored = [StoredOperand(SOURCE, entry.key, first.dtype) for entry in sources]
+                made = join_sources(tensor, stored)
             yield TensorEntry(
                 key=Key(name),
                 key_path=(name,),
@@ -146,16 +151,6 @@ class MappedModel(Struct, frozen=True):
                 derivation=made if constant is None else AddedOperand(made, constant),
                 stored_names=tensor.sources,
             )
-
-
-def _operand_of_sources(
-    tensor: HubTensor, sources: Sequence[TensorEntry]
-) -> StoredOperand | ComputedOperand:
-    """Returns the elements of a tensor of the target, made of tensors of the source."""
-    dtype, run = sources[0].dtype, find_run(tensor)
-    if run is not None:
-        return StoredOperand(SOURCE, sources[0].key, dtype, run.start)
-    return join_sources(tensor, [StoredOperand(SOURCE, entry.key, dtype) for entry in sources])
 
 
 def convert_checkpoint(
@@ -187,7 +182,15 @@ def convert_checkpoint(
         mapped.refuse_different(entries, origin)
     held = {entry.key: replace(entry, part="other") for entry in entries.values()}
     for entry in mapped.derive(entries):
-        _refuse_parts_left_out(entry, request.exclude)
+        left = [name for name in entry.stored_names if matches(name, request.exclude)]
+        rest = [name for name in entry.stored_names if name not in left]
+        if left and rest:
+            raise RefusedError(
+                f"tensor {entry.name!r} is made of {rest[0]!r} and {left[0]!r}, and one of them is"
+                " left out",
+                where="--exclude",
+                hint="leave both in or both out",
+            )
         is_taken = entry.derivation is not None and entry.key in index.tensors
         key = Key(f"{entry.key} by --map") if is_taken else entry.key
         held[key] = replace(entry, key=key)
@@ -198,19 +201,6 @@ def convert_checkpoint(
         maps=mapped.versions,
         rules={name.text: rule.where for rule in mapped.name_map.rules for name in rule.targets},
     )
-
-
-def _refuse_parts_left_out(entry: TensorEntry, exclude: tuple[str, ...]) -> None:
-    """Refuses a tensor that is made of several if some of these are left out."""
-    left = [name for name in entry.stored_names if matches(name, exclude)]
-    rest = [name for name in entry.stored_names if name not in left]
-    if left and rest:
-        raise RefusedError(
-            f"tensor {entry.name!r} is made of {rest[0]!r} and {left[0]!r}, and one of them is left"
-            " out",
-            where="--exclude",
-            hint="leave both in or both out",
-        )
 
 
 def map_names(
@@ -246,17 +236,11 @@ def choose_map(
         else load_map(choice)
     )
     refuse_contradiction(name_map, settings, where=where)
-    _refuse_other_model(config or {}, settings, where)
-    return name_map
-
-
-def _refuse_other_model(config: Mapping[str, Any], settings: Mapping[str, int], where: str) -> None:
-    """Refuses a configuration that differs from what the checkpoint says of its model.
-
-    Shapes would often fit all the same, as with half as many heads of twice the size.
-    """
-    text = config.get("text_config")
-    stated = {**config, **text} if isinstance(text, dict) else config
+    # Shapes would often fit a configuration of another model all the same, as with half as many
+    # heads of twice the size.
+    stated = dict(config or {})
+    text = stated.get("text_config")
+    stated |= text if isinstance(text, dict) else {}
     for key, value in settings.items():
         other = stated.get(key)
         if other is not None and other != value:
@@ -266,6 +250,7 @@ def _refuse_other_model(config: Mapping[str, Any], settings: Mapping[str, int], 
                 where=where,
                 hint="name the folder of the model that was trained with --base",
             )
+    return name_map
 
 
 def name_for_framework(
@@ -348,34 +333,29 @@ def report_map(
 ) -> MapReport:
     """Applies a map to the tensors of a checkpoint; see `map_names`."""
     mapped = map_names(choice, framework, config, checkpoint, tensors)
-    name_map = mapped.name_map
-    rules = (*_list_rules(mapped), *_list_left_out(mapped))
-    return MapReport(name_map.name, name_map.digest, name_map.source, name_map.target, rules)
-
-
-def _list_rules(mapped: MappedModel) -> Iterator[AppliedRule]:
-    names = mapped.names
-    targets: dict[str, dict[Fqn, Shape]] = {}
+    name_map, names, live = mapped.name_map, mapped.names, mapped.live
+    targets: dict[str, dict[Fqn, Shape]] = {}  # by the place of their rule
     for name, rule in names.made_by.items():
         targets.setdefault(rule.where, {})[name] = names.tensors[name].shape
-    rules = {rule.where: rule for rule in names.made_by.values()}
+    by_place = {rule.where: rule for rule in names.made_by.values()}
+    rules = []
     for where, made in targets.items():
         sources = {source: None for name in made for source in names.tensors[name].sources}
-        yield AppliedRule(
-            rule=where,
-            sources={str(name): mapped.live[name][1] for name in sources},
-            targets={str(name): shape for name, shape in made.items()},
-            steps=tuple(step.describe() for step in rules[where].steps),
-            padding={str(n): rows for n, rows in names.padding.items() if n in sources},
+        rules.append(
+            AppliedRule(
+                rule=where,
+                sources={str(name): live[name][1] for name in sources},
+                targets={str(name): shape for name, shape in made.items()},
+                steps=tuple(step.describe() for step in by_place[where].steps),
+                padding={str(n): rows for n, rows in names.padding.items() if n in sources},
+            )
         )
-
-
-def _list_left_out(mapped: MappedModel) -> Iterator[AppliedRule]:
     reasons: dict[str, dict[str, Shape]] = {}
-    for name, reason in mapped.names.dropped.items():
-        reasons.setdefault(reason, {})[str(name)] = mapped.live[name][1]
-    for reason, sources in reasons.items():
-        yield AppliedRule("", sources, {}, left_out=reason)
+    for name, reason in names.dropped.items():
+        reasons.setdefault(reason, {})[str(name)] = live[name][1]
+    rules += [AppliedRule("", left, {}, left_out=reason) for reason, left in reasons.items()]
+    own = name_map.name, name_map.digest, name_map.source, name_map.target
+    return MapReport(*own, tuple(rules))
 
 
 def fold_names(names: Iterable[str]) -> list[str]:
@@ -444,7 +424,18 @@ def convert_adapter(
 ) -> ConvertedAdapter:
     """Gives an adapter the names of PEFT."""
     where = checkpoint.path
-    _refuse_unknown(foreign, where)
+    unknown = [name for name, factor in foreign.factors.items() if not factor.part]
+    if foreign.form == TINKER:
+        unknown += foreign.rest
+    elif not foreign.framework:
+        unknown += foreign.factors
+    if unknown:
+        raise RefusedError(
+            f"tensor {quote(unknown[0])} belongs to {foreign.title}, and there is no rule that"
+            " converts it",
+            where=where,
+            hint=foreign.own_tool,
+        )
     own = {name: replace(entry, name=name) for entry in entries if (name := name_plainly(entry))}
     if len(own) < len(entries):
         raise FormatError(
@@ -519,21 +510,6 @@ def _hinting(foreign: ForeignAdapter) -> Iterator[None]:
             "the adapter is incomplete, or --base is another model than it was trained on;"
             f" {foreign.own_tool}"
         ) from error
-
-
-def _refuse_unknown(foreign: ForeignAdapter, where: str) -> None:
-    unknown = [name for name, factor in foreign.factors.items() if not factor.part]
-    if foreign.form == TINKER:
-        unknown += foreign.rest
-    elif not foreign.framework:
-        unknown += foreign.factors
-    if unknown:
-        raise RefusedError(
-            f"tensor {quote(unknown[0])} belongs to {foreign.title}, and there is no rule that"
-            " converts it",
-            where=where,
-            hint=foreign.own_tool,
-        )
 
 
 # --- experts of Tinker ---
@@ -631,7 +607,14 @@ def _make_rule(rule: Rule, factor: Factor, ranks: int) -> Rule | None:
     texts = [template.text for template in (*rule.sources, *rule.targets)]
     if len(rule.sources) != 1 or not all(text.endswith(_WEIGHT) for text in texts):
         return None
-    targets, steps = rule.targets, tuple(_of_ranks(s, factor, ranks) for s in rule.steps)
+    targets, steps = rule.targets, rule.steps
+    if ranks > 1 and _is_split(factor):  # each rank of tensor parallelism has its rows apart
+        steps = tuple(
+            replace(step, parts=tuple(f"({p}) / {ranks}" for p in step.parts), groups=str(ranks))
+            if type(step) is Split
+            else step
+            for step in steps
+        )
     if not all(step.moves_rows for step in steps):
         return None
     if factor.branch:
@@ -648,13 +631,6 @@ def _make_rule(rule: Rule, factor: Factor, ranks: int) -> Rule | None:
         targets=tuple(parse_template(t.text.removesuffix(_WEIGHT) + ending) for t in targets),
         steps=steps,
     )
-
-
-def _of_ranks(step: Step, factor: Factor, ranks: int) -> Step:
-    """Returns the step for rows that each rank of tensor parallelism has apart."""
-    if ranks == 1 or not _is_split(factor) or type(step) is not Split:
-        return step
-    return replace(step, parts=tuple(f"({p}) / {ranks}" for p in step.parts), groups=str(ranks))
 
 
 def _is_split(factor: Factor) -> bool:

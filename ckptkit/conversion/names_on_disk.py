@@ -139,10 +139,25 @@ class Converter(Closing):
                 hint="set TMPDIR to a folder with more room",
             ) from error
         outputs = {spec: self._new_path() for spec in group.outputs}
-        answer = self._ask(group, gathered, outputs)
+        request = {
+            "inputs": [
+                [spec.name, spec.dtype.name, spec.shape, str(path)]
+                for spec, path in zip(group.inputs, gathered, strict=True)
+            ],
+            "outputs": [[spec.name, str(path)] for spec, path in outputs.items()],
+        }
+        question, self._first = self._first + json.dumps(request).encode(), b""
+        failing = f"transformers could not convert a group of {group.size_bytes:,} bytes"
+        where = f"tensor {group.outputs[0].name!r}"
+        asked = self._program.ask(question)
+        try:
+            answer = self._program.wait(
+                asked, _LIVE, threading.TIMEOUT_MAX, failing=failing, is_logged=False
+            )
+        except RefusedError as error:
+            raise error.located(where) from error
         for path in gathered:
             path.unlink()
-        where = f"tensor {group.outputs[0].name!r}"
         if "error" in answer:
             raise error_from_json(answer["error"]).located(where)
         actual = {name: (dtype, tuple(shape)) for name, dtype, shape in answer["outputs"]}
@@ -168,26 +183,6 @@ class Converter(Closing):
     def _new_path(self) -> Path:
         self._count += 1
         return self._folder / str(self._count)
-
-    def _ask(
-        self, group: Conversion, gathered: Sequence[Path], outputs: dict[TensorSpec, Path]
-    ) -> dict[str, Any]:
-        request = {
-            "inputs": [
-                [spec.name, spec.dtype.name, spec.shape, str(path)]
-                for spec, path in zip(group.inputs, gathered, strict=True)
-            ],
-            "outputs": [[spec.name, str(path)] for spec, path in outputs.items()],
-        }
-        question, self._first = self._first + json.dumps(request).encode(), b""
-        failing = f"transformers could not convert a group of {group.size_bytes:,} bytes"
-        answer = self._program.ask(question)
-        try:
-            return self._program.wait(
-                answer, _LIVE, threading.TIMEOUT_MAX, failing=failing, is_logged=False
-            )
-        except RefusedError as error:
-            raise error.located(f"tensor {group.outputs[0].name!r}") from error
 
 
 _LISTED = 3

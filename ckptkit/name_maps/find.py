@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
@@ -81,7 +81,13 @@ def find_map(
     if len(left) == 1:
         return left[0]
     if left:
-        raise _undecided(left, where)
+        keys = sorted({key for one in left for key in one.when})
+        raise RefusedError(
+            f"the checkpoint does not say {', '.join(keys)}, by which the maps"
+            f" {' and '.join(one.name for one in left)} differ",
+            where=where,
+            hint=f"pass --map {left[0].name}, or the other one",
+        )
     if of_model:
         refuse_contradiction(of_model[0], settings, where=where)
     own = [load_own_map(name) for name in list_map_names()]
@@ -92,16 +98,6 @@ def find_map(
         where=where,
         hint="write a map (see docs/reference/name-maps.md) and pass it with --map FILE, or keep"
         " the names with --map none",
-    )
-
-
-def _undecided(maps: Sequence[NameMap], where: str) -> RefusedError:
-    keys = sorted({key for one in maps for key in one.when})
-    return RefusedError(
-        f"the checkpoint does not say {', '.join(keys)}, by which the maps"
-        f" {' and '.join(one.name for one in maps)} differ",
-        where=where,
-        hint=f"pass --map {maps[0].name}, or the other one",
     )
 
 
