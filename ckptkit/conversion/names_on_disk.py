@@ -26,12 +26,11 @@ from ckptkit.core.arrays import numpy_dtype
 from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import NoSpaceError, RefusedError, error_from_json
 from ckptkit.core.index import Fqn, Key, Shape, Span
-from ckptkit.core.text import Closing
+from ckptkit.core.text import Closing, list_first
 from ckptkit.core.threads import memory_in_use_bytes
 from ckptkit.engine import kernels
 from ckptkit.engine.executor import WORKER_BYTES
 from ckptkit.engine.kernels import ComputedOperand, ConstantKernel, Operand, RearrangeKernel
-from ckptkit.formats.parsing import list_first
 from ckptkit.hub_names.disk_tensors import HubNames, HubTensor, NamingRequest, find_whole
 from ckptkit.hub_names.known_models import determine_need, explain_doubt
 from ckptkit.options import NameChoice, Resources
@@ -312,7 +311,7 @@ def _find_names(
     new = names.tensors.keys() - set(names_of_base) if names_of_base else ()
     differing = sorted(name for name in new if not set(names.tensors[name].sources) <= told)
     if differing:
-        listed = list_first(map(repr, differing), len(differing), _LISTED)
+        listed = list_first(differing, _LISTED)
         notes = (f"{base} has no tensor {listed}, which transformers {names.library} writes",)
     return DiskNames(names, notes, request)
 

@@ -18,7 +18,7 @@ from ckptkit.consumers.class_facts import (
     place_in_whole,
     take_from_whole,
 )
-from ckptkit.consumers.folder_truth import FolderTexts, describe_lacking
+from ckptkit.consumers.folder_truth import describe_lacking
 from ckptkit.consumers.sentence_modules import (
     ROUTER_CONFIG,
     find_lacking_modules,
@@ -78,11 +78,10 @@ from ckptkit.conversion.write import (
 from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import InputError, RefusedError, UsageError
 from ckptkit.core.index import Fqn, TensorEntry
-from ckptkit.core.text import Aside, counted
+from ckptkit.core.text import Aside, counted, list_first
 from ckptkit.engine.kernels import Preparations, first_rows, make_products, recast
 from ckptkit.engine.reader import Origin
 from ckptkit.engine.segment_reader import Inputs, SegmentReader
-from ckptkit.formats.parsing import list_first
 from ckptkit.hub_names.known_models import determine_need, recognise_framework
 from ckptkit.options import (
     FRAMEWORKS_BY_LAYOUT,
@@ -115,15 +114,7 @@ from ckptkit.plan.selection import (
     take_masters,
 )
 from ckptkit.plan.ties import find_absent_tied_names, untie_config
-from ckptkit.plan.vocabulary import (
-    Trim,
-    count_tokens,
-    describe_lacking_rows,
-    find_grown_rows,
-    plan_trim,
-    refuse_cut_tokenizer,
-    trim_config,
-)
+from ckptkit.plan.vocabulary import Trim, choose_trim, trim_config
 from ckptkit.plan.weight_kinds import hint_at_raw_names, refuse_packed
 from ckptkit.storage.places import PathLike
 
@@ -408,9 +399,7 @@ def _plan(stack: ExitStack, job: ConversionJob, notes: Sequence[str]) -> Planned
 
     names, policy = _name_and_cast(draft, entries, config, ties, base_dtypes)
     texts = folders.texts(side)
-    products, trim = _cut_vocabulary(draft, names.products, config, texts)
-    if request.dtype == "base":
-        products = _cast_to_base(draft, products, base_dtypes)
+    products, trim = _apply_options(draft, names.products, config, texts.tokenizer, base_dtypes)
     if filling is not None:
         products = _fill(draft, filling, products, names, config, policy)
     config = _config_to_write(draft, config, products, ties, trim)
@@ -685,40 +674,22 @@ def _name_and_cast(
     return names, policy
 
 
-def _cut_vocabulary(
+def _apply_options(
     draft: _Draft,
     products: Sequence[Product],
     config: Mapping[str, Any] | None,
-    texts: FolderTexts,
+    tokenizer: Mapping[str, Any] | None,
+    base_dtypes: Mapping[Fqn, DType] | None,
 ) -> tuple[Sequence[Product], Trim | None]:
-    """Returns the tensors with the rows that were asked for, or that training added."""
-    size, location = draft.request.vocab_size, draft.checkpoint.path
-    tokens = 0 if texts.tokenizer is None else count_tokens(texts.tokenizer)
-    specs = [product.spec for product in products]
-    grown = None
-    if size is None and config is not None and config.get("vocab_size") != tokens:
-        size = grown = find_grown_rows(specs, tokens, config)
-        draft.option_notes += [] if grown else describe_lacking_rows(tokens, config)
-    if size is None:
-        return products, None
-    trim = plan_trim(specs, size, config, location=location)
-    refuse_cut_tokenizer(trim, tokens, location=location)
-    listed = ", ".join(sorted(map(repr, trim.names)))
-    draft.option_notes.append(
-        f"'vocab_size' of config.json is set to {size:,}, which are the rows of embeddings"
-        f" and heads: the tokenizer has {tokens:,} tokens"
-        if grown
-        else f"embeddings and heads have {size:,} rows already: none was cut"
-        if trim.rows == size
-        else f"the rows {size:,} to {trim.rows - 1:,} were cut from {listed}"
-    )
-    return [first_rows(product, trim.shape(product.spec)) for product in products], trim
-
-
-def _cast_to_base(
-    draft: _Draft, products: Sequence[Product], base_dtypes: Mapping[Fqn, DType] | None
-) -> list[Product]:
+    """Returns the tensors with the rows and the element types that were asked for."""
     request, base = draft.request, draft.folders.base
+    specs, where = [product.spec for product in products], draft.checkpoint.path
+    trim, notes = choose_trim(specs, request.vocab_size, config, tokenizer, location=where)
+    draft.option_notes += notes
+    if trim is not None:
+        products = [first_rows(product, trim.shape(product.spec)) for product in products]
+    if request.dtype != "base":
+        return products, trim
     policy = DTypePolicy("base", request.keep_dtype, base_dtypes)
     cast = [recast(product, policy.target(product.spec)) for product in products]
     lacking = [
@@ -736,11 +707,11 @@ def _cast_to_base(
             hint="name the folder of the model that the run was started from",
         )
     if lacking:
-        listed = list_first(map(repr, lacking), len(lacking), _LISTED)
+        listed = list_first(lacking, _LISTED)
         draft.option_notes.append(
             f"{base} has no tensor {listed}: written in the element type that the source has"
         )
-    return cast
+    return cast, trim
 
 
 def _fill(

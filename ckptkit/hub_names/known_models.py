@@ -108,21 +108,17 @@ def compare_with_base(request: LoadRequest, base: Shapes, model: str) -> LoadRep
         and other != shape
         and not _MADE.search(name)
     ]
+    rest = [name for name in request.written if name not in unexpected]
+    doubled = find_doubled_prefix(rest)
+    is_extra = bool(doubled) and all(name.removeprefix(doubled) in base for name in rest)
     return LoadReport(
         model=model,
         given=len(given) - len(left_out),
         missing=tuple(sorted({*missing, *parts})),
         unexpected=tuple(sorted(unexpected)),
         mismatched=tuple(mismatched),
-        prefix=find_prefix(unexpected, wanted)
-        or _extra_prefix([n for n in request.written if n not in unexpected], base),
+        prefix=find_prefix(unexpected, wanted) or (doubled if is_extra else ""),
     )
-
-
-def _extra_prefix(names: Collection[str], base: Shapes) -> str:
-    prefix = find_doubled_prefix(names)
-    is_extra = prefix and all(name.removeprefix(prefix) in base for name in names)
-    return prefix if is_extra else ""
 
 
 def compare_packed_parts(request: LoadRequest, base: Shapes, model: str) -> LoadReport:
@@ -248,6 +244,14 @@ _TOWER = re.compile(r"vis|audio|image|coder")  # these have counts of their own
 _KEYS_AND_VALUES = re.compile(r"\.self_attn\.[kv]_(?:proj|norm)\.")
 
 
+def _find_layer(name: str, config: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Returns the number of a tensor's layer, and how many layers a configuration counts."""
+    count, found = _number(config, _LAYERS), _LAYER.match(name)
+    if count is None or found is None or _TOWER.search(found[1]) is not None:
+        return None
+    return int(found[2]), count
+
+
 def is_beyond_counts(name: str, config: Mapping[str, Any]) -> bool:
     """Returns whether files may hold a tensor for which the counts of a configuration have no room.
 
@@ -257,16 +261,14 @@ def is_beyond_counts(name: str, config: Mapping[str, Any]) -> bool:
     Source: transformers 5.23, `_keys_to_ignore_on_load_unexpected`, also as `Gemma3nTextModel` and
     `Gemma4TextModel` set it.
     """
-    if _PREDICTORS.search(name) is not None:
-        return True
     text = config.get("text_config")
     config = text if isinstance(text, Mapping) else config
-    count, found = _number(config, _LAYERS), _LAYER.match(name)
-    if count is None or found is None or _TOWER.search(found[1]) is not None:
-        return False
+    layer = _find_layer(name, config)
+    shared = 0
     if _KEYS_AND_VALUES.search(name) is not None:
-        count -= _number(config, ("num_kv_shared_layers",)) or 0
-    return int(found[2]) >= count
+        shared = _number(config, ("num_kv_shared_layers",)) or 0
+    is_beyond = layer is not None and layer[0] >= layer[1] - shared
+    return is_beyond or _PREDICTORS.search(name) is not None
 
 
 def is_counted_beyond_layers(name: str, config: Mapping[str, Any]) -> bool:
@@ -280,10 +282,8 @@ def is_counted_beyond_layers(name: str, config: Mapping[str, Any]) -> bool:
     further = max((value for value in counts if type(value) is int), default=0)
     if _PREDICTORS.search(name) is not None:
         return further > 0
-    count, found = _number(config, _LAYERS), _LAYER.match(name)
-    if count is None or found is None or _TOWER.search(found[1]) is not None:
-        return False
-    return count <= int(found[2]) < count + further
+    layer = _find_layer(name, config)
+    return layer is not None and layer[1] <= layer[0] < layer[1] + further
 
 
 def _number(config: Mapping[str, Any], keys: tuple[str, ...]) -> int | None:
