@@ -39,10 +39,11 @@ from ckptkit.hub_names.known_models import (
     compare_with_base,
     compare_with_counts,
     determine_need,
+    is_as_described,
     is_counted_beyond_layers,
     is_made_by_model,
+    lay_out,
 )
-from ckptkit.hub_names.model_shapes import is_as_described, lay_out
 from ckptkit.plan.load_report import (
     CONSOLIDATE,
     Advice,

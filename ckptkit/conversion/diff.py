@@ -331,7 +331,7 @@ def _convert_names(sides: tuple[_Side, _Side], choice: str, base: PathLike | Non
     if choice == "auto":
         wanted = [recognise_framework(listed) for listed in names]
     elif choice != "none":
-        from ckptkit.name_maps.find import load_map
+        from ckptkit.name_maps.language import load_map
 
         name_map = load_map(choice)
         wanted = [name_map.source if name_map.takes_any(listed) else "" for listed in names]

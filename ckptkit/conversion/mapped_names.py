@@ -46,8 +46,15 @@ from ckptkit.lora.config import PEFT_PREFIX
 from ckptkit.lora.dialects import BASE_LAYER, LORA_A, LORA_B
 from ckptkit.lora.foreign import OF_TINKER, TINKER, Factor, ForeignAdapter, name_plainly
 from ckptkit.name_maps.apply import Extent, MappedNames, apply_map
-from ckptkit.name_maps.find import find_map, load_map, refuse_contradiction
-from ckptkit.name_maps.language import NameMap, Rule, invert, parse_template
+from ckptkit.name_maps.language import (
+    NameMap,
+    Rule,
+    find_map,
+    invert,
+    load_map,
+    parse_template,
+    refuse_contradiction,
+)
 from ckptkit.name_maps.rule_steps import Made, Sizes, Split, Step
 from ckptkit.options import ConsolidateRequest, matches
 from ckptkit.plan.coverage import refuse_problems

@@ -14,7 +14,7 @@ import ckptkit
 from ckptkit.conversion.naming_program import NamingProgram
 from ckptkit.core.dtypes import dtype_named
 from ckptkit.core.index import Fqn
-from ckptkit.hub_names.model_shapes import DATA, find_tied, is_as_described, lay_out
+from ckptkit.hub_names.known_models import DATA, find_tied, is_as_described, lay_out
 from ckptkit.plan.load_report import LoadRequest, MisfitError
 from tests.reports.folders import save
 from tests.sampled import sampled
