@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from typing import Any
@@ -30,7 +30,7 @@ from ckptkit.conversion.source.model_folders import (
     read_shapes_if_any,
 )
 from ckptkit.core.errors import CkptkitError, InputError, RefusedError, error_from_json
-from ckptkit.core.index import MOST_WRAPPERS, Shape, is_named_as_copy
+from ckptkit.core.index import Shape, is_named_as_copy
 from ckptkit.core.text import without_url_secrets
 from ckptkit.engine.outcome import Listener, Planned, Waiting
 from ckptkit.hub_names.known_models import (
@@ -211,16 +211,6 @@ def is_whole_model(subject: Subject, program: NamingProgram) -> bool:
         return not (notes or (comparison is not None and comparison.judge_answer()))
     except RefusedError:
         return False
-
-
-def list_wrappers(names: Sequence[str]) -> Iterator[str]:
-    """Yields what all names begin with that wrappers of a model may have put there."""
-    first = names[0].split(".")[:-1] if names else []
-    for count in range(1, min(len(first), MOST_WRAPPERS) + 1):
-        prefix = ".".join(first[:count]) + "."
-        if not all(name.startswith(prefix) for name in names):
-            return
-        yield prefix
 
 
 def propose_parts(

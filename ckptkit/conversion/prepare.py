@@ -40,7 +40,6 @@ from ckptkit.conversion.compare_names import (
     Subject,
     find_lacking,
     is_whole_model,
-    list_wrappers,
     plan_comparison,
     propose_parts,
 )
@@ -79,6 +78,7 @@ from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import InputError, RefusedError, UsageError
 from ckptkit.core.index import Fqn, TensorEntry
 from ckptkit.core.text import Aside, counted, list_first
+from ckptkit.core.wrapper_names import list_wrappers
 from ckptkit.engine.kernels import Preparations, first_rows, make_products, recast
 from ckptkit.engine.reader import Origin
 from ckptkit.engine.segment_reader import Inputs, SegmentReader

@@ -48,7 +48,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from ckptkit.core.errors import RefusedError, UsageError
-from ckptkit.core.index import MOST_WRAPPERS
+from ckptkit.core.wrapper_names import list_wrappers
 from ckptkit.name_maps.rule_steps import Step, parse_step
 from ckptkit.name_maps.shipped import describe_map_names, list_map_names, read_map_text
 
@@ -217,11 +217,7 @@ class NameMap(Struct, frozen=True):
 
     def find_wrapper(self, names: Collection[str]) -> str:
         """Returns what a wrapper put before all names, without which rules take some of them."""
-        first = next(iter(names), "").split(".")[:-1]
-        for count in range(min(len(first), MOST_WRAPPERS) + 1):
-            prefix = "".join(f"{part}." for part in first[:count])
-            if not all(name.startswith(prefix) for name in names):
-                break
+        for prefix in ("", *list_wrappers(names)):
             if self.takes_any(name.removeprefix(prefix) for name in names):
                 return prefix
         return ""
