@@ -521,7 +521,7 @@ def _settle_modules(
         draft.needs_config = listed is None or has_config(listed)
         if listed is None or consumer.leading != MODULES:
             return side, {}
-        found = split_modules(
+        split, taken, prefix = split_modules(
             listed,
             [e for e in checkpoint.index.of_part("model") if request.select in {None, e.tree}],
             where=checkpoint.path,
@@ -530,20 +530,20 @@ def _settle_modules(
             stripped=request.strip_prefix,
             exclude=request.exclude,
         )
-        if found.tensors:
-            tensors = {**checkpoint.index.tensors, **found.tensors}
+        if split:
+            tensors = {**checkpoint.index.tensors, **split}
             index = replace(checkpoint.index, tensors=tensors)
             draft.checkpoint = replace(checkpoint, index=index)
             draft.request = replace(request, strip_prefix=())
-            note = f"names are written without {found.prefix!r}, as sentence-transformers has them"
+            note = f"names are written without {prefix!r}, as sentence-transformers has them"
             draft.notes.append(Aside(note))
         files = [file.name for file in side if base and file.origin.startswith(str(base))]
-        lacking = find_lacking_modules(listed, found.taken, files)
+        lacking = find_lacking_modules(listed, taken, files)
         if lacking:
             of = ", ".join(map(repr, lacking))
             text = f"the tensors of {of} are those of {base}: none is taken from the source"
             draft.notes.append(text)
-        return side, found.taken
+        return side, taken
     return [file for file in side if not consumer.has_companion(file.name)], {}
 
 

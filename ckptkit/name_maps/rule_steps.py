@@ -479,17 +479,7 @@ class Sizes(Struct, frozen=True):
         return value
 
     def _named(self, name: str) -> int:
-        if name not in self._known:
-            try:
-                self._known[name] = self._compute(name)
-            except _AbsentError as error:
-                self._known[name] = error
-        known = self._known[name]
-        if isinstance(known, _AbsentError):
-            raise known
-        return known
-
-    def _compute(self, name: str) -> int:
+        """Returns a size: that of the first of its expressions whose names all exist."""
         if name in self._under_way:
             raise UsageError(
                 f"the size {name!r} is computed from itself: {' -> '.join(self._under_way)}"
@@ -497,18 +487,22 @@ class Sizes(Struct, frozen=True):
                 where=self.where,
                 hint="take one of these names out of [sizes]",
             )
+        if name not in self.expressions:
+            return self._configured(name)
         missing: list[str] = []
-        for expression in self.expressions.get(name, ()):
+        for expression in () if name in self._known else self.expressions[name]:
             self._under_way.append(name)
             try:
-                return self._value(_parse(expression, self.where).body, expression)
+                self._known[name] = self._value(_parse(expression, self.where).body, expression)
+                break
             except _AbsentError as error:
                 missing.append(str(error))
             finally:
                 self._under_way.pop()
-        if name in self.expressions:
-            raise _AbsentError(" or ".join(dict.fromkeys(missing)))
-        return self._configured(name)
+        known = self._known.setdefault(name, _AbsentError(" or ".join(dict.fromkeys(missing))))
+        if isinstance(known, _AbsentError):
+            raise known
+        return known
 
     def _configured(self, name: str) -> int:
         value: Any = self.config
