@@ -95,11 +95,7 @@ from ckptkit.options import (
 )
 from ckptkit.plan.coverage import refuse_problems
 from ckptkit.plan.layouts.hf import FileMap, distribute, layout_hf_files, layout_hf_weights
-from ckptkit.plan.load_report import (
-    CONSOLIDATE,
-    Advice,
-    MisfitError,
-)
+from ckptkit.plan.load_report import CONSOLIDATE, Advice, MisfitError
 from ckptkit.plan.plan import FILLING, SOURCE, OutputFile, Plan, Product, Share
 from ckptkit.plan.selection import (
     DTypePolicy,
@@ -215,20 +211,19 @@ class ConversionJob(Struct, frozen=True):
     def plan_output(self) -> Iterator[PlannedOutput]:
         """Opens the source, proves that it is whole, and plans the output; writes nothing."""
         with ExitStack() as stack:
-            planned: PlannedOutput | None = None
-            job, notes = self, list[str]()
-            while planned is None:
-                try:
-                    planned = _plan(stack, job, notes)
-                except _WrappedNames as found:
-                    request = replace(self.request, strip_prefix=(found.prefix,))
-                    job = replace(self, request=request)
-                    note = (
-                        f"all names begin with {found.prefix!r}, which those of the model of"
-                        " config.json do not: written without it"
-                    )
-                    notes = [Aside(note)]
-                    stack.close()
+            planned, prefix = None, ""
+            try:
+                planned = _plan(stack, self, [])
+            except _WrappedNames as found:
+                (prefix,) = found.args
+                stack.close()
+            if planned is None:
+                note = (
+                    f"all names begin with {prefix!r}, which those of the model of config.json do"
+                    " not: written without it"
+                )
+                job = replace(self, request=replace(self.request, strip_prefix=(prefix,)))
+                planned = _plan(stack, job, [Aside(note)])
             yield planned
 
 
@@ -272,11 +267,7 @@ def _advise_on_lora(job: ConversionJob, checkpoint: OpenedCheckpoint, folders: S
 
 
 class _WrappedNames(Exception):  # noqa: N818  no failure: the model is planned again
-    """All names begin with what a wrapper of the model put there."""
-
-    def __init__(self, prefix: str) -> None:
-        super().__init__(prefix)
-        self.prefix = prefix
+    """All names begin with what a wrapper of the model put there, which is its argument."""
 
 
 class _Draft(Struct):
