@@ -55,7 +55,7 @@ from ckptkit.name_maps.language import (
     parse_template,
     refuse_contradiction,
 )
-from ckptkit.name_maps.rule_steps import Made, Sizes, Split, Step
+from ckptkit.name_maps.rule_steps import Step
 from ckptkit.options import ConsolidateRequest, matches
 from ckptkit.plan.coverage import refuse_problems
 from ckptkit.plan.plan import SOURCE, Compute, Product, StackedPart, TensorSpec
@@ -567,15 +567,6 @@ def _split_experts(
 # --- by a name map ---
 
 
-class Repeat(Step, frozen=True):
-    """The same tensor several times: a factor A, of each part of a weight."""
-
-    count: int
-
-    def apply(self, tensors: Sequence[Made], _sizes: Sizes) -> list[Made]:
-        return [made for made in tensors for _ in range(self.count)]
-
-
 def _map_factors(
     checkpoint: OpenedCheckpoint,
     foreign: ForeignAdapter,
@@ -618,7 +609,7 @@ def _make_rule(rule: Rule, factor: Factor, ranks: int) -> Rule | None:
     if ranks > 1 and _is_split(factor):  # each rank of tensor parallelism has its rows apart
         steps = tuple(
             replace(step, parts=tuple(f"({p}) / {ranks}" for p in step.parts), groups=str(ranks))
-            if type(step) is Split
+            if step.kind == "split"
             else step
             for step in steps
         )
@@ -630,7 +621,7 @@ def _make_rule(rule: Rule, factor: Factor, ranks: int) -> Rule | None:
             return None
         targets, steps = (targets[order.index(factor.branch)],), ()
     elif factor.part == LORA_A:
-        steps = (Repeat(rule.where, 0, (), len(targets)),)
+        steps = (Step("repeat", rule.where, groups=str(len(targets))),)
     ending = f".{factor.part}.{factor.adapter}{_WEIGHT}"
     return replace(
         rule,

@@ -504,38 +504,36 @@ def _settle_modules(
     folders, checkpoint, request = draft.folders, draft.checkpoint, draft.request
     consumer, base = folders.consumer, folders.base or ""
     listed = folders.read_json(side, MODULES)
-    if request.strip_prefix and has_router(listed):
+    is_one_encoder = bool(request.strip_prefix) and has_router(listed)
+    if is_one_encoder:
         draft.notes.append(f"the output is one encoder, without the router of {MODULES}")
-    elif config is None and not has_router(listed) and has_config(listed):
-        pass
-    else:
-        draft.needs_config = listed is None or has_config(listed)
-        if listed is None or consumer.leading != MODULES:
-            return side, {}
-        split, taken, prefix = split_modules(
-            listed,
-            [e for e in checkpoint.index.of_part("model") if request.select in {None, e.tree}],
-            where=checkpoint.path,
-            base=base,
-            router=folders.read_json(side, ROUTER_CONFIG),
-            stripped=request.strip_prefix,
-            exclude=request.exclude,
-        )
-        if split:
-            tensors = {**checkpoint.index.tensors, **split}
-            index = replace(checkpoint.index, tensors=tensors)
-            draft.checkpoint = replace(checkpoint, index=index)
-            draft.request = replace(request, strip_prefix=())
-            note = f"names are written without {prefix!r}, as sentence-transformers has them"
-            draft.notes.append(Aside(note))
-        files = [file.name for file in side if base and file.origin.startswith(str(base))]
-        lacking = find_lacking_modules(listed, taken, files)
-        if lacking:
-            of = ", ".join(map(repr, lacking))
-            text = f"the tensors of {of} are those of {base}: none is taken from the source"
-            draft.notes.append(text)
-        return side, taken
-    return [file for file in side if not consumer.has_companion(file.name)], {}
+    if is_one_encoder or (config is None and has_config(listed) and not has_router(listed)):
+        return [file for file in side if not consumer.has_companion(file.name)], {}
+    draft.needs_config = listed is None or has_config(listed)
+    if listed is None or consumer.leading != MODULES:
+        return side, {}
+    split, taken, prefix = split_modules(
+        listed,
+        [e for e in checkpoint.index.of_part("model") if request.select in {None, e.tree}],
+        where=checkpoint.path,
+        base=base,
+        router=folders.read_json(side, ROUTER_CONFIG),
+        stripped=request.strip_prefix,
+        exclude=request.exclude,
+    )
+    if split:
+        tensors = {**checkpoint.index.tensors, **split}
+        draft.checkpoint = replace(checkpoint, index=replace(checkpoint.index, tensors=tensors))
+        draft.request = replace(request, strip_prefix=())
+        note = f"names are written without {prefix!r}, as sentence-transformers has them"
+        draft.notes.append(Aside(note))
+    files = [file.name for file in side if base and file.origin.startswith(str(base))]
+    lacking = find_lacking_modules(listed, taken, files)
+    if lacking:
+        of = ", ".join(map(repr, lacking))
+        text = f"the tensors of {of} are those of {base}: none is taken from the source"
+        draft.notes.append(text)
+    return side, taken
 
 
 def _settle_text_model(

@@ -34,7 +34,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from msgspec import Struct, field
-from msgspec.structs import astuple, replace
+from msgspec.structs import replace
 
 from ckptkit.core.errors import FormatError, RefusedError, UsageError
 from ckptkit.core.geometry import Arrangement, join
@@ -68,14 +68,35 @@ class Made(Struct, frozen=True):
 
 
 class Step(Struct, frozen=True):
-    """One step of a rule; most change each tensor by itself."""
+    """One step of a rule; each kind has some of these fields, as it is described above."""
 
+    kind: str  # a key of the step, or `repeat`, which makes several of one tensor
     where: str
-    axis: int
-    only: tuple[int, ...]  # the positions of the tensors that it applies to; empty for all
+    axis: int = 0
+    only: tuple[int, ...] = ()  # the positions of the tensors that it applies to; empty for all
+    parts: tuple[str, ...] = ()  # sizes; of `rows` and `pad` the one that is kept
+    groups: str = "1"  # how many there are of these parts
+    multiple: str = ""
+    before: tuple[str, ...] = ()  # the factors of the axis that is reordered, the outermost first
+    after: tuple[str, ...] = ()  # the same factors in the new order
+    factors: Mapping[str, str] = field(default_factory=dict)  # expressions; one may be missing
+    order: tuple[int, ...] = ()  # of the axes
+    value: float = 0.0  # that is added
 
     def apply(self, tensors: Sequence[Made], sizes: Sizes) -> list[Made]:
-        """Returns the tensors after the step."""
+        """Returns the tensors after the step; most change each tensor by itself."""
+        if self.kind == "repeat":
+            return [made for made in tensors for _ in range(int(self.groups))]
+        if self.kind in _COUNTS:
+            count = 1 if self.kind == "split" else len(self.parts)
+            if len(tensors) != count:
+                raise UsageError(
+                    f"the step takes {count} tensors, and {len(tensors)} come from the step before"
+                    " it",
+                    where=self.where,
+                    hint="list as many names, or parts",
+                )
+            return _COUNTS[self.kind](self, tensors, sizes)
         if self.only and max(self.only) >= len(tensors):
             raise UsageError(
                 f"'only' has {max(self.only)}, and {len(tensors)} tensors come from the step"
@@ -83,38 +104,46 @@ class Step(Struct, frozen=True):
                 where=self.where,
                 hint="take the number out of 'only'",
             )
+        change = _CHANGES[self.kind]
         return [
-            self.change(made, sizes) if not self.only or position in self.only else made
+            change(self, made, sizes) if not self.only or position in self.only else made
             for position, made in enumerate(tensors)
         ]
 
-    def change(self, made: Made, sizes: Sizes) -> Made:
-        raise NotImplementedError
-
     def inverse(self) -> Step:
         """Returns the step that undoes it."""
-        raise NotImplementedError
+        if self.kind == "reorder":
+            return replace(self, before=self.after, after=self.before)
+        if self.kind == "transpose":
+            return replace(self, order=tuple(map(self.order.index, range(len(self.order)))))
+        if self.kind == "add":
+            return replace(self, value=-self.value)
+        if self.kind == "rows" and not self.multiple:
+            return self
+        return replace(self, kind=_INVERSES[self.kind])
 
     def describe(self) -> str:
         """Returns the step in words."""
+        axis, each = self.axis, "" if self.groups == "1" else f", repeated {self.groups} times"
+        before, after = " ".join(self.before), " ".join(self.after)
+        words = {
+            "split": f"split axis {axis} into {' | '.join(self.parts)}{each}",
+            "concat": f"join along axis {axis}{each}",
+            "reorder": f"reorder axis {axis} from ({before}) to ({after})",
+            "transpose": f"transpose to {list(self.order)}",
+            "rows": f"keep the first {''.join(self.parts)} indices of axis {axis}",
+            "pad": f"pad axis {axis} with zeros to a multiple of {self.multiple}",
+            "unflatten": f"split axis {axis} into the axes {' x '.join(self.parts)}",
+            "flatten": f"join {len(self.parts)} axes from {axis} on",
+            "add": f"add {self.value:g}",
+        }
         only = f", of tensors {', '.join(map(str, self.only))} only" if self.only else ""
-        return f"{self._words()}{only}"
-
-    def _words(self) -> str:
-        return type(self).__name__.lower()
+        return f"{words.get(self.kind, self.kind)}{only}"
 
     @property
     def moves_rows(self) -> bool:
         """Whether whole rows are moved, so that the factor B of a weight is changed alike."""
-        return self.axis == 0 and isinstance(self, (Split, Reorder, Rows))
-
-    def refuse_count(self, tensors: Sequence[Made], count: int) -> None:
-        if len(tensors) != count:
-            raise UsageError(
-                f"the step takes {count} tensors, and {len(tensors)} come from the step before it",
-                where=self.where,
-                hint="list as many names, or parts",
-            )
+        return self.axis == 0 and self.kind in {"split", "concat", "reorder", "rows"}
 
     def misfit(self, shape: Shape, expected: str, subject: str = "") -> FormatError:
         return FormatError(
@@ -122,224 +151,121 @@ class Step(Struct, frozen=True):
         )
 
 
-class Split(Step, frozen=True):
-    """One tensor becomes several."""
+def _split(step: Step, tensors: Sequence[Made], sizes: Sizes) -> list[Made]:
+    made, counts, groups = tensors[0], list(map(sizes.count, step.parts)), sizes.count(step.groups)
+    shape, axis, total = made.shape, step.axis, groups * sum(counts)
+    if len(shape) <= axis or shape[axis] != total:
+        each = " + ".join(f"{count:,}" for count in counts)
+        expected = f"expected {total:,} along axis {axis}: {groups:,} x ({each})"
+        raise step.misfit(shape, expected)
+    before, behind = shape[:axis], shape[axis + 1 :]
+    grouped = made.arrangement
+    if groups != 1:
+        grouped, axis = grouped.viewed((*before, groups, sum(counts), *behind)), axis + 1
+    bounds = pairwise(accumulate(counts, initial=0))
+    parts = (grouped.sliced(axis, low, high) for low, high in bounds)
+    return [
+        replace(made, arrangement=part).viewed((*before, groups * count, *behind))
+        for part, count in zip(parts, counts, strict=True)
+    ]
 
-    parts: tuple[str, ...]  # the size of each result along the axis, per group
-    groups: str  # the number of groups
 
-    def apply(self, tensors: Sequence[Made], sizes: Sizes) -> list[Made]:
-        self.refuse_count(tensors, 1)
-        made, counts, each = (
-            tensors[0],
-            list(map(sizes.count, self.parts)),
-            sizes.count(self.groups),
+def _concat(step: Step, tensors: Sequence[Made], sizes: Sizes) -> list[Made]:
+    counts, groups = list(map(sizes.count, step.parts)), sizes.count(step.groups)
+    axis, first = step.axis, tensors[0].shape
+    before, behind = first[:axis], first[axis + 1 :]
+    pieces = []
+    for made, count in zip(tensors, counts, strict=True):
+        shape = (*before, groups * count, *behind)
+        if len(first) <= axis or made.shape != shape:
+            expected = f"expected {list(shape)}: {groups * count:,} along axis {axis}"
+            raise step.misfit(made.shape, expected, "a part ")
+        split = (*before, groups, count, *behind)
+        pieces.append(made.arrangement.viewed(split) if groups != 1 else made.arrangement)
+    joined = replace(tensors[0], arrangement=join(pieces, axis + (groups != 1)))
+    return [joined.viewed((*before, groups * sum(counts), *behind))]
+
+
+def _reorder(step: Step, made: Made, sizes: Sizes) -> Made:
+    shape, axis = made.shape, step.axis
+    known = {name: sizes.count(expression) for name, expression in step.factors.items()}
+    rows, product = (shape[axis] if axis < len(shape) else 0), math.prod(known.values())
+    is_open = len(known) < len(step.before)
+    if not product or rows % product or (not is_open and rows != product):
+        factors = " x ".join(f"{name} {size:,}" for name, size in known.items())
+        raise step.misfit(shape, f"axis {axis} does not consist of {factors}")
+    split = tuple(known.get(name, rows // product) for name in step.before)
+    fine = made.arrangement.viewed((*shape[:axis], *split, *shape[axis + 1 :]))
+    order = [axis + step.before.index(name) for name in step.after]
+    behind = range(axis + len(split), len(shape) + len(split) - 1)
+    permuted = fine.permuted([*range(axis), *order, *behind])
+    return replace(made, arrangement=permuted).viewed(shape)
+
+
+def _transpose(step: Step, made: Made, _sizes: Sizes) -> Made:
+    if len(made.shape) != len(step.order):
+        raise step.misfit(made.shape, f"expected {len(step.order)} axes")
+    return replace(made, arrangement=made.arrangement.permuted(step.order))
+
+
+def _unflatten(step: Step, made: Made, sizes: Sizes) -> Made:
+    shape, axis, counts = made.shape, step.axis, list(map(sizes.of, step.parts))
+    if len(shape) <= axis or shape[axis] != math.prod(counts):
+        factors = " x ".join(f"{count:,}" for count in counts)
+        raise step.misfit(shape, f"axis {axis} does not consist of {factors}")
+    return made.viewed((*shape[:axis], *counts, *shape[axis + 1 :]))
+
+
+def _flatten(step: Step, made: Made, sizes: Sizes) -> Made:
+    shape, axis, counts = made.shape, step.axis, tuple(map(sizes.of, step.parts))
+    end = axis + len(counts)
+    if shape[axis:end] != counts:
+        raise step.misfit(shape, f"expected {list(counts)} from axis {axis} on")
+    return made.viewed((*shape[:axis], math.prod(counts), *shape[end:]))
+
+
+def _keep_rows(step: Step, made: Made, sizes: Sizes) -> Made:
+    count, axis, shape = sizes.count(step.parts[0]), step.axis, made.shape
+    if len(shape) <= axis or shape[axis] < count:
+        raise step.misfit(shape, f"expected at least {count:,} along axis {axis}")
+    whole, extra = shape[axis], shape[axis] - count
+    if extra >= _MOST_PADDING or not any(
+        whole % unit == 0 for unit in range(extra + 1, _MOST_PADDING + 1)
+    ):
+        raise FormatError(
+            f"has {whole:,} rows against {count:,} in the configuration: {extra:,} more is no"
+            f" padding, which fills up to a multiple of a number up to {_MOST_PADDING:,}",
+            where=step.where,
+            hint=_OF_ANOTHER,
         )
-        shape, axis = made.shape, self.axis
-        total = each * sum(counts)
-        if len(shape) <= axis or shape[axis] != total:
-            listed = " + ".join(f"{count:,}" for count in counts)
-            expected = f"expected {total:,} along axis {axis}: {each:,} x ({listed})"
-            raise self.misfit(shape, expected)
-        before, behind = shape[:axis], shape[axis + 1 :]
-        grouped = made.arrangement
-        if each != 1:
-            grouped, axis = grouped.viewed((*before, each, sum(counts), *behind)), axis + 1
-        bounds = pairwise(accumulate(counts, initial=0))
-        parts = (grouped.sliced(axis, low, high) for low, high in bounds)
-        return [
-            replace(made, arrangement=part).viewed((*before, each * count, *behind))
-            for part, count in zip(parts, counts, strict=True)
-        ]
-
-    def inverse(self) -> Step:
-        return Concat(*astuple(self))
-
-    def _words(self) -> str:
-        each = "" if self.groups == "1" else f", repeated {self.groups} times"
-        return f"split axis {self.axis} into {' | '.join(self.parts)}{each}"
+    kept = replace(made, arrangement=made.arrangement.sliced(axis, 0, count))
+    return replace(kept, padding=(count, whole)) if extra else kept
 
 
-class Concat(Split, frozen=True):
-    """Several tensors become one."""
-
-    def apply(self, tensors: Sequence[Made], sizes: Sizes) -> list[Made]:
-        self.refuse_count(tensors, len(self.parts))
-        counts, groups = list(map(sizes.count, self.parts)), sizes.count(self.groups)
-        axis, first = self.axis, tensors[0].shape
-        before, behind = first[:axis], first[axis + 1 :]
-        pieces = []
-        for made, count in zip(tensors, counts, strict=True):
-            shape = (*before, groups * count, *behind)
-            if len(first) <= axis or made.shape != shape:
-                expected = f"expected {list(shape)}: {groups * count:,} along axis {axis}"
-                raise self.misfit(made.shape, expected, "a part ")
-            split = (*before, groups, count, *behind)
-            pieces.append(made.arrangement.viewed(split) if groups != 1 else made.arrangement)
-        joined = replace(tensors[0], arrangement=join(pieces, axis + (groups != 1)))
-        return [joined.viewed((*before, groups * sum(counts), *behind))]
-
-    def inverse(self) -> Step:
-        return Split(*astuple(self))
-
-    def _words(self) -> str:
-        each = "" if self.groups == "1" else f", repeated {self.groups} times"
-        return f"join along axis {self.axis}{each}"
+def _pad(step: Step, made: Made, sizes: Sizes) -> Made:
+    count, multiple, axis = sizes.count(step.parts[0]), sizes.count(step.multiple), step.axis
+    if len(made.shape) <= axis or made.shape[axis] != count:
+        raise step.misfit(made.shape, f"expected {count:,} along axis {axis}")
+    whole = -(-count // multiple) * multiple
+    return replace(made, arrangement=made.arrangement.padded(axis, whole))
 
 
-class Reorder(Step, frozen=True):
-    """The indices of an axis in another order."""
-
-    before: tuple[str, ...]  # the factors of the axis, the outermost first
-    after: tuple[str, ...]  # the same factors in the new order
-    factors: Mapping[str, str]  # expressions by factor; one may be missing
-
-    def change(self, made: Made, sizes: Sizes) -> Made:
-        shape, axis = made.shape, self.axis
-        known = {name: sizes.count(expression) for name, expression in self.factors.items()}
-        rows, product = (shape[axis] if axis < len(shape) else 0), math.prod(known.values())
-        is_open = len(known) < len(self.before)
-        if not product or rows % product or (not is_open and rows != product):
-            factors = " x ".join(f"{name} {size:,}" for name, size in known.items())
-            raise self.misfit(shape, f"axis {axis} does not consist of {factors}")
-        split = tuple(known.get(name, rows // product) for name in self.before)
-        fine = made.arrangement.viewed((*shape[:axis], *split, *shape[axis + 1 :]))
-        order = [axis + self.before.index(name) for name in self.after]
-        behind = range(axis + len(split), len(shape) + len(split) - 1)
-        permuted = fine.permuted([*range(axis), *order, *behind])
-        return replace(made, arrangement=permuted).viewed(shape)
-
-    def inverse(self) -> Step:
-        return replace(self, before=self.after, after=self.before)
-
-    def _words(self) -> str:
-        before, after = " ".join(self.before), " ".join(self.after)
-        return f"reorder axis {self.axis} from ({before}) to ({after})"
+def _add(step: Step, made: Made, _sizes: Sizes) -> Made:
+    return replace(made, added=made.added + step.value)
 
 
-class Transpose(Step, frozen=True):
-    """The axes in another order."""
-
-    order: tuple[int, ...]
-
-    def change(self, made: Made, _sizes: Sizes) -> Made:
-        if len(made.shape) != len(self.order):
-            raise self.misfit(made.shape, f"expected {len(self.order)} axes")
-        return replace(made, arrangement=made.arrangement.permuted(self.order))
-
-    def inverse(self) -> Step:
-        order = tuple(self.order.index(axis) for axis in range(len(self.order)))
-        return replace(self, order=order)
-
-    def _words(self) -> str:
-        return f"transpose to {list(self.order)}"
-
-
-class Unflatten(Step, frozen=True):
-    """One axis becomes several, the outermost first."""
-
-    parts: tuple[str, ...]
-
-    def change(self, made: Made, sizes: Sizes) -> Made:
-        shape, axis = made.shape, self.axis
-        counts = [sizes.of(part) for part in self.parts]
-        if len(shape) <= axis or shape[axis] != math.prod(counts):
-            factors = " x ".join(f"{count:,}" for count in counts)
-            raise self.misfit(shape, f"axis {axis} does not consist of {factors}")
-        return made.viewed((*shape[:axis], *counts, *shape[axis + 1 :]))
-
-    def inverse(self) -> Step:
-        return Flatten(*astuple(self))
-
-    def _words(self) -> str:
-        return f"split axis {self.axis} into the axes {' x '.join(self.parts)}"
-
-
-class Flatten(Unflatten, frozen=True):
-    """Several axes become one."""
-
-    def change(self, made: Made, sizes: Sizes) -> Made:
-        shape, axis = made.shape, self.axis
-        counts = tuple(sizes.of(part) for part in self.parts)
-        end = axis + len(counts)
-        if shape[axis:end] != counts:
-            raise self.misfit(shape, f"expected {list(counts)} from axis {axis} on")
-        return made.viewed((*shape[:axis], math.prod(counts), *shape[end:]))
-
-    def inverse(self) -> Step:
-        return Unflatten(*astuple(self))
-
-    def _words(self) -> str:
-        return f"join {len(self.parts)} axes from {self.axis} on"
-
-
-class Rows(Step, frozen=True):
-    """The first indices of an axis, without the padding after them."""
-
-    count: str
-    multiple: str
-
-    def change(self, made: Made, sizes: Sizes) -> Made:
-        count, axis, shape = sizes.count(self.count), self.axis, made.shape
-        if len(shape) <= axis or shape[axis] < count:
-            raise self.misfit(shape, f"expected at least {count:,} along axis {axis}")
-        whole, extra = shape[axis], shape[axis] - count
-        if extra >= _MOST_PADDING or not any(
-            whole % unit == 0 for unit in range(extra + 1, _MOST_PADDING + 1)
-        ):
-            raise FormatError(
-                f"has {whole:,} rows against {count:,} in the configuration: {extra:,} more is"
-                " no padding, which fills up to a multiple of a number up to"
-                f" {_MOST_PADDING:,}",
-                where=self.where,
-                hint=_OF_ANOTHER,
-            )
-        kept = replace(made, arrangement=made.arrangement.sliced(axis, 0, count))
-        return replace(kept, padding=(count, whole)) if extra else kept
-
-    def inverse(self) -> Step:
-        return Pad(*astuple(self)) if self.multiple else self
-
-    def _words(self) -> str:
-        return f"keep the first {self.count} indices of axis {self.axis}"
-
-
-class Pad(Rows, frozen=True):
-    """Zeros after the last index of an axis, up to a multiple."""
-
-    def change(self, made: Made, sizes: Sizes) -> Made:
-        count, multiple, axis = sizes.count(self.count), sizes.count(self.multiple), self.axis
-        if len(made.shape) <= axis or made.shape[axis] != count:
-            raise self.misfit(made.shape, f"expected {count:,} along axis {axis}")
-        whole = -(-count // multiple) * multiple
-        return replace(made, arrangement=made.arrangement.padded(axis, whole))
-
-    def inverse(self) -> Step:
-        return Rows(*astuple(self))
-
-    def _words(self) -> str:
-        return f"pad axis {self.axis} with zeros to a multiple of {self.multiple}"
-
-    @property
-    def moves_rows(self) -> bool:
-        return False
-
-
-class Add(Step, frozen=True):
-    """A constant is added."""
-
-    value: float
-
-    def change(self, made: Made, _sizes: Sizes) -> Made:
-        return replace(made, added=made.added + self.value)
-
-    def inverse(self) -> Step:
-        return replace(self, value=-self.value)
-
-    def _words(self) -> str:
-        return f"add {self.value:g}"
-
-
+_COUNTS = {"split": _split, "concat": _concat}  # which change the number of tensors
+_CHANGES = {
+    "reorder": _reorder,
+    "unflatten": _unflatten,
+    "flatten": _flatten,
+    "transpose": _transpose,
+    "pad": _pad,
+    "rows": _keep_rows,
+    "add": _add,
+}
+_INVERSES = {"split": "concat", "unflatten": "flatten", "rows": "pad"}
+_INVERSES |= {undoing: kind for kind, undoing in _INVERSES.items()}
 _KINDS = ("split", "concat", "reorder", "unflatten", "flatten", "transpose", "pad", "rows", "add")
 
 
@@ -356,65 +282,53 @@ def parse_step(step: Any, where: str) -> Step:
         isinstance(only, list)
         and bool(only)
         and all(type(at) is int and at >= 0 for at in only)
-        and kind not in {"split", "concat"}
+        and kind not in _COUNTS
     )
-    made = _parse_kind(kind, value, table, (where, axis, tuple(only or ()))) if is_only else None
-    if made is None or table:
+    fields = _parse_fields(kind, value, table) if is_only else None
+    if fields is None or table:
         raise UsageError(
             f"{step!r} is not a step {kind!r}",
             where=where,
             hint="see the steps in docs/reference/name-maps.md",
         )
-    return made
+    return Step(kind, where, axis, tuple(only or ()), **fields)
 
 
-def _parse_kind(
-    kind: str, value: Any, more: dict[str, Any], common: tuple[str, int, tuple[int, ...]]
-) -> Step | None:
-    """Returns a step, taking what it has besides `value` out of `more`; None if it is none."""
+def _parse_fields(kind: str, value: Any, more: dict[str, Any]) -> dict[str, Any] | None:
+    """Returns the fields of a step, taking what it has besides `value` out of `more`."""
+    sizes = value if isinstance(value, list) else [None]
     match kind:
-        case "split" | "concat":
-            groups = more.pop("groups", "1")
-            if _are_sizes(value) and _is_size(groups):
-                made = Split if kind == "split" else Concat
-                return made(*common, tuple(map(str, value)), str(groups))
-        case "unflatten" | "flatten":
-            if _are_sizes(value):
-                shaped = Unflatten if kind == "unflatten" else Flatten
-                return shaped(*common, tuple(map(str, value)))
+        case "split" | "concat" | "unflatten" | "flatten":
+            groups = more.pop("groups", "1") if kind in _COUNTS else "1"
+            if sizes and all(map(_is_size, [*sizes, groups])):
+                return {"parts": tuple(map(str, sizes)), "groups": str(groups)}
         case "reorder":
             found = _REORDER.fullmatch(value.strip()) if isinstance(value, str) else None
             before, after = (tuple(found[i].split()) for i in (1, 2)) if found else ((), ())
             factors = {name: str(more.pop(name)) for name in before if _is_size(more.get(name))}
             is_order = sorted(before) == sorted(after) and len(set(before)) == len(before)
             if found and is_order and len(factors) >= len(before) - 1:
-                return Reorder(*common, before, after, factors)
+                return {"before": before, "after": after, "factors": factors}
         case "transpose":
-            # Text, so that neither `True` nor `1.0` is taken for a number.
+            # Texts, so that neither `True` nor `1.0` is taken for a number.
             if isinstance(value, list) and sorted(map(repr, value)) == [
                 repr(i) for i in range(len(value))
             ]:
-                return Transpose(*common, tuple(value))
-        case "rows":
-            multiple = more.pop("multiple", "")
-            if _is_size(value) and (multiple == "" or _is_size(multiple)):
-                return Rows(*common, str(value), str(multiple))
-        case "pad":
-            count = more.pop("rows", None)
-            if _is_size(value) and _is_size(count):
-                return Pad(*common, str(count), str(value))
+                return {"order": tuple(value)}
+        case "rows" | "pad":
+            is_rows = kind == "rows"
+            other = more.pop("multiple", "") if is_rows else more.pop("rows", None)
+            count, multiple = (value, other) if is_rows else (other, value)
+            if _is_size(count) and ((is_rows and multiple == "") or _is_size(multiple)):
+                return {"parts": (str(count),), "multiple": str(multiple)}
         case "add":
             if type(value) in {int, float} and abs(value) <= _MOST_ADDED:  # which no NaN is
-                return Add(*common, float(value))
+                return {"value": float(value)}
     return None
 
 
 def _is_size(value: Any) -> bool:
     return isinstance(value, str) or (type(value) is int and value > 0)
-
-
-def _are_sizes(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(map(_is_size, value))
 
 
 # Sizes, and expressions of them
