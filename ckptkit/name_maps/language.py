@@ -419,14 +419,12 @@ def _texts(value: Any, where: str) -> list[str]:
 def invert(map_: NameMap) -> NameMap:
     """Returns the map from the target's names to the source's."""
     rules = tuple(
-        Rule(
+        replace(
+            rule,
             where=f"{rule.where}, inverted",
             sources=rule.targets,
             targets=rule.sources,
             steps=tuple(step.inverse() for step in reversed(rule.steps)),
-            is_optional=rule.is_optional,
-            partial=rule.partial,
-            in_all_forms=rule.in_all_forms,
         )
         for rule in map_.rules
         if rule.has_inverse and not rule.drop
