@@ -20,7 +20,6 @@ import xxhash
 
 from ckptkit.conversion.source.open import (
     SOURCE_IDENTITY,
-    OpenedCheckpoint,
     describe_sources,
     open_checkpoint,
     resolve_path,
@@ -42,7 +41,7 @@ from ckptkit.core.errors import (
 from ckptkit.core.index import FileRef, Key, TensorEntry
 from ckptkit.core.manifest import MANIFEST_NAME, Manifest
 from ckptkit.engine.outcome import Listener, OutputKept, Planned
-from ckptkit.formats.discovery import CheckpointUnit, is_unit_folder, name_step, parse_step
+from ckptkit.formats.discovery import is_unit_folder, name_step, parse_step
 from ckptkit.formats.torch_files import is_optimizer_candidate
 from ckptkit.options import changed_options
 from ckptkit.plan.plan import SOURCE, Compute, Copy
@@ -304,7 +303,15 @@ def _choose_files(planned: PlannedOutput, job: ConversionJob) -> SourceRemoval:
     checkpoint = planned.checkpoint
     folder, index = checkpoint.source.folders[0], checkpoint.index
     root = place_of(job.src).beside(folder.location)
-    read = _find_read(planned)
+    read: set[Key] = set()  # or written under a name that it is tied to
+    for _, segment, _ in planned.plan.specs():
+        if isinstance(segment.body, Copy) and segment.body.origin == SOURCE:
+            read.add(segment.body.key)
+        elif isinstance(segment.body, Compute):
+            read.update(key for origin, key in segment.body.reads if origin == SOURCE)
+    for entry in index.tensors.values():
+        if entry.derivation and (entry.key in read or entry.name in planned.plan.dropped):
+            read.update(key for _, key in entry.derivation.reads)
     holding = {
         key: {index.files[int(n)].path for n in np.unique(index.records.file[entry.chunks.record])}
         for key, entry in index.tensors.items()
@@ -314,7 +321,19 @@ def _choose_files(planned: PlannedOutput, job: ConversionJob) -> SourceRemoval:
     paths = {path for unit in units for path in unit.candidate.files}
     held = [entry for entry in index.tensors.values() if paths & holding[entry.key]]
     _refuse_lost(held, planned, read, root)
-    _refuse_to_end_training(checkpoint, units, root)
+    for unit in checkpoint.units:
+        is_optimizer = unit.is_optimizer or is_optimizer_candidate(unit.candidate)
+        if is_optimizer and unit not in units:
+            # Nothing resumes from it alone. Who names the model in the step, and not the step, has
+            # chosen to give that up.
+            model = posixpath.join(root.location, checkpoint.folder, units[0].label)
+            raise _refusal(
+                f"training could not resume from the step any more: {unit.label!r} is the state of"
+                " an optimizer, is not in the output, and would stay alone",
+                root,
+                "write it too (ckptkit convert --optimizer), remove whole steps with `ckptkit"
+                f" prune`, or give the step up and pass {model} as SRC",
+            )
     # What makes it a checkpoint goes first, so that a kill leaves nothing that looks like one: the
     # manifest of a step that ckptkit saved, and the marker of each unit.
     markers = [marker(unit.candidate) for unit in units]
@@ -355,20 +374,6 @@ def _refusal(message: str, root: Place, hint: str) -> RefusedError:
     return RefusedError(message, where=f"{_OPTION} {root.location}", hint=hint)
 
 
-def _find_read(planned: PlannedOutput) -> set[Key]:
-    """Returns the tensors that a plan reads, or writes under a name that they are tied to."""
-    plan, read = planned.plan, set[Key]()
-    for _, segment, _ in plan.specs():
-        if isinstance(segment.body, Copy) and segment.body.origin == SOURCE:
-            read.add(segment.body.key)
-        elif isinstance(segment.body, Compute):
-            read.update(key for origin, key in segment.body.reads if origin == SOURCE)
-    for entry in planned.checkpoint.index.tensors.values():
-        if entry.derivation and (entry.key in read or entry.name in plan.dropped):
-            read.update(key for _, key in entry.derivation.reads)
-    return read
-
-
 def _refuse_lost(
     entries: list[TensorEntry], planned: PlannedOutput, read: set[Key], root: Place
 ) -> None:
@@ -397,26 +402,6 @@ def _refuse_lost(
             "write it too (--optimizer, --dtype float32, no --include, --exclude or --select), or"
             " remove the checkpoint by hand",
         )
-
-
-def _refuse_to_end_training(
-    checkpoint: OpenedCheckpoint, removed: list[CheckpointUnit], root: Place
-) -> None:
-    """Refuses a step whose optimizer would stay without the model, which nothing resumes from.
-
-    A user who names the model in the step, and not the step, has chosen to give that up.
-    """
-    for unit in checkpoint.units:
-        is_optimizer = unit.is_optimizer or is_optimizer_candidate(unit.candidate)
-        if is_optimizer and unit not in removed:
-            model = posixpath.join(root.location, checkpoint.folder, removed[0].label)
-            raise _refusal(
-                f"training could not resume from the step any more: {unit.label!r} is the state of"
-                " an optimizer, is not in the output, and would stay alone",
-                root,
-                "write it too (ckptkit convert --optimizer), remove whole steps with `ckptkit"
-                f" prune`, or give the step up and pass {model} as SRC",
-            )
 
 
 def _refuse_step_in_use(root: Place, paths: list[str]) -> None:

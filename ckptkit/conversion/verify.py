@@ -60,7 +60,7 @@ from ckptkit.runs.step_manifests import (
     list_files,
     step_folder,
 )
-from ckptkit.storage.base import Source, is_there
+from ckptkit.storage.base import Source
 from ckptkit.storage.local.disk import LOCAL_DISK
 from ckptkit.storage.local.durable import new_hidden_path, sync_file
 from ckptkit.storage.local.ownership import copy_owner
@@ -455,7 +455,7 @@ def run_repair(
         others = [stack.enter_context(open_source(place_of(copy))) for copy in copies]
         stack.callback(shutil.rmtree, work, ignore_errors=True)
         manifest = _manifest_of(damaged)
-        before = {name: damaged.stat(name).identity for name in list_files(damaged)}
+        before = {name: _identity(damaged, name) for name in list_files(damaged)}
         if copies:
             work.mkdir(mode=0o700)
         for name in sorted(before) if copies else ():
@@ -484,8 +484,7 @@ def run_repair(
             if report.ok:
                 break
         for name in sorted(staged):
-            now = damaged.stat(name).identity if is_there(damaged, name) else None
-            if now != before.get(name):
+            if _identity(damaged, name) != before.get(name):
                 raise SourceChangedError(
                     f"{name!r} changed while it was mended",
                     where=str(folder),
@@ -517,6 +516,12 @@ def _verify(folder: Path, listener: Listener) -> Verification:
 def _manifest_of(source: Source) -> Manifest | None:
     with suppress(InputError):
         return read_manifest(source)
+    return None
+
+
+def _identity(source: Source, path: str) -> str | None:
+    with suppress(InputError):
+        return source.stat(path).identity
     return None
 
 
