@@ -302,35 +302,40 @@ def _parse_rule(rule: Any, where: str) -> Rule:
     if not isinstance(rule, dict):
         raise UsageError("is not a table", where=where, hint="write [[rule]]")
     _check_keys(rule, _RULE_KEYS, where)
-    sources = tuple(
-        parse_template(text, where=where) for text in _texts(rule.get("from", []), where)
+    sources, targets = (
+        tuple(parse_template(text, where=where) for text in _texts(rule.get(key, []), where))
+        for key in ("from", "to")
     )
-    targets = tuple(parse_template(text, where=where) for text in _texts(rule.get("to", []), where))
-    drop = rule.get("drop", "")
+    drop, steps, inverse = rule.get("drop", ""), rule.get("steps", []), rule.get("inverse", True)
+    optional, partial = rule.get("optional", False), tuple(_texts(rule.get("partial", []), where))
+    captures = {capture for name in (*sources, *targets) for capture in name.captures}
+    made = [name.render(dict.fromkeys(name.captures, 0)) for name in targets]
+    twice = next((name for name in made if made.count(name) > 1), None)
+    unlike = next(
+        (s for s in (sources, targets) if len({frozenset(n.captures) for n in s}) > 1), ()
+    )
+    wrong = hint = ""
     if not drop and any(name.text.endswith("*") for name in (*sources, *targets)):
-        raise UsageError(
-            "only a rule that drops tensors may have a name with '*'",
-            where=where,
-            hint="write the whole name, with captures such as {layer}",
-        )
-    if not sources or bool(targets) == bool(drop):
-        raise UsageError(
-            "needs 'from', and either 'to' or the reason for which it drops the tensors",
-            where=where,
-            hint='write to = "NAME", or drop = "REASON"',
-        )
-    steps, inverse = rule.get("steps", []), rule.get("inverse", True)
-    if inverse not in (True, False, "all"):
-        raise UsageError(
-            f"'inverse' is {inverse!r}", where=where, hint='write true, false or "all"'
-        )
-    optional = rule.get("optional", False)
-    if not isinstance(steps, list) or not isinstance(drop, str) or type(optional) is not bool:
-        raise UsageError(
-            "'steps' is a list of tables, 'drop' a text, 'optional' true or false", where=where
-        )
-    partial = tuple(_texts(rule.get("partial", []), where))
-    _check_names(sources, targets, partial, where)
+        wrong = "only a rule that drops tensors may have a name with '*'"
+        hint = "write the whole name, with captures such as {layer}"
+    elif not sources or bool(targets) == bool(drop):
+        wrong = "needs 'from', and either 'to' or the reason for which it drops the tensors"
+        hint = 'write to = "NAME", or drop = "REASON"'
+    elif inverse not in (True, False, "all"):
+        wrong, hint = f"'inverse' is {inverse!r}", 'write true, false or "all"'
+    elif not isinstance(steps, list) or not isinstance(drop, str) or type(optional) is not bool:
+        wrong = "'steps' is a list of tables, 'drop' a text, 'optional' true or false"
+    elif not captures.issuperset(partial):
+        known = ", ".join(sorted(captures)) or "none"
+        wrong = f"'partial' is {', '.join(partial)}; captures of the rule are {known}"
+        hint = "write the name of a capture, without braces"
+    elif unlike:
+        wrong = f"{unlike[0].text!r} and {unlike[-1].text!r} do not have the same captures"
+        hint = "the names of one side of a rule stand for one set of tensors each"
+    elif twice is not None:
+        wrong, hint = f"makes {twice!r} twice", "give each result a name of its own"
+    if wrong:
+        raise UsageError(wrong, where=where, hint=hint)
     zeros, beside = _parse_zeros(rule.get("zeros"), sources, drop, where)
     return Rule(
         where=where,
@@ -366,36 +371,6 @@ def _parse_zeros(
         )
     shape = table["shape"] if isinstance(table["shape"], list) else [table["shape"]]
     return tuple(_texts([str(size) for size in shape], where)), beside
-
-
-def _check_names(
-    sources: Sequence[NameTemplate],
-    targets: Sequence[NameTemplate],
-    partial: Sequence[str],
-    where: str,
-) -> None:
-    """Refuses names that do not belong together, a name made twice, and unknown captures."""
-    captures = {capture for name in (*sources, *targets) for capture in name.captures}
-    if not captures.issuperset(partial):
-        raise UsageError(
-            f"'partial' is {', '.join(partial)}; captures of the rule are"
-            f" {', '.join(sorted(captures)) or 'none'}",
-            where=where,
-            hint="write the name of a capture, without braces",
-        )
-    for names in (sources, targets):
-        if any(set(name.captures) != set(names[0].captures) for name in names):
-            raise UsageError(
-                f"{names[0].text!r} and {names[-1].text!r} do not have the same captures",
-                where=where,
-                hint="the names of one side of a rule stand for one set of tensors each",
-            )
-    made = [name.render(dict.fromkeys(name.captures, 0)) for name in targets]
-    twice = next((name for name in made if made.count(name) > 1), None)
-    if twice is not None:
-        raise UsageError(
-            f"makes {twice!r} twice", where=where, hint="give each result a name of its own"
-        )
 
 
 def _check_keys(table: Mapping[str, Any], known: Sequence[str], where: str) -> None:
