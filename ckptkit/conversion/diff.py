@@ -412,34 +412,30 @@ def _compare(
     for error in errors.values():
         raise error
     origin.checksums.finish()
-    numeric = tuple(
-        _describe_gaps(entry, second[name], gaps[name])
-        for name, entry in ours.items()
-        if name in measured
-    )
+    numeric = []
+    for name, entry in ours.items():
+        if name not in measured:
+            continue
+        whole = combine_gaps([part for _, part in sorted(gaps[name].items())])
+        numeric.append(
+            NumericDifference(
+                name=str(name),
+                dtypes=(entry.dtype.name, second[name].dtype.name),
+                elements=whole.elements,
+                unequal=whole.unequal,
+                beyond=whole.beyond,
+                largest=finite(whole.largest),
+                relative=finite(whole.relative),
+                cosine=whole.cosine,
+                norms=(finite(whole.norms[0]), finite(whole.norms[1])),
+                lone=whole.lone,
+                change=finite(whole.change),
+            )
+        )
+    changed = [differences[name] for name in ours if name in differences]
     if tolerance is not None:
-        beyond = (one for one in numeric if one.beyond)
-        return tuple(TensorDifference(g.name, g.beyond, g.largest) for g in beyond), numeric
-    return tuple(differences[name] for name in ours if name in differences), numeric
-
-
-def _describe_gaps(
-    first: TensorEntry, second: TensorEntry, leaves: Mapping[int, Gaps]
-) -> NumericDifference:
-    gaps = combine_gaps([gaps for _, gaps in sorted(leaves.items())])
-    return NumericDifference(
-        name=str(first.name),
-        dtypes=(first.dtype.name, second.dtype.name),
-        elements=gaps.elements,
-        unequal=gaps.unequal,
-        beyond=gaps.beyond,
-        largest=finite(gaps.largest),
-        relative=finite(gaps.relative),
-        cosine=gaps.cosine,
-        norms=(finite(gaps.norms[0]), finite(gaps.norms[1])),
-        lone=gaps.lone,
-        change=finite(gaps.change),
-    )
+        changed = [TensorDifference(g.name, g.beyond, g.largest) for g in numeric if g.beyond]
+    return tuple(changed), tuple(numeric)
 
 
 def _count(entry: TensorEntry, first: memoryview, second: memoryview) -> tuple[int, float | None]:

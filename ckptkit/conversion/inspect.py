@@ -354,7 +354,9 @@ def _report(
         for path in inside
         if path not in read
         and not any(path == step or path.startswith(f"{step}/") for step in others)
-        and not _describes(path, base)
+        and not is_side_file(posixpath.basename(path))
+        and posixpath.basename(path) not in {MANIFEST_NAME, *TRACKERS, *TAG_FILES}
+        and {"context", *SIDE_FOLDERS}.isdisjoint(relative_path(path, base).split("/")[:-1])
         and not consumer.has_companion(path.removeprefix(f"{base}/"))
     ]
     shard_map = None
@@ -404,13 +406,6 @@ def _report(
         steps=tuple(checkpoint.steps),
         finals=dict(checkpoint.finals),
     )
-
-
-def _describes(path: str, base: str) -> bool:
-    """Returns whether a file describes the model or the step, by its name."""
-    *folders, name = relative_path(path, base).split("/")
-    is_known = name == MANIFEST_NAME or name in {*TRACKERS, *TAG_FILES} or is_side_file(name)
-    return is_known or not {"context", *SIDE_FOLDERS}.isdisjoint(folders)
 
 
 def _text(value: object) -> str | None:
