@@ -89,38 +89,33 @@ def run_job(job: ConversionJob, listener: Listener = ignore) -> JobResult:
     if job.delete_source:
         from ckptkit.conversion.delete_source import write_and_remove
 
-        manifest, removal = write_and_remove(job, partial(_write, job, listener), listener)
+        manifest, removal = write_and_remove(job, lambda: _write(job, listener).whole, listener)
         return JobResult(manifest, removal=removal)
     if job.if_exists == "verify":
         existing = verify_existing_output(job, listener)
         if existing is not None:
             return JobResult(existing)
-    if job.share is None:
-        return JobResult(_write(job, listener))
+    return _write(job, listener)
+
+
+def _write(job: ConversionJob, listener: Listener) -> JobResult:
     job.check_places()
-    with (
-        Slice(job.destination, job.share, listener, overwrite=job.overwrite) as strategy,
-        job.plan_output() as planned,
-    ):
+    out = job.destination
+    if job.resume:
+        refuse_resuming(out, job.resources)
+    strategy: WriteStrategy[Manifest | MissingSlices]
+    if job.share is not None:
+        strategy = Slice(out, job.share, listener, overwrite=job.overwrite)
+    elif job.resources.engine == "ray":
+        strategy = RayCluster(job, listener)
+    elif is_url(out):
+        strategy = SingleProcess(open_target(out, overwrite=job.overwrite), listener)
+    else:
+        folder = local_path(out)
+        strategy = Resumable(folder, listener, overwrite=job.overwrite, resume=job.resume)
+    with strategy, job.plan_output() as planned:
         written = write_output(planned, strategy, listener)
     return JobResult(None, written) if isinstance(written, tuple) else JobResult(written)
-
-
-def _write(job: ConversionJob, listener: Listener) -> Manifest:
-    job.check_places()
-    assert job.out is not None  # noqa: S101  which would have been refused
-    if job.resume:
-        refuse_resuming(job.out, job.resources)
-    strategy: WriteStrategy[Manifest]
-    if job.resources.engine == "ray":
-        strategy = RayCluster(job, listener)
-    elif is_url(job.out):
-        strategy = SingleProcess(open_target(job.out, overwrite=job.overwrite), listener)
-    else:
-        out = local_path(job.out)
-        strategy = Resumable(out, listener, overwrite=job.overwrite, resume=job.resume)
-    with strategy, job.plan_output() as planned:
-        return write_output(planned, strategy, listener)
 
 
 class SharedPlace:

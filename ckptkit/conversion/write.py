@@ -117,7 +117,7 @@ if TYPE_CHECKING:
     from ckptkit.conversion.prepare import ConversionJob
     from ckptkit.storage.remote.s3_target import SharedOutput  # which needs what speaks to S3
 
-R = TypeVar("R")
+R_co = TypeVar("R_co", covariant=True)
 
 
 class Estimate(Struct, frozen=True):
@@ -236,7 +236,7 @@ def choose_settings(
     return ExecutionSettings(workers, resources.bytes_per_second, needed, task_bytes)
 
 
-class WriteStrategy(ABC, Generic[R]):
+class WriteStrategy(ABC, Generic[R_co]):
     """How an output is written; `write_output` calls the methods in this order.
 
     A strategy is made before the output is planned: it claims the place. As a context manager it
@@ -244,7 +244,7 @@ class WriteStrategy(ABC, Generic[R]):
     """
 
     @abstractmethod
-    def start(self, planned: PlannedOutput) -> R | None:
+    def start(self, planned: PlannedOutput) -> R_co | None:
         """Makes sure that there is room, and announces the plan."""
 
     @abstractmethod
@@ -255,7 +255,7 @@ class WriteStrategy(ABC, Generic[R]):
         """Is called when the comparison of names refuses the output."""
 
     @abstractmethod
-    def commit(self) -> R:
+    def commit(self) -> R_co:
         """Makes the output visible, or returns what is missing."""
 
     def __enter__(self) -> Self:
@@ -266,7 +266,7 @@ class WriteStrategy(ABC, Generic[R]):
         """Releases the place."""
 
 
-def write_output(planned: PlannedOutput, strategy: WriteStrategy[R], listener: Listener) -> R:
+def write_output(planned: PlannedOutput, strategy: WriteStrategy[R_co], listener: Listener) -> R_co:
     """Executes a plan and commits what it wrote, whole or not at all."""
     existing = strategy.start(planned)
     if existing is not None:
