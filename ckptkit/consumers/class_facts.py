@@ -21,8 +21,7 @@ from ckptkit.core.data_rows import read_row
 from ckptkit.core.index import Fqn
 from ckptkit.core.model_configs import architecture_of, class_of, list_model_types
 from ckptkit.hub_names.disk_tensors import HubNames
-from ckptkit.hub_names.known_models import is_beyond_counts
-from ckptkit.hub_names.model_shapes import find_tied
+from ckptkit.hub_names.known_models import find_tied, is_beyond_counts
 from ckptkit.plan.selection import KeptDtypes
 
 DATA = Path(__file__).with_name("class_facts.jsonl")

@@ -136,8 +136,25 @@ def tell_truth(
     if not writes:
         notes = _Notes([], "should be", "should be left out", "should have", "")
     names = list(names)
-    config = _undo_training(folder.config, None if base is None else base.config, notes)
-    config = _name_class(config, names, notes)
+    of_base = None if base is None else base.config
+    config = _undo_training(folder.config, of_base, notes, "", generates=_generates(folder.config))
+    path = config.get("_name_or_path")
+    if isinstance(path, str) and is_local_path(path):
+        del config["_name_or_path"]
+        text = f"'_name_or_path' {path!r} of config.json, a local path, {notes.left_out}"
+        notes.lines.append(Aside(text))
+    kind = config.get("model_type")
+    if not config.get("architectures") and isinstance(kind, str) and names:
+        found = find_class(config, names)
+        if found:
+            config["architectures"] = [found]
+        else:
+            notes.lines.append(
+                "config.json names no class in 'architectures', and the tensors may be those of"
+                f" several of model type {kind!r}: AutoModel takes the one without a head, and"
+                " engines refuse it; name the class that was trained, in config.json of the source"
+                " or of --base"
+            )
     generation = folder.generation
     if generation is not None and not keep_generation:
         stated = {} if base is None or base.generation is None else base.generation
@@ -163,25 +180,6 @@ def tell_class(config: Document) -> Truth:
     return Truth({CONFIG: to_json({**config, CLASS_NAME: name})}, (note,))
 
 
-# --- the class ---
-
-
-def _name_class(config: dict[str, Any], names: Collection[str], notes: _Notes) -> dict[str, Any]:
-    """Returns a configuration with the class of its tensors, where it names none."""
-    kind = config.get("model_type")
-    if config.get("architectures") or not isinstance(kind, str) or not names:
-        return config
-    found = find_class(config, names)
-    if found:
-        return {**config, "architectures": [found]}
-    notes.lines.append(
-        "config.json names no class in 'architectures', and the tensors may be those of several"
-        f" of model type {kind!r}: AutoModel takes the one without a head, and engines refuse"
-        " it; name the class that was trained, in config.json of the source or of --base"
-    )
-    return config
-
-
 # --- what training leaves in a configuration ---
 
 _ATTENTION = ("_attn_implementation", "attn_implementation", "_attn_implementation_internal")
@@ -191,21 +189,10 @@ _DROPOUT = re.compile(r"dropout|pdrop|layerdrop")
 _CACHE = "use_cache"
 
 
-def _undo_training(config: Document, base: Document | None, notes: _Notes) -> dict[str, Any]:
-    """Returns a configuration without what only training needs, at each of its levels."""
-    changed = _undo_in_part(config, base, notes, "", generates=_generates(config))
-    path = changed.get("_name_or_path")
-    if isinstance(path, str) and is_local_path(path):
-        del changed["_name_or_path"]
-        notes.lines.append(
-            Aside(f"'_name_or_path' {path!r} of config.json, a local path, {notes.left_out}")
-        )
-    return changed
-
-
-def _undo_in_part(
+def _undo_training(
     config: Document, base: Document | None, notes: _Notes, where: str, *, generates: bool
 ) -> dict[str, Any]:
+    """Returns a configuration without what only training needs, at each of its levels."""
     changed = dict(config)
     # A part of the base that states nothing has the defaults of its class; without a base, training
     # explains `use_cache: false` where the model generates at all: the Trainer of Transformers 5
@@ -247,7 +234,7 @@ def _undo_in_part(
         if isinstance(value, Mapping) and where.count(".") < _NESTING:
             inner = None if base is None else base.get(key)
             part = inner if isinstance(inner, Mapping) else None if base is None else {}
-            changed[key] = _undo_in_part(value, part, notes, f"{where}{key}.", generates=generates)
+            changed[key] = _undo_training(value, part, notes, f"{where}{key}.", generates=generates)
     return changed
 
 
@@ -330,22 +317,20 @@ def _ids_in(document: Document, key: str) -> list[int]:
 
 
 def _ends_of_turns(folder: FolderTexts) -> Iterator[tuple[str, int]]:
-    """Yields the end that a tokenizer names, and that with which its template ends turns."""
-    numbers = token_numbers(folder)
+    """Yields the end that a tokenizer names, and that with which its template ends turns.
+
+    A template ends turns with tokens that are named so, or stand behind an answer.
+    """
+    numbers, template = token_numbers(folder), folder.template
     eos = token_text(folder.tokenizer_config.get("eos_token"))
     if eos in numbers:
         yield eos, numbers[eos]
-    for token in _ends_in_template(folder.template, numbers):
-        if token != eos and (token != _END or not eos or eos not in folder.template):
-            yield token, numbers[token]
-
-
-def _ends_in_template(template: str, known: Collection[str]) -> Iterator[str]:
-    """Yields those tokens with which a template ends turns: by their names, or behind an answer."""
-    written = dict.fromkeys(token for token in _SPECIAL.findall(template) if token in known)
     nexts = (_SPECIAL.match(template, at.end()) for at in _ANSWER.finditer(template))
     behind = {at[0] for at in nexts if at is not None and _ENDS_BRANCH.match(template, at.end())}
-    yield from (token for token in written if token in behind or _END_OF_TURN.search(token))
+    for token in dict.fromkeys(_SPECIAL.findall(template)):
+        is_end = token in numbers and (token in behind or _END_OF_TURN.search(token))
+        if is_end and token != eos and (token != _END or not eos or eos not in template):
+            yield token, numbers[token]
 
 
 def _other_ids(folder: FolderTexts, generation: Document) -> Iterator[str]:

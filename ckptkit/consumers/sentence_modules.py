@@ -14,9 +14,11 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptkit.core.errors import RefusedError
-from ckptkit.core.index import MOST_WRAPPERS
+from ckptkit.core.index import MOST_WRAPPERS, Fqn, Key, TensorEntry
+from ckptkit.options import matches
 
 ROUTER_CONFIG = "router_config.json"
 _ENCODERS = ("auto_model", "model")
@@ -31,7 +33,7 @@ class SentenceModule(Struct, frozen=True):
     is_model: bool  # whether its tensors are the model that is written at the root
 
 
-def find_modules(
+def _find_modules(
     listed: Any, names: Collection[str], where: str, *, base: str = "", router: Any = None
 ) -> Sequence[SentenceModule]:
     """Returns the modules that the tensors of a checkpoint belong to; none for an encoder alone."""
@@ -39,7 +41,10 @@ def find_modules(
     for position, (name, folder, kind) in enumerate(_read_rows(listed)):
         own = [one for one in names if one.startswith(f"{name}.")]
         if own and kind.endswith(_ROUTERS):
-            prefix = _stem_of_route(own[0])
+            segments = own[0].split(".")  # such as `0.sub_modules.query.0.model.`
+            last = len(segments) - 1
+            end = next((i for i, part in enumerate(segments) if part in _ENCODERS), last)
+            prefix = "".join(f"{part}." for part in segments[: end + 1])
             options = ["--include", f"{prefix}*", "--strip-prefix", prefix]
             inside = _folder_of_route(router, own[0])
             if base and inside:
@@ -59,7 +64,46 @@ def find_modules(
     return found if any(module.is_model for module in found) else ()
 
 
-def find_wrapper(listed: Any, names: Collection[str], stripped: Sequence[str]) -> str | None:
+def split_modules(
+    listed: Any,
+    entries: Sequence[TensorEntry],
+    *,
+    where: str,
+    base: str,
+    router: Any,
+    stripped: Sequence[str],
+    exclude: tuple[str, ...],
+) -> tuple[dict[Key, TensorEntry], dict[str, list[TensorEntry]], str]:
+    """Takes the tensors of modules beside an encoder out of a model.
+
+    Returns the tensors under the names that are written, those of other modules by their folders,
+    and the prefix without which the names of the encoder are written; nothing of an encoder alone.
+    """
+    tensors: dict[Key, TensorEntry] = {}
+    taken: dict[str, list[TensorEntry]] = {}
+    wrapper = _find_wrapper(listed, [str(entry.name) for entry in entries], stripped)
+    if wrapper is None:
+        return tensors, taken, ""
+    names = {entry.key: entry.name.removeprefix(wrapper) for entry in entries}
+    found = _find_modules(listed, list(names.values()), where, base=base, router=router)
+    for entry in entries if found else ():
+        name = names[entry.key]
+        module = next((m for m in found if name.startswith(m.prefix)), None)
+        # Patterns may be of the names before.
+        stored = (*entry.stored_names, entry.name)
+        is_left = any(matches(one, exclude) for one in (name, *stored))
+        if module is not None and (module.is_model or not is_left):
+            name = name.removeprefix(module.prefix)
+        renamed = replace(entry, name=Fqn(name), stored_names=stored)
+        if module is not None and not (module.is_model or is_left):
+            taken.setdefault(module.folder, []).append(renamed)
+            renamed = replace(renamed, part="other")
+        tensors[entry.key] = renamed
+    encoder = next((module.prefix for module in found if module.is_model), "")
+    return tensors, taken, f"{wrapper}{encoder}"
+
+
+def _find_wrapper(listed: Any, names: Collection[str], stripped: Sequence[str]) -> str | None:
     """Returns what the names of all modules begin with; None where none is known.
 
     Of the prefixes that a user takes off, one that has that of the first module in it stands for
@@ -73,7 +117,7 @@ def find_wrapper(listed: Any, names: Collection[str], stripped: Sequence[str]) -
     if stripped:
         ends = ((p, next((i for i in inner if f".{p}".endswith(f".{i}")), "")) for p in stripped)
         begins = {prefix.removesuffix(end) for prefix, end in ends}
-    elif not find_modules(listed, names, ""):
+    elif not _find_modules(listed, names, ""):
         parts = (name.split(".") for name in names)
         begins = {
             ".".join([*own[:count], ""])
@@ -84,7 +128,7 @@ def find_wrapper(listed: Any, names: Collection[str], stripped: Sequence[str]) -
     fitting = [
         begin
         for begin in begins
-        if find_modules(listed, [n.removeprefix(begin) for n in names if n.startswith(begin)], "")
+        if _find_modules(listed, [n.removeprefix(begin) for n in names if n.startswith(begin)], "")
     ]
     return fitting[0] if len(fitting) == 1 else None
 
@@ -111,13 +155,6 @@ def _read_rows(listed: Any) -> list[tuple[str, str, str]]:
     rows = [row for row in listed if isinstance(row, Mapping)] if isinstance(listed, list) else []
     found = ([row.get(key) for key in ("name", "path", "type")] for row in rows)
     return [(str(name or ""), str(path or ""), str(kind or "")) for name, path, kind in found]
-
-
-def _stem_of_route(name: str) -> str:
-    """Returns what the names of one encoder begin with: `0.sub_modules.query.0.model.`."""
-    segments = name.split(".")
-    end = next((i for i, s in enumerate(segments) if s in _ENCODERS), len(segments) - 1)
-    return ".".join(segments[: end + 1]) + "."
 
 
 def _folder_of_route(router: Any, name: str) -> str:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from fnmatch import fnmatchcase
 from typing import Any
 
 from msgspec import Struct
 
 from ckptkit.consumers.folder_truth import MAX_JSON_BYTES
-from ckptkit.consumers.table import CONFIG, GENERATION, Consumer
+from ckptkit.consumers.table import CONFIG, GENERATION, Consumer, fits
 from ckptkit.core.dtypes import DType
 from ckptkit.core.index import TensorEntry
 from ckptkit.core.model_configs import parse_json_object, to_json
@@ -62,21 +61,21 @@ class SideFile(Struct, frozen=True):
 
 def is_tokenizer_file(name: str) -> bool:
     """Says whether a file makes a folder that of a tokenizer."""
-    return _fits(name, _TOKENIZER)
+    return fits(name, _TOKENIZER)
 
 
 def is_of_tokenizer(name: str) -> bool:
-    return _fits(name, (*_TOKENIZER, *_BESIDE_TOKENIZER))
+    return fits(name, (*_TOKENIZER, *_BESIDE_TOKENIZER))
 
 
 def is_of_processor(name: str) -> bool:
     """Says whether a file is part of a processor of images, sound or videos."""
-    return _fits(name, _PROCESSOR)
+    return fits(name, _PROCESSOR)
 
 
 def is_side_file(name: str) -> bool:
     """Says whether a file belongs to a model folder of any kind, by its path in the folder."""
-    return _fits(name, (*_MODEL, *_TOKENIZER, *_BESIDE_TOKENIZER, *_PROCESSOR, _CODE))
+    return fits(name, (*_MODEL, *_TOKENIZER, *_BESIDE_TOKENIZER, *_PROCESSOR, _CODE))
 
 
 Listed = tuple[str, Mapping[str, int]]
@@ -104,16 +103,16 @@ def choose_side_files(
         wanted: tuple[str, ...], *, leading: tuple[str, ...], first: Sequence[Listed] = ()
     ) -> None:
         for origin, names in (*first, *folders):
-            if any(_fits(name, leading) for name in names):
+            if any(fits(name, leading) for name in names):
                 for name, size_bytes in names.items():
-                    if _fits(name, wanted):
+                    if fits(name, wanted):
                         chosen[name] = SideFile(name, origin, name, size_bytes)
                 return
 
     for name in _MODEL:
         take((name,), leading=(name,), first=config)
     wanted = (*_TOKENIZER, *_BESIDE_TOKENIZER)
-    has_tokenizer = any(_fits(n, _TOKENIZER) for _, names in (*tokenizer, *folders) for n in names)
+    has_tokenizer = any(fits(n, _TOKENIZER) for _, names in (*tokenizer, *folders) for n in names)
     take(wanted, leading=_TOKENIZER if has_tokenizer else wanted, first=tokenizer)
     take(_PROCESSOR, leading=_PROCESSOR, first=tokenizer)
     if allow_code:
@@ -123,7 +122,7 @@ def choose_side_files(
         name
         for origin, names in (*config, *folders)
         for name in names
-        if origin == home and _fits(name, (_CODE,))
+        if origin == home and fits(name, (_CODE,))
     }
     return [chosen[name] for name in sorted(chosen)], sorted(code - chosen.keys())
 
@@ -140,11 +139,6 @@ def choose_companions(folders: Sequence[Listed], consumer: Consumer, config: str
         if origin == config:
             break
     return []
-
-
-def _fits(name: str, patterns: tuple[str, ...]) -> bool:
-    deep = name.count("/")  # which `*` matches too
-    return any(deep == pattern.count("/") and fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def drop_stale_quantization(

@@ -34,6 +34,12 @@ def _keeps_nothing(_config: Mapping[str, Any]) -> KeptDtypes:
     return KeptDtypes()
 
 
+def fits(path: str, patterns: tuple[str, ...]) -> bool:
+    """Returns whether a path fits one of some patterns, in which `*` matches no slash."""
+    deep = path.count("/")
+    return any(deep == pattern.count("/") and fnmatchcase(path, pattern) for pattern in patterns)
+
+
 class Consumer(Struct, frozen=True, kw_only=True):
     name: str  # for messages
     library: str = ""  # its name on the Hub; empty where cards say nothing
@@ -56,10 +62,7 @@ class Consumer(Struct, frozen=True, kw_only=True):
 
     def has_companion(self, path: str) -> bool:
         """Returns whether a file, by its path in the folder, belongs to the model."""
-        return any(
-            path.count("/") == pattern.count("/") and fnmatchcase(path, pattern)
-            for pattern in self.companions
-        )
+        return fits(path, self.companions)
 
 
 TRANSFORMERS = Consumer(

@@ -11,8 +11,7 @@ import hashlib
 import math
 import posixpath
 import shlex
-from collections.abc import Iterator, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
@@ -48,7 +47,6 @@ from ckptkit.plan.plan import (
     Copy,
     Demand,
     Kernel,
-    OutputFile,
     Product,
     RawCopy,
     Reading,
@@ -71,17 +69,11 @@ Array = NDArray[Any]
 
 
 class Weighting(Struct, frozen=True):
-    """How much each source counts; sources are in order, the oldest first.
-
-    Attributes:
-        method: `uniform`, `weights`, or `ema`.
-        weights: For `weights`, the factor of each source; their sum is 1.
-        decay: For `ema`, how much of the average stays with each newer source.
-    """
+    """How much each source counts; sources are in order, the oldest first."""
 
     method: Literal["uniform", "weights", "ema"] = "uniform"
-    weights: tuple[float, ...] = ()
-    decay: float = 0.0
+    weights: tuple[float, ...] = ()  # for `weights`, the factor of each source; their sum is 1
+    decay: float = 0.0  # for `ema`, how much of the average stays with each newer source
 
     @classmethod
     def from_options(cls, weights: Sequence[float] | None, ema: float | None) -> Weighting:
@@ -248,17 +240,11 @@ _SCALES = "float8_e8m0fnu"  # powers of two without a sign
 
 
 class AverageJob(ConversionJob, frozen=True):
-    """An average as values; `src` is the last source, and the other options are for each source.
+    """An average as values; `src` is the last source, and the other options are for each source."""
 
-    Attributes:
-        sources: All sources, the oldest first.
-        weighting: How much each counts.
-        take_last: Patterns of tensors that are taken from the last source as they are.
-    """
-
-    sources: tuple[PathLike, ...] = ()
+    sources: tuple[PathLike, ...] = ()  # all of them, the oldest first
     weighting: Weighting = Weighting()
-    take_last: tuple[str, ...] = ()
+    take_last: tuple[str, ...] = ()  # patterns of tensors that the last source gives as they are
 
     @classmethod
     def of(
@@ -308,7 +294,7 @@ class AverageJob(ConversionJob, frozen=True):
                 own = replace(unrounded, src=source, origins=origins)
                 plans.append(stack.enter_context(own.plan_output()))
             layout = stack.enter_context(job.plan_output()) if is_cast else plans[-1]
-            yield _Joint(self, plans, layout).plan()
+            yield _join_plans(self, plans, layout)
 
 
 def find_last_steps(run: Place, count: int) -> tuple[Place, ...]:
@@ -341,243 +327,103 @@ def find_last_steps(run: Place, count: int) -> tuple[Place, ...]:
     return tuple(run.beside(step.path) for step in steps[-count:])
 
 
-def _digest_module_files(plan: PlannedOutput) -> dict[str, bytes]:
-    """Returns a digest of each weight file that stands in a folder of its own beside the model."""
-    files = {}
-    for file in plan.plan.files:
-        body = file.segments[0].body
-        if "/" in file.path and file.path.endswith(_WEIGHTS) and isinstance(body, RawCopy):
-            data = plan.inputs.folders[body.origin].read(body.path, 0, file.size_bytes)
-            files[file.path] = hashlib.blake2b(data).digest()
-    return files
+Tensors = Mapping[Fqn, Product]
 
 
-class _Joint:
-    """Joins the plans of all sources."""
+def _join_plans(
+    job: AverageJob, plans: Sequence[PlannedOutput], layout: PlannedOutput
+) -> PlannedOutput:
+    """Joins the plan of each source, without casts, in that of the last with its casts."""
+    tensors: list[Tensors] = [
+        {
+            spec.name: Product(spec, segment.body)
+            for _, segment, spec in plan.plan.specs()
+            if isinstance(segment.body, (Copy, Compute))
+        }
+        for plan in plans
+    ]
+    paths = [plan.checkpoint.path for plan in plans]
+    steps = [plan.checkpoint.index.run.step for plan in plans]
+    _check_order(job, plans, paths, steps)
+    for path, own in zip(paths[:-1], tensors, strict=False):
+        _check_likeness(job, own, tensors[-1], path, paths[-1])
+    _check_modules(plans, layout)
+    averaged = _choose_averaged(job, layout, tensors[-1])
+    # Checksums of their own: what is compared here is read again when it is written.
+    origins = {name: origin for plan in plans for name, origin in plan.inputs.origins.items()}
+    inputs = Inputs(origins, layout.inputs.folders)
+    # Integers and other tensors without a mean have to be the same in all sources.
+    rest = [n for n in tensors[-1] if n not in averaged and not matches(n, job.take_last)]
+    with Preparations() as preparations:
+        reader = SegmentReader(inputs.with_own_checksums(), preparations)
+        for path, own in zip(paths[:-1], tensors, strict=False):
+            unlike = [n for n in rest if not _is_same(own[n], tensors[-1][n], reader)]
+            if unlike:
+                raise _unlike_error(unlike, tensors[-1], path, paths[-1])
 
-    def __init__(
-        self, job: AverageJob, plans: Sequence[PlannedOutput], layout: PlannedOutput
-    ) -> None:
-        """Takes the plan of each source, without casts, and that of the last with its casts."""
-        self._job = job
-        self._plans = plans
-        self._layout = layout
-        self._paths = [plan.checkpoint.path for plan in plans]
-        self._tensors = [
-            {
-                spec.name: Product(spec, segment.body)
-                for _, segment, spec in plan.plan.specs()
-                if isinstance(segment.body, (Copy, Compute))
-            }
-            for plan in plans
-        ]
+    def average(segment: Segment) -> Segment:
+        if segment.spec is None:
+            return segment
+        name, dtype = segment.spec.name, segment.spec.dtype
+        if name not in averaged:
+            return replace(segment, body=recast(tensors[-1][name], dtype).body)
+        body = average_products([own[name] for own in tensors], job.weighting)
+        return replace(segment, body=body)
 
-    def plan(self) -> PlannedOutput:
-        self._check_order()
-        self._check_likeness()
-        self._check_modules()
-        names = self._choose_averaged()
-        self._check_rest(names)
-        job, layout = self._job, self._layout
-        files = tuple(self._fill(file, names) for file in layout.plan.files)
-        plan = replace(layout.plan, files=files)
-        sources = tuple(plan.checkpoint for plan in reversed(self._plans))
-        settings = choose_settings(job.resources, plan, sources=sources, out=job.out)
-        settings = replace(settings, check=job.request.check)
-        read = sum(plan.estimate.bytes_read for plan in self._plans)
-        options: dict[str, Any] = {"average": self._describe_weighting()}
-        if job.take_last:
-            options["take_last"] = list(job.take_last)
-        return replace(
-            layout,
-            sources=sources,
-            plan=plan,
-            inputs=self._inputs(),
-            settings=settings,
-            estimate=estimate_plan(plan, settings, job.out, bytes_read=read),
-            options={**layout.options, **options},
-            facts={**layout.facts, "average": self._describe_sources()},
-        )
+    files = tuple(
+        replace(file, segments=tuple(map(average, file.segments))) for file in layout.plan.files
+    )
+    plan = replace(layout.plan, files=files)
+    sources = tuple(plan.checkpoint for plan in reversed(plans))
+    settings = choose_settings(job.resources, plan, sources=sources, out=job.out)
+    settings = replace(settings, check=job.request.check)
+    read = sum(plan.estimate.bytes_read for plan in plans)
+    weighting = job.weighting
+    described: dict[str, Any] = {"method": weighting.method}
+    if weighting.method == "weights":
+        described["weights"] = list(weighting.weights)
+    elif weighting.method == "ema":
+        described["decay"] = weighting.decay
+    options = {**layout.options, "average": described}
+    options |= {"take_last": list(job.take_last)} if job.take_last else {}
+    listed = [
+        {"path": path, "step": step, "weight": weighting.share_of(number, len(plans))}
+        for number, (path, step) in enumerate(zip(paths, steps, strict=True))
+    ]
+    return replace(
+        layout,
+        sources=sources,
+        plan=plan,
+        inputs=inputs.with_own_checksums(),
+        settings=settings,
+        estimate=estimate_plan(plan, settings, job.out, bytes_read=read),
+        options=options,
+        facts={**layout.facts, "average": listed},
+    )
 
-    def _inputs(self) -> Inputs:
-        """Returns the origins of all plans, with checksums of their own."""
-        origins = {n: o for plan in self._plans for n, o in plan.inputs.origins.items()}
-        return Inputs(origins, self._layout.inputs.folders).with_own_checksums()
 
-    def _describe_weighting(self) -> dict[str, Any]:
-        weighting = self._job.weighting
-        described: dict[str, Any] = {"method": weighting.method}
-        if weighting.method == "weights":
-            described["weights"] = list(weighting.weights)
-        elif weighting.method == "ema":
-            described["decay"] = weighting.decay
-        return described
-
-    def _describe_sources(self) -> list[dict[str, Any]]:
-        count, share_of = len(self._plans), self._job.weighting.share_of
-        return [
-            {
-                "path": plan.checkpoint.path,
-                "step": plan.checkpoint.index.run.step,
-                "weight": share_of(number, count),
-            }
-            for number, plan in enumerate(self._plans)
-        ]
-
-    def _check_modules(self) -> None:
-        """Refuses weights of modules beside an encoder, unless files hold the same in all."""
-        modules = self._layout.facts.get("modules", ())
-        if modules:
-            raise RefusedError(
-                f"holds weights of modules beside an encoder, in {', '.join(map(repr, modules))},"
-                " which are not averaged",
-                where=self._paths[-1],
-                hint="average the encoder alone: `--strip-prefix 0.model. --exclude '[1-9]*'`",
-            )
-        *others, last = map(_digest_module_files, self._plans)
-        for path, digest in last.items():
-            if any(other.get(path) != digest for other in others):
-                folder = path.partition("/")[0]
-                raise RefusedError(
-                    f"{path!r} is of a module beside the encoder, and differs between the models:"
-                    " it is not averaged",
-                    where=self._paths[-1],
-                    hint=f"average copies of the models without {folder!r}, and these folders"
-                    " apart",
-                )
-
-    def _check_order(self) -> None:
-        held = [_files_of(plan.checkpoint) for plan in self._plans]
-        twice = next(
-            (path for path, own in zip(self._paths, held, strict=True) if held.count(own) > 1), None
-        )
-        if twice is not None:
+def _check_order(
+    job: AverageJob,
+    plans: Sequence[PlannedOutput],
+    paths: Sequence[str],
+    steps: Sequence[int | None],
+) -> None:
+    held = [_files_of(plan.checkpoint) for plan in plans]
+    for path, own in zip(paths, held, strict=True):
+        if held.count(own) > 1:
             raise UsageError(
                 "the same source is named twice",
-                where=f"SRC {twice}",
+                where=f"SRC {path}",
                 hint="name it once; --weights says how much it counts",
             )
-        steps = [plan.checkpoint.index.run.step for plan in self._plans]
-        known = [step for step in steps if step is not None]
-        is_ordered = known == sorted(known) or len(known) < len(steps)
-        if self._job.weighting.method == "ema" and not is_ordered:
-            raise RefusedError(
-                f"the sources are of the steps {', '.join(map(str, steps))}, and the oldest has to"
-                " come first",
-                where="--ema",
-                hint=f"name them in the order of their steps, or the run with --last {len(steps)}",
-            )
-
-    def _check_likeness(self) -> None:
-        """Refuses sources whose tensors differ from the last one's in name, type or shape.
-
-        Floats of other types are averaged where `--dtype` names that of the output.
-        """
-        last, is_cast = self._tensors[-1], self._job.request.dtype != "keep"
-        for path, tensors in zip(self._paths[:-1], self._tensors, strict=False):
-            unlike = [
-                f"{name!r} is {_shown(tensors.get(name))} against {_shown(last.get(name))}"
-                for name in sorted(last.keys() | tensors.keys())
-                if not _is_alike(tensors.get(name), last.get(name), is_cast=is_cast)
-            ]
-            if unlike:
-                more = f"; and {len(unlike) - _LISTED:,} more" if len(unlike) > _LISTED else ""
-                raise CannotPlanError(
-                    f"tensor {'; '.join(unlike[:_LISTED])}{more} in {self._paths[-1]}",
-                    where=path,
-                    hint="an average needs the same tensors, with the same types and shapes, in all"
-                    " sources: leave others out with --exclude, or pass the type of the average"
-                    " with --dtype",
-                )
-
-    def _choose_averaged(self) -> set[Fqn]:
-        """Returns the tensors to average; the others are taken from the last source."""
-        specs = {name: product.spec for name, product in self._tensors[-1].items()}
-        for pattern in self._job.take_last:
-            if not any(matches(name, (pattern,)) for name in specs):
-                raise UsageError(
-                    f"none of {len(specs):,} tensors has such a name, the first is"
-                    f" {next(iter(specs), '')!r}",
-                    where=f"--take-last {pattern}",
-                    hint="patterns must fit whole names, such as '*.running_mean'",
-                )
-        dtypes = {name: spec.dtype for name, spec in specs.items()}
-        filled = self._layout.facts.get("filled", {}).get("tensors", ())  # the same in all sources
-        chosen = set()
-        for name, dtype in dtypes.items():
-            if dtype.kind != "float" or name in filled or matches(name, self._job.take_last):
-                continue
-            if is_quantized(name, dtypes) or dtype.name == _SCALES:
-                raise RefusedError(
-                    f"tensor {name!r} is quantized, or a scale of one that is: an average of packed"
-                    " numbers is none of the weights",
-                    where=self._paths[-1],
-                    hint="average steps that are not quantized, or keep the last with"
-                    f" --take-last '{name}'",
-                )
-            chosen.add(name)
-        return chosen
-
-    def _check_rest(self, averaged: AbstractSet[Fqn]) -> None:
-        """Refuses integers and other tensors without a mean that are not the same in all sources.
-
-        They are read here, and again when they are written.
-        """
-        rest = [
-            name
-            for name in self._tensors[-1]
-            if name not in averaged and not matches(name, self._job.take_last)
-        ]
-        with Preparations() as preparations:
-            reader = SegmentReader(self._inputs(), preparations)
-            for number, path in enumerate(self._paths[:-1]):
-                unlike = [name for name in rest if not self._is_same(name, number, reader)]
-                if unlike:
-                    raise self._unlike_error(path, unlike)
-
-    def _is_same(self, name: Fqn, number: int, reader: SegmentReader) -> bool:
-        """Compares a tensor of one source with that of the last."""
-        products = self._tensors[number][name], self._tensors[-1][name]
-        size = products[0].spec.size_bytes
-        segments = [Segment(0, size, product.body, product.spec) for product in products]
-        views = [memoryview(bytearray(min(size, LEAF_BYTES))) for _ in segments]
-        for start in range(0, size, LEAF_BYTES):
-            stop = min(start + LEAF_BYTES, size)
-            for segment, view in zip(segments, views, strict=True):
-                reader.fill(SegmentRange(0, segment, start, stop), view[: stop - start])
-            if not same_bytes(views[0][: stop - start], views[1][: stop - start]):
-                return False
-        return True
-
-    def _unlike_error(self, path: str, unlike: Sequence[Fqn]) -> RefusedError:
-        dtypes = {name: product.spec.dtype.name for name, product in self._tensors[-1].items()}
-        listed = [f"{name!r} ({dtypes[name]})" for name in unlike[:_LISTED]]
-        listed += [f"{len(unlike) - _LISTED:,} more"] if len(unlike) > _LISTED else []
-        rest, last = ", ".join(listed[:-1]), listed[-1]
-        subject = f"tensors {rest} and {last} have" if rest else f"tensor {last} has"
-        return RefusedError(
-            f"{subject} other elements than in {self._paths[-1]}, and only floats have a mean",
-            where=path,
-            hint=f"take them from the last source with --take-last '{unlike[0]}', or leave them out"
-            " with --exclude; both can be repeated",
-        )
-
-    def _fill(self, file: OutputFile, averaged: AbstractSet[Fqn]) -> OutputFile:
-        return replace(
-            file,
-            segments=tuple(
-                segment
-                if segment.spec is None
-                else replace(segment, body=self._body(segment.spec, averaged))
-                for segment in file.segments
-            ),
-        )
-
-    def _body(self, spec: TensorSpec, averaged: AbstractSet[Fqn]) -> Copy | Compute:
-        if spec.name not in averaged:
-            return recast(self._tensors[-1][spec.name], spec.dtype).body
-        return average_products(
-            [tensors[spec.name] for tensors in self._tensors], self._job.weighting
+    known = [step for step in steps if step is not None]
+    is_ordered = known == sorted(known) or len(known) < len(steps)
+    if job.weighting.method == "ema" and not is_ordered:
+        raise RefusedError(
+            f"the sources are of the steps {', '.join(map(str, steps))}, and the oldest has to"
+            " come first",
+            where="--ema",
+            hint=f"name them in the order of their steps, or the run with --last {len(steps)}",
         )
 
 
@@ -588,13 +434,119 @@ def _files_of(checkpoint: OpenedCheckpoint) -> set[str]:
     return set(map(resolve_path, paths))
 
 
-def _is_alike(product: Product | None, last: Product | None, *, is_cast: bool) -> bool:
-    if is_cast and product is not None and last is not None:
-        dtypes = product.spec.dtype, last.spec.dtype
-        if all(dtype.kind == "float" and dtype.itemsize > 1 for dtype in dtypes):
-            return product.spec.shape == last.spec.shape
-    return _shown(product) == _shown(last)
+def _check_likeness(
+    job: AverageJob, tensors: Tensors, last: Tensors, path: str, last_path: str
+) -> None:
+    """Refuses a source whose tensors differ from the last one's in name, type or shape.
+
+    Floats of other types are averaged where `--dtype` names that of the output.
+    """
+
+    def shown(product: Product | None) -> str:
+        spec = None if product is None else product.spec
+        return "absent" if spec is None else f"{spec.dtype.name} {list(spec.shape)}"
+
+    def is_alike(one: Product | None, other: Product | None) -> bool:
+        if job.request.dtype != "keep" and one is not None and other is not None:
+            dtypes = one.spec.dtype, other.spec.dtype
+            if all(dtype.kind == "float" and dtype.itemsize > 1 for dtype in dtypes):
+                return one.spec.shape == other.spec.shape
+        return shown(one) == shown(other)
+
+    unlike = [
+        f"{name!r} is {shown(tensors.get(name))} against {shown(last.get(name))}"
+        for name in sorted(last.keys() | tensors.keys())
+        if not is_alike(tensors.get(name), last.get(name))
+    ]
+    if unlike:
+        more = f"; and {len(unlike) - _LISTED:,} more" if len(unlike) > _LISTED else ""
+        raise CannotPlanError(
+            f"tensor {'; '.join(unlike[:_LISTED])}{more} in {last_path}",
+            where=path,
+            hint="an average needs the same tensors, with the same types and shapes, in all"
+            " sources: leave others out with --exclude, or pass the type of the average with"
+            " --dtype",
+        )
 
 
-def _shown(product: Product | None) -> str:
-    return "absent" if product is None else f"{product.spec.dtype.name} {list(product.spec.shape)}"
+def _check_modules(plans: Sequence[PlannedOutput], layout: PlannedOutput) -> None:
+    """Refuses weights of modules beside an encoder, unless files hold the same in all."""
+    modules, where = layout.facts.get("modules", ()), plans[-1].checkpoint.path
+    if modules:
+        raise RefusedError(
+            f"holds weights of modules beside an encoder, in {', '.join(map(repr, modules))},"
+            " which are not averaged",
+            where=where,
+            hint="average the encoder alone: `--strip-prefix 0.model. --exclude '[1-9]*'`",
+        )
+    held: list[dict[str, bytes]] = []
+    for plan in plans:  # digests of weight files that stand in a folder of their own
+        held.append({})
+        for file in plan.plan.files:
+            body = file.segments[0].body
+            if "/" in file.path and file.path.endswith(_WEIGHTS) and isinstance(body, RawCopy):
+                data = plan.inputs.folders[body.origin].read(body.path, 0, file.size_bytes)
+                held[-1][file.path] = hashlib.blake2b(data).digest()
+    for path, digest in held[-1].items():
+        if any(other.get(path) != digest for other in held[:-1]):
+            raise RefusedError(
+                f"{path!r} is of a module beside the encoder, and differs between the models: it is"
+                " not averaged",
+                where=where,
+                hint=f"average copies of the models without {path.partition('/')[0]!r}, and these"
+                " folders apart",
+            )
+
+
+def _choose_averaged(job: AverageJob, layout: PlannedOutput, last: Tensors) -> set[Fqn]:
+    """Returns the tensors to average; the others are taken from the last source."""
+    dtypes = {name: product.spec.dtype for name, product in last.items()}
+    for pattern in job.take_last:
+        if not any(matches(name, (pattern,)) for name in dtypes):
+            raise UsageError(
+                f"none of {len(dtypes):,} tensors has such a name, the first is"
+                f" {next(iter(dtypes), '')!r}",
+                where=f"--take-last {pattern}",
+                hint="patterns must fit whole names, such as '*.running_mean'",
+            )
+    filled = layout.facts.get("filled", {}).get("tensors", ())  # the same in all sources
+    chosen = set()
+    for name, dtype in dtypes.items():
+        if dtype.kind != "float" or name in filled or matches(name, job.take_last):
+            continue
+        if is_quantized(name, dtypes) or dtype.name == _SCALES:
+            raise RefusedError(
+                f"tensor {name!r} is quantized, or a scale of one that is: an average of packed"
+                " numbers is none of the weights",
+                where=layout.checkpoint.path,
+                hint="average steps that are not quantized, or keep the last with"
+                f" --take-last '{name}'",
+            )
+        chosen.add(name)
+    return chosen
+
+
+def _is_same(one: Product, other: Product, reader: SegmentReader) -> bool:
+    size = one.spec.size_bytes
+    segments = [Segment(0, size, product.body, product.spec) for product in (one, other)]
+    views = [memoryview(bytearray(min(size, LEAF_BYTES))) for _ in segments]
+    for start in range(0, size, LEAF_BYTES):
+        stop = min(start + LEAF_BYTES, size)
+        for segment, view in zip(segments, views, strict=True):
+            reader.fill(SegmentRange(0, segment, start, stop), view[: stop - start])
+        if not same_bytes(views[0][: stop - start], views[1][: stop - start]):
+            return False
+    return True
+
+
+def _unlike_error(unlike: Sequence[Fqn], last: Tensors, path: str, last_path: str) -> RefusedError:
+    listed = [f"{name!r} ({last[name].spec.dtype.name})" for name in unlike[:_LISTED]]
+    listed += [f"{len(unlike) - _LISTED:,} more"] if len(unlike) > _LISTED else []
+    rest = ", ".join(listed[:-1])
+    subject = f"tensors {rest} and {listed[-1]} have" if rest else f"tensor {listed[-1]} has"
+    return RefusedError(
+        f"{subject} other elements than in {last_path}, and only floats have a mean",
+        where=path,
+        hint=f"take them from the last source with --take-last '{unlike[0]}', or leave them out"
+        " with --exclude; both can be repeated",
+    )

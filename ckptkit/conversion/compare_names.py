@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ckptkit.consumers.class_facts import find_left_out
+from ckptkit.consumers.class_facts import find_left_out, find_text_config
 from ckptkit.consumers.table import TRANSFORMERS, Consumer, name_model
 from ckptkit.conversion.naming_program import (
     AnswerCache,
@@ -24,8 +24,12 @@ from ckptkit.conversion.naming_program import (
     find_transformers_version,
     list_missing_libraries,
 )
-from ckptkit.conversion.source.model_folders import read_names, read_shapes_if_any
-from ckptkit.core.errors import CkptkitError, InputError, error_from_json
+from ckptkit.conversion.source.model_folders import (
+    read_entries_if_any,
+    read_names,
+    read_shapes_if_any,
+)
+from ckptkit.core.errors import CkptkitError, InputError, RefusedError, error_from_json
 from ckptkit.core.index import Shape, is_named_as_copy
 from ckptkit.core.text import without_url_secrets
 from ckptkit.engine.outcome import Listener, Planned, Waiting
@@ -35,17 +39,20 @@ from ckptkit.hub_names.known_models import (
     compare_with_base,
     compare_with_counts,
     determine_need,
+    is_as_described,
     is_counted_beyond_layers,
     is_made_by_model,
+    lay_out,
 )
-from ckptkit.hub_names.model_shapes import is_as_described, lay_out
 from ckptkit.plan.load_report import (
     CONSOLIDATE,
     Advice,
     LoadReport,
     LoadRequest,
     MisfitError,
+    find_copies,
     make_refusal,
+    take_prefix,
 )
 
 LIVE_NAMES = "names and shapes are not compared with the model of config.json: --names live"
@@ -56,30 +63,17 @@ _SILENT_SECONDS = 1.0  # before `Waiting` is reported
 
 
 class Subject(Struct, frozen=True):
-    """What is compared.
+    """What is compared."""
 
-    Attributes:
-        config: The configuration as it is written, with its `auto_map`, or None.
-        tensors: Element types and shapes of the tensors that are written or left out.
-        left_out: The names that the user left out.
-        where: The source, for messages.
-        base: The folder of the model that the configuration is from, which the output has to
-            match, or None.
-        filling: The folder of `--base`, which may have what the output lacks, or None.
-        is_live: Whether names are those of training, which can differ from those on disk.
-        consumer: The library that loads the output.
-        advice: The options that messages propose.
-    """
-
-    config: Mapping[str, Any] | None
-    tensors: Mapping[str, tuple[Any, Shape]]
-    left_out: frozenset[str]
-    where: str
-    base: str | None = None
-    filling: str | None = None
-    is_live: bool = False
-    consumer: Consumer = TRANSFORMERS
-    advice: Advice = CONSOLIDATE
+    config: Mapping[str, Any] | None  # as it is written, with its `auto_map`
+    tensors: Mapping[str, tuple[Any, Shape]]  # those that are written or left out
+    left_out: frozenset[str]  # the names that the user left out
+    where: str  # the source, for messages
+    base: str | None = None  # the model that the configuration is from, which has to be matched
+    filling: str | None = None  # the model of `--base`, which may have what the output lacks
+    is_live: bool = False  # whether names are those of training, which can differ on disk
+    consumer: Consumer = TRANSFORMERS  # the library that loads the output
+    advice: Advice = CONSOLIDATE  # the options that messages propose
 
     @property
     def request(self) -> LoadRequest:
@@ -97,6 +91,13 @@ class Subject(Struct, frozen=True):
     @property
     def written(self) -> list[str]:
         return [name for name in self.tensors if name not in self.left_out]
+
+    def within(self, prefix: str, rest: Collection[str] = ()) -> Subject:
+        """Returns the tensors with a prefix, without it and without some others."""
+        inner = [name for name in self.tensors if name.startswith(prefix) and name not in rest]
+        tensors = {name.removeprefix(prefix): self.tensors[name] for name in inner}
+        left_out = {n.removeprefix(prefix) for n in self.left_out if n.startswith(prefix)}
+        return replace(self, tensors=tensors, left_out=frozenset(left_out))
 
     @property
     def has_code(self) -> bool:
@@ -201,6 +202,79 @@ def plan_comparison(
     if _looks_wrong(subject):
         return None, comparison.judge_answer()  # it is awaited before anything is written
     return comparison, ()
+
+
+def is_whole_model(subject: Subject, program: NamingProgram) -> bool:
+    """Returns whether names and shapes were compared with the model, and are all of it."""
+    try:
+        comparison, notes = plan_comparison(subject, program)
+        return not (notes or (comparison is not None and comparison.judge_answer()))
+    except RefusedError:
+        return False
+
+
+def propose_parts(
+    subject: Subject, error: MisfitError, program: NamingProgram, command: str
+) -> MisfitError:
+    """Returns the error with whole commands for the tensors of one prefix, such as a copy."""
+    report, advice = error.report, CONSOLIDATE
+    if report is None or not report.prefix:
+        return error
+    hints = []
+    copies = find_copies(report.prefix, subject.written)
+    others = tuple(copy for copy in copies if copy)
+    for prefix in copies or [report.prefix]:
+        rest = {
+            name
+            for name in subject.tensors
+            if not prefix and (name in report.unexpected or name.startswith(others))
+        }
+        more = _complete(subject.within(prefix, rest), program)
+        if more is None:
+            continue
+        options = f"{take_prefix(prefix, report, subject.written)} {more}".strip()
+        kind = "the copy" if copies else "the tensors"
+        what = f"{kind} {prefix!r}" if prefix else f"{kind} without a prefix"
+        hints.append(f"for {what} run `{command} {options}`")
+    return error.hinted("; or ".join(filter(None, [*(hints or [advice.config]), advice.anyway])))
+
+
+def _complete(subject: Subject, program: NamingProgram) -> str | None:
+    """Returns the options with which tensors are written that would load; None for none.
+
+    Tensors are written as they are only where no parameter would be missing, or where most have the
+    names of other code than the model's.
+    """
+    text = find_text_config(subject.config or {}, subject.written)
+    if is_whole_model(subject, program):
+        return ""
+    if text is not None and is_whole_model(replace(subject, config=text, base=None), program):
+        return ""
+    report: LoadReport | None = None  # of what loading would find, where that is not nothing
+    try:
+        comparison, _ = plan_comparison(subject, program)
+        if comparison is not None:
+            comparison.judge_answer()
+    except MisfitError as error:
+        report = error.report
+    except RefusedError:
+        pass
+    if report is None or len(report.unexpected) > len(subject.written) / 2:
+        return "--names live"
+    if report.missing:
+        if subject.filling is None:
+            return None
+        added: dict[str, Any] = {}
+        with suppress(InputError):  # weights of the base may be damaged or missing
+            entries = read_entries_if_any(subject.filling)
+            added = {str(e.name): (e.dtype, e.shape) for e in entries}
+        filled = replace(subject, tensors={**added, **subject.tensors})
+        return "--fill-from-base" if is_whole_model(filled, program) else None
+    own = [name for name in subject.written if name not in report.unexpected]
+    rest = replace(subject, tensors={name: subject.tensors[name] for name in own})
+    if report.unexpected and is_whole_model(rest, program):
+        return take_prefix("", report, subject.written)
+    return "--names live"
 
 
 def _looks_wrong(subject: Subject) -> bool:

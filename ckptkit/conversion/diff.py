@@ -6,7 +6,7 @@ import math
 import posixpath
 import threading
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from typing import Any
@@ -181,15 +181,6 @@ class Difference(Displayed, Struct, frozen=True):
         return {**plain_fields(self), "same": self.same}
 
 
-@contextmanager
-def _hinted() -> Iterator[None]:
-    """Has errors advise what can be done here, where nothing is selected."""
-    try:
-        yield
-    except AmbiguousSourceError as error:
-        raise error.hinted(_ONE_OF_SEVERAL) from error
-
-
 class _Side:
     """One of the two checkpoints."""
 
@@ -198,15 +189,19 @@ class _Side:
         stack: ExitStack,
         path: PathLike,
         name: str,
-        select: str | None = None,
-        listener: Listener | None = None,
+        select: str | None,
+        listener: Listener | None,
     ) -> None:
+        self.name = name
         with _hinted():
             self.checkpoint = stack.enter_context(open_checkpoint(path, select=select))
         report_notes(self.checkpoint, listener or ignore)
-        self.name = name
-        folders = SideFolders(stack, self.checkpoint, None)
-        self.config = read_config(folders)
+        self.config = read_config(SideFolders(stack, self.checkpoint, None))
+
+    def select(self) -> tuple[Mapping[str, TensorEntry], Mapping[str, Role]]:
+        """Returns the tensors of its model, and their roles; refuses what names no model."""
+        with _hinted():
+            return select_with_base(self.checkpoint, ConsolidateRequest())
 
     @cached_property
     def origin(self) -> Origin:
@@ -214,41 +209,14 @@ class _Side:
 
     @cached_property
     def entries(self) -> dict[Fqn, TensorEntry]:
-        return {Fqn(name): entry for name, entry in self._selected[0].items()}
-
-    def check_selected(self) -> None:
-        """Refuses a selection that names no model."""
-        with _hinted():
-            select_with_base(self.checkpoint, ConsolidateRequest())
-
-    @property
-    def roles(self) -> Mapping[str, Role]:
-        return self._selected[1]
-
-    @cached_property
-    def _selected(self) -> tuple[Mapping[str, TensorEntry], Mapping[str, Role]]:
-        with _hinted():
-            entries, roles = select_with_base(self.checkpoint, ConsolidateRequest())
+        entries, _ = self.select()
         refuse_problems(self.checkpoint.index, list(entries.values()), self.checkpoint.path)
-        return entries, roles
-
-    def convert(self, choice: str, config: Mapping[str, Any] | None) -> None:
-        """Converts the names, if a map is for them."""
-        if choice == "none":
-            return
-        from ckptkit.conversion.mapped_names import convert_checkpoint  # few models need it
-
-        request = ConsolidateRequest(map=choice)
-        self.checkpoint = convert_checkpoint(self.checkpoint, request, config)
-        self.config = config
+        return {Fqn(name): entry for name, entry in entries.items()}
 
     def with_ties_of(self, other: _Side) -> dict[Fqn, TensorEntry]:
         """Returns the tensors, each tied name that only `other` writes standing for its source."""
         absent = other.entries.keys() - self.entries.keys()
-        extents = {
-            name: (entry.dtype, entry.shape)
-            for name, entry in (other.entries | self.entries).items()
-        }
+        extents = {n: (e.dtype, e.shape) for n, e in (other.entries | self.entries).items()}
         ties = find_tie_candidates(self.config, extents) if absent else {}
         tied = {
             name: self.entries[source]
@@ -256,6 +224,15 @@ class _Side:
             if name in absent and source in self.entries
         }
         return self.entries | tied
+
+
+@contextmanager
+def _hinted() -> Iterator[None]:
+    """Has errors advise what can be done here, where nothing is selected."""
+    try:
+        yield
+    except AmbiguousSourceError as error:
+        raise error.hinted(_ONE_OF_SEVERAL) from error
 
 
 def run_diff(
@@ -287,13 +264,13 @@ def run_diff(
         is_measured = measures or tolerance is not None
         comparable = (n for n in common if _are_comparable(first[n], second[n], Tolerance()))
         measured = {name: second[name] for name in comparable} if is_measured else {}
-        comparison = _Comparison(first, (alike, measured), sides[1].origin, tolerance)
-        changed = comparison.run(sides[0].origin, listener or ignore)
+        changed, numeric = _compare(sides, first, alike, measured, tolerance, listener or ignore)
         only_in_a = tuple(name for name in first if name not in second)
         only_in_b = tuple(name for name in second if name not in first)
         changes = {change.name for change in changed}
         # Names in training differ where transformers has to be asked.
         is_renamed = any(determine_need(s.config, has_base=True).kind == "ask" for s in sides)
+        roles = {**sides[1].select()[1], **sides[0].select()[1]}
         unequal = changes | {*map(str, (*only_in_a, *only_in_b)), *reshaped}
         return Difference(
             a=sides[0].checkpoint.path,
@@ -305,8 +282,12 @@ def run_diff(
             changed=changed,
             note=note or (_NAMES_DIFFER if only_in_a and only_in_b and is_renamed else ""),
             tolerance=tolerance,
-            numeric=comparison.numeric(),
-            roles=_count_roles(sides, unequal),
+            numeric=numeric,
+            roles={
+                role: (sum(name not in unequal for name in own), len(own))
+                for role in ROLES
+                if (own := [name for name, its in roles.items() if its == role])
+            },
         )
 
 
@@ -319,18 +300,18 @@ def _open_sides(
     """Opens both sides; a selection for both is that of one alone where the other lacks it."""
     if len(select) == 1 and posixpath.basename(select[0]) == ITSELF:
         select = [*select, *select]  # the newest step of a run is never taken in its place
-    if len(select) != 1:
-        of_a, of_b = select or (None, None)
+    of_sides: Sequence[str | None] = select or (None, None)
+    if len(of_sides) == _SIDES:
         return (
-            _Side(stack, places[0], "a", of_a, listener),
-            _Side(stack, places[1], "b", of_b, listener),
+            _Side(stack, places[0], "a", of_sides[0], listener),
+            _Side(stack, places[1], "b", of_sides[1], listener),
         )
     sides: list[_Side] = []
     lacking: list[CannotPlanError] = []
     for place, name in zip(places, ("a", "b"), strict=True):
         try:
             side = _Side(stack, place, name, select[0], listener)
-            side.check_selected()
+            side.select()
         except CannotPlanError as error:
             if lacking:
                 raise lacking[0] from error
@@ -338,18 +319,6 @@ def _open_sides(
             side = _Side(stack, place, name, None, listener)
         sides.append(side)
     return sides[0], sides[1]
-
-
-def _count_roles(
-    sides: tuple[_Side, _Side], unequal: Collection[str]
-) -> dict[Role, tuple[int, int]]:
-    roles = {**sides[1].roles, **sides[0].roles}
-    found: dict[Role, tuple[int, int]] = {}
-    for role in ROLES:
-        own = [name for name, its in roles.items() if its == role]
-        if own:
-            found[role] = sum(name not in unequal for name in own), len(own)
-    return found
 
 
 def _convert_names(sides: tuple[_Side, _Side], choice: str, base: PathLike | None) -> str:
@@ -362,7 +331,7 @@ def _convert_names(sides: tuple[_Side, _Side], choice: str, base: PathLike | Non
     if choice == "auto":
         wanted = [recognise_framework(listed) for listed in names]
     elif choice != "none":
-        from ckptkit.name_maps.find import load_map
+        from ckptkit.name_maps.language import load_map
 
         name_map = load_map(choice)
         wanted = [name_map.source if name_map.takes_any(listed) else "" for listed in names]
@@ -377,8 +346,13 @@ def _convert_names(sides: tuple[_Side, _Side], choice: str, base: PathLike | Non
             f"names are compared as {wanted[0]} stores them, since no configuration was found; pass"
             " --base DIR to compare padded vocabularies, and layers stacked and apart"
         )
+    from ckptkit.conversion.mapped_names import convert_checkpoint  # few models need it
+
     for side, framework, config in zip(sides, wanted, configs, strict=True):
-        side.convert(choice if framework else "none", config)
+        if framework:
+            request = ConsolidateRequest(map=choice)
+            side.checkpoint = convert_checkpoint(side.checkpoint, request, config)
+            side.config = config
     return ""
 
 
@@ -393,103 +367,75 @@ def _are_comparable(first: TensorEntry, second: TensorEntry, tolerance: Toleranc
     return first.shape == second.shape and is_same_type
 
 
-class _Comparison:
-    """Reads both sides leaf by leaf, and keeps how each leaf differs."""
+def _compare(
+    sides: tuple[_Side, _Side],
+    first: Mapping[Fqn, TensorEntry],
+    alike: Mapping[Fqn, TensorEntry],
+    measured: Mapping[Fqn, TensorEntry],
+    tolerance: Tolerance | None,
+    listener: Listener,
+) -> tuple[tuple[TensorDifference, ...], tuple[NumericDifference, ...]]:
+    """Reads both sides leaf by leaf.
 
-    def __init__(
-        self,
-        first: Mapping[Fqn, TensorEntry],
-        second: tuple[Mapping[Fqn, TensorEntry], Mapping[Fqn, TensorEntry]],
-        origin: Origin,
-        tolerance: Tolerance | None,
-    ) -> None:
-        """Stores the arguments."""
-        self._compared, self._measured = second
-        self._second = {**self._compared, **self._measured}
-        self._first = {n: replace(e, name=n) for n, e in first.items() if n in self._second}
-        self._origin = origin
-        self._tolerance = tolerance
-        self._local = threading.local()
-        self._lock = threading.Lock()
-        self._differences: dict[Fqn, TensorDifference] = {}
-        self._gaps: dict[Fqn, dict[int, Gaps]] = defaultdict(dict)
+    Returns what differs of the tensors of `alike`, and how those of `measured` differ as numbers.
+    """
+    second, origin = {**alike, **measured}, sides[1].origin
+    ours = {name: replace(entry, name=name) for name, entry in first.items() if name in second}
+    local, lock = threading.local(), threading.Lock()
+    differences: dict[Fqn, TensorDifference] = {}
+    gaps: dict[Fqn, dict[int, Gaps]] = defaultdict(dict)
+    rtol, atol = (0.0, 0.0) if tolerance is None else (tolerance.rtol, tolerance.atol)
 
-    def run(self, origin: Origin, listener: Listener) -> tuple[TensorDifference, ...]:
-        """Returns the tensors that differ, in the order of the first checkpoint."""
-        errors = scan(
-            origin,
-            list(self._first.values()),
-            self._visit,
-            workers=usable_cores() + 1,
-            listener=listener,
-        )
-        for error in errors.values():
-            raise error
-        self._origin.checksums.finish()
-        if self._tolerance is not None:
-            numeric = self.numeric()
-            return tuple(TensorDifference(g.name, g.beyond, g.largest) for g in numeric if g.beyond)
-        return tuple(self._differences[name] for name in self._first if name in self._differences)
+    def visit(entry: TensorEntry, leaf: int, view: memoryview) -> None:
+        if not hasattr(local, "reader"):
+            local.reader = TensorReader(origin)
+        span, theirs = leaf_span(entry, leaf), second[entry.name]
+        other = memoryview(bytearray((span.stop - span.start) * theirs.dtype.itemsize))
+        local.reader.fill(theirs.key, span, other)
+        if entry.name in measured:
+            values = np.frombuffer(view, numpy_dtype(entry.dtype))
+            others = np.frombuffer(other, numpy_dtype(theirs.dtype))
+            found = measure_gaps(values, others, rtol=rtol, atol=atol)
+            with lock:
+                gaps[entry.name][leaf] = found
+        if tolerance is None and entry.name in alike and not same_bytes(view, other):
+            elements, largest = _count(entry, view, other)
+            with lock:
+                before = differences.get(entry.name, TensorDifference(entry.name, 0, None))
+                known = [value for value in (before.largest, largest) if value is not None]
+                differences[entry.name] = TensorDifference(
+                    entry.name, before.elements + elements, max(known, default=None)
+                )
 
-    def numeric(self) -> tuple[NumericDifference, ...]:
-        """Returns the differences as numbers of all tensors that were measured."""
-        return tuple(
-            _describe_gaps(entry, self._second[name], self._gaps[name])
-            for name, entry in self._first.items()
-            if name in self._measured
-        )
-
-    def _visit(self, entry: TensorEntry, leaf: int, view: memoryview) -> None:
-        if not hasattr(self._local, "reader"):
-            self._local.reader = TensorReader(self._origin)
-        span, second = leaf_span(entry, leaf), self._second[entry.name]
-        other = memoryview(bytearray((span.stop - span.start) * second.dtype.itemsize))
-        self._local.reader.fill(second.key, span, other)
-        if entry.name in self._measured:
-            self._measure(entry, leaf, view, other)
-        if self._tolerance is None and entry.name in self._compared:
-            self._compare(entry, view, other)
-
-    def _measure(self, entry: TensorEntry, leaf: int, view: memoryview, other: memoryview) -> None:
-        tolerance = self._tolerance or Tolerance()
-        gaps = measure_gaps(
-            np.frombuffer(view, numpy_dtype(entry.dtype)),
-            np.frombuffer(other, numpy_dtype(self._second[entry.name].dtype)),
-            rtol=tolerance.rtol,
-            atol=tolerance.atol,
-        )
-        with self._lock:
-            self._gaps[entry.name][leaf] = gaps
-
-    def _compare(self, entry: TensorEntry, view: memoryview, other: memoryview) -> None:
-        if same_bytes(view, other):
-            return
-        elements, largest = _count(entry, view, other)
-        with self._lock:
-            before = self._differences.get(entry.name, TensorDifference(entry.name, 0, None))
-            values = [value for value in (before.largest, largest) if value is not None]
-            self._differences[entry.name] = TensorDifference(
-                entry.name, before.elements + elements, max(values, default=None)
+    workers, entries = usable_cores() + 1, list(ours.values())
+    errors = scan(sides[0].origin, entries, visit, workers=workers, listener=listener)
+    for error in errors.values():
+        raise error
+    origin.checksums.finish()
+    numeric = []
+    for name, entry in ours.items():
+        if name not in measured:
+            continue
+        whole = combine_gaps([part for _, part in sorted(gaps[name].items())])
+        numeric.append(
+            NumericDifference(
+                name=str(name),
+                dtypes=(entry.dtype.name, second[name].dtype.name),
+                elements=whole.elements,
+                unequal=whole.unequal,
+                beyond=whole.beyond,
+                largest=finite(whole.largest),
+                relative=finite(whole.relative),
+                cosine=whole.cosine,
+                norms=(finite(whole.norms[0]), finite(whole.norms[1])),
+                lone=whole.lone,
+                change=finite(whole.change),
             )
-
-
-def _describe_gaps(
-    first: TensorEntry, second: TensorEntry, leaves: Mapping[int, Gaps]
-) -> NumericDifference:
-    gaps = combine_gaps([gaps for _, gaps in sorted(leaves.items())])
-    return NumericDifference(
-        name=str(first.name),
-        dtypes=(first.dtype.name, second.dtype.name),
-        elements=gaps.elements,
-        unequal=gaps.unequal,
-        beyond=gaps.beyond,
-        largest=finite(gaps.largest),
-        relative=finite(gaps.relative),
-        cosine=gaps.cosine,
-        norms=(finite(gaps.norms[0]), finite(gaps.norms[1])),
-        lone=gaps.lone,
-        change=finite(gaps.change),
-    )
+        )
+    changed = [differences[name] for name in ours if name in differences]
+    if tolerance is not None:
+        changed = [TensorDifference(g.name, g.beyond, g.largest) for g in numeric if g.beyond]
+    return tuple(changed), tuple(numeric)
 
 
 def _count(entry: TensorEntry, first: memoryview, second: memoryview) -> tuple[int, float | None]:

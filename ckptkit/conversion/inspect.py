@@ -143,21 +143,21 @@ class Inspection(Displayed, Struct, frozen=True):
 
     path: str
     format: str
-    reasons: tuple[str, ...]
-    writer: str
-    world_size: int | None
-    step: int | None
-    files: int
-    size_bytes: int
-    bytes_per_rank: tuple[int, ...]
-    model_type: str | None
-    architectures: tuple[str, ...]
-    trees: tuple[TreeLine, ...]
-    tensors: tuple[TensorLine, ...]
-    objects: tuple[str, ...]
-    tied: tuple[TieLine, ...]
-    problems: tuple[Problem, ...]
-    notes: tuple[str, ...]
+    reasons: tuple[str, ...] = ()
+    writer: str = ""
+    world_size: int | None = None
+    step: int | None = None
+    files: int = 0
+    size_bytes: int = 0
+    bytes_per_rank: tuple[int, ...] = ()
+    model_type: str | None = None
+    architectures: tuple[str, ...] = ()
+    trees: tuple[TreeLine, ...] = ()
+    tensors: tuple[TensorLine, ...] = ()
+    objects: tuple[str, ...] = ()
+    tied: tuple[TieLine, ...] = ()
+    problems: tuple[Problem, ...] = ()
+    notes: tuple[str, ...] = ()
     layout: str | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     saved_at: str | None = None
@@ -197,19 +197,11 @@ class Inspection(Displayed, Struct, frozen=True):
         if peft is not None:  # `adapter` has what there is to know of it
             del plain["peft"]["foreign"]
         document = {n: value for n, value in plain.items() if n not in {"shards", "tensors"}}
-        document["tensors"] = [
-            {
-                "name": line.name,
-                "tree": line.tree,
-                "part": line.part,
-                "dtype": line.dtype,
-                "shape": list(line.shape),
-                "chunks": line.chunks,
-                "bytes": line.size_bytes,
-            }
-            | ({"role": line.role} if line.role else {})
-            for line in self.tensors
-        ]
+        document["tensors"] = []
+        for line in self.tensors:
+            tensor = plain_fields(line)
+            role, tensor["bytes"] = tensor.pop("role"), tensor.pop("size_bytes")
+            document["tensors"].append(tensor | ({"role": role} if role else {}))
         return document
 
 
@@ -234,7 +226,15 @@ def run_inspection(
             found = _find_instead(path, select, also, error) if lists else ()
             if not found:
                 raise
-            return _list_instead(os.fspath(path), found, error)
+            lacking = (one for one in found if one.problem)
+            code = IncompleteCheckpointError.code
+            return Inspection(
+                path=os.fspath(path),
+                format=" + ".join(dict.fromkeys(one.format for one in found)),
+                problems=tuple(Problem(code, one.select, one.problem) for one in lacking),
+                notes=(error.message,),
+                checkpoints=found,
+            )
         folders = SideFolders(stack, checkpoint, base)
         config = read_config(folders)
         report = _report(checkpoint, config or {}, _ties(checkpoint, config), shards=shards)
@@ -277,32 +277,6 @@ def _find_instead(
 
 # What is said of the only step of a run whose save has not finished.
 _OF_UNFINISHED = (NotACheckpointError, MissingFileError, IncompleteCheckpointError)
-
-
-def _list_instead(path: str, found: tuple[FoundCheckpoint, ...], error: CkptkitError) -> Inspection:
-    lacking = (one for one in found if one.problem)
-    return Inspection(
-        path=path,
-        format=" + ".join(dict.fromkeys(one.format for one in found)),
-        reasons=(),
-        writer="",
-        world_size=None,
-        step=None,
-        files=0,
-        size_bytes=0,
-        bytes_per_rank=(),
-        model_type=None,
-        architectures=(),
-        trees=(),
-        tensors=(),
-        objects=(),
-        tied=(),
-        problems=tuple(
-            Problem(IncompleteCheckpointError.code, one.select, one.problem) for one in lacking
-        ),
-        notes=(error.message,),
-        checkpoints=found,
-    )
 
 
 def _add_map(
@@ -360,7 +334,12 @@ def _report(
     entries = list(index.tensors.values())
     if checkpoint.select is not None:
         entries = [entry for entry in entries if entry.tree == checkpoint.select]
-    totals, roles = _add_up_ranks(entries), find_roles(checkpoint)
+    roles = find_roles(checkpoint)
+    totals: Counter[int] = Counter()  # bytes by the rank that wrote them
+    for entry in entries:
+        sizes = entry.chunks.elements() * entry.stored_dtype.itemsize
+        for rank in distinct(entry.chunks.rank).tolist():
+            totals[rank] += int(sizes[entry.chunks.rank == rank].sum())
     architectures = config.get("architectures")
     if not isinstance(architectures, list) or not all(isinstance(n, str) for n in architectures):
         architectures = []
@@ -375,7 +354,9 @@ def _report(
         for path in inside
         if path not in read
         and not any(path == step or path.startswith(f"{step}/") for step in others)
-        and not _describes(path, base)
+        and not is_side_file(posixpath.basename(path))
+        and posixpath.basename(path) not in {MANIFEST_NAME, *TRACKERS, *TAG_FILES}
+        and {"context", *SIDE_FOLDERS}.isdisjoint(relative_path(path, base).split("/")[:-1])
         and not consumer.has_companion(path.removeprefix(f"{base}/"))
     ]
     shard_map = None
@@ -396,7 +377,19 @@ def _report(
         model_type=name_model(config) or None,
         architectures=tuple(architectures),
         trees=tuple(_trees(entries)),
-        tensors=tuple(_line(entry, roles.get(entry.key, "")) for entry in entries),
+        tensors=tuple(
+            TensorLine(
+                name=entry.name,
+                tree=entry.tree,
+                part=entry.part,
+                dtype=entry.dtype.name,
+                shape=entry.shape,
+                chunks=len(entry.chunks),
+                size_bytes=entry.size_bytes,
+                role=roles.get(entry.key, ""),
+            )
+            for entry in entries
+        ),
         objects=tuple(".".join(map(str, path)) for path in index.values),
         tied=tied,
         problems=(
@@ -413,36 +406,6 @@ def _report(
         steps=tuple(checkpoint.steps),
         finals=dict(checkpoint.finals),
     )
-
-
-def _add_up_ranks(entries: Sequence[TensorEntry]) -> Counter[int]:
-    """Returns how many bytes each rank wrote."""
-    totals: Counter[int] = Counter()
-    for entry in entries:
-        sizes = entry.chunks.elements() * entry.stored_dtype.itemsize
-        for rank in distinct(entry.chunks.rank).tolist():
-            totals[rank] += int(sizes[entry.chunks.rank == rank].sum())
-    return totals
-
-
-def _line(entry: TensorEntry, role: Role) -> TensorLine:
-    return TensorLine(
-        name=entry.name,
-        tree=entry.tree,
-        part=entry.part,
-        dtype=entry.dtype.name,
-        shape=entry.shape,
-        chunks=len(entry.chunks),
-        size_bytes=entry.size_bytes,
-        role=role,
-    )
-
-
-def _describes(path: str, base: str) -> bool:
-    """Returns whether a file describes the model or the step, by its name."""
-    *folders, name = relative_path(path, base).split("/")
-    is_known = name == MANIFEST_NAME or name in {*TRACKERS, *TAG_FILES} or is_side_file(name)
-    return is_known or not {"context", *SIDE_FOLDERS}.isdisjoint(folders)
 
 
 def _text(value: object) -> str | None:

@@ -49,7 +49,6 @@ from ckptkit.engine.outcome import (
     ignore,
 )
 from ckptkit.engine.ray import RunShare, import_ray, run_on_ray
-from ckptkit.options import Resources
 from ckptkit.plan.plan import (
     TASK_BYTES,
     Plan,
@@ -73,16 +72,9 @@ if TYPE_CHECKING:
 
 
 class JobResult(Struct, frozen=True):
-    """The result of a job.
-
-    Attributes:
-        manifest: The manifest of the output; None for a slice that was not the last.
-        missing: The slices that are not written yet, by number.
-        removal: What was removed of the source; None if nothing was, or an earlier run removed it.
-    """
-
-    manifest: Manifest | None
-    missing: tuple[int, ...] = ()
+    manifest: Manifest | None  # of the output; None for a slice that was not the last
+    missing: tuple[int, ...] = ()  # the slices that are not written yet, by number
+    # What was removed of the source; None if nothing was, or an earlier run removed it.
     removal: SourceRemoval | None = None
 
     @property
@@ -97,38 +89,33 @@ def run_job(job: ConversionJob, listener: Listener = ignore) -> JobResult:
     if job.delete_source:
         from ckptkit.conversion.delete_source import write_and_remove
 
-        manifest, removal = write_and_remove(job, partial(_write, job, listener), listener)
+        manifest, removal = write_and_remove(job, lambda: _write(job, listener).whole, listener)
         return JobResult(manifest, removal=removal)
     if job.if_exists == "verify":
         existing = verify_existing_output(job, listener)
         if existing is not None:
             return JobResult(existing)
-    if job.share is None:
-        return JobResult(_write(job, listener))
+    return _write(job, listener)
+
+
+def _write(job: ConversionJob, listener: Listener) -> JobResult:
     job.check_places()
-    with (
-        Slice(job.destination, job.share, listener, overwrite=job.overwrite) as strategy,
-        job.plan_output() as planned,
-    ):
+    out = job.destination
+    if job.resume:
+        refuse_resuming(out, job.resources)
+    strategy: WriteStrategy[Manifest | MissingSlices]
+    if job.share is not None:
+        strategy = Slice(out, job.share, listener, overwrite=job.overwrite)
+    elif job.resources.engine == "ray":
+        strategy = RayCluster(job, listener)
+    elif is_url(out):
+        strategy = SingleProcess(open_target(out, overwrite=job.overwrite), listener)
+    else:
+        folder = local_path(out)
+        strategy = Resumable(folder, listener, overwrite=job.overwrite, resume=job.resume)
+    with strategy, job.plan_output() as planned:
         written = write_output(planned, strategy, listener)
     return JobResult(None, written) if isinstance(written, tuple) else JobResult(written)
-
-
-def _write(job: ConversionJob, listener: Listener) -> Manifest:
-    job.check_places()
-    assert job.out is not None  # noqa: S101  which would have been refused
-    if job.resume:
-        refuse_resuming(job.out, job.resources)
-    strategy: WriteStrategy[Manifest]
-    if job.resources.engine == "ray":
-        strategy = RayCluster(job, job.out, job.resources, listener, overwrite=job.overwrite)
-    elif is_url(job.out):
-        strategy = SingleProcess(open_target(job.out, overwrite=job.overwrite), listener)
-    else:
-        out = local_path(job.out)
-        strategy = Resumable(out, listener, overwrite=job.overwrite, resume=job.resume)
-    with strategy, job.plan_output() as planned:
-        return write_output(planned, strategy, listener)
 
 
 class SharedPlace:
@@ -312,14 +299,10 @@ class Slice(WriteStrategy[Manifest | MissingSlices]):
                 raise
             # Otherwise another slice has begun meanwhile, and the missing room is what it reserved.
 
-    @property
-    def _open_target(self) -> SharedOutput:
-        assert self._target is not None  # noqa: S101  `start` has opened it
-        return self._target
-
     def execute(self) -> None:
-        target, plan = self._open_target, self._planned.plan
-        name = _note_name(self._share.number)
+        target, plan = self._target, self._planned.plan
+        assert target is not None  # noqa: S101  `start` has opened it
+        name = f"slice-{self._share.number}"
         if target.notes.get(name) is None:
             tasks = tasks_of(plan, self._share)
             self._listener(Started(sum(task.stop - task.start for task in tasks)))
@@ -327,14 +310,16 @@ class Slice(WriteStrategy[Manifest | MissingSlices]):
             target.notes.put(name, json.dumps(outcome.to_json()).encode())
 
     def reject(self, error: CkptkitError) -> None:  # noqa: ARG002  every slice is refused alike
-        self._open_target.abandon()
+        if self._target is not None:
+            self._target.abandon()
 
     def commit(self) -> Manifest | MissingSlices:
         """Commits if all slices are there."""
-        target, share = self._open_target, self._share
+        target, share = self._target, self._share
+        assert target is not None  # noqa: S101  `start` has opened it
         # Its own note last: if it exists, no note that was missing before had been removed.
         numbers = sorted(range(share.count), key=lambda number: number == share.number)
-        notes = {number: target.notes.get(_note_name(number)) for number in numbers}
+        notes = {number: target.notes.get(f"slice-{number}") for number in numbers}
         missing = tuple(sorted(number for number, data in notes.items() if data is None))
         if share.number in missing:
             if find_written_output(self._planned, self._out) is not None:
@@ -353,13 +338,9 @@ class Slice(WriteStrategy[Manifest | MissingSlices]):
             whole = Outcome.joined(outcomes)
             return _commit_shares(self._planned, target, whole, self._listener)
 
-    def close(self, error: BaseException | None) -> None:  # noqa: ARG002  others may be at work
+    def __exit__(self, *_: object) -> None:  # others may be at work
         if self._target is not None:
             self._target.leave()
-
-
-def _note_name(number: int) -> str:
-    return f"slice-{number}"
 
 
 _RAY_OPTION = "--engine ray"
@@ -369,10 +350,8 @@ class NodeStation(Struct, frozen=True):
     """What a node needs to take part."""
 
     job: ConversionJob
-    out: PathLike
     attempt: OutputAttempt
     fingerprint: str
-    are_threads_chosen: bool
 
     @contextmanager
     def opened(self, cores: int) -> Iterator[RunShare]:
@@ -385,13 +364,13 @@ class NodeStation(Struct, frozen=True):
                     " same paths, as on a shared file system",
                 )
 
-            threads = planned.settings.workers
-            waits_for_a_store = is_url(self.out) or any(
+            out, threads = self.job.destination, planned.settings.workers
+            waits_for_a_store = is_url(out) or any(
                 checkpoint.source.is_remote for checkpoint in planned.sources
             )
-            if not self.are_threads_chosen and not waits_for_a_store:
+            if self.job.resources.workers is None and not waits_for_a_store:
                 threads = min(threads, cores)
-            place, cut = SharedPlace(self.out, _RAY_OPTION), _cut_by(planned.plan)
+            place, cut = SharedPlace(out, _RAY_OPTION), _cut_by(planned.plan)
             ready = replace(planned, settings=replace(planned.settings, workers=threads))
 
             def run(share: Share) -> dict[str, Any]:
@@ -407,24 +386,15 @@ class NodeStation(Struct, frozen=True):
 class RayCluster(WriteStrategy[Manifest]):
     """Writes an output with the nodes of a Ray cluster; it equals what one machine would write."""
 
-    def __init__(
-        self,
-        job: ConversionJob,
-        out: PathLike,
-        resources: Resources,
-        listener: Listener,
-        *,
-        overwrite: bool,
-    ) -> None:
+    def __init__(self, job: ConversionJob, listener: Listener) -> None:
         """Connects to the place."""
         self._job = job
-        self._place = SharedPlace(out, _RAY_OPTION)
-        self._resources = resources
+        self._place = SharedPlace(job.destination, _RAY_OPTION)
         self._listener = listener
         import_ray()
-        seen = self._place.seen() if overwrite else None
+        seen = self._place.seen() if job.overwrite else None
         nonce = os.urandom(NONCE_BYTES).hex()
-        self._attempt = OutputAttempt(nonce, overwrite=overwrite, is_agreed=False, seen=seen)
+        self._attempt = OutputAttempt(nonce, overwrite=job.overwrite, is_agreed=False, seen=seen)
         self._target: SharedOutput | None = None
 
     def start(self, planned: PlannedOutput) -> None:
@@ -440,7 +410,7 @@ class RayCluster(WriteStrategy[Manifest]):
         target.begin()
 
     def execute(self) -> None:
-        plan, resources = self._planned.plan, self._resources
+        plan, resources = self._planned.plan, self._job.resources
         self._outcome = Outcome()
 
         def take(share: Share, values: Any) -> None:
@@ -448,13 +418,7 @@ class RayCluster(WriteStrategy[Manifest]):
             tasks = tasks_of(plan, share)
             self._listener(BytesWritten(sum(task.stop - task.start for task in tasks)))
 
-        station = NodeStation(
-            job=self._job,
-            out=self._place.place,
-            attempt=self._attempt,
-            fingerprint=self._planned.fingerprint(),
-            are_threads_chosen=resources.workers is not None,
-        )
+        station = NodeStation(self._job, self._attempt, self._planned.fingerprint())
         self._listener(Started(plan.bytes_written))
         deal = partial(split_plan, plan, in_parts=self._place.takes_parts)
         memory_bytes = resources.memory_limit_bytes
@@ -464,7 +428,7 @@ class RayCluster(WriteStrategy[Manifest]):
         assert self._target is not None  # noqa: S101  `start` has opened it
         return _commit_shares(self._planned, self._target, self._outcome, self._listener)
 
-    def close(self, error: BaseException | None) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         if self._target is None:
             return
         try:

@@ -15,9 +15,9 @@ from msgspec.structs import replace
 
 from ckptkit.conversion.names_on_disk import (
     NamedProducts,
-    ProductMaker,
     Specs,
     join_sources,
+    make_disk_products,
     operand_of,
 )
 from ckptkit.conversion.source.open import OpenedCheckpoint
@@ -37,7 +37,6 @@ from ckptkit.engine.reader import Origin, TensorReader, same_values
 from ckptkit.formats.parsing import list_first
 from ckptkit.hub_names.disk_tensors import (
     HubNames,
-    HubTensor,
     NamingRequest,
     find_run,
     find_whole,
@@ -47,23 +46,16 @@ from ckptkit.lora.config import PEFT_PREFIX
 from ckptkit.lora.dialects import BASE_LAYER, LORA_A, LORA_B
 from ckptkit.lora.foreign import OF_TINKER, TINKER, Factor, ForeignAdapter, name_plainly
 from ckptkit.name_maps.apply import Extent, MappedNames, apply_map
-from ckptkit.name_maps.find import find_map, load_map, refuse_contradiction
-from ckptkit.name_maps.language import NameMap, Rule, invert, parse_template
-from ckptkit.name_maps.rule_steps import (
-    Add,
-    Concat,
-    Flatten,
-    Made,
-    Only,
-    Pad,
-    Reorder,
-    Rows,
-    Sizes,
-    Split,
-    Step,
-    Transpose,
-    Unflatten,
+from ckptkit.name_maps.language import (
+    NameMap,
+    Rule,
+    find_map,
+    invert,
+    load_map,
+    parse_template,
+    refuse_contradiction,
 )
+from ckptkit.name_maps.rule_steps import Step
 from ckptkit.options import ConsolidateRequest, matches
 from ckptkit.plan.coverage import refuse_problems
 from ckptkit.plan.plan import SOURCE, Compute, Product, StackedPart, TensorSpec
@@ -74,19 +66,12 @@ _SHOWN = 3
 
 
 class MappedModel(Struct, frozen=True):
-    """A model whose names a map converts.
-
-    Attributes:
-        name_map: The map.
-        names: What it makes of the model.
-        live: Element types and shapes of the source's tensors, by their names.
-        wrapper: What all names of the source begin with and the rules' do not; left out of `live`.
-    """
+    """A model whose names a map converts."""
 
     name_map: NameMap
-    names: MappedNames
-    live: Specs
-    wrapper: str = ""
+    names: MappedNames  # what it makes of the model
+    live: Specs  # element types and shapes of the source's tensors, by their names
+    wrapper: str = ""  # what all names of the source begin with, which those of `live` do not
 
     @property
     def versions(self) -> Mapping[str, str]:
@@ -125,8 +110,13 @@ class MappedModel(Struct, frozen=True):
     def convert(self, products: Sequence[Product]) -> NamedProducts:
         """Returns the tensors to be written."""
         names = HubNames("", {n: s for n, (_, s) in self.live.items()}, self.names.tensors)
-        maker = ProductMaker(names, NamingRequest({}, None), {p.spec.name: p for p in products})
-        made = [self._add(product) for product in maker.products()]
+        live = {product.spec.name: product for product in products}
+        made, _ = make_disk_products(names, NamingRequest({}, None), live)
+        for at, product in enumerate(made):
+            constant = self.names.added.get(product.spec.name)
+            if constant is not None:
+                operand = AddedOperand(operand_of(product), constant)
+                made[at] = replace(product, body=OperandKernel(operand).compute())
         for name, shape in self.names.zeros.items():
             kernel = RearrangeKernel(shape, (), {}, has_padding=True)
             spec = TensorSpec(name, dtype_named("float32"), shape)
@@ -149,7 +139,13 @@ class MappedModel(Struct, frozen=True):
             if is_alone and find_whole(tensor, live) and first.shape == tensor.shape:
                 yield replace(first, name=name, stored_names=(first.name,))
                 continue
-            made = _operand_of_sources(tensor, sources)
+            run = find_run(tensor)
+            made: StoredOperand | ComputedOperand
+            if run is not None:
+                made = StoredOperand(SOURCE, first.key, first.dtype, run.start)
+            else:
+                stored = [StoredOperand(SOURCE, entry.key, first.dtype) for entry in sources]
+                made = join_sources(tensor, stored)
             yield TensorEntry(
                 key=Key(name),
                 key_path=(name,),
@@ -162,23 +158,6 @@ class MappedModel(Struct, frozen=True):
                 derivation=made if constant is None else AddedOperand(made, constant),
                 stored_names=tensor.sources,
             )
-
-    def _add(self, product: Product) -> Product:
-        constant = self.names.added.get(product.spec.name)
-        if constant is None:
-            return product
-        operand = AddedOperand(operand_of(product), constant)
-        return replace(product, body=OperandKernel(operand).compute())
-
-
-def _operand_of_sources(
-    tensor: HubTensor, sources: Sequence[TensorEntry]
-) -> StoredOperand | ComputedOperand:
-    """Returns the elements of a tensor of the target, made of tensors of the source."""
-    dtype, run = sources[0].dtype, find_run(tensor)
-    if run is not None:
-        return StoredOperand(SOURCE, sources[0].key, dtype, run.start)
-    return join_sources(tensor, [StoredOperand(SOURCE, entry.key, dtype) for entry in sources])
 
 
 def convert_checkpoint(
@@ -210,7 +189,15 @@ def convert_checkpoint(
         mapped.refuse_different(entries, origin)
     held = {entry.key: replace(entry, part="other") for entry in entries.values()}
     for entry in mapped.derive(entries):
-        _refuse_parts_left_out(entry, request.exclude)
+        left = [name for name in entry.stored_names if matches(name, request.exclude)]
+        rest = [name for name in entry.stored_names if name not in left]
+        if left and rest:
+            raise RefusedError(
+                f"tensor {entry.name!r} is made of {rest[0]!r} and {left[0]!r}, and one of them is"
+                " left out",
+                where="--exclude",
+                hint="leave both in or both out",
+            )
         is_taken = entry.derivation is not None and entry.key in index.tensors
         key = Key(f"{entry.key} by --map") if is_taken else entry.key
         held[key] = replace(entry, key=key)
@@ -221,19 +208,6 @@ def convert_checkpoint(
         maps=mapped.versions,
         rules={name.text: rule.where for rule in mapped.name_map.rules for name in rule.targets},
     )
-
-
-def _refuse_parts_left_out(entry: TensorEntry, exclude: tuple[str, ...]) -> None:
-    """Refuses a tensor that is made of several if some of these are left out."""
-    left = [name for name in entry.stored_names if matches(name, exclude)]
-    rest = [name for name in entry.stored_names if name not in left]
-    if left and rest:
-        raise RefusedError(
-            f"tensor {entry.name!r} is made of {rest[0]!r} and {left[0]!r}, and one of them is left"
-            " out",
-            where="--exclude",
-            hint="leave both in or both out",
-        )
 
 
 def map_names(
@@ -269,17 +243,11 @@ def choose_map(
         else load_map(choice)
     )
     refuse_contradiction(name_map, settings, where=where)
-    _refuse_other_model(config or {}, settings, where)
-    return name_map
-
-
-def _refuse_other_model(config: Mapping[str, Any], settings: Mapping[str, int], where: str) -> None:
-    """Refuses a configuration that differs from what the checkpoint says of its model.
-
-    Shapes would often fit all the same, as with half as many heads of twice the size.
-    """
-    text = config.get("text_config")
-    stated = {**config, **text} if isinstance(text, dict) else config
+    # Shapes would often fit a configuration of another model all the same, as with half as many
+    # heads of twice the size.
+    stated = dict(config or {})
+    text = stated.get("text_config")
+    stated |= text if isinstance(text, dict) else {}
     for key, value in settings.items():
         other = stated.get(key)
         if other is not None and other != value:
@@ -289,6 +257,7 @@ def _refuse_other_model(config: Mapping[str, Any], settings: Mapping[str, int], 
                 where=where,
                 hint="name the folder of the model that was trained with --base",
             )
+    return name_map
 
 
 def name_for_framework(
@@ -371,67 +340,29 @@ def report_map(
 ) -> MapReport:
     """Applies a map to the tensors of a checkpoint; see `map_names`."""
     mapped = map_names(choice, framework, config, checkpoint, tensors)
-    name_map = mapped.name_map
-    rules = (*_list_rules(mapped), *_list_left_out(mapped))
-    return MapReport(name_map.name, name_map.digest, name_map.source, name_map.target, rules)
-
-
-def _list_rules(mapped: MappedModel) -> Iterator[AppliedRule]:
-    names = mapped.names
-    targets: dict[str, dict[Fqn, Shape]] = {}
+    name_map, names, live = mapped.name_map, mapped.names, mapped.live
+    targets: dict[str, dict[Fqn, Shape]] = {}  # by the place of their rule
     for name, rule in names.made_by.items():
         targets.setdefault(rule.where, {})[name] = names.tensors[name].shape
-    rules = {rule.where: rule for rule in names.made_by.values()}
+    by_place = {rule.where: rule for rule in names.made_by.values()}
+    rules = []
     for where, made in targets.items():
         sources = {source: None for name in made for source in names.tensors[name].sources}
-        yield AppliedRule(
-            rule=where,
-            sources={str(name): mapped.live[name][1] for name in sources},
-            targets={str(name): shape for name, shape in made.items()},
-            steps=tuple(map(describe_step, rules[where].steps)),
-            padding={str(n): rows for n, rows in names.padding.items() if n in sources},
+        rules.append(
+            AppliedRule(
+                rule=where,
+                sources={str(name): live[name][1] for name in sources},
+                targets={str(name): shape for name, shape in made.items()},
+                steps=tuple(step.describe() for step in by_place[where].steps),
+                padding={str(n): rows for n, rows in names.padding.items() if n in sources},
+            )
         )
-
-
-def _list_left_out(mapped: MappedModel) -> Iterator[AppliedRule]:
     reasons: dict[str, dict[str, Shape]] = {}
-    for name, reason in mapped.names.dropped.items():
-        reasons.setdefault(reason, {})[str(name)] = mapped.live[name][1]
-    for reason, sources in reasons.items():
-        yield AppliedRule("", sources, {}, left_out=reason)
-
-
-def describe_step(step: Step) -> str:
-    """Returns a step in words."""
-    if isinstance(step, Only):
-        return f"{describe_step(step.step)}, of tensors {', '.join(map(str, step.positions))} only"
-    match step:
-        case Split() | Concat():
-            text = _describe_parts(step)
-        case Reorder(before=before, after=after, axis=axis):
-            text = f"reorder axis {axis} from ({' '.join(before)}) to ({' '.join(after)})"
-        case Transpose(order=order):
-            text = f"transpose to {list(order)}"
-        case Rows(count=count, axis=axis):
-            text = f"keep the first {count} indices of axis {axis}"
-        case Pad(axis=axis, multiple=multiple):
-            text = f"pad axis {axis} with zeros to a multiple of {multiple}"
-        case Unflatten(parts=parts, axis=axis):
-            text = f"split axis {axis} into the axes {' x '.join(parts)}"
-        case Flatten(parts=parts, axis=axis):
-            text = f"join {len(parts)} axes from {axis} on"
-        case Add(value=value):
-            text = f"add {value:g}"
-        case _:
-            text = type(step).__name__.lower()
-    return text
-
-
-def _describe_parts(step: Split | Concat) -> str:
-    each = "" if step.groups == "1" else f", repeated {step.groups} times"
-    if isinstance(step, Concat):
-        return f"join along axis {step.axis}{each}"
-    return f"split axis {step.axis} into {' | '.join(step.parts)}{each}"
+    for name, reason in names.dropped.items():
+        reasons.setdefault(reason, {})[str(name)] = live[name][1]
+    rules += [AppliedRule("", left, {}, left_out=reason) for reason, left in reasons.items()]
+    own = name_map.name, name_map.digest, name_map.source, name_map.target
+    return MapReport(*own, tuple(rules))
 
 
 def fold_names(names: Iterable[str]) -> list[str]:
@@ -483,16 +414,11 @@ _FC1 = ".linear_fc1"
 
 
 class ConvertedAdapter(Struct, frozen=True):
-    """A checkpoint whose adapter has the names of PEFT.
+    """A checkpoint whose adapter has the names of PEFT."""
 
-    Attributes:
-        checkpoint: The checkpoint; the tensors that were converted are of no model any more.
-        foreign: What the adapter was.
-        origins: By the path of each module, the framework's name of the module that it is of.
-    """
-
-    checkpoint: OpenedCheckpoint
-    foreign: ForeignAdapter
+    checkpoint: OpenedCheckpoint  # the tensors that were converted are of no model any more
+    foreign: ForeignAdapter  # what the adapter was
+    # By the path of each module, the framework's name of the module that it is of.
     origins: Mapping[str, str]
 
 
@@ -505,7 +431,18 @@ def convert_adapter(
 ) -> ConvertedAdapter:
     """Gives an adapter the names of PEFT."""
     where = checkpoint.path
-    _refuse_unknown(foreign, where)
+    unknown = [name for name, factor in foreign.factors.items() if not factor.part]
+    if foreign.form == TINKER:
+        unknown += foreign.rest
+    elif not foreign.framework:
+        unknown += foreign.factors
+    if unknown:
+        raise RefusedError(
+            f"tensor {quote(unknown[0])} belongs to {foreign.title}, and there is no rule that"
+            " converts it",
+            where=where,
+            hint=foreign.own_tool,
+        )
     own = {name: replace(entry, name=name) for entry in entries if (name := name_plainly(entry))}
     if len(own) < len(entries):
         raise FormatError(
@@ -582,21 +519,6 @@ def _hinting(foreign: ForeignAdapter) -> Iterator[None]:
         ) from error
 
 
-def _refuse_unknown(foreign: ForeignAdapter, where: str) -> None:
-    unknown = [name for name, factor in foreign.factors.items() if not factor.part]
-    if foreign.form == TINKER:
-        unknown += foreign.rest
-    elif not foreign.framework:
-        unknown += foreign.factors
-    if unknown:
-        raise RefusedError(
-            f"tensor {quote(unknown[0])} belongs to {foreign.title}, and there is no rule that"
-            " converts it",
-            where=where,
-            hint=foreign.own_tool,
-        )
-
-
 # --- experts of Tinker ---
 
 
@@ -645,15 +567,6 @@ def _split_experts(
 # --- by a name map ---
 
 
-class _Repeat(Step, Struct, frozen=True):
-    """The same tensor several times: a factor A, of each part of a weight."""
-
-    count: int
-
-    def apply(self, tensors: Sequence[Made], _sizes: Sizes) -> list[Made]:
-        return [made for made in tensors for _ in range(self.count)]
-
-
 def _map_factors(
     checkpoint: OpenedCheckpoint,
     foreign: ForeignAdapter,
@@ -692,8 +605,15 @@ def _make_rule(rule: Rule, factor: Factor, ranks: int) -> Rule | None:
     texts = [template.text for template in (*rule.sources, *rule.targets)]
     if len(rule.sources) != 1 or not all(text.endswith(_WEIGHT) for text in texts):
         return None
-    targets, steps = rule.targets, tuple(_of_ranks(s, factor, ranks) for s in rule.steps)
-    if not all(map(_moves_rows, steps)):
+    targets, steps = rule.targets, rule.steps
+    if ranks > 1 and _is_split(factor):  # each rank of tensor parallelism has its rows apart
+        steps = tuple(
+            replace(step, parts=tuple(f"({p}) / {ranks}" for p in step.parts), groups=str(ranks))
+            if step.kind == "split"
+            else step
+            for step in steps
+        )
+    if not all(step.moves_rows for step in steps):
         return None
     if factor.branch:
         order = next((o for o in _BRANCHES if factor.branch in o), ())
@@ -701,7 +621,7 @@ def _make_rule(rule: Rule, factor: Factor, ranks: int) -> Rule | None:
             return None
         targets, steps = (targets[order.index(factor.branch)],), ()
     elif factor.part == LORA_A:
-        steps = (_Repeat(len(targets)),)
+        steps = (Step("repeat", rule.where, groups=str(len(targets))),)
     ending = f".{factor.part}.{factor.adapter}{_WEIGHT}"
     return replace(
         rule,
@@ -709,20 +629,6 @@ def _make_rule(rule: Rule, factor: Factor, ranks: int) -> Rule | None:
         targets=tuple(parse_template(t.text.removesuffix(_WEIGHT) + ending) for t in targets),
         steps=steps,
     )
-
-
-def _moves_rows(step: Step) -> bool:
-    """Returns whether a step moves whole rows, and so does to B what it does to the weight."""
-    if isinstance(step, Only):
-        return _moves_rows(step.step)
-    return isinstance(step, (Split, Concat, Reorder, Rows)) and step.axis == 0
-
-
-def _of_ranks(step: Step, factor: Factor, ranks: int) -> Step:
-    """Returns the step for rows that each rank of tensor parallelism has apart."""
-    if ranks == 1 or not _is_split(factor) or not isinstance(step, Split):
-        return step
-    return replace(step, parts=tuple(f"({p}) / {ranks}" for p in step.parts), groups=str(ranks))
 
 
 def _is_split(factor: Factor) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import tempfile
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,12 +26,11 @@ from ckptkit.core.arrays import numpy_dtype
 from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import NoSpaceError, RefusedError, error_from_json
 from ckptkit.core.index import Fqn, Key, Shape, Span
-from ckptkit.core.text import Closing
+from ckptkit.core.text import Closing, list_first
 from ckptkit.core.threads import memory_in_use_bytes
 from ckptkit.engine import kernels
 from ckptkit.engine.executor import WORKER_BYTES
 from ckptkit.engine.kernels import ComputedOperand, ConstantKernel, Operand, RearrangeKernel
-from ckptkit.formats.parsing import list_first
 from ckptkit.hub_names.disk_tensors import HubNames, HubTensor, NamingRequest, find_whole
 from ckptkit.hub_names.known_models import determine_need, explain_doubt
 from ckptkit.options import NameChoice, Resources
@@ -139,10 +138,25 @@ class Converter(Closing):
                 hint="set TMPDIR to a folder with more room",
             ) from error
         outputs = {spec: self._new_path() for spec in group.outputs}
-        answer = self._ask(group, gathered, outputs)
+        request = {
+            "inputs": [
+                [spec.name, spec.dtype.name, spec.shape, str(path)]
+                for spec, path in zip(group.inputs, gathered, strict=True)
+            ],
+            "outputs": [[spec.name, str(path)] for spec, path in outputs.items()],
+        }
+        question, self._first = self._first + json.dumps(request).encode(), b""
+        failing = f"transformers could not convert a group of {group.size_bytes:,} bytes"
+        where = f"tensor {group.outputs[0].name!r}"
+        asked = self._program.ask(question)
+        try:
+            answer = self._program.wait(
+                asked, _LIVE, threading.TIMEOUT_MAX, failing=failing, is_logged=False
+            )
+        except RefusedError as error:
+            raise error.located(where) from error
         for path in gathered:
             path.unlink()
-        where = f"tensor {group.outputs[0].name!r}"
         if "error" in answer:
             raise error_from_json(answer["error"]).located(where)
         actual = {name: (dtype, tuple(shape)) for name, dtype, shape in answer["outputs"]}
@@ -169,52 +183,21 @@ class Converter(Closing):
         self._count += 1
         return self._folder / str(self._count)
 
-    def _ask(
-        self, group: Conversion, gathered: Sequence[Path], outputs: dict[TensorSpec, Path]
-    ) -> dict[str, Any]:
-        request = {
-            "inputs": [
-                [spec.name, spec.dtype.name, spec.shape, str(path)]
-                for spec, path in zip(group.inputs, gathered, strict=True)
-            ],
-            "outputs": [[spec.name, str(path)] for spec, path in outputs.items()],
-        }
-        question, self._first = self._first + json.dumps(request).encode(), b""
-        failing = f"transformers could not convert a group of {group.size_bytes:,} bytes"
-        answer = self._program.ask(question)
-        try:
-            return self._program.wait(
-                answer, _LIVE, threading.TIMEOUT_MAX, failing=failing, is_logged=False
-            )
-        except RefusedError as error:
-            raise error.located(f"tensor {group.outputs[0].name!r}") from error
-
 
 _LISTED = 3
 Specs = Mapping[Fqn, tuple[DType, Shape]]
 
 
 class NamedProducts(Struct, frozen=True):
-    """The tensors to be written, with the names on disk.
-
-    Attributes:
-        products: The tensors.
-        dropped: Tied names that are not written, each with the name that has its bytes.
-        notes: Notes for the user.
-        versions: The libraries that gave the names, with their versions.
-        conversion_bytes: Memory of the largest group of tensors that is converted as a whole.
-        left_out: Element types and shapes of tensors that the user left out, by their names on
-            disk.
-        hub: What transformers said, if it was asked.
-    """
+    """The tensors to be written, with the names on disk."""
 
     products: Sequence[Product]
-    dropped: Mapping[Fqn, Fqn]
+    dropped: Mapping[Fqn, Fqn]  # tied names that are not written, with the name that has the bytes
     notes: tuple[str, ...] = ()
-    versions: Mapping[str, str] = field(default_factory=dict)
-    conversion_bytes: int = 0
-    left_out: Specs = field(default_factory=dict)
-    hub: HubNames | None = None
+    versions: Mapping[str, str] = field(default_factory=dict)  # of what gave the names
+    conversion_bytes: int = 0  # memory of the largest group that is converted as a whole
+    left_out: Specs = field(default_factory=dict)  # what the user left out, by names on disk
+    hub: HubNames | None = None  # what transformers said, if it was asked
 
 
 def name_on_disk(
@@ -234,22 +217,29 @@ def name_on_disk(
     )
     if disk.names is None or disk.request is None:
         return NamedProducts(products, dropped, disk.notes, left_out=left_out)
-    maker = ProductMaker(disk.names, disk.request, {p.spec.name: p for p in products})
-    renamed = tuple(maker.products())
-    called = {s: n for n, t in disk.names.tensors.items() if (s := find_whole(t, disk.names.live))}
+    tensors_on_disk, library = disk.names.tensors, disk.names.library
+    live = {product.spec.name: product for product in products}
+    renamed, groups = make_disk_products(disk.names, disk.request, live)
+    notes, most_bytes = list(disk.notes), max((one.size_bytes for one in groups), default=0)
+    if groups:
+        some = f"{len(groups):,} groups of tensors are"
+        some = "1 group of tensors is" if len(groups) == 1 else some
+        said = f"{some} converted as a whole by transformers {library}"
+        notes.append(f"{said}; the largest takes {most_bytes:,} bytes of memory")
+    remade = f"is not written, as transformers {library} makes it anew when it loads such a model"
+    notes += [f"tensor {name!r} {remade}" for name in disk.names.unsaved if name in live]
+    called = {s: n for n, t in tensors_on_disk.items() if (s := find_whole(t, disk.names.live))}
     ties = {called.get(t, t): called.get(s, s) for t, s in dropped.items()}
-    unsaved = [name for name in disk.names.unsaved if name in {p.spec.name for p in products}]
-    library = disk.names.library
-    remade = (
-        f"tensor {name!r} is not written, as transformers {library} makes it anew when it loads"
-        " such a model"
-        for name in unsaved
+    specs = {n: (tensors[t.sources[0]][0], t.shape) for n, t in tensors_on_disk.items()}
+    return NamedProducts(
+        renamed,
+        ties,
+        notes=tuple(notes),
+        versions={"transformers": library},
+        conversion_bytes=most_bytes,
+        left_out=find_left_out(renamed, ties, specs),
+        hub=disk.names,
     )
-    notes = (*disk.notes, *maker.notes, *remade)
-    versions = {"transformers": library}
-    specs = {n: (tensors[t.sources[0]][0], t.shape) for n, t in disk.names.tensors.items()}
-    rest = find_left_out(renamed, ties, specs)
-    return NamedProducts(renamed, ties, notes, versions, maker.largest_bytes, rest, disk.names)
 
 
 def find_left_out(products: Sequence[Product], dropped: Mapping[Fqn, Fqn], tensors: Specs) -> Specs:
@@ -321,7 +311,7 @@ def _find_names(
     new = names.tensors.keys() - set(names_of_base) if names_of_base else ()
     differing = sorted(name for name in new if not set(names.tensors[name].sources) <= told)
     if differing:
-        listed = list_first(map(repr, differing), len(differing), _LISTED)
+        listed = list_first(differing, _LISTED)
         notes = (f"{base} has no tensor {listed}, which transformers {names.library} writes",)
     return DiskNames(names, notes, request)
 
@@ -334,70 +324,49 @@ def _left_live(reason: str, choice: NameChoice, *, has_config: bool = True) -> D
     return DiskNames(None, (note,) if has_config else ())
 
 
-class ProductMaker:
-    """Makes the tensors on disk from those of training."""
+def make_disk_products(
+    names: HubNames, request: NamingRequest, live: Mapping[Fqn, Product]
+) -> tuple[list[Product], tuple[Conversion, ...]]:
+    """Makes the tensors on disk from those of training, in the order of `save_pretrained`.
 
-    def __init__(
-        self, names: HubNames, request: NamingRequest, live: Mapping[Fqn, Product]
-    ) -> None:
-        self.largest_bytes = 0
-        self._names = names
-        self._request = request
-        self._live = live
-        self._groups: dict[tuple[Fqn, ...], Conversion] = {}
-
-    @property
-    def notes(self) -> Sequence[str]:
-        """A note on the memory of conversions that compute."""
-        count = len(self._groups)
-        if not count:
-            return ()
-        groups = "1 group of tensors is" if count == 1 else f"{count:,} groups of tensors are"
-        said = f"{groups} converted as a whole by transformers {self._names.library}"
-        return (f"{said}; the largest takes {self.largest_bytes:,} bytes of memory",)
-
-    def products(self) -> Iterator[Product]:
-        """Yields the tensors in the order in which `save_pretrained` writes them."""
-        for tensor in self._names.tensors.values():
-            wanted = [source for source in tensor.sources if source in self._live]
-            if wanted and len(wanted) < len(tensor.sources):
-                missing = next(s for s in tensor.sources if s not in self._live)
-                raise RefusedError(
-                    f"tensor {tensor.name!r} is made of {wanted[0]!r} and {missing!r}, and one of"
-                    " them is left out",
-                    hint=f"leave both in or both out, or {_LIVE}",
-                )
-            if wanted:
-                yield self._product(tensor)
-
-    def _product(self, tensor: HubTensor) -> Product:
-        live = self._live
-        if tensor.computed is not None:
-            group = self._group(tensor.computed.sources)
-            spec = next(spec for spec in group.outputs if spec.name == tensor.name)
-            return Product(spec, Compute(Converted(group, spec), group.reads))
-        whole = find_whole(tensor, self._names.live)
-        if whole is not None:
-            product = live[whole]
-            spec = replace(product.spec, name=tensor.name, shape=tensor.shape)
-            return Product(spec, product.body)
-        joined = join_sources(tensor, [operand_of(live[source]) for source in tensor.sources])
-        return Product(joined.spec, Compute(joined.kernel, joined.reads))
-
-    def _group(self, sources: tuple[Fqn, ...]) -> Conversion:
-        group = self._groups.get(sources)
-        if group is None:
-            outputs = tuple(
-                TensorSpec(tensor.name, tensor.computed.dtype, tensor.shape)
-                for tensor in self._names.tensors.values()
-                if tensor.computed is not None and tensor.computed.sources == sources
+    Returns them, and the groups that are converted as a whole.
+    """
+    groups: dict[tuple[Fqn, ...], Conversion] = {}
+    made: list[Product] = []
+    for tensor in names.tensors.values():
+        missing = [source for source in tensor.sources if source not in live]
+        if len(missing) == len(tensor.sources):
+            continue
+        if missing:
+            there = next(source for source in tensor.sources if source in live)
+            raise RefusedError(
+                f"tensor {tensor.name!r} is made of {there!r} and {missing[0]!r}, and one of them"
+                " is left out",
+                hint=f"leave both in or both out, or {_LIVE}",
             )
-            inputs = [self._live[source] for source in sources]
-            operands = tuple(operand_of(product) for product in inputs)
-            specs = tuple(product.spec for product in inputs)
-            group = self._groups[sources] = Conversion(self._request, specs, operands, outputs)
-            self.largest_bytes = max(self.largest_bytes, group.size_bytes)
-        return group
+        whole = find_whole(tensor, names.live) if tensor.computed is None else None
+        if tensor.computed is not None:
+            sources = tensor.computed.sources
+            if sources not in groups:
+                outputs = tuple(
+                    TensorSpec(other.name, other.computed.dtype, other.shape)
+                    for other in names.tensors.values()
+                    if other.computed is not None and other.computed.sources == sources
+                )
+                inputs = [live[source] for source in sources]
+                operands = tuple(map(operand_of, inputs))
+                specs = tuple(product.spec for product in inputs)
+                groups[sources] = Conversion(request, specs, operands, outputs)
+            group = groups[sources]
+            spec = next(spec for spec in group.outputs if spec.name == tensor.name)
+            made.append(Product(spec, Compute(Converted(group, spec), group.reads)))
+        elif whole is not None:
+            spec = replace(live[whole].spec, name=tensor.name, shape=tensor.shape)
+            made.append(Product(spec, live[whole].body))
+        else:
+            joined = join_sources(tensor, [operand_of(live[source]) for source in tensor.sources])
+            made.append(Product(joined.spec, Compute(joined.kernel, joined.reads)))
+    return made, tuple(groups.values())
 
 
 def join_sources(tensor: HubTensor, sources: Sequence[Operand]) -> ComputedOperand:

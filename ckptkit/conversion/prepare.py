@@ -18,15 +18,13 @@ from ckptkit.consumers.class_facts import (
     place_in_whole,
     take_from_whole,
 )
-from ckptkit.consumers.folder_truth import FolderTexts, describe_lacking
+from ckptkit.consumers.folder_truth import describe_lacking
 from ckptkit.consumers.sentence_modules import (
     ROUTER_CONFIG,
-    SentenceModule,
     find_lacking_modules,
-    find_modules,
-    find_wrapper,
     has_config,
     has_router,
+    split_modules,
 )
 from ckptkit.consumers.side_files import (
     SideFile,
@@ -41,7 +39,9 @@ from ckptkit.conversion.compare_names import (
     Comparison,
     Subject,
     find_lacking,
+    is_whole_model,
     plan_comparison,
+    propose_parts,
 )
 from ckptkit.conversion.names_on_disk import (
     NamedProducts,
@@ -76,12 +76,12 @@ from ckptkit.conversion.write import (
 )
 from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import InputError, RefusedError, UsageError
-from ckptkit.core.index import MOST_WRAPPERS, Fqn, TensorEntry
-from ckptkit.core.text import Aside, counted
+from ckptkit.core.index import Fqn, TensorEntry
+from ckptkit.core.text import Aside, counted, list_first
+from ckptkit.core.wrapper_names import list_wrappers
 from ckptkit.engine.kernels import Preparations, first_rows, make_products, recast
 from ckptkit.engine.reader import Origin
 from ckptkit.engine.segment_reader import Inputs, SegmentReader
-from ckptkit.formats.parsing import list_first
 from ckptkit.hub_names.known_models import determine_need, recognise_framework
 from ckptkit.options import (
     FRAMEWORKS_BY_LAYOUT,
@@ -94,15 +94,8 @@ from ckptkit.options import (
     matches,
 )
 from ckptkit.plan.coverage import refuse_problems
-from ckptkit.plan.layouts.hf import distribute, layout_hf_files, layout_hf_weights
-from ckptkit.plan.load_report import (
-    CONSOLIDATE,
-    Advice,
-    LoadReport,
-    MisfitError,
-    find_copies,
-    take_prefix,
-)
+from ckptkit.plan.layouts.hf import FileMap, distribute, layout_hf_files, layout_hf_weights
+from ckptkit.plan.load_report import CONSOLIDATE, Advice, MisfitError
 from ckptkit.plan.plan import FILLING, SOURCE, OutputFile, Plan, Product, Share
 from ckptkit.plan.selection import (
     DTypePolicy,
@@ -117,15 +110,7 @@ from ckptkit.plan.selection import (
     take_masters,
 )
 from ckptkit.plan.ties import find_absent_tied_names, untie_config
-from ckptkit.plan.vocabulary import (
-    Trim,
-    count_tokens,
-    describe_lacking_rows,
-    find_grown_rows,
-    plan_trim,
-    refuse_cut_tokenizer,
-    trim_config,
-)
+from ckptkit.plan.vocabulary import Trim, choose_trim, trim_config
 from ckptkit.plan.weight_kinds import hint_at_raw_names, refuse_packed
 from ckptkit.storage.places import PathLike
 
@@ -136,41 +121,26 @@ _TORCH_LAYOUTS = ("torch", "dcp")
 
 
 class ConversionJob(Struct, frozen=True):
-    """A conversion as values, which can be sent to another process.
-
-    Attributes:
-        src: The source.
-        out: The output; None if it is only planned.
-        request: What the output holds.
-        base: A model folder for what the source lacks, or None.
-        side: Where configuration and tokenizer come from before all other folders.
-        also: Further directories of the source.
-        resources: What the execution may use.
-        overwrite: Whether to replace an output that holds something.
-        if_exists: `verify` accepts an existing output that equals the one asked for.
-        resume: Whether to resume an interrupted run.
-        delete_source: Whether to remove the files that were read once the output is verified.
-        share: The slice to write, or None for all of the output.
-        advice: The options that messages propose where the output would not load.
-        from_masters: Whether tensors are the master copies that an optimizer works on, where there
-            are some; `--dtype keep` otherwise takes what the model has.
-        origins: What the plan calls the source, and the model that fills what it lacks.
-    """
+    """A conversion as values, which can be sent to another process."""
 
     src: PathLike
-    out: PathLike | None
-    request: ConsolidateRequest
-    base: PathLike | None = None
+    out: PathLike | None  # None if it is only planned
+    request: ConsolidateRequest  # what the output holds
+    base: PathLike | None = None  # a model folder for what the source lacks
+    # Where configuration and tokenizer come from before all other folders.
     side: SideChoice = field(default_factory=SideChoice)
-    also: tuple[PathLike, ...] = ()
-    resources: Resources = field(default_factory=Resources)
-    overwrite: bool = False
-    if_exists: IfExists = "error"
-    resume: bool = False
-    delete_source: bool = False
-    share: Share | None = None
-    advice: Advice = CONSOLIDATE
+    also: tuple[PathLike, ...] = ()  # further directories of the source
+    resources: Resources = field(default_factory=Resources)  # what the execution may use
+    overwrite: bool = False  # whether to replace an output that holds something
+    if_exists: IfExists = "error"  # `verify` accepts an output that equals the one asked for
+    resume: bool = False  # whether to resume an interrupted run
+    delete_source: bool = False  # whether what was read is removed once the output is verified
+    share: Share | None = None  # the slice to write, or None for all of the output
+    advice: Advice = CONSOLIDATE  # what messages propose where the output would not load
+    # Whether tensors are the master copies that an optimizer works on, where there are some;
+    # `--dtype keep` otherwise takes what the model has.
     from_masters: bool = False
+    # What the plan calls the source, and the model that fills what it lacks.
     origins: tuple[str, str] = (SOURCE, FILLING)
 
     @classmethod
@@ -241,28 +211,20 @@ class ConversionJob(Struct, frozen=True):
     def plan_output(self) -> Iterator[PlannedOutput]:
         """Opens the source, proves that it is whole, and plans the output; writes nothing."""
         with ExitStack() as stack:
-            planned: PlannedOutput | None = None
-            job, notes = self, list[str]()
-            while planned is None:
-                try:
-                    planned = _Planner(stack, job, *notes).plan()
-                except _WrappedNames as found:
-                    request = replace(self.request, strip_prefix=(found.prefix,))
-                    job, notes = replace(self, request=request), [found.note]
-                    stack.close()
+            planned, prefix = None, ""
+            try:
+                planned = _plan(stack, self, [])
+            except _WrappedNames as found:
+                (prefix,) = found.args
+                stack.close()
+            if planned is None:
+                note = (
+                    f"all names begin with {prefix!r}, which those of the model of config.json do"
+                    " not: written without it"
+                )
+                job = replace(self, request=replace(self.request, strip_prefix=(prefix,)))
+                planned = _plan(stack, job, [Aside(note)])
             yield planned
-
-
-class _WrappedNames(Exception):  # noqa: N818  no failure: the model is planned again
-    """All names begin with what a wrapper of the model put there."""
-
-    def __init__(self, prefix: str) -> None:
-        super().__init__(prefix)
-        self.prefix = prefix
-        self.note: str = Aside(
-            f"all names begin with {prefix!r}, which those of the model of config.json do not:"
-            " written without it"
-        )
 
 
 def _refuse_adapters(
@@ -304,765 +266,638 @@ def _advise_on_lora(job: ConversionJob, checkpoint: OpenedCheckpoint, folders: S
     return f"for the merged model run `{facts.merge(source, out, chosen=chosen)}`{alone}{remark}"
 
 
-class _Planner:
-    """Plans one output.
+class _WrappedNames(Exception):  # noqa: N818  no failure: the model is planned again
+    """All names begin with what a wrapper of the model put there, which is its argument."""
 
-    `--dtype base`, `--vocab-size` and `--like` apply to the names that are written, which can
-    differ from those of the source.
-    """
 
-    def __init__(self, stack: ExitStack, job: ConversionJob, *notes: str) -> None:
-        """Opens the source, and reads the headers of the model folders that the options name."""
-        request = job.request
-        self._job = job
-        self._request = request
-        self._checkpoint = stack.enter_context(
-            open_checkpoint(
-                job.src,
-                select=request.select,
-                also=job.also,
-                limit_bytes=job.resources.memory_limit_bytes,
-                model_config=request.model_config,
-            )
-        )
-        self._folders = SideFolders(stack, self._checkpoint, job.base, job.side, request)
-        if request.names != "live":
-            _refuse_adapters(job, self._checkpoint, self._folders)
-        self._dtypes: dict[Fqn, DType] | None = None
-        if request.dtype == "base" and self._folders.base is not None:
-            entries = read_entries(self._folders.base, option="--base")
-            self._dtypes = {entry.name: entry.dtype for entry in entries}
-        like = request.like
-        self._files = None if like is None else read_file_map(like, option="--like")
-        self._program = stack.enter_context(NamingProgram())
-        self._filling = self._open_filling(stack)
-        self._policy = DTypePolicy("keep")
-        self._trim: Trim | None = None
-        self._lacking: tuple[str, ...] = ()
-        self._is_text = False  # the text model of a multimodal configuration
-        self._text: Mapping[str, Any] | None = None  # the configuration of one put into a whole
-        self._placed: Mapping[str, str] = {}  # its names, and those in the whole
-        self._needs_config = True  # not the first modules of some sentence-transformers
-        self._notes = [*self._checkpoint.notes, *self._folders.notes, *notes]
-        index = self._checkpoint.index
-        for problem in index.problems:
-            if problem.where not in index.tensors:  # of the step, such as that it has no manifest
-                self._notes.append(f"{problem.where} {problem.message}")
-        self._option_notes: list[str] = []
-        self._facts: dict[str, Any] = {}
+class _Draft(Struct):
+    """What is decided of an output; the functions of `_plan` take one decision each."""
 
-    def _open_filling(self, stack: ExitStack) -> Filling | None:
-        request = self._request
-        if request.fill_from is not None:
-            return open_filling(stack, request.fill_from, "--fill-from")
-        if not (request.fill_from_base or request.into_base):
-            return None
-        option = "--into-base" if request.into_base else "--fill-from-base"
-        if self._folders.base is None:
-            raise UsageError(
-                "takes tensors from the --base, and none was named",
-                where=option,
-                hint="name the model that the run was started from with --base",
-            )
-        return open_filling(stack, self._folders.base, option)
+    job: ConversionJob
+    request: ConsolidateRequest  # without `--strip-prefix` once names are those of the output
+    checkpoint: OpenedCheckpoint
+    folders: SideFolders
+    program: NamingProgram
+    filling: Filling | None
+    notes: list[str]
+    option_notes: list[str] = field(default_factory=list)  # which follow those on names
+    needs_config: bool = True  # not the first modules of some sentence-transformers
+    is_text: bool = False  # whether it is the text model of a multimodal configuration
+    text: Mapping[str, Any] | None = None  # the configuration of one that is put into a whole
+    placed: Mapping[str, str] = {}  # its names, and those in the whole
 
-    def plan(self) -> PlannedOutput:
-        """Plans the output: source, names, element types, what it lacks, files, and its truth."""
-        request = self._request
-        side, side_notes = self._folders.choose(allow_code=request.allow_code)
-        config = self._read_config(side)
-        self._convert_names(config)
-        side = self._leave_modules(side, config)
-        modules = self._take_modules(side)
-        config, side = self._settle_text_model(config, side)
-        checkpoint, entries = self._checkpoint, self._select_entries()
-        # An origin of its own: what is compared is read, and verified, again when it is written.
-        origin = Origin(SOURCE, checkpoint.source, checkpoint.index)
-        absent: Mapping[Fqn, Fqn] = {}
-        # Training loads every name of a tied weight, so that a checkpoint for it drops none.
-        has_all_names = request.layout in {"dcp", "torchtitan"}
-        ties = Ties({}, {}) if has_all_names else self._find_ties(config, entries, origin)
-        if has_all_names:
-            absent, note = find_absent_twins(config, {entry.name for entry in entries})
-            entries = add_tied_names(entries, absent)
-            self._notes += filter(None, [note])
-        names = self._name_and_cast(entries, config, ties)
-        texts = self._folders.texts(side)
-        products = self._apply_options(names.products, config, texts)
-        products = self._fill(products, names, config)
-        config = self._config_to_write(config, products, ties)
-        comparison = self._compare_names(config, side, products, names)
-        weights, names = self._lay_out(products, config, names)
-        self._notes += side_notes
-        # What the base has besides was said already.
-        said = [*(str(product.spec.name) for product in products), *self._lacking]
-        keep = request.generation_config == "keep"
-        truth = self._folders.tell_truth(texts, config, said, keep_generation=keep)
-        changed = {**truth.changed, **self._write_modules(modules, origin)}
-        if modules:  # in a form that goes behind safetensors
-            old = {f"{posixpath.dirname(path)}/pytorch_model.bin" for path in changed}
-            side = [file for file in side if file.name not in old]
-        files = self._folders.outputs(side, changed, allow_code=request.allow_code)
-        states, states_bytes, state_notes = plan_optimizer_files(checkpoint, request, entries)
-        self._notes += (*names.notes, *self._option_notes, *truth.notes, *state_notes)
-        plan = Plan((*weights, *states, *files), names.dropped, tuple(self._notes))
-        read = sum(entry.size_bytes for entry in entries if entry.name not in ties.dropped)
-        taken = () if self._filling is None else self._filling.taken
-        read += sum(entry.size_bytes for entry in taken)
-        self._facts |= {"modules": list(modules)} if modules else {}
-        return self._planned(plan, names, comparison, read + states_bytes)
+    def select(self, *, everything: bool = False) -> list[TensorEntry]:
+        """Returns the tensors that the options name, with the names that they get."""
+        request = replace(self.request, select=self.checkpoint.select)
+        where = self.checkpoint.path
+        return select_model(self.checkpoint.index, request, location=where, everything=everything)
 
-    def _name_and_cast(
-        self, entries: Sequence[TensorEntry], config: Mapping[str, Any] | None, ties: Ties
-    ) -> NamedProducts:
-        """Gives tensors their element types and names; what stays in float32 follows from both.
-
-        The shipped lists of a class are replaced by those of the installed library where that is
-        asked for names anyway.
-        """
-        request, location = self._request, self._checkpoint.path
-        # `--dtype base` applies to the names that are written.
-        choice = "keep" if request.dtype == "base" else request.dtype
-        known = self._find_kept(config)
-        while True:
-            policy = DTypePolicy(choice, request.keep_dtype, kept=known or KeptDtypes())
-            of_source = self._job.origins[0]
-            live = make_products(entries, policy, ties.dropped, origin=of_source)
-            names = self._name_on_disk(live, config, ties)
-            if known is None or names.hub is None or known == adapt_kept(known, names.hub):
-                break
-            known = adapt_kept(known, names.hub)
-        if request.names != "live":
-            base = DTypePolicy("base", request.keep_dtype, self._dtypes)
-            asked = base if request.dtype == "base" else policy
-            refuse_casting_quantized(entries, config, asked, location=location)
-        self._policy = policy
-        self._notes += filter(None, [describe_masters(entries, live)])
-        self._option_notes += describe_kept(policy, entries)
-        return names
-
-    def _find_kept(self, config: Mapping[str, Any] | None) -> KeptDtypes | None:
-        """Returns what stays in float32 as far as that is known; None where all is cast."""
-        request = self._request
-        if request.cast_all or request.dtype not in {"float16", "bfloat16"}:
-            return None
-        kept = KeptDtypes()
-        if config is not None:
-            kept = self._folders.consumer.find_kept(config)
-            if determine_need(config, has_base=False).kind == "unknown":
-                kept = ask_kept(config, self._program) or kept
-        if self._folders.base is None:
-            return kept
-        with suppress(InputError):  # weights of the base may be damaged or missing
-            names = find_float32_among_halves(read_entries_if_any(self._folders.base))
-            kept = replace(kept, names=names)
-        return kept
-
-    def _planned(
-        self,
-        plan: Plan,
-        names: NamedProducts,
-        comparison: Comparison | None,
-        bytes_read: int,
-    ) -> PlannedOutput:
-        checkpoint, out, filling = self._checkpoint, self._job.out, self._filling
-        sources = (checkpoint,) if filling is None else (checkpoint, filling.opened)
-        resources = reserve_for_conversions(self._job.resources, names.conversion_bytes)
-        settings = choose_settings(resources, plan, sources=sources, out=out)
-        settings = replace(settings, check=self._request.check)
-        of_source, of_filling = self._job.origins
-        origins = {of_source: Origin(of_source, checkpoint.source, checkpoint.index)}
-        facts = dict(self._facts)
-        facts |= {} if self._dtypes is None else {"base": self._folders.base}
-        if filling is not None and filling.taken:
-            opened = filling.opened
-            origins[of_filling] = Origin(of_filling, opened.source, opened.index)
-            names_filled = [str(entry.name) for entry in filling.taken]
-            facts["filled"] = {"path": filling.opened.path, "tensors": names_filled}
-        return PlannedOutput(
-            sources=sources,
-            plan=plan,
-            inputs=Inputs(origins, self._folders.sources),
-            settings=settings,
-            estimate=estimate_plan(
-                plan, settings, out, bytes_read=bytes_read, besides_bytes=names.conversion_bytes
-            ),
-            kind="model" if self._request.layout == "hf" else self._request.layout,
-            options=changed_options(self._request),
-            facts=facts,
-            versions=names.versions,
-            comparison=comparison,
-        )
-
-    def _select_entries(self) -> Sequence[TensorEntry]:
-        checkpoint = self._checkpoint
-        request = replace(self._request, select=checkpoint.select)
-        entries = select_model(checkpoint.index, request, location=checkpoint.path)
-        if self._job.from_masters:
-            entries = take_masters(entries, checkpoint.index, request)
-        if request.names != "live":
-            refuse_packed(entries, location=checkpoint.path)
-        refuse_problems(checkpoint.index, entries, checkpoint.path)
-        models = {"--base": self._folders.base, "--like": request.like}
-        self._notes += check_reach(checkpoint, entries, models)
-        return entries
-
-    def _read_config(self, side: Sequence[SideFile]) -> Mapping[str, Any] | None:
-        stored = self._folders.config(side)
-        config = drop_stale_quantization(stored, self._checkpoint.index.of_part("model"))
-        if config != stored:
-            self._notes.append(
-                "config.json has a quantization_config, which is left out: the weights of the"
-                " source are not packed"
-            )
-        return config
-
-    def _convert_names(self, config: Mapping[str, Any] | None) -> None:
-        """Converts the names if they are those of another framework, or if a map is named.
-
-        All options see the names that are written.
-        """
-        request, before = self._request, self._checkpoint
-        if request.layout in FRAMEWORKS_BY_LAYOUT:
-            request = replace(request, map="auto")  # the option names the map of the output
-        if request.names == "live" or request.map == "none":
-            return
-        names = (entry.name for entry in before.index.of_part("model"))
-        if request.map == "auto" and not recognise_framework(names):
-            return
-        from ckptkit.conversion.mapped_names import convert_checkpoint  # few models need it
-
-        self._checkpoint = convert_checkpoint(before, request, config)
-        if self._checkpoint.maps:
-            if request.optimizer:
-                raise RefusedError(
-                    "states of an optimizer have the names of training, and a map gives the"
-                    " weights others",
-                    where="--optimizer",
-                    hint="leave it out, or keep all names with --names live",
-                )
-            self._notes += self._checkpoint.notes[len(before.notes) :]
-            self._request = replace(self._request, strip_prefix=())
-
-    def _leave_modules(
-        self, side: list[SideFile], config: Mapping[str, Any] | None
-    ) -> list[SideFile]:
-        """Leaves out the files of modules where what is written is not their model."""
-        listed = self._folders.read_json(side, MODULES)
-        if self._request.strip_prefix and has_router(listed):
-            self._notes.append(f"the output is one encoder, without the router of {MODULES}")
-        elif config is not None or has_router(listed) or not has_config(listed):
-            self._needs_config = listed is None or has_config(listed)
-            return side
-        return [file for file in side if not self._folders.consumer.has_companion(file.name)]
-
-    def _take_modules(self, side: Sequence[SideFile]) -> Mapping[str, Sequence[TensorEntry]]:
-        """Takes the tensors of modules beside the model out of it, by their folders."""
-        checkpoint, listed = self._checkpoint, self._folders.read_json(side, MODULES)
-        index, select = checkpoint.index, self._request.select
-        if listed is None or self._folders.consumer.leading != MODULES:
-            return {}
-        entries = [entry for entry in index.of_part("model") if select in {None, entry.tree}]
-        request = self._request
-        wrapper = find_wrapper(listed, [str(e.name) for e in entries], request.strip_prefix)
-        names = {e.key: e.name.removeprefix(wrapper or "") for e in entries}
-        router = self._folders.read_json(side, ROUTER_CONFIG)
-        base = self._folders.base or ""
-        found: Sequence[SentenceModule] = ()
-        if wrapper is not None:
-            own = list(names.values())
-            found = find_modules(listed, own, checkpoint.path, base=base, router=router)
-        taken: dict[str, list[TensorEntry]] = {}
-        tensors = dict(index.tensors)
-        for entry in entries if found else ():
-            name = names[entry.key]
-            module = next((m for m in found if name.startswith(m.prefix)), None)
-            # Patterns may be of the names before.
-            stored = (*entry.stored_names, entry.name)
-            is_left = any(matches(one, request.exclude) for one in (name, *stored))
-            if module is not None and (module.is_model or not is_left):
-                name = name.removeprefix(module.prefix)
-            renamed = replace(entry, name=Fqn(name), stored_names=stored)
-            if module is not None and not (module.is_model or is_left):
-                taken.setdefault(module.folder, []).append(renamed)
-                renamed = replace(renamed, part="other")
-            tensors[entry.key] = renamed
-        if found:
-            self._checkpoint = replace(checkpoint, index=replace(index, tensors=tensors))
-            self._request = replace(request, strip_prefix=())
-            prefix = f"{wrapper}{next(module.prefix for module in found if module.is_model)}"
-            note = f"names are written without {prefix!r}, as sentence-transformers has them"
-            self._notes.append(Aside(note))
-        files = [file.name for file in side if base and file.origin.startswith(str(base))]
-        lacking = find_lacking_modules(listed, taken, files)
-        if lacking:
-            folders = ", ".join(map(repr, lacking))
-            text = f"the tensors of {folders} are those of {base}: none is taken from the source"
-            self._notes.append(text)
-        return taken
-
-    def _write_modules(
-        self, modules: Mapping[str, Sequence[TensorEntry]], origin: Origin
-    ) -> dict[str, bytes]:
-        """Returns the weight files of modules beside an encoder, by their paths."""
-        written = {}
-        for folder, entries in modules.items():
-            refuse_problems(origin.index, entries, self._checkpoint.path)
-            products = make_products(entries, self._policy, {})
-            (file,) = layout_hf_weights(products, _MOST_MODULE_BYTES)
-            if file.size_bytes > _MOST_MODULE_BYTES:
-                raise RefusedError(
-                    f"{folder!r} has {file.size_bytes:,} bytes of weights, more than the"
-                    f" {_MOST_MODULE_BYTES:,} that a module beside an encoder may have",
-                    where=self._checkpoint.path,
-                    hint="leave its tensors out with --exclude, and copy its folder yourself",
-                )
-            data = bytearray(file.size_bytes)
-            with Preparations() as preparations:
-                reader = SegmentReader(Inputs({SOURCE: origin}, {}), preparations)
-                reader.fill_range(file, 0, file.size_bytes, memoryview(data))
-            written[posixpath.join(folder, file.path)] = bytes(data)
-        return written
-
-    def _settle_text_model(
-        self, config: Mapping[str, Any] | None, side: list[SideFile]
-    ) -> tuple[Mapping[str, Any] | None, list[SideFile]]:
-        """Makes a text model of what fits the text part of a configuration, or puts it into it."""
-        request, checkpoint = self._request, self._checkpoint
-        if config is None or request.names == "live":
-            if request.into_base:
-                raise self._no_text_model()
-            return config, side
-        whole, where = replace(request, select=checkpoint.select), checkpoint.path
-        names = [str(e.name) for e in select_model(checkpoint.index, whole, location=where)]
-        base: list[str] | None = None
-        if self._filling is not None and request.into_base:
-            base = [str(e.name) for e in self._filling.opened.index.of_part("model")]
-
-        def is_text_model(prefix: str) -> bool:
-            inner = [name.removeprefix(prefix) for name in names]
-            is_placed = base is None or place_in_whole(inner, base) is not None
-            return is_placed and find_text_config(config, inner) is not None
-
-        self._unwrap(names, is_text_model)
-        text = find_text_config(config, names)
-        if base is not None:
-            placed = place_in_whole(names, base)
-            if text is None or placed is None:
-                raise self._no_text_model()
-            self._placed = placed
-            self._rename(placed)
-            of_whole = {_TIE: config[_TIE]} if _TIE in config else {}
-            self._text = {**text, **of_whole}
-            return config, side
-        if text is None:
-            self._take_text(names, take_from_whole(config, names))
-            return config, side
-        note = (
-            f"the tensors are those of the text model: it is written as {text['architectures'][0]}"
-        )
-        self._notes.append(f"{note}; --into-base puts it into the multimodal model of --base")
-        self._is_text = True
-        return text, [file for file in side if not is_of_processor(file.name)]
-
-    def _no_text_model(self) -> RefusedError:
-        return RefusedError(
-            "the source is no text model of the configuration of the base",
-            where=self._checkpoint.path,
-            hint="leave --into-base out, or pass the multimodal model with --base",
-        )
-
-    @property
-    def _may_be_wrapped(self) -> bool:
-        """Whether what all names begin with is taken off where that makes a model of them."""
-        request = self._job.request
-        return not (request.strip_prefix or request.optimizer or request.layout in _TORCH_LAYOUTS)
-
-    def _unwrap(self, names: Sequence[str], fits: Callable[[str], bool]) -> None:
+    def unwrap(self, names: Sequence[str], fits: Callable[[str], bool]) -> None:
         """Plans anew without what all names begin with, if the rest fits what it should be."""
-        for prefix in _list_wrappers(names) if self._may_be_wrapped else ():
+        for prefix in list_wrappers(names) if self.may_be_wrapped else ():
             if fits(prefix):
                 raise _WrappedNames(prefix)
 
-    def _rename(self, names: Mapping[str, str], *, leave: Collection[str] = ()) -> None:
+    @property
+    def may_be_wrapped(self) -> bool:
+        """Whether what all names begin with is taken off where that makes a model of them."""
+        request = self.job.request
+        return not (request.strip_prefix or request.optimizer or request.layout in _TORCH_LAYOUTS)
+
+    def rename(self, names: Mapping[str, str], *, leave: Collection[str] = ()) -> None:
         """Gives tensors other names than `--strip-prefix` does; patterns fit the old ones, too."""
-        index, where = self._checkpoint.index, self._checkpoint.path
-        request = replace(self._request, select=self._checkpoint.select)
+        index = self.checkpoint.index
         tensors = dict(index.tensors)
-        for entry in select_model(index, request, location=where, everything=True):
+        for entry in self.select(everything=True):
             old = index.tensors[entry.key]
             name = Fqn(names.get(entry.name, entry.name))
             stored = (*old.stored_names, *([old.name] if old.name != name else []))
             part = "other" if entry.name in leave else entry.part
             tensors[entry.key] = replace(entry, name=name, stored_names=stored, part=part)
-        self._checkpoint = replace(self._checkpoint, index=replace(index, tensors=tensors))
-        self._request = replace(self._request, strip_prefix=())
+        self.checkpoint = replace(self.checkpoint, index=replace(index, tensors=tensors))
+        self.request = replace(self.request, strip_prefix=())
 
-    def _take_text(self, names: Sequence[str], taken: Mapping[str, str] | None) -> None:
-        """Takes the text model out of a multimodal one, if the configuration is that of its own."""
-        if taken is None:
-            return
-        left = [name for name in names if name not in taken]
-        self._rename(taken, leave=left)
-        note = (
-            "the tensors are those of a multimodal model, and the configuration is that of its text"
-            f" model: {counted(len(taken), 'tensor')} of it are written"
+
+def _plan(stack: ExitStack, job: ConversionJob, notes: Sequence[str]) -> PlannedOutput:
+    """Plans one output.
+
+    open → choose side files → convert names → select → cast and name → cut → fill → compare → lay
+    out → tell the truth. `--dtype base`, `--vocab-size` and `--like` apply to the names that are
+    written, which can differ from those of the source.
+    """
+    request = job.request
+    checkpoint = stack.enter_context(
+        open_checkpoint(
+            job.src,
+            select=request.select,
+            also=job.also,
+            limit_bytes=job.resources.memory_limit_bytes,
+            model_config=request.model_config,
         )
-        if left:
-            note += f", and not {counted(len(left), 'other')}, such as {left[0]!r}"
-        self._notes.append(note)
+    )
+    folders = SideFolders(stack, checkpoint, job.base, job.side, request)
+    if request.names != "live":
+        _refuse_adapters(job, checkpoint, folders)
+    base_dtypes: dict[Fqn, DType] | None = None
+    if request.dtype == "base" and folders.base is not None:
+        entries = read_entries(folders.base, option="--base")
+        base_dtypes = {entry.name: entry.dtype for entry in entries}
+    like = None if request.like is None else read_file_map(request.like, option="--like")
+    program = stack.enter_context(NamingProgram())
+    filling = _open_filling(stack, request, folders.base)
+    draft = _Draft(job, request, checkpoint, folders, program, filling, list(checkpoint.notes))
+    draft.notes += [*folders.notes, *notes]
+    for problem in checkpoint.index.problems:
+        if problem.where not in checkpoint.index.tensors:  # such as that a step has no manifest
+            draft.notes.append(f"{problem.where} {problem.message}")
 
-    def _find_ties(
-        self, config: Mapping[str, Any] | None, entries: Sequence[TensorEntry], origin: Origin
-    ) -> Ties:
-        """Finds tied weights; of a text model in a whole one, by the names that it has alone."""
-        if self._text is None:
-            return find_ties(config, entries, origin)
-        alone = {placed: name for name, placed in self._placed.items()}
-        own = [replace(e, name=Fqn(alone.get(e.name, e.name))) for e in entries]
-        ties = find_ties(self._text, own, origin)
-        called = {Fqn(name): Fqn(placed) for name, placed in self._placed.items()}
-        return Ties(
-            {called.get(t, t): called.get(s, s) for t, s in ties.dropped.items()},
-            {called.get(t, t): called.get(s, s) for t, s in ties.broken.items()},
-        )
-
-    def _name_on_disk(
-        self,
-        products: Sequence[Product],
-        config: Mapping[str, Any] | None,
-        ties: Ties,
-    ) -> NamedProducts:
-        """Gives tensors the names on disk; only model folders are loaded by those."""
-        request, checkpoint = self._request, self._checkpoint
-        whole, where = replace(request, select=checkpoint.select), checkpoint.path
-        entries = select_model(checkpoint.index, whole, location=where, everything=True)
-        tensors = {entry.name: (entry.dtype, entry.shape) for entry in entries}
-        tensors |= {p.spec.name: (p.spec.dtype, p.spec.shape) for p in products}
-        # Training loads the names that it holds; a map has given those on disk.
-        is_renamed = self._folders.consumer.is_renamed
-        if request.layout in {"torch", "dcp"} or checkpoint.maps or not is_renamed:
-            rest = find_left_out(products, ties.dropped, tensors)
-            return NamedProducts(products, ties.dropped, versions=checkpoint.maps, left_out=rest)
-        return name_on_disk(
-            *(products, ties.dropped, tensors, config),
-            choice=request.names,
-            base=self._folders.base,
-            program=self._program,
+    side, side_notes = folders.choose(allow_code=request.allow_code)
+    stored_config = folders.config(side)
+    config = drop_stale_quantization(stored_config, checkpoint.index.of_part("model"))
+    if config != stored_config:
+        draft.notes.append(
+            "config.json has a quantization_config, which is left out: the weights of the"
+            " source are not packed"
         )
 
-    def _apply_options(
-        self,
-        products: Sequence[Product],
-        config: Mapping[str, Any] | None,
-        texts: FolderTexts,
-    ) -> Sequence[Product]:
-        """Returns the tensors with the rows and the element types that were asked for."""
-        size, location = self._request.vocab_size, self._checkpoint.path
-        tokens = 0 if texts.tokenizer is None else count_tokens(texts.tokenizer)
-        specs = [product.spec for product in products]
-        grown = None
-        if size is None and config is not None and config.get("vocab_size") != tokens:
-            size = grown = find_grown_rows(specs, tokens, config)
-            self._option_notes += [] if grown else describe_lacking_rows(tokens, config)
-        if size is not None:
-            self._trim = trim = plan_trim(specs, size, config, location=location)
-            refuse_cut_tokenizer(trim, tokens, location=location)
-            listed = ", ".join(sorted(map(repr, trim.names)))
-            self._option_notes.append(
-                f"'vocab_size' of config.json is set to {size:,}, which are the rows of embeddings"
-                f" and heads: the tokenizer has {tokens:,} tokens"
-                if grown
-                else f"embeddings and heads have {size:,} rows already: none was cut"
-                if trim.rows == size
-                else f"the rows {size:,} to {trim.rows - 1:,} were cut from {listed}"
-            )
-            products = [first_rows(product, trim.shape(product.spec)) for product in products]
-        return self._cast_to_base(products) if self._request.dtype == "base" else products
+    _convert_names(draft, config)
+    side, modules = _settle_modules(draft, side, config)
+    config, side = _settle_text_model(draft, config, side)
 
-    def _cast_to_base(self, products: Sequence[Product]) -> list[Product]:
-        policy = DTypePolicy("base", self._request.keep_dtype, self._dtypes)
-        cast = [recast(product, policy.target(product.spec)) for product in products]
-        lacking = [
-            product.spec.name
-            for product in products
-            if product.spec.dtype.kind == "float"
-            and product.spec.name not in (self._dtypes or {})
-            and not matches(product.spec.name, self._request.keep_dtype)
-        ]
-        base = self._folders.base
-        if lacking and len(lacking) == len(products):
+    checkpoint, entries = draft.checkpoint, draft.select()
+    if job.from_masters:
+        chosen = replace(draft.request, select=checkpoint.select)
+        entries = take_masters(entries, checkpoint.index, chosen)
+    if request.names != "live":
+        refuse_packed(entries, location=checkpoint.path)
+    refuse_problems(checkpoint.index, entries, checkpoint.path)
+    models = {"--base": folders.base, "--like": request.like}
+    draft.notes += check_reach(checkpoint, entries, models)
+    # An origin of its own: what is compared is read, and verified, again when it is written.
+    origin = Origin(SOURCE, checkpoint.source, checkpoint.index)
+    if draft.request.layout in {"dcp", "torchtitan"}:
+        # Training loads every name of a tied weight, so that a checkpoint for it drops none.
+        ties = Ties({}, {})
+        absent, note = find_absent_twins(config, {entry.name for entry in entries})
+        entries = add_tied_names(entries, absent)
+        draft.notes += filter(None, [note])
+    else:
+        ties = (
+            find_ties(config, entries, origin)
+            if draft.text is None
+            else _find_ties_of_text(draft.text, draft.placed, entries, origin)
+        )
+
+    names, policy = _name_and_cast(draft, entries, config, ties, base_dtypes)
+    texts = folders.texts(side)
+    products, trim = _apply_options(draft, names.products, config, texts.tokenizer, base_dtypes)
+    if filling is not None:
+        products = _fill(draft, filling, products, names, config, policy)
+    config = _config_to_write(draft, config, products, ties, trim)
+    comparison, is_complete, lacking = _compare_names(draft, config, side, products, names)
+    weights, names = _lay_out(draft, products, config, names, like)
+
+    # What the base has besides was said already.
+    said = [*(str(product.spec.name) for product in products), *lacking]
+    keep = request.generation_config == "keep"
+    truth = folders.tell_truth(texts, config, said, keep_generation=keep)
+    module_files: dict[str, bytes] = {}
+    if modules:  # in a form that goes behind safetensors
+        module_files = _write_modules(draft, modules, origin, policy)
+        old = {f"{posixpath.dirname(path)}/pytorch_model.bin" for path in module_files}
+        side = [file for file in side if file.name not in old]
+    changed = {**truth.changed, **module_files}
+    files = folders.outputs(side, changed, allow_code=request.allow_code)
+    states, states_bytes, state_notes = plan_optimizer_files(checkpoint, draft.request, entries)
+    draft.notes += (*(*side_notes, *names.notes, *draft.option_notes, *truth.notes, *state_notes),)
+    plan = Plan((*weights, *states, *files), names.dropped, tuple(draft.notes))
+
+    sources, of_source = [checkpoint], job.origins[0]
+    origins = {of_source: Origin(of_source, checkpoint.source, checkpoint.index)}
+    bytes_read = states_bytes + sum(e.size_bytes for e in entries if e.name not in ties.dropped)
+    facts: dict[str, Any] = {
+        **({"complete": True} if is_complete else {}),
+        **({"modules": list(modules)} if modules else {}),
+        **({} if base_dtypes is None else {"base": folders.base}),
+    }
+    if filling is not None:
+        opened, taken = filling.opened, filling.taken
+        sources.append(opened)
+        bytes_read += sum(entry.size_bytes for entry in taken)
+        if taken:
+            origins[job.origins[1]] = Origin(job.origins[1], opened.source, opened.index)
+            names_filled = [str(entry.name) for entry in taken]
+            facts["filled"] = {"path": opened.path, "tensors": names_filled}
+    resources = reserve_for_conversions(job.resources, names.conversion_bytes)
+    settings = choose_settings(resources, plan, sources=sources, out=job.out)
+    settings = replace(settings, check=request.check)
+    return PlannedOutput(
+        sources=tuple(sources),
+        plan=plan,
+        inputs=Inputs(origins, folders.sources),
+        settings=settings,
+        estimate=estimate_plan(
+            *(plan, settings, job.out),
+            bytes_read=bytes_read,
+            besides_bytes=names.conversion_bytes,
+        ),
+        kind="model" if request.layout == "hf" else request.layout,
+        options=changed_options(draft.request),
+        facts=facts,
+        versions=names.versions,
+        comparison=comparison,
+    )
+
+
+def _open_filling(
+    stack: ExitStack, request: ConsolidateRequest, base: str | None
+) -> Filling | None:
+    if request.fill_from is not None:
+        return open_filling(stack, request.fill_from, "--fill-from")
+    if not (request.fill_from_base or request.into_base):
+        return None
+    option = "--into-base" if request.into_base else "--fill-from-base"
+    if base is None:
+        raise UsageError(
+            "takes tensors from the --base, and none was named",
+            where=option,
+            hint="name the model that the run was started from with --base",
+        )
+    return open_filling(stack, base, option)
+
+
+def _convert_names(draft: _Draft, config: Mapping[str, Any] | None) -> None:
+    """Converts the names if they are those of another framework, or if a map is named.
+
+    All options see the names that are written.
+    """
+    request, before = draft.request, draft.checkpoint
+    if request.layout in FRAMEWORKS_BY_LAYOUT:
+        request = replace(request, map="auto")  # the option names the map of the output
+    if request.names == "live" or request.map == "none":
+        return
+    names = (entry.name for entry in before.index.of_part("model"))
+    if request.map == "auto" and not recognise_framework(names):
+        return
+    from ckptkit.conversion.mapped_names import convert_checkpoint  # few models need it
+
+    draft.checkpoint = convert_checkpoint(before, request, config)
+    if draft.checkpoint.maps:
+        if request.optimizer:
             raise RefusedError(
-                f"has none of the {len(products):,} tensors that are to be written, such as"
-                f" {lacking[0]!r}",
-                where=f"--base {base}",
-                hint="name the folder of the model that the run was started from",
+                "states of an optimizer have the names of training, and a map gives the weights"
+                " others",
+                where="--optimizer",
+                hint="leave it out, or keep all names with --names live",
             )
+        draft.notes += draft.checkpoint.notes[len(before.notes) :]
+        draft.request = replace(draft.request, strip_prefix=())
+
+
+def _settle_modules(
+    draft: _Draft, side: list[SideFile], config: Mapping[str, Any] | None
+) -> tuple[list[SideFile], Mapping[str, Sequence[TensorEntry]]]:
+    """Takes the tensors of modules beside the model out of it, by their folders.
+
+    Leaves out the files of modules where what is written is not their model.
+    """
+    folders, checkpoint, request = draft.folders, draft.checkpoint, draft.request
+    consumer, base = folders.consumer, folders.base or ""
+    listed = folders.read_json(side, MODULES)
+    is_one_encoder = bool(request.strip_prefix) and has_router(listed)
+    if is_one_encoder:
+        draft.notes.append(f"the output is one encoder, without the router of {MODULES}")
+    if is_one_encoder or (config is None and has_config(listed) and not has_router(listed)):
+        return [file for file in side if not consumer.has_companion(file.name)], {}
+    draft.needs_config = listed is None or has_config(listed)
+    if listed is None or consumer.leading != MODULES:
+        return side, {}
+    split, taken, prefix = split_modules(
+        listed,
+        [e for e in checkpoint.index.of_part("model") if request.select in {None, e.tree}],
+        where=checkpoint.path,
+        base=base,
+        router=folders.read_json(side, ROUTER_CONFIG),
+        stripped=request.strip_prefix,
+        exclude=request.exclude,
+    )
+    if split:
+        tensors = {**checkpoint.index.tensors, **split}
+        draft.checkpoint = replace(checkpoint, index=replace(checkpoint.index, tensors=tensors))
+        draft.request = replace(request, strip_prefix=())
+        note = f"names are written without {prefix!r}, as sentence-transformers has them"
+        draft.notes.append(Aside(note))
+    files = [file.name for file in side if base and file.origin.startswith(str(base))]
+    lacking = find_lacking_modules(listed, taken, files)
+    if lacking:
+        of = ", ".join(map(repr, lacking))
+        text = f"the tensors of {of} are those of {base}: none is taken from the source"
+        draft.notes.append(text)
+    return side, taken
+
+
+def _settle_text_model(
+    draft: _Draft, config: Mapping[str, Any] | None, side: list[SideFile]
+) -> tuple[Mapping[str, Any] | None, list[SideFile]]:
+    """Makes a text model of what fits the text part of a configuration, or puts it into it."""
+    into_base = draft.request.into_base
+    refusal = RefusedError(
+        "the source is no text model of the configuration of the base",
+        where=draft.checkpoint.path,
+        hint="leave --into-base out, or pass the multimodal model with --base",
+    )
+    if config is None or draft.request.names == "live":
+        if into_base:
+            raise refusal
+        return config, side
+    names = [str(entry.name) for entry in draft.select()]
+    base: list[str] | None = None
+    if draft.filling is not None and into_base:
+        base = [str(entry.name) for entry in draft.filling.opened.index.of_part("model")]
+
+    def is_text_model(prefix: str) -> bool:
+        inner = [name.removeprefix(prefix) for name in names]
+        is_placed = base is None or place_in_whole(inner, base) is not None
+        return is_placed and find_text_config(config, inner) is not None
+
+    draft.unwrap(names, is_text_model)
+    text = find_text_config(config, names)
+    if base is not None:
+        placed = place_in_whole(names, base)
+        if text is None or placed is None:
+            raise refusal
+        draft.placed = placed
+        draft.rename(placed)
+        draft.text = {**text, **({_TIE: config[_TIE]} if _TIE in config else {})}
+    elif text is not None:
+        draft.is_text = True
+        draft.notes.append(
+            "the tensors are those of the text model: it is written as"
+            f" {text['architectures'][0]}; --into-base puts it into the multimodal model of --base"
+        )
+        return text, [file for file in side if not is_of_processor(file.name)]
+    else:
+        taken = take_from_whole(config, names)
+        if taken is not None:
+            left = [name for name in names if name not in taken]
+            draft.rename(taken, leave=left)
+            rest = f", and not {counted(len(left), 'other')}, such as {left[0]!r}" if left else ""
+            draft.notes.append(
+                "the tensors are those of a multimodal model, and the configuration is that of its"
+                f" text model: {counted(len(taken), 'tensor')} of it are written{rest}"
+            )
+    return config, side
+
+
+def _find_ties_of_text(
+    config: Mapping[str, Any],
+    placed: Mapping[str, str],
+    entries: Sequence[TensorEntry],
+    origin: Origin,
+) -> Ties:
+    """Finds tied weights of a text model in a whole one, by the names that it has alone."""
+    alone = {whole: name for name, whole in placed.items()}
+    own = [replace(e, name=Fqn(alone.get(e.name, e.name))) for e in entries]
+    ties = find_ties(config, own, origin)
+    called = {Fqn(name): Fqn(whole) for name, whole in placed.items()}
+    return Ties(
+        {called.get(t, t): called.get(s, s) for t, s in ties.dropped.items()},
+        {called.get(t, t): called.get(s, s) for t, s in ties.broken.items()},
+    )
+
+
+def _name_and_cast(
+    draft: _Draft,
+    entries: Sequence[TensorEntry],
+    config: Mapping[str, Any] | None,
+    ties: Ties,
+    base_dtypes: Mapping[Fqn, DType] | None,
+) -> tuple[NamedProducts, DTypePolicy]:
+    """Gives tensors their element types and names; what stays in float32 follows from both.
+
+    The shipped lists of a class are replaced by those of the installed library where that is asked
+    for names anyway.
+    """
+    request, folders, checkpoint = draft.request, draft.folders, draft.checkpoint
+    known: KeptDtypes | None = None  # what stays in float32; None where all is cast
+    if not request.cast_all and request.dtype in {"float16", "bfloat16"}:
+        known = KeptDtypes()
+        if config is not None:
+            known = folders.consumer.find_kept(config)
+            if determine_need(config, has_base=False).kind == "unknown":
+                known = ask_kept(config, draft.program) or known
+        with suppress(InputError):  # weights of the base may be damaged or missing
+            if folders.base is not None:
+                names_kept = find_float32_among_halves(read_entries_if_any(folders.base))
+                known = replace(known, names=names_kept)
+    # What is not written is named too: it may be needed to load the output.
+    held = {e.name: (e.dtype, e.shape) for e in draft.select(everything=True)}
+    # `--dtype base` applies to the names that are written.
+    choice = "keep" if request.dtype == "base" else request.dtype
+    while True:
+        policy = DTypePolicy(choice, request.keep_dtype, kept=known or KeptDtypes())
+        live = make_products(entries, policy, ties.dropped, origin=draft.job.origins[0])
+        tensors = held | {p.spec.name: (p.spec.dtype, p.spec.shape) for p in live}
+        # Training loads the names that it holds; a map has given those on disk.
+        is_on_disk = checkpoint.maps or not folders.consumer.is_renamed
+        if request.layout in _TORCH_LAYOUTS or is_on_disk:
+            rest = find_left_out(live, ties.dropped, tensors)
+            names = NamedProducts(live, ties.dropped, versions=checkpoint.maps, left_out=rest)
+        else:
+            names = name_on_disk(
+                *(live, ties.dropped, tensors, config),
+                choice=request.names,
+                base=folders.base,
+                program=draft.program,
+            )
+        if known is None or names.hub is None or known == adapt_kept(known, names.hub):
+            break
+        known = adapt_kept(known, names.hub)
+    if request.names != "live":
+        asked = policy
+        if request.dtype == "base":
+            asked = DTypePolicy("base", request.keep_dtype, base_dtypes)
+        refuse_casting_quantized(entries, config, asked, location=checkpoint.path)
+    draft.notes += filter(None, [describe_masters(entries, live)])
+    draft.option_notes += describe_kept(policy, entries)
+    return names, policy
+
+
+def _apply_options(
+    draft: _Draft,
+    products: Sequence[Product],
+    config: Mapping[str, Any] | None,
+    tokenizer: Mapping[str, Any] | None,
+    base_dtypes: Mapping[Fqn, DType] | None,
+) -> tuple[Sequence[Product], Trim | None]:
+    """Returns the tensors with the rows and the element types that were asked for."""
+    request, base = draft.request, draft.folders.base
+    specs, where = [product.spec for product in products], draft.checkpoint.path
+    trim, notes = choose_trim(specs, request.vocab_size, config, tokenizer, location=where)
+    draft.option_notes += notes
+    if trim is not None:
+        products = [first_rows(product, trim.shape(product.spec)) for product in products]
+    if request.dtype != "base":
+        return products, trim
+    policy = DTypePolicy("base", request.keep_dtype, base_dtypes)
+    cast = [recast(product, policy.target(product.spec)) for product in products]
+    lacking = [
+        product.spec.name
+        for product in products
+        if product.spec.dtype.kind == "float"
+        and product.spec.name not in (base_dtypes or {})
+        and not matches(product.spec.name, request.keep_dtype)
+    ]
+    if lacking and len(lacking) == len(products):
+        raise RefusedError(
+            f"has none of the {len(products):,} tensors that are to be written, such as"
+            f" {lacking[0]!r}",
+            where=f"--base {base}",
+            hint="name the folder of the model that the run was started from",
+        )
+    if lacking:
+        listed = list_first(lacking, _LISTED)
+        draft.option_notes.append(
+            f"{base} has no tensor {listed}: written in the element type that the source has"
+        )
+    return cast, trim
+
+
+def _fill(
+    draft: _Draft,
+    filling: Filling,
+    products: Sequence[Product],
+    names: NamedProducts,
+    config: Mapping[str, Any] | None,
+    policy: DTypePolicy,
+) -> Sequence[Product]:
+    """Adds the tensors that another model has and the output lacks, if that was asked for."""
+    written = {product.spec.name for product in products}
+    written |= {*names.dropped, *names.left_out, *find_absent_tied_names(config, written)}
+    known = {entry.name for entry in filling.opened.index.of_part("model")}
+    if known.isdisjoint(written):
+        draft.unwrap(sorted(written), lambda p: any(n.removeprefix(p) in known for n in written))
+    # What fills the source is included as if it was in it.
+    prefixes = draft.job.request.strip_prefix or ("",)
+    entries = [
+        entry
+        for entry in filling.lacking(written)
+        if any(draft.request.wants(entry.name, before=f"{p}{entry.name}") for p in prefixes)
+    ]
+    refuse_packed(entries, location=filling.opened.path)
+    refuse_problems(filling.opened.index, entries, filling.opened.path)
+    filling.taken = entries
+    if not entries:
+        return products
+    draft.option_notes += [Aside(filling.describe()), *describe_kept(policy, entries)]
+    return [*products, *make_products(entries, policy, {}, origin=draft.job.origins[1])]
+
+
+def _config_to_write(
+    draft: _Draft,
+    config: Mapping[str, Any] | None,
+    products: Sequence[Product],
+    ties: Ties,
+    trim: Trim | None,
+) -> dict[str, Any] | None:
+    folders = draft.folders
+    if config is None:
+        if draft.needs_config:
+            unusable = folders.describe_unusable_config()
+            draft.notes.append(draft.job.advise_on_config(folders.consumer, unusable))
+        return None
+    if not folders.consumer.owns_config:
+        return dict(config)
+    sizes = sum_bytes_by_dtype((p.spec.dtype, p.spec.size_bytes) for p in products)
+    config = update_config(config, sizes, allow_code=draft.request.allow_code)
+    untied = dict(untie_config(config)) if ties.broken else config
+    consequence = ", and tie_word_embeddings is set to false" if untied != config else ""
+    for target, source in ties.broken.items():
+        draft.notes.append(
+            f"the configuration ties {target!r} to {source!r}, but they differ: both are"
+            f" written{consequence}"
+        )
+    return untied if trim is None else trim_config(untied, trim)
+
+
+def _compare_names(
+    draft: _Draft,
+    config: Mapping[str, Any] | None,
+    side: Sequence[SideFile],
+    products: Sequence[Product],
+    names: NamedProducts,
+) -> tuple[Comparison | None, bool, tuple[str, ...]]:
+    """Compares names and shapes with the model that the configuration describes.
+
+    Returns the rest of the comparison, whether a part that was chosen is a whole model, and the
+    tensors that the base has and the output lacks.
+    """
+    job, request, folders, program = draft.job, draft.request, draft.folders, draft.program
+    if config is None and draft.needs_config:
+        return None, False, ()
+    if request.names == "live":
+        draft.notes.append(LIVE_NAMES)
+        return None, False, ()
+    advice, rules = job.advice, draft.checkpoint.rules
+    if request.layout in FRAMEWORKS_BY_LAYOUT:  # whose names cannot stay
+        advice = replace(advice, anyway="")
+    specs = {str(p.spec.name): (p.spec.dtype, p.spec.shape) for p in products}
+    left_out = {str(name): spec for name, spec in names.left_out.items()}
+    base = None if draft.is_text else folders.base_of_config(side)
+    subject = Subject(
+        config=None if config is None else {**config, **folders.code_of(side)},
+        tensors={**left_out, **specs},
+        left_out=frozenset(left_out),
+        where=draft.checkpoint.path,
+        base=folders.base if config is None else base,
+        filling=None if draft.filling is not None else folders.base,
+        is_live=request.layout in _TORCH_LAYOUTS,
+        consumer=folders.consumer,
+        advice=replace(advice, rules=rules) if rules else advice,
+    )
+    is_chosen = bool(request.include or request.exclude)
+    written = replace(subject, tensors=specs, left_out=frozenset())
+    is_complete = is_chosen and is_whole_model(written, program)
+    if left_out:
+        count = f"{len(left_out):,} of {len(subject.tensors):,} tensors"
+        text = f"left out by --include or --exclude: {count}; the model of config.json"
+        draft.notes.append(
+            Aside(f"{text} needs none of them") if is_complete else f"{text} may need them"
+        )
+    try:
+        comparison, notes = plan_comparison(subject, program)
+    except MisfitError as error:
+        if not draft.may_be_wrapped:
+            raise
+        draft.unwrap(
+            subject.written, lambda prefix: is_whole_model(subject.within(prefix), program)
+        )
+        if job.advice is not CONSOLIDATE:
+            raise
+        kept = {"base": job.base, "config": job.side.config, "tokenizer": job.side.tokenizer}
+        kept["dtype"] = None if request.dtype == "keep" else request.dtype
+        given = [w for n, v in kept.items() if v is not None for w in (f"--{n}", os.fspath(v))]
+        raise propose_parts(subject, error, program, job.command(*given)) from None
+    draft.notes += notes
+    lacking: tuple[str, ...] = ()
+    if draft.filling is None and subject.base is not None and config is not None:
+        lacking, made = find_lacking(subject)
+        shown = str(folders.base)
         if lacking:
-            listed = list_first(map(repr, lacking), len(lacking), _LISTED)
-            self._option_notes.append(
-                f"{base} has no tensor {listed}: written in the element type that the source has"
-            )
-        return cast
+            option = "--fill-from-base"
+            draft.notes.append(describe_lacking(shown, lacking, config, option=option))
+        if made:
+            text = f"{counted(len(made), 'buffer')} that models make themselves"
+            draft.notes.append(Aside(f"{shown} has {text}, such as {made[0]!r}: not written"))
+    return comparison, is_complete, lacking
 
-    def _fill(
-        self, products: Sequence[Product], names: NamedProducts, config: Mapping[str, Any] | None
-    ) -> Sequence[Product]:
-        """Adds the tensors that another model has and the output lacks, if that was asked for."""
-        if self._filling is None:
-            return products
-        written = {product.spec.name for product in products}
-        written |= {*names.dropped, *names.left_out, *find_absent_tied_names(config, written)}
-        known = {entry.name for entry in self._filling.opened.index.of_part("model")}
-        if known.isdisjoint(written):
-            self._unwrap(
-                sorted(written), lambda p: any(n.removeprefix(p) in known for n in written)
-            )
-        # What fills the source is included as if it was in it.
-        prefixes = self._job.request.strip_prefix or ("",)
-        entries = [
-            entry
-            for entry in self._filling.lacking(written)
-            if any(self._request.wants(entry.name, before=f"{p}{entry.name}") for p in prefixes)
-        ]
-        refuse_packed(entries, location=self._filling.opened.path)
-        refuse_problems(self._filling.opened.index, entries, self._filling.opened.path)
-        self._filling.taken = entries
-        if not entries:
-            return products
-        self._option_notes += [
-            Aside(self._filling.describe()),
-            *describe_kept(self._policy, entries),
-        ]
-        added = make_products(entries, self._policy, {}, origin=self._job.origins[1])
-        return [*products, *added]
 
-    def _lay_out(
-        self,
-        products: Sequence[Product],
-        config: Mapping[str, Any] | None,
-        names: NamedProducts,
-    ) -> tuple[list[OutputFile], NamedProducts]:
-        """Returns the weight files, and the names with what converted them for these files."""
-        request = self._request
-        framework = FRAMEWORKS_BY_LAYOUT.get(request.layout)
-        if framework is not None:
-            return self._lay_out_for(framework, products, config, names)
-        if self._files is None and request.layout == "hf":
-            consumer, limit = self._folders.consumer, request.max_file_bytes
-            if not consumer.is_split:
-                size = sum(product.spec.size_bytes for product in products)
-                if size > limit:
-                    note = f"{consumer.name} reads one file: all tensors are written into it"
-                    self._option_notes.append(note)
-                limit = max(limit, size)
-            return layout_hf_weights(products, limit, consumer.stem), names
-        if self._files is None:
-            from ckptkit.plan.layouts.torch import layout_dcp, layout_torch_full  # few need it
-
-            lay_out = layout_dcp if request.layout == "dcp" else layout_torch_full
-            return lay_out(products, request.max_file_bytes), names
-        written = {product.spec.name for product in products}
-        tied = {*names.dropped, *find_absent_tied_names(config, written)}
-        files, notes = distribute(products, self._files, is_wanted=request.wants, tied=tied)
-        self._option_notes += notes
-        return layout_hf_files(files, self._folders.consumer.stem), names
-
-    def _lay_out_for(
-        self,
-        framework: str,
-        products: Sequence[Product],
-        config: Mapping[str, Any] | None,
-        names: NamedProducts,
-    ) -> tuple[list[OutputFile], NamedProducts]:
-        from ckptkit.conversion.mapped_names import name_for_framework  # few outputs need it
+def _lay_out(
+    draft: _Draft,
+    products: Sequence[Product],
+    config: Mapping[str, Any] | None,
+    names: NamedProducts,
+    like: FileMap | None,
+) -> tuple[list[OutputFile], NamedProducts]:
+    """Returns the weight files, and the names with what converted them for these files."""
+    request, consumer, limit = draft.request, draft.folders.consumer, draft.request.max_file_bytes
+    framework = FRAMEWORKS_BY_LAYOUT.get(request.layout)
+    if framework is not None:
+        # Few outputs need these. A source with names of a framework was converted by its own map.
+        from ckptkit.conversion.mapped_names import name_for_framework
         from ckptkit.plan.layouts.torch import layout_megatron, layout_torchtitan
 
-        # Where the source has names of a framework, its own map has converted them.
-        choice, where = self._request.map, self._checkpoint.path
-        named, parts = name_for_framework(framework, choice, config, products, where=where)
-        limit = self._request.max_file_bytes
+        where = draft.checkpoint.path
+        named, parts = name_for_framework(framework, request.map, config, products, where=where)
         files = (
             layout_megatron(named.products, parts, limit, config)
-            if self._request.layout == "megatron"
+            if request.layout == "megatron"
             else layout_torchtitan(named.products, parts, limit)
         )
         notes, versions = (*names.notes, *named.notes), {**names.versions, **named.versions}
         return files, replace(names, notes=notes, versions=versions)
+    if like is not None:
+        written = {product.spec.name for product in products}
+        tied = {*names.dropped, *find_absent_tied_names(config, written)}
+        groups, notes_of_map = distribute(products, like, is_wanted=request.wants, tied=tied)
+        draft.option_notes += notes_of_map
+        return layout_hf_files(groups, consumer.stem), names
+    if request.layout != "hf":
+        from ckptkit.plan.layouts.torch import layout_dcp, layout_torch_full
 
-    def _config_to_write(
-        self, config: Mapping[str, Any] | None, products: Sequence[Product], ties: Ties
-    ) -> dict[str, Any] | None:
-        if config is None:
-            if not self._needs_config:
-                return None
-            consumer, unusable = self._folders.consumer, self._folders.describe_unusable_config()
-            self._notes.append(self._job.advise_on_config(consumer, unusable))
-            return None
-        if not self._folders.consumer.owns_config:
-            return dict(config)
-        sizes = sum_bytes_by_dtype((p.spec.dtype, p.spec.size_bytes) for p in products)
-        config = update_config(config, sizes, allow_code=self._request.allow_code)
-        untied = dict(untie_config(config)) if ties.broken else config
-        consequence = ", and tie_word_embeddings is set to false" if untied != config else ""
-        for target, source in ties.broken.items():
-            self._notes.append(
-                f"the configuration ties {target!r} to {source!r}, but they differ: both are"
-                f" written{consequence}"
+        lay_out = layout_dcp if request.layout == "dcp" else layout_torch_full
+        return lay_out(products, limit), names
+    if not consumer.is_split:
+        size = sum(product.spec.size_bytes for product in products)
+        if size > limit:
+            note = f"{consumer.name} reads one file: all tensors are written into it"
+            draft.option_notes.append(note)
+        limit = max(limit, size)
+    return layout_hf_weights(products, limit, consumer.stem), names
+
+
+def _write_modules(
+    draft: _Draft,
+    modules: Mapping[str, Sequence[TensorEntry]],
+    origin: Origin,
+    policy: DTypePolicy,
+) -> dict[str, bytes]:
+    """Returns the weight files of modules beside an encoder, by their paths."""
+    written, where = {}, draft.checkpoint.path
+    for folder, entries in modules.items():
+        refuse_problems(origin.index, entries, where)
+        products = make_products(entries, policy, {})
+        (file,) = layout_hf_weights(products, _MOST_MODULE_BYTES)
+        if file.size_bytes > _MOST_MODULE_BYTES:
+            raise RefusedError(
+                f"{folder!r} has {file.size_bytes:,} bytes of weights, more than the"
+                f" {_MOST_MODULE_BYTES:,} that a module beside an encoder may have",
+                where=where,
+                hint="leave its tensors out with --exclude, and copy its folder yourself",
             )
-        return untied if self._trim is None else trim_config(untied, self._trim)
-
-    def _compare_names(
-        self,
-        config: Mapping[str, Any] | None,
-        side: Sequence[SideFile],
-        products: Sequence[Product],
-        names: NamedProducts,
-    ) -> Comparison | None:
-        """Compares names and shapes with the model that the configuration describes."""
-        if config is None and self._needs_config:
-            return None
-        if self._request.names == "live":
-            self._notes.append(LIVE_NAMES)
-            return None
-        specs = {str(p.spec.name): (p.spec.dtype, p.spec.shape) for p in products}
-        left_out = {str(name): spec for name, spec in names.left_out.items()}
-        advice, rules = self._job.advice, self._checkpoint.rules
-        if self._request.layout in FRAMEWORKS_BY_LAYOUT:  # whose names cannot stay
-            advice = replace(advice, anyway="")
-        base = None if self._is_text else self._folders.base_of_config(side)
-        subject = Subject(
-            config=None if config is None else {**config, **self._folders.code_of(side)},
-            tensors={**left_out, **specs},
-            left_out=frozenset(left_out),
-            where=self._checkpoint.path,
-            base=self._folders.base if config is None else base,
-            filling=None if self._filling is not None else self._folders.base,
-            is_live=self._request.layout in _TORCH_LAYOUTS,
-            consumer=self._folders.consumer,
-            advice=replace(advice, rules=rules) if rules else advice,
-        )
-        is_chosen = bool(self._request.include or self._request.exclude)
-        written = replace(subject, tensors=specs, left_out=frozenset())
-        is_complete = is_chosen and self._is_model(written)
-        self._facts |= {"complete": True} if is_complete else {}
-        if left_out:
-            count = f"{len(left_out):,} of {len(subject.tensors):,} tensors"
-            said = f"left out by --include or --exclude: {count}; the model of config.json"
-            self._notes.append(
-                Aside(f"{said} needs none of them") if is_complete else f"{said} may need them"
-            )
-        try:
-            comparison, notes = plan_comparison(subject, self._program)
-        except MisfitError as error:
-            if not self._may_be_wrapped:
-                raise
-            self._unwrap(subject.written, lambda prefix: self._is_model(_part_of(subject, prefix)))
-            raise self._propose_prefixes(subject, error) from None
-        self._notes += notes
-        if self._filling is None and subject.base is not None and config is not None:
-            self._lacking, made = find_lacking(subject)
-            base, option = str(self._folders.base), "--fill-from-base"
-            if self._lacking:
-                self._notes.append(describe_lacking(base, self._lacking, config, option=option))
-            if made:
-                text = f"{counted(len(made), 'buffer')} that models make themselves"
-                self._notes.append(Aside(f"{base} has {text}, such as {made[0]!r}: not written"))
-        return comparison
-
-    def _propose_prefixes(self, subject: Subject, error: MisfitError) -> MisfitError:
-        """Returns the error with whole commands for the tensors of one prefix, such as a copy."""
-        report, job = error.report, self._job
-        if report is None or not report.prefix or job.advice is not CONSOLIDATE:
-            return error
-        kept = {"base": job.base, "config": job.side.config, "tokenizer": job.side.tokenizer}
-        kept["dtype"] = None if self._request.dtype == "keep" else self._request.dtype
-        given = [w for n, v in kept.items() if v is not None for w in (f"--{n}", os.fspath(v))]
-        hints = []
-        copies = find_copies(report.prefix, subject.written)
-        others = tuple(copy for copy in copies if copy)
-        for prefix in copies or [report.prefix]:
-            options = take_prefix(prefix, report, subject.written)
-            rest = {
-                name
-                for name in subject.tensors
-                if not prefix and (name in report.unexpected or name.startswith(others))
-            }
-            more = self._complete(_part_of(subject, prefix, rest))
-            if more is None:
-                continue
-            options = f"{options} {more}".strip()
-            kind = "the copy" if copies else "the tensors"
-            what = f"{kind} {prefix!r}" if prefix else f"{kind} without a prefix"
-            hints.append(f"for {what} run `{job.command(*given)} {options}`")
-        hints = hints or [job.advice.config]
-        return error.hinted("; or ".join(filter(None, [*hints, job.advice.anyway])))
-
-    def _complete(self, subject: Subject) -> str | None:
-        """Returns the options with which tensors are written that would load; None for none.
-
-        Tensors are written as they are only where no parameter would be missing, or where most
-        have the names of other code than the model's.
-        """
-        text = find_text_config(subject.config or {}, subject.written)
-        as_text = replace(subject, config=text, base=None)
-        if self._is_model(subject) or (text is not None and self._is_model(as_text)):
-            return ""
-        report = self._report(subject)
-        if report is None or len(report.unexpected) > len(subject.written) / 2:
-            return "--names live"
-        if report.missing:
-            is_filled = self._filling is None and self._is_model(self._filled(subject))
-            return "--fill-from-base" if is_filled else None
-        own = [name for name in subject.written if name not in report.unexpected]
-        rest = replace(subject, tensors={name: subject.tensors[name] for name in own})
-        if report.unexpected and self._is_model(rest):
-            return take_prefix("", report, subject.written)
-        return "--names live"
-
-    def _filled(self, subject: Subject) -> Subject:
-        """Returns the tensors, and those of the base that they lack."""
-        base = self._folders.base
-        added: dict[str, Any] = {}
-        with suppress(InputError):  # weights of the base may be damaged or missing
-            entries = [] if base is None else read_entries_if_any(base)
-            added = {str(e.name): (e.dtype, e.shape) for e in entries}
-        return replace(subject, tensors={**added, **subject.tensors})
-
-    def _report(self, subject: Subject) -> LoadReport | None:
-        """Returns what loading would report where that is not nothing, if it was compared."""
-        try:
-            comparison, _ = plan_comparison(subject, self._program)
-            if comparison is not None:
-                comparison.judge_answer()
-        except MisfitError as error:
-            return error.report
-        except RefusedError:
-            return None
-        return None
-
-    def _is_model(self, subject: Subject) -> bool:
-        """Returns whether names and shapes were compared with the model, and are all of it."""
-        try:
-            comparison, notes = plan_comparison(subject, self._program)
-            return not (notes or (comparison is not None and comparison.judge_answer()))
-        except RefusedError:
-            return False
-
-
-def _list_wrappers(names: Sequence[str]) -> Iterator[str]:
-    """Yields what all names begin with that wrappers of a model may have put there."""
-    first = names[0].split(".")[:-1] if names else []
-    for count in range(1, min(len(first), MOST_WRAPPERS) + 1):
-        prefix = ".".join(first[:count]) + "."
-        if not all(name.startswith(prefix) for name in names):
-            return
-        yield prefix
-
-
-def _part_of(subject: Subject, prefix: str, rest: Collection[str] = ()) -> Subject:
-    """Returns the tensors with a prefix, without it and without some others."""
-    inner = [name for name in subject.tensors if name.startswith(prefix) and name not in rest]
-    tensors = {name.removeprefix(prefix): subject.tensors[name] for name in inner}
-    left_out = {n.removeprefix(prefix) for n in subject.left_out if n.startswith(prefix)}
-    return replace(subject, tensors=tensors, left_out=frozenset(left_out))
+        data = bytearray(file.size_bytes)
+        with Preparations() as preparations:
+            reader = SegmentReader(Inputs({SOURCE: origin}, {}), preparations)
+            reader.fill_range(file, 0, file.size_bytes, memoryview(data))
+        written[posixpath.join(folder, file.path)] = bytes(data)
+    return written

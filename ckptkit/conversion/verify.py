@@ -79,40 +79,34 @@ def check_objects(source: Source, index: TensorIndex) -> tuple[int, int, list[Pr
     Returns:
         How many match their checksums, how many have none, and the problems of the others.
     """
-    summed: list[bool] = []
+    matching = without = 0
     problems = []
     for path, value in index.values.items():
         if not isinstance(value, BlobRef):
             continue
         where = f"{value.path}, object {'.'.join(map(str, path))!r}"
         try:
-            summed.append(_is_proven(source, value, where))
+            read, size = open_blob(source, value, where=where)
+            sums = []
+            for entry in open_archive(read, size, where=where).entries.values():
+                if entry.crc32 is None:
+                    continue
+                start = data_start(read, entry, where=where)
+                stop, actual = start + entry.size_bytes, 0
+                for at in range(start, stop, _READ_BYTES):
+                    actual = crc32(read(at, min(at + _READ_BYTES, stop)), actual)
+                sums.append((entry, actual))
         except InputError as error:
             problems.append(Problem(error.code, where, error.message))
-    return sum(summed), len(summed) - sum(summed), problems
-
-
-def _is_proven(source: Source, blob: BlobRef, where: str) -> bool:
-    """Compares an object with its stored checksums; returns whether there are any."""
-    read, size = open_blob(source, blob, where=where)
-    archive = open_archive(read, size, where=where)
-    sums = []
-    for entry in archive.entries.values():
-        if entry.crc32 is None:
             continue
-        start = data_start(read, entry, where=where)
-        stop, actual = start + entry.size_bytes, 0
-        for at in range(start, stop, _READ_BYTES):
-            actual = crc32(read(at, min(at + _READ_BYTES, stop)), actual)
-        sums.append((entry, actual))
-    for entry, actual in sums:
-        if actual != entry.crc32:
-            raise ChecksumError(
-                f"{posixpath.basename(entry.name)!r} has CRC-32 {actual:#010x},"
-                f" {entry.crc32:#010x} was stored",
-                where=where,
-            )
-    return bool(sums)
+        wrong = next(((entry, actual) for entry, actual in sums if actual != entry.crc32), None)
+        if wrong is not None:
+            name, stored = posixpath.basename(wrong[0].name), wrong[0].crc32
+            message = f"{name!r} has CRC-32 {wrong[1]:#010x}, {stored:#010x} was stored"
+            problems.append(Problem(ChecksumError.code, where, message))
+        matching += bool(sums) and wrong is None
+        without += not sums
+    return matching, without, problems
 
 
 _MISMATCH = "digest-mismatch"
@@ -192,7 +186,7 @@ def run_verification(
             if manifest is not None and manifest.kind != TRAINING:  # an output, of any size
                 is_chosen = select == ITSELF or not _has_steps(source, manifest)
                 if is_chosen:
-                    return _Output(source, manifest, str(place)).verify(listener)
+                    return _verify_output(source, manifest, str(place), listener)
     found, finals, others = _verify_source(path, select, also, listener)
     if select is not None or not finals:
         return found
@@ -322,101 +316,78 @@ def _problem_of(error: CkptkitError, where: str) -> Problem:
     return Problem(error.code, place, error.message)
 
 
+def _verify_output(
+    source: Source, manifest: Manifest, path: str, listener: Listener
+) -> Verification:
+    """Checks one output of ckptkit against its manifest: its files, its tensors, their digests."""
+    problems = list(file_problems(source, "", manifest))
+    wrong = [problem.where for problem in problems]
+    for problem in digest_problems(source, "", manifest, leaving_out=wrong):
+        is_other = problem.code == ChecksumError.code
+        problems.append(replace(problem, code=_MISMATCH) if is_other else problem)
+    stray = (path for path in source.walk(0) if path.endswith(".safetensors"))
+    said = "is not in the manifest; loaders may read it"
+    problems += [Problem("stray-file", path, said) for path in stray if path not in manifest.files]
+    is_missing = any(problem.code != _MISMATCH for problem in problems)
+    indexes: list[TensorIndex] = []
+    if not is_missing:
+        try:
+            indexes = _read_written(source, manifest, path)
+        except CkptkitError as error:
+            problems.append(_problem_of(error, ""))
+        else:
+            problems += _differences(manifest, indexes)
+    size_bytes = 0
+    for index in indexes:
+        entries = [e for e in index.tensors.values() if _name_written(e) in manifest.tensors]
+        records = {entry.key: manifest.tensors[_name_written(entry)] for entry in entries}
+        digests = {key: digest_like(record.digest) for key, record in records.items()}
+
+        def visit(entry: TensorEntry, leaf: int, view: memoryview, digests: Any = digests) -> None:
+            digests[entry.key].add(leaf, view)
+
+        origin = Origin(SOURCE, source, index)
+        errors = scan(origin, entries, visit, workers=usable_cores() + 1, listener=listener)
+        problems += [_problem_of(error, key) for key, error in errors.items()]
+        for entry in entries:
+            digest, record = digests[entry.key], records[entry.key]
+            if entry.key not in errors and digest.value(entry.size_bytes) != record.digest:
+                where = f"tensor {_name_written(entry)!r}"
+                problems.append(Problem(_MISMATCH, where, "has another digest than the manifest"))
+        problems += check_objects(source, index)[2]
+        size_bytes += sum(entry.size_bytes for entry in entries)
+    return Verification(
+        path=path,
+        kind="output",
+        problems=tuple(problems),
+        tensors=0 if is_missing else len(manifest.tensors),
+        size_bytes=size_bytes,
+        unverified=tuple(name for name, t in manifest.tensors.items() if t.proof == UNVERIFIED),
+    )
+
+
 def _name_written(entry: TensorEntry) -> str:
     return f"{OPTIMIZER}.{entry.name}" if entry.part == "optimizer" else str(entry.name)
 
 
-class _Output:
-    """Checks one output of ckptkit against its manifest."""
-
-    def __init__(self, source: Source, manifest: Manifest, path: str) -> None:
-        self._source = source
-        self._manifest = manifest
-        self._path = path
-
-    def verify(self, listener: Listener) -> Verification:
-        problems = list(self._file_problems())
-        read = 0
-        missing = any(problem.code != _MISMATCH for problem in problems)
-        if not missing:
-            try:
-                indexes = self._indexes()
-            except CkptkitError as error:
-                indexes = []
-                problems.append(_problem_of(error, ""))
-            else:
-                problems += self._differences(indexes)
-            for index in indexes:
-                of_digests, size_bytes = self._digest_problems(index, listener)
-                problems += [*of_digests, *check_objects(self._source, index)[2]]
-                read += size_bytes
-        tensors = self._manifest.tensors
-        return Verification(
-            path=self._path,
-            kind="output",
-            problems=tuple(problems),
-            tensors=0 if missing else len(tensors),
-            size_bytes=read,
-            unverified=tuple(name for name, t in tensors.items() if t.proof == UNVERIFIED),
-        )
-
-    def _file_problems(self) -> Iterator[Problem]:
-        wrong = []
-        for problem in file_problems(self._source, "", self._manifest):
-            wrong.append(problem.where)
-            yield problem
-        for problem in digest_problems(self._source, "", self._manifest, leaving_out=wrong):
-            is_other = problem.code == ChecksumError.code
-            yield replace(problem, code=_MISMATCH) if is_other else problem
-        for path in self._source.walk(0):
-            if path.endswith(".safetensors") and path not in self._manifest.files:
-                yield Problem("stray-file", path, "is not in the manifest; loaders may read it")
-
-    def _digest_problems(self, index: TensorIndex, listener: Listener) -> tuple[list[Problem], int]:
-        expected = self._manifest.tensors
-        names = {entry.key: _name_written(entry) for entry in index.tensors.values()}
-        entries = [entry for entry in index.tensors.values() if names[entry.key] in expected]
-        digests = {entry.key: digest_like(expected[names[entry.key]].digest) for entry in entries}
-
-        def visit(entry: TensorEntry, leaf: int, view: memoryview) -> None:
-            digests[entry.key].add(leaf, view)
-
-        origin = Origin(SOURCE, self._source, index)
-        errors = scan(origin, entries, visit, workers=usable_cores() + 1, listener=listener)
-        problems = [_problem_of(error, key) for key, error in errors.items()]
-        problems += [
-            Problem(_MISMATCH, f"tensor {name!r}", "has another digest than the manifest")
-            for entry in entries
-            if entry.key not in errors
-            and digests[entry.key].value(entry.size_bytes)
-            != expected[name := names[entry.key]].digest
-        ]
-        return problems, sum(entry.size_bytes for entry in entries)
-
-    def _indexes(self) -> list[TensorIndex]:
-        wanted = _FORMATS.get(self._manifest.kind)
-        # A consumer may have further files with tensors, which are compared as files alone.
-        holding = {record.file for record in self._manifest.tensors.values()}
-        indexes = [
-            self._split_stacked(read_index(self._source, candidate))
-            for candidate in recognise(sorted(self._manifest.files))
-            if candidate.format in {wanted, TorchOptimizerReader.name}
-            and not holding.isdisjoint(candidate.files)
-        ]
-        if holding and not any(index.format == wanted for index in indexes):
-            raise NotACheckpointError(f"the manifest names no {wanted} file", where=self._path)
-        return indexes
-
-    def _split_stacked(self, index: TensorIndex) -> TensorIndex:
-        """Splits tensors that were written in parts, which the manifest lists one by one."""
-        depths = {}
-        for name in self._manifest.tensors:
-            stacked, _, numbers = name.rpartition("[")
-            depths[stacked] = numbers.count(",") + 1
-        tensors = {}
+def _read_written(source: Source, manifest: Manifest, path: str) -> list[TensorIndex]:
+    """Returns the tensors of an output; those in several parts as the manifest lists them."""
+    wanted = _FORMATS.get(manifest.kind)
+    # A consumer may have further files with tensors, which are compared as files alone.
+    holding = {record.file for record in manifest.tensors.values()}
+    depths = {}  # of stacked tensors, how many numbers the names of their parts have
+    for name in manifest.tensors:
+        stacked, _, numbers = name.rpartition("[")
+        depths[stacked] = numbers.count(",") + 1
+    indexes = []
+    for candidate in recognise(sorted(manifest.files)):
+        is_wanted = candidate.format in {wanted, TorchOptimizerReader.name}
+        if not is_wanted or holding.isdisjoint(candidate.files):
+            continue
+        index, tensors = read_index(source, candidate), dict[Key, TensorEntry]()
         for key, entry in index.tensors.items():
             chunks, depth = entry.chunks, depths.get(entry.name, 0)
-            if not depth or entry.name in self._manifest.tensors:
+            if not depth or entry.name in manifest.tensors:
                 tensors[key] = entry
                 continue
             for row, offsets in enumerate(chunks.offsets.tolist()):
@@ -427,26 +398,29 @@ class _Output:
                 tensors[Key(part)] = replace(
                     entry, key=Key(part), name=part, shape=shape, chunks=own
                 )
-        return replace(index, tensors=tensors)
+        indexes.append(replace(index, tensors=tensors))
+    if holding and not any(index.format == wanted for index in indexes):
+        raise NotACheckpointError(f"the manifest names no {wanted} file", where=path)
+    return indexes
 
-    def _differences(self, indexes: Sequence[TensorIndex]) -> Iterator[Problem]:
-        expected = self._manifest.tensors
-        entries = [entry for index in indexes for entry in index.tensors.values()]
-        by_name = {_name_written(entry): entry for entry in entries}
-        for name in sorted(expected.keys() | by_name.keys()):
-            where = f"tensor {name!r}"
-            if name not in by_name:
-                yield Problem("missing-tensor", where, "is in the manifest and in no file")
-            elif name not in expected:
-                yield Problem("stray-tensor", where, "is in a file and not in the manifest")
-            else:
-                entry, record = by_name[name], expected[name]
-                actual = f"{entry.dtype.name} {list(entry.shape)}"
-                wanted = f"{record.dtype} {list(record.shape)}"
-                if actual != wanted:
-                    yield Problem(
-                        "other-tensor", where, f"is {actual} against {wanted} in the manifest"
-                    )
+
+def _differences(manifest: Manifest, indexes: Sequence[TensorIndex]) -> Iterator[Problem]:
+    expected = manifest.tensors
+    entries = [entry for index in indexes for entry in index.tensors.values()]
+    by_name = {_name_written(entry): entry for entry in entries}
+    for name in sorted(expected.keys() | by_name.keys()):
+        where = f"tensor {name!r}"
+        if name not in by_name:
+            yield Problem("missing-tensor", where, "is in the manifest and in no file")
+        elif name not in expected:
+            yield Problem("stray-tensor", where, "is in a file and not in the manifest")
+        else:
+            entry, record = by_name[name], expected[name]
+            actual = f"{entry.dtype.name} {list(entry.shape)}"
+            wanted = f"{record.dtype} {list(record.shape)}"
+            if actual != wanted:
+                message = f"is {actual} against {wanted} in the manifest"
+                yield Problem("other-tensor", where, message)
 
 
 NOT_MENDED = "not-mended"
@@ -480,18 +454,22 @@ def run_repair(
         damaged = stack.enter_context(open_source(folder))
         others = [stack.enter_context(open_source(place_of(copy))) for copy in copies]
         stack.callback(shutil.rmtree, work, ignore_errors=True)
-        manifest, paths = _manifest_of(damaged), set(list_files(damaged))
-        before = {name: _identity(damaged, name) for name in paths}
+        manifest = _manifest_of(damaged)
+        before = {name: _identity(damaged, name) for name in list_files(damaged)}
         if copies:
             work.mkdir(mode=0o700)
-            for name in sorted(paths):
-                _link(folder / name, work / name)
+        for name in sorted(before) if copies else ():
+            (work / name).parent.mkdir(parents=True, exist_ok=True)
+            try:
+                LOCAL_DISK.link_file((folder / name).resolve(), work / name)
+            except OSError:  # a file system without hard links
+                shutil.copyfile(folder / name, work / name)
         candidates: dict[str, Iterator[Source]] = {}
         staged: set[str] = set()
         while True:  # what is staged can show what else is damaged
-            named = _named(report.problems, work if staged else folder, manifest, paths)
+            home = work if staged else folder
             lacking: list[str] = []
-            for name in sorted(named):
+            for name in sorted(_named(report.problems, home, manifest, before)):
                 mine = candidates.setdefault(name, _sound_copies(name, damaged, manifest, others))
                 copy = next(mine, None)
                 if copy is None:
@@ -535,8 +513,20 @@ def _verify(folder: Path, listener: Listener) -> Verification:
     return report
 
 
+def _manifest_of(source: Source) -> Manifest | None:
+    with suppress(InputError):
+        return read_manifest(source)
+    return None
+
+
+def _identity(source: Source, path: str) -> str | None:
+    with suppress(InputError):
+        return source.stat(path).identity
+    return None
+
+
 def _named(
-    problems: Sequence[Problem], folder: Path, manifest: Manifest | None, paths: set[str]
+    problems: Sequence[Problem], folder: Path, manifest: Manifest | None, paths: Collection[str]
 ) -> set[str]:
     """Returns the files that problems name; where they name none, those without a digest."""
     if manifest is None:
@@ -559,7 +549,7 @@ def _sound_copies(
             theirs = _manifest_of(copy)
             if theirs is not None and not _differing(damaged, copy, theirs.files):
                 yield copy
-        elif path in manifest.files and _is_same_save(manifest, _manifest_of(copy)):
+        elif path in manifest.files and _is_same_save(manifest, copy):
             with suppress(InputError):
                 check_file(copy, path, manifest, path)
                 is_whole = copy.stat(path).size_bytes == manifest.files[path].size_bytes
@@ -567,11 +557,11 @@ def _sound_copies(
                     yield copy
 
 
-def _is_same_save(mine: Manifest, theirs: Manifest | None) -> bool:
-    """Whether both manifests are of one save; an output has digests, and needs no such proof."""
+def _is_same_save(mine: Manifest, copy: Source) -> bool:
+    """Whether manifests are of one save; an output has digests, and needs no such proof."""
     if mine.kind != TRAINING:
         return True
-    attempt = mine.source.get("attempt")
+    theirs, attempt = _manifest_of(copy), mine.source.get("attempt")
     return bool(attempt) and theirs is not None and attempt == theirs.source.get("attempt")
 
 
@@ -579,29 +569,16 @@ def _refusals(
     lacking: Sequence[str], damaged: Source, manifest: Manifest | None, others: Sequence[Source]
 ) -> list[Problem]:
     """Says of each file why no copy replaces it."""
-    manifests = [(copy, _manifest_of(copy)) for copy in others]
     reason = "no copy of --from has it undamaged"
     if not others:
         reason = "pass --from with another copy of the step"
-    elif manifest is not None and not any(_is_same_save(manifest, own) for _, own in manifests):
-        reason = "no manifest shows that a copy of --from is of the same save"
     elif manifest is None:
         reason = f"without {MANIFEST_NAME} nothing shows that a copy is of the same save"
-        readable = [(copy, own) for copy, own in manifests if own is not None]
-        lacking = _differing(damaged, readable[0][0], readable[0][1].files) if readable else lacking
+        readable = ((copy, own) for copy in others if (own := _manifest_of(copy)) is not None)
+        lacking = next((_differing(damaged, copy, own.files) for copy, own in readable), lacking)
+    elif not any(_is_same_save(manifest, copy) for copy in others):
+        reason = "no manifest shows that a copy of --from is of the same save"
     return [Problem(NOT_MENDED, path, f"is missing or damaged: {reason}") for path in lacking]
-
-
-def _manifest_of(source: Source) -> Manifest | None:
-    with suppress(InputError):
-        return read_manifest(source)
-    return None
-
-
-def _identity(source: Source, path: str) -> str | None:
-    with suppress(InputError):
-        return source.stat(path).identity
-    return None
 
 
 def _differing(first: Source, second: Source, paths: Collection[str]) -> list[str]:
@@ -622,14 +599,6 @@ def _blocks(source: Source, path: str) -> Iterator[bytes]:
     size_bytes = source.stat(path).size_bytes
     for start in range(0, size_bytes, _BLOCK_BYTES):
         yield source.read(path, start, min(start + _BLOCK_BYTES, size_bytes))
-
-
-def _link(path: Path, name: Path) -> None:
-    name.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        LOCAL_DISK.link_file(path.resolve(), name)
-    except OSError:  # a file system without hard links
-        shutil.copyfile(path, name)
 
 
 def _stage(copy: Source, path: str, folder: Path, work: Path) -> None:

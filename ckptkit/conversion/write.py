@@ -12,10 +12,8 @@ import os
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, Self, TypeVar
 
 import xxhash
@@ -96,7 +94,6 @@ from ckptkit.plan.plan import (
     OutputFile,
     Plan,
     RawCopy,
-    Segment,
     ServerCopy,
 )
 from ckptkit.runs.local_run import hold_at_stores
@@ -120,7 +117,7 @@ if TYPE_CHECKING:
     from ckptkit.conversion.prepare import ConversionJob
     from ckptkit.storage.remote.s3_target import SharedOutput  # which needs what speaks to S3
 
-R = TypeVar("R")
+R_co = TypeVar("R_co", covariant=True)
 
 
 class Estimate(Struct, frozen=True):
@@ -133,31 +130,19 @@ class Estimate(Struct, frozen=True):
 
 
 class PlannedOutput(Struct, frozen=True):
-    """A plan with everything that is needed to execute it.
+    """A plan with everything that is needed to execute it."""
 
-    Attributes:
-        sources: The checkpoints that it reads; the output is made from the first.
-        plan: What is to be written.
-        inputs: The open files of the plan's origins.
-        settings: Workers and memory of the execution.
-        estimate: Bytes and memory that the execution needs.
-        kind: Kind of the output in its manifest.
-        options: The options that differ from their defaults, as JSON values.
-        facts: Further entries of the manifest's `source`.
-        versions: Libraries other than ckptkit that the output depends on, with their versions.
-        comparison: Compares names and shapes with the model of the configuration.
-    """
-
-    sources: tuple[OpenedCheckpoint, ...]
+    sources: tuple[OpenedCheckpoint, ...]  # what it reads; the output is made from the first
     plan: Plan
-    inputs: Inputs
+    inputs: Inputs  # the open files of the plan's origins
     settings: ExecutionSettings
     estimate: Estimate
-    kind: str
-    options: Mapping[str, Any]
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    kind: str  # of the output in its manifest
+    options: Mapping[str, Any]  # those that differ from their defaults, as JSON values
+    facts: Mapping[str, Any] = field(default_factory=dict)  # further entries of the `source` there
+    # Libraries other than ckptkit that the output depends on.
     versions: Mapping[str, str] = field(default_factory=dict)
-    comparison: Comparison | None = None
+    comparison: Comparison | None = None  # of names and shapes with the model of the configuration
 
     @property
     def checkpoint(self) -> OpenedCheckpoint:
@@ -251,7 +236,7 @@ def choose_settings(
     return ExecutionSettings(workers, resources.bytes_per_second, needed, task_bytes)
 
 
-class WriteStrategy(ABC, Generic[R]):
+class WriteStrategy(ABC, Generic[R_co]):
     """How an output is written; `write_output` calls the methods in this order.
 
     A strategy is made before the output is planned: it claims the place. As a context manager it
@@ -259,7 +244,7 @@ class WriteStrategy(ABC, Generic[R]):
     """
 
     @abstractmethod
-    def start(self, planned: PlannedOutput) -> R | None:
+    def start(self, planned: PlannedOutput) -> R_co | None:
         """Makes sure that there is room, and announces the plan."""
 
     @abstractmethod
@@ -270,26 +255,18 @@ class WriteStrategy(ABC, Generic[R]):
         """Is called when the comparison of names refuses the output."""
 
     @abstractmethod
-    def commit(self) -> R:
+    def commit(self) -> R_co:
         """Makes the output visible, or returns what is missing."""
-
-    @abstractmethod
-    def close(self, error: BaseException | None) -> None:
-        """Releases the place."""
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close(error)
+    @abstractmethod
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        """Releases the place."""
 
 
-def write_output(planned: PlannedOutput, strategy: WriteStrategy[R], listener: Listener) -> R:
+def write_output(planned: PlannedOutput, strategy: WriteStrategy[R_co], listener: Listener) -> R_co:
     """Executes a plan and commits what it wrote, whole or not at all."""
     existing = strategy.start(planned)
     if existing is not None:
@@ -363,7 +340,7 @@ class SingleProcess(WriteStrategy[Manifest]):
         self._listener(OutputCommitted(self._target.location))
         return manifest
 
-    def close(self, error: BaseException | None) -> None:  # noqa: ARG002  success and failure alike
+    def __exit__(self, _kind: object, _error: BaseException | None, _trace: object) -> None:
         self._target.abandon()
 
 
@@ -419,22 +396,32 @@ def build_manifest(planned: PlannedOutput, digests: Digests) -> Manifest:
     stored = find_stored_digests(planned)
     for name, one in stored.items():
         one.compare(digests.of_tensor(name))
+    tensors: dict[str, TensorRecord] = {}
+    for file, segment, spec in planned.plan.specs():
+        body = segment.body
+        reads: Iterable[tuple[str, str]] = body.reads if isinstance(body, Compute) else ()
+        if isinstance(body, (Copy, ServerCopy)):
+            reads = ((body.origin, body.key),)
+        if str(spec.name) in stored:
+            proof = BY_MANIFEST
+        elif not unverified.isdisjoint(reads):
+            proof = UNVERIFIED
+        else:
+            proof = BY_STORE if isinstance(body, ServerCopy) else "crc32"
+        tensors[spec.name] = TensorRecord(
+            dtype=spec.dtype.name,
+            shape=spec.shape,
+            file=file.path,
+            digest=digests.of_tensor(spec.name),
+            proof=proof,
+            crc32=digests.crc32_of_tensor(spec),
+        )
     return Manifest(
         kind=planned.kind,
         source=describe_sources(planned.sources) | dict(planned.facts),
         options=planned.options,
         versions={"ckptkit": __version__, **planned.versions},
-        tensors={
-            spec.name: TensorRecord(
-                dtype=spec.dtype.name,
-                shape=spec.shape,
-                file=file.path,
-                digest=digests.of_tensor(spec.name),
-                proof=_proof(segment, unverified, is_compared=str(spec.name) in stored),
-                crc32=digests.crc32_of_tensor(spec),
-            )
-            for file, segment, spec in planned.plan.specs()
-        },
+        tensors=tensors,
         tied={str(target): str(source) for target, source in planned.plan.dropped.items()},
         files={
             file.path: FileRecord(
@@ -466,18 +453,6 @@ def find_stored_digests(planned: PlannedOutput) -> dict[str, StoredDigest]:
     return found
 
 
-def _proof(segment: Segment, unverified: AbstractSet[tuple[str, str]], *, is_compared: bool) -> str:
-    body = segment.body
-    reads: Iterable[tuple[str, str]] = body.reads if isinstance(body, Compute) else ()
-    if isinstance(body, (Copy, ServerCopy)):
-        reads = ((body.origin, body.key),)
-    if is_compared:
-        return BY_MANIFEST
-    if not unverified.isdisjoint(reads):
-        return UNVERIFIED
-    return BY_STORE if isinstance(body, ServerCopy) else "crc32"
-
-
 def check_destination(
     src: PathLike,
     out: PathLike,
@@ -490,11 +465,10 @@ def check_destination(
     """Refuses destinations that could not be written, before any work is done."""
     check_path(src, "SRC")
     check_path(out, "OUT")
-    read = [(path, "source") for path in (src, *also)]
+    for path in (src, *also):
+        _refuse_nested(place_of(path), place_of(out), "source", overwrite=overwrite)
     if base is not None:
-        read.append((base, "base"))
-    for place, what in read:
-        _refuse_nested(place_of(place), place_of(out), what, overwrite=overwrite)
+        _refuse_nested(place_of(base), place_of(out), "base", overwrite=overwrite)
     if like is not None and find_overlap(out, like) is PlaceRelation.AROUND:
         _refuse_around(place_of(out), "model of --like")
     if is_url(out):
@@ -555,18 +529,17 @@ _PART_BYTES = 4 << 20  # files that are smaller share a note
 
 def refuse_resuming(out: PathLike, resources: Resources) -> None:
     """Refuses `--resume` where no notes are kept."""
-    where = what = ""
+    where, what = "--resume", f"--engine {resources.engine} keeps nothing to resume from"
     if is_url(out):
         where, what = os.fspath(out), "a URL was found where --resume needs a directory as OUT"
-    elif resources.engine != "local":
-        where, what = "--resume", f"--engine {resources.engine} keeps nothing to resume from"
-    if what:
-        raise RefusedError(
-            what,
-            where=where,
-            hint="leave --resume out; with --slice I/N, on a disk or on S3, slices that are"
-            " written are kept, and the others are run again",
-        )
+    elif resources.engine == "local":
+        return
+    raise RefusedError(
+        what,
+        where=where,
+        hint="leave --resume out; with --slice I/N, on a disk or on S3, slices that are written are"
+        " kept, and the others are run again",
+    )
 
 
 class Resumable(SingleProcess):
@@ -598,9 +571,16 @@ class Resumable(SingleProcess):
     def execute(self) -> None:
         planned, target, outcome = self._planned, self._target, self._outcome
         target.keep(self._finished)
-        notes = PartNotes(target, is_new=not self._finished)
-        notes.put(_PLAN, {_PLAN: self._fingerprint})
-        for name, origin in planned.inputs.origins.items():
+        named = Path(target.location)
+        with translate_errors(named):
+            if not self._finished:
+                shutil.rmtree(target.parts, ignore_errors=True)
+            target.parts.mkdir(exist_ok=True)
+            last = max(_list_parts(target), default=0)
+        notes = WorkNotes(target.parts, named, LOCAL_DISK)
+        _put_note(notes, _PLAN, {_PLAN: self._fingerprint})
+        origins = planned.inputs.origins
+        for name, origin in origins.items():
             origin.unverified.update(map(Key, outcome.unverified.get(name, ())))
             origin.adopt(outcome.open_records.get(name, {}))
         files = tuple(f for f in planned.plan.files if f.path not in self._finished)
@@ -608,10 +588,19 @@ class Resumable(SingleProcess):
         executor = Executor(plan, planned.inputs, target, planned.settings, self._listener)
         parts, others = _cut_into_parts(files, planned.inputs)
         for number, _ in enumerate(executor.run_in_parts([*parts, others])):
-            if number < len(parts):
-                done = [files[at] for at in parts[number]]
-                notes.put_next(_part_note(done, executor.digests, planned.inputs))
-                target.has_finished = True
+            if number == len(parts):
+                continue  # those that leave no note
+            done = [files[at] for at in parts[number]]
+            specs = (segment.spec for file in done for segment in file.segments)
+            names = [str(spec.name) for spec in specs if spec is not None]
+            of_part = Outcome(
+                digests=Digests({n: dict(executor.digests.tensors.get(n, {})) for n in names}),
+                open_records={n: origin.checksums.open_now() for n, origin in origins.items()},
+                unverified={n: {*map(str, origin.unverified)} for n, origin in origins.items()},
+            )
+            note = {_FILES: [file.path for file in done], _OUTCOME: of_part.to_json()}
+            _put_note(notes, str(last + number + 1), note)
+            target.has_finished = True
         self._digests = executor.digests
         refuse_changed_sources(planned)
         self._digests.update(outcome.digests)
@@ -620,7 +609,7 @@ class Resumable(SingleProcess):
         if isinstance(error, RefusedError):
             self._target.has_finished = False  # no later run can finish what is refused
 
-    def close(self, error: BaseException | None) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         target = self._target
         if error is not None and self._resume and target.has_finished and not target.is_filled:
             target.leave()
@@ -647,57 +636,25 @@ def _cut_into_parts(
     return parts, others
 
 
-def _part_note(files: Sequence[OutputFile], digests: Digests, inputs: Inputs) -> dict[str, Any]:
-    """Returns the note of files that are completely written."""
-    segments = (segment for file in files for segment in file.segments)
-    names = [str(segment.spec.name) for segment in segments if segment.spec is not None]
-    origins = inputs.origins.items()
-    outcome = Outcome(
-        digests=Digests({name: dict(digests.tensors.get(name, {})) for name in names}),
-        open_records={name: origin.checksums.open_now() for name, origin in origins},
-        unverified={name: {*map(str, origin.unverified)} for name, origin in origins},
-    )
-    return {_FILES: [file.path for file in files], _OUTCOME: outcome.to_json()}
+def _list_parts(target: LocalTarget) -> list[int]:
+    """Returns the numbers of the parts that left a note, in the order of their writing."""
+    return sorted(int(p.name) for p in target.parts.iterdir() if p.name.isdecimal())
 
 
-class PartNotes:
-    """The notes of finished parts, numbered in the order in which they were written."""
+def _put_note(notes: WorkNotes, name: str, value: Mapping[str, Any]) -> None:
+    text = json.dumps(value, sort_keys=True).encode()
+    notes.put(name, b"%08x %s" % (crc32(text), text))
 
-    def __init__(self, target: LocalTarget, *, is_new: bool = False) -> None:
-        """Opens the notes in the hidden folder of an output; `is_new` discards what is there."""
-        named = Path(target.location)
-        with translate_errors(named):
-            if is_new:
-                shutil.rmtree(target.parts, ignore_errors=True)
-            target.parts.mkdir(exist_ok=True)
-        self._folder = target.parts
-        self._notes = WorkNotes(target.parts, named, LOCAL_DISK)
-        self._last = max(self._numbers(), default=0)
 
-    def _numbers(self) -> list[int]:
-        return sorted(int(p.name) for p in self._folder.iterdir() if p.name.isdecimal())
-
-    def put(self, name: str, value: Mapping[str, Any]) -> None:
-        text = json.dumps(value, sort_keys=True).encode()
-        self._notes.put(name, b"%08x %s" % (crc32(text), text))
-
-    def put_next(self, value: Mapping[str, Any]) -> None:
-        self._last += 1
-        self.put(str(self._last), value)
-
-    def get(self, name: str) -> dict[str, Any]:
-        """Returns a note; empty if it is not there, or damaged."""
-        checksum, _, text = (self._notes.get(name) or b"").partition(b" ")
-        if checksum == b"%08x" % crc32(text):
-            with suppress(ValueError, RecursionError):
-                value = json.loads(text)
-                if isinstance(value, dict):
-                    return value
-        return {}
-
-    def parts(self) -> list[dict[str, Any]]:
-        """Returns the notes of parts that are not damaged, in their order."""
-        return [note for number in self._numbers() if _FILES in (note := self.get(str(number)))]
+def _get_note(notes: WorkNotes, name: str) -> dict[str, Any]:
+    """Returns a note; empty if it is not there, or damaged."""
+    checksum, _, text = (notes.get(name) or b"").partition(b" ")
+    if checksum == b"%08x" % crc32(text):
+        with suppress(ValueError, RecursionError):
+            value = json.loads(text)
+            if isinstance(value, dict):
+                return value
+    return {}
 
 
 def _find_finished_files(
@@ -710,10 +667,17 @@ def _find_finished_files(
     """
     if not target.parts.exists():
         return frozenset(), Outcome(), ("--resume found no interrupted run: all is written",)
-    notes = PartNotes(target)
-    if notes.get(_PLAN).get(_PLAN) != fingerprint:
-        return frozenset(), Outcome(), (_OTHER_PLAN,)
-    recorded = [(note[_FILES], Outcome.from_json(note[_OUTCOME])) for note in notes.parts()]
+    named = Path(target.location)
+    notes = WorkNotes(target.parts, named, LOCAL_DISK)
+    if _get_note(notes, _PLAN).get(_PLAN) != fingerprint:
+        other = (
+            "--resume found a run of another plan: the source, an option or the version of ckptkit"
+            " was another one; all is written anew"
+        )
+        return frozenset(), Outcome(), (other,)
+    with translate_errors(named):
+        read = [_get_note(notes, str(number)) for number in _list_parts(target)]
+    recorded = [(note[_FILES], Outcome.from_json(note[_OUTCOME])) for note in read if note]
     outcomes = {path: outcome for paths, outcome in recorded for path in paths}
     files = [file for file in planned.plan.files if file.path in outcomes and can_be_proven(file)]
     listener(Started(sum(file.size_bytes for file in files)))
@@ -762,12 +726,6 @@ def _is_intact(file: OutputFile, digests: Digests, target: LocalTarget) -> bool:
         return False
     finally:
         staged.close()
-
-
-_OTHER_PLAN = (
-    "--resume found a run of another plan: the source, an option or the version of ckptkit was"
-    " another one; all is written anew"
-)
 
 
 def verify_existing_output(job: ConversionJob, listener: Listener) -> Manifest | None:
@@ -839,20 +797,6 @@ def _differences(planned: PlannedOutput, manifest: Manifest) -> Iterator[str]:
         if was.get(name) != asked.get(name):
             value = was.get(name, "left at its default")
             yield f"option {name} was {value} against {asked.get(name, 'its default')}"
-    yield from _other_sources(planned, manifest)
-    expected = {
-        str(spec.name): (spec.dtype.name, spec.shape, file.path)
-        for file, _, spec in planned.plan.specs()
-    }
-    actual = {name: (t.dtype, t.shape, t.file) for name, t in manifest.tensors.items()}
-    for name in sorted(actual.keys() | expected.keys()):
-        if actual.get(name) != expected.get(name):
-            ours, theirs = _shown(expected.get(name)), _shown(actual.get(name))
-            yield f"tensor {name!r} is {theirs} against {ours}"
-    yield from _other_files(planned, manifest)
-
-
-def _other_sources(planned: PlannedOutput, manifest: Manifest) -> Iterator[str]:
     for name, version in planned.versions.items():
         # A map file of the same path, names and shapes may take other rows. Libraries do not.
         if name.startswith(MAP_VERSION) and manifest.versions.get(name) != version:
@@ -867,19 +811,23 @@ def _other_sources(planned: PlannedOutput, manifest: Manifest) -> Iterator[str]:
             f"its source {read.get('path')!r} had other files, or was written again since,"
             f" against {source['path']!r}"
         )
-
-
-def _shown(tensor: tuple[str, tuple[int, ...], str] | None) -> str:
-    return "absent" if tensor is None else f"{tensor[0]} {list(tensor[1])} in {tensor[2]}"
-
-
-def _other_files(planned: PlannedOutput, manifest: Manifest) -> Iterator[str]:
-    expected = {file.path: file for file in planned.plan.files}
-    for path in sorted(expected.keys() | manifest.files.keys()):
-        if path not in manifest.files or path not in expected:
-            yield f"file {path!r} is {'absent' if path in expected else 'there, not expected'}"
+    expected = {
+        str(spec.name): f"{spec.dtype.name} {list(spec.shape)} in {file.path}"
+        for file, _, spec in planned.plan.specs()
+    }
+    actual = {
+        name: f"{t.dtype} {list(t.shape)} in {t.file}" for name, t in manifest.tensors.items()
+    }
+    for name in sorted(actual.keys() | expected.keys()):
+        if actual.get(name) != expected.get(name):
+            theirs, ours = actual.get(name, "absent"), expected.get(name, "absent")
+            yield f"tensor {name!r} is {theirs} against {ours}"
+    files = {file.path: file for file in planned.plan.files}
+    for path in sorted(files.keys() | manifest.files.keys()):
+        if path not in manifest.files or path not in files:
+            yield f"file {path!r} is {'absent' if path in files else 'there, not expected'}"
             continue
-        record, file = manifest.files[path], expected[path]
+        record, file = manifest.files[path], files[path]
         if record.size_bytes != file.size_bytes:
             yield f"file {path!r} has {record.size_bytes:,} bytes against {file.size_bytes:,}"
         elif record.digest and record.digest != (_digest(file, planned.inputs) or record.digest):

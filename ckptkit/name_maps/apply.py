@@ -7,7 +7,7 @@ and no number of a capture is missing.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from itertools import islice
 from math import prod
@@ -95,7 +95,16 @@ def apply_map(
                 )
             made_by[name] = one.rule
             for part, member in _split_or_stack(name, members, in_parts=in_parts):
-                made[part.part_name] = part, member, _to_tensor(part, member, tensors, one.rule)
+                tensor = HubTensor.of(part.part_name, member.arrangement)
+                _check_dtypes(tensor, tensors, one.rule, adds=bool(member.added))
+                made[part.part_name] = part, member, tensor
+    zeros: dict[Fqn, Shape] = {}
+    for rule in name_map.rules:
+        if rule.sources or rule.beside is None:
+            continue
+        for numbers in filter(None, map(rule.beside.match, made_by)):
+            shown = {capture: n for capture, n in numbers.items() if n is not None}
+            zeros[Fqn(rule.targets[0].render(shown))] = tuple(map(sizes.of, rule.zeros))
     return MappedNames(
         tensors={name: tensor for name, (_, _, tensor) in made.items()},
         added={name: member.added for name, (_, member, _) in made.items() if member.added},
@@ -104,26 +113,8 @@ def apply_map(
         made_by=made_by,
         parts={name: part for name, (part, _, _) in made.items() if part.index},
         same=same,
-        zeros=dict(_find_zeros(name_map, made_by, sizes)),
+        zeros=zeros,
     )
-
-
-def _find_zeros(
-    name_map: NameMap, names: Iterable[Fqn], sizes: Sizes
-) -> Iterator[tuple[Fqn, Shape]]:
-    made_up = [rule for rule in name_map.rules if rule.zeros and not rule.sources]
-    for rule in made_up:
-        shape = tuple(map(sizes.of, rule.zeros))
-        found = (rule.beside.match(name) for name in names) if rule.beside else ()
-        for numbers in filter(None, found):
-            shown = {capture: n for capture, n in numbers.items() if n is not None}
-            yield Fqn(rule.targets[0].render(shown)), shape
-
-
-def _to_tensor(part: StackedPart, made: Made, tensors: Specs, rule: Rule) -> HubTensor:
-    tensor = HubTensor.of(part.part_name, made.arrangement)
-    _check_dtypes(tensor, tensors, rule, adds=bool(made.added))
-    return tensor
 
 
 def _find_stacked(name_map: NameMap, taken: Sequence[_Taken], sizes: Sizes) -> frozenset[str]:
@@ -309,21 +300,17 @@ def _run_rule(
             for form in template.forms() if rule.in_all_forms else (template,):
                 stacks[form.render(shown)][index] = one
     for name, members in stacks.items():
-        _check_stack(name, members, f"{where}, {rule.where}")
+        shapes = sorted({one.arrangement.shape for one in members.values()})
+        counts = tuple(len(set(column)) for column in zip(*members, strict=True))
+        if len(shapes) > 1 or len(members) != prod(counts):
+            listed = " and ".join(str(list(shape)) for shape in shapes)
+            raise FormatError(
+                f"{quote(name)} would be stacked from {len(members):,} tensors of shape {listed};"
+                f" expected {' x '.join(map(str, counts))} of one shape",
+                where=f"{where}, {rule.where}",
+                hint="the configuration is of another model, or a part of the model is missing",
+            )
         yield Fqn(name), members
-
-
-def _check_stack(name: str, members: Mapping[Shape, Made], where: str) -> None:
-    shapes = sorted({one.arrangement.shape for one in members.values()})
-    counts = tuple(len(set(column)) for column in zip(*members, strict=True))
-    if len(shapes) > 1 or len(members) != prod(counts):
-        listed = " and ".join(str(list(shape)) for shape in shapes)
-        raise FormatError(
-            f"{quote(name)} would be stacked from {len(members):,} tensors of shape {listed};"
-            f" expected {' x '.join(map(str, counts))} of one shape",
-            where=where,
-            hint="the configuration is of another model, or a part of the model is missing",
-        )
 
 
 def _group_numbers(taken: _Taken, capture: str) -> Mapping[Numbers, set[int]]:
@@ -366,13 +353,14 @@ def _check_counts(
                     _check_numbers(capture, numbers, sizes, place, others, may_lack=may_lack)
     for capture, numbers in seen.items():
         # Others may have the numbers that are missing where rules may lack some.
-        is_partial = all(capture in one.rule.partial for one in taken if _has(one.rule, capture))
+        having = (
+            one.rule
+            for one in taken
+            if any(capture in t.captures for t in (*one.rule.sources, *one.rule.targets))
+        )
+        is_partial = all(capture in rule.partial for rule in having)
         if not (name_map.keeps_others and is_partial):
             _check_numbers(capture, numbers, sizes, where, (), may_lack=may_lack)
-
-
-def _has(rule: Rule, capture: str) -> bool:
-    return any(capture in name.captures for name in (*rule.sources, *rule.targets))
 
 
 def _check_numbers(

@@ -41,14 +41,16 @@ from functools import cache
 from hashlib import sha256
 from itertools import product
 from math import prod
+from pathlib import Path
 from typing import Any
 
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from ckptkit.core.errors import UsageError
-from ckptkit.core.index import MOST_WRAPPERS
+from ckptkit.core.errors import RefusedError, UsageError
+from ckptkit.core.wrapper_names import list_wrappers
 from ckptkit.name_maps.rule_steps import Step, parse_step
+from ckptkit.name_maps.shipped import describe_map_names, list_map_names, read_map_text
 
 _KEYS = (
     *("name", "source", "target", "model_types", "extends", "unstacked", "others", "sizes", "when"),
@@ -136,43 +138,28 @@ def _pattern(text: str) -> re.Pattern[str]:
 def parse_template(text: Any, *, where: str = "") -> NameTemplate:
     if not isinstance(text, str) or not text:
         raise UsageError(f"{text!r} is not a name", where=where, hint=_HINT)
-    captures: list[str] = []
-    optional: set[str] = set()
-    _refuse_many_forms(text, where)
-    for token in _TOKEN.finditer(text):
-        if token["wrong"]:
-            raise UsageError(
-                f"{text!r} has {token['wrong']!r} at character {token.start() + 1}, which no name"
-                " has",
-                where=where,
-                hint=_HINT,
-            )
-        if token["capture"] in captures:
-            raise UsageError(
-                f"{text!r} has the capture {token['capture']!r} twice", where=where, hint=_HINT
-            )
-        if token["optional"]:
-            if text[token.end() : token.end() + 1] != ".":
-                raise UsageError(
-                    f"{text!r} has no dot after the optional capture {token['capture']!r}",
-                    where=where,
-                    hint=_HINT,
-                )
-            optional.add(token["capture"])
-        if token["capture"]:
-            captures.append(token["capture"])
-    return NameTemplate(text, tuple(captures), frozenset(optional))
-
-
-def _refuse_many_forms(text: str, where: str) -> None:
-    tokens = _TOKEN.finditer(text)
-    forms = prod((token["alternatives"] or "").count("|") + 1 for token in tokens)
-    if forms > _MOST_FORMS:
+    tokens = list(_TOKEN.finditer(text))
+    if prod((token["alternatives"] or "").count("|") + 1 for token in tokens) > _MOST_FORMS:
         raise UsageError(
             f"{text[:100]!r} stands for more than {_MOST_FORMS} names",
             where=where,
             hint="write a rule for some of the alternatives, and another one for the others",
         )
+    captures: list[str] = []
+    wrong = ""
+    for token in tokens:
+        capture = token["capture"]
+        if token["wrong"]:
+            wrong = f"{token['wrong']!r} at character {token.start() + 1}, which no name has"
+        elif capture in captures:
+            wrong = f"the capture {capture!r} twice"
+        elif token["optional"] and text[token.end() : token.end() + 1] != ".":
+            wrong = f"no dot after the optional capture {capture!r}"
+        if wrong:
+            raise UsageError(f"{text!r} has {wrong}", where=where, hint=_HINT)
+        captures += [capture] if capture else []
+    optional = frozenset(token["capture"] for token in tokens if token["optional"])
+    return NameTemplate(text, tuple(captures), optional)
 
 
 _HINT = (
@@ -230,11 +217,7 @@ class NameMap(Struct, frozen=True):
 
     def find_wrapper(self, names: Collection[str]) -> str:
         """Returns what a wrapper put before all names, without which rules take some of them."""
-        first = next(iter(names), "").split(".")[:-1]
-        for count in range(min(len(first), MOST_WRAPPERS) + 1):
-            prefix = "".join(f"{part}." for part in first[:count])
-            if not all(name.startswith(prefix) for name in names):
-                break
+        for prefix in ("", *list_wrappers(names)):
             if self.takes_any(name.removeprefix(prefix) for name in names):
                 return prefix
         return ""
@@ -253,16 +236,15 @@ def parse_map(text: str, *, where: str, parent: NameMap | None = None) -> NameMa
     """
     document = read_document(text, where=where)
     _check_keys(document, _KEYS, where)
-    rules = document.get("rule", [])
+    rules, sizes = document.get("rule", []), document.get("sizes", {})
     if not isinstance(rules, list) or not (rules or parent):
         hint = "see docs/reference/name-maps.md for the form"
         raise UsageError("has no [[rule]]", where=where, hint=hint)
     own = [_parse_rule(rule, f"{where}, rule {n}") for n, rule in enumerate(rules, 1)]
-    sizes = document.get("sizes", {})
     if not isinstance(sizes, dict):
         raise UsageError("'sizes' is not a table", where=where, hint="write [sizes]")
     expressions = {
-        name: tuple(_texts(_as_text(value), f"{where}, size {name!r}"))
+        name: tuple(_texts(str(value) if type(value) is int else value, f"{where}, size {name!r}"))
         for name, value in sizes.items()
     }
     when = document.get("when", {})
@@ -270,30 +252,37 @@ def parse_map(text: str, *, where: str, parent: NameMap | None = None) -> NameMa
         raise UsageError(
             f"'when' is {when!r}, expected a table of truth values and whole numbers", where=where
         )
+    inherited: dict[str, Any] = {}
+    digest = text
     if parent is not None:
         when = {**parent.when, **when}
         replaced = {template.text for rule in own for template in rule.sources}
         own += [r for r in parent.rules if not replaced & {t.text for t in r.sources}]
         expressions = {**parent.sizes, **expressions}
-    others = document.get(
-        "others", "keep" if parent is not None and parent.keeps_others else "refuse"
-    )
+        inherited = {"source": parent.source, "target": parent.target}
+        inherited |= {"others": "keep" if parent.keeps_others else "refuse"}
+        inherited |= {"unstacked": list(parent.unstacked)}
+        digest += parent.digest
+    document = inherited | document
+    others = document.get("others", "refuse")
     if others not in ("keep", "refuse"):
         raise UsageError(
             f"'others' is {others!r}", where=where, hint='write others = "keep", or leave it out'
         )
-    unstacked = document.get("unstacked", list(parent.unstacked) if parent else [])
+    for key in ("name", "source", "target"):
+        if not isinstance(document.get(key), str) or not document[key]:
+            raise UsageError(f"has no text {key!r}", where=where, hint=f'write {key} = "..."')
     return NameMap(
-        name=_text(document, "name", where),
-        source=_text(document, "source", where, parent.source if parent else None),
-        target=_text(document, "target", where, parent.target if parent else None),
+        name=document["name"],
+        source=document["source"],
+        target=document["target"],
         model_types=tuple(_texts(document.get("model_types", []), f"{where}, model_types")),
         sizes=expressions,
         rules=tuple(own),
-        unstacked=tuple(_texts(unstacked, f"{where}, unstacked")),
+        unstacked=tuple(_texts(document.get("unstacked", []), f"{where}, unstacked")),
         when=when,
         keeps_others=others == "keep",
-        digest=sha256((text + (parent.digest if parent else "")).encode()).hexdigest()[:16],
+        digest=sha256(digest.encode()).hexdigest()[:16],
     )
 
 
@@ -313,35 +302,40 @@ def _parse_rule(rule: Any, where: str) -> Rule:
     if not isinstance(rule, dict):
         raise UsageError("is not a table", where=where, hint="write [[rule]]")
     _check_keys(rule, _RULE_KEYS, where)
-    sources = tuple(
-        parse_template(text, where=where) for text in _texts(rule.get("from", []), where)
+    sources, targets = (
+        tuple(parse_template(text, where=where) for text in _texts(rule.get(key, []), where))
+        for key in ("from", "to")
     )
-    targets = tuple(parse_template(text, where=where) for text in _texts(rule.get("to", []), where))
-    drop = rule.get("drop", "")
+    drop, steps, inverse = rule.get("drop", ""), rule.get("steps", []), rule.get("inverse", True)
+    optional, partial = rule.get("optional", False), tuple(_texts(rule.get("partial", []), where))
+    captures = {capture for name in (*sources, *targets) for capture in name.captures}
+    made = [name.render(dict.fromkeys(name.captures, 0)) for name in targets]
+    twice = next((name for name in made if made.count(name) > 1), None)
+    unlike = next(
+        (s for s in (sources, targets) if len({frozenset(n.captures) for n in s}) > 1), ()
+    )
+    wrong = hint = ""
     if not drop and any(name.text.endswith("*") for name in (*sources, *targets)):
-        raise UsageError(
-            "only a rule that drops tensors may have a name with '*'",
-            where=where,
-            hint="write the whole name, with captures such as {layer}",
-        )
-    if not sources or bool(targets) == bool(drop):
-        raise UsageError(
-            "needs 'from', and either 'to' or the reason for which it drops the tensors",
-            where=where,
-            hint='write to = "NAME", or drop = "REASON"',
-        )
-    steps, inverse = rule.get("steps", []), rule.get("inverse", True)
-    if inverse not in (True, False, "all"):
-        raise UsageError(
-            f"'inverse' is {inverse!r}", where=where, hint='write true, false or "all"'
-        )
-    optional = rule.get("optional", False)
-    if not isinstance(steps, list) or not isinstance(drop, str) or type(optional) is not bool:
-        raise UsageError(
-            "'steps' is a list of tables, 'drop' a text, 'optional' true or false", where=where
-        )
-    partial = tuple(_texts(rule.get("partial", []), where))
-    _check_names(sources, targets, partial, where)
+        wrong = "only a rule that drops tensors may have a name with '*'"
+        hint = "write the whole name, with captures such as {layer}"
+    elif not sources or bool(targets) == bool(drop):
+        wrong = "needs 'from', and either 'to' or the reason for which it drops the tensors"
+        hint = 'write to = "NAME", or drop = "REASON"'
+    elif inverse not in (True, False, "all"):
+        wrong, hint = f"'inverse' is {inverse!r}", 'write true, false or "all"'
+    elif not isinstance(steps, list) or not isinstance(drop, str) or type(optional) is not bool:
+        wrong = "'steps' is a list of tables, 'drop' a text, 'optional' true or false"
+    elif not captures.issuperset(partial):
+        known = ", ".join(sorted(captures)) or "none"
+        wrong = f"'partial' is {', '.join(partial)}; captures of the rule are {known}"
+        hint = "write the name of a capture, without braces"
+    elif unlike:
+        wrong = f"{unlike[0].text!r} and {unlike[-1].text!r} do not have the same captures"
+        hint = "the names of one side of a rule stand for one set of tensors each"
+    elif twice is not None:
+        wrong, hint = f"makes {twice!r} twice", "give each result a name of its own"
+    if wrong:
+        raise UsageError(wrong, where=where, hint=hint)
     zeros, beside = _parse_zeros(rule.get("zeros"), sources, drop, where)
     return Rule(
         where=where,
@@ -379,36 +373,6 @@ def _parse_zeros(
     return tuple(_texts([str(size) for size in shape], where)), beside
 
 
-def _check_names(
-    sources: Sequence[NameTemplate],
-    targets: Sequence[NameTemplate],
-    partial: Sequence[str],
-    where: str,
-) -> None:
-    """Refuses names that do not belong together, a name made twice, and unknown captures."""
-    captures = {capture for name in (*sources, *targets) for capture in name.captures}
-    if not captures.issuperset(partial):
-        raise UsageError(
-            f"'partial' is {', '.join(partial)}; captures of the rule are"
-            f" {', '.join(sorted(captures)) or 'none'}",
-            where=where,
-            hint="write the name of a capture, without braces",
-        )
-    for names in (sources, targets):
-        if any(set(name.captures) != set(names[0].captures) for name in names):
-            raise UsageError(
-                f"{names[0].text!r} and {names[-1].text!r} do not have the same captures",
-                where=where,
-                hint="the names of one side of a rule stand for one set of tensors each",
-            )
-    made = [name.render(dict.fromkeys(name.captures, 0)) for name in targets]
-    twice = next((name for name in made if made.count(name) > 1), None)
-    if twice is not None:
-        raise UsageError(
-            f"makes {twice!r} twice", where=where, hint="give each result a name of its own"
-        )
-
-
 def _check_keys(table: Mapping[str, Any], known: Sequence[str], where: str) -> None:
     for key in table:
         if key not in known:
@@ -418,17 +382,6 @@ def _check_keys(table: Mapping[str, Any], known: Sequence[str], where: str) -> N
                 where=where,
                 hint=f"did you mean {nearest[0]!r}?",
             )
-
-
-def _text(document: Mapping[str, Any], key: str, where: str, default: str | None = None) -> str:
-    value = document.get(key, default)
-    if not isinstance(value, str) or not value:
-        raise UsageError(f"has no text {key!r}", where=where, hint=f'write {key} = "..."')
-    return value
-
-
-def _as_text(value: Any) -> Any:
-    return str(value) if type(value) is int else value
 
 
 def _texts(value: Any, where: str) -> list[str]:
@@ -441,28 +394,122 @@ def _texts(value: Any, where: str) -> list[str]:
 def invert(map_: NameMap) -> NameMap:
     """Returns the map from the target's names to the source's."""
     rules = tuple(
-        Rule(
+        replace(
+            rule,
             where=f"{rule.where}, inverted",
             sources=rule.targets,
             targets=rule.sources,
             steps=tuple(step.inverse() for step in reversed(rule.steps)),
-            is_optional=rule.is_optional,
-            partial=rule.partial,
-            in_all_forms=rule.in_all_forms,
         )
         for rule in map_.rules
         if rule.has_inverse and not rule.drop
     )
     zeros = tuple(replace(r, sources=(), targets=r.sources[:1]) for r in map_.rules if r.zeros)
-    return NameMap(
-        name=map_.name,
-        source=map_.target,
-        target=map_.source,
-        model_types=map_.model_types,
-        sizes=map_.sizes,
-        rules=(*rules, *zeros),
-        unstacked=map_.unstacked,
-        digest=map_.digest,
-        when=map_.when,
-        keeps_others=map_.keeps_others,
+    return replace(map_, source=map_.target, target=map_.source, rules=(*rules, *zeros))
+
+
+# --- the map for a checkpoint: a file, one that comes with ckptkit by its name, or by itself ---
+
+
+@cache
+def load_own_map(name: str) -> NameMap:
+    """Returns a map that comes with ckptkit."""
+    return _parse(read_map_text(name), f"map {name}")
+
+
+def load_map(choice: str) -> NameMap:
+    """Returns the map of a name, or of a file."""
+    if choice in list_map_names():
+        return load_own_map(choice)
+    path = Path(choice)
+    if path.suffix != ".toml" and not path.is_file():
+        nearest = get_close_matches(choice, list_map_names(), n=1, cutoff=0.0)
+        raise UsageError(
+            f"{choice!r} is neither a file nor a map; maps are {describe_map_names()}",
+            where="--map",
+            hint=f"pass --map {nearest[0]}, or the path of a .toml file",
+        )
+    try:
+        return _parse(path.read_text(encoding="utf-8"), str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(
+            f"could not be read: {error}", where=f"--map {choice}", hint="see if the path is right"
+        ) from error
+
+
+def _parse(text: str, where: str) -> NameMap:
+    parent = read_document(text, where=where).get("extends")
+    if parent is None:
+        return parse_map(text, where=where)
+    if not isinstance(parent, str) or parent not in list_map_names():
+        raise UsageError(
+            f"extends {parent!r}, which is no map; maps are {describe_map_names()}",
+            where=where,
+        )
+    return parse_map(text, where=where, parent=load_own_map(parent))
+
+
+def find_map(
+    framework: str,
+    config: Mapping[str, Any] | None,
+    *,
+    where: str,
+    settings: Mapping[str, int] | None = None,
+) -> NameMap:
+    """Finds the map between a framework's names and those of Transformers.
+
+    `config`: the configuration of the model, or None. `settings`: what the checkpoint says of its
+    model.
+    """
+    settings = settings or {}
+    if config is None:
+        raise RefusedError(
+            f"names of {framework} are converted by the sizes of the model, and no configuration"
+            " has them",
+            where=where,
+            hint="pass the folder of the model with --base, or keep the names with --map none",
+        )
+    kind = config.get("model_type")
+    # Parsing all maps takes longer than the rest of a plan, so others are not parsed.
+    likely = [load_own_map(name) for name in list_map_names() if str(kind) in read_map_text(name)]
+    of_model = [one for one in likely if one.source == framework and kind in one.model_types]
+    left = [one for one in of_model if not find_contradiction(one, settings)]
+    if len(left) == 1:
+        return left[0]
+    if left:
+        keys = sorted({key for one in left for key in one.when})
+        raise RefusedError(
+            f"the checkpoint does not say {', '.join(keys)}, by which the maps"
+            f" {' and '.join(one.name for one in left)} differ",
+            where=where,
+            hint=f"pass --map {left[0].name}, or the other one",
+        )
+    if of_model:
+        refuse_contradiction(of_model[0], settings, where=where)
+    own = [load_own_map(name) for name in list_map_names()]
+    known = sorted({kind for one in own if one.source == framework for kind in one.model_types})
+    raise RefusedError(
+        f"no map has names of {framework} for the model type {kind!r}; there are maps for"
+        f" {', '.join(known)}",
+        where=where,
+        hint="write a map (see docs/reference/name-maps.md) and pass it with --map FILE, or keep"
+        " the names with --map none",
     )
+
+
+def find_contradiction(name_map: NameMap, settings: Mapping[str, int]) -> str:
+    """Returns the key of `when` for which the checkpoint says something else; usually empty."""
+    wrong = (key for key, value in name_map.when.items() if settings.get(key, value) != value)
+    return next(wrong, "")
+
+
+def refuse_contradiction(name_map: NameMap, settings: Mapping[str, int], *, where: str) -> None:
+    """Refuses a map for models that are laid out otherwise than the checkpoint says."""
+    key = find_contradiction(name_map, settings)
+    if key:
+        raise RefusedError(
+            f"map {name_map.name!r} is for {key} = {name_map.when[key]}, and the checkpoint says"
+            f" {settings[key]}",
+            where=where,
+            hint="name another map with --map, or let --map auto choose it",
+        )

@@ -67,365 +67,268 @@ class Made(Struct, frozen=True):
         return replace(self, arrangement=self.arrangement.viewed(shape))
 
 
-class Step:
-    """One step of a rule; most change each tensor by itself."""
+class Step(Struct, frozen=True):
+    """One step of a rule; each kind has some of these fields, as it is described above."""
 
-    __slots__ = ()
-
-    def apply(self, tensors: Sequence[Made], sizes: Sizes) -> list[Made]:
-        """Returns the tensors after the step."""
-        return [self.change(made, sizes) for made in tensors]
-
-    def change(self, made: Made, sizes: Sizes) -> Made:
-        raise NotImplementedError
-
-    def inverse(self) -> Step:
-        """Returns the step that undoes it."""
-        raise NotImplementedError
-
-
-def _misfit(where: str, shape: Shape, expected: str, subject: str = "") -> FormatError:
-    return FormatError(
-        f"{subject}has shape {list(shape)}; {expected}", where=where, hint=_OF_ANOTHER
-    )
-
-
-class Split(Step, Struct, frozen=True):
-    """One tensor becomes several."""
-
+    kind: str  # a key of the step, or `repeat`, which makes several of one tensor
     where: str
-    parts: tuple[str, ...]  # the size of each result along the axis, per group
-    axis: int
-    groups: str  # the number of groups
-
-    def apply(self, tensors: Sequence[Made], sizes: Sizes) -> list[Made]:
-        (made,) = _expect(tensors, 1, self.where)
-        counts, groups = [sizes.count(part) for part in self.parts], sizes.count(self.groups)
-        shape, axis = made.shape, self.axis
-        total = groups * sum(counts)
-        if len(shape) <= axis or shape[axis] != total:
-            each = " + ".join(f"{count:,}" for count in counts)
-            raise _misfit(
-                self.where,
-                shape,
-                f"expected {total:,} along axis {axis}: {groups:,} x ({each})",
-            )
-        before, behind = shape[:axis], shape[axis + 1 :]
-        grouped = made.arrangement
-        if groups != 1:
-            grouped, axis = grouped.viewed((*before, groups, sum(counts), *behind)), axis + 1
-        bounds = pairwise(accumulate(counts, initial=0))
-        parts = (grouped.sliced(axis, low, high) for low, high in bounds)
-        return [
-            replace(made, arrangement=part).viewed((*before, groups * count, *behind))
-            for part, count in zip(parts, counts, strict=True)
-        ]
-
-    def inverse(self) -> Step:
-        return Concat(self.where, self.parts, self.axis, self.groups)
-
-
-class Concat(Step, Struct, frozen=True):
-    """Several tensors become one; the fields are those of `Split`."""
-
-    where: str
-    parts: tuple[str, ...]
-    axis: int
-    groups: str
-
-    def apply(self, tensors: Sequence[Made], sizes: Sizes) -> list[Made]:
-        _expect(tensors, len(self.parts), self.where)
-        counts, groups = [sizes.count(part) for part in self.parts], sizes.count(self.groups)
-        axis, first = self.axis, tensors[0].shape
-        before, behind = first[:axis], first[axis + 1 :]
-        pieces = []
-        for made, count in zip(tensors, counts, strict=True):
-            expected = (*before, groups * count, *behind)
-            if len(first) <= axis or made.shape != expected:
-                raise _misfit(
-                    self.where,
-                    made.shape,
-                    f"expected {list(expected)}: {groups * count:,} along axis {axis}",
-                    "a part ",
-                )
-            split = (*before, groups, count, *behind)
-            pieces.append(made.arrangement.viewed(split) if groups != 1 else made.arrangement)
-        joined = replace(tensors[0], arrangement=join(pieces, axis + (groups != 1)))
-        return [joined.viewed((*before, groups * sum(counts), *behind))]
-
-    def inverse(self) -> Step:
-        return Split(self.where, self.parts, self.axis, self.groups)
-
-
-class Reorder(Step, Struct, frozen=True):
-    """The indices of an axis in another order."""
-
-    where: str
-    before: tuple[str, ...]  # the factors of the axis, the outermost first
-    after: tuple[str, ...]  # the same factors in the new order
-    factors: Mapping[str, str]  # expressions by factor; one may be missing
-    axis: int
-
-    def change(self, made: Made, sizes: Sizes) -> Made:
-        shape, axis = made.shape, self.axis
-        known = {name: sizes.count(expression) for name, expression in self.factors.items()}
-        rows, product = (shape[axis] if axis < len(shape) else 0), math.prod(known.values())
-        is_open = len(known) < len(self.before)
-        if not product or rows % product or (not is_open and rows != product):
-            factors = " x ".join(f"{name} {size:,}" for name, size in known.items())
-            raise _misfit(self.where, shape, f"axis {axis} does not consist of {factors}")
-        split = tuple(known.get(name, rows // product) for name in self.before)
-        fine = made.arrangement.viewed((*shape[:axis], *split, *shape[axis + 1 :]))
-        order = [axis + self.before.index(name) for name in self.after]
-        behind = range(axis + len(split), len(shape) + len(split) - 1)
-        permuted = fine.permuted([*range(axis), *order, *behind])
-        return replace(made, arrangement=permuted).viewed(shape)
-
-    def inverse(self) -> Step:
-        return replace(self, before=self.after, after=self.before)
-
-
-class Transpose(Step, Struct, frozen=True):
-    """The axes in another order."""
-
-    where: str
-    order: tuple[int, ...]
-
-    def change(self, made: Made, _sizes: Sizes) -> Made:
-        if len(made.shape) != len(self.order):
-            raise _misfit(self.where, made.shape, f"expected {len(self.order)} axes")
-        return replace(made, arrangement=made.arrangement.permuted(self.order))
-
-    def inverse(self) -> Step:
-        order = tuple(self.order.index(axis) for axis in range(len(self.order)))
-        return replace(self, order=order)
-
-
-class Unflatten(Step, Struct, frozen=True):
-    """One axis becomes several, the outermost first."""
-
-    where: str
-    parts: tuple[str, ...]
-    axis: int
-
-    def change(self, made: Made, sizes: Sizes) -> Made:
-        shape, axis = made.shape, self.axis
-        counts = [sizes.of(part) for part in self.parts]
-        if len(shape) <= axis or shape[axis] != math.prod(counts):
-            factors = " x ".join(f"{count:,}" for count in counts)
-            raise _misfit(self.where, shape, f"axis {axis} does not consist of {factors}")
-        return made.viewed((*shape[:axis], *counts, *shape[axis + 1 :]))
-
-    def inverse(self) -> Step:
-        return Flatten(self.where, self.parts, self.axis)
-
-
-class Flatten(Step, Struct, frozen=True):
-    """Several axes become one; the fields are those of `Unflatten`."""
-
-    where: str
-    parts: tuple[str, ...]
-    axis: int
-
-    def change(self, made: Made, sizes: Sizes) -> Made:
-        shape, axis = made.shape, self.axis
-        counts = tuple(sizes.of(part) for part in self.parts)
-        end = axis + len(counts)
-        if shape[axis:end] != counts:
-            raise _misfit(self.where, shape, f"expected {list(counts)} from axis {axis} on")
-        return made.viewed((*shape[:axis], math.prod(counts), *shape[end:]))
-
-    def inverse(self) -> Step:
-        return Unflatten(self.where, self.parts, self.axis)
-
-
-class Rows(Step, Struct, frozen=True):
-    """The first indices of an axis, without the padding after them."""
-
-    where: str
-    count: str
-    axis: int
+    axis: int = 0
+    only: tuple[int, ...] = ()  # the positions of the tensors that it applies to; empty for all
+    parts: tuple[str, ...] = ()  # sizes; of `rows` and `pad` the one that is kept
+    groups: str = "1"  # how many there are of these parts
     multiple: str = ""
-
-    def change(self, made: Made, sizes: Sizes) -> Made:
-        count, axis, shape = sizes.count(self.count), self.axis, made.shape
-        if len(shape) <= axis or shape[axis] < count:
-            raise _misfit(self.where, shape, f"expected at least {count:,} along axis {axis}")
-        whole, extra = shape[axis], shape[axis] - count
-        if extra >= _MOST_PADDING or not any(
-            whole % unit == 0 for unit in range(extra + 1, _MOST_PADDING + 1)
-        ):
-            raise FormatError(
-                f"has {whole:,} rows against {count:,} in the configuration: {extra:,} more is"
-                " no padding, which fills up to a multiple of a number up to"
-                f" {_MOST_PADDING:,}",
-                where=self.where,
-                hint=_OF_ANOTHER,
-            )
-        kept = replace(made, arrangement=made.arrangement.sliced(axis, 0, count))
-        return replace(kept, padding=(count, whole)) if extra else kept
-
-    def inverse(self) -> Step:
-        return Pad(self.where, self.count, self.axis, self.multiple) if self.multiple else self
-
-
-class Pad(Step, Struct, frozen=True):
-    """Zeros after the last index of an axis, up to a multiple."""
-
-    where: str
-    count: str
-    axis: int
-    multiple: str
-
-    def change(self, made: Made, sizes: Sizes) -> Made:
-        count, multiple, axis = sizes.count(self.count), sizes.count(self.multiple), self.axis
-        if len(made.shape) <= axis or made.shape[axis] != count:
-            raise _misfit(self.where, made.shape, f"expected {count:,} along axis {axis}")
-        whole = -(-count // multiple) * multiple
-        return replace(made, arrangement=made.arrangement.padded(axis, whole))
-
-    def inverse(self) -> Step:
-        return Rows(self.where, self.count, self.axis, self.multiple)
-
-
-class Add(Step, Struct, frozen=True):
-    """A constant is added."""
-
-    where: str
-    value: float
-
-    def change(self, made: Made, _sizes: Sizes) -> Made:
-        return replace(made, added=made.added + self.value)
-
-    def inverse(self) -> Step:
-        return replace(self, value=-self.value)
-
-
-class Only(Step, Struct, frozen=True):
-    """A step that applies to some tensors, by their positions."""
-
-    where: str
-    step: Step
-    positions: tuple[int, ...]
+    before: tuple[str, ...] = ()  # the factors of the axis that is reordered, the outermost first
+    after: tuple[str, ...] = ()  # the same factors in the new order
+    factors: Mapping[str, str] = field(default_factory=dict)  # expressions; one may be missing
+    order: tuple[int, ...] = ()  # of the axes
+    value: float = 0.0  # that is added
 
     def apply(self, tensors: Sequence[Made], sizes: Sizes) -> list[Made]:
-        if max(self.positions) >= len(tensors):
+        """Returns the tensors after the step; most change each tensor by itself."""
+        if self.kind == "repeat":
+            return [made for made in tensors for _ in range(int(self.groups))]
+        if self.kind in _COUNTS:
+            count = 1 if self.kind == "split" else len(self.parts)
+            if len(tensors) != count:
+                raise UsageError(
+                    f"the step takes {count} tensors, and {len(tensors)} come from the step before"
+                    " it",
+                    where=self.where,
+                    hint="list as many names, or parts",
+                )
+            return _COUNTS[self.kind](self, tensors, sizes)
+        if self.only and max(self.only) >= len(tensors):
             raise UsageError(
-                f"'only' has {max(self.positions)}, and {len(tensors)} tensors come from the step"
+                f"'only' has {max(self.only)}, and {len(tensors)} tensors come from the step"
                 " before it, counted from 0",
                 where=self.where,
                 hint="take the number out of 'only'",
             )
+        change = _CHANGES[self.kind]
         return [
-            self.step.change(made, sizes) if position in self.positions else made
+            change(self, made, sizes) if not self.only or position in self.only else made
             for position, made in enumerate(tensors)
         ]
 
     def inverse(self) -> Step:
-        return replace(self, step=self.step.inverse())
+        """Returns the step that undoes it."""
+        if self.kind == "reorder":
+            return replace(self, before=self.after, after=self.before)
+        if self.kind == "transpose":
+            return replace(self, order=tuple(map(self.order.index, range(len(self.order)))))
+        if self.kind == "add":
+            return replace(self, value=-self.value)
+        if self.kind == "rows" and not self.multiple:
+            return self
+        return replace(self, kind=_INVERSES[self.kind])
+
+    def describe(self) -> str:
+        """Returns the step in words."""
+        axis, each = self.axis, "" if self.groups == "1" else f", repeated {self.groups} times"
+        before, after = " ".join(self.before), " ".join(self.after)
+        words = {
+            "split": f"split axis {axis} into {' | '.join(self.parts)}{each}",
+            "concat": f"join along axis {axis}{each}",
+            "reorder": f"reorder axis {axis} from ({before}) to ({after})",
+            "transpose": f"transpose to {list(self.order)}",
+            "rows": f"keep the first {''.join(self.parts)} indices of axis {axis}",
+            "pad": f"pad axis {axis} with zeros to a multiple of {self.multiple}",
+            "unflatten": f"split axis {axis} into the axes {' x '.join(self.parts)}",
+            "flatten": f"join {len(self.parts)} axes from {axis} on",
+            "add": f"add {self.value:g}",
+        }
+        only = f", of tensors {', '.join(map(str, self.only))} only" if self.only else ""
+        return f"{words.get(self.kind, self.kind)}{only}"
+
+    @property
+    def moves_rows(self) -> bool:
+        """Whether whole rows are moved, so that the factor B of a weight is changed alike."""
+        return self.axis == 0 and self.kind in {"split", "concat", "reorder", "rows"}
+
+    def misfit(self, shape: Shape, expected: str, subject: str = "") -> FormatError:
+        return FormatError(
+            f"{subject}has shape {list(shape)}; {expected}", where=self.where, hint=_OF_ANOTHER
+        )
+
+
+def _split(step: Step, tensors: Sequence[Made], sizes: Sizes) -> list[Made]:
+    made, counts, groups = tensors[0], list(map(sizes.count, step.parts)), sizes.count(step.groups)
+    shape, axis, total = made.shape, step.axis, groups * sum(counts)
+    if len(shape) <= axis or shape[axis] != total:
+        each = " + ".join(f"{count:,}" for count in counts)
+        expected = f"expected {total:,} along axis {axis}: {groups:,} x ({each})"
+        raise step.misfit(shape, expected)
+    before, behind = shape[:axis], shape[axis + 1 :]
+    grouped = made.arrangement
+    if groups != 1:
+        grouped, axis = grouped.viewed((*before, groups, sum(counts), *behind)), axis + 1
+    bounds = pairwise(accumulate(counts, initial=0))
+    parts = (grouped.sliced(axis, low, high) for low, high in bounds)
+    return [
+        replace(made, arrangement=part).viewed((*before, groups * count, *behind))
+        for part, count in zip(parts, counts, strict=True)
+    ]
+
+
+def _concat(step: Step, tensors: Sequence[Made], sizes: Sizes) -> list[Made]:
+    counts, groups = list(map(sizes.count, step.parts)), sizes.count(step.groups)
+    axis, first = step.axis, tensors[0].shape
+    before, behind = first[:axis], first[axis + 1 :]
+    pieces = []
+    for made, count in zip(tensors, counts, strict=True):
+        shape = (*before, groups * count, *behind)
+        if len(first) <= axis or made.shape != shape:
+            expected = f"expected {list(shape)}: {groups * count:,} along axis {axis}"
+            raise step.misfit(made.shape, expected, "a part ")
+        split = (*before, groups, count, *behind)
+        pieces.append(made.arrangement.viewed(split) if groups != 1 else made.arrangement)
+    joined = replace(tensors[0], arrangement=join(pieces, axis + (groups != 1)))
+    return [joined.viewed((*before, groups * sum(counts), *behind))]
+
+
+def _reorder(step: Step, made: Made, sizes: Sizes) -> Made:
+    shape, axis = made.shape, step.axis
+    known = {name: sizes.count(expression) for name, expression in step.factors.items()}
+    rows, product = (shape[axis] if axis < len(shape) else 0), math.prod(known.values())
+    is_open = len(known) < len(step.before)
+    if not product or rows % product or (not is_open and rows != product):
+        factors = " x ".join(f"{name} {size:,}" for name, size in known.items())
+        raise step.misfit(shape, f"axis {axis} does not consist of {factors}")
+    split = tuple(known.get(name, rows // product) for name in step.before)
+    fine = made.arrangement.viewed((*shape[:axis], *split, *shape[axis + 1 :]))
+    order = [axis + step.before.index(name) for name in step.after]
+    behind = range(axis + len(split), len(shape) + len(split) - 1)
+    permuted = fine.permuted([*range(axis), *order, *behind])
+    return replace(made, arrangement=permuted).viewed(shape)
+
+
+def _transpose(step: Step, made: Made, _sizes: Sizes) -> Made:
+    if len(made.shape) != len(step.order):
+        raise step.misfit(made.shape, f"expected {len(step.order)} axes")
+    return replace(made, arrangement=made.arrangement.permuted(step.order))
+
+
+def _unflatten(step: Step, made: Made, sizes: Sizes) -> Made:
+    shape, axis, counts = made.shape, step.axis, list(map(sizes.of, step.parts))
+    if len(shape) <= axis or shape[axis] != math.prod(counts):
+        factors = " x ".join(f"{count:,}" for count in counts)
+        raise step.misfit(shape, f"axis {axis} does not consist of {factors}")
+    return made.viewed((*shape[:axis], *counts, *shape[axis + 1 :]))
+
+
+def _flatten(step: Step, made: Made, sizes: Sizes) -> Made:
+    shape, axis, counts = made.shape, step.axis, tuple(map(sizes.of, step.parts))
+    end = axis + len(counts)
+    if shape[axis:end] != counts:
+        raise step.misfit(shape, f"expected {list(counts)} from axis {axis} on")
+    return made.viewed((*shape[:axis], math.prod(counts), *shape[end:]))
+
+
+def _keep_rows(step: Step, made: Made, sizes: Sizes) -> Made:
+    count, axis, shape = sizes.count(step.parts[0]), step.axis, made.shape
+    if len(shape) <= axis or shape[axis] < count:
+        raise step.misfit(shape, f"expected at least {count:,} along axis {axis}")
+    whole, extra = shape[axis], shape[axis] - count
+    if extra >= _MOST_PADDING or not any(
+        whole % unit == 0 for unit in range(extra + 1, _MOST_PADDING + 1)
+    ):
+        raise FormatError(
+            f"has {whole:,} rows against {count:,} in the configuration: {extra:,} more is no"
+            f" padding, which fills up to a multiple of a number up to {_MOST_PADDING:,}",
+            where=step.where,
+            hint=_OF_ANOTHER,
+        )
+    kept = replace(made, arrangement=made.arrangement.sliced(axis, 0, count))
+    return replace(kept, padding=(count, whole)) if extra else kept
+
+
+def _pad(step: Step, made: Made, sizes: Sizes) -> Made:
+    count, multiple, axis = sizes.count(step.parts[0]), sizes.count(step.multiple), step.axis
+    if len(made.shape) <= axis or made.shape[axis] != count:
+        raise step.misfit(made.shape, f"expected {count:,} along axis {axis}")
+    whole = -(-count // multiple) * multiple
+    return replace(made, arrangement=made.arrangement.padded(axis, whole))
+
+
+def _add(step: Step, made: Made, _sizes: Sizes) -> Made:
+    return replace(made, added=made.added + step.value)
+
+
+_COUNTS = {"split": _split, "concat": _concat}  # which change the number of tensors
+_CHANGES = {
+    "reorder": _reorder,
+    "unflatten": _unflatten,
+    "flatten": _flatten,
+    "transpose": _transpose,
+    "pad": _pad,
+    "rows": _keep_rows,
+    "add": _add,
+}
+_INVERSES = {"split": "concat", "unflatten": "flatten", "rows": "pad"}
+_INVERSES |= {undoing: kind for kind, undoing in _INVERSES.items()}
+_KINDS = ("split", "concat", "reorder", "unflatten", "flatten", "transpose", "pad", "rows", "add")
 
 
 def parse_step(step: Any, where: str) -> Step:
     """Parses a step of a rule."""
     table = dict(step) if isinstance(step, dict) else {}
-    kind = next((kind for kind in _PARSERS if kind in table), None)
+    kind = next((kind for kind in _KINDS if kind in table), None)
     if kind is None:
-        raise UsageError(
-            f"{step!r} is no step; a step has one of {', '.join(_PARSERS)}", where=where
-        )
-    value = table.pop(kind)
-    axis = table.pop("axis", 0)
+        raise UsageError(f"{step!r} is no step; a step has one of {', '.join(_KINDS)}", where=where)
+    value, axis, only = table.pop(kind), table.pop("axis", 0), table.pop("only", None)
     if type(axis) is not int or axis < 0:
         raise UsageError(f"{axis!r} is not an axis", where=where, hint="axes are counted from 0")
-    only = table.pop("only", None)
-    made: Step | None = _PARSERS[kind](value, axis, table, where)
-    if made is None or table or not (only is None or _is_positions(only, kind)):
-        raise UsageError(f"{step!r} is not a step {kind!r}", where=where, hint=_FORMS)
-    return made if only is None else Only(where, made, tuple(only))
+    is_only = only is None or (
+        isinstance(only, list)
+        and bool(only)
+        and all(type(at) is int and at >= 0 for at in only)
+        and kind not in _COUNTS
+    )
+    fields = _parse_fields(kind, value, table) if is_only else None
+    if fields is None or table:
+        raise UsageError(
+            f"{step!r} is not a step {kind!r}",
+            where=where,
+            hint="see the steps in docs/reference/name-maps.md",
+        )
+    return Step(kind, where, axis, tuple(only or ()), **fields)
 
 
-_FORMS = "see the steps in docs/reference/name-maps.md"
-
-
-def _parse_parts(kind: type[Split | Concat], value: Any, axis: int, more: Any, where: str) -> Any:
-    groups = more.pop("groups", "1")
-    if not isinstance(value, list) or not value or not all(map(_is_size, [*value, groups])):
-        return None
-    return kind(where, tuple(map(str, value)), axis, str(groups))
-
-
-def _parse_axes(kind: type[Unflatten | Flatten], value: Any, axis: int, where: str) -> Any:
-    if not isinstance(value, list) or not value or not all(map(_is_size, value)):
-        return None
-    return kind(where, tuple(map(str, value)), axis)
-
-
-def _parse_reorder(value: Any, axis: int, more: dict[str, Any], where: str) -> Reorder | None:
-    found = _REORDER.fullmatch(value.strip()) if isinstance(value, str) else None
-    if found is None:
-        return None
-    before, after = tuple(found[1].split()), tuple(found[2].split())
-    factors = {name: str(more.pop(name)) for name in before if _is_size(more.get(name))}
-    is_order = sorted(before) == sorted(after) and len(set(before)) == len(before)
-    if not is_order or len(factors) < len(before) - 1:
-        return None
-    return Reorder(where, before, after, factors, axis)
-
-
-def _parse_transpose(value: Any, _axis: int, _more: Any, where: str) -> Transpose | None:
-    is_order = isinstance(value, list) and sorted(map(repr, value)) == [
-        repr(i) for i in range(len(value))
-    ]
-    return Transpose(where, tuple(value)) if is_order else None
-
-
-def _parse_rows(value: Any, axis: int, more: dict[str, Any], where: str) -> Rows | None:
-    multiple = more.pop("multiple", "")
-    is_step = _is_size(value) and (multiple == "" or _is_size(multiple))
-    return Rows(where, str(value), axis, str(multiple)) if is_step else None
-
-
-def _parse_pad(value: Any, axis: int, more: dict[str, Any], where: str) -> Pad | None:
-    count = more.pop("rows", None)
-    is_step = _is_size(value) and _is_size(count)
-    return Pad(where, str(count), axis, str(value)) if is_step else None
-
-
-def _parse_add(value: Any, _axis: int, _more: Any, where: str) -> Add | None:
-    is_number = type(value) in {int, float} and abs(value) <= _MOST_ADDED  # which no NaN is
-    return Add(where, float(value)) if is_number else None
-
-
-_PARSERS: Mapping[str, Any] = {
-    "split": lambda *given: _parse_parts(Split, *given),
-    "concat": lambda *given: _parse_parts(Concat, *given),
-    "reorder": _parse_reorder,
-    "unflatten": lambda value, axis, _more, where: _parse_axes(Unflatten, value, axis, where),
-    "flatten": lambda value, axis, _more, where: _parse_axes(Flatten, value, axis, where),
-    "transpose": _parse_transpose,
-    "pad": _parse_pad,
-    "rows": _parse_rows,
-    "add": _parse_add,
-}
-
-
-def _is_positions(value: Any, kind: str) -> bool:
-    are_positions = isinstance(value, list) and all(type(at) is int and at >= 0 for at in value)
-    return are_positions and bool(value) and kind not in {"split", "concat"}
+def _parse_fields(kind: str, value: Any, more: dict[str, Any]) -> dict[str, Any] | None:
+    """Returns the fields of a step, taking what it has besides `value` out of `more`."""
+    sizes = value if isinstance(value, list) else [None]
+    match kind:
+        case "split" | "concat" | "unflatten" | "flatten":
+            groups = more.pop("groups", "1") if kind in _COUNTS else "1"
+            if sizes and all(map(_is_size, [*sizes, groups])):
+                return {"parts": tuple(map(str, sizes)), "groups": str(groups)}
+        case "reorder":
+            found = _REORDER.fullmatch(value.strip()) if isinstance(value, str) else None
+            before, after = (tuple(found[i].split()) for i in (1, 2)) if found else ((), ())
+            factors = {name: str(more.pop(name)) for name in before if _is_size(more.get(name))}
+            is_order = sorted(before) == sorted(after) and len(set(before)) == len(before)
+            if found and is_order and len(factors) >= len(before) - 1:
+                return {"before": before, "after": after, "factors": factors}
+        case "transpose":
+            # Texts, so that neither `True` nor `1.0` is taken for a number.
+            if isinstance(value, list) and sorted(map(repr, value)) == [
+                repr(i) for i in range(len(value))
+            ]:
+                return {"order": tuple(value)}
+        case "rows" | "pad":
+            is_rows = kind == "rows"
+            other = more.pop("multiple", "") if is_rows else more.pop("rows", None)
+            count, multiple = (value, other) if is_rows else (other, value)
+            if _is_size(count) and ((is_rows and multiple == "") or _is_size(multiple)):
+                return {"parts": (str(count),), "multiple": str(multiple)}
+        case "add":
+            if type(value) in {int, float} and abs(value) <= _MOST_ADDED:  # which no NaN is
+                return {"value": float(value)}
+    return None
 
 
 def _is_size(value: Any) -> bool:
     return isinstance(value, str) or (type(value) is int and value > 0)
-
-
-def _expect(tensors: Sequence[Made], count: int, where: str) -> Sequence[Made]:
-    if len(tensors) != count:
-        raise UsageError(
-            f"the step takes {count} tensors, and {len(tensors)} come from the step before it",
-            where=where,
-            hint="list as many names, or parts",
-        )
-    return tensors
 
 
 # Sizes, and expressions of them
@@ -490,17 +393,7 @@ class Sizes(Struct, frozen=True):
         return value
 
     def _named(self, name: str) -> int:
-        if name not in self._known:
-            try:
-                self._known[name] = self._compute(name)
-            except _AbsentError as error:
-                self._known[name] = error
-        known = self._known[name]
-        if isinstance(known, _AbsentError):
-            raise known
-        return known
-
-    def _compute(self, name: str) -> int:
+        """Returns a size: that of the first of its expressions whose names all exist."""
         if name in self._under_way:
             raise UsageError(
                 f"the size {name!r} is computed from itself: {' -> '.join(self._under_way)}"
@@ -508,18 +401,22 @@ class Sizes(Struct, frozen=True):
                 where=self.where,
                 hint="take one of these names out of [sizes]",
             )
+        if name not in self.expressions:
+            return self._configured(name)
         missing: list[str] = []
-        for expression in self.expressions.get(name, ()):
+        for expression in () if name in self._known else self.expressions[name]:
             self._under_way.append(name)
             try:
-                return self._value(_parse(expression, self.where).body, expression)
+                self._known[name] = self._value(_parse(expression, self.where).body, expression)
+                break
             except _AbsentError as error:
                 missing.append(str(error))
             finally:
                 self._under_way.pop()
-        if name in self.expressions:
-            raise _AbsentError(" or ".join(dict.fromkeys(missing)))
-        return self._configured(name)
+        known = self._known.setdefault(name, _AbsentError(" or ".join(dict.fromkeys(missing))))
+        if isinstance(known, _AbsentError):
+            raise known
+        return known
 
     def _configured(self, name: str) -> int:
         value: Any = self.config

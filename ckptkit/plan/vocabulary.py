@@ -60,14 +60,55 @@ def is_head(name: str) -> bool:
     return _HEADS.search(name) is not None
 
 
-def plan_trim(
-    specs: Sequence[TensorSpec], size: int, config: Mapping[str, Any] | None, *, location: str
-) -> Trim:
-    """Finds the tensors that have a row for each token.
+def choose_trim(
+    specs: Sequence[TensorSpec],
+    size: int | None,
+    config: Mapping[str, Any] | None,
+    tokenizer: Mapping[str, Any] | None,
+    *,
+    location: str,
+) -> tuple[Trim | None, list[str]]:
+    """Chooses the rows of embeddings and heads: those that were asked for, or that training added.
 
-    `specs`: everything that is to be written. `size`: how many tokens there are. `config`: the
-    model's configuration, or None. Returns what to cut.
+    `specs`: everything that is to be written. `size`: how many tokens `--vocab-size` names.
+    `config`: it may be that of the model before training. Returns None where all is written as it
+    is, and notes.
     """
+    tokens = 0 if tokenizer is None else count_tokens(tokenizer)
+    if size is not None:
+        trim = _plan_trim(specs, size, config, location)
+        if size < min(tokens, trim.rows):
+            raise RefusedError(
+                f"the tokenizer has {tokens:,} tokens against the {size:,} rows that --vocab-size"
+                " leaves",
+                where=location,
+                hint=f"pass --vocab-size {min(tokens, trim.rows)} or more",
+            )
+        if trim.rows == size:
+            return trim, [f"embeddings and heads have {size:,} rows already: none was cut"]
+        listed = ", ".join(sorted(map(repr, trim.names)))
+        return trim, [f"the rows {size:,} to {trim.rows - 1:,} were cut from {listed}"]
+    stated = tokens if config is None else _rows_of(config, tokens)
+    if config is None or config.get(_SIZE) == tokens or tokens <= stated:
+        return None, []
+    found = {s.shape[0] for s in specs if s.shape and (is_embedding(s.name) or is_head(s.name))}
+    rows = max(found, default=0)
+    if len(found) == 1 and tokens <= rows:  # training enlarged them for these tokens
+        note = (
+            f"'vocab_size' of config.json is set to {rows:,}, which are the rows of embeddings and"
+            f" heads: the tokenizer has {tokens:,} tokens"
+        )
+        return _plan_trim(specs, rows, config, location), [note]
+    text = f"tokenizer.json has tokens up to number {tokens - 1:,}, and config.json has"
+    return None, [
+        f"{text} {stated:,} rows for them: see if they belong together, or pass --tokenizer"
+    ]
+
+
+def _plan_trim(
+    specs: Sequence[TensorSpec], size: int, config: Mapping[str, Any] | None, location: str
+) -> Trim:
+    """Finds the tensors that have a row for each token."""
     inputs = [spec for spec in specs if is_embedding(spec.name)]
     heads = [spec for spec in specs if is_head(spec.name)]
     rows = _find_rows(inputs or heads, config, location)
@@ -119,50 +160,10 @@ def count_tokens(tokenizer: Mapping[str, Any]) -> int:
     return needed
 
 
-def describe_lacking_rows(tokens: int, config: Mapping[str, Any]) -> list[str]:
-    """Returns a note if a tokenizer has tokens for which a model has no rows.
-
-    `tokens`: how many rows the tokenizer needs, as far as is known.
-    """
-    rows = _rows_of(config, tokens)
-    if tokens <= rows:
-        return []
-    text = f"tokenizer.json has tokens up to number {tokens - 1:,}, and config.json has"
-    return [f"{text} {rows:,} rows for them: see if they belong together, or pass --tokenizer"]
-
-
 def _rows_of(config: Mapping[str, Any], default: int) -> int:
     nested = config.get("text_config")
     sizes = [part.get(_SIZE) for part in (config, nested) if isinstance(part, Mapping)]
     return max((size for size in sizes if type(size) is int), default=default)
-
-
-def find_grown_rows(
-    specs: Iterable[TensorSpec], tokens: int, config: Mapping[str, Any]
-) -> int | None:
-    """Returns the rows of embeddings that training enlarged for its tokenizer's tokens.
-
-    `specs`: everything that is to be written. `tokens`: how many rows the tokenizer needs.
-    `config`: a configuration, which may be that of the model before training. Returns the rows;
-    None where the configuration has enough, or the embeddings too few.
-    """
-    found = {s.shape[0] for s in specs if s.shape and (is_embedding(s.name) or is_head(s.name))}
-    rows = max(found, default=0)
-    return rows if len(found) == 1 and _rows_of(config, tokens) < tokens <= rows else None
-
-
-def refuse_cut_tokenizer(trim: Trim, tokens: int, *, location: str) -> None:
-    """Refuses to cut rows that belong to tokens.
-
-    `trim`: what is to be cut. `tokens`: how many rows the tokenizer needs, as far as is known.
-    """
-    if trim.size < min(tokens, trim.rows):
-        raise RefusedError(
-            f"the tokenizer has {tokens:,} tokens against the {trim.size:,} rows that --vocab-size"
-            " leaves",
-            where=location,
-            hint=f"pass --vocab-size {min(tokens, trim.rows)} or more",
-        )
 
 
 def trim_config(config: Mapping[str, Any], trim: Trim) -> dict[str, Any]:

@@ -193,9 +193,10 @@ def _removal_page(output: Output, removal: SourceRemoval | None) -> Iterator[str
     if removal is None:
         return
     yield ""
-    yield output.styled(f"Removed from {escaped(removal.root.location)} after verification", "bold")
-    for file in removal.files:
-        yield f"  {size_text(file.size_bytes):>10}  {escaped(file.path)}"
+    root = escaped(str(removal.to_json()["root"]))
+    yield output.styled(f"Removed from {root} after verification", "bold")
+    for path, size_bytes, _ in removal.files:
+        yield f"  {size_text(size_bytes):>10}  {escaped(path)}"
     if removal.values:
         text = counted(removal.values, "value")
         yield f"  with {text} that are not tensors, and are in no output"

@@ -18,7 +18,6 @@ import pytest
 from safetensors.numpy import save_file
 
 from tests.command_line import Result, run_command, started
-from tests.files import flip_bit
 from tests.sampled import sampled
 
 ROOT = Path(__file__).parents[2]
@@ -58,16 +57,6 @@ def damaged(tmp_path: Path) -> Path:
     folder = tmp_path / "damaged"
     shutil.copytree(PLAIN, folder)
     (folder / "__1_0.distcp").unlink()
-    return folder
-
-
-@pytest.fixture
-def flipped(tmp_path: Path) -> Path:
-    """A checkpoint with one wrong bit in the data of a model tensor."""
-    folder = tmp_path / "flipped"
-    shutil.copytree(LLAMA, folder)
-    shard = folder / "pytorch_model_fsdp_0" / "__0_0.distcp"
-    flip_bit(shard, shard.read_bytes().index(b"PK\x05\x06") // 2)
     return folder
 
 

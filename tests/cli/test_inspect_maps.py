@@ -12,7 +12,7 @@ import pytest
 from safetensors import safe_open
 
 import ckptkit
-from ckptkit.conversion.mapped_names import describe_step, fold_names
+from ckptkit.conversion.mapped_names import fold_names
 from ckptkit.core.errors import RefusedError
 from ckptkit.name_maps.rule_steps import parse_step
 from tests.command_line import run_command
@@ -129,7 +129,7 @@ STEPS: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("what", STEPS)
 def test_every_step_is_said_in_words(what: str) -> None:
     step, words = STEPS[what]
-    assert describe_step(parse_step(step, "own.toml")) == words
+    assert parse_step(step, "own.toml").describe() == words
 
 
 def test_only_numbers_that_all_names_share_become_ranges() -> None:

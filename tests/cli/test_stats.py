@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from safetensors.numpy import load_file, save_file
 import ckptkit
 from ckptkit.core.errors import ChecksumError, NotFiniteError, UsageError
 from tests.command_line import run_command as run
-from tests.files import flip_bit
 from tests.object_store import ObjectStore
 
 ROOT = Path(__file__).parents[2]
@@ -129,16 +127,6 @@ def test_large_tensors_are_measured_alike_with_any_number_of_threads(
     assert found[0] == found[1]
     exact = np.linalg.norm(values.astype(np.float64))
     assert found[0].norm == pytest.approx(exact, rel=1e-13)
-
-
-@pytest.fixture
-def flipped(tmp_path: Path) -> Path:
-    """A checkpoint with one wrong bit in a tensor."""
-    folder = tmp_path / "flipped"
-    shutil.copytree(LLAMA, folder)
-    shard = folder / "pytorch_model_fsdp_0" / "__0_0.distcp"
-    flip_bit(shard, shard.read_bytes().index(b"PK\x05\x06") // 2)
-    return folder
 
 
 def test_a_flipped_bit_is_found_and_no_number_is_shown(flipped: Path) -> None:

@@ -200,7 +200,8 @@ def test_a_slice_whose_part_was_removed_does_not_take_an_earlier_output_for_its_
 
     def execute_and_abandon(strategy: jobs.Slice) -> None:
         execute(strategy)
-        strategy._open_target.abandon()
+        assert strategy._target is not None
+        strategy._target.abandon()
 
     monkeypatch.setattr(jobs.Slice, "execute", execute_and_abandon)
     with pytest.raises(OutputError, match="was removed by another process"):

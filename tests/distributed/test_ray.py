@@ -169,10 +169,8 @@ def station_of(
     resources = Resources(workers=workers)
     return jobs.NodeStation(
         job=ConversionJob(source, out, ConsolidateRequest(), resources=resources),
-        out=out,
         attempt=OutputAttempt("0123456789abcdef", is_agreed=False),
         fingerprint=fingerprint,
-        are_threads_chosen=workers is not None,
     )
 
 

@@ -26,7 +26,7 @@ from ckptkit.conversion.prepare import ConversionJob  # noqa: E402
 from ckptkit.core.errors import CkptkitError, RefusedError  # noqa: E402
 from ckptkit.engine.outcome import BytesWritten, Event, ignore  # noqa: E402
 from ckptkit.hub import push  # noqa: E402
-from ckptkit.hub_names.model_shapes import is_as_described  # noqa: E402
+from ckptkit.hub_names.known_models import is_as_described  # noqa: E402
 from ckptkit.options import ConsolidateRequest, Resources  # noqa: E402
 from ckptkit.plan.load_report import LoadRequest  # noqa: E402
 from ckptkit.plan.plan import Share  # noqa: E402

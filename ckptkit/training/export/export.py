@@ -60,7 +60,7 @@ from ckptkit.core.index import Box, Fqn, Ints, Shape, Span
 from ckptkit.core.manifest import CRC32_SCHEME, MANIFEST_NAME, FileRecord, Manifest, TensorRecord
 from ckptkit.core.model_configs import parse_model_config
 from ckptkit.engine.casts import Caster, overflow_error
-from ckptkit.hub_names.model_shapes import is_as_described
+from ckptkit.hub_names.known_models import is_as_described
 from ckptkit.options import (
     DEFAULT_MAX_FILE_BYTES,
     ConsolidateRequest,

@@ -33,7 +33,7 @@ NAMELESS = "no name is given there"
 S3 = "requests of S3 by exact keys"
 
 ALLOWED = {
-    ("ckptkit/consumers/table", "Consumer.has_companion", "fnmatchcase"): CONSTANT,
+    ("ckptkit/consumers/table", "fits", "fnmatchcase"): CONSTANT,
     ("ckptkit/hub/package", "_is_of_step", "fnmatchcase"): CONSTANT,
     ("ckptkit/hub/package", "choose_step_files", "fnmatchcase"): GIVEN,
     ("ckptkit/integrations/transformers/__init__", "_with_secrets", "fnmatchcase"): CONSTANT,
@@ -58,7 +58,6 @@ ALLOWED = {
     ("ckptkit/options", "find_patterns", "glob.escape"): ESCAPED,
     ("ckptkit/options", "matches", "fnmatchcase"): GIVEN,
     ("ckptkit/plan/load_report", "take_only", "glob.escape"): ESCAPED,
-    ("ckptkit/consumers/side_files", "_fits", "fnmatchcase"): GIVEN,
     ("ckptkit/storage/remote/store", "read_hub_range", "filesystem.open"): EXACT,
     ("ckptkit/storage/remote/store", "pin_revision", "filesystem.endpoint"): NAMELESS,
     ("ckptkit/storage/remote/store", "pin_revision", "filesystem.resolve_path"): EXACT,

@@ -13,8 +13,7 @@ from ckptkit.core.dtypes import dtype_named
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.index import Fqn
 from ckptkit.name_maps.apply import MappedNames, apply_map
-from ckptkit.name_maps.find import load_own_map
-from ckptkit.name_maps.language import NameMap, invert, parse_map
+from ckptkit.name_maps.language import NameMap, invert, load_own_map, parse_map
 from ckptkit.name_maps.shipped import list_map_names
 
 FLOAT = dtype_named("float32")

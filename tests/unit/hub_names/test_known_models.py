@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,14 @@ import ckptkit
 from ckptkit.conversion.naming_program import NamingProgram
 from ckptkit.core.dtypes import dtype_named
 from ckptkit.core.index import Fqn
-from ckptkit.hub_names.model_shapes import DATA, find_tied, is_as_described, lay_out
+from ckptkit.hub_names.known_models import (
+    DATA,
+    FRAMEWORKS,
+    find_tied,
+    is_as_described,
+    lay_out,
+    recognise_framework,
+)
 from ckptkit.plan.load_report import LoadRequest, MisfitError
 from tests.reports.folders import save
 from tests.sampled import sampled
@@ -132,3 +140,30 @@ def test_a_first_conversion_of_a_known_family_starts_no_process(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with pytest.raises(MisfitError, match=r"model\.norm\.weight"):
         ckptkit.consolidate(less, tmp_path / "refused")
+
+
+NAMES = Path(__file__).resolve().parents[3] / "fixtures" / "transformers_names.json.gz"
+OF_THEIR_MODELS = {
+    "decoder.layers.3.self_attention.linear_qkv.weight": "Megatron-Core",
+    "layers.0.attention.qkv_linear.wq.weight": "torchtitan",
+    "layers.12.attention.wk.bias": "torchtitan",
+    "layers.0.attention.wkv_a.weight": "torchtitan",
+    "layers.3.attn.wq.weight": "torchtitan",
+    "model.layers.0.self_attn.q_proj.weight": "",
+    "model.layers.0.attention.wqkv.weight": "",
+}
+
+
+@pytest.mark.parametrize("name", OF_THEIR_MODELS)
+def test_a_framework_is_recognised_by_a_name(name: str) -> None:
+    assert recognise_framework(["norm.weight", name]) == OF_THEIR_MODELS[name]
+
+
+def test_no_model_of_transformers_is_taken_for_one_of_another_framework() -> None:
+    """The table has the last four parts of all names; a pattern may ask for more before them."""
+    tails = json.loads(gzip.decompress(NAMES.read_bytes()))["tails"]
+    assert len(tails) > 8000
+    for before in ("", "layers.", "decoder.layers.0.", "decoder.layers."):
+        for name in tails:
+            found = [f for f, pattern in FRAMEWORKS.items() if pattern.search(before + name)]
+            assert not found, (before, name)
