@@ -128,7 +128,7 @@ class MappedModel(Struct, frozen=True):
         maker = ProductMaker(names, NamingRequest({}, None), {p.spec.name: p for p in products})
         made = [self._add(product) for product in maker.products()]
         for name, shape in self.names.zeros.items():
-            kernel = RearrangeKernel(shape, (), {}, has_padding=True)
+            kernel = RearrangeKernel((), {}, has_padding=True)
             spec = TensorSpec(name, dtype_named("float32"), shape)
             made.append(Product(spec, Compute(kernel, ())))
         return NamedProducts(made, {}, self.notes, self.versions)
@@ -177,7 +177,7 @@ def _operand_of_sources(
     """Returns the elements of a tensor of the target, made of tensors of the source."""
     dtype, run = sources[0].dtype, find_run(tensor)
     if run is not None:
-        return StoredOperand(SOURCE, sources[0].key, dtype, run.start)
+        return StoredOperand(SOURCE, sources[0].key, dtype, run[1])
     return join_sources(tensor, [StoredOperand(SOURCE, entry.key, dtype) for entry in sources])
 
 

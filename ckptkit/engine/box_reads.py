@@ -28,7 +28,7 @@ from ckptkit.core.errors import IncompleteCheckpointError, UnsupportedError
 from ckptkit.core.geometry import (
     BoxWalk,
     Overlap,
-    StridedBox,
+    Part,
     Tile,
     Walk,
     contiguous_parts,
@@ -44,6 +44,7 @@ from ckptkit.core.geometry import (
     slabs,
     slices_of,
     walk_boxes,
+    whole_tile,
     widen,
 )
 from ckptkit.core.index import (
@@ -216,27 +217,23 @@ def join_walks(
 def _tiles_of(index: TensorIndex, entry: TensorEntry) -> Iterator[tuple[TensorEntry, Tile]]:
     """Yields what a tensor is made of; nothing where it is computed, or not all is found."""
     made = entry.derivation
+    parts: Sequence[Part]
     operands: Mapping[Fqn, Operand]
-    pieces: tuple[StridedBox, ...]
     if isinstance(made, StoredOperand):
-        whole = Box((0,) * len(entry.shape), entry.shape)
-        piece = StridedBox(whole, Fqn(""), 0, row_major_strides(entry.shape))
-        grid, pieces, operands = entry.shape, (piece,), {piece.source: made}
+        parts, operands = [(entry.name, whole_tile(entry.shape))], {entry.name: made}
     elif isinstance(made, ComputedOperand) and isinstance(made.kernel, RearrangeKernel):
-        kernel = made.kernel
-        if kernel.has_padding:
+        if made.kernel.has_padding:
             return
-        grid, pieces, operands = kernel.grid, kernel.pieces, kernel.operands
+        parts, operands = made.kernel.pieces, made.kernel.operands
     else:
         return
     found: list[tuple[TensorEntry, Tile]] = []
-    for piece in pieces:
-        operand = operands[piece.source]
+    for name, piece in parts:
+        operand = operands[name]
         if not isinstance(operand, StoredOperand):  # it is computed
             return
         source = index.tensors[operand.key]
-        there = replace(piece, start=operand.start + piece.start)
-        tile = find_tile(entry.shape, grid, there, source.shape)
+        tile = find_tile(piece, source.shape, operand.start)
         if tile is None or source.dtype != entry.dtype:
             return
         found.append((source, tile.swapped))
