@@ -97,7 +97,6 @@ from ckptkit.plan.plan import (
     Plan,
     RawCopy,
     Segment,
-    ServerCopy,
 )
 from ckptkit.runs.local_run import hold_at_stores
 from ckptkit.storage.base import Target
@@ -469,13 +468,13 @@ def find_stored_digests(planned: PlannedOutput) -> dict[str, StoredDigest]:
 def _proof(segment: Segment, unverified: AbstractSet[tuple[str, str]], *, is_compared: bool) -> str:
     body = segment.body
     reads: Iterable[tuple[str, str]] = body.reads if isinstance(body, Compute) else ()
-    if isinstance(body, (Copy, ServerCopy)):
+    if isinstance(body, Copy):
         reads = ((body.origin, body.key),)
     if is_compared:
         return BY_MANIFEST
     if not unverified.isdisjoint(reads):
         return UNVERIFIED
-    return BY_STORE if isinstance(body, ServerCopy) else "crc32"
+    return BY_STORE if isinstance(body, Copy) and body.copied else "crc32"
 
 
 def check_destination(

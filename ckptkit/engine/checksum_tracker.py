@@ -17,7 +17,7 @@ from ckptkit.core.checksums import ChecksumPiece, RangeChecksum, join_pieces
 from ckptkit.core.crc import crc32, crc32_combine
 from ckptkit.core.errors import ChecksumError
 from ckptkit.core.manifest import MANIFEST_NAME
-from ckptkit.plan.plan import OutputFile, SegmentRange, ServerCopy, Trailer
+from ckptkit.plan.plan import OutputFile, SegmentRange, Trailer, copied_ranges
 
 READ_BYTES = 1 << 20
 ReadInto = Callable[[int, memoryview], None]  # absolute position in the file
@@ -268,9 +268,8 @@ class DeferredChecksums:
         }
         for number, file in enumerate(files):
             for position, segment in enumerate(file.segments):
-                if isinstance(segment.body, ServerCopy):
+                if copied := copied_ranges(segment):
                     checksum = _SegmentChecksum(segment.stop - segment.start)
-                    copied = segment.body.copied
                     self._sums.setdefault((number, position), checksum).add(
                         (c.start - segment.start, c.size_bytes, c.crc32) for c in copied
                     )

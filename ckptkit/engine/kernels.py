@@ -178,12 +178,27 @@ class AddedOperand(WrappingOperand, frozen=True):
 
 
 class OperandKernel(Kernel, Struct, frozen=True):
-    """Writes the elements of an operand; the output tensor says in which type."""
+    """Writes the elements of an operand; the output tensor says in which type, and how many."""
 
     operand: Operand
 
     def compute(self) -> Compute:
         return Compute(self, self.operand.reads)
+
+    @property
+    def is_ready(self) -> bool:
+        made = self.operand
+        return not isinstance(made, ComputedOperand) or made.kernel.is_ready
+
+    def prepare(self, _out: TensorSpec, reading: Reading) -> Kernel:
+        made = self.operand
+        if not isinstance(made, ComputedOperand):
+            return self
+        return replace(self, operand=made.prepare(reading))
+
+    def grain_elements(self, _out: TensorSpec) -> int:
+        made = self.operand
+        return made.kernel.grain_elements(made.spec) if isinstance(made, ComputedOperand) else 1
 
     def demands(self, _out: TensorSpec, block: Span) -> tuple[Demand, ...]:
         return self.operand.demands(block)
@@ -192,11 +207,16 @@ class OperandKernel(Kernel, Struct, frozen=True):
         self, out: TensorSpec, block: Span, inputs: Sequence[NDArray[Any]], target: NDArray[Any]
     ) -> None:
         """Makes one block."""
-        values = self.operand.values(block, inputs)
-        if self.operand.dtype == out.dtype:
+        made = self.operand
+        is_cast = made.dtype != out.dtype
+        if isinstance(made, ComputedOperand) and not is_cast:
+            made.put(block, inputs, target)  # without memory of its own
+            return
+        values = made.values(block, inputs)
+        if not is_cast:
             target[...] = values
             return
-        caster = Caster(self.operand.dtype, out.dtype)
+        caster = Caster(made.dtype, out.dtype)
         caster.cast_all(values, target, where=f"tensor {out.name!r}", block_start=block.start)
 
 
@@ -259,9 +279,9 @@ class RearrangeKernel(Kernel, Struct, frozen=True):
 
 
 class ComputedOperand(Struct, frozen=True):
-    """The output of a kernel, as an operand of another one.
+    """The output of a kernel, as an operand of another one: all of it, or its first elements.
 
-    Any element may begin the blocks of the kernel.
+    Any element may begin the blocks of the kernel, but in an `OperandKernel`.
     """
 
     kernel: Kernel
@@ -348,7 +368,7 @@ def recast(product: Product, dtype: DType) -> Product:
     if isinstance(body, Copy):
         compute = OperandKernel(StoredOperand(body.origin, body.key, spec.dtype)).compute()
     else:
-        compute = Compute(DerivedKernel(body.kernel, spec), body.reads)
+        compute = OperandKernel(ComputedOperand(body.kernel, spec, body.reads)).compute()
     return Product(replace(spec, dtype=dtype), compute)
 
 
@@ -361,43 +381,8 @@ def first_rows(product: Product, shape: Shape) -> Product:
     if spec.shape == shape:
         return product
     if not isinstance(body, Copy):  # a copy takes elements from the first on
-        body = Compute(DerivedKernel(body.kernel, spec), body.reads)
+        body = OperandKernel(ComputedOperand(body.kernel, spec, body.reads)).compute()
     return Product(replace(spec, shape=shape), body)
-
-
-class DerivedKernel(Kernel, Struct, frozen=True):
-    """Makes the first elements of what another kernel would make, cast where types differ.
-
-    Elements of a prefix have the same numbers as in the whole.
-    """
-
-    kernel: Kernel
-    whole: TensorSpec  # what the other kernel makes
-
-    @property
-    def is_ready(self) -> bool:
-        return self.kernel.is_ready
-
-    def prepare(self, _out: TensorSpec, reading: Reading) -> Kernel:
-        return replace(self, kernel=self.kernel.prepare(self.whole, reading))
-
-    def grain_elements(self, _out: TensorSpec) -> int:
-        return self.kernel.grain_elements(self.whole)
-
-    def demands(self, _out: TensorSpec, block: Span) -> tuple[Demand, ...]:
-        return self.kernel.demands(self.whole, block)
-
-    def run(
-        self, out: TensorSpec, block: Span, inputs: Sequence[NDArray[Any]], target: NDArray[Any]
-    ) -> None:
-        made = self.whole.dtype
-        if made == out.dtype:
-            self.kernel.run(self.whole, block, inputs, target)
-            return
-        values = np.empty(target.size, numpy_dtype(made))
-        self.kernel.run(self.whole, block, inputs, values)
-        caster = Caster(made, out.dtype)
-        caster.cast_all(values, target, where=f"tensor {out.name!r}", block_start=block.start)
 
 
 # The two factors that hold all experts of a layer of a middle-sized model, which every expert's

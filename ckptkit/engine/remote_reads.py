@@ -42,7 +42,6 @@ from ckptkit.plan.plan import (
     Plan,
     Segment,
     SegmentRange,
-    ServerCopy,
     Task,
     TensorSpec,
 )
@@ -146,7 +145,7 @@ def _reads_of(part: SegmentRange) -> Iterator[_Read]:
     if spec is None:
         return
     span = part_span(part, spec)
-    if isinstance(body, (Copy, ServerCopy)):
+    if isinstance(body, Copy):
         yield body.origin, body.key, span
     elif isinstance(body, Compute) and body.kernel.is_ready:
         for demand in body.kernel.demands(spec, span):
@@ -187,7 +186,7 @@ def _runs_of(
     body, spec = part.segment.body, part.segment.spec
     if spec is None or part.stop - part.start < LEAST_BYTES:
         return "", ()
-    if not isinstance(body, (Copy, ServerCopy)) or not readers[body.origin].cache.is_remote:
+    if not isinstance(body, Copy) or not readers[body.origin].cache.is_remote:
         return "", ()
     return body.origin, readers[body.origin].byte_runs(body.key, part_span(part, spec))
 
@@ -255,17 +254,12 @@ def make_store_copies(
     run_crew(_REQUESTS_AT_A_TIME, parts(), work)
 
 
-def copies_of(file: OutputFile) -> list[CopiedRange]:
-    bodies = (segment.body for segment in file.segments)
-    return [copied for body in bodies if isinstance(body, ServerCopy) for copied in body.copied]
-
-
 def _sources(
     file: OutputFile, origins: Mapping[str, Origin]
 ) -> Iterator[tuple[CopiedRange, CopySource]]:
     objects: dict[tuple[str, str], CopySource | None] = {}
     for segment in file.segments:
-        if isinstance(segment.body, ServerCopy):
+        if isinstance(segment.body, Copy):
             origin = origins[segment.body.origin]
             for copied in segment.body.copied:
                 key = origin.name, copied.path
@@ -368,8 +362,6 @@ def _with_copies(file: OutputFile, by_segment: Mapping[int, Sequence[CopiedRange
     chosen = set(choose_copies(file.size_bytes, ranges))
     segments = list(file.segments)
     for at, copies in by_segment.items():
-        body = segments[at].body
         kept = tuple(copied for copied in copies if copied in chosen)
-        if kept and isinstance(body, Copy):
-            segments[at] = replace(segments[at], body=ServerCopy(body.origin, body.key, kept))
+        segments[at] = replace(segments[at], body=replace(segments[at].body, copied=kept))
     return replace(file, segments=tuple(segments))

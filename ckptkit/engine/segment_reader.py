@@ -32,7 +32,6 @@ from ckptkit.plan.plan import (
     OutputFile,
     RawCopy,
     SegmentRange,
-    ServerCopy,
     Task,
     TensorSpec,
 )
@@ -122,7 +121,7 @@ class SegmentReader:
             folder = self._inputs.folders[body.origin]
             folder.read_into(body.path, body.start + part.start, view)
             self._raw_bytes += len(view)
-        elif isinstance(body, (Copy, ServerCopy)) and spec is not None:
+        elif isinstance(body, Copy) and spec is not None:
             self.readers[body.origin].fill(body.key, part_span(part, spec), view)
         elif isinstance(body, Compute) and spec is not None:
             self._compute(body, spec, part_span(part, spec), view)
