@@ -69,6 +69,7 @@ from ckptkit.engine.executor import (
     Executor,
     settle_workers,
 )
+from ckptkit.engine.locate import READ_AHEAD_BYTES
 from ckptkit.engine.outcome import (
     BytesWritten,
     Digests,
@@ -82,7 +83,6 @@ from ckptkit.engine.outcome import (
     can_be_proven,
     is_proven,
 )
-from ckptkit.engine.prefetch import READ_AHEAD_BYTES
 from ckptkit.engine.remote_reads import with_store_copies
 from ckptkit.engine.segment_reader import Inputs
 from ckptkit.formats.dcp.megatron import INTEGRITY, check_integrity

@@ -15,7 +15,7 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from msgspec import Struct
@@ -96,6 +96,7 @@ _FEW_BOXES = 8  # of one tensor that are read one by one
 _MOST_AROUND = 4  # times the elements that are wanted, read in one box around them
 _RAW = CONTAINERS.index("raw")
 
+_Item = TypeVar("_Item")
 WantedBox = tuple[TensorEntry, Box, BoxMemory]
 """A tensor, a box of it, and the memory that the box goes to."""
 
@@ -341,62 +342,64 @@ def read_chunks(
     returns it. `threads`: how many read at once; 0 for two, or one where there is one core, and for
     more where the source is distant. `done`: is called for each of the boxes.
     """
-    readers: list[TensorReader] = []
     whole: list[NumberedRecord] = []
 
-    def work(groups: Iterator[Sequence[_RecordRead]]) -> None:
-        reader = TensorReader(origin)
-        readers.append(reader)
-        for group in groups:
-            whole.extend(list(_read_group(origin, reader, group)))
-            if done is not None:
-                for _, memory in itertools.chain.from_iterable(p.read.targets for p in group):
-                    done(memory)
+    def read_group(reader: TensorReader, group: Sequence[_RecordRead]) -> None:
+        whole.extend(list(_read_group(origin, reader, group)))
+        if done is not None:
+            for _, memory in itertools.chain.from_iterable(p.read.targets for p in group):
+                done(memory)
 
     pending = [_RecordRead(read, origin.index.records[read.record]) for read in reads]
-    run_crew(threads or _threads_for(origin), iter(list(_groups(pending))), work)
-    return ReadReport(
-        bytes_read=sum(reader.cache.bytes_read for reader in readers),
-        partial=(*whole, *origin.checksums.still_open().items()),
-    )
-
-
-def _threads_for(origin: Origin) -> int:
-    is_near = not origin.source.is_remote
-    return min(_MOST_THREADS, usable_cores()) if is_near else _DISTANT_THREADS
+    bytes_read = _run_readers(origin, list(_groups(pending)), read_group, threads)
+    return ReadReport(bytes_read, (*whole, *origin.checksums.still_open().items()))
 
 
 def read_spans(
     origin: Origin, reads: Sequence[SpanRead], *, threads: int = 0, done: Done | None = None
-) -> ReadReport:
+) -> int:
     """Reads boxes of tensors that are computed or decoded, block by block.
 
     `origin`: the source, opened for this call only. `threads`: as for `read_chunks`. `done`: is
-    called for each of the boxes.
+    called for each of the boxes. Returns how many bytes were read.
     """
+
+    def read_one(reader: TensorReader, read: SpanRead) -> None:
+        _read_span(reader, read)
+        if done is not None:
+            done(read.memory)
+
+    bytes_read = _run_readers(origin, reads, read_one, threads)
+    origin.decoded.finish()
+    return bytes_read
+
+
+def _run_readers(
+    origin: Origin,
+    items: Sequence[_Item],
+    read: Callable[[TensorReader, _Item], None],
+    threads: int,
+) -> int:
+    """Has several threads read items, and returns how many bytes they read."""
     readers: list[TensorReader] = []
 
-    def work(pending: Iterator[SpanRead]) -> None:
+    def work(shared: Iterator[_Item]) -> None:
         reader = TensorReader(origin)
         readers.append(reader)
-        buffer = memoryview(bytearray(RUN_BYTES))
-        for read in pending:
-            _read_span(reader, read, buffer)
-            if done is not None:
-                done(read.memory)
+        for item in shared:
+            read(reader, item)
 
-    if reads:
-        run_crew(threads or _threads_for(origin), iter(reads), work)
-    return ReadReport(
-        bytes_read=sum(reader.cache.bytes_read for reader in readers),
-        partial=tuple(origin.checksums.still_open().items()),
-    )
+    if items:
+        own = _DISTANT_THREADS if origin.source.is_remote else min(_MOST_THREADS, usable_cores())
+        run_crew(threads or own, iter(items), work)
+    return sum(reader.cache.bytes_read for reader in readers)
 
 
-def _read_span(reader: TensorReader, read: SpanRead, buffer: memoryview) -> None:
+def _read_span(reader: TensorReader, read: SpanRead) -> None:
     entry, box = read.entry, read.box
     itemsize, strides = entry.dtype.itemsize, row_major_strides(entry.shape)
     wide = widen(box, entry.shape, _SHORT_ROW_BYTES // itemsize)
+    buffer = memoryview(bytearray(min(RUN_BYTES, math.prod(wide.sizes) * itemsize)))
     for part in contiguous_parts(wide, entry.shape, RUN_BYTES // itemsize):
         shared = intersect(part, box)
         if shared is None:

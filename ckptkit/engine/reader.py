@@ -48,8 +48,18 @@ from ckptkit.engine.casts import Caster
 from ckptkit.engine.checksum_tracker import ChecksumTracker, OpenRecord, TrackedRecord
 from ckptkit.engine.decompress import DecodedRecords
 from ckptkit.engine.kernels import StoredOperand
-from ckptkit.engine.locate import ChunkLookup, Located, LocatedChunks, Locator, SpanOverlap
-from ckptkit.engine.prefetch import READ_AHEAD_BYTES, ByteRun, RangeCache, find_stored, ranges_of
+from ckptkit.engine.locate import (
+    READ_AHEAD_BYTES,
+    ByteRun,
+    ChunkLookup,
+    Located,
+    LocatedChunks,
+    Locator,
+    RangeCache,
+    SpanOverlap,
+    find_stored,
+    ranges_of,
+)
 from ckptkit.storage.base import Source
 
 # Large enough that Python's share of a read is small, and that a scratch buffer of many column

@@ -20,19 +20,22 @@ from msgspec.structs import replace
 from ckptkit.core.index import FileRange, Key, Span
 from ckptkit.core.object_parts import MIN_PART_BYTES, CopiedRange, ObjectPart, choose_copies
 from ckptkit.core.threads import run_crew
-from ckptkit.engine.locate import ChunkLookup, LocatedChunks, Locator, SpanOverlap
-from ckptkit.engine.outcome import BytesWritten, Listener, part_span
-from ckptkit.engine.prefetch import (
+from ckptkit.engine.locate import (
     FREE_GAP_OF_ENDS_BYTES,
     READ_AHEAD_BYTES,
     ByteRun,
+    ChunkLookup,
+    LocatedChunks,
+    Locator,
     RangeCache,
+    SpanOverlap,
     coalesce,
     find_stored,
     ranges_of,
     requests,
     windows_of,
 )
+from ckptkit.engine.outcome import BytesWritten, Listener, part_span
 from ckptkit.engine.reader import Origin, TensorReader
 from ckptkit.plan.plan import (
     Compute,
