@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 import posixpath
-import threading
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
@@ -128,28 +127,6 @@ class Located(Struct, frozen=True):
     # The record, where all positions are those in what it decodes to; its checksum is then compared
     # by its decoder. Else None.
     compressed: int | None = None
-
-
-_MOST_LOCATED = 16384
-
-
-class LocatedChunks:
-    """The places of chunks that were located lately; threads share it."""
-
-    def __init__(self) -> None:
-        self._located: dict[tuple[Key, int], Located] = {}
-        self._lock = threading.Lock()
-
-    def get(self, chunk: tuple[Key, int]) -> Located | None:
-        """Returns the place of a chunk, by its tensor's key and its row; None if it is unknown."""
-        return self._located.get(chunk)
-
-    def put(self, chunk: tuple[Key, int], located: Located) -> None:
-        """Keeps the place of a chunk; beyond the limit the oldest one is dropped."""
-        with self._lock:
-            if len(self._located) >= _MOST_LOCATED:
-                del self._located[next(iter(self._located))]
-            self._located[chunk] = located
 
 
 class Locator:
@@ -386,7 +363,7 @@ def ranges_of(
     index: TensorIndex,
     lookup: ChunkLookup,
     span: Span,
-    located: LocatedChunks | Mapping[tuple[Key, int], Located],
+    located: Mapping[tuple[Key, int], Located],
 ) -> Iterator[FileRange]:
     """Yields the byte ranges that a span of a tensor is read from.
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import posixpath
+import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -53,7 +54,6 @@ from ckptkit.engine.locate import (
     ByteRun,
     ChunkLookup,
     Located,
-    LocatedChunks,
     Locator,
     RangeCache,
     SpanOverlap,
@@ -74,7 +74,7 @@ SHORT_REMOTE_RUN_BYTES = 256 << 10
 _DERIVED_BYTES = 2 << 20
 _LOOKUPS = 16
 _MOST_RUNS = 8  # of chunks that are smaller, several are better read with one request
-_LOCATED = 4096
+_LOCATED, _MOST_LOCATED = 4096, 16384  # chunks that a reader keeps, and an origin
 _BYTE_TYPES = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "V16"}
 
 
@@ -156,11 +156,19 @@ class Origin:
         self.source = source
         self.index = index
         self.unverified: set[Key] = set()
-        self.located = LocatedChunks()
+        self.located: dict[tuple[Key, int], Located] = {}
+        self._lock = threading.Lock()
         self.decoded = DecodedRecords(source, index)
         self.checksums = ChecksumTracker(
             len(index.records), most_pieces=most_pieces, finish_decoding=self.decoded.finish
         )
+
+    def keep_located(self, chunk: tuple[Key, int], located: Located) -> None:
+        """Keeps the place of a chunk, by its tensor's key and its row, and drops the oldest one."""
+        with self._lock:
+            if len(self.located) >= _MOST_LOCATED:
+                del self.located[next(iter(self.located))]
+            self.located[chunk] = located
 
     def adopt(self, records: Mapping[int, OpenRecord]) -> None:
         """Continues the records that the trackers of other processes have left open."""
@@ -501,7 +509,7 @@ class TensorReader:
             if located.compressed is not None:
                 mark = partial(self._origin.unverified.add, entry.key)
                 located = self._origin.decoded.locate(entry, chunks, row, mark)
-            self._origin.located.put(chunk, located)
+            self._origin.keep_located(chunk, located)
         if located.crc32 is not None and located.compressed is None:
             source, path = self._origin.source, located.path
             self._origin.checksums.expect(

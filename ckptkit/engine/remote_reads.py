@@ -25,7 +25,6 @@ from ckptkit.engine.locate import (
     READ_AHEAD_BYTES,
     ByteRun,
     ChunkLookup,
-    LocatedChunks,
     Locator,
     RangeCache,
     SpanOverlap,
@@ -124,7 +123,6 @@ def estimate_reads(plan: Plan, origins: Mapping[str, Origin]) -> tuple[int, int]
     remote = {name for name, origin in origins.items() if origin.source.is_remote}
     if not remote:
         return None
-    nothing_located = LocatedChunks()
     count = size = 0
     for task in plan.tasks():
         wanted: dict[str, list[FileRange]] = {}
@@ -133,7 +131,7 @@ def estimate_reads(plan: Plan, origins: Mapping[str, Origin]) -> tuple[int, int]
                 index = origins[name].index
                 for stored, part in find_stored(index, key, span):
                     lookup = ChunkLookup(index.tensors[stored])
-                    read = ranges_of(index, lookup, part, nothing_located)
+                    read = ranges_of(index, lookup, part, {})
                     wanted.setdefault(name, []).extend(read)
         for ranges in wanted.values():
             asked = list(requests(coalesce(ranges)))
@@ -291,7 +289,7 @@ class _Candidate(Struct, frozen=True):
             located = locator.locate(self.lookup.entry, self.lookup.chunks, overlap.row)
             if located.compressed is not None:
                 continue
-            self.origin.located.put((self.lookup.entry.key, overlap.row), located)
+            self.origin.keep_located((self.lookup.entry.key, overlap.row), located)
             source = self.origin.source.copy_source(located.path)
             if source is None or id(source.store) not in stores:
                 continue
