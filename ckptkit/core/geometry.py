@@ -225,7 +225,7 @@ def _defect_in_boxes(table: ChunkTable, shape: Shape) -> Defect | None:
     if len(split) <= _GRID_DIMENSIONS and cells <= _GRID_CELLS:
         defect = _defect_in_grid(lower, upper, edges)
     else:
-        defect = _Sweep(lower, upper, edges).find(np.arange(len(lower)), 0)
+        defect = _defect_in_sweep(lower, upper, edges)
     if defect is None:
         return None
     intervals, copies = defect
@@ -258,34 +258,30 @@ def _defect_in_grid(lower: Ints, upper: Ints, edges: list[Ints]) -> _GridDefect 
     return intervals, int(inner[tuple(cell)])
 
 
-class _Sweep:
-    """Coverage of an irregular split, one elementary interval of one dimension at a time."""
+def _defect_in_sweep(lower: Ints, upper: Ints, edges: list[Ints]) -> _GridDefect | None:
+    """Finds a defect of an irregular split, one interval of one dimension at a time."""
+    steps = 0
 
-    def __init__(self, lower: Ints, upper: Ints, edges: list[Ints]) -> None:
-        self.lower, self.upper, self.edges = lower, upper, edges
-        self.steps = 0
+    def count(rows: int) -> None:
+        nonlocal steps
+        steps += 1 + rows // 1024
+        if steps > _SWEEP_STEPS:
+            raise LimitError("the chunks are cut more irregularly than any real split")
 
-    def find(self, rows: Ints, axis: int) -> _GridDefect | None:
-        """Finds a defect among the boxes `rows`, looking at dimensions from `axis` on."""
-        low, high = self.lower[rows, axis], self.upper[rows, axis]
-        edges = self.edges[axis]
-        if axis == self.lower.shape[1] - 1:
-            self._count(len(low))
-            gap = _first_gap_or_overlap(low, high, int(edges[-1]))
+    def find(rows: Ints, axis: int) -> _GridDefect | None:
+        low, high, ends = lower[rows, axis], upper[rows, axis], edges[axis][[0, -1]]
+        if axis == lower.shape[1] - 1:
+            count(len(rows))
+            gap = _first_gap_or_overlap(low, high, int(ends[1]))
             return None if gap is None else ([gap[0]], gap[1])
-        local = distinct(np.concatenate([low, high, edges[:1], edges[-1:]]))
-        for start, stop in itertools.pairwise(local.tolist()):
-            self._count(len(rows))
-            inside = rows[(low <= start) & (high >= stop)]
-            defect = self.find(inside, axis + 1)
+        for start, stop in itertools.pairwise(distinct(np.concatenate([low, high, ends])).tolist()):
+            count(len(rows))
+            defect = find(rows[(low <= start) & (high >= stop)], axis + 1)
             if defect is not None:
                 return [(start, stop), *defect[0]], defect[1]
         return None
 
-    def _count(self, rows: int) -> None:
-        self.steps += 1 + rows // 1024
-        if self.steps > _SWEEP_STEPS:
-            raise LimitError("the chunks are cut more irregularly than any real split")
+    return find(np.arange(len(lower)), 0)
 
 
 class Overlap(Struct, frozen=True):

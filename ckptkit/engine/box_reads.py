@@ -269,14 +269,17 @@ def plan_chunk_reads(wanted: Iterable[WantedBox]) -> list[ChunkRead]:
     `wanted`: tensors, each with a box of it and the memory of that box. Returns every chunk that
     has to be read, once. The chunks of each of the tensors are proven to hold every element once.
     """
-    grids = _ProvenGrids()
+    proven: set[_Grid] = set()  # tensors of one shape are mostly cut alike
+    shared: dict[tuple[_Grid, Box], tuple[Overlap, ...]] = {}
     tables: dict[Key, tuple[TensorEntry, ChunkTable, _Grid]] = {}
     targets: dict[tuple[Key, int], list[BoxTarget]] = defaultdict(list)
     for entry, box, memory in wanted:
         if entry.key not in tables:
-            tables[entry.key] = entry, *grids.prove(entry)
+            tables[entry.key] = entry, *_prove(entry, proven)
         _, chunks, grid = tables[entry.key]
-        for overlap in grids.overlaps(chunks, grid, box):
+        if (grid, box) not in shared:
+            shared[grid, box] = tuple(overlaps(chunks, box))
+        for overlap in shared[grid, box]:
             targets[entry.key, overlap.row].append((overlap, memory))
     reads = []
     for (key, row), of_chunk in targets.items():
@@ -285,39 +288,25 @@ def plan_chunk_reads(wanted: Iterable[WantedBox]) -> list[ChunkRead]:
     return reads
 
 
-class _ProvenGrids:
-    """How tensors are cut into chunks; tensors of one shape are mostly cut alike."""
-
-    def __init__(self) -> None:
-        self._proven: set[_Grid] = set()
-        self._overlaps: dict[tuple[_Grid, Box], tuple[Overlap, ...]] = {}
-
-    def prove(self, entry: TensorEntry) -> tuple[ChunkTable, _Grid]:
-        """Returns the chunks of a tensor, which hold each element once."""
-        chunks = entry.chunks
-        if chunks.flat:
-            raise UnsupportedError("is stored in spans, not in boxes", where=entry.key)
-        if entry.rounded_from is not None:
-            raise UnsupportedError("is stored in another element type", where=entry.key)
-        grid = (entry.shape, chunks.offsets.tobytes(), chunks.sizes.tobytes())
-        if grid in self._proven:
-            return chunks, grid
-        distinct = drop_replicas(chunks)
-        defect = find_defect(distinct, entry.shape)
-        if defect is not None:
-            raise IncompleteCheckpointError(
-                f"elements {defect.place} are stored {defect.copies} times", where=entry.key
-            )
-        if distinct is chunks:
-            self._proven.add(grid)
-        return distinct, grid
-
-    def overlaps(self, chunks: ChunkTable, grid: _Grid, box: Box) -> tuple[Overlap, ...]:
-        """Returns what each chunk holds of a box."""
-        shared = self._overlaps.get((grid, box))
-        if shared is None:
-            shared = self._overlaps[grid, box] = tuple(overlaps(chunks, box))
-        return shared
+def _prove(entry: TensorEntry, proven: set[_Grid]) -> tuple[ChunkTable, _Grid]:
+    """Returns the chunks of a tensor, which hold each element once, as those of proven grids do."""
+    chunks = entry.chunks
+    if chunks.flat:
+        raise UnsupportedError("is stored in spans, not in boxes", where=entry.key)
+    if entry.rounded_from is not None:
+        raise UnsupportedError("is stored in another element type", where=entry.key)
+    grid = (entry.shape, chunks.offsets.tobytes(), chunks.sizes.tobytes())
+    if grid in proven:
+        return chunks, grid
+    distinct = drop_replicas(chunks)
+    defect = find_defect(distinct, entry.shape)
+    if defect is not None:
+        raise IncompleteCheckpointError(
+            f"elements {defect.place} are stored {defect.copies} times", where=entry.key
+        )
+    if distinct is chunks:
+        proven.add(grid)
+    return distinct, grid
 
 
 Done = Callable[[BoxMemory], object]

@@ -267,7 +267,7 @@ class Executor:
             filled = read_direct(task, data, reader.readers)
             for at, (part, view) in enumerate(task_parts(task, data)):
                 if at not in filled:
-                    reader.window.fetch_parts(task, at, filled)
+                    reader.prefetch_parts(task, at, filled)
                 if not isinstance(part.segment.body, Trailer):
                     if at not in filled:
                         reader.fill(part, view)

@@ -223,17 +223,19 @@ class TensorReader:
             whole = self.cache.cached(located.path, located.start, located.stop)
             if whole is not None:
                 self._origin.checksums.note(read.record, 0, whole)
-        itemsize = read.entry.stored_dtype.itemsize
+        short = SHORT_REMOTE_RUN_BYTES if self.cache.is_remote else _SHORT_RUN_BYTES
+        self._read_boxes(located, read, short)
+        return located
+
+    def _read_boxes(self, located: Located, read: ChunkRead, short_bytes: int) -> None:
+        itemsize, targets = read.entry.stored_dtype.itemsize, read.targets
         if located.strides is not None:
-            self._gather(located, read.record, itemsize, read.targets)
-            return located
-        targets = read.targets
+            self._gather(located, read.record, itemsize, targets)
+            return
         if len(targets) > 1:
             targets = tuple(sorted(targets, key=lambda target: target[0].source.offsets))
-        short = SHORT_REMOTE_RUN_BYTES if self.cache.is_remote else _SHORT_RUN_BYTES
         for overlap, memory in targets:
-            self._read_box(located, read.record, itemsize, overlap, memory, short_bytes=short)
-        return located
+            self._read_box(located, read.record, itemsize, overlap, memory, short_bytes)
 
     def byte_runs(self, key: Key, span: Span) -> Sequence[ByteRun]:
         """Returns the runs that a span consists of; none where it has others, or too many.
@@ -360,35 +362,13 @@ class TensorReader:
     def _fill_stored(self, lookup: ChunkLookup, span: Span, target: memoryview) -> None:
         """Fills a buffer with elements as they are stored."""
         entry, chunks = lookup.entry, lookup.chunks
-        itemsize = entry.stored_dtype.itemsize
-        step = max(1, RUN_BYTES // itemsize)
-        has_strided = False
-        for start in range(span.start, span.stop, step):
-            part = Span(start, min(start + step, span.stop))
-            low = (start - span.start) * itemsize
-            view = target[low : low + (part.stop - part.start) * itemsize]
-            for overlap in lookup.overlaps(part):
-                located = self._locate(entry, chunks, overlap.row)
-                if located.strides is None:
-                    record = int(chunks.record[overlap.row])
-                    memory = _block(view, overlap, itemsize)
-                    self._read_box(located, record, itemsize, overlap, memory)
-                else:
-                    has_strided = True
-        if has_strided:
-            self._fill_strided(lookup, span, target)
-
-    def _fill_strided(self, lookup: ChunkLookup, span: Span, target: memoryview) -> None:
-        """Fills in what is not stored row-major: over the whole range, however long, at once."""
-        itemsize = lookup.entry.stored_dtype.itemsize
         targets: dict[int, list[BoxTarget]] = {}
         for overlap in lookup.overlaps(span):
-            if self._locate(lookup.entry, lookup.chunks, overlap.row).strides is not None:
-                memory = _block(target, overlap, itemsize)
-                targets.setdefault(overlap.row, []).append((overlap, memory))
+            memory = _block(target, overlap, entry.stored_dtype.itemsize)
+            targets.setdefault(overlap.row, []).append((overlap, memory))
         for row, of_chunk in targets.items():
-            located = self._locate(lookup.entry, lookup.chunks, row)
-            self._gather(located, int(lookup.chunks.record[row]), itemsize, of_chunk)
+            read = ChunkRead(entry, chunks, row, int(chunks.record[row]), tuple(of_chunk))
+            self._read_boxes(self._locate(entry, chunks, row), read, _SHORT_RUN_BYTES)
 
     def _read_box(
         self,
@@ -397,8 +377,7 @@ class TensorReader:
         itemsize: int,
         overlap: Overlap,
         memory: BoxMemory,
-        *,
-        short_bytes: int = _SHORT_RUN_BYTES,
+        short_bytes: int,
     ) -> None:
         """Reads a box of a chunk that is stored row-major, run by run.
 

@@ -1,9 +1,9 @@
 """What is asked of remote stores: each request costs a round trip, so there are few.
 
-`PrefetchWindow` fetches what the next parts of a task read, as far as one window of memory
-reaches. `read_direct` fills parts whose bytes are contiguous in the source as in the output, which
-needs no memory in between: a request costs, at the store, as much as some hundred kilobytes.
-`estimate_reads` counts the requests of a plan.
+`reads_of` says what a part of a task reads, so that it is fetched ahead. `read_direct` fills parts
+whose bytes are contiguous in the source as in the output, which needs no memory in between: a
+request costs, at the store, as much as some hundred kilobytes. `estimate_reads` counts the requests
+of a plan.
 
 `with_store_copies` finds what a store copies by itself and leaves it out of the tasks of a plan,
 `make_store_copies` has the store do so.
@@ -22,7 +22,6 @@ from ckptkit.core.object_parts import MIN_PART_BYTES, CopiedRange, ObjectPart, c
 from ckptkit.core.threads import run_crew
 from ckptkit.engine.locate import (
     FREE_GAP_OF_ENDS_BYTES,
-    READ_AHEAD_BYTES,
     ByteRun,
     ChunkLookup,
     Locator,
@@ -39,83 +38,21 @@ from ckptkit.engine.reader import Origin, TensorReader
 from ckptkit.plan.plan import (
     Compute,
     Copy,
-    Kernel,
     OutputFile,
     Plan,
     Segment,
     SegmentRange,
     Task,
-    TensorSpec,
 )
 from ckptkit.storage.base import CopySource, Sink
 
-_Read = tuple[str, Key, Span]
+PlannedRead = tuple[str, Key, Span]
+"""The origin, the tensor, and its elements."""
 LEAST_BYTES = 1 << 20
 """Smaller parts are better read together with their neighbours."""
 # Copies take no memory and hardly any processor time here, but time at the store.
 _REQUESTS_AT_A_TIME = 8
 _LOCATED_AT_ONCE = 256
-
-
-class PrefetchWindow:
-    """Prefetches what a worker reads next, as far as one window of memory reaches.
-
-    It is for one thread at a time.
-    """
-
-    def __init__(self, origins: Mapping[str, Origin], readers: Mapping[str, TensorReader]) -> None:
-        self._origins = origins
-        self._readers = {name: reader for name, reader in readers.items() if reader.cache.is_remote}
-        self._task: Task | None = None
-        self._reached = 0
-
-    def fetch_parts(self, task: Task, at: int, filled: Container[int]) -> None:
-        """Fetches what a part of a task reads, with as many of the following ones as fit in.
-
-        `filled` are the parts that need no read.
-        """
-        if not self._readers:
-            return
-        if task is not self._task:
-            self._task, self._reached = task, 0
-        if at < self._reached:
-            return
-        wanted: list[_Read] = []
-        for number, following in enumerate(task.parts[at:], at):
-            more = [] if number in filled else list(self._remote(_reads_of(following)))
-            if self._bytes([*wanted, *more]) > READ_AHEAD_BYTES:
-                break
-            wanted += more
-            self._reached = at = at + 1
-        self._prefetch(wanted)
-
-    def fetch_blocks(self, kernel: Kernel, spec: TensorSpec, block: Span, stop: int) -> None:
-        """Fetches what a block is computed from, and the blocks after it up to `stop`."""
-        if not self._readers:
-            return
-        wanted: list[_Read] = []
-        size, low = block.stop - block.start, block.start
-        while low < stop:
-            demands = kernel.demands(spec, Span(low, min(low + size, stop)))
-            more = list(self._remote((d.origin, d.key, d.place) for d in demands))
-            if wanted and self._bytes([*wanted, *more]) > READ_AHEAD_BYTES:
-                break
-            wanted, low = [*wanted, *more], low + size
-        if self._bytes(wanted) <= READ_AHEAD_BYTES:
-            self._prefetch(wanted)
-
-    def _remote(self, reads: Iterator[_Read]) -> Iterator[_Read]:
-        return (read for read in reads if read[0] in self._readers)
-
-    def _bytes(self, wanted: list[_Read]) -> int:
-        return sum(
-            (span.stop - span.start) * self._origins[name].index.tensors[key].stored_dtype.itemsize
-            for name, key, span in wanted
-        )
-
-    def _prefetch(self, wanted: list[_Read]) -> None:
-        for name in dict.fromkeys(name for name, _, _ in wanted):
-            self._readers[name].prefetch([(k, span) for other, k, span in wanted if other == name])
 
 
 def estimate_reads(plan: Plan, origins: Mapping[str, Origin]) -> tuple[int, int] | None:
@@ -126,7 +63,7 @@ def estimate_reads(plan: Plan, origins: Mapping[str, Origin]) -> tuple[int, int]
     count = size = 0
     for task in plan.tasks():
         wanted: dict[str, list[FileRange]] = {}
-        for name, key, span in (read for part in task.parts for read in _reads_of(part)):
+        for name, key, span in (read for part in task.parts for read in reads_of(part)):
             if name in remote:
                 index = origins[name].index
                 for stored, part in find_stored(index, key, span):
@@ -140,7 +77,7 @@ def estimate_reads(plan: Plan, origins: Mapping[str, Origin]) -> tuple[int, int]
     return count, size
 
 
-def _reads_of(part: SegmentRange) -> Iterator[_Read]:
+def reads_of(part: SegmentRange) -> Iterator[PlannedRead]:
     """Yields what a part of a segment reads, as far as that is known before a kernel is ready."""
     body, spec = part.segment.body, part.segment.spec
     if spec is None:
