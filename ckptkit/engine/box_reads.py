@@ -313,35 +313,30 @@ Done = Callable[[BoxMemory], object]
 """Is called when a box was read, with its memory; from any thread."""
 
 
-class ReadReport(Struct, frozen=True):
-    """What `read_chunks` read."""
-
-    bytes_read: int  # from data files, headers and trailers of archives included
-    # By number, the records that this process wanted in part only, with the checksums of those that
-    # it read. Processes that together read all of a record can prove it from these.
-    partial: tuple[NumberedRecord, ...]
-
-
 def read_chunks(
     origin: Origin, reads: Sequence[ChunkRead], *, threads: int = 0, done: Done | None = None
-) -> ReadReport:
+) -> tuple[int, tuple[NumberedRecord, ...]]:
     """Reads chunks into their memory; a record that is read whole is compared at once.
 
     `origin`: the source, opened for this call only. `reads`: what to read, as `plan_chunk_reads`
     returns it. `threads`: how many read at once; 0 for two, or one where there is one core, and for
     more where the source is distant. `done`: is called for each of the boxes.
+
+    Returns how many bytes were read from data files, headers and trailers of archives included; and
+    by number, the records that this process wanted in part only, with the checksums of those that
+    it read. Processes that together read all of a record can prove it from these.
     """
     whole: list[NumberedRecord] = []
 
     def read_group(reader: TensorReader, group: Sequence[_RecordRead]) -> None:
         whole.extend(list(_read_group(origin, reader, group)))
         if done is not None:
-            for _, memory in itertools.chain.from_iterable(p.read.targets for p in group):
+            for _, memory in itertools.chain.from_iterable(read.targets for read, _ in group):
                 done(memory)
 
-    pending = [_RecordRead(read, origin.index.records[read.record]) for read in reads]
+    pending = [(read, origin.index.records[read.record]) for read in reads]
     bytes_read = _run_readers(origin, list(_groups(pending)), read_group, threads)
-    return ReadReport(bytes_read, (*whole, *origin.checksums.still_open().items()))
+    return bytes_read, (*whole, *origin.checksums.still_open().items())
 
 
 def read_spans(
@@ -400,27 +395,21 @@ def _read_span(reader: TensorReader, read: SpanRead) -> None:
         read.memory.put(relative(shared, box), elements[slices_of(relative(shared, part))])
 
 
-class _RecordRead(Struct, frozen=True):
-    """A chunk to read, and the record that holds it."""
+_RecordRead = tuple[ChunkRead, Record]
+"""A chunk to read, and the record that holds it."""
 
-    read: ChunkRead
-    record: Record
 
-    @property
-    def size_bytes(self) -> int:
-        return self.record.stop - self.record.start
+def _wanted_bytes(read: ChunkRead) -> int:
+    elements = sum(math.prod(overlap.source.sizes) for overlap, _ in read.targets)
+    return elements * read.entry.stored_dtype.itemsize
 
-    @property
-    def wanted_bytes(self) -> int:
-        elements = sum(math.prod(overlap.source.sizes) for overlap, _ in self.read.targets)
-        return elements * self.read.entry.stored_dtype.itemsize
 
-    @property
-    def is_small(self) -> bool:
-        """Whether so much of a small archive is wanted that it is best read from end to end."""
-        return self.size_bytes <= _SMALL_BYTES and (
-            self.size_bytes <= _GROUP_GAP_BYTES or 2 * self.wanted_bytes > self.size_bytes
-        )
+def _is_small(read: ChunkRead, record: Record) -> bool:
+    """Whether so much of a small archive is wanted that it is best read from end to end."""
+    size_bytes = record.stop - record.start
+    return size_bytes <= _SMALL_BYTES and (
+        size_bytes <= _GROUP_GAP_BYTES or 2 * _wanted_bytes(read) > size_bytes
+    )
 
 
 def _read_group(
@@ -431,25 +420,25 @@ def _read_group(
     Yields the records that were read whole although only a part of them was wanted: other processes
     may have read the other parts, and learn from these that the record is sound.
     """
-    first, last = group[0].record, group[-1].record
+    (_, first), (_, last) = group[0], group[-1]
     path = origin.index.files[first.file].path
     reader.clear()
     is_archive = first.container == "torch_zip"  # whose header has to be read as well
-    if len(group) > 1 or (is_archive and group[0].size_bytes <= 2 * WINDOW_BYTES):
+    if len(group) > 1 or (is_archive and first.stop - first.start <= 2 * WINDOW_BYTES):
         reader.cache.fetch([FileRange(path, first.start, last.stop)])
     elif reader.cache.is_remote and is_archive:
         start, stop = first.start + WINDOW_BYTES, first.stop - WINDOW_BYTES
         ends = [FileRange(path, first.start, start), FileRange(path, stop, first.stop)]
         reader.cache.fetch(ends)
-    for pending in group:
-        located = reader.read_chunk(pending.read)
-        number, size_bytes = pending.read.record, located.stop - located.start
+    for read, _ in group:
+        located = reader.read_chunk(read)
+        number, size_bytes = read.record, located.stop - located.start
         if located.crc32 is None or located.compressed is not None:
             continue
         if located.strides is not None:
             origin.checksums.settle(number)  # it was read in an order that leaves gaps
-        if pending.wanted_bytes < size_bytes and origin.checksums.is_settled(number):
-            where = f"{path}, tensor {pending.read.entry.key!r}"
+        if _wanted_bytes(read) < size_bytes and origin.checksums.is_settled(number):
+            where = f"{path}, tensor {read.entry.key!r}"
             pieces = ((0, size_bytes, located.crc32),)
             record = OpenRecord(located.start, located.stop, located.crc32, where, pieces)
             yield number, record
@@ -458,16 +447,16 @@ def _read_group(
 def _groups(pending: Iterable[_RecordRead]) -> Iterator[Sequence[_RecordRead]]:
     """Yields what to read together: small neighbours of one file, or one chunk alone."""
     group: list[_RecordRead] = []
-    for read in sorted(pending, key=lambda read: (read.record.file, read.record.start)):
+    for read, record in sorted(pending, key=lambda pair: (pair[1].file, pair[1].start)):
         if group and not (
-            group[-1].record.file == read.record.file
-            and group[-1].is_small
-            and read.is_small
-            and 0 <= read.record.start - group[-1].record.stop <= _GROUP_GAP_BYTES
-            and read.record.stop - group[0].record.start <= _GROUP_BYTES
+            group[-1][1].file == record.file
+            and _is_small(*group[-1])
+            and _is_small(read, record)
+            and 0 <= record.start - group[-1][1].stop <= _GROUP_GAP_BYTES
+            and record.stop - group[0][1].start <= _GROUP_BYTES
         ):
             yield group
             group = []
-        group.append(read)
+        group.append((read, record))
     if group:
         yield group

@@ -275,6 +275,11 @@ def lay_out_file(path: str, bodies: Sequence[tuple[int, Body, TensorSpec | None]
     return OutputFile(path, at, tuple(segments))
 
 
+def literal_file(path: str, content: bytes) -> OutputFile:
+    """Lays out a file whose content is known."""
+    return lay_out_file(path, [(len(content), Literal(content), None)])
+
+
 def name_order(name: str) -> list[tuple[int, str]]:
     """Returns the sort key of a tensor's name, in which numbers are sorted by value."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in name.split(".")]

@@ -56,6 +56,7 @@ from ckptkit.plan.plan import (
     TensorSpec,
     Trailer,
     lay_out_file,
+    literal_file,
     name_shards,
     split_by_size,
 )
@@ -393,12 +394,7 @@ def lay_out_dcp(
         files.append(lay_out_file(posixpath.join(folder, name), rows))
     stored = [DcpTensor(path, *specs[path], places[path]) for path in specs]
     metadata = make_metadata(stored, objects)
-    return [*files, make_file(posixpath.join(folder, METADATA_NAME), metadata)]
-
-
-def make_file(path: str, content: bytes) -> OutputFile:
-    """Lays out a file whose content is known."""
-    return lay_out_file(path, [(len(content), Literal(content), None)])
+    return [*files, literal_file(posixpath.join(folder, METADATA_NAME), metadata)]
 
 
 # Checkpoints that other frameworks start training from: Megatron-Core's and torchtitan's.
@@ -475,8 +471,8 @@ def layout_megatron(
     return [
         *lay_out_dcp(_FOLDER, keys, max_file_bytes, values=_list_states(keys, parts), parts=parts),
         lay_out_file(f"{_FOLDER}/common.pt", common),
-        make_file(f"{_FOLDER}/metadata.json", json.dumps(_KIND).encode()),
-        make_file(_TRACKER, _FOLDER.encode()),
+        literal_file(f"{_FOLDER}/metadata.json", json.dumps(_KIND).encode()),
+        literal_file(_TRACKER, _FOLDER.encode()),
     ]
 
 

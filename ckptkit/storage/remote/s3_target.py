@@ -19,7 +19,6 @@ commits. Instead of a mark there is, until then,
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
@@ -29,6 +28,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
+
+import msgspec
+from msgspec import Struct
 
 from ckptkit.core.crc import crc32
 from ckptkit.core.errors import OutputError, OutputExistsError, UsageError
@@ -63,25 +65,26 @@ if TYPE_CHECKING:
 
 NONCE_BYTES = 8
 PROBE_BYTES = 1024
-UPLOADS = "uploads"
-"""In a mark or a note: key and name of each upload; and the folder of such notes."""
-_PLANNED = "planned"
+_UPLOADS = "uploads"  # the folder of such notes
 _OTHER_MANIFEST = "another run has put its manifest there"
 logger = logging.getLogger(__name__)
 
 
-def encode_mark(uploads: Sequence[tuple[str, str]], planned: Collection[str] = ()) -> bytes:
-    """Returns the content of a mark: key and name of uploads, and keys of those not yet begun."""
-    return json.dumps({UPLOADS: list(uploads), _PLANNED: sorted(planned)}).encode()
+class UploadMark(Struct, frozen=True):
+    """The content of a mark, or of the note of an upload."""
 
+    uploads: Sequence[tuple[str, str]] = ()  # the key and the name of each
+    planned: Sequence[str] = ()  # keys of those that have no name yet
 
-def parse_uploads(mark: bytes) -> Iterator[tuple[str, str]]:
-    """Yields key and name of the uploads in a mark; none if it is damaged."""
-    try:
-        for key, upload in json.loads(mark)[UPLOADS]:
-            yield str(key), str(upload)
-    except (ValueError, TypeError, KeyError, RecursionError):
-        return
+    @classmethod
+    def parse(cls, data: bytes, prefix: str = "") -> UploadMark:
+        """Returns what is below a prefix; nothing where the mark is damaged."""
+        try:
+            mark = msgspec.json.decode(data, type=cls)
+        except (ValueError, RecursionError):
+            return cls()
+        uploads = [(key, name) for key, name in mark.uploads if key.startswith(prefix)]
+        return cls(uploads, [key for key in mark.planned if key.startswith(prefix)])
 
 
 def sweep_uploads(store: S3Uploads, prefix: str, *, only: str = "", kept: str = "") -> None:
@@ -98,7 +101,7 @@ def sweep_uploads(store: S3Uploads, prefix: str, *, only: str = "", kept: str = 
     planned: set[str] = set()
     for mark in marks:
         name = names[mark]
-        if name is None or f"{UPLOADS}/" in name:
+        if name is None or f"{_UPLOADS}/" in name:
             planned |= _abort_all(store, mark, prefix)
     work = f"{prefix}{WORK_INFIX}"
     for key, upload in _list_unfinished(store, prefix if planned else only or work):
@@ -134,15 +137,11 @@ def _abort_all(store: S3Uploads, mark: str, prefix: str) -> frozenset[str]:
         data = store.get(store.url(mark).removeprefix("s3://"))
     except FileNotFoundError:  # another process sweeps here too
         return frozenset()
-    for key, upload in parse_uploads(data):
-        if key.startswith(prefix):
-            logger.info("removing an unfinished upload of an earlier run: %s", key)
-            store.abort(key, upload)
-    try:
-        planned = frozenset(str(key) for key in json.loads(data)[_PLANNED])
-    except (ValueError, TypeError, KeyError, RecursionError):
-        return frozenset()
-    return frozenset(key for key in planned if key.startswith(prefix))
+    left = UploadMark.parse(data, prefix)
+    for key, upload in left.uploads:
+        logger.info("removing an unfinished upload of an earlier run: %s", key)
+        store.abort(key, upload)
+    return frozenset(left.planned)
 
 
 _PUBLISHED_AT_ONCE = 8  # a store may take minutes to complete a large upload
@@ -442,7 +441,7 @@ class S3Target(Target):
             elif key in self._planned:
                 return
             self._planned = frozenset(item.key for item in self._objects.values())
-            data = encode_mark(self._uploads, self._planned)
+            data = msgspec.json.encode(UploadMark(self._uploads, sorted(self._planned)))
             self._store.put(self._mark, data, crc32(data))
 
     def _has_mark(self) -> bool:
@@ -633,15 +632,15 @@ class S3SharedTarget(Sink):
 
     def _plan_one(self, path: str) -> None:
         """Notes an upload that is about to begin, for the next run after a kill."""
-        key = self._store.prefix + path
-        self.notes.leave(f"{_note_name(path)}{_PLANNED}", encode_mark([], [key]))
+        mark = UploadMark(planned=[self._store.prefix + path])
+        self.notes.leave(f"{_note_name(path)}{_PLANNED}", msgspec.json.encode(mark))
 
     def _begin_one(self, path: str) -> None:
         with self._translate_errors():
             key = self._store.prefix + path
             self._plan_one(path)
             upload = self._store.begin(key)
-            self.notes.leave(_note_name(path), encode_mark([(key, upload)]))
+            self.notes.leave(_note_name(path), msgspec.json.encode(UploadMark([(key, upload)])))
 
     def _join_upload(self, path: str) -> str:
         """Returns the upload of a file, which the first process that needs it begins."""
@@ -650,16 +649,17 @@ class S3SharedTarget(Sink):
             key = self._store.prefix + path
             self._plan_one(path)
             mine = self._store.begin(key)
-            note = self.notes.put(_note_name(path), encode_mark([(key, mine)]))
-            if note != encode_mark([(key, mine)]):
+            own = msgspec.json.encode(UploadMark([(key, mine)]))
+            note = self.notes.put(_note_name(path), own)
+            if note != own:
                 self._store.abort(key, mine)
-        for _, upload in parse_uploads(note or b""):
+        for _, upload in UploadMark.parse(note or b"").uploads:
             return upload
         raise lost_place_error(f"the upload of {path!r} was removed by another run", self.location)
 
 
 def _note_name(path: str) -> str:
-    return f"{UPLOADS}/{path}"
+    return f"{_UPLOADS}/{path}"
 
 
 SharedOutput = SharedTarget | S3SharedTarget

@@ -73,14 +73,14 @@ def load_pieces(
             wanted.append((entry, place, memory_of(elements.detach().view(place.sizes))))
     origin = Origin("step", source, index, most_pieces=MOST_PARTS)
     try:
-        report = read_chunks(origin, plan_chunk_reads(wanted), threads=threads)
+        bytes_read, in_part = read_chunks(origin, plan_chunk_reads(wanted), threads=threads)
     finally:
         count_changes(piece.local for piece in pieces)
     return FillReport(
-        bytes_read=report.bytes_read,
+        bytes_read=bytes_read,
         bytes_needed=sum(piece.size_bytes for piece in pieces),
         unverified=tuple(sorted(origin.unverified)),
-        partial=report.partial,
+        partial=in_part,
     )
 
 
