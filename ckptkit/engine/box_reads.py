@@ -103,7 +103,7 @@ WantedBox = tuple[TensorEntry, Box, BoxMemory]
 _Grid = tuple[Shape, bytes, bytes]  # a tensor's shape, and the offsets and sizes of its chunks
 
 
-class CastMemory:
+class CastMemory(BoxMemory):
     """Memory of another element type than what is read; elements are cast on their way.
 
     Which values they become is as `Caster` says.
@@ -121,9 +121,6 @@ class CastMemory:
         self._source = source
         self._target = target
         self._where = where
-
-    def direct(self, _box: Box) -> memoryview | None:
-        return None
 
     def put(self, box: Box, elements: NDArray[Any]) -> None:
         values = np.ascontiguousarray(elements).reshape(-1).view(numpy_dtype(self._source))
@@ -172,7 +169,7 @@ def find_stored_boxes(index: TensorIndex, wanted: WantedBox) -> Iterator[WantedB
     yield SpanRead(*wanted) if boxed is None else (boxed, box, memory)
 
 
-class JoinedMemory:
+class JoinedMemory(BoxMemory):
     """Memory of smaller boxes within one large box; other elements of the large one are dropped."""
 
     __slots__ = ("_parts",)
@@ -181,17 +178,11 @@ class JoinedMemory:
         """Takes disjoint boxes, counted from the first corner of the large one."""
         self._parts = parts
 
-    def direct(self, _box: Box) -> memoryview | None:
-        return None
-
     def put(self, box: Box, elements: NDArray[Any]) -> None:
         for part, memory in self._parts:
             shared = intersect(part, box)
             if shared is not None:
                 memory.put(relative(shared, part), elements[slices_of(relative(shared, box))])
-
-    def walked(self, start: Shape, walks: Sequence[Walk], sizes: Shape) -> BoxMemory:
-        raise NotImplementedError("only boxes of stored tensors are joined")
 
 
 def join_walks(

@@ -14,7 +14,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from msgspec import Struct
@@ -78,19 +78,21 @@ _LOCATED, _MOST_LOCATED = 4096, 16384  # chunks that a reader keeps, and an orig
 _BYTE_TYPES = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "V16"}
 
 
-class BoxMemory(Protocol):
+class BoxMemory:
     """Memory for a box of a tensor, in host memory or on a device.
 
     Elements are moved as bytes, so that their type does not matter; see `byte_type`.
     """
 
-    def direct(self, box: Box) -> memoryview | None:
+    __slots__ = ()
+
+    def direct(self, _box: Box) -> memoryview | None:
         """Returns the memory of a part of the box as one writable run, None if it is not one."""
-        ...
+        return None
 
     def put(self, box: Box, elements: NDArray[Any]) -> None:
         """Copies elements, in the shape of a part of the box, to their place."""
-        ...
+        raise NotImplementedError
 
     def walked(self, start: Shape, walks: Sequence[Walk], sizes: Shape) -> BoxMemory:
         """Returns the memory of some of the elements, as that of another box.
@@ -98,10 +100,10 @@ class BoxMemory(Protocol):
         `start`: the place of the first of them. `walks`: for each dimension of the other box, how a
         step along it moves in this one. `sizes`: those of the other box.
         """
-        ...
+        raise NotImplementedError
 
 
-class ArrayMemory:
+class ArrayMemory(BoxMemory):
     """A numpy array of any strides as the memory of a box."""
 
     __slots__ = ("_array",)

@@ -103,16 +103,13 @@ def memory_of(tensor: torch.Tensor) -> BoxMemory:
     return ArrayMemory(array)
 
 
-class DeviceMemory:
+class DeviceMemory(BoxMemory):
     """A tensor that is not in host memory, or whose bytes are not its values."""
 
     __slots__ = ("_tensor",)
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
-
-    def direct(self, _box: Box) -> memoryview | None:
-        return None
 
     def put(self, box: Box, elements: NDArray[Any]) -> None:
         flat = torch.from_numpy(np.ascontiguousarray(elements).reshape(-1).view(np.uint8))
