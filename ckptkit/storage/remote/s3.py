@@ -255,8 +255,11 @@ class S3Uploads:
         when = getattr(config, "request_checksum_calculation", "when_required")
         self.has_checksums = when == "when_supported"
 
+    def path(self, key: str) -> str:
+        return f"{self._bucket}/{key}"
+
     def url(self, key: str) -> str:
-        return f"s3://{self._bucket}/{key}"
+        return f"s3://{self.path(key)}"
 
     def list_objects(self, prefix: str) -> dict[str, str]:
         """Returns the keys that begin with a prefix, each with the ETag of its object."""
