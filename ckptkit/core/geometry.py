@@ -83,29 +83,6 @@ Box(offsets=(2, 0), sizes=(1, 1))]
     return boxes
 
 
-def slab_spans(sizes: Shape, most: int) -> Iterator[Span]:
-    """Cuts a row-major box into slabs of at most `most` elements each, outer dimensions first.
-
-    Each slab is one box: it fixes leading dimensions, takes a range of the next one, and is full
-    in the rest.
-
-    >>> list(slab_spans((3, 3), 6))
-    [Span(start=0, stop=6), Span(start=6, stop=9)]
-    """
-    total, axis, inner = math.prod(sizes), 0, math.prod(sizes[1:])
-    if total <= most:
-        yield Span(0, total)
-        return
-    while inner > most:
-        axis += 1
-        inner //= sizes[axis]
-    block = sizes[axis] * inner
-    step = most // inner * inner
-    for outer in range(0, total, block):
-        for start in range(outer, outer + block, step):
-            yield Span(start, min(start + step, outer + block))
-
-
 def intersect(first: Box, second: Box) -> Box | None:
     """Returns what two boxes share, or None when that is empty."""
     offsets, sizes = [], []
@@ -353,6 +330,18 @@ def contiguous_parts(box: Box, outer: Shape, most_elements: int) -> Iterator[Box
     count = max(1, most_elements * box.sizes[axis] // elements) if whole else 1
     for part in cut(box, axis, count):
         yield from contiguous_parts(part, outer, most_elements)
+
+
+def slab_spans(sizes: Shape, most: int) -> Iterator[Span]:
+    """Cuts a row-major box into slabs of at most `most` elements each, in order; each is one box.
+
+    >>> list(slab_spans((3, 3), 6))
+    [Span(start=0, stop=6), Span(start=6, stop=9)]
+    """
+    strides = row_major_strides(sizes)
+    for box in contiguous_parts(Box((0,) * len(sizes), sizes), sizes, most):
+        start = flat_offset(box.offsets, strides)
+        yield Span(start, start + math.prod(box.sizes))
 
 
 def cut(box: Box, axis: int, count: int) -> Iterator[Box]:
