@@ -53,6 +53,12 @@ def is_row_major(shape: Shape, strides: Shape) -> bool:
     )
 
 
+def cut_span(span: Span, most: int) -> Iterator[Span]:
+    """Cuts a range into ranges of at most so many elements, in order."""
+    for start in range(span.start, span.stop, most):
+        yield Span(start, min(start + most, span.stop))
+
+
 def slabs(span: Span, shape: Shape) -> list[Box]:
     """Cuts a range of row-major elements into the fewest boxes that hold it, in order.
 

@@ -26,6 +26,7 @@ from ckptkit.core.geometry import (
     Walk,
     contiguous_parts,
     cut,
+    cut_span,
     flat_offset,
     hull,
     intersect,
@@ -306,9 +307,7 @@ class TensorReader:
                 self._origin.unverified.add(entry.key)
             return
         elements = np.frombuffer(target, numpy_dtype(entry.dtype))
-        step = _DERIVED_BYTES // entry.dtype.itemsize
-        for start in range(span.start, span.stop, step):
-            part = Span(start, min(start + step, span.stop))
+        for part in cut_span(span, _DERIVED_BYTES // entry.dtype.itemsize):
             self.prefetch([(entry.key, part)])
             demands, inputs, at = derivation.demands(part), [], 0
             dtypes = [self._origin.index.tensors[demand.key].dtype for demand in demands]
@@ -339,9 +338,7 @@ class TensorReader:
         if not self.cache.is_remote or self._is_prefetched(key, span):
             yield span
             return
-        step = READ_AHEAD_BYTES // lookup.entry.stored_dtype.itemsize
-        for start in range(span.start, span.stop, step):
-            part = Span(start, min(start + step, span.stop))
+        for part in cut_span(span, READ_AHEAD_BYTES // lookup.entry.stored_dtype.itemsize):
             self.prefetch([(key, part)])
             yield part
 
@@ -349,17 +346,15 @@ class TensorReader:
         """Reads elements block by block, and rounds them to what the live tensor has."""
         entry = lookup.entry
         caster = Caster(entry.stored_dtype, entry.dtype)
-        step = RUN_BYTES // entry.stored_dtype.itemsize
         if self._unrounded is None:
             self._unrounded = memoryview(bytearray(RUN_BYTES))
-        for start in range(span.start, span.stop, step):
-            part = Span(start, min(start + step, span.stop))
-            count, low = part.stop - part.start, (start - span.start) * entry.dtype.itemsize
+        for part in cut_span(span, RUN_BYTES // entry.stored_dtype.itemsize):
+            count, low = part.stop - part.start, (part.start - span.start) * entry.dtype.itemsize
             block = self._unrounded[: count * entry.stored_dtype.itemsize]
             self._fill_stored(lookup, part, block)
             view = target[low : low + count * entry.dtype.itemsize]
             stored, rounded = np.frombuffer(block, np.uint8), np.frombuffer(view, np.uint8)
-            caster.cast_all(stored, rounded, where=f"tensor {entry.key!r}", block_start=start)
+            caster.cast_all(stored, rounded, where=f"tensor {entry.key!r}", block_start=part.start)
 
     def _fill_stored(self, lookup: ChunkLookup, span: Span, target: memoryview) -> None:
         """Fills a buffer with elements as they are stored."""
@@ -545,10 +540,8 @@ def same_bytes(first: memoryview, second: memoryview) -> bool:
 def same_values(reader: TensorReader, first: TensorEntry, second: TensorEntry) -> bool:
     """Returns whether two tensors of one element type and shape have the same bytes."""
     itemsize = first.dtype.itemsize
-    step = RUN_BYTES // itemsize
     buffers = [memoryview(bytearray(RUN_BYTES)) for _ in range(2)]
-    for start in range(0, first.elements, step):
-        span = Span(start, min(start + step, first.elements))
+    for span in cut_span(Span(0, first.elements), RUN_BYTES // itemsize):
         views = [buffer[: (span.stop - span.start) * itemsize] for buffer in buffers]
         reader.fill(first.key, span, views[0])
         reader.fill(second.key, span, views[1])

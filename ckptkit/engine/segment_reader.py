@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from ckptkit.core.arrays import aligned_buffer, numpy_dtype
+from ckptkit.core.geometry import cut_span
 from ckptkit.core.index import Span
 from ckptkit.core.manifest import LEAF_BYTES
 from ckptkit.engine.kernels import Preparations
@@ -193,8 +194,7 @@ class SegmentReader:
         kernel = self._preparations.kernel(body.kernel, spec, self._read)
         grain = kernel.grain_elements(spec)
         step = max(grain, (body.most_elements or COMPUTE_ELEMENTS) // grain * grain)
-        for start in range(span.start, span.stop, step):
-            block = Span(start, min(start + step, span.stop))
+        for block in cut_span(span, step):
             self._prefetch_blocks(kernel, spec, block, span.stop)
             inputs = [
                 self._input(slot, demand) for slot, demand in enumerate(kernel.demands(spec, block))
