@@ -178,11 +178,16 @@ def make_store_copies(
 
     def parts() -> Iterator[tuple[str, ObjectPart, CopySource]]:
         for file in plan.files:
-            sources = {copied.start: source for copied, source in _sources(file, origins)}
-            if sources:
-                for part in target.copied_parts(file.path):
-                    assert part.copied is not None  # noqa: S101  that is what they are
-                    yield file.path, part, sources[part.copied.start]
+            sources: dict[int, CopySource] = {}
+            for segment in file.segments:
+                if isinstance(segment.body, Copy):
+                    source = origins[segment.body.origin].source
+                    for copied in segment.body.copied:
+                        if (found := source.copy_source(copied.path)) is not None:
+                            sources[copied.start] = found
+            for part in target.copied_parts(file.path) if sources else ():
+                assert part.copied is not None  # noqa: S101  that is what they are
+                yield file.path, part, sources[part.copied.start]
 
     def work(items: Iterator[tuple[str, ObjectPart, CopySource]]) -> None:
         for path, part, source in items:
@@ -190,22 +195,6 @@ def make_store_copies(
             listener(BytesWritten(part.stop - part.start, path))
 
     run_crew(_REQUESTS_AT_A_TIME, parts(), work)
-
-
-def _sources(
-    file: OutputFile, origins: Mapping[str, Origin]
-) -> Iterator[tuple[CopiedRange, CopySource]]:
-    objects: dict[tuple[str, str], CopySource | None] = {}
-    for segment in file.segments:
-        if isinstance(segment.body, Copy):
-            origin = origins[segment.body.origin]
-            for copied in segment.body.copied:
-                key = origin.name, copied.path
-                if key not in objects:
-                    objects[key] = origin.source.copy_source(copied.path)
-                source = objects[key]
-                if source is not None:
-                    yield copied, source
 
 
 class _Candidate(Struct, frozen=True):
