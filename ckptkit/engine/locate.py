@@ -29,9 +29,8 @@ from ckptkit.core.geometry import (
     drop_replicas,
     flat_hulls,
     flat_offset,
-    intersect,
     is_contiguous_in,
-    relative,
+    overlaps,
     row_major_strides,
     slabs,
 )
@@ -101,17 +100,11 @@ class ChunkLookup:
             yield SpanOverlap(row, (stop - start,), source, target, (span.stop - span.start,), 0)
         if self.chunks.flat:
             return
-        at, table = 0, self.chunks
-        boxes = [
-            (row, Box(tuple(table.offsets[row].tolist()), tuple(table.sizes[row].tolist())))
-            for row in rows
-        ]
+        at, touched = 0, self.chunks.take(np.array(rows, np.int64))
         for slab in slabs(span, self.entry.shape):
-            for row, box in boxes:
-                shared = intersect(slab, box)
-                if shared is not None:
-                    source, target = relative(shared, box), relative(shared, slab)
-                    yield SpanOverlap(row, box.sizes, source, target, slab.sizes, at)
+            for found in overlaps(touched, slab):
+                places = found.chunk, found.source, found.target
+                yield SpanOverlap(rows[found.row], *places, slab.sizes, at)
             at += math.prod(slab.sizes)
 
 
