@@ -277,7 +277,7 @@ class Overlap(Struct, frozen=True):
 
 
 def overlaps(chunks: ChunkTable, wanted: Box) -> Iterator[Overlap]:
-    """Yields what each chunk of a table, whose places are boxes, holds of a box."""
+    """Yields what each chunk of a table holds of a box; ranges are boxes of one dimension."""
     low, size = chunks.offsets, chunks.sizes
     start = np.array(wanted.offsets, np.int64)
     stop = start + np.array(wanted.sizes, np.int64)

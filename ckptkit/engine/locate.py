@@ -35,7 +35,6 @@ from ckptkit.core.geometry import (
     slabs,
 )
 from ckptkit.core.index import (
-    Box,
     ChunkTable,
     FileRange,
     Key,
@@ -93,15 +92,10 @@ class ChunkLookup:
         The range is cut into boxes that are full behind their first varying dimension.
         """
         rows = np.flatnonzero((self._start < span.stop) & (self._stop > span.start)).tolist()
-        for row in rows if self.chunks.flat else ():
-            start, stop = int(self._start[row]), int(self._stop[row])
-            low, size = max(start, span.start), min(stop, span.stop) - max(start, span.start)
-            source, target = Box((low - start,), (size,)), Box((low - span.start,), (size,))
-            yield SpanOverlap(row, (stop - start,), source, target, (span.stop - span.start,), 0)
-        if self.chunks.flat:
-            return
         at, touched = 0, self.chunks.take(np.array(rows, np.int64))
-        for slab in slabs(span, self.entry.shape):
+        # A range of elements is a box of one dimension.
+        shape = (self.entry.elements,) if self.chunks.flat else self.entry.shape
+        for slab in slabs(span, shape):
             for found in overlaps(touched, slab):
                 places = found.chunk, found.source, found.target
                 yield SpanOverlap(rows[found.row], *places, slab.sizes, at)

@@ -104,11 +104,16 @@ def read_direct(
     filled = set()
     at = 0
     for position, part in enumerate(task.parts):
-        origin, runs = _runs_of(part, readers)
-        if runs:
-            filled.add(position)
-            reads.setdefault(origin, []).extend((run, at + run.target) for run in runs)
-        at += part.stop - part.start
+        body, spec, size_bytes = part.segment.body, part.segment.spec, part.stop - part.start
+        if isinstance(body, Copy) and spec is not None and size_bytes >= LEAST_BYTES:
+            reader = readers[body.origin]
+            runs = (
+                reader.byte_runs(body.key, part_span(part, spec)) if reader.cache.is_remote else ()
+            )
+            if runs:
+                filled.add(position)
+                reads.setdefault(body.origin, []).extend((run, at + run.target) for run in runs)
+        at += size_bytes
     for origin, of_origin in reads.items():
         readers[origin].cache.read_direct(
             [(wanted, data[at : at + wanted.size_bytes]) for wanted, at in _joined(of_origin)]
@@ -116,17 +121,6 @@ def read_direct(
         for run, start in of_origin:
             readers[origin].note(run, data[start : start + run.stored.size_bytes])
     return frozenset(filled)
-
-
-def _runs_of(
-    part: SegmentRange, readers: Mapping[str, TensorReader]
-) -> tuple[str, Sequence[ByteRun]]:
-    body, spec = part.segment.body, part.segment.spec
-    if spec is None or part.stop - part.start < LEAST_BYTES:
-        return "", ()
-    if not isinstance(body, Copy) or not readers[body.origin].cache.is_remote:
-        return "", ()
-    return body.origin, readers[body.origin].byte_runs(body.key, part_span(part, spec))
 
 
 def _joined(reads: Sequence[_DirectRead]) -> Iterator[tuple[FileRange, int]]:
