@@ -435,10 +435,13 @@ def whole_tile(shape: Shape) -> Tile:
 def find_tile(tile: Tile, source: Shape, start: int = 0) -> Tile | None:
     """Returns a tile whose source has one dimension with the source in its real shape.
 
-    None where the steps do not follow the dimensions of the source. `start`: the element of the
-    real source at which the flat one begins.
+    None where the steps do not follow the dimensions of the source, or leave it. `start`: the
+    element of the real source at which the flat one begins.
     """
-    folded = _fold_whole(_moved(tile.swapped, 0, start), source)
+    flat = _moved(tile.swapped, 0, start)
+    if flat.corners[0][0] + _reach(flat, 0) >= math.prod(source):
+        return None
+    folded = _fold_whole(flat, source)
     return folded.swapped if isinstance(folded, Tile) else None
 
 

@@ -139,6 +139,8 @@ def test_rows_of_groups_are_found_group_by_group() -> None:
 
 def test_steps_that_follow_no_dimension_are_not_found() -> None:
     assert find_tile(tile_of((0,), (4,), 0, (6,)), (5, 5)) is None
+    beyond = tile_of((0,), (4,), 3, (1,))
+    assert find_tile(beyond, (2, 3)) is find_tile(beyond, (0, 3)) is None
 
 
 def test_a_conversion_into_too_many_pieces_is_refused() -> None:
