@@ -1,4 +1,4 @@
-"""What tests do to files: read all, flip a bit, wait for something, mount a small disk."""
+"""What tests do to files: read all, count open ones, flip a bit, wait, mount a small disk."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,18 @@ def contents(folder: Path) -> dict[str, bytes]:
     """Returns all files below a folder by their paths in it."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+
+
+def open_below(folder: Path) -> int:
+    """Counts the open files in a folder; all others may be closed at any time.
+
+    Sockets of idle connections are closed by threads, those of gloo by the garbage collector.
+    """
+    count = 0
+    for entry in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # the descriptor that listed them
+            count += entry.readlink().is_relative_to(folder)
+    return count
 
 
 def flip_bit(path: Path, at: int, mask: int = 1) -> None:

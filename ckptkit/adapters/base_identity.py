@@ -23,7 +23,7 @@ from ckptkit.adapters.sources import OpenedAdapter, SourceAdapter
 from ckptkit.consumers.folder_truth import MAX_JSON_BYTES
 from ckptkit.conversion.source.adapters import read_record_of_base
 from ckptkit.conversion.source.open import OpenedCheckpoint, make_absolute, resolve_path
-from ckptkit.core.checksums import RangeChecksum
+from ckptkit.core.checksums import ChecksumPiece, crc32_of_pieces
 from ckptkit.core.crc import crc32
 from ckptkit.core.errors import CkptkitError, InputError, RefusedError
 from ckptkit.core.index import Box, Fqn, Shape, Span, TensorEntry
@@ -438,7 +438,7 @@ def _join_crc32(locator: Locator, entry: TensorEntry) -> int | None:
     """Joins the checksums of a tensor's chunks, if each is a run of elements with a checksum."""
     if entry.rounded_from is not None or entry.derivation is not None:
         return None
-    whole = RangeChecksum()
+    pieces: list[ChecksumPiece] = []
     seen = set()
     for row, chunk in enumerate(entry.chunks):
         run = _find_run(chunk.place, entry.shape)
@@ -457,9 +457,9 @@ def _join_crc32(locator: Locator, entry: TensorEntry) -> int | None:
         is_alone = at.origin == at.start and at.stop - at.start == length
         if at.crc32 is None or not is_alone or at.strides is not None:
             return None
-        whole.add(start, length, at.crc32)
+        pieces.append((start, length, at.crc32))
     try:
-        return whole.value(entry.size_bytes)
+        return crc32_of_pieces(pieces, entry.size_bytes)
     except ValueError:  # overlapping chunks
         return None
 

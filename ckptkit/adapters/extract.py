@@ -51,12 +51,11 @@ from ckptkit.plan.layouts.hf import layout_adapter
 from ckptkit.plan.plan import (
     SOURCE,
     Copy,
-    Literal,
     OutputFile,
     Plan,
     Product,
     TensorSpec,
-    lay_out_file,
+    literal_file,
 )
 from ckptkit.storage.places import PathLike, open_target
 
@@ -78,7 +77,7 @@ def layout_adapter_files(
     """Lays an adapter out: a folder of PEFT, or the LoRA file of a pipeline's component."""
     if not component:
         data = json.dumps(document, indent=2, sort_keys=True).encode()
-        config = lay_out_file(ADAPTER_CONFIG, [(len(data), Literal(data), None)])
+        config = literal_file(ADAPTER_CONFIG, data)
         return (layout_adapter(products), config)
     named = [
         replace(product, spec=replace(product.spec, name=Fqn(f"{component}.{name}")))

@@ -10,8 +10,9 @@ from __future__ import annotations
 import json
 import os
 import posixpath
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -32,6 +33,7 @@ from ckptkit.core.errors import (
     InputError,
     MissingFileError,
     NotACheckpointError,
+    OutputError,
     OutputExistsError,
     RefusedError,
     SourceChangedError,
@@ -51,9 +53,11 @@ from ckptkit.runs.push_journal import read_pushes
 from ckptkit.runs.step_manifests import step_folder
 from ckptkit.storage.base import is_there
 from ckptkit.storage.local.disk import LOCAL_DISK
+from ckptkit.storage.local.durable import replace_file
 from ckptkit.storage.locations import check_relative
 from ckptkit.storage.places import PathLike, Place, is_url, local_path, open_source, place_of
-from ckptkit.storage.removal import put_record, refuse_unremovable, remove_files
+from ckptkit.storage.remote.errors import error_translator
+from ckptkit.storage.remote.store import RemoteStore, get_store
 
 if TYPE_CHECKING:
     from ckptkit.conversion.prepare import ConversionJob
@@ -133,7 +137,7 @@ def write_and_remove(
             hint="the output is complete; find the process that writes to the source",
         )
     # Check that nothing else uses it.
-    refuse_unremovable(root, [file.path for file in left])
+    _refuse_unremovable(root, [file.path for file in left])
     _refuse_step_in_use(root, removal.paths)
     record = _record_name(job.destination)
     with ExitStack() as stack:
@@ -146,7 +150,7 @@ def write_and_remove(
         if not removal.manifest:
             facts = {name: getattr(removal, name) for name in removal.__struct_fields__}
             facts |= {"manifest": _digest(manifest.to_json()), "root": ""}
-            put_record(root, record, json.dumps(facts).encode())
+            _put_record(root, record, json.dumps(facts).encode())
         remove_files(root, removal.paths, last=record)
     return manifest, removal
 
@@ -357,7 +361,7 @@ def _choose_files(planned: PlannedOutput, job: ConversionJob) -> SourceRemoval:
             "move it to another folder, or remove the checkpoint by hand",
         )
     named = [file.path for file in files]
-    refuse_unremovable(root, named)
+    _refuse_unremovable(root, named)
     _refuse_step_in_use(root, named)
     return SourceRemoval(
         out=resolve_path(job.destination),
@@ -432,3 +436,91 @@ def _in_use(place: Place) -> RefusedError:
         where=place.location,
         hint="wait until it has ended, and run the same command again",
     )
+
+
+_READ_ONLY = frozenset({"hf", "http", "https"})
+
+
+def _refuse_unremovable(root: Place, paths: Collection[str]) -> None:
+    if is_url(root):
+        if root.protocol in _READ_ONLY:
+            raise RefusedError(
+                f"nothing can be removed from {root.protocol}://",
+                where=root.location,
+                hint="leave --delete-source out",
+            )
+        return
+    folder = local_path(root).resolve()
+    for path in paths:
+        file = folder / path
+        if file.resolve() != file or not file.is_file():
+            raise RefusedError(
+                f"{path!r} is no file of its own but a link, or is behind one",
+                where=root.location,
+                hint="remove the file that it points to by hand, and leave out --delete-source",
+            )
+
+
+def _put_record(root: Place, name: str, data: bytes) -> None:
+    """Writes a small file that is durable and whole, or not there."""
+    if is_url(root):
+        store = get_store(root)
+        with error_translator(root.location, store.options)():
+            path = f"{store.path_of(root.location)}/{name}"
+            store.put_small(path, data)
+        return
+    folder = local_path(root).resolve()
+    try:
+        replace_file(folder / name, data, LOCAL_DISK, draft=folder / f"{name}.new")
+    except OSError as error:
+        raise OutputError(
+            f"the removal cannot be recorded: {error.strerror}",
+            where=root.location,
+            hint="the output is whole and verified; the source was not removed",
+        ) from error
+
+
+def remove_files(root: Place, paths: Sequence[str], *, last: str) -> None:
+    """Removes files in the order given, `last` at the end, and folders that are empty then.
+
+    Some may have been removed already; the root is removed too if it is empty.
+    """
+    if is_url(root):
+        store = get_store(root)
+        with error_translator(root.location, store.options)():
+            base = store.path_of(root.location)
+            for path in (*paths, last):
+                _remove_object(store, base, path)
+        return
+    folder = local_path(root).resolve()
+    _remove_file(root, folder / f"{last}.new", f"the draft of its record, and {len(paths)} files")
+    for number, path in enumerate(paths):
+        _remove_file(root, folder / path, f"{path!r}, and {len(paths) - number - 1} files after it")
+    for parent in sorted({(folder / path).parent for path in paths}, reverse=True):
+        _remove_empty(parent, folder)
+    _remove_file(root, folder / last, "the record of the removal")
+    _remove_empty(folder, folder)
+
+
+def _remove_file(root: Place, path: Path, what: str) -> None:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise OutputError(
+            f"cannot be removed: {what}: {error.strerror}",
+            where=root.location,
+            hint="the output is whole and verified; run the same command again, or remove the"
+            " rest by hand",
+        ) from error
+
+
+def _remove_empty(path: Path, root: Path) -> None:
+    with suppress(OSError):  # another file is there, which is allowed
+        while path.is_relative_to(root):
+            if path.exists():
+                path.rmdir()
+            path = path.parent
+
+
+def _remove_object(store: RemoteStore, base: str, path: str) -> None:
+    store.delete(base, [path])

@@ -118,7 +118,7 @@ class MappedModel(Struct, frozen=True):
                 operand = AddedOperand(operand_of(product), constant)
                 made[at] = replace(product, body=OperandKernel(operand).compute())
         for name, shape in self.names.zeros.items():
-            kernel = RearrangeKernel(shape, (), {}, has_padding=True)
+            kernel = RearrangeKernel((), {}, has_padding=True)
             spec = TensorSpec(name, dtype_named("float32"), shape)
             made.append(Product(spec, Compute(kernel, ())))
         return NamedProducts(made, {}, self.notes, self.versions)
@@ -142,7 +142,7 @@ class MappedModel(Struct, frozen=True):
             run = find_run(tensor)
             made: StoredOperand | ComputedOperand
             if run is not None:
-                made = StoredOperand(SOURCE, first.key, first.dtype, run.start)
+                made = StoredOperand(SOURCE, first.key, first.dtype, run[1])
             else:
                 stored = [StoredOperand(SOURCE, entry.key, first.dtype) for entry in sources]
                 made = join_sources(tensor, stored)

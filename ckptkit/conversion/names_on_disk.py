@@ -372,7 +372,7 @@ def make_disk_products(
 def join_sources(tensor: HubTensor, sources: Sequence[Operand]) -> ComputedOperand:
     """Returns a tensor that is made of others, in the order of `tensor.sources`, as an operand."""
     of_sources = dict(zip(tensor.sources, sources, strict=True))
-    kernel = RearrangeKernel(tensor.grid, tensor.pieces, of_sources, tensor.has_padding)
+    kernel = RearrangeKernel(tensor.pieces, of_sources, tensor.has_padding)
     # Sources of several element types are refused before.
     spec = TensorSpec(tensor.name, sources[0].dtype, tensor.shape)
     return ComputedOperand(kernel, spec, kernel.reads)

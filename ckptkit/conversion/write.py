@@ -67,6 +67,7 @@ from ckptkit.engine.executor import (
     Executor,
     settle_workers,
 )
+from ckptkit.engine.locate import READ_AHEAD_BYTES
 from ckptkit.engine.outcome import (
     BytesWritten,
     Digests,
@@ -80,7 +81,6 @@ from ckptkit.engine.outcome import (
     can_be_proven,
     is_proven,
 )
-from ckptkit.engine.prefetch import READ_AHEAD_BYTES
 from ckptkit.engine.remote_reads import with_store_copies
 from ckptkit.engine.segment_reader import Inputs
 from ckptkit.formats.dcp.megatron import INTEGRITY, check_integrity
@@ -94,7 +94,6 @@ from ckptkit.plan.plan import (
     OutputFile,
     Plan,
     RawCopy,
-    ServerCopy,
 )
 from ckptkit.runs.local_run import hold_at_stores
 from ckptkit.storage.base import Target
@@ -400,14 +399,14 @@ def build_manifest(planned: PlannedOutput, digests: Digests) -> Manifest:
     for file, segment, spec in planned.plan.specs():
         body = segment.body
         reads: Iterable[tuple[str, str]] = body.reads if isinstance(body, Compute) else ()
-        if isinstance(body, (Copy, ServerCopy)):
+        if isinstance(body, Copy):
             reads = ((body.origin, body.key),)
         if str(spec.name) in stored:
             proof = BY_MANIFEST
         elif not unverified.isdisjoint(reads):
             proof = UNVERIFIED
         else:
-            proof = BY_STORE if isinstance(body, ServerCopy) else "crc32"
+            proof = BY_STORE if isinstance(body, Copy) and body.copied else "crc32"
         tensors[spec.name] = TensorRecord(
             dtype=spec.dtype.name,
             shape=spec.shape,

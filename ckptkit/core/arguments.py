@@ -79,15 +79,7 @@ def check_arguments(function: Callable[P, R]) -> Callable[P, R]:
 
     Options that a function takes as `**options: Unpack[SomeTypedDict]` are checked likewise.
     """
-
-    @functools.wraps(function)
-    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-        signature = _check_names(function, kwargs)
-        for name, value in (*zip(signature.positional, args, strict=False), *kwargs.items()):
-            _check_kind(name, value, signature.annotations.get(name, ""), signature.where)
-        return function(*args, **kwargs)
-
-    return _show_options(checked, function)
+    return _checked(function, has_values_checked=True)
 
 
 def check_names(function: Callable[P, R]) -> Callable[P, R]:
@@ -95,10 +87,18 @@ def check_names(function: Callable[P, R]) -> Callable[P, R]:
 
     For functions that all ranks call: an error of a value has to reach the other ranks, too.
     """
+    return _checked(function, has_values_checked=False)
 
+
+def _checked(function: Callable[P, R], *, has_values_checked: bool) -> Callable[P, R]:
     @functools.wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-        _check_names(function, kwargs)
+        signature = _read_signature(function)
+        if not signature.takes_any:
+            refuse_unknown(kwargs, signature.annotations, where=signature.where)
+        given = (*zip(signature.positional, args, strict=False), *kwargs.items())
+        for name, value in given if has_values_checked else ():
+            _check_kind(name, value, signature.annotations.get(name, ""), signature.where)
         return function(*args, **kwargs)
 
     return _show_options(checked, function)
@@ -135,13 +135,6 @@ def _show_options(checked: Callable[P, R], function: Callable[P, R]) -> Callable
     signature = inspect.Signature(shown, return_annotation=returned)
     checked.__signature__ = signature  # type: ignore[attr-defined]
     return checked
-
-
-def _check_names(function: Callable[..., Any], arguments: Iterable[str]) -> _Signature:
-    signature = _read_signature(function)
-    if not signature.takes_any:
-        refuse_unknown(arguments, signature.annotations, where=signature.where)
-    return signature
 
 
 @functools.cache

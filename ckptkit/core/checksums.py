@@ -10,7 +10,7 @@ the CRC-32 of the whole without reading it, and prove that each byte was written
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -59,28 +59,13 @@ def join_pieces(pieces: Sequence[ChecksumPiece]) -> list[ChecksumPiece]:
     return joined
 
 
-class RangeChecksum:
-    """The CRC-32 of a byte range, collected from pieces that come in any order.
-
-    `add` may be called by several threads at once; `value` once they are done.
-    """
-
-    __slots__ = ("_pieces",)
-
-    def __init__(self) -> None:
-        self._pieces: list[ChecksumPiece] = []
-
-    def add(self, start: int, length_bytes: int, crc32: int) -> None:
-        if length_bytes:
-            self._pieces.append((start, length_bytes, crc32))
-
-    def value(self, total_bytes: int) -> int:
-        """Returns the CRC-32 of bytes `[0, total_bytes)`, which the pieces must fill."""
-        pieces = join_pieces(self._pieces)
-        ((start, length, crc), *further) = pieces or [(0, 0, 0)]
-        if further or (start, length) != (0, total_bytes):
-            raise ValueError(f"pieces of {total_bytes:,} bytes lack some, or overlap: {pieces[:3]}")
-        return crc
+def crc32_of_pieces(pieces: Iterable[ChecksumPiece], total_bytes: int) -> int:
+    """Returns the CRC-32 of bytes `[0, total_bytes)`, which the pieces fill, in any order."""
+    joined = join_pieces([piece for piece in pieces if piece[1]]) or [(0, 0, 0)]
+    start, length, crc = joined[0]
+    if len(joined) > 1 or (start, length) != (0, total_bytes):
+        raise ValueError(f"pieces of {total_bytes:,} bytes lack some, or overlap: {joined[:3]}")
+    return crc
 
 
 def leaf_ranges(size_bytes: int) -> Iterator[tuple[int, int]]:
@@ -133,12 +118,12 @@ def join_leaves(leaves: Mapping[int, bytes]) -> str:
 
 def join_crc32s(leaves: Mapping[int, bytes], size_bytes: int) -> int:
     """Returns the CRC-32 of a tensor from what `leaf_sums` gave for its leaves, by number."""
-    whole = RangeChecksum()
+    pieces = []
     for number, leaf in leaves.items():
         start = number * LEAF_BYTES
         length = min(LEAF_BYTES, size_bytes - start)
-        whole.add(start, length, int.from_bytes(leaf[_DIGEST_BYTES:], "big"))
-    return whole.value(size_bytes)
+        pieces.append((start, length, int.from_bytes(leaf[_DIGEST_BYTES:], "big")))
+    return crc32_of_pieces(pieces, size_bytes)
 
 
 def digest_of(data: memoryview) -> str:

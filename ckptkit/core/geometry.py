@@ -1,20 +1,18 @@
 """Which element lies where: boxes of tensors, how chunks cover them, and rearrangements.
 
-Everything is exact and in elements, counted row-major. Three views build on boxes:
+Everything is exact and in elements, counted row-major. Two views build on boxes:
 
-- A strided box says that a box of one tensor has regular steps in another one. It describes what a
-  tensor is made of that is made by moving elements.
-- A tile is a strided box seen from both tensors, so that the part that is wanted of one is found as
-  boxes of the other, which can be read like any box.
-- An arrangement starts as a whole tensor and goes through reshapes, splits and permutations; it
-  ends as strided boxes. An operation whose outcome it cannot express is refused.
+- A tile is a set of elements that two tensors share, found by regular steps in both. The part that
+  is wanted of one is found as boxes of the other, which can be read like any box.
+- An arrangement starts as a whole tensor and goes through reshapes, slices and permutations; it
+  consists of tiles.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -25,7 +23,6 @@ from numpy.typing import NDArray
 from ckptkit.core.errors import CannotPlanError, LimitError
 from ckptkit.core.index import Box, ChunkTable, Fqn, Ints, Shape, Span
 
-_Value = TypeVar("_Value")
 Integer = TypeVar("Integer", bound=np.integer[Any])
 _GRID_DIMENSIONS = 4
 _GRID_CELLS = 1 << 22  # beyond this a coverage grid is swept slab by slab instead
@@ -56,6 +53,12 @@ def is_row_major(shape: Shape, strides: Shape) -> bool:
     )
 
 
+def cut_span(span: Span, most: int) -> Iterator[Span]:
+    """Cuts a range into ranges of at most so many elements, in order."""
+    for start in range(span.start, span.stop, most):
+        yield Span(start, min(start + most, span.stop))
+
+
 def slabs(span: Span, shape: Shape) -> list[Box]:
     """Cuts a range of row-major elements into the fewest boxes that hold it, in order.
 
@@ -84,29 +87,6 @@ Box(offsets=(2, 0), sizes=(1, 1))]
         boxes.append(Box(offsets, (1,) * axis + (count,) + shape[axis + 1 :]))
         at += count * strides[axis]
     return boxes
-
-
-def slab_spans(sizes: Shape, most: int) -> Iterator[Span]:
-    """Cuts a row-major box into slabs of at most `most` elements each, outer dimensions first.
-
-    Each slab is one box: it fixes leading dimensions, takes a range of the next one, and is full
-    in the rest.
-
-    >>> list(slab_spans((3, 3), 6))
-    [Span(start=0, stop=6), Span(start=6, stop=9)]
-    """
-    total, axis, inner = math.prod(sizes), 0, math.prod(sizes[1:])
-    if total <= most:
-        yield Span(0, total)
-        return
-    while inner > most:
-        axis += 1
-        inner //= sizes[axis]
-    block = sizes[axis] * inner
-    step = most // inner * inner
-    for outer in range(0, total, block):
-        for start in range(outer, outer + block, step):
-            yield Span(start, min(start + step, outer + block))
 
 
 def intersect(first: Box, second: Box) -> Box | None:
@@ -228,7 +208,7 @@ def _defect_in_boxes(table: ChunkTable, shape: Shape) -> Defect | None:
     if len(split) <= _GRID_DIMENSIONS and cells <= _GRID_CELLS:
         defect = _defect_in_grid(lower, upper, edges)
     else:
-        defect = _Sweep(lower, upper, edges).find(np.arange(len(lower)), 0)
+        defect = _defect_in_sweep(lower, upper, edges)
     if defect is None:
         return None
     intervals, copies = defect
@@ -261,34 +241,30 @@ def _defect_in_grid(lower: Ints, upper: Ints, edges: list[Ints]) -> _GridDefect 
     return intervals, int(inner[tuple(cell)])
 
 
-class _Sweep:
-    """Coverage of an irregular split, one elementary interval of one dimension at a time."""
+def _defect_in_sweep(lower: Ints, upper: Ints, edges: list[Ints]) -> _GridDefect | None:
+    """Finds a defect of an irregular split, one interval of one dimension at a time."""
+    steps = 0
 
-    def __init__(self, lower: Ints, upper: Ints, edges: list[Ints]) -> None:
-        self.lower, self.upper, self.edges = lower, upper, edges
-        self.steps = 0
+    def count(rows: int) -> None:
+        nonlocal steps
+        steps += 1 + rows // 1024
+        if steps > _SWEEP_STEPS:
+            raise LimitError("the chunks are cut more irregularly than any real split")
 
-    def find(self, rows: Ints, axis: int) -> _GridDefect | None:
-        """Finds a defect among the boxes `rows`, looking at dimensions from `axis` on."""
-        low, high = self.lower[rows, axis], self.upper[rows, axis]
-        edges = self.edges[axis]
-        if axis == self.lower.shape[1] - 1:
-            self._count(len(low))
-            gap = _first_gap_or_overlap(low, high, int(edges[-1]))
+    def find(rows: Ints, axis: int) -> _GridDefect | None:
+        low, high, ends = lower[rows, axis], upper[rows, axis], edges[axis][[0, -1]]
+        if axis == lower.shape[1] - 1:
+            count(len(rows))
+            gap = _first_gap_or_overlap(low, high, int(ends[1]))
             return None if gap is None else ([gap[0]], gap[1])
-        local = distinct(np.concatenate([low, high, edges[:1], edges[-1:]]))
-        for start, stop in itertools.pairwise(local.tolist()):
-            self._count(len(rows))
-            inside = rows[(low <= start) & (high >= stop)]
-            defect = self.find(inside, axis + 1)
+        for start, stop in itertools.pairwise(distinct(np.concatenate([low, high, ends])).tolist()):
+            count(len(rows))
+            defect = find(rows[(low <= start) & (high >= stop)], axis + 1)
             if defect is not None:
                 return [(start, stop), *defect[0]], defect[1]
         return None
 
-    def _count(self, rows: int) -> None:
-        self.steps += 1 + rows // 1024
-        if self.steps > _SWEEP_STEPS:
-            raise LimitError("the chunks are cut more irregularly than any real split")
+    return find(np.arange(len(lower)), 0)
 
 
 class Overlap(Struct, frozen=True):
@@ -301,7 +277,7 @@ class Overlap(Struct, frozen=True):
 
 
 def overlaps(chunks: ChunkTable, wanted: Box) -> Iterator[Overlap]:
-    """Yields what each chunk of a table, whose places are boxes, holds of a box."""
+    """Yields what each chunk of a table holds of a box; ranges are boxes of one dimension."""
     low, size = chunks.offsets, chunks.sizes
     start = np.array(wanted.offsets, np.int64)
     stop = start + np.array(wanted.sizes, np.int64)
@@ -362,6 +338,18 @@ def contiguous_parts(box: Box, outer: Shape, most_elements: int) -> Iterator[Box
         yield from contiguous_parts(part, outer, most_elements)
 
 
+def slab_spans(sizes: Shape, most: int) -> Iterator[Span]:
+    """Cuts a row-major box into slabs of at most `most` elements each, in order; each is one box.
+
+    >>> list(slab_spans((3, 3), 6))
+    [Span(start=0, stop=6), Span(start=6, stop=9)]
+    """
+    strides = row_major_strides(sizes)
+    for box in contiguous_parts(Box((0,) * len(sizes), sizes), sizes, most):
+        start = flat_offset(box.offsets, strides)
+        yield Span(start, start + math.prod(box.sizes))
+
+
 def cut(box: Box, axis: int, count: int) -> Iterator[Box]:
     """Cuts a box across `axis` into boxes of `count` indexes, the last one thinner."""
     for low in range(0, box.sizes[axis], count):
@@ -379,37 +367,32 @@ def slices_of(box: Box) -> tuple[Any, ...]:
     return (*(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True)), Ellipsis)
 
 
-# Strided boxes and tiles
-
-
-class StridedBox(Struct, frozen=True):
-    """A box of a tensor whose elements have regular steps in another one, its source."""
-
-    box: Box  # of the tensor, or of a grid: its shape with dimensions split further
-    source: Fqn
-    start: int  # the source's element, counted row-major, at the box's first corner
-    steps: Shape  # elements of the source from one index to the next, per dimension of the box
-
+# Tiles
 
 Walk = tuple[int, int]
 """An axis of a tensor, and how many of its indexes a step moves along it."""
-_OTHER = 1  # position of the other tensor's walk in a loop
+_MOST_PARTS = 1 << 16
 
 
 class Loop(Struct, frozen=True):
     """One dimension of a tile."""
 
     size: int  # how many elements, at least two
-    walks: tuple[Walk, Walk]  # how a step moves in the stored tensor, and in the other one
+    walks: tuple[Walk, Walk]  # how a step moves in the first tensor, and in the second
 
 
 class Tile(Struct, frozen=True):
-    """Elements that two tensors share."""
+    """Elements that two tensors share; mostly the second one is the source of the first.
 
-    # The first of the elements in the stored tensor, and in the other one.
-    corners: tuple[Shape, Shape]
-    # The dimensions along which the elements follow each other, in any order.
-    loops: tuple[Loop, ...]
+    A source of which only the row-major order of its elements matters is a tensor of one dimension.
+    """
+
+    corners: tuple[Shape, Shape]  # the first of the elements in both tensors
+    loops: tuple[Loop, ...]  # the dimensions along which the elements follow each other
+
+    @property
+    def elements(self) -> int:
+        return math.prod(loop.size for loop in self.loops)
 
     @property
     def swapped(self) -> Tile:
@@ -438,142 +421,106 @@ class BoxWalk(Struct, frozen=True):
     walks: tuple[Walk, ...]
 
 
-def find_tile(shape: Shape, grid: Shape, piece: StridedBox, other: Shape) -> Tile | None:
-    """Returns a strided box as a tile, its own tensor being the stored one.
+def whole_tile(shape: Shape) -> Tile:
+    """Returns all elements of a tensor, made of a source with the same row-major order."""
+    strides = row_major_strides(tuple(max(size, 1) for size in shape))
+    loops = (
+        Loop(size, ((axis, 1), (0, step)))
+        for axis, (size, step) in enumerate(zip(shape, strides, strict=True))
+        if size != 1
+    )
+    return Tile(((0,) * len(shape), (0,)), tuple(loops))
 
-    None where the steps do not follow the dimensions of both tensors; `grid` is `shape` with
-    dimensions split further, `other` the shape of the other tensor.
+
+def find_tile(tile: Tile, source: Shape, start: int = 0) -> Tile | None:
+    """Returns a tile whose source has one dimension with the source in its real shape.
+
+    None where the steps do not follow the dimensions of the source, or leave it. `start`: the
+    element of the real source at which the flat one begins.
     """
-    owners = _owners_in(shape, grid)
-    if owners is None:
+    flat = _moved(tile.swapped, 0, start)
+    if flat.corners[0][0] + _reach(flat, 0) >= math.prod(source):
         return None
-    start = piece.start
-    corner = [0] * len(shape)
-    flat: list[tuple[int, Walk, int]] = []
-    for (axis, step), offset, size, flat_step in zip(
-        owners, piece.box.offsets, piece.box.sizes, piece.steps, strict=True
-    ):
-        if axis >= 0:
-            corner[axis] += offset * step
-        if size > 1:
-            flat.append((size, (axis, step), flat_step))
-    strides = row_major_strides(other)
-    there = tuple((start // stride) % n for stride, n in zip(strides, other, strict=True))
-    if flat_offset(there, strides) != start:
-        return None
-    loops: list[Loop] = []
-    for size, walk, flat_step in flat:
-        found = _follow(size, walk, flat_step, there, other)
-        if found is None:
-            return None
-        loops += found
-    tile = Tile((tuple(corner), there), tuple(loops))
-    return tile if _fits(tile, _OTHER, other) else None
+    folded = _fold_whole(flat, source)
+    return folded.swapped if isinstance(folded, Tile) else None
 
 
-def _owners_in(shape: Shape, grid: Shape) -> list[Walk] | None:
-    """Returns for each dimension of the grid the one of the tensor that it is a part of."""
-    owners: list[Walk] = []
-    at = 0
-    for axis, size in enumerate(shape):
-        first, product = at, 1
-        while product < size and at < len(grid):
-            product *= grid[at]
-            at += 1
-        if product != size:
-            return None
-        owners += [(axis, math.prod(grid[i + 1 : at])) for i in range(first, at)]
-    if any(size != 1 for size in grid[at:]):
-        return None
-    return owners + [(len(shape) - 1, 0)] * (len(grid) - at)
+def clip(tile: Tile, box: Box) -> list[Tile]:
+    """Returns the parts of a tile that are inside of a box of the first tensor."""
+    if box.sizes:  # most of many tiles are outside, and found so before anything is built
+        low, begin = tile.corners[0][0], box.offsets[0]
+        if low >= begin + box.sizes[0] or low + _reach(tile, 0) < begin:
+            return []
+    parts = [tile]
+    for axis, (begin, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+        parts = [kept for part in parts for kept in _between(part, axis, begin, begin + size)]
+        if not parts:
+            break
+    return parts
 
 
-def _follow(size: int, walk: Walk, flat_step: int, start: Shape, shape: Shape) -> list[Loop] | None:
-    """Returns one dimension as loops, several where it goes around a dimension of the tensor."""
-    strides = row_major_strides(shape)
-    usable = (i for i, n in enumerate(shape) if n > 1 and 0 < strides[i] <= flat_step)
-    axis = next(usable, None)
-    if axis is None or flat_step % strides[axis]:
-        return None
-    step = flat_step // strides[axis]
-    room = -(-(shape[axis] - start[axis]) // step)
-    if size <= room:
-        return [Loop(size, (walk, (axis, step)))]
-    if shape[axis] % step or start[axis] >= step or size % room:
-        return None
-    outer = _follow(size // room, (walk[0], walk[1] * room), flat_step * room, start, shape)
-    return None if outer is None else [*outer, Loop(room, (walk, (axis, step)))]
-
-
-def _fits(tile: Tile, side: int, shape: Shape) -> bool:
-    return all(
-        tile.corners[side][axis] + _reach(tile.loops, side, axis) < size
-        for axis, size in enumerate(shape)
+def _between(tile: Tile, axis: int, begin: int, end: int) -> Iterator[Tile]:
+    """Yields the parts of a tile that are inside of a range of indexes of the first tensor."""
+    low = tile.corners[0][axis]
+    if end <= low:
+        return
+    high = low + _reach(tile, axis)
+    if begin <= low and high < end:
+        yield tile
+        return
+    if high < begin:
+        return
+    number = max(
+        (i for i, loop in enumerate(tile.loops) if loop.walks[0][0] == axis),
+        key=lambda i: tile.loops[i].walks[0][1],
     )
-
-
-def _reach(loops: Sequence[Loop], side: int, axis: int) -> int:
-    """Returns how far the last element is from the first along an axis."""
-    return sum(
-        (loop.size - 1) * loop.walks[side][1] for loop in loops if loop.walks[side][0] == axis
+    loop = tile.loops[number]
+    step = loop.walks[0][1]
+    rest = high - low - (loop.size - 1) * step
+    touching = range(
+        max(0, -(-(begin - low - rest) // step)), min(loop.size, (end - 1 - low) // step + 1)
     )
+    inside = range(
+        max(0, -(-(begin - low) // step)), min(loop.size, (end - 1 - low - rest) // step + 1)
+    )
+    if inside:
+        yield tile.take(number, inside.start, len(inside))
+    for index in touching:
+        if index not in inside:
+            yield from _between(tile.take(number, index, 1), axis, begin, end)
+
+
+def _reach(tile: Tile, axis: int) -> int:
+    """Returns how far the last element is from the first along an axis of the first tensor."""
+    reach = 0
+    for loop in tile.loops:
+        along, step = loop.walks[0]
+        if along == axis:
+            reach += (loop.size - 1) * step
+    return reach
 
 
 def walk_boxes(tile: Tile, wanted: Box) -> Iterator[BoxWalk]:
-    """Yields the boxes of the stored tensor that hold what a tile has of a box of the other."""
-    for part in _clip(tile, wanted):
-        yield from _boxes(part, wanted)
+    """Yields the boxes of the first tensor that hold what a tile has of a box of the second."""
+    for clipped in clip(tile.swapped, wanted):
+        part = join_loops(clipped.swapped)
+        # A box has at most one loop along each axis, and that takes every index.
+        spread = [i for i, loop in enumerate(part.loops) if loop.walks[0][1] != 1]
+        for indexes in itertools.product(*(range(part.loops[i].size) for i in spread)):
+            dense = part
+            for number, index in zip(reversed(spread), reversed(indexes), strict=True):
+                dense = dense.take(number, index, 1)
+            along = {loop.walks[0][0]: loop for loop in dense.loops}
+            stored, other = dense.corners
+            axes = range(len(stored))
+            yield BoxWalk(
+                Box(stored, tuple(along[i].size if i in along else 1 for i in axes)),
+                tuple(at - first for at, first in zip(other, wanted.offsets, strict=True)),
+                tuple(along[i].walks[1] if i in along else (0, 0) for i in axes),
+            )
 
 
-def _clip(tile: Tile, wanted: Box) -> Iterator[Tile]:
-    """Yields parts of a tile that are inside of a box of the other tensor."""
-    for axis, (begin, count) in enumerate(zip(wanted.offsets, wanted.sizes, strict=True)):
-        low, end = tile.corners[_OTHER][axis], begin + count
-        high = low + _reach(tile.loops, _OTHER, axis)
-        if begin <= low and high < end:
-            continue
-        if high < begin or end <= low:
-            return
-        number = max(
-            (i for i, loop in enumerate(tile.loops) if loop.walks[_OTHER][0] == axis),
-            key=lambda i: tile.loops[i].walks[_OTHER][1],
-        )
-        loop = tile.loops[number]
-        step = loop.walks[_OTHER][1]
-        rest = high - low - (loop.size - 1) * step
-        touching = range(
-            max(0, -(-(begin - low - rest) // step)), min(loop.size, (end - 1 - low) // step + 1)
-        )
-        inside = range(
-            max(0, -(-(begin - low) // step)), min(loop.size, (end - 1 - low - rest) // step + 1)
-        )
-        if inside:
-            yield from _clip(tile.take(number, inside.start, len(inside)), wanted)
-        for index in touching:
-            if index not in inside:
-                yield from _clip(tile.take(number, index, 1), wanted)
-        return
-    yield tile
-
-
-def _boxes(tile: Tile, wanted: Box) -> Iterator[BoxWalk]:
-    """Yields the boxes of the stored tensor that a tile consists of."""
-    tile = _joined(tile)
-    # A box has at most one loop along each axis, and that takes every index.
-    spread = [i for i, loop in enumerate(tile.loops) if loop.walks[0][1] != 1]
-    for indexes in itertools.product(*(range(tile.loops[i].size) for i in spread)):
-        part = tile
-        for number, index in zip(reversed(spread), reversed(indexes), strict=True):
-            part = part.take(number, index, 1)
-        along = {loop.walks[0][0]: loop for loop in part.loops}
-        stored, other = part.corners
-        box = Box(stored, tuple(along[i].size if i in along else 1 for i in range(len(stored))))
-        walks = tuple(along[i].walks[_OTHER] if i in along else (0, 0) for i in range(len(stored)))
-        start = tuple(at - first for at, first in zip(other, wanted.offsets, strict=True))
-        yield BoxWalk(box, start, walks)
-
-
-def _joined(tile: Tile) -> Tile:
+def join_loops(tile: Tile) -> Tile:
     """Returns a tile in which loops that continue each other in both tensors are one."""
     loops: list[Loop] = []
     for loop in sorted(tile.loops, key=lambda loop: loop.walks[0][1]):
@@ -587,66 +534,119 @@ def _joined(tile: Tile) -> Tile:
     return Tile(tile.corners, tuple(loops))
 
 
+def _flatten(tile: Tile, shape: Shape) -> Tile:
+    """Returns a tile whose first tensor, of this shape, has one dimension instead."""
+    strides = row_major_strides(shape)
+    loops = (
+        replace(loop, walks=((0, loop.walks[0][1] * strides[loop.walks[0][0]]), loop.walks[1]))
+        for loop in tile.loops
+    )
+    corners = ((flat_offset(tile.corners[0], strides),), tile.corners[1])
+    return join_loops(Tile(corners, tuple(loops)))
+
+
+def _fold(tile: Tile, shape: Shape) -> Iterator[Tile]:
+    """Yields a tile whose first tensor has one dimension with that tensor in another shape.
+
+    It is cut where its loops do not follow the dimensions of the shape.
+    """
+    pending = [tile]
+    while pending:
+        flat = pending.pop()
+        folded = _fold_whole(flat, shape)
+        if isinstance(folded, Tile):
+            yield folded
+            continue
+        number, cuts = folded
+        if len(pending) + len(cuts) > _MOST_PARTS:
+            raise _too_many_parts_error()
+        bounds = itertools.pairwise([0, *cuts, flat.loops[number].size])
+        pending += reversed([flat.take(number, low, high - low) for low, high in bounds])
+
+
+def _fold_whole(flat: Tile, shape: Shape) -> Tile | tuple[int, range]:
+    """Returns the same for the whole tile, or which of its loops has to be cut, and where."""
+    strides = row_major_strides(shape)
+    (start,), other = flat.corners
+    corner = tuple(start // stride % size for stride, size in zip(strides, shape, strict=True))
+    loops: list[Loop] = []
+    for number, loop in enumerate(flat.loops):
+        found, cuts = _follow(loop, corner, shape, strides)
+        if cuts:
+            return number, cuts
+        loops += found
+    folded = Tile((corner, other), tuple(loops))
+    if all(at + _reach(folded, axis) < shape[axis] for axis, at in enumerate(corner)):
+        return folded
+    number = max(range(len(flat.loops)), key=lambda i: flat.loops[i].walks[0][1])
+    return number, range(1, flat.loops[number].size)
+
+
+def _follow(loop: Loop, corner: Shape, shape: Shape, strides: Shape) -> tuple[list[Loop], range]:
+    """Returns a loop of flat steps as loops along the dimensions of a tensor, from a corner on.
+
+    They are several where it goes around a dimension. Where it follows none, it returns the indexes
+    at which the loop has to be cut.
+    """
+    (_, flat_step), other = loop.walks
+    axis = next(i for i, n in enumerate(shape) if n > 1 and strides[i] <= flat_step)
+    size, start = shape[axis], corner[axis]
+    step, odd = divmod(flat_step, strides[axis])
+    if odd:
+        return [], range(1, loop.size)
+    room = -(-(size - start) // step)
+    if loop.size <= room:
+        return [Loop(loop.size, ((axis, step), other))], range(0)
+    cut = room if size % step or start >= step else loop.size - loop.size % room
+    if cut < loop.size:
+        return [], range(cut, cut + 1)
+    around = Loop(loop.size // room, ((0, flat_step * room), (other[0], other[1] * room)))
+    outer, cuts = _follow(around, corner, shape, strides)
+    return (
+        [*outer, Loop(room, ((axis, step), other))],
+        range(cuts.start * room, cuts.stop * room, cuts.step * room),
+    )
+
+
 # Arrangements
 
-Run = tuple[int, int]
-"""So many elements, and the step of the source from one to the next."""
-Runs = tuple[Run, ...]
-"""The steps along one dimension: runs within runs, the outermost first; empty for one index."""
-_MOST_PARTS = 1 << 16
-
-
-class _SourceBox(Struct, frozen=True):
-    """A box of an arrangement that is in one source."""
-
-    offsets: Shape  # its first corner
-    source: Fqn
-    start: int  # the source's element at that corner
-    walks: tuple[Runs, ...]  # per dimension; the product of the counts is the box's size there
-
-    @property
-    def sizes(self) -> Shape:
-        return tuple(_length(walk) for walk in self.walks)
+Part = tuple[Fqn, Tile]
+"""A source, of which the order of its elements matters alone, and what a tensor has of it."""
 
 
 class Arrangement(Struct, frozen=True):
     """A tensor made of parts of others, which do not overlap; all other elements are zero."""
 
     shape: Shape
-    parts: tuple[_SourceBox, ...]
+    parts: tuple[Part, ...]
 
     @classmethod
     def of(cls, name: Fqn, shape: Shape) -> Arrangement:
         """Returns a tensor as it is."""
-        walks = tuple(
-            _plain(size, step) for size, step in zip(shape, row_major_strides(shape), strict=True)
-        )
-        return cls(shape, (_SourceBox((0,) * len(shape), name, 0, walks),))
+        return cls(shape, ((name, whole_tile(shape)),))
 
     def permuted(self, order: Sequence[int]) -> Arrangement:
         """Returns it with dimension `order[i]` in place `i`."""
-        parts = (
-            replace(
-                part,
-                offsets=tuple(part.offsets[i] for i in order),
-                walks=tuple(part.walks[i] for i in order),
-            )
-            for part in self.parts
-        )
-        return Arrangement(tuple(self.shape[i] for i in order), tuple(parts))
+        places = {axis: place for place, axis in enumerate(order)}
+        return self._with_axes(list(order), places)
 
     def sliced(self, dim: int, start: int, stop: int) -> Arrangement:
         """Returns the indices from `start` up to `stop` of a dimension."""
-        parts = [
-            _moved(kept, dim, -start)
-            for part in self.parts
-            for kept in _between(part, dim, start, stop)
-        ]
-        return Arrangement(_with(self.shape, dim, stop - start), _few(parts))
+        shape = (*self.shape[:dim], stop - start, *self.shape[dim + 1 :])
+        if 0 in shape:  # with a source all the same
+            return Arrangement(shape, tuple((name, whole_tile(shape)) for name, _ in self.parts))
+        return Arrangement(
+            shape,
+            _few(
+                (name, _moved(kept, dim, -start))
+                for name, tile in self.parts
+                for kept in _between(tile, dim, start, stop)
+            ),
+        )
 
     def padded(self, dim: int, size: int) -> Arrangement:
         """Returns it with further indices at the end of a dimension, whose elements are zero."""
-        return Arrangement(_with(self.shape, dim, size), self.parts)
+        return Arrangement((*self.shape[:dim], size, *self.shape[dim + 1 :]), self.parts)
 
     def selected(self, dim: int, index: int) -> Arrangement:
         """Returns one index of a dimension, without the dimension."""
@@ -654,270 +654,63 @@ class Arrangement(Struct, frozen=True):
 
     def squeezed(self, dim: int) -> Arrangement:
         """Returns it without a dimension of one index."""
-        parts = (
-            replace(p, offsets=_without(p.offsets, dim), walks=_without(p.walks, dim))
-            for p in self.parts
-        )
-        return Arrangement(_without(self.shape, dim), tuple(parts))
+        kept = [axis for axis in range(len(self.shape)) if axis != dim]
+        return self._with_axes(kept, {axis: place for place, axis in enumerate(kept)})
 
     def unsqueezed(self, dim: int) -> Arrangement:
         """Returns it with a further dimension of one index."""
-        nothing: Runs = ()
-        parts = (
-            replace(
-                part,
-                offsets=(*part.offsets[:dim], 0, *part.offsets[dim:]),
-                walks=(*part.walks[:dim], nothing, *part.walks[dim:]),
-            )
-            for part in self.parts
-        )
-        return Arrangement((*self.shape[:dim], 1, *self.shape[dim:]), tuple(parts))
+        return self.viewed((*self.shape[:dim], 1, *self.shape[dim:]))
 
     def viewed(self, shape: Shape) -> Arrangement:
         """Returns the same elements in the same row-major order under another shape."""
         if 0 in shape:
-            return Arrangement(shape, ())
-        size, parts = self.shape, self.parts
-        for at, count, new in _groups(self.shape, shape):
-            end = at + count
-            merged = _few([flat for part in parts for flat in _merged(part, size, at, end)])
-            parts = _few([fine for part in merged for fine in _split(part, at, new)])
-            size = (*size[:at], *new, *size[end:])
-        return Arrangement(size, parts)
-
-    def to_grid(self) -> tuple[Shape, tuple[StridedBox, ...]]:
-        """Returns it as boxes of a grid: its shape, with dimensions split further where needed."""
-        inner = [_inner_of(dim, self.parts) for dim in range(len(self.shape))]
-        parts = self.parts
-        for dim, counts in enumerate(inner):
-            parts = _few([flat for part in parts for flat in _fitted(part, dim, counts)])
-        grid = tuple(
-            size
-            for total, counts in zip(self.shape, inner, strict=True)
-            for size in (total // math.prod(counts), *counts)
+            return Arrangement(shape, tuple((name, whole_tile(shape)) for name, _ in self.parts))
+        folded = (
+            (name, part)
+            for name, tile in self.parts
+            for part in _fold(_flatten(tile, self.shape), shape)
         )
-        return grid, tuple(_piece(part, inner) for part in parts)
+        return Arrangement(shape, _few(folded))
+
+    def _with_axes(self, kept: Sequence[int], places: Mapping[int, int]) -> Arrangement:
+        """Returns it with some of its dimensions, `places` saying where each is now."""
+        parts = []
+        for name, tile in self.parts:
+            loops = tuple(
+                replace(loop, walks=((places[loop.walks[0][0]], loop.walks[0][1]), loop.walks[1]))
+                for loop in tile.loops
+            )
+            corner = tuple(tile.corners[0][axis] for axis in kept)
+            parts.append((name, Tile((corner, tile.corners[1]), loops)))
+        return Arrangement(tuple(self.shape[axis] for axis in kept), tuple(parts))
 
 
 def join(arrangements: Sequence[Arrangement], dim: int) -> Arrangement:
     """Returns arrangements one after the other along a dimension."""
-    parts: list[_SourceBox] = []
+    parts: list[Part] = []
     at = 0
     for arrangement in arrangements:
-        parts += [_moved(part, dim, at) for part in arrangement.parts]
+        parts += [(name, _moved(tile, dim, at)) for name, tile in arrangement.parts]
         at += arrangement.shape[dim]
-    return Arrangement(_with(arrangements[0].shape, dim, at), _few(parts))
+    shape = (*arrangements[0].shape[:dim], at, *arrangements[0].shape[dim + 1 :])
+    is_empty = 0 in shape
+    return Arrangement(shape, _few(part for part in parts if is_empty or part[1].elements))
 
 
-def _plain(size: int, step: int) -> Runs:
-    return ((size, step),) if size != 1 else ()
+def _moved(tile: Tile, dim: int, by: int) -> Tile:
+    corner, other = tile.corners
+    return replace(tile, corners=((*corner[:dim], corner[dim] + by, *corner[dim + 1 :]), other))
 
 
-def _length(walk: Runs) -> int:
-    return math.prod(count for count, _ in walk)
-
-
-def _moved(part: _SourceBox, dim: int, by: int) -> _SourceBox:
-    return replace(part, offsets=_with(part.offsets, dim, part.offsets[dim] + by))
-
-
-def _with(shape: Shape, dim: int, size: int) -> Shape:
-    return (*shape[:dim], size, *shape[dim + 1 :])
-
-
-def _without(values: tuple[_Value, ...], dim: int) -> tuple[_Value, ...]:
-    return (*values[:dim], *values[dim + 1 :])
-
-
-def _few(parts: Sequence[_SourceBox]) -> tuple[_SourceBox, ...]:
-    if len(parts) > _MOST_PARTS:
-        raise CannotPlanError(
-            f"a conversion cuts a tensor into {len(parts):,} pieces; found against at most"
-            f" {_MOST_PARTS:,}",
-            hint="pass --names live",
-        )
-    return tuple(parts)
-
-
-def _between(part: _SourceBox, dim: int, start: int, stop: int) -> Iterator[_SourceBox]:
-    """Yields what a part holds of a range of indices, as parts."""
-    offset, walk = part.offsets[dim], part.walks[dim]
-    low, high = max(start - offset, 0), min(stop - offset, _length(walk))
-    if low >= high:
-        return
-    for at, first, kept in _range_of(walk, low, high):
-        yield _SourceBox(
-            _with(part.offsets, dim, offset + at),
-            part.source,
-            part.start + first,
-            (*part.walks[:dim], kept, *part.walks[dim + 1 :]),
-        )
-
-
-def _cut(part: _SourceBox, dim: int, width: int) -> Iterator[_SourceBox]:
-    """Yields a part in parts of so many indices of a dimension."""
-    low = part.offsets[dim]
-    for at in range(low, low + part.sizes[dim], width):
-        yield from _between(part, dim, at, at + width)
-
-
-def _range_of(walk: Runs, low: int, high: int) -> Iterator[tuple[int, int, Runs]]:
-    """Cuts indices `[low, high)` out of a walk: `(first index, elements to skip, walk)`."""
-    if low == 0 and high == _length(walk):
-        yield 0, 0, walk
-        return
-    (_, step), inner = walk[0], walk[1:]
-    width = _length(inner)
-    first, last = -(-low // width), high // width
-    if first > last:  # within one round of the inner runs
-        around = low // width
-        for at, skip, kept in _range_of(inner, low - around * width, high - around * width):
-            yield around * width + at, around * step + skip, kept
-        return
-    if low < first * width:
-        yield from _shifted(_range_of(inner, low - (first - 1) * width, width), first - 1, walk)
-    if first < last:
-        yield first * width, first * step, (*_plain(last - first, step), *inner)
-    if last * width < high:
-        yield from _shifted(_range_of(inner, 0, high - last * width), last, walk)
-
-
-def _shifted(
-    found: Iterator[tuple[int, int, Runs]], around: int, walk: Runs
-) -> Iterator[tuple[int, int, Runs]]:
-    width = _length(walk[1:])
-    for at, skip, kept in found:
-        yield around * width + at, around * walk[0][1] + skip, kept
-
-
-def _groups(old: Shape, new: Shape) -> list[tuple[int, int, Shape]]:
-    """Finds the smallest groups of neighbouring dimensions that become others of equal size.
-
-    Each is its position in the result, the number of old dimensions, and the new ones.
-    """
-    found: list[tuple[int, int, Shape]] = []
-    i = j = 0
-    while i < len(old) or j < len(new):
-        begun, at = i, j
-        left, right = 1, 1
-        if i < len(old):
-            left, i = old[i], i + 1
-        if j < len(new) and (left > 1 or begun == i):
-            right, j = new[j], j + 1
-        while left != right:
-            if left < right:
-                left, i = left * old[i], i + 1
-            else:
-                right, j = right * new[j], j + 1
-        if (i - begun, j - at) != (1, 1):
-            found.append((at, i - begun, new[at:j]))
+def _few(parts: Iterable[Part]) -> tuple[Part, ...]:
+    found = tuple(itertools.islice(parts, _MOST_PARTS + 1))
+    if len(found) > _MOST_PARTS:
+        raise _too_many_parts_error()
     return found
 
 
-def _merged(part: _SourceBox, shape: Shape, at: int, end: int) -> Iterator[_SourceBox]:
-    """Yields a part with dimensions `[at, end)` made one."""
-    outer, sizes = shape[at:end], part.sizes[at:end]
-    strides = row_major_strides(outer)
-    axis = next((i for i in range(len(outer)) if sizes[i] > 1), len(outer))
-    is_run = sizes[axis + 1 :] == outer[axis + 1 :]
-    if not is_run:
-        for kept in _cut(part, at + axis, 1):
-            yield from _merged(kept, shape, at, end)
-        return
-    offset = flat_offset(part.offsets[at:end], strides)
-    walk = tuple(run for inner in part.walks[at:end] for run in inner)
-    yield replace(
-        part,
-        offsets=(*part.offsets[:at], offset, *part.offsets[end:]),
-        walks=(*part.walks[:at], _simplified(walk), *part.walks[end:]),
+def _too_many_parts_error() -> CannotPlanError:
+    return CannotPlanError(
+        f"a conversion cuts a tensor into more than {_MOST_PARTS:,} pieces",
+        hint="pass --names live",
     )
-
-
-def _simplified(walk: Runs) -> Runs:
-    """Joins runs that together are one."""
-    runs: list[Run] = []
-    for count, step in walk:
-        if runs and runs[-1][1] == count * step:
-            runs[-1] = (runs[-1][0] * count, step)
-        else:
-            runs.append((count, step))
-    return tuple(runs)
-
-
-def _split(part: _SourceBox, dim: int, sizes: Shape) -> Iterator[_SourceBox]:
-    """Yields a part with one dimension made several."""
-    low = part.offsets[dim]
-    for box in slabs(Span(low, low + part.sizes[dim]), sizes):
-        start = flat_offset(box.offsets, row_major_strides(sizes))
-        for kept in _between(part, dim, start, start + math.prod(box.sizes)):
-            if kept.sizes[dim] != math.prod(box.sizes):  # the walk itself had to be cut
-                yield from _split(kept, dim, sizes)
-                continue
-            yield replace(
-                kept,
-                offsets=(*kept.offsets[:dim], *box.offsets, *kept.offsets[dim + 1 :]),
-                walks=(*kept.walks[:dim], *_dealt(kept.walks[dim], box), *kept.walks[dim + 1 :]),
-            )
-
-
-def _dealt(walk: Runs, box: Box) -> list[Runs]:
-    """Deals the runs of a walk out to dimensions of the given sizes, the innermost first."""
-    runs = list(walk)
-    dealt: list[Runs] = []
-    for size in reversed(box.sizes):
-        mine: list[Run] = []
-        left = size
-        while left > 1:
-            count, step = runs.pop()
-            if left % count == 0:
-                mine.insert(0, (count, step))
-                left //= count
-            elif count % left == 0:
-                mine.insert(0, (left, step))
-                runs.append((count // left, step * left))
-                left = 1
-            else:
-                raise CannotPlanError(
-                    "a conversion reshapes a tensor across the joints of its pieces",
-                    hint="pass --names live",
-                )
-        dealt.insert(0, _simplified(tuple(mine)))
-    return dealt
-
-
-def _inner_of(dim: int, parts: Sequence[_SourceBox]) -> Shape:
-    """Returns the counts of the inner runs that a dimension's parts share; none where they do not.
-
-    With one run for every part a dimension needs no finer grid.
-    """
-    found = {tuple(count for count, _ in part.walks[dim][1:]) for part in parts}
-    found.discard(())
-    if len(found) != 1:
-        return ()
-    (counts,) = found
-    width = math.prod(counts)
-    fits = all(part.offsets[dim] % width == 0 and part.sizes[dim] % width == 0 for part in parts)
-    return counts if fits else ()
-
-
-def _fitted(part: _SourceBox, dim: int, counts: Shape) -> Iterator[_SourceBox]:
-    """Yields a part so that a dimension has one run within each of the grid's dimensions."""
-    walk = part.walks[dim]
-    if counts or len(walk) <= 1:
-        yield part
-        return
-    for kept in _cut(part, dim, _length(walk[1:])):
-        yield from _fitted(kept, dim, counts)
-
-
-def _piece(part: _SourceBox, inner: Sequence[Shape]) -> StridedBox:
-    offsets: list[int] = []
-    sizes: list[int] = []
-    steps: list[int] = []
-    for offset, walk, counts in zip(part.offsets, part.walks, inner, strict=True):
-        size = _length(walk)
-        box = Box((0,) * (len(counts) + 1), (size // math.prod(counts), *counts))
-        offsets += [offset // math.prod(counts), *box.offsets[1:]]
-        sizes += box.sizes
-        steps += [run[0][1] if run else 0 for run in _dealt(walk, box)]
-    return StridedBox(Box(tuple(offsets), tuple(sizes)), part.source, part.start, tuple(steps))

@@ -15,7 +15,7 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from msgspec import Struct
@@ -28,7 +28,7 @@ from ckptkit.core.errors import IncompleteCheckpointError, UnsupportedError
 from ckptkit.core.geometry import (
     BoxWalk,
     Overlap,
-    StridedBox,
+    Part,
     Tile,
     Walk,
     contiguous_parts,
@@ -44,6 +44,7 @@ from ckptkit.core.geometry import (
     slabs,
     slices_of,
     walk_boxes,
+    whole_tile,
     widen,
 )
 from ckptkit.core.index import (
@@ -95,13 +96,14 @@ _FEW_BOXES = 8  # of one tensor that are read one by one
 _MOST_AROUND = 4  # times the elements that are wanted, read in one box around them
 _RAW = CONTAINERS.index("raw")
 
+_Item = TypeVar("_Item")
 WantedBox = tuple[TensorEntry, Box, BoxMemory]
 """A tensor, a box of it, and the memory that the box goes to."""
 
 _Grid = tuple[Shape, bytes, bytes]  # a tensor's shape, and the offsets and sizes of its chunks
 
 
-class CastMemory:
+class CastMemory(BoxMemory):
     """Memory of another element type than what is read; elements are cast on their way.
 
     Which values they become is as `Caster` says.
@@ -119,9 +121,6 @@ class CastMemory:
         self._source = source
         self._target = target
         self._where = where
-
-    def direct(self, _box: Box) -> memoryview | None:
-        return None
 
     def put(self, box: Box, elements: NDArray[Any]) -> None:
         values = np.ascontiguousarray(elements).reshape(-1).view(numpy_dtype(self._source))
@@ -170,7 +169,7 @@ def find_stored_boxes(index: TensorIndex, wanted: WantedBox) -> Iterator[WantedB
     yield SpanRead(*wanted) if boxed is None else (boxed, box, memory)
 
 
-class JoinedMemory:
+class JoinedMemory(BoxMemory):
     """Memory of smaller boxes within one large box; other elements of the large one are dropped."""
 
     __slots__ = ("_parts",)
@@ -179,17 +178,11 @@ class JoinedMemory:
         """Takes disjoint boxes, counted from the first corner of the large one."""
         self._parts = parts
 
-    def direct(self, _box: Box) -> memoryview | None:
-        return None
-
     def put(self, box: Box, elements: NDArray[Any]) -> None:
         for part, memory in self._parts:
             shared = intersect(part, box)
             if shared is not None:
                 memory.put(relative(shared, part), elements[slices_of(relative(shared, box))])
-
-    def walked(self, start: Shape, walks: Sequence[Walk], sizes: Shape) -> BoxMemory:
-        raise NotImplementedError("only boxes of stored tensors are joined")
 
 
 def join_walks(
@@ -216,27 +209,23 @@ def join_walks(
 def _tiles_of(index: TensorIndex, entry: TensorEntry) -> Iterator[tuple[TensorEntry, Tile]]:
     """Yields what a tensor is made of; nothing where it is computed, or not all is found."""
     made = entry.derivation
+    parts: Sequence[Part]
     operands: Mapping[Fqn, Operand]
-    pieces: tuple[StridedBox, ...]
     if isinstance(made, StoredOperand):
-        whole = Box((0,) * len(entry.shape), entry.shape)
-        piece = StridedBox(whole, Fqn(""), 0, row_major_strides(entry.shape))
-        grid, pieces, operands = entry.shape, (piece,), {piece.source: made}
+        parts, operands = [(entry.name, whole_tile(entry.shape))], {entry.name: made}
     elif isinstance(made, ComputedOperand) and isinstance(made.kernel, RearrangeKernel):
-        kernel = made.kernel
-        if kernel.has_padding:
+        if made.kernel.has_padding:
             return
-        grid, pieces, operands = kernel.grid, kernel.pieces, kernel.operands
+        parts, operands = made.kernel.pieces, made.kernel.operands
     else:
         return
     found: list[tuple[TensorEntry, Tile]] = []
-    for piece in pieces:
-        operand = operands[piece.source]
+    for name, piece in parts:
+        operand = operands[name]
         if not isinstance(operand, StoredOperand):  # it is computed
             return
         source = index.tensors[operand.key]
-        there = replace(piece, start=operand.start + piece.start)
-        tile = find_tile(entry.shape, grid, there, source.shape)
+        tile = find_tile(piece, source.shape, operand.start)
         if tile is None or source.dtype != entry.dtype:
             return
         found.append((source, tile.swapped))
@@ -271,14 +260,17 @@ def plan_chunk_reads(wanted: Iterable[WantedBox]) -> list[ChunkRead]:
     `wanted`: tensors, each with a box of it and the memory of that box. Returns every chunk that
     has to be read, once. The chunks of each of the tensors are proven to hold every element once.
     """
-    grids = _ProvenGrids()
+    proven: set[_Grid] = set()  # tensors of one shape are mostly cut alike
+    shared: dict[tuple[_Grid, Box], tuple[Overlap, ...]] = {}
     tables: dict[Key, tuple[TensorEntry, ChunkTable, _Grid]] = {}
     targets: dict[tuple[Key, int], list[BoxTarget]] = defaultdict(list)
     for entry, box, memory in wanted:
         if entry.key not in tables:
-            tables[entry.key] = entry, *grids.prove(entry)
+            tables[entry.key] = entry, *_prove(entry, proven)
         _, chunks, grid = tables[entry.key]
-        for overlap in grids.overlaps(chunks, grid, box):
+        if (grid, box) not in shared:
+            shared[grid, box] = tuple(overlaps(chunks, box))
+        for overlap in shared[grid, box]:
             targets[entry.key, overlap.row].append((overlap, memory))
     reads = []
     for (key, row), of_chunk in targets.items():
@@ -287,119 +279,102 @@ def plan_chunk_reads(wanted: Iterable[WantedBox]) -> list[ChunkRead]:
     return reads
 
 
-class _ProvenGrids:
-    """How tensors are cut into chunks; tensors of one shape are mostly cut alike."""
-
-    def __init__(self) -> None:
-        self._proven: set[_Grid] = set()
-        self._overlaps: dict[tuple[_Grid, Box], tuple[Overlap, ...]] = {}
-
-    def prove(self, entry: TensorEntry) -> tuple[ChunkTable, _Grid]:
-        """Returns the chunks of a tensor, which hold each element once."""
-        chunks = entry.chunks
-        if chunks.flat:
-            raise UnsupportedError("is stored in spans, not in boxes", where=entry.key)
-        if entry.rounded_from is not None:
-            raise UnsupportedError("is stored in another element type", where=entry.key)
-        grid = (entry.shape, chunks.offsets.tobytes(), chunks.sizes.tobytes())
-        if grid in self._proven:
-            return chunks, grid
-        distinct = drop_replicas(chunks)
-        defect = find_defect(distinct, entry.shape)
-        if defect is not None:
-            raise IncompleteCheckpointError(
-                f"elements {defect.place} are stored {defect.copies} times", where=entry.key
-            )
-        if distinct is chunks:
-            self._proven.add(grid)
-        return distinct, grid
-
-    def overlaps(self, chunks: ChunkTable, grid: _Grid, box: Box) -> tuple[Overlap, ...]:
-        """Returns what each chunk holds of a box."""
-        shared = self._overlaps.get((grid, box))
-        if shared is None:
-            shared = self._overlaps[grid, box] = tuple(overlaps(chunks, box))
-        return shared
+def _prove(entry: TensorEntry, proven: set[_Grid]) -> tuple[ChunkTable, _Grid]:
+    """Returns the chunks of a tensor, which hold each element once, as those of proven grids do."""
+    chunks = entry.chunks
+    if chunks.flat:
+        raise UnsupportedError("is stored in spans, not in boxes", where=entry.key)
+    if entry.rounded_from is not None:
+        raise UnsupportedError("is stored in another element type", where=entry.key)
+    grid = (entry.shape, chunks.offsets.tobytes(), chunks.sizes.tobytes())
+    if grid in proven:
+        return chunks, grid
+    distinct = drop_replicas(chunks)
+    defect = find_defect(distinct, entry.shape)
+    if defect is not None:
+        raise IncompleteCheckpointError(
+            f"elements {defect.place} are stored {defect.copies} times", where=entry.key
+        )
+    if distinct is chunks:
+        proven.add(grid)
+    return distinct, grid
 
 
 Done = Callable[[BoxMemory], object]
 """Is called when a box was read, with its memory; from any thread."""
 
 
-class ReadReport(Struct, frozen=True):
-    """What `read_chunks` read."""
-
-    bytes_read: int  # from data files, headers and trailers of archives included
-    # By number, the records that this process wanted in part only, with the checksums of those that
-    # it read. Processes that together read all of a record can prove it from these.
-    partial: tuple[NumberedRecord, ...]
-
-
 def read_chunks(
     origin: Origin, reads: Sequence[ChunkRead], *, threads: int = 0, done: Done | None = None
-) -> ReadReport:
+) -> tuple[int, tuple[NumberedRecord, ...]]:
     """Reads chunks into their memory; a record that is read whole is compared at once.
 
     `origin`: the source, opened for this call only. `reads`: what to read, as `plan_chunk_reads`
     returns it. `threads`: how many read at once; 0 for two, or one where there is one core, and for
     more where the source is distant. `done`: is called for each of the boxes.
+
+    Returns how many bytes were read from data files, headers and trailers of archives included; and
+    by number, the records that this process wanted in part only, with the checksums of those that
+    it read. Processes that together read all of a record can prove it from these.
     """
-    readers: list[TensorReader] = []
     whole: list[NumberedRecord] = []
 
-    def work(groups: Iterator[Sequence[_RecordRead]]) -> None:
-        reader = TensorReader(origin)
-        readers.append(reader)
-        for group in groups:
-            whole.extend(list(_read_group(origin, reader, group)))
-            if done is not None:
-                for _, memory in itertools.chain.from_iterable(p.read.targets for p in group):
-                    done(memory)
+    def read_group(reader: TensorReader, group: Sequence[_RecordRead]) -> None:
+        whole.extend(list(_read_group(origin, reader, group)))
+        if done is not None:
+            for _, memory in itertools.chain.from_iterable(read.targets for read, _ in group):
+                done(memory)
 
-    pending = [_RecordRead(read, origin.index.records[read.record]) for read in reads]
-    run_crew(threads or _threads_for(origin), iter(list(_groups(pending))), work)
-    return ReadReport(
-        bytes_read=sum(reader.cache.bytes_read for reader in readers),
-        partial=(*whole, *origin.checksums.still_open().items()),
-    )
-
-
-def _threads_for(origin: Origin) -> int:
-    is_near = not origin.source.is_remote
-    return min(_MOST_THREADS, usable_cores()) if is_near else _DISTANT_THREADS
+    pending = [(read, origin.index.records[read.record]) for read in reads]
+    bytes_read = _run_readers(origin, list(_groups(pending)), read_group, threads)
+    return bytes_read, (*whole, *origin.checksums.still_open().items())
 
 
 def read_spans(
     origin: Origin, reads: Sequence[SpanRead], *, threads: int = 0, done: Done | None = None
-) -> ReadReport:
+) -> int:
     """Reads boxes of tensors that are computed or decoded, block by block.
 
     `origin`: the source, opened for this call only. `threads`: as for `read_chunks`. `done`: is
-    called for each of the boxes.
+    called for each of the boxes. Returns how many bytes were read.
     """
+
+    def read_one(reader: TensorReader, read: SpanRead) -> None:
+        _read_span(reader, read)
+        if done is not None:
+            done(read.memory)
+
+    bytes_read = _run_readers(origin, reads, read_one, threads)
+    origin.decoded.finish()
+    return bytes_read
+
+
+def _run_readers(
+    origin: Origin,
+    items: Sequence[_Item],
+    read: Callable[[TensorReader, _Item], None],
+    threads: int,
+) -> int:
+    """Has several threads read items, and returns how many bytes they read."""
     readers: list[TensorReader] = []
 
-    def work(pending: Iterator[SpanRead]) -> None:
+    def work(shared: Iterator[_Item]) -> None:
         reader = TensorReader(origin)
         readers.append(reader)
-        buffer = memoryview(bytearray(RUN_BYTES))
-        for read in pending:
-            _read_span(reader, read, buffer)
-            if done is not None:
-                done(read.memory)
+        for item in shared:
+            read(reader, item)
 
-    if reads:
-        run_crew(threads or _threads_for(origin), iter(reads), work)
-    return ReadReport(
-        bytes_read=sum(reader.cache.bytes_read for reader in readers),
-        partial=tuple(origin.checksums.still_open().items()),
-    )
+    if items:
+        own = _DISTANT_THREADS if origin.source.is_remote else min(_MOST_THREADS, usable_cores())
+        run_crew(threads or own, iter(items), work)
+    return sum(reader.cache.bytes_read for reader in readers)
 
 
-def _read_span(reader: TensorReader, read: SpanRead, buffer: memoryview) -> None:
+def _read_span(reader: TensorReader, read: SpanRead) -> None:
     entry, box = read.entry, read.box
     itemsize, strides = entry.dtype.itemsize, row_major_strides(entry.shape)
     wide = widen(box, entry.shape, _SHORT_ROW_BYTES // itemsize)
+    buffer = memoryview(bytearray(min(RUN_BYTES, math.prod(wide.sizes) * itemsize)))
     for part in contiguous_parts(wide, entry.shape, RUN_BYTES // itemsize):
         shared = intersect(part, box)
         if shared is None:
@@ -411,27 +386,21 @@ def _read_span(reader: TensorReader, read: SpanRead, buffer: memoryview) -> None
         read.memory.put(relative(shared, box), elements[slices_of(relative(shared, part))])
 
 
-class _RecordRead(Struct, frozen=True):
-    """A chunk to read, and the record that holds it."""
+_RecordRead = tuple[ChunkRead, Record]
+"""A chunk to read, and the record that holds it."""
 
-    read: ChunkRead
-    record: Record
 
-    @property
-    def size_bytes(self) -> int:
-        return self.record.stop - self.record.start
+def _wanted_bytes(read: ChunkRead) -> int:
+    elements = sum(math.prod(overlap.source.sizes) for overlap, _ in read.targets)
+    return elements * read.entry.stored_dtype.itemsize
 
-    @property
-    def wanted_bytes(self) -> int:
-        elements = sum(math.prod(overlap.source.sizes) for overlap, _ in self.read.targets)
-        return elements * self.read.entry.stored_dtype.itemsize
 
-    @property
-    def is_small(self) -> bool:
-        """Whether so much of a small archive is wanted that it is best read from end to end."""
-        return self.size_bytes <= _SMALL_BYTES and (
-            self.size_bytes <= _GROUP_GAP_BYTES or 2 * self.wanted_bytes > self.size_bytes
-        )
+def _is_small(read: ChunkRead, record: Record) -> bool:
+    """Whether so much of a small archive is wanted that it is best read from end to end."""
+    size_bytes = record.stop - record.start
+    return size_bytes <= _SMALL_BYTES and (
+        size_bytes <= _GROUP_GAP_BYTES or 2 * _wanted_bytes(read) > size_bytes
+    )
 
 
 def _read_group(
@@ -442,25 +411,25 @@ def _read_group(
     Yields the records that were read whole although only a part of them was wanted: other processes
     may have read the other parts, and learn from these that the record is sound.
     """
-    first, last = group[0].record, group[-1].record
+    (_, first), (_, last) = group[0], group[-1]
     path = origin.index.files[first.file].path
     reader.clear()
     is_archive = first.container == "torch_zip"  # whose header has to be read as well
-    if len(group) > 1 or (is_archive and group[0].size_bytes <= 2 * WINDOW_BYTES):
+    if len(group) > 1 or (is_archive and first.stop - first.start <= 2 * WINDOW_BYTES):
         reader.cache.fetch([FileRange(path, first.start, last.stop)])
     elif reader.cache.is_remote and is_archive:
         start, stop = first.start + WINDOW_BYTES, first.stop - WINDOW_BYTES
         ends = [FileRange(path, first.start, start), FileRange(path, stop, first.stop)]
         reader.cache.fetch(ends)
-    for pending in group:
-        located = reader.read_chunk(pending.read)
-        number, size_bytes = pending.read.record, located.stop - located.start
+    for read, _ in group:
+        located = reader.read_chunk(read)
+        number, size_bytes = read.record, located.stop - located.start
         if located.crc32 is None or located.compressed is not None:
             continue
         if located.strides is not None:
             origin.checksums.settle(number)  # it was read in an order that leaves gaps
-        if pending.wanted_bytes < size_bytes and origin.checksums.is_settled(number):
-            where = f"{path}, tensor {pending.read.entry.key!r}"
+        if _wanted_bytes(read) < size_bytes and origin.checksums.is_settled(number):
+            where = f"{path}, tensor {read.entry.key!r}"
             pieces = ((0, size_bytes, located.crc32),)
             record = OpenRecord(located.start, located.stop, located.crc32, where, pieces)
             yield number, record
@@ -469,16 +438,16 @@ def _read_group(
 def _groups(pending: Iterable[_RecordRead]) -> Iterator[Sequence[_RecordRead]]:
     """Yields what to read together: small neighbours of one file, or one chunk alone."""
     group: list[_RecordRead] = []
-    for read in sorted(pending, key=lambda read: (read.record.file, read.record.start)):
+    for read, record in sorted(pending, key=lambda pair: (pair[1].file, pair[1].start)):
         if group and not (
-            group[-1].record.file == read.record.file
-            and group[-1].is_small
-            and read.is_small
-            and 0 <= read.record.start - group[-1].record.stop <= _GROUP_GAP_BYTES
-            and read.record.stop - group[0].record.start <= _GROUP_BYTES
+            group[-1][1].file == record.file
+            and _is_small(*group[-1])
+            and _is_small(read, record)
+            and 0 <= record.start - group[-1][1].stop <= _GROUP_GAP_BYTES
+            and record.stop - group[0][1].start <= _GROUP_BYTES
         ):
             yield group
             group = []
-        group.append(read)
+        group.append((read, record))
     if group:
         yield group

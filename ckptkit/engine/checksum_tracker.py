@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterable, Sequence
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from ckptkit.core.checksums import ChecksumPiece, RangeChecksum, join_pieces
+from ckptkit.core.checksums import ChecksumPiece, crc32_of_pieces, join_pieces
 from ckptkit.core.crc import crc32, crc32_combine
 from ckptkit.core.errors import ChecksumError
 from ckptkit.core.manifest import MANIFEST_NAME
-from ckptkit.plan.plan import OutputFile, SegmentRange, ServerCopy, Trailer
+from ckptkit.plan.plan import OutputFile, SegmentRange, Trailer, copied_ranges
 
 READ_BYTES = 1 << 20
 ReadInto = Callable[[int, memoryview], None]  # absolute position in the file
@@ -257,32 +257,33 @@ class DeferredChecksums:
     def __init__(self, files: Sequence[OutputFile]) -> None:
         self._changed = threading.Condition()
         self._given_up = False
-        self._sums = {
-            (number, named): _SegmentChecksum(
-                file.segments[named].stop - file.segments[named].start
-            )
-            for number, file in enumerate(files)
-            for segment in file.segments
-            if isinstance(segment.body, Trailer)
-            for _, named in segment.body.fields
-        }
+        self._sizes: dict[Slot, int] = {}
+        self._pieces: dict[Slot, list[ChecksumPiece]] = {}
+        self._seen_bytes: dict[Slot, int] = {}
         for number, file in enumerate(files):
+            bodies = [segment.body for segment in file.segments]
+            named = {at for body in bodies if isinstance(body, Trailer) for _, at in body.fields}
             for position, segment in enumerate(file.segments):
-                if isinstance(segment.body, ServerCopy):
-                    checksum = _SegmentChecksum(segment.stop - segment.start)
-                    copied = segment.body.copied
-                    self._sums.setdefault((number, position), checksum).add(
-                        (c.start - segment.start, c.size_bytes, c.crc32) for c in copied
-                    )
+                copied, slot = copied_ranges(segment), (number, position)
+                if copied or position in named:
+                    self._sizes[slot] = segment.stop - segment.start
+                    self._pieces[slot], self._seen_bytes[slot] = [], 0
+                    pieces = ((c.start - segment.start, c.size_bytes, c.crc32) for c in copied)
+                    self.add(slot, pieces)
 
     def note(self, slot: Slot, start: int, data: memoryview) -> None:
-        if slot in self._sums:
+        if slot in self._sizes:
             self.add(slot, [(start, len(data), crc32(data))])
 
     def add(self, slot: Slot, pieces: Iterable[ChecksumPiece]) -> None:
         """Adds pieces whose checksums are known."""
         with self._changed:
-            if self._sums[slot].add(pieces):
+            for piece in pieces:
+                if self._is_whole(slot):
+                    break  # a part of it is run again
+                self._pieces[slot].append(piece)
+                self._seen_bytes[slot] += piece[1]
+            if self._is_whole(slot):
                 self._changed.notify_all()
 
     def fill(self, file: int, part: SegmentRange, view: memoryview) -> bool:
@@ -311,40 +312,15 @@ class DeferredChecksums:
 
     def pieces(self) -> list[tuple[Slot, list[ChecksumPiece]]]:
         with self._changed:
-            return [(slot, join_pieces(s.pieces)) for slot, s in self._sums.items() if s.pieces]
+            return [(slot, join_pieces(some)) for slot, some in self._pieces.items() if some]
 
     def value(self, slot: Slot) -> int | None:
         """Returns the checksum of a segment once it is whole; None if another worker has failed."""
-        checksum = self._sums[slot]
         with self._changed:
-            self._changed.wait_for(lambda: self._given_up or checksum.is_whole)
-            return checksum.value() if checksum.is_whole else None
+            self._changed.wait_for(lambda: self._given_up or self._is_whole(slot))
+            if not self._is_whole(slot):
+                return None
+            return crc32_of_pieces(self._pieces[slot], self._sizes[slot])
 
-
-class _SegmentChecksum:
-    """The pieces of one segment."""
-
-    __slots__ = ("_seen_bytes", "_size_bytes", "pieces")
-
-    def __init__(self, size_bytes: int) -> None:
-        self.pieces: list[ChecksumPiece] = []
-        self._size_bytes = size_bytes
-        self._seen_bytes = 0
-
-    @property
-    def is_whole(self) -> bool:
-        return self._seen_bytes == self._size_bytes
-
-    def add(self, pieces: Iterable[ChecksumPiece]) -> bool:
-        for piece in pieces:
-            if self.is_whole:
-                break  # a part of it is run again
-            self.pieces.append(piece)
-            self._seen_bytes += piece[1]
-        return self.is_whole
-
-    def value(self) -> int:
-        whole = RangeChecksum()
-        for piece in self.pieces:
-            whole.add(*piece)
-        return whole.value(self._size_bytes)
+    def _is_whole(self, slot: Slot) -> bool:
+        return self._seen_bytes[slot] == self._sizes[slot]

@@ -26,7 +26,7 @@ from ckptkit.core.errors import (
     UnsupportedError,
 )
 from ckptkit.core.index import CONTAINERS, ChunkTable, TensorEntry, TensorIndex
-from ckptkit.engine.locate import ByteSource, Located
+from ckptkit.engine.locate import Located
 from ckptkit.formats.dcp.compression import (
     HEAD_BYTES,
     TAIL_BYTES,
@@ -36,6 +36,7 @@ from ckptkit.formats.dcp.compression import (
     check_front,
     parse_front,
 )
+from ckptkit.storage.base import Source
 
 BLOCK_BYTES = 256 << 10
 KEPT_BYTES = 40 << 20
@@ -60,7 +61,7 @@ class DecodedRecords:
     `decoded_bytes`: how much was decoded so far, what was decoded again included.
     """
 
-    def __init__(self, source: ByteSource, index: TensorIndex) -> None:
+    def __init__(self, source: Source, index: TensorIndex) -> None:
         self.decoded_bytes = 0
         self._source = source
         self._index = index

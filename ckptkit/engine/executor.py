@@ -32,16 +32,16 @@ from ckptkit.engine.outcome import (
     task_parts,
 )
 from ckptkit.engine.reader import RUN_BYTES
-from ckptkit.engine.remote_reads import copies_of, make_store_copies, read_direct
+from ckptkit.engine.remote_reads import make_store_copies, read_direct
 from ckptkit.engine.segment_reader import Inputs, SegmentReader
 from ckptkit.options import NotFinite
 from ckptkit.plan.plan import (
     TASK_BYTES,
     Plan,
     SegmentRange,
-    ServerCopy,
     Task,
     Trailer,
+    copied_ranges,
     cut_into_tasks,
 )
 from ckptkit.storage.base import Sink
@@ -166,7 +166,7 @@ class Executor:
             origin.checksums.finish()
         for number, file in enumerate(self._plan.files):
             for position, segment in enumerate(file.segments):
-                if isinstance(segment.body, ServerCopy) and segment.spec is not None:
+                if copied_ranges(segment) and segment.spec is not None:
                     crc = self._checksums.value((number, position))
                     assert crc is not None  # noqa: S101  no worker has failed
                     self.digests.crc32s[str(segment.spec.name)] = crc
@@ -174,7 +174,7 @@ class Executor:
     def create_files(self) -> None:
         """Makes every file of the plan, its content undefined."""
         for file in self._plan.files:
-            copies = copies_of(file)
+            copies = [one for segment in file.segments for one in copied_ranges(segment)]
             if copies:
                 self._target.create_copied(file.path, file.size_bytes, copies)
             else:
@@ -243,8 +243,7 @@ class Executor:
     def _refuse_unwritten(self, digests: Digests) -> None:
         for _, segment, spec in self._plan.specs():
             leaves = digests.tensors.get(str(spec.name), {})
-            is_copied = isinstance(segment.body, ServerCopy)
-            if not is_copied and len(leaves) != -(-spec.size_bytes // LEAF_BYTES):
+            if not copied_ranges(segment) and len(leaves) != -(-spec.size_bytes // LEAF_BYTES):
                 raise ValueError(f"no part has written all of tensor {str(spec.name)!r}")
 
     def _run(self, tasks: Iterator[Task], put: Put) -> None:
@@ -268,7 +267,7 @@ class Executor:
             filled = read_direct(task, data, reader.readers)
             for at, (part, view) in enumerate(task_parts(task, data)):
                 if at not in filled:
-                    reader.window.fetch_parts(task, at, filled)
+                    reader.prefetch_parts(task, at, filled)
                 if not isinstance(part.segment.body, Trailer):
                     if at not in filled:
                         reader.fill(part, view)
@@ -353,7 +352,7 @@ class Executor:
     def _digest(self, task: Task, part: SegmentRange, view: memoryview) -> None:
         path = self._plan.files[task.file].path
         self._checksums.note((task.file, part.number), part.start, view)
-        if isinstance(part.segment.body, ServerCopy):
+        if copied_ranges(part.segment):
             return
         leaf = part.start // LEAF_BYTES
         book, name = self.digests.files, path

@@ -13,7 +13,6 @@ the cores. So a merge runs with `single_threaded_blas`.
 from __future__ import annotations
 
 import importlib
-import math
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -30,16 +29,8 @@ from numpy.typing import NDArray
 from ckptkit.core.arrays import numpy_dtype
 from ckptkit.core.dtypes import BY_NAME, DType
 from ckptkit.core.errors import OverflowRefusedError
-from ckptkit.core.geometry import (
-    StridedBox,
-    cut,
-    flat_offset,
-    intersect,
-    relative,
-    slabs,
-    slices_of,
-)
-from ckptkit.core.index import Box, Fqn, Key, Shape, Span, TensorEntry
+from ckptkit.core.geometry import Part, Tile, clip, flat_offset, row_major_strides, slabs
+from ckptkit.core.index import Fqn, Key, Shape, Span, TensorEntry
 from ckptkit.engine.casts import Caster
 from ckptkit.plan.plan import (
     SOURCE,
@@ -187,12 +178,27 @@ class AddedOperand(WrappingOperand, frozen=True):
 
 
 class OperandKernel(Kernel, Struct, frozen=True):
-    """Writes the elements of an operand; the output tensor says in which type."""
+    """Writes the elements of an operand; the output tensor says in which type, and how many."""
 
     operand: Operand
 
     def compute(self) -> Compute:
         return Compute(self, self.operand.reads)
+
+    @property
+    def is_ready(self) -> bool:
+        made = self.operand
+        return not isinstance(made, ComputedOperand) or made.kernel.is_ready
+
+    def prepare(self, _out: TensorSpec, reading: Reading) -> Kernel:
+        made = self.operand
+        if not isinstance(made, ComputedOperand):
+            return self
+        return replace(self, operand=made.prepare(reading))
+
+    def grain_elements(self, _out: TensorSpec) -> int:
+        made = self.operand
+        return made.kernel.grain_elements(made.spec) if isinstance(made, ComputedOperand) else 1
 
     def demands(self, _out: TensorSpec, block: Span) -> tuple[Demand, ...]:
         return self.operand.demands(block)
@@ -201,11 +207,16 @@ class OperandKernel(Kernel, Struct, frozen=True):
         self, out: TensorSpec, block: Span, inputs: Sequence[NDArray[Any]], target: NDArray[Any]
     ) -> None:
         """Makes one block."""
-        values = self.operand.values(block, inputs)
-        if self.operand.dtype == out.dtype:
+        made = self.operand
+        is_cast = made.dtype != out.dtype
+        if isinstance(made, ComputedOperand) and not is_cast:
+            made.put(block, inputs, target)  # without memory of its own
+            return
+        values = made.values(block, inputs)
+        if not is_cast:
             target[...] = values
             return
-        caster = Caster(self.operand.dtype, out.dtype)
+        caster = Caster(made.dtype, out.dtype)
         caster.cast_all(values, target, where=f"tensor {out.name!r}", block_start=block.start)
 
 
@@ -214,26 +225,14 @@ class OperandKernel(Kernel, Struct, frozen=True):
 _MOST_READ = 2
 
 
-class _Read(Struct, frozen=True):
-    """A range of an operand, and the wanted elements in it."""
-
-    operand: Operand
-    span: Span
-    steps: Shape  # between the wanted elements, from the first of the range on
-    slab: tuple[int, Shape]  # where the output's elements begin that it belongs to, their shape
-    inner: Box  # of the slab, which it fills
-
-
 class RearrangeKernel(Kernel, Struct, frozen=True):
-    """A tensor whose elements come from boxes of others, maybe with their axes exchanged.
+    """A tensor whose elements come from tiles of others, maybe with their axes exchanged.
 
     A block reads at most twice its own elements. Where neighbours in the output are far apart in
     the operand, as in a large transposed matrix, each is a read of its own.
-
     """
 
-    grid: Shape  # the output's shape, with dimensions split where the pieces need that
-    pieces: tuple[StridedBox, ...]  # of the grid, which do not overlap
+    pieces: tuple[Part, ...]  # of the output, which do not overlap
     operands: Mapping[Fqn, Operand]  # their sources, all of the output's element type
     has_padding: bool = False  # whether there are elements in no piece; they are zero
 
@@ -241,50 +240,48 @@ class RearrangeKernel(Kernel, Struct, frozen=True):
     def reads(self) -> tuple[tuple[str, Key], ...]:
         return tuple(dict.fromkeys(read for one in self.operands.values() for read in one.reads))
 
-    def demands(self, _out: TensorSpec, block: Span) -> tuple[Demand, ...]:
+    def demands(self, out: TensorSpec, block: Span) -> tuple[Demand, ...]:
         """Returns the operands' elements that the block consists of."""
         return tuple(
-            demand for read in self._reads(block) for demand in read.operand.demands(read.span)
+            demand
+            for operand, span, _ in self._reads(out, block)
+            for demand in operand.demands(span)
         )
 
     def run(
-        self, _out: TensorSpec, block: Span, inputs: Sequence[NDArray[Any]], target: NDArray[Any]
+        self, out: TensorSpec, block: Span, inputs: Sequence[NDArray[Any]], target: NDArray[Any]
     ) -> None:
         """Puts the elements of one block where they belong."""
+        made, strides = _bits(target), row_major_strides(out.shape)
         if self.has_padding:
-            _bits(target)[:] = 0
+            made[:] = 0
         at = 0
-        for read in self._reads(block):
-            operand = read.operand
-            count = len(operand.demands(read.span))
-            values = _bits(operand.values(read.span, inputs[at : at + count]))
+        for operand, span, tile in self._reads(out, block):
+            count = len(operand.demands(span))
+            values = _bits(operand.values(span, inputs[at : at + count]))
             at += count
-            begin, shape = read.slab
-            slab = _bits(target)[begin : begin + math.prod(shape)].reshape(shape)
-            steps = [step * values.itemsize for step in read.steps]
-            slab[slices_of(read.inner)] = np.lib.stride_tricks.as_strided(
-                values, read.inner.sizes, steps, writeable=False
-            )
+            first = flat_offset(tile.corners[0], strides) - block.start
+            sizes = [loop.size for loop in tile.loops]
+            walks = [loop.walks for loop in tile.loops]
+            steps = [step * strides[axis] * made.itemsize for (axis, step), _ in walks]
+            from_steps = [step * values.itemsize for _, (_, step) in walks]
+            as_strided = np.lib.stride_tricks.as_strided
+            as_strided(made[first:], sizes, steps)[...] = as_strided(values, sizes, from_steps)
 
-    def _reads(self, block: Span) -> Iterator[_Read]:
-        begin = 0
-        for slab in slabs(block, self.grid):
-            for piece in self.pieces:
-                shared = intersect(slab, piece.box)
-                if shared is not None:
-                    inner, steps = relative(shared, slab), piece.steps
-                    start = flat_offset(relative(shared, piece.box).offsets, steps)
-                    for first, box in _dense(piece.start + start, inner, steps):
-                        span = Span(first, first + _extent(box.sizes, steps))
-                        operand = self.operands[piece.source]
-                        yield _Read(operand, span, steps, (begin, slab.sizes), box)
-            begin += math.prod(slab.sizes)
+    def _reads(self, out: TensorSpec, block: Span) -> Iterator[tuple[Operand, Span, Tile]]:
+        """Yields ranges of operands, each with the wanted elements in it."""
+        for slab in slabs(block, out.shape):
+            for source, piece in self.pieces:
+                for inside in clip(piece, slab):
+                    for tile, length in _dense(inside):
+                        start = tile.corners[1][0]
+                        yield self.operands[source], Span(start, start + length), tile
 
 
 class ComputedOperand(Struct, frozen=True):
-    """The output of a kernel, as an operand of another one.
+    """The output of a kernel, as an operand of another one: all of it, or its first elements.
 
-    Any element may begin the blocks of the kernel.
+    Any element may begin the blocks of the kernel, but in an `OperandKernel`.
     """
 
     kernel: Kernel
@@ -310,23 +307,25 @@ class ComputedOperand(Struct, frozen=True):
         self.kernel.run(self.spec, span, inputs, target)
 
 
-def _dense(first: int, box: Box, steps: Shape) -> Iterator[tuple[int, Box]]:
-    """Cuts a box until what has to be read for each part is mostly wanted.
+def _dense(tile: Tile) -> list[tuple[Tile, int]]:
+    """Cuts a tile until what has to be read of the source for each part is mostly wanted.
 
-    Yields the operand's element at the part's first corner, and the part.
+    With each part comes the number of elements of the source from its first to its last.
     """
-    sizes = box.sizes
-    if _extent(sizes, steps) <= _MOST_READ * math.prod(sizes):
-        yield first, box
-        return
-    axis = max((i for i in range(len(sizes)) if sizes[i] > 1), key=lambda i: steps[i])
-    for index, part in enumerate(cut(box, axis, 1)):
-        yield from _dense(first + index * steps[axis], part, steps)
-
-
-def _extent(sizes: Shape, steps: Shape) -> int:
-    """Returns the number of elements from the first to the last of a box, both included."""
-    return 1 + sum((size - 1) * step for size, step in zip(sizes, steps, strict=True))
+    extent = 1 + sum((loop.size - 1) * loop.walks[1][1] for loop in tile.loops)
+    elements = tile.elements
+    if extent <= _MOST_READ * elements:
+        return [(tile, extent)] if elements else []
+    number = max(range(len(tile.loops)), key=lambda i: tile.loops[i].walks[1][1])
+    (axis, step), (_, flat_step) = tile.loops[number].walks
+    parts = []
+    inner = _dense(tile.take(number, 0, 1))
+    for index in range(tile.loops[number].size):
+        for part, length in inner:
+            corner, (first,) = part.corners
+            there = (*corner[:axis], corner[axis] + index * step, *corner[axis + 1 :])
+            parts.append((Tile((there, (first + index * flat_step,)), part.loops), length))
+    return parts
 
 
 def _bits(values: NDArray[Any]) -> NDArray[Any]:
@@ -369,7 +368,7 @@ def recast(product: Product, dtype: DType) -> Product:
     if isinstance(body, Copy):
         compute = OperandKernel(StoredOperand(body.origin, body.key, spec.dtype)).compute()
     else:
-        compute = Compute(DerivedKernel(body.kernel, spec), body.reads)
+        compute = OperandKernel(ComputedOperand(body.kernel, spec, body.reads)).compute()
     return Product(replace(spec, dtype=dtype), compute)
 
 
@@ -382,43 +381,8 @@ def first_rows(product: Product, shape: Shape) -> Product:
     if spec.shape == shape:
         return product
     if not isinstance(body, Copy):  # a copy takes elements from the first on
-        body = Compute(DerivedKernel(body.kernel, spec), body.reads)
+        body = OperandKernel(ComputedOperand(body.kernel, spec, body.reads)).compute()
     return Product(replace(spec, shape=shape), body)
-
-
-class DerivedKernel(Kernel, Struct, frozen=True):
-    """Makes the first elements of what another kernel would make, cast where types differ.
-
-    Elements of a prefix have the same numbers as in the whole.
-    """
-
-    kernel: Kernel
-    whole: TensorSpec  # what the other kernel makes
-
-    @property
-    def is_ready(self) -> bool:
-        return self.kernel.is_ready
-
-    def prepare(self, _out: TensorSpec, reading: Reading) -> Kernel:
-        return replace(self, kernel=self.kernel.prepare(self.whole, reading))
-
-    def grain_elements(self, _out: TensorSpec) -> int:
-        return self.kernel.grain_elements(self.whole)
-
-    def demands(self, _out: TensorSpec, block: Span) -> tuple[Demand, ...]:
-        return self.kernel.demands(self.whole, block)
-
-    def run(
-        self, out: TensorSpec, block: Span, inputs: Sequence[NDArray[Any]], target: NDArray[Any]
-    ) -> None:
-        made = self.whole.dtype
-        if made == out.dtype:
-            self.kernel.run(self.whole, block, inputs, target)
-            return
-        values = np.empty(target.size, numpy_dtype(made))
-        self.kernel.run(self.whole, block, inputs, values)
-        caster = Caster(made, out.dtype)
-        caster.cast_all(values, target, where=f"tensor {out.name!r}", block_start=block.start)
 
 
 # The two factors that hold all experts of a layer of a middle-sized model, which every expert's

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import math
 import posixpath
+import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from msgspec import Struct
@@ -25,6 +26,7 @@ from ckptkit.core.geometry import (
     Walk,
     contiguous_parts,
     cut,
+    cut_span,
     flat_offset,
     hull,
     intersect,
@@ -48,8 +50,17 @@ from ckptkit.engine.casts import Caster
 from ckptkit.engine.checksum_tracker import ChecksumTracker, OpenRecord, TrackedRecord
 from ckptkit.engine.decompress import DecodedRecords
 from ckptkit.engine.kernels import StoredOperand
-from ckptkit.engine.locate import ChunkLookup, Located, LocatedChunks, Locator, SpanOverlap
-from ckptkit.engine.prefetch import READ_AHEAD_BYTES, ByteRun, RangeCache, find_stored, ranges_of
+from ckptkit.engine.locate import (
+    READ_AHEAD_BYTES,
+    ByteRun,
+    ChunkLookup,
+    Located,
+    Locator,
+    RangeCache,
+    SpanOverlap,
+    find_stored,
+    ranges_of,
+)
 from ckptkit.storage.base import Source
 
 # Large enough that Python's share of a read is small, and that a scratch buffer of many column
@@ -64,23 +75,25 @@ SHORT_REMOTE_RUN_BYTES = 256 << 10
 _DERIVED_BYTES = 2 << 20
 _LOOKUPS = 16
 _MOST_RUNS = 8  # of chunks that are smaller, several are better read with one request
-_LOCATED = 4096
+_LOCATED, _MOST_LOCATED = 4096, 16384  # chunks that a reader keeps, and an origin
 _BYTE_TYPES = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "V16"}
 
 
-class BoxMemory(Protocol):
+class BoxMemory:
     """Memory for a box of a tensor, in host memory or on a device.
 
     Elements are moved as bytes, so that their type does not matter; see `byte_type`.
     """
 
-    def direct(self, box: Box) -> memoryview | None:
+    __slots__ = ()
+
+    def direct(self, _box: Box) -> memoryview | None:
         """Returns the memory of a part of the box as one writable run, None if it is not one."""
-        ...
+        return None
 
     def put(self, box: Box, elements: NDArray[Any]) -> None:
         """Copies elements, in the shape of a part of the box, to their place."""
-        ...
+        raise NotImplementedError
 
     def walked(self, start: Shape, walks: Sequence[Walk], sizes: Shape) -> BoxMemory:
         """Returns the memory of some of the elements, as that of another box.
@@ -88,10 +101,10 @@ class BoxMemory(Protocol):
         `start`: the place of the first of them. `walks`: for each dimension of the other box, how a
         step along it moves in this one. `sizes`: those of the other box.
         """
-        ...
+        raise NotImplementedError
 
 
-class ArrayMemory:
+class ArrayMemory(BoxMemory):
     """A numpy array of any strides as the memory of a box."""
 
     __slots__ = ("_array",)
@@ -146,11 +159,19 @@ class Origin:
         self.source = source
         self.index = index
         self.unverified: set[Key] = set()
-        self.located = LocatedChunks()
+        self.located: dict[tuple[Key, int], Located] = {}
+        self._lock = threading.Lock()
         self.decoded = DecodedRecords(source, index)
         self.checksums = ChecksumTracker(
             len(index.records), most_pieces=most_pieces, finish_decoding=self.decoded.finish
         )
+
+    def keep_located(self, chunk: tuple[Key, int], located: Located) -> None:
+        """Keeps the place of a chunk, by its tensor's key and its row, and drops the oldest one."""
+        with self._lock:
+            if len(self.located) >= _MOST_LOCATED:
+                del self.located[next(iter(self.located))]
+            self.located[chunk] = located
 
     def adopt(self, records: Mapping[int, OpenRecord]) -> None:
         """Continues the records that the trackers of other processes have left open."""
@@ -205,17 +226,19 @@ class TensorReader:
             whole = self.cache.cached(located.path, located.start, located.stop)
             if whole is not None:
                 self._origin.checksums.note(read.record, 0, whole)
-        itemsize = read.entry.stored_dtype.itemsize
+        short = SHORT_REMOTE_RUN_BYTES if self.cache.is_remote else _SHORT_RUN_BYTES
+        self._read_boxes(located, read, short)
+        return located
+
+    def _read_boxes(self, located: Located, read: ChunkRead, short_bytes: int) -> None:
+        itemsize, targets = read.entry.stored_dtype.itemsize, read.targets
         if located.strides is not None:
-            self._gather(located, read.record, itemsize, read.targets)
-            return located
-        targets = read.targets
+            self._gather(located, read.record, itemsize, targets)
+            return
         if len(targets) > 1:
             targets = tuple(sorted(targets, key=lambda target: target[0].source.offsets))
-        short = SHORT_REMOTE_RUN_BYTES if self.cache.is_remote else _SHORT_RUN_BYTES
         for overlap, memory in targets:
-            self._read_box(located, read.record, itemsize, overlap, memory, short_bytes=short)
-        return located
+            self._read_box(located, read.record, itemsize, overlap, memory, short_bytes)
 
     def byte_runs(self, key: Key, span: Span) -> Sequence[ByteRun]:
         """Returns the runs that a span consists of; none where it has others, or too many.
@@ -284,9 +307,7 @@ class TensorReader:
                 self._origin.unverified.add(entry.key)
             return
         elements = np.frombuffer(target, numpy_dtype(entry.dtype))
-        step = _DERIVED_BYTES // entry.dtype.itemsize
-        for start in range(span.start, span.stop, step):
-            part = Span(start, min(start + step, span.stop))
+        for part in cut_span(span, _DERIVED_BYTES // entry.dtype.itemsize):
             self.prefetch([(entry.key, part)])
             demands, inputs, at = derivation.demands(part), [], 0
             dtypes = [self._origin.index.tensors[demand.key].dtype for demand in demands]
@@ -317,9 +338,7 @@ class TensorReader:
         if not self.cache.is_remote or self._is_prefetched(key, span):
             yield span
             return
-        step = READ_AHEAD_BYTES // lookup.entry.stored_dtype.itemsize
-        for start in range(span.start, span.stop, step):
-            part = Span(start, min(start + step, span.stop))
+        for part in cut_span(span, READ_AHEAD_BYTES // lookup.entry.stored_dtype.itemsize):
             self.prefetch([(key, part)])
             yield part
 
@@ -327,50 +346,26 @@ class TensorReader:
         """Reads elements block by block, and rounds them to what the live tensor has."""
         entry = lookup.entry
         caster = Caster(entry.stored_dtype, entry.dtype)
-        step = RUN_BYTES // entry.stored_dtype.itemsize
         if self._unrounded is None:
             self._unrounded = memoryview(bytearray(RUN_BYTES))
-        for start in range(span.start, span.stop, step):
-            part = Span(start, min(start + step, span.stop))
-            count, low = part.stop - part.start, (start - span.start) * entry.dtype.itemsize
+        for part in cut_span(span, RUN_BYTES // entry.stored_dtype.itemsize):
+            count, low = part.stop - part.start, (part.start - span.start) * entry.dtype.itemsize
             block = self._unrounded[: count * entry.stored_dtype.itemsize]
             self._fill_stored(lookup, part, block)
             view = target[low : low + count * entry.dtype.itemsize]
             stored, rounded = np.frombuffer(block, np.uint8), np.frombuffer(view, np.uint8)
-            caster.cast_all(stored, rounded, where=f"tensor {entry.key!r}", block_start=start)
+            caster.cast_all(stored, rounded, where=f"tensor {entry.key!r}", block_start=part.start)
 
     def _fill_stored(self, lookup: ChunkLookup, span: Span, target: memoryview) -> None:
         """Fills a buffer with elements as they are stored."""
         entry, chunks = lookup.entry, lookup.chunks
-        itemsize = entry.stored_dtype.itemsize
-        step = max(1, RUN_BYTES // itemsize)
-        has_strided = False
-        for start in range(span.start, span.stop, step):
-            part = Span(start, min(start + step, span.stop))
-            low = (start - span.start) * itemsize
-            view = target[low : low + (part.stop - part.start) * itemsize]
-            for overlap in lookup.overlaps(part):
-                located = self._locate(entry, chunks, overlap.row)
-                if located.strides is None:
-                    record = int(chunks.record[overlap.row])
-                    memory = _block(view, overlap, itemsize)
-                    self._read_box(located, record, itemsize, overlap, memory)
-                else:
-                    has_strided = True
-        if has_strided:
-            self._fill_strided(lookup, span, target)
-
-    def _fill_strided(self, lookup: ChunkLookup, span: Span, target: memoryview) -> None:
-        """Fills in what is not stored row-major: over the whole range, however long, at once."""
-        itemsize = lookup.entry.stored_dtype.itemsize
         targets: dict[int, list[BoxTarget]] = {}
         for overlap in lookup.overlaps(span):
-            if self._locate(lookup.entry, lookup.chunks, overlap.row).strides is not None:
-                memory = _block(target, overlap, itemsize)
-                targets.setdefault(overlap.row, []).append((overlap, memory))
+            memory = _block(target, overlap, entry.stored_dtype.itemsize)
+            targets.setdefault(overlap.row, []).append((overlap, memory))
         for row, of_chunk in targets.items():
-            located = self._locate(lookup.entry, lookup.chunks, row)
-            self._gather(located, int(lookup.chunks.record[row]), itemsize, of_chunk)
+            read = ChunkRead(entry, chunks, row, int(chunks.record[row]), tuple(of_chunk))
+            self._read_boxes(self._locate(entry, chunks, row), read, _SHORT_RUN_BYTES)
 
     def _read_box(
         self,
@@ -379,8 +374,7 @@ class TensorReader:
         itemsize: int,
         overlap: Overlap,
         memory: BoxMemory,
-        *,
-        short_bytes: int = _SHORT_RUN_BYTES,
+        short_bytes: int,
     ) -> None:
         """Reads a box of a chunk that is stored row-major, run by run.
 
@@ -491,7 +485,7 @@ class TensorReader:
             if located.compressed is not None:
                 mark = partial(self._origin.unverified.add, entry.key)
                 located = self._origin.decoded.locate(entry, chunks, row, mark)
-            self._origin.located.put(chunk, located)
+            self._origin.keep_located(chunk, located)
         if located.crc32 is not None and located.compressed is None:
             source, path = self._origin.source, located.path
             self._origin.checksums.expect(
@@ -546,10 +540,8 @@ def same_bytes(first: memoryview, second: memoryview) -> bool:
 def same_values(reader: TensorReader, first: TensorEntry, second: TensorEntry) -> bool:
     """Returns whether two tensors of one element type and shape have the same bytes."""
     itemsize = first.dtype.itemsize
-    step = RUN_BYTES // itemsize
     buffers = [memoryview(bytearray(RUN_BYTES)) for _ in range(2)]
-    for start in range(0, first.elements, step):
-        span = Span(start, min(start + step, first.elements))
+    for span in cut_span(Span(0, first.elements), RUN_BYTES // itemsize):
         views = [buffer[: (span.stop - span.start) * itemsize] for buffer in buffers]
         reader.fill(first.key, span, views[0])
         reader.fill(second.key, span, views[1])

@@ -1,9 +1,9 @@
 """What is asked of remote stores: each request costs a round trip, so there are few.
 
-`PrefetchWindow` fetches what the next parts of a task read, as far as one window of memory
-reaches. `read_direct` fills parts whose bytes are contiguous in the source as in the output, which
-needs no memory in between: a request costs, at the store, as much as some hundred kilobytes.
-`estimate_reads` counts the requests of a plan.
+`reads_of` says what a part of a task reads, so that it is fetched ahead. `read_direct` fills parts
+whose bytes are contiguous in the source as in the output, which needs no memory in between: a
+request costs, at the store, as much as some hundred kilobytes. `estimate_reads` counts the requests
+of a plan.
 
 `with_store_copies` finds what a store copies by itself and leaves it out of the tasks of a plan,
 `make_store_copies` has the store do so.
@@ -20,35 +20,34 @@ from msgspec.structs import replace
 from ckptkit.core.index import FileRange, Key, Span
 from ckptkit.core.object_parts import MIN_PART_BYTES, CopiedRange, ObjectPart, choose_copies
 from ckptkit.core.threads import run_crew
-from ckptkit.engine.locate import ChunkLookup, LocatedChunks, Locator, SpanOverlap
-from ckptkit.engine.outcome import BytesWritten, Listener, part_span
-from ckptkit.engine.prefetch import (
+from ckptkit.engine.locate import (
     FREE_GAP_OF_ENDS_BYTES,
-    READ_AHEAD_BYTES,
     ByteRun,
+    ChunkLookup,
+    Locator,
     RangeCache,
+    SpanOverlap,
     coalesce,
     find_stored,
     ranges_of,
     requests,
     windows_of,
 )
+from ckptkit.engine.outcome import BytesWritten, Listener, part_span
 from ckptkit.engine.reader import Origin, TensorReader
 from ckptkit.plan.plan import (
     Compute,
     Copy,
-    Kernel,
     OutputFile,
     Plan,
     Segment,
     SegmentRange,
-    ServerCopy,
     Task,
-    TensorSpec,
 )
 from ckptkit.storage.base import CopySource, Sink
 
-_Read = tuple[str, Key, Span]
+PlannedRead = tuple[str, Key, Span]
+"""The origin, the tensor, and its elements."""
 LEAST_BYTES = 1 << 20
 """Smaller parts are better read together with their neighbours."""
 # Copies take no memory and hardly any processor time here, but time at the store.
@@ -56,82 +55,20 @@ _REQUESTS_AT_A_TIME = 8
 _LOCATED_AT_ONCE = 256
 
 
-class PrefetchWindow:
-    """Prefetches what a worker reads next, as far as one window of memory reaches.
-
-    It is for one thread at a time.
-    """
-
-    def __init__(self, origins: Mapping[str, Origin], readers: Mapping[str, TensorReader]) -> None:
-        self._origins = origins
-        self._readers = {name: reader for name, reader in readers.items() if reader.cache.is_remote}
-        self._task: Task | None = None
-        self._reached = 0
-
-    def fetch_parts(self, task: Task, at: int, filled: Container[int]) -> None:
-        """Fetches what a part of a task reads, with as many of the following ones as fit in.
-
-        `filled` are the parts that need no read.
-        """
-        if not self._readers:
-            return
-        if task is not self._task:
-            self._task, self._reached = task, 0
-        if at < self._reached:
-            return
-        wanted: list[_Read] = []
-        for number, following in enumerate(task.parts[at:], at):
-            more = [] if number in filled else list(self._remote(_reads_of(following)))
-            if self._bytes([*wanted, *more]) > READ_AHEAD_BYTES:
-                break
-            wanted += more
-            self._reached = at = at + 1
-        self._prefetch(wanted)
-
-    def fetch_blocks(self, kernel: Kernel, spec: TensorSpec, block: Span, stop: int) -> None:
-        """Fetches what a block is computed from, and the blocks after it up to `stop`."""
-        if not self._readers:
-            return
-        wanted: list[_Read] = []
-        size, low = block.stop - block.start, block.start
-        while low < stop:
-            demands = kernel.demands(spec, Span(low, min(low + size, stop)))
-            more = list(self._remote((d.origin, d.key, d.place) for d in demands))
-            if wanted and self._bytes([*wanted, *more]) > READ_AHEAD_BYTES:
-                break
-            wanted, low = [*wanted, *more], low + size
-        if self._bytes(wanted) <= READ_AHEAD_BYTES:
-            self._prefetch(wanted)
-
-    def _remote(self, reads: Iterator[_Read]) -> Iterator[_Read]:
-        return (read for read in reads if read[0] in self._readers)
-
-    def _bytes(self, wanted: list[_Read]) -> int:
-        return sum(
-            (span.stop - span.start) * self._origins[name].index.tensors[key].stored_dtype.itemsize
-            for name, key, span in wanted
-        )
-
-    def _prefetch(self, wanted: list[_Read]) -> None:
-        for name in dict.fromkeys(name for name, _, _ in wanted):
-            self._readers[name].prefetch([(k, span) for other, k, span in wanted if other == name])
-
-
 def estimate_reads(plan: Plan, origins: Mapping[str, Origin]) -> tuple[int, int] | None:
     """Returns requests and bytes that a plan reads from remote sources; None if it has none."""
     remote = {name for name, origin in origins.items() if origin.source.is_remote}
     if not remote:
         return None
-    nothing_located = LocatedChunks()
     count = size = 0
     for task in plan.tasks():
         wanted: dict[str, list[FileRange]] = {}
-        for name, key, span in (read for part in task.parts for read in _reads_of(part)):
+        for name, key, span in (read for part in task.parts for read in reads_of(part)):
             if name in remote:
                 index = origins[name].index
                 for stored, part in find_stored(index, key, span):
                     lookup = ChunkLookup(index.tensors[stored])
-                    read = ranges_of(index, lookup, part, nothing_located)
+                    read = ranges_of(index, lookup, part, {})
                     wanted.setdefault(name, []).extend(read)
         for ranges in wanted.values():
             asked = list(requests(coalesce(ranges)))
@@ -140,13 +77,13 @@ def estimate_reads(plan: Plan, origins: Mapping[str, Origin]) -> tuple[int, int]
     return count, size
 
 
-def _reads_of(part: SegmentRange) -> Iterator[_Read]:
+def reads_of(part: SegmentRange) -> Iterator[PlannedRead]:
     """Yields what a part of a segment reads, as far as that is known before a kernel is ready."""
     body, spec = part.segment.body, part.segment.spec
     if spec is None:
         return
     span = part_span(part, spec)
-    if isinstance(body, (Copy, ServerCopy)):
+    if isinstance(body, Copy):
         yield body.origin, body.key, span
     elif isinstance(body, Compute) and body.kernel.is_ready:
         for demand in body.kernel.demands(spec, span):
@@ -167,11 +104,16 @@ def read_direct(
     filled = set()
     at = 0
     for position, part in enumerate(task.parts):
-        origin, runs = _runs_of(part, readers)
-        if runs:
-            filled.add(position)
-            reads.setdefault(origin, []).extend((run, at + run.target) for run in runs)
-        at += part.stop - part.start
+        body, spec, size_bytes = part.segment.body, part.segment.spec, part.stop - part.start
+        if isinstance(body, Copy) and spec is not None and size_bytes >= LEAST_BYTES:
+            reader = readers[body.origin]
+            runs = (
+                reader.byte_runs(body.key, part_span(part, spec)) if reader.cache.is_remote else ()
+            )
+            if runs:
+                filled.add(position)
+                reads.setdefault(body.origin, []).extend((run, at + run.target) for run in runs)
+        at += size_bytes
     for origin, of_origin in reads.items():
         readers[origin].cache.read_direct(
             [(wanted, data[at : at + wanted.size_bytes]) for wanted, at in _joined(of_origin)]
@@ -179,17 +121,6 @@ def read_direct(
         for run, start in of_origin:
             readers[origin].note(run, data[start : start + run.stored.size_bytes])
     return frozenset(filled)
-
-
-def _runs_of(
-    part: SegmentRange, readers: Mapping[str, TensorReader]
-) -> tuple[str, Sequence[ByteRun]]:
-    body, spec = part.segment.body, part.segment.spec
-    if spec is None or part.stop - part.start < LEAST_BYTES:
-        return "", ()
-    if not isinstance(body, (Copy, ServerCopy)) or not readers[body.origin].cache.is_remote:
-        return "", ()
-    return body.origin, readers[body.origin].byte_runs(body.key, part_span(part, spec))
 
 
 def _joined(reads: Sequence[_DirectRead]) -> Iterator[tuple[FileRange, int]]:
@@ -241,11 +172,16 @@ def make_store_copies(
 
     def parts() -> Iterator[tuple[str, ObjectPart, CopySource]]:
         for file in plan.files:
-            sources = {copied.start: source for copied, source in _sources(file, origins)}
-            if sources:
-                for part in target.copied_parts(file.path):
-                    assert part.copied is not None  # noqa: S101  that is what they are
-                    yield file.path, part, sources[part.copied.start]
+            sources: dict[int, CopySource] = {}
+            for segment in file.segments:
+                if isinstance(segment.body, Copy):
+                    source = origins[segment.body.origin].source
+                    for copied in segment.body.copied:
+                        if (found := source.copy_source(copied.path)) is not None:
+                            sources[copied.start] = found
+            for part in target.copied_parts(file.path) if sources else ():
+                assert part.copied is not None  # noqa: S101  that is what they are
+                yield file.path, part, sources[part.copied.start]
 
     def work(items: Iterator[tuple[str, ObjectPart, CopySource]]) -> None:
         for path, part, source in items:
@@ -253,27 +189,6 @@ def make_store_copies(
             listener(BytesWritten(part.stop - part.start, path))
 
     run_crew(_REQUESTS_AT_A_TIME, parts(), work)
-
-
-def copies_of(file: OutputFile) -> list[CopiedRange]:
-    bodies = (segment.body for segment in file.segments)
-    return [copied for body in bodies if isinstance(body, ServerCopy) for copied in body.copied]
-
-
-def _sources(
-    file: OutputFile, origins: Mapping[str, Origin]
-) -> Iterator[tuple[CopiedRange, CopySource]]:
-    objects: dict[tuple[str, str], CopySource | None] = {}
-    for segment in file.segments:
-        if isinstance(segment.body, ServerCopy):
-            origin = origins[segment.body.origin]
-            for copied in segment.body.copied:
-                key = origin.name, copied.path
-                if key not in objects:
-                    objects[key] = origin.source.copy_source(copied.path)
-                source = objects[key]
-                if source is not None:
-                    yield copied, source
 
 
 class _Candidate(Struct, frozen=True):
@@ -294,7 +209,7 @@ class _Candidate(Struct, frozen=True):
             located = locator.locate(self.lookup.entry, self.lookup.chunks, overlap.row)
             if located.compressed is not None:
                 continue
-            self.origin.located.put((self.lookup.entry.key, overlap.row), located)
+            self.origin.keep_located((self.lookup.entry.key, overlap.row), located)
             source = self.origin.source.copy_source(located.path)
             if source is None or id(source.store) not in stores:
                 continue
@@ -368,8 +283,6 @@ def _with_copies(file: OutputFile, by_segment: Mapping[int, Sequence[CopiedRange
     chosen = set(choose_copies(file.size_bytes, ranges))
     segments = list(file.segments)
     for at, copies in by_segment.items():
-        body = segments[at].body
         kept = tuple(copied for copied in copies if copied in chosen)
-        if kept and isinstance(body, Copy):
-            segments[at] = replace(segments[at], body=ServerCopy(body.origin, body.key, kept))
+        segments[at] = replace(segments[at], body=replace(segments[at].body, copied=kept))
     return replace(file, segments=tuple(segments))

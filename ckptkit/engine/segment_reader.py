@@ -7,7 +7,7 @@ any bytes of a planned file, so that a plan is a folder that can be read without
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from operator import attrgetter
 from typing import Any
@@ -18,21 +18,23 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from ckptkit.core.arrays import aligned_buffer, numpy_dtype
+from ckptkit.core.geometry import cut_span
 from ckptkit.core.index import Span
 from ckptkit.core.manifest import LEAF_BYTES
 from ckptkit.engine.kernels import Preparations
+from ckptkit.engine.locate import READ_AHEAD_BYTES
 from ckptkit.engine.outcome import part_span
 from ckptkit.engine.reader import Origin, TensorReader
-from ckptkit.engine.remote_reads import PrefetchWindow
+from ckptkit.engine.remote_reads import PlannedRead, reads_of
 from ckptkit.plan.plan import (
     Compute,
     Copy,
     Demand,
+    Kernel,
     Literal,
     OutputFile,
     RawCopy,
     SegmentRange,
-    ServerCopy,
     Task,
     TensorSpec,
 )
@@ -58,7 +60,7 @@ class Inputs(Struct, frozen=True):
 class SegmentReader:
     """Makes the bytes of segments from the sources; one per thread, with buffers that it reuses.
 
-    `readers`: of the sources, by name. `window`: prefetches what comes next.
+    `readers`: of the sources, by name.
     """
 
     def __init__(self, inputs: Inputs, preparations: Preparations) -> None:
@@ -69,7 +71,8 @@ class SegmentReader:
         self._inputs = inputs
         self._preparations = preparations
         self.readers = {name: TensorReader(origin) for name, origin in inputs.origins.items()}
-        self.window = PrefetchWindow(inputs.origins, self.readers)
+        self._is_remote = any(reader.cache.is_remote for reader in self.readers.values())
+        self._prefetched: tuple[Task | None, int] = None, 0  # so many parts of a task
         self._scratch: dict[int, memoryview] = {}
         self._raw_bytes = 0
         self._leaf: SegmentRange | None = None
@@ -88,6 +91,51 @@ class SegmentReader:
         for reader in self.readers.values():
             reader.clear()
 
+    def prefetch_parts(self, task: Task, at: int, filled: Container[int] = ()) -> None:
+        """Fetches what a part of a task reads, with as many of the following ones as fit in.
+
+        `filled` are the parts that need no read.
+        """
+        if not self._is_remote or (self._prefetched[0] is task and at < self._prefetched[1]):
+            return
+        wanted: list[PlannedRead] = []
+        for number, following in enumerate(task.parts[at:], at):
+            more = [] if number in filled else self._remote(reads_of(following))
+            if self._bytes_of([*wanted, *more]) > READ_AHEAD_BYTES:
+                break
+            wanted += more
+            self._prefetched = task, number + 1
+        self._prefetch(wanted)
+
+    def _prefetch_blocks(self, kernel: Kernel, spec: TensorSpec, block: Span, stop: int) -> None:
+        """Fetches what a block is computed from, and the blocks after it up to `stop`."""
+        if not self._is_remote:
+            return
+        wanted: list[PlannedRead] = []
+        size, low = block.stop - block.start, block.start
+        while low < stop:
+            demands = kernel.demands(spec, Span(low, min(low + size, stop)))
+            more = self._remote((d.origin, d.key, d.place) for d in demands)
+            if wanted and self._bytes_of([*wanted, *more]) > READ_AHEAD_BYTES:
+                break
+            wanted, low = [*wanted, *more], low + size
+        if self._bytes_of(wanted) <= READ_AHEAD_BYTES:
+            self._prefetch(wanted)
+
+    def _remote(self, reads: Iterable[PlannedRead]) -> list[PlannedRead]:
+        return [read for read in reads if self.readers[read[0]].cache.is_remote]
+
+    def _bytes_of(self, wanted: Iterable[PlannedRead]) -> int:
+        origins = self._inputs.origins
+        return sum(
+            (span.stop - span.start) * origins[name].index.tensors[key].stored_dtype.itemsize
+            for name, key, span in wanted
+        )
+
+    def _prefetch(self, wanted: Sequence[PlannedRead]) -> None:
+        for name in dict.fromkeys(name for name, _, _ in wanted):
+            self.readers[name].prefetch([(k, span) for other, k, span in wanted if other == name])
+
     def fill_range(self, file: OutputFile, start: int, stop: int, target: memoryview) -> None:
         """Fills a buffer with the bytes `[start, stop)` of a planned file.
 
@@ -103,7 +151,7 @@ class SegmentReader:
         for number, part in enumerate(task.parts):
             low = max(start - part.segment.start, part.start)
             high = min(stop - part.segment.start, part.stop)
-            self.window.fetch_parts(task, number, ())
+            self.prefetch_parts(task, number)
             view = target[at : at + high - low]
             if low == part.start and high == part.stop:
                 self.fill(part, view)
@@ -122,7 +170,7 @@ class SegmentReader:
             folder = self._inputs.folders[body.origin]
             folder.read_into(body.path, body.start + part.start, view)
             self._raw_bytes += len(view)
-        elif isinstance(body, (Copy, ServerCopy)) and spec is not None:
+        elif isinstance(body, Copy) and spec is not None:
             self.readers[body.origin].fill(body.key, part_span(part, spec), view)
         elif isinstance(body, Compute) and spec is not None:
             self._compute(body, spec, part_span(part, spec), view)
@@ -146,9 +194,8 @@ class SegmentReader:
         kernel = self._preparations.kernel(body.kernel, spec, self._read)
         grain = kernel.grain_elements(spec)
         step = max(grain, (body.most_elements or COMPUTE_ELEMENTS) // grain * grain)
-        for start in range(span.start, span.stop, step):
-            block = Span(start, min(start + step, span.stop))
-            self.window.fetch_blocks(kernel, spec, block, span.stop)
+        for block in cut_span(span, step):
+            self._prefetch_blocks(kernel, spec, block, span.stop)
             inputs = [
                 self._input(slot, demand) for slot, demand in enumerate(kernel.demands(spec, block))
             ]

@@ -2,7 +2,7 @@
 
 Transformers 5 computes with other tensors than it stores: the experts of a layer are one tensor
 in memory and one each on disk. The names that training holds are called live here, those in a
-Hub repository's files are called disk names. A disk tensor is described as boxes whose elements
+Hub repository's files are called disk names. A disk tensor is described as tiles, whose elements
 have regular steps in live tensors, which covers slices, splits, stacks, joins, transpositions
 and the reordering of rotary positions; nothing else can be described so, and so nothing else is
 taken for it. Of a tensor that a conversion computes, its sources are known.
@@ -23,7 +23,15 @@ from typing import Any
 from msgspec import Struct
 
 from ckptkit.core.dtypes import DType, dtype_named
-from ckptkit.core.geometry import Arrangement, StridedBox, find_tile, row_major_strides
+from ckptkit.core.geometry import (
+    Arrangement,
+    Loop,
+    Part,
+    Tile,
+    find_tile,
+    join_loops,
+    row_major_strides,
+)
 from ckptkit.core.index import Box, Fqn, Shape
 
 
@@ -39,32 +47,29 @@ class HubTensor(Struct, frozen=True):
 
     name: Fqn
     shape: Shape
-    # The same elements in the same row-major order with dimensions split further, where that is
-    # needed to describe them by regular steps; mostly `shape` itself.
-    grid: Shape
-    # Boxes of the grid, each element in one at most; none where it is computed. Elements in no box
-    # are zero, as in padding.
-    pieces: tuple[StridedBox, ...]
+    # What it has of live tensors; nothing where it is computed. Other elements are zero, as in
+    # padding.
+    pieces: tuple[Part, ...]
     # How it comes to be where a conversion does more than move elements, or None.
     computed: Computation | None = None
 
     @classmethod
     def of(cls, name: Fqn, arrangement: Arrangement) -> HubTensor:
         """Returns a tensor that is made by moving elements."""
-        return cls(name, arrangement.shape, *arrangement.to_grid())
+        return cls(name, arrangement.shape, arrangement.parts)
 
     @property
     def has_padding(self) -> bool:
-        """Whether there are elements in no box."""
-        boxes = sum(math.prod(piece.box.sizes) for piece in self.pieces)
-        return self.computed is None and boxes < math.prod(self.grid)
+        """Whether there are elements in no piece."""
+        held = sum(tile.elements for _, tile in self.pieces)
+        return self.computed is None and held < math.prod(self.shape)
 
     @property
     def sources(self) -> tuple[Fqn, ...]:
         """The live tensors that it is made of, each once, in the order of the pieces."""
         if self.computed is not None:
             return self.computed.sources
-        return tuple(dict.fromkeys(piece.source for piece in self.pieces))
+        return tuple(dict.fromkeys(source for source, _ in self.pieces))
 
 
 class Window(Struct, frozen=True):
@@ -96,22 +101,26 @@ class HubNames(Struct, frozen=True):
     tied: tuple[Fqn, ...] = ()  # live names that it ties to others
 
 
-def find_run(tensor: HubTensor) -> StridedBox | None:
-    """Returns the one piece of a disk tensor whose elements follow each other in a live one."""
+def find_run(tensor: HubTensor) -> tuple[Fqn, int] | None:
+    """Returns the live tensor in which all elements of a disk tensor follow each other.
+
+    With it comes the number of the first of them.
+    """
     if len(tensor.pieces) != 1 or tensor.has_padding:
         return None
-    piece = tensor.pieces[0]
-    wanted = row_major_strides(tensor.grid)
-    sized = zip(tensor.grid, piece.steps, wanted, strict=True)
-    return piece if all(size == 1 or step == want for size, step, want in sized) else None
+    ((source, tile),) = tensor.pieces
+    strides = row_major_strides(tensor.shape)
+    walks = (loop.walks for loop in tile.loops)
+    is_run = all(there == step * strides[axis] for (axis, step), (_, there) in walks)
+    return (source, tile.corners[1][0]) if is_run else None
 
 
 def find_whole(tensor: HubTensor, live: Mapping[Fqn, Shape]) -> Fqn | None:
     """Returns the live tensor that a disk tensor is, element for element, if there is one."""
     size = math.prod(tensor.shape)
-    piece = find_run(tensor) if size else next(iter(tensor.pieces), None)
-    is_whole = piece is not None and math.prod(live[piece.source]) == size
-    return piece.source if piece is not None and is_whole else None
+    found = find_run(tensor) if size else next(iter(tensor.pieces), None)
+    is_whole = found is not None and math.prod(live[found[0]]) == size
+    return found[0] if found is not None and is_whole else None
 
 
 def find_window(tensor: HubTensor, live: Mapping[Fqn, Shape]) -> Window | None:
@@ -132,35 +141,34 @@ def find_windows(
     Returns each box of the disk tensor with that of the live one, or None where elements are in
     another order within an axis, or are computed.
     """
-    if tensor.grid != tensor.shape or tensor.computed is not None:
+    if tensor.computed is not None:
         return None
-    found = [
-        (piece.box, _window(piece, tensor.shape, live[piece.source])) for piece in tensor.pieces
-    ]
-    windows = tuple((box, window) for box, window in found if window is not None)
+    found = [_window(source, tile, live[source]) for source, tile in tensor.pieces]
+    windows = tuple(window for window in found if window is not None)
     return windows if len(windows) == len(found) else None
 
 
-def _window(piece: StridedBox, disk: Shape, live: Shape) -> Window | None:
-    tile = find_tile(disk, disk, piece, live)
+def _window(source: Fqn, piece: Tile, live: Shape) -> tuple[Box, Window] | None:
+    tile, disk = find_tile(piece, live), len(piece.corners[0])
     if tile is None:
         return None
     found: dict[int, int] = {}  # from axes of the disk tensor to those of the live one
-    sizes = [1] * len(live)
-    for loop in tile.loops:
+    sizes, disk_sizes = [1] * len(live), [1] * disk
+    for loop in join_loops(tile).loops:
         (axis, step), (there, step_there) = loop.walks
         if (step, step_there) != (1, 1) or axis in found or there in found.values():
             return None
-        found[axis], sizes[there] = there, loop.size
+        found[axis], sizes[there], disk_sizes[axis] = there, loop.size, loop.size
     free = [axis for axis in range(len(live)) if axis not in found.values()]
-    for axis in range(len(disk)):  # dimensions of one index take what is left
+    for axis in range(disk):  # dimensions of one index take what is left
         if axis not in found:
             if not free:
                 return None
             found[axis] = axis if axis in free else free[0]
             free.remove(found[axis])
     box = Box(tile.corners[1], tuple(sizes))
-    return Window(piece.source, box, tuple(found[axis] for axis in range(len(disk))))
+    window = Window(source, box, tuple(found[axis] for axis in range(disk)))
+    return Box(tile.corners[0], tuple(disk_sizes)), window
 
 
 class NamingRequest(Struct, frozen=True):
@@ -206,14 +214,17 @@ def names_to_json(names: HubNames) -> dict[str, Any]:
         if tensor.computed is not None:
             sources = [number[source] for source in tensor.computed.sources]
             computed = [tensor.computed.dtype.name, sources]
-            tensors.append([tensor.name, tensor.shape, None, [], computed])
+            tensors.append([tensor.name, tensor.shape, [], computed])
             continue
         pieces = [
-            [number[piece.source], piece.start, piece.steps, piece.box.offsets, piece.box.sizes]
-            for piece in tensor.pieces
+            [
+                number[source],
+                tile.corners,
+                [[loop.size, *loop.walks[0], loop.walks[1][1]] for loop in tile.loops],
+            ]
+            for source, tile in tensor.pieces
         ]
-        grid = None if tensor.grid == tensor.shape else tensor.grid
-        tensors.append([tensor.name, tensor.shape, grid, pieces, None])
+        tensors.append([tensor.name, tensor.shape, pieces, None])
     return {
         "library": names.library,
         "live": [[name, list(shape)] for name, shape in names.live.items()],
@@ -242,32 +253,25 @@ def names_from_json(document: Mapping[str, Any]) -> HubNames:
 
 
 class _Reader:
-    """Makes tensors; shapes that come again, as those of experts do, are kept once."""
+    """Makes tensors; shapes and loops that come again, as those of experts do, are kept once."""
 
     def __init__(self, live: Sequence[Fqn]) -> None:
         self._live = live
-        self._shapes: dict[Shape, Shape] = {}
-        self._boxes: dict[Box, Box] = {}
+        self._known: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 
-    def tensor(
-        self, name: str, shape: list[int], grid: list[int] | None, pieces: Any, computed: Any
-    ) -> HubTensor:
-        dense = self._shape(shape)
-        finer = dense if grid is None else self._shape(grid)
+    def tensor(self, name: str, shape: list[int], pieces: Any, computed: Any) -> HubTensor:
         computation = None
         if computed is not None:
             dtype, sources = computed
             computation = Computation(dtype_named(dtype), tuple(self._live[i] for i in sources))
-        boxes = tuple(self._piece(*row) for row in pieces)
-        return HubTensor(Fqn(name), dense, finer, boxes, computation)
+        parts = tuple(self._part(*row) for row in pieces)
+        return HubTensor(Fqn(name), self._once(shape), parts, computation)
 
-    def _piece(
-        self, source: int, start: int, steps: list[int], offsets: list[int], sizes: list[int]
-    ) -> StridedBox:
-        box = Box(self._shape(offsets), self._shape(sizes))
-        box = self._boxes.setdefault(box, box)
-        return StridedBox(box, self._live[source], start, self._shape(steps))
+    def _part(self, source: int, corners: list[list[int]], rows: list[list[int]]) -> Part:
+        corner, there = map(self._once, corners)
+        loops = [Loop(size, ((axis, step), (0, flat))) for size, axis, step, flat in rows]
+        return self._live[source], Tile((corner, there), self._once(loops))
 
-    def _shape(self, numbers: list[int]) -> Shape:
-        shape = tuple(numbers)
-        return self._shapes.setdefault(shape, shape)
+    def _once(self, values: Sequence[Any]) -> tuple[Any, ...]:
+        found = tuple(values)
+        return self._known.setdefault(found, found)

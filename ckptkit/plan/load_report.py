@@ -14,7 +14,7 @@ from msgspec import Struct, convert, field, to_builtins
 from ckptkit.core.dtypes import DType, dtype_named
 from ckptkit.core.errors import RefusedError
 from ckptkit.core.index import COPY, Shape
-from ckptkit.core.text import list_first
+from ckptkit.core.text import counted, list_first
 from ckptkit.options import find_patterns
 from ckptkit.plan.vocabulary import is_embedding, is_head
 
@@ -240,20 +240,20 @@ def _list_differences(report: LoadReport, names: Collection[str]) -> Iterator[st
             " model do not"
         )
     if report.missing:
-        parameters = _counted(len(report.missing), "parameter")
+        parameters = counted(len(report.missing), "parameter")
         named = list_first(report.missing, _LISTED)
         yield f"{parameters} would be missing and made at random, {named}"
     unexpected = [
         n for n in report.unexpected if not (report.prefix and n.startswith(report.prefix))
     ]
     if unexpected:
-        tensors = _counted(len(unexpected), "tensor")
+        tensors = counted(len(unexpected), "tensor")
         name = unexpected[0]
         nearest = get_close_matches(name, report.missing[:_MOST_COMPARED], n=1)
         has = f" (nearest to {name!r}, the model has {nearest[0]!r})" if nearest else ""
         yield f"{tensors} would not be used, {list_first(unexpected, _LISTED)}{has}"
     if report.mismatched:
-        parameters = _counted(len(report.mismatched), "parameter")
+        parameters = counted(len(report.mismatched), "parameter")
         shapes = "another shape" if len(report.mismatched) == 1 else "other shapes"
         verb = "has" if len(report.mismatched) == 1 else "have"
         listed = "; ".join(map(str, report.mismatched[:_LISTED]))
@@ -335,7 +335,3 @@ def _padded_rows(report: LoadReport) -> int:
             return 0
         rows.add(int(expected[1]))
     return rows.pop() if len(rows) == 1 and not (report.missing or report.unexpected) else 0
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"

@@ -15,7 +15,7 @@ from typing import Any
 from msgspec import Struct
 
 from ckptkit.core.errors import RefusedError
-from ckptkit.core.index import Fqn, KeyPath, TensorEntry, TensorIndex
+from ckptkit.core.index import Fqn, Key, KeyPath, TensorEntry, TensorIndex
 from ckptkit.options import ConsolidateRequest
 from ckptkit.plan.plan import SOURCE, Copy, Product, TensorSpec
 
@@ -46,15 +46,17 @@ def select_optimizer_states(
     it. `request`: which parameters are wanted. Returns the states, and the entries of the tensors
     in them.
     """
-    entries = [entry for entry in index.of_part("optimizer") if _find_path(entry) is not None]
+    found = [(entry, _find_path(entry)) for entry in index.of_part("optimizer")]
+    own_paths = {entry.key: path for entry, path in found if path is not None}
+    entries = [entry for entry, path in found if path is not None]
     reasons = [note for note in index.run.notes if "optimizer states" in note]
     tree = _choose_tree({entry.tree: None for entry in entries}, model, location, reasons)
     entries = [entry for entry in entries if entry.tree == tree]
-    _refuse_numbers(entries, location)
+    _refuse_numbers(entries, own_paths, location)
     first = entries[0].key_path
-    container = first[: len(first) - len(_get_path(entries[0]))]
+    container = first[: len(first) - len(own_paths[entries[0].key])]
     unwrapped = _find_unwrapped(index, model)
-    paths = {entry.key: _rename(_get_path(entry), unwrapped) for entry in entries}
+    paths = {entry.key: _rename(own_paths[entry.key], unwrapped) for entry in entries}
     if len(set(paths.values())) < len(paths):
         twice, _ = Counter(paths.values()).most_common(1)[0]
         raise RefusedError(
@@ -100,9 +102,11 @@ def _rename(path: KeyPath, unwrapped: Mapping[str, str]) -> KeyPath:
     return (path[0], unwrapped.get(str(path[1]), path[1]), *path[2:])
 
 
-def _refuse_numbers(entries: Sequence[TensorEntry], location: str) -> None:
+def _refuse_numbers(
+    entries: Sequence[TensorEntry], own_paths: Mapping[Key, KeyPath], location: str
+) -> None:
     """Refuses an optimizer whose states have numbers instead of the names of parameters."""
-    paths = ((entry, _get_path(entry)) for entry in entries)
+    paths = ((entry, own_paths[entry.key]) for entry in entries)
     numbered = next(
         (e for e, p in paths if p[0] == _STATE and len(p) > 1 and isinstance(p[1], int)), None
     )
@@ -150,10 +154,6 @@ def _find_path(entry: TensorEntry) -> KeyPath | None:
         if ".".join(map(str, path[first:])) == entry.name:
             return path[first:]
     return None
-
-
-def _get_path(entry: TensorEntry) -> KeyPath:
-    return _find_path(entry) or ()
 
 
 def _is_wanted(path: KeyPath, request: ConsolidateRequest) -> bool:

@@ -103,14 +103,9 @@ class Copy(Struct, frozen=True):
 
     origin: str
     key: Key
-
-
-class ServerCopy(Struct, frozen=True):
-    """A copy whose ranges the store of the output copies itself."""
-
-    origin: str
-    key: Key
-    copied: tuple[CopiedRange, ...]  # ranges of the output file within the segment, by their starts
+    # The ranges of the output file within the segment that its store copies itself, by their
+    # starts.
+    copied: tuple[CopiedRange, ...] = ()
 
 
 class Compute(Struct, frozen=True):
@@ -139,7 +134,7 @@ class Trailer(Struct, frozen=True):
     """Where the little-endian CRC-32 of a segment goes: `(position, segment)`."""
 
 
-Body = Literal | Copy | ServerCopy | Compute | RawCopy | Trailer
+Body = Literal | Copy | Compute | RawCopy | Trailer
 
 
 class Product(Struct, frozen=True):
@@ -179,6 +174,11 @@ class OutputFile(Struct, frozen=True):
     path: str
     size_bytes: int
     segments: Sequence[Segment]
+
+
+def copied_ranges(segment: Segment) -> tuple[CopiedRange, ...]:
+    """Returns the ranges of a segment that the store of the output copies itself."""
+    return segment.body.copied if isinstance(segment.body, Copy) else ()
 
 
 class SegmentRange(Struct, frozen=True):
@@ -257,7 +257,7 @@ def cut_into_tasks(number: int, file: OutputFile, most_bytes: int | None = None)
 def _parts_of(file: OutputFile) -> Iterator[SegmentRange]:
     """Yields the ranges of segments that the store does not copy, cut at the leaves of digests."""
     for position, segment in enumerate(file.segments):
-        copied = segment.body.copied if isinstance(segment.body, ServerCopy) else ()
+        copied = copied_ranges(segment)
         firsts = [segment.start, *(part.stop for part in copied)]
         lasts = [*(part.start for part in copied), segment.stop]
         for first, last in zip(firsts, lasts, strict=True):
@@ -273,6 +273,11 @@ def lay_out_file(path: str, bodies: Sequence[tuple[int, Body, TensorSpec | None]
         segments.append(Segment(at, at + size_bytes, body, spec))
         at += size_bytes
     return OutputFile(path, at, tuple(segments))
+
+
+def literal_file(path: str, content: bytes) -> OutputFile:
+    """Lays out a file whose content is known."""
+    return lay_out_file(path, [(len(content), Literal(content), None)])
 
 
 def name_order(name: str) -> list[tuple[int, str]]:

@@ -20,7 +20,7 @@ from ckptkit.core.errors import (
     RefusedError,
 )
 from ckptkit.core.index import Fqn, Key, TensorEntry, TensorIndex
-from ckptkit.core.text import Aside
+from ckptkit.core.text import Aside, list_first
 from ckptkit.options import ConsolidateRequest, matches
 from ckptkit.plan.load_report import order_of_copy
 from ckptkit.plan.plan import Copy, Product, TensorSpec
@@ -276,17 +276,12 @@ def find_float32_among_halves(tensors: Iterable[TensorEntry]) -> frozenset[str]:
 
 def describe_kept(policy: DTypePolicy, tensors: Iterable[TensorEntry | TensorSpec]) -> list[str]:
     """Returns a note that counts and names the tensors that stay in float32; none for none."""
-    names = [repr(str(tensor.name)) for tensor in tensors if policy.is_kept(tensor)]
+    names = [str(tensor.name) for tensor in tensors if policy.is_kept(tensor)]
     if not names:
         return []
-    more = f" and {len(names) - _LISTED:,} more" if len(names) > _LISTED else ""
     subject = "1 tensor stays" if len(names) == 1 else f"{len(names):,} tensors stay"
     said = f"{subject} in float32, as the model needs {'it' if len(names) == 1 else 'them'}:"
-    text = f"{said} {', '.join(names[:_LISTED])}{more}; --cast-all casts all to {policy.choice}"
-    return [Aside(text)]
-
-
-_LISTED = 3
+    return [Aside(f"{said} {list_first(names, 3)}; --cast-all casts all to {policy.choice}")]
 
 
 def take_masters(

@@ -30,8 +30,8 @@ from ckptkit.core.threads import memory_in_use_bytes, usable_cores
 from ckptkit.engine.checksum_tracker import READ_BYTES
 from ckptkit.engine.executor import settle_workers
 from ckptkit.engine.kernels import Preparations
+from ckptkit.engine.locate import READ_AHEAD_BYTES
 from ckptkit.engine.outcome import Listener
-from ckptkit.engine.prefetch import READ_AHEAD_BYTES
 from ckptkit.engine.reader import RUN_BYTES, Origin
 from ckptkit.engine.segment_reader import Inputs, SegmentReader
 from ckptkit.options import Resources

@@ -23,6 +23,7 @@ from ckptkit.core.manifest import (
     check_manifest_size,
     parse_manifest,
 )
+from ckptkit.core.text import list_first
 from ckptkit.storage.local.workdir import list_entries
 
 if TYPE_CHECKING:  # which needs numpy
@@ -172,13 +173,10 @@ def _refuse(unnamed: Iterable[str], location: str, *, has_manifest: bool) -> Non
     listed = list(unnamed)
     if not listed:
         return
-    examples = ", ".join(repr(name) for name in listed[:_EXAMPLES])
-    rest = len(listed) - _EXAMPLES
-    more = f" and {rest:,} more" if rest > 0 else ""
     by = f"its {MANIFEST_NAME} does not name" if has_manifest else f"no {MANIFEST_NAME} names"
     raise RefusedError(
         f"holds checkpoint or weight files that {by} as files of an output, and --overwrite"
-        f" replaces an earlier output only: {examples}{more}",
+        f" replaces an earlier output only: {list_first(listed, _EXAMPLES)}",
         where=location,
         hint="move them away, or remove them by hand; or choose another place",
     )

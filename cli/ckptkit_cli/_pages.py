@@ -24,7 +24,7 @@ from ckptkit.conversion.naming_program import find_transformers_version
 from ckptkit.conversion.write import PlannedOutput
 from ckptkit.core.manifest import BY_MANIFEST, BY_STORE, MANIFEST_NAME, Manifest
 from ckptkit.core.text import size_text
-from ckptkit.engine.prefetch import GAP_BYTES, REQUEST_BYTES
+from ckptkit.engine.locate import GAP_BYTES, REQUEST_BYTES
 from ckptkit.engine.remote_reads import estimate_reads
 from ckptkit.hub_names.known_models import KNOWN_TYPES
 from ckptkit.plan.plan import TASK_BYTES, Compute, OutputFile

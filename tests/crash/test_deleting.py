@@ -513,7 +513,7 @@ def test_objects_that_are_left_are_removed_by_the_same_command(
         raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ckptkit.storage.removal._remove_object", stop)
+        patch.setattr("ckptkit.conversion.delete_source._remove_object", stop)
         with pytest.raises(KeyboardInterrupt):
             consolidate()
     assert len(bucket.keys("run/")) == len(before) + 1  # the record

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,7 @@ from ckptkit.engine.kernels import RearrangeKernel, StoredOperand
 from ckptkit.hub_names.disk_tensors import HubTensor, find_run, find_whole, find_window
 from ckptkit.plan.plan import TensorSpec
 from tests.property.examples import examples
+from tests.property.tiles import positions
 
 Array = NDArray[np.int64]
 Live = dict[Fqn, Array]
@@ -37,21 +37,19 @@ def live_tensors(*shapes: Shape) -> Live:
 
 def realised(tensor: HubTensor, live: Live) -> Array:
     """Puts a described tensor together, element by element."""
-    made = np.full(tensor.grid, -1, np.int64)
-    for piece in tensor.pieces:
-        source = live[piece.source].reshape(-1)
-        for at in product(*map(range, piece.box.sizes)):
-            target = tuple(o + i for o, i in zip(piece.box.offsets, at, strict=True))
-            assert made[target] == -1, "an element is described twice"
-            steps = zip(at, piece.steps, strict=True)
-            made[target] = source[piece.start + sum(i * step for i, step in steps)]
-    return made.reshape(tensor.shape)
+    made = np.full(tensor.shape, -1, np.int64)
+    for source, tile in tensor.pieces:
+        flat = live[source].reshape(-1)
+        for there, here in zip(*positions(tile), strict=True):
+            assert made[there] == -1, "an element is described twice"
+            made[there] = flat[here]
+    return made
 
 
 def computed(tensor: HubTensor, live: Live, block: int) -> Array:
     """Puts a described tensor together as an execution does, block by block."""
     operands = {name: StoredOperand("source", Key(name), INT64) for name in live}
-    kernel = RearrangeKernel(tensor.grid, tensor.pieces, operands)
+    kernel = RearrangeKernel(tensor.pieces, operands)
     spec = TensorSpec(tensor.name, INT64, tensor.shape)
     made = np.full(spec.elements, -1, np.int64)
     for start in range(0, spec.elements, block):

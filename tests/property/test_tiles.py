@@ -6,11 +6,14 @@ import math
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ckptkit.core.errors import CannotPlanError
 from ckptkit.core.geometry import (
-    StridedBox,
+    Arrangement,
+    Loop,
     Tile,
     find_tile,
     row_major_strides,
@@ -60,6 +63,16 @@ def moved(draw: st.DrawFn) -> tuple[Shape, Shape, Box, tuple[int, Shape], Shape]
     return draw(joined(grid)), grid, Box(before, kept), (start, steps), other
 
 
+def tile_of(corner: Shape, sizes: Shape, start: int, steps: Shape) -> Tile:
+    """A box of a tensor whose elements have regular steps in a flat source."""
+    loops = (
+        Loop(size, ((axis, 1), (0, step)))
+        for axis, (size, step) in enumerate(zip(sizes, steps, strict=True))
+        if size > 1
+    )
+    return Tile((corner, (start,)), tuple(loops))
+
+
 def fill(tile: Tile, stored: Any, target: Any, wanted: Box) -> None:
     memory = ArrayMemory(target)
     for walk in walk_boxes(tile, wanted):
@@ -79,20 +92,22 @@ def test_what_a_tile_finds_is_what_numpy_moves(case: Any, data: st.DataObject) -
     )
     made[slices_of(part)] = view
     made = made.reshape(shape)
-    tile = find_tile(shape, grid, StridedBox(part, Fqn(""), start, steps), other)
-    if tile is None:
-        return
+    flat = Arrangement(grid, ((Fqn(""), tile_of(part.offsets, part.sizes, start, steps)),))
+    tiles = [find_tile(tile, other) for _, tile in flat.viewed(shape).parts]
     # The other tensor is stored, and a box of this one is wanted.
     wanted = data.draw(boxes(shape))
     found = np.zeros(wanted.sizes, np.uint32)
-    fill(tile.swapped, source, found, wanted)
-    assert np.array_equal(found, made[slices_of(wanted)])
     # This one is stored, and a box of the other one is wanted.
-    wanted = data.draw(boxes(other))
-    back = np.zeros(wanted.sizes, np.uint32)
-    fill(tile, made, back, wanted)
+    asked = data.draw(boxes(other))
+    back = np.zeros(asked.sizes, np.uint32)
+    for tile in tiles:
+        if tile is None:
+            return
+        fill(tile.swapped, source, found, wanted)
+        fill(tile, made, back, asked)
+    assert np.array_equal(found, made[slices_of(wanted)])
     there = np.isin(source, view)
-    assert np.array_equal(back, np.where(there, source, 0)[slices_of(wanted)])
+    assert np.array_equal(back, np.where(there, source, 0)[slices_of(asked)])
 
 
 @settings(max_examples=examples(200), deadline=None)
@@ -104,8 +119,7 @@ def test_exchanged_dimensions_are_always_found(
     strides = row_major_strides(shape)
     turned = tuple(shape[axis] for axis in axes)
     steps = tuple(strides[axis] for axis in axes)
-    whole = Box((0,) * len(shape), turned)
-    tile = find_tile(turned, turned, StridedBox(whole, Fqn(""), 0, steps), shape)
+    tile = find_tile(tile_of((0,) * len(shape), turned, 0, steps), shape)
     assert tile is not None
     wanted = data.draw(boxes(turned))
     walks = list(walk_boxes(tile.swapped, wanted))
@@ -115,16 +129,21 @@ def test_exchanged_dimensions_are_always_found(
 
 def test_rows_of_groups_are_found_group_by_group() -> None:
     # The queries of a fused projection: of 3 groups of 6 rows, 4 rows each.
-    tile = find_tile(
-        (12, 5), (3, 4, 5), StridedBox(Box((0, 0, 0), (3, 4, 5)), Fqn(""), 0, (30, 5, 1)), (18, 5)
-    )
+    fused = Arrangement.of(Fqn(""), (18, 5)).viewed((3, 6, 5)).sliced(1, 0, 4).viewed((12, 5))
+    ((_, part),) = fused.parts
+    tile = find_tile(part, (18, 5))
     assert tile is not None
     found = [walk.box for walk in walk_boxes(tile.swapped, Box((2, 0), (9, 5)))]
     assert found == [Box((6, 0), (4, 5)), Box((2, 0), (2, 5)), Box((12, 0), (3, 5))]
 
 
 def test_steps_that_follow_no_dimension_are_not_found() -> None:
-    assert find_tile((4,), (4,), StridedBox(Box((0,), (4,)), Fqn(""), 0, (6,)), (5, 5)) is None
-    assert (
-        find_tile((6,), (4, 2), StridedBox(Box((0, 0), (1, 1)), Fqn(""), 0, (1, 1)), (6,)) is None
-    )
+    assert find_tile(tile_of((0,), (4,), 0, (6,)), (5, 5)) is None
+    beyond = tile_of((0,), (4,), 3, (1,))
+    assert find_tile(beyond, (2, 3)) is find_tile(beyond, (0, 3)) is None
+
+
+def test_a_conversion_into_too_many_pieces_is_refused() -> None:
+    turned = Arrangement.of(Fqn(""), (2, 300_009)).permuted((1, 0))
+    with pytest.raises(CannotPlanError, match="more than 65,536 pieces"):
+        turned.viewed((200_006, 3))

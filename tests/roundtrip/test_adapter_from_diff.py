@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 import ckptkit
 from ckptkit.adapters import from_diff
@@ -21,8 +22,8 @@ from ckptkit.core.errors import (
     UnsupportedError,
     UsageError,
 )
-from ckptkit.core.geometry import StridedBox
-from ckptkit.core.index import Box, Fqn
+from ckptkit.core.geometry import whole_tile
+from ckptkit.core.index import Fqn
 from ckptkit.hub_names.disk_tensors import HubNames, HubTensor
 from ckptkit.lora.config import LoraSettings
 
@@ -344,8 +345,8 @@ def test_modules_have_the_names_that_they_have_in_memory(
 
 def _piece(name: str, shape: tuple[int, int], source: str, row: int) -> HubTensor:
     size = shape[0] * shape[1]
-    piece = StridedBox(Box((0, 0), shape), Fqn(source), row * size, (shape[1], 1))
-    return HubTensor(Fqn(name), shape, shape, (piece,))
+    tile = replace(whole_tile(shape), corners=((0, 0), (row * size,)))
+    return HubTensor(Fqn(name), shape, ((Fqn(source), tile),))
 
 
 def test_a_tuned_adapter_is_no_model(base: Path, tmp_path: Path) -> None:

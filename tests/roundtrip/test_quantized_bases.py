@@ -31,8 +31,8 @@ from ckptkit.adapters.packed_bases import ModelWeights, QuantizedBase, plan_quan
 from ckptkit.adapters.sources import AdapterRequest
 from ckptkit.conversion.source.open import open_checkpoint
 from ckptkit.core.errors import CkptkitError, FormatError, RefusedError, UnsupportedError
-from ckptkit.core.geometry import StridedBox
-from ckptkit.core.index import Box, Fqn
+from ckptkit.core.geometry import whole_tile
+from ckptkit.core.index import Fqn
 from ckptkit.engine.reader import Origin
 from ckptkit.hub_names.disk_tensors import HubTensor
 from ckptkit.lora.changes import MergeRequest
@@ -604,7 +604,7 @@ def test_a_packed_part_of_a_fused_weight_is_not_written_as_one(tmp_path: Path) -
     name = Fqn("model.layers.0.mlp.experts.0.down_proj.weight")
     save_file({name: torch.zeros(32, 1, dtype=torch.uint8)}, tmp_path / "model.safetensors")
     live = (Fqn("model.layers.0.mlp.experts.down_proj"),)
-    piece = HubTensor(name, (8, 8), (8, 8), (StridedBox(Box((0, 0), (8, 8)), live[0], 0, (8, 1)),))
+    piece = HubTensor(name, (8, 8), ((live[0], whole_tile((8, 8))),))
     with open_checkpoint(tmp_path) as found:
         entries = rename_plainly(sort_entries(found.index.of_part("model")).rest)
         base = BaseSource(found, Origin(BASE, found.source, found.index), entries, None, False)

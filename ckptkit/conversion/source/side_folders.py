@@ -96,7 +96,10 @@ from ckptkit.storage.overlay import MemorySource
 from ckptkit.storage.places import PathLike, Place, is_url
 
 if TYPE_CHECKING:
-    from ckptkit.plan.plan import OutputFile
+    from ckptkit.plan.plan import (
+        OutputFile,
+        literal_file,
+    )
     from ckptkit.storage.remote.source import RemoteSource
 
 # Below weights: of the training hooks, of NeMo Automodel, and of verl. Below steps: of VeOmni.
@@ -478,7 +481,7 @@ class SideFolders:
             body = RawCopy(file.origin, file.path) if data is None else Literal(data)
             size = file.size_bytes if data is None else len(data)
             outputs.append(lay_out_file(file.name, [(size, body, None)]))
-        new = (lay_out_file(n, [(len(data), Literal(data), None)]) for n, data in changed.items())
+        new = (literal_file(n, data) for n, data in changed.items())
         return [*outputs, *new]
 
     def texts(self, files: Sequence[SideFile]) -> FolderTexts:

@@ -101,7 +101,7 @@ def _describe(name: Fqn, tensor: TracedTensor | ComputedTensor) -> HubTensor:
     if isinstance(tensor, TracedTensor):
         return HubTensor.of(name, tensor.arrangement)
     dtype = dtype_named(str(tensor.dtype).removeprefix("torch."))
-    return HubTensor(name, tensor.shape, tensor.shape, (), Computation(dtype, tensor.sources))
+    return HubTensor(name, tensor.shape, (), Computation(dtype, tensor.sources))
 
 
 def _own_tensors(model: Any) -> dict[Fqn, TracedTensor]:
@@ -448,4 +448,4 @@ def _each(tensors: Mapping[str, Any], change: Any) -> dict[str, Any]:
 
 def _sources(tensors: Mapping[str, Any]) -> list[Fqn]:
     listed = [value if isinstance(value, list) else [value] for value in tensors.values()]
-    return [part.source for each in listed for one in each for part in one.arrangement.parts]
+    return [source for each in listed for one in each for source, _ in one.arrangement.parts]

@@ -212,18 +212,8 @@ class _Writer:
         self._put(b"u" + _BUILD)
 
     def _say_chunk(self, place: Place) -> None:
-        self._put(
-            b"".join(
-                (
-                    self._new(_CHUNK),
-                    self._text("offsets"),
-                    self._size(place[0]),
-                    self._text("sizes"),
-                    self._size(place[1]),
-                    b"ub",
-                )
-            )
-        )
+        offsets = self._new(_CHUNK) + self._text("offsets") + self._size(place[0])
+        self._put(offsets + self._text("sizes") + self._size(place[1]) + b"ub")
 
     def _say_path(self, item: DcpTensor | DcpObject) -> None:
         key = self._text(item.key)
@@ -237,22 +227,9 @@ class _Writer:
             index.append(b"N")
         else:
             index += (push_int(number), self._text("offset"), self._size(offsets))
-        self._put(
-            b"".join(
-                (
-                    *index,
-                    b"ub",
-                    self._new(_INFO),
-                    self._text("relative_path"),
-                    self._text(file),
-                    self._text("offset"),
-                    push_int(start),
-                    self._text("length"),
-                    push_int(length),
-                    b"ub",
-                )
-            )
-        )
+        index += b"ub", self._new(_INFO), self._text("relative_path"), self._text(file)
+        index += self._text("offset"), push_int(start), self._text("length"), push_int(length)
+        self._put(b"".join(index) + b"ub")
 
     def _fill(
         self,

@@ -29,6 +29,7 @@ from ckptkit.plan.plan import (
     Product,
     TensorSpec,
     lay_out_file,
+    literal_file,
     name_order,
     name_shards,
     split_by_size,
@@ -54,7 +55,7 @@ def make_index_file(
         },
     }
     data = (json.dumps(document, indent=2, sort_keys=True) + "\n").encode()
-    return lay_out_file(path, [(len(data), Literal(data), None)])
+    return literal_file(path, data)
 
 
 ADAPTER_STEM = "adapter_model"

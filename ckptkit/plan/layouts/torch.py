@@ -56,6 +56,7 @@ from ckptkit.plan.plan import (
     TensorSpec,
     Trailer,
     lay_out_file,
+    literal_file,
     name_shards,
     split_by_size,
 )
@@ -154,26 +155,10 @@ def _central(entry: _Entry) -> tuple[bytes, int]:
     extra = struct.pack(f"<2H{len(wide)}Q", 1, 8 * len(wide), *wide) if wide else b""
     size = _ZIP64_LIMIT if large else entry.size_bytes
     version = _VERSION64 if wide else _VERSION
-    record = _CENTRAL + struct.pack(
-        "<6H3I5H2I",
-        version,
-        version,
-        _FLAGS,
-        0,
-        0,
-        _DOS_DATE,
-        entry.crc32 or 0,
-        size,
-        size,
-        len(entry.name),
-        len(extra),
-        0,
-        0,
-        0,
-        0,
-        _ZIP64_LIMIT if far else entry.header_start,
-    )
-    return record + entry.name + extra, 16
+    sizes = entry.crc32 or 0, size, size, len(entry.name), len(extra)
+    start = _ZIP64_LIMIT if far else entry.header_start
+    fields = version, version, _FLAGS, 0, 0, _DOS_DATE, *sizes, 0, 0, 0, 0, start
+    return _CENTRAL + struct.pack("<6H3I5H2I", *fields) + entry.name + extra, 16
 
 
 def _end(count: int, start: int, size: int) -> bytes:
@@ -185,13 +170,8 @@ def _end(count: int, start: int, size: int) -> bytes:
         )
         end += _LOCATOR64 + struct.pack("<IQI", 0, start + size, 1)
     short = min(count, _ZIP64_COUNT)
-    return (
-        end
-        + _END
-        + struct.pack(
-            "<4H2IH", 0, 0, short, short, min(size, _ZIP64_LIMIT), min(start, _ZIP64_LIMIT), 0
-        )
-    )
+    size, start = min(size, _ZIP64_LIMIT), min(start, _ZIP64_LIMIT)
+    return end + _END + struct.pack("<4H2IH", 0, 0, short, short, size, start, 0)
 
 
 def push_tensor(spec: TensorSpec, storage: str) -> bytes:
@@ -200,15 +180,8 @@ def push_tensor(spec: TensorSpec, storage: str) -> bytes:
     name = dtype.storage or "UntypedStorage"
     module = "torch" if dtype.storage else "torch.storage"
     length = spec.elements if dtype.storage else spec.size_bytes
-    identity = push_tuple(
-        [
-            push_text("storage"),
-            push_global(module, name),
-            push_text(storage),
-            push_text("cpu"),
-            push_int(length),
-        ]
-    )
+    kind = push_text("storage"), push_global(module, name)
+    identity = push_tuple([*kind, push_text(storage), push_text("cpu"), push_int(length)])
     arguments = [
         identity + b"Q",
         push_int(0),
@@ -393,12 +366,7 @@ def lay_out_dcp(
         files.append(lay_out_file(posixpath.join(folder, name), rows))
     stored = [DcpTensor(path, *specs[path], places[path]) for path in specs]
     metadata = make_metadata(stored, objects)
-    return [*files, make_file(posixpath.join(folder, METADATA_NAME), metadata)]
-
-
-def make_file(path: str, content: bytes) -> OutputFile:
-    """Lays out a file whose content is known."""
-    return lay_out_file(path, [(len(content), Literal(content), None)])
+    return [*files, literal_file(posixpath.join(folder, METADATA_NAME), metadata)]
 
 
 # Checkpoints that other frameworks start training from: Megatron-Core's and torchtitan's.
@@ -475,8 +443,8 @@ def layout_megatron(
     return [
         *lay_out_dcp(_FOLDER, keys, max_file_bytes, values=_list_states(keys, parts), parts=parts),
         lay_out_file(f"{_FOLDER}/common.pt", common),
-        make_file(f"{_FOLDER}/metadata.json", json.dumps(_KIND).encode()),
-        make_file(_TRACKER, _FOLDER.encode()),
+        literal_file(f"{_FOLDER}/metadata.json", json.dumps(_KIND).encode()),
+        literal_file(_TRACKER, _FOLDER.encode()),
     ]
 
 

@@ -20,7 +20,7 @@ import re
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 from ckptkit.storage.local.disk import Disk, OpenFile, is_refused
@@ -245,7 +245,8 @@ def publish(
     stays = work.path.parent == out
     if not stays and out.is_dir():
         has_owner = copy_owner(out, work.files)
-        stays = is_empty(out) and (not has_owner or _has_to_stay(out))
+        has_to_stay = not has_owner or out == current_directory() or any(out.iterdir())
+        stays = is_empty(out) and has_to_stay
         if not stays:
             shutil.copymode(out, work.files)  # the user may have made it private
     if stays:
@@ -267,10 +268,6 @@ def publish(
     return False
 
 
-def _has_to_stay(out: Path) -> bool:
-    return out == current_directory() or any(out.iterdir())
-
-
 def _take_empty_place(files: Path, out: Path) -> bool:
     try:
         files.rename(out)
@@ -288,8 +285,10 @@ def _take_empty_place(files: Path, out: Path) -> bool:
 
 
 def _publish_inside(work: WorkFolder, out: Path, last: str, disk: Disk) -> bool:
-    with _only_one(out, disk) as alone:
-        if not alone or not is_empty(out):
+    path = _publish_lock(out)
+    is_alone, lock = disk.try_lock(path)
+    try:
+        if not is_alone or not is_empty(out):
             return False
         (work.files / last).rename(work.last)
         try:
@@ -301,19 +300,11 @@ def _publish_inside(work: WorkFolder, out: Path, last: str, disk: Disk) -> bool:
                 return False
             raise
         disk.sync_directory((out / last).parent)
-    return True
-
-
-@contextmanager
-def _only_one(out: Path, disk: Disk) -> Iterator[bool]:
-    path = _publish_lock(out)
-    is_alone, lock = disk.try_lock(path)
-    try:
-        yield is_alone
     finally:
         if lock is not None:
             path.unlink(missing_ok=True)
             lock.close()
+    return True
 
 
 def _place_all(files: Path, out: Path, disk: Disk) -> None:

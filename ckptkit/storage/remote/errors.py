@@ -153,10 +153,26 @@ def status_of(error: BaseException) -> int | None:
 
 _STATUS_NAMES = ("status", "status_code", "code")
 _GO_ONLINE = "HF_HUB_OFFLINE is set; unset it, or give a local copy"
-_REPLACED = "is no longer the object that was listed: it was replaced while it was being read"
-_WAIT = "wait until the save is finished, then run again"
-_LOOK_AT_BUCKET = "see whether its name and the endpoint are right"
-_LOOK_AT_OPTIONS = "see whether the URL and the names and forms of the options are right"
+_READ_ERRORS: Mapping[Fault, tuple[type[CkptkitError], str, str]] = {
+    Fault.OFFLINE: (AccessError, "cannot be reached: {text}", _GO_ONLINE),
+    Fault.DENIED: (AccessError, "the storage does not let us in: {text}", ""),
+    Fault.NO_BUCKET: (
+        NotACheckpointError,
+        "there is no such bucket",
+        "see whether its name and the endpoint are right",
+    ),
+    Fault.MISSING: (MissingFileError, "nothing was found there", ""),
+    Fault.CHANGED: (
+        SourceChangedError,
+        "is no longer the object that was listed: it was replaced while it was being read",
+        "wait until the save is finished, then run again",
+    ),
+    Fault.MISUSED: (
+        UsageError,
+        "cannot be opened: {text}",
+        "see whether the URL and the names and forms of the options are right",
+    ),
+}
 
 
 def as_input_error(
@@ -164,21 +180,9 @@ def as_input_error(
 ) -> CkptkitError:
     """Returns the error of ours for a failed read; its text shows no option's value."""
     text, fault = describe_error(error, options), find_fault(error)
-    kind: type[CkptkitError] = StorageError
-    message, hint = f"cannot be read: {text}", ""
-    if fault is Fault.OFFLINE:
-        kind, message, hint = AccessError, f"cannot be reached: {text}", _GO_ONLINE
-    elif fault is Fault.DENIED:
-        kind, message = AccessError, f"the storage does not let us in: {text}"
-    elif fault is Fault.NO_BUCKET:
-        kind, message, hint = NotACheckpointError, "there is no such bucket", _LOOK_AT_BUCKET
-    elif fault is Fault.MISSING:
-        kind, message = MissingFileError, "nothing was found there"
-    elif fault is Fault.CHANGED:
-        kind, message, hint = SourceChangedError, _REPLACED, _WAIT
-    elif fault is Fault.MISUSED:
-        kind, message, hint = UsageError, f"cannot be opened: {text}", _LOOK_AT_OPTIONS
-    elif fault is Fault.TRANSIENT and attempts > 1:
+    kind, message, hint = _READ_ERRORS.get(fault, (StorageError, "cannot be read: {text}", ""))
+    message = message.format(text=text)
+    if fault is Fault.TRANSIENT and attempts > 1:
         message = f"cannot be read after {attempts} attempts: {text}"
     if where.startswith("hf://") and not hint and kind in {AccessError, MissingFileError}:
         hint = _LOG_IN

@@ -112,7 +112,10 @@ def read_s3_range(filesystem: Any, path: str, start: int, target: memoryview, et
     """
     from fsspec.asyn import sync
 
-    sync(filesystem.loop, _fill, filesystem, path, start, target, etag)
+    conditions = {"Range": f"bytes={start}-{start + len(target) - 1}"}
+    if etag:
+        conditions["IfMatch"] = etag
+    sync(filesystem.loop, _read, filesystem, path, target, conditions)
 
 
 def head_s3_object(filesystem: Any, path: str) -> Mapping[str, Any]:
@@ -128,35 +131,24 @@ def get_s3_object(filesystem: Any, path: str) -> bytes:
     """Returns all bytes of a small object; `cat_file` misreads some keys as versions."""
     from fsspec.asyn import sync
 
-    data: bytes = sync(filesystem.loop, _get, filesystem, path)
+    data: bytes = sync(filesystem.loop, _read, filesystem, path, None, {})
     return data
 
 
-async def _open_body(filesystem: Any, path: str, **conditions: str) -> Any:
+async def _read(
+    filesystem: Any, path: str, target: memoryview | None, conditions: dict[str, str]
+) -> bytes:
+    """Returns an object, or fills a buffer with exactly the range that the conditions name."""
     bucket, key, version = split_s3_path(filesystem, path)
     if version:
         conditions["VersionId"] = version
     # The public `call_s3` leaves the event loop before the body is read, which it cannot be then.
     answer = await filesystem._call_s3("get_object", Bucket=bucket, Key=key, **conditions)  # noqa: SLF001
-    return answer["Body"]
-
-
-async def _get(filesystem: Any, path: str) -> bytes:
-    body = await _open_body(filesystem, path)
+    body, done = answer["Body"], 0
     try:
-        data: bytes = await body.read()
-    finally:
-        body.close()
-    return data
-
-
-async def _fill(filesystem: Any, path: str, start: int, target: memoryview, etag: str) -> None:
-    conditions = {"Range": f"bytes={start}-{start + len(target) - 1}"}
-    if etag:
-        conditions["IfMatch"] = etag
-    body = await _open_body(filesystem, path, **conditions)
-    done = 0
-    try:
+        if target is None:
+            data: bytes = await body.read()
+            return data
         while block := await body.read(_BLOCK):
             if done + len(block) > len(target):
                 raise EOFError("more bytes came than were asked for")
@@ -166,6 +158,7 @@ async def _fill(filesystem: Any, path: str, start: int, target: memoryview, etag
         body.close()
     if done < len(target):
         raise EOFError(f"{done:,} bytes came, {len(target):,} were asked for")
+    return b""
 
 
 class ObjectSums(Struct, frozen=True):
@@ -262,8 +255,11 @@ class S3Uploads:
         when = getattr(config, "request_checksum_calculation", "when_required")
         self.has_checksums = when == "when_supported"
 
+    def path(self, key: str) -> str:
+        return f"{self._bucket}/{key}"
+
     def url(self, key: str) -> str:
-        return f"s3://{self._bucket}/{key}"
+        return f"s3://{self.path(key)}"
 
     def list_objects(self, prefix: str) -> dict[str, str]:
         """Returns the keys that begin with a prefix, each with the ETag of its object."""

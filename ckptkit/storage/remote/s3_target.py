@@ -1,7 +1,12 @@
 """Writing an output to S3: uploads in parts that become objects at the commit.
 
 S3 cannot rename objects. Until the commit there are only unfinished uploads, which no reader sees,
-and a mark: a small object that names them, so that the next run can remove what a killed run left.
+and notes, small objects that name them, so that the next run can remove what a killed run left:
+
+    .ckptkit-0123456789abcdef/
+        plan                  what all processes that fill one output do; without it none can commit
+        NAME/uploads/PATH     the upload of a file
+        NAME/…                other notes of the processes
 
 A commit holds a claim on the place, so that of two runs one wins as a whole. It removes the old
 manifest, completes the uploads, checks that the objects at the place are those that it wrote, and
@@ -9,17 +14,11 @@ writes the new manifest if there is none. Uploads of another run are removed onl
 and a run whose uploads were removed cannot commit.
 
 Where several processes fill one output, each sends its own parts of common uploads, and one of them
-commits. Instead of a mark there is, until then,
-
-    .ckptkit-0123456789abcdef/
-        plan                  what all processes do; without it none of them can commit
-        ATTEMPT/uploads/PATH  the upload of a file
-        ATTEMPT/…             other notes of the processes
+commits.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
@@ -29,6 +28,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
+
+import msgspec
+from msgspec import Struct
 
 from ckptkit.core.crc import crc32
 from ckptkit.core.errors import OutputError, OutputExistsError, UsageError
@@ -63,25 +65,30 @@ if TYPE_CHECKING:
 
 NONCE_BYTES = 8
 PROBE_BYTES = 1024
-UPLOADS = "uploads"
-"""In a mark or a note: key and name of each upload; and the folder of such notes."""
-_PLANNED = "planned"
+_UPLOADS = "uploads"  # the folder of such notes
 _OTHER_MANIFEST = "another run has put its manifest there"
 logger = logging.getLogger(__name__)
 
 
-def encode_mark(uploads: Sequence[tuple[str, str]], planned: Collection[str] = ()) -> bytes:
-    """Returns the content of a mark: key and name of uploads, and keys of those not yet begun."""
-    return json.dumps({UPLOADS: list(uploads), _PLANNED: sorted(planned)}).encode()
+class UploadMark(Struct, frozen=True):
+    """The content of a mark, or of the note of an upload."""
+
+    uploads: Sequence[tuple[str, str]] = ()  # the key and the name of each
+    planned: Sequence[str] = ()  # keys of those that have no name yet
+
+    @classmethod
+    def parse(cls, data: bytes, prefix: str = "") -> UploadMark:
+        """Returns what is below a prefix; nothing where the mark is damaged."""
+        try:
+            mark = msgspec.json.decode(data, type=cls)
+        except (ValueError, RecursionError):
+            return cls()
+        uploads = [(key, name) for key, name in mark.uploads if key.startswith(prefix)]
+        return cls(uploads, [key for key in mark.planned if key.startswith(prefix)])
 
 
-def parse_uploads(mark: bytes) -> Iterator[tuple[str, str]]:
-    """Yields key and name of the uploads in a mark; none if it is damaged."""
-    try:
-        for key, upload in json.loads(mark)[UPLOADS]:
-            yield str(key), str(upload)
-    except (ValueError, TypeError, KeyError, RecursionError):
-        return
+def encode_mark(uploads: Sequence[tuple[str, str]] = (), planned: Sequence[str] = ()) -> bytes:
+    return msgspec.json.encode(UploadMark(uploads, planned))
 
 
 def sweep_uploads(store: S3Uploads, prefix: str, *, only: str = "", kept: str = "") -> None:
@@ -98,7 +105,7 @@ def sweep_uploads(store: S3Uploads, prefix: str, *, only: str = "", kept: str = 
     planned: set[str] = set()
     for mark in marks:
         name = names[mark]
-        if name is None or f"{UPLOADS}/" in name:
+        if name is None or f"{_UPLOADS}/" in name:
             planned |= _abort_all(store, mark, prefix)
     work = f"{prefix}{WORK_INFIX}"
     for key, upload in _list_unfinished(store, prefix if planned else only or work):
@@ -131,18 +138,14 @@ def _list_unfinished(store: S3Uploads, prefix: str) -> list[tuple[str, str]]:
 def _abort_all(store: S3Uploads, mark: str, prefix: str) -> frozenset[str]:
     """Removes the uploads in a mark; returns the keys of those that had no name yet."""
     try:
-        data = store.get(store.url(mark).removeprefix("s3://"))
+        data = store.get(store.path(mark))
     except FileNotFoundError:  # another process sweeps here too
         return frozenset()
-    for key, upload in parse_uploads(data):
-        if key.startswith(prefix):
-            logger.info("removing an unfinished upload of an earlier run: %s", key)
-            store.abort(key, upload)
-    try:
-        planned = frozenset(str(key) for key in json.loads(data)[_PLANNED])
-    except (ValueError, TypeError, KeyError, RecursionError):
-        return frozenset()
-    return frozenset(key for key in planned if key.startswith(prefix))
+    left = UploadMark.parse(data, prefix)
+    for key, upload in left.uploads:
+        logger.info("removing an unfinished upload of an earlier run: %s", key)
+        store.abort(key, upload)
+    return frozenset(left.planned)
 
 
 _PUBLISHED_AT_ONCE = 8  # a store may take minutes to complete a large upload
@@ -325,21 +328,47 @@ class S3Commit:
             self._store.delete(keys)
 
 
-class S3Target(Target):
+class _S3Output(Sink):
+    """Objects of an output, and the notes that name their uploads until the commit."""
+
+    def __init__(self, store: S3Uploads, name: str, *, overwrite: bool) -> None:
+        """Looks at the place; `name` is that of the notes, below the name of the writer."""
+        self._store, self.location = store, store.location
+        self._translate_errors = store.translate_errors
+        self._objects: dict[str, S3Object] = {}
+        self._folder = f"{store.prefix}{WORK_INFIX}{store.writer}/"
+        self.notes = S3Notes(store, f"{self._folder}{name}/", self._translate_errors)
+        self._commit = S3Commit(store, overwrite=overwrite)
+
+    def write(self, path: str, start: int, data: memoryview) -> None:
+        item = self._objects.get(path)
+        if item is None or start < 0 or start + data.nbytes > item.size_bytes:
+            raise ValueError(f"bytes [{start}, {start + data.nbytes}) are not in file {path!r}")
+        with self._translate_errors():
+            item.write(start, data)
+
+    def _plan(self, path: str, keys: Collection[str]) -> None:
+        """Notes uploads that are about to begin, that of a file first, for a run after a kill."""
+        self.notes.leave(f"{_note_name(path)}{_PLANNED}", encode_mark(planned=sorted(keys)))
+
+    def _begin_planned(self, path: str, *, sums_parts: bool = True) -> str:
+        """Begins an upload, which is in a note before it holds any bytes."""
+        key = self._store.prefix + path
+        upload = self._store.begin(key, sums_parts=sums_parts)
+        self.notes.leave(_note_name(path), encode_mark([(key, upload)]))
+        return upload
+
+
+class S3Target(_S3Output, Target):
     """A prefix of a bucket that holds a whole output once it is committed."""
 
     copies_objects = True
 
     def __init__(self, store: S3Uploads, *, overwrite: bool) -> None:
         """Looks at the place, and removes the uploads that killed runs left there."""
-        self._store, self.location = store, store.location
-        self._translate_errors = store.translate_errors
-        self._objects: dict[str, S3Object] = {}
-        self._mark = f"{store.prefix}{WORK_INFIX}{store.writer}"
-        self._uploads: list[tuple[str, str]] = []
+        super().__init__(store, "all", overwrite=overwrite)
         self._planned: frozenset[str] = frozenset()
         self._lock = threading.Lock()
-        self._commit = S3Commit(store, overwrite=overwrite)
         self._commit.sweep()
 
     def create(self, path: str, size_bytes: int) -> None:
@@ -355,16 +384,9 @@ class S3Target(Target):
             self._store,
             key,
             size_bytes,
-            lambda sums_parts: self._begin(key, sums_parts=sums_parts),
+            lambda sums_parts: self._begin(path, sums_parts=sums_parts),
             copies,
         )
-
-    def write(self, path: str, start: int, data: memoryview) -> None:
-        item = self._objects.get(path)
-        if item is None or start < 0 or start + data.nbytes > item.size_bytes:
-            raise ValueError(f"bytes [{start}, {start + data.nbytes}) are not in file {path!r}")
-        with self._translate_errors():
-            item.write(start, data)
 
     def copied_parts(self, path: str) -> tuple[ObjectPart, ...]:
         return self._objects[path].copied_parts
@@ -376,7 +398,7 @@ class S3Target(Target):
     def why_no_copies(self, source: CopySource) -> str:
         if source.store is not self._store.store:
             return "source and output are not in one store, with the same options"
-        store, key, upload = self._store, f"{self._mark}-probe", ""
+        store, key, upload = self._store, f"{self._folder.rstrip('/')}-probe", ""
         if not store.has_checksums:
             return "checksums are switched off in the options of the store"
         try:
@@ -410,7 +432,7 @@ class S3Target(Target):
             raise ValueError(f"bytes are missing of {lacking[0]!r}")
         items = [item for path, item in sorted(self._objects.items()) if path != last]
         try:
-            self._commit.run(items, self._objects[last], self._has_mark)
+            self._commit.run(items, self._objects[last], self._has_notes)
         except BaseException:
             self.abandon()
             raise
@@ -422,33 +444,22 @@ class S3Target(Target):
         self._objects.clear()
         for item in objects:
             clean_up(self._translate_errors, item.remove)
-        if self._planned:
-            self._uploads.clear()
-            self._planned = frozenset()
-            clean_up(self._translate_errors, lambda: self._store.delete([self._mark]))
+        notes, self.notes.left = self.notes.left, []
+        if notes:
+            clean_up(self._translate_errors, lambda: self._store.delete(notes))
         self._commit.release()
 
-    def _begin(self, key: str, *, sums_parts: bool) -> str:
-        """Begins an upload, which is in the mark before it begins and before it holds any bytes."""
-        self._note(key, "")
-        upload = self._store.begin(key, sums_parts=sums_parts)
-        self._note(key, upload)
-        return upload
-
-    def _note(self, key: str, upload: str) -> None:
+    def _begin(self, path: str, *, sums_parts: bool) -> str:
         with self._lock:
-            if upload:
-                self._uploads.append((key, upload))
-            elif key in self._planned:
-                return
-            self._planned = frozenset(item.key for item in self._objects.values())
-            data = encode_mark(self._uploads, self._planned)
-            self._store.put(self._mark, data, crc32(data))
+            if self._store.prefix + path not in self._planned:
+                self._planned = frozenset(item.key for item in self._objects.values())
+                self._plan(path, self._planned)
+        return self._begin_planned(path, sums_parts=sums_parts)
 
-    def _has_mark(self) -> bool:
-        """Says whether the mark exists: another run removes it together with the uploads."""
-        path = self._store.url(self._mark).removeprefix("s3://")
-        return not self._planned or self._store.store.look_up(path) is not None
+    def _has_notes(self) -> bool:
+        """Says whether the notes exist: another run removes them together with the uploads."""
+        left = self.notes.left
+        return not left or self._store.store.look_up(self._store.path(left[0])) is not None
 
 
 _ATTEMPTS = 10
@@ -470,6 +481,7 @@ class S3Notes:
         self._prefix = prefix
         self._translate_errors = translate_errors
         self._in_parts: bool | None = None
+        self.left: list[str] = []  # keys that this process wrote
 
     def put(self, name: str, data: bytes) -> bytes:
         if self.why_no_conditions():
@@ -488,14 +500,14 @@ class S3Notes:
 
     def leave(self, name: str, data: bytes) -> None:
         """Writes a note whose name only this process uses."""
+        self.left.append(self._prefix + name)
         with self._translate_errors():
             self._store.put(self._prefix + name, data, crc32(data))
 
     def get(self, name: str) -> bytes | None:
-        path = self._store.url(self._prefix + name).removeprefix("s3://")
         with self._translate_errors():
             try:
-                return self._store.get(path)
+                return self._store.get(self._store.path(self._prefix + name))
             except FileNotFoundError:
                 return None
 
@@ -531,7 +543,7 @@ _PLANNED = ".planned"
 _REQUESTS_AT_A_TIME = 8
 
 
-class S3SharedTarget(Sink):
+class S3SharedTarget(_S3Output):
     """One process's view of an output on S3 that several processes write."""
 
     takes_parts = True
@@ -539,16 +551,10 @@ class S3SharedTarget(Sink):
     def __init__(self, place: S3Uploads, attempt: OutputAttempt, cut: Cut) -> None:
         """Looks at the place; `cut` cuts a file into parts, alike in all processes."""
         store = S3Uploads(place.store, place.root, writer=attempt.nonce, location=place.location)
-        self.location = place.location
+        super().__init__(store, attempt.name, overwrite=attempt.overwrite)
         self._attempt, self._cut = attempt, cut
-        self._store = store
-        self._translate_errors = store.translate_errors
-        self._folder = f"{store.prefix}{WORK_INFIX}{attempt.nonce}/"
-        self._common = S3Notes(self._store, self._folder, self._translate_errors)
-        self.notes = S3Notes(self._store, f"{self._folder}{attempt.name}/", self._translate_errors)
-        self._objects: dict[str, S3Object] = {}
+        self._common = S3Notes(store, self._folder, self._translate_errors)
         self.removal = f"aws s3 rm '{store.url(self._folder + _PLAN)}'"
-        self._commit = S3Commit(store, overwrite=attempt.overwrite)
         if attempt.seen is not None:
             self._commit.seen = attempt.seen
 
@@ -580,13 +586,6 @@ class S3SharedTarget(Sink):
         with ThreadPoolExecutor(_REQUESTS_AT_A_TIME) as threads:
             for _ in threads.map(self._begin_one, self._objects):
                 pass
-
-    def write(self, path: str, start: int, data: memoryview) -> None:
-        item = self._objects.get(path)
-        if item is None:
-            raise ValueError(f"file {path!r} was not created")
-        with self._translate_errors():
-            item.write(start, data)
 
     def sync(self) -> None: ...
 
@@ -631,35 +630,29 @@ class S3SharedTarget(Sink):
         with_parts = [path for path, item in self._objects.items() if item.rows()]
         return not with_parts or self.notes.get(_note_name(with_parts[0])) is not None
 
-    def _plan_one(self, path: str) -> None:
-        """Notes an upload that is about to begin, for the next run after a kill."""
-        key = self._store.prefix + path
-        self.notes.leave(f"{_note_name(path)}{_PLANNED}", encode_mark([], [key]))
-
     def _begin_one(self, path: str) -> None:
         with self._translate_errors():
-            key = self._store.prefix + path
-            self._plan_one(path)
-            upload = self._store.begin(key)
-            self.notes.leave(_note_name(path), encode_mark([(key, upload)]))
+            self._plan(path, [self._store.prefix + path])
+            self._begin_planned(path)
 
     def _join_upload(self, path: str) -> str:
         """Returns the upload of a file, which the first process that needs it begins."""
         note = self.notes.get(_note_name(path))
         if note is None and self._attempt.is_agreed:
             key = self._store.prefix + path
-            self._plan_one(path)
+            self._plan(path, [key])
             mine = self._store.begin(key)
-            note = self.notes.put(_note_name(path), encode_mark([(key, mine)]))
-            if note != encode_mark([(key, mine)]):
+            own = encode_mark([(key, mine)])
+            note = self.notes.put(_note_name(path), own)
+            if note != own:
                 self._store.abort(key, mine)
-        for _, upload in parse_uploads(note or b""):
+        for _, upload in UploadMark.parse(note or b"").uploads:
             return upload
         raise lost_place_error(f"the upload of {path!r} was removed by another run", self.location)
 
 
 def _note_name(path: str) -> str:
-    return f"{UPLOADS}/{path}"
+    return f"{_UPLOADS}/{path}"
 
 
 SharedOutput = SharedTarget | S3SharedTarget

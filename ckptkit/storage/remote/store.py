@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakValueDictionary
 
+import msgspec
 from msgspec import Struct
 
 from ckptkit.core.errors import CkptkitError, OutputBusyError, RefusedError, UsageError
@@ -437,16 +438,34 @@ _LEASE_SECONDS = 120.0  # without one, after which the holder counts as dead
 _WAIT_SECONDS = 10.0  # for a commit of another run, which is short as a rule
 _POLL_SECONDS = 0.5
 _SETTLE_SECONDS = 2.0  # in a store that knows no conditions, before the claim is read back
-_TRIES = 20
+_TRIES, _MOST_DIGITS = 20, 20
 logger = logging.getLogger(__name__)
 
 
 class _Claim(Struct, frozen=True):
-    """A claim as it was read: its content, and what a condition can be made of."""
+    """The content of a claim."""
 
-    etag: str
-    document: Mapping[str, Any]
-    names: frozenset[str]
+    writer: str = ""  # empty where no run holds it
+    machine: str = ""
+    process: str = ""
+    beat: int = 0  # changes with each renewal
+    names: frozenset[str] = frozenset()
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether its process was one of this machine, and has ended."""
+        if not _identify_machine() or self.machine != _identify_machine() or not self.process:
+            return False
+        number = self.process.partition(" ")[0]
+        is_number = number.isdecimal() and len(number) < _MOST_DIGITS
+        return not is_number or _identify_process(int(number)) != self.process
+
+
+class _FoundClaim(Struct, frozen=True):
+    """A claim as it was read."""
+
+    etag: str  # what a condition can be made of
+    claim: _Claim
     is_over: bool
 
 
@@ -486,7 +505,7 @@ class OutputClaim:
         claim = self._read()
         if claim is not None and not claim.is_over:
             raise self._taken_error()
-        return frozenset() if claim is None else claim.names
+        return frozenset() if claim is None else claim.claim.names
 
     def take(self) -> None:
         """Claims the place. Waits briefly for another run, and takes over a dead one's claim."""
@@ -496,15 +515,15 @@ class OutputClaim:
                 return
         raise self._taken_error()
 
-    def _wait_for_end(self) -> _Claim | None:
+    def _wait_for_end(self) -> _FoundClaim | None:
         """Returns the claim that this run may take over, None if there is none."""
         began, first = time.monotonic(), self._read()
         claim = first
         while first is not None and claim is not None and not claim.is_over:
             waited = time.monotonic() - began
             machine = _identify_machine()
-            is_here = bool(machine) and claim.document.get("machine") == machine
-            is_alive = claim.etag != first.etag or (is_here and not _is_dead(claim.document))
+            is_here = bool(machine) and claim.claim.machine == machine
+            is_alive = claim.etag != first.etag or (is_here and not claim.claim.is_dead)
             if is_alive and waited > _WAIT_SECONDS:
                 raise self._taken_error()
             if waited > _LEASE_SECONDS:
@@ -544,10 +563,10 @@ class OutputClaim:
         except CkptkitError as error:
             logger.warning("the claim %s was left behind: %s", CLAIM_NAME, error)
 
-    def _try_to_claim(self, earlier: _Claim | None) -> bool:
+    def _try_to_claim(self, earlier: _FoundClaim | None) -> bool:
         """Writes the claim in place of what was found there; returns whether it is this run's."""
         if earlier is not None:
-            self.names |= earlier.names
+            self.names |= earlier.claim.names
         data = self._encode_claim()
         with self._translate_errors():
             self._write(data, earlier.etag if earlier is not None else "")
@@ -589,25 +608,19 @@ class OutputClaim:
             else:
                 self._confirmed = 0.0
 
-    def _read(self) -> _Claim | None:
+    def _read(self) -> _FoundClaim | None:
         with self._translate_errors():
             entry = self._store.look_up(self._path)
             data = self._store.get_small(self._path) if entry is not None else None
         if entry is None or data is None:
             return None
-        document: object = None
-        with suppress(ValueError, RecursionError):
-            document = json.loads(data)
-        if not isinstance(document, dict):
-            document = {}
-        names = document.get("names")
+        try:
+            claim = msgspec.json.decode(data, type=_Claim)
+        except (ValueError, RecursionError):
+            claim = _Claim()
         is_old = bool(entry.modified) and entry.modified + 30 * _LEASE_SECONDS < time.time()
-        return _Claim(
-            entry.etag or entry.identity,
-            document,
-            frozenset(map(str, names if isinstance(names, list) else ())),
-            is_over=not document.get("writer") or is_old or _is_dead(document),
-        )
+        is_over = not claim.writer or is_old or claim.is_dead
+        return _FoundClaim(entry.etag or entry.identity, claim, is_over)
 
     def _write(self, data: bytes, expected: str) -> str | None:
         return self._store.retry(
@@ -615,15 +628,14 @@ class OutputClaim:
         )
 
     def _encode_claim(self, *, writer: str | None = None) -> bytes:
-        return json.dumps(
-            {
-                "writer": self._writer if writer is None else writer,
-                "machine": _identify_machine(),
-                "process": _identify_process(os.getpid()),
-                "beat": time.monotonic_ns(),
-                "names": sorted(self.names),
-            }
-        ).encode()
+        claim = _Claim(
+            writer=self._writer if writer is None else writer,
+            machine=_identify_machine(),
+            process=_identify_process(os.getpid()),
+            beat=time.monotonic_ns(),
+            names=self.names,
+        )
+        return msgspec.json.encode(claim, order="deterministic")
 
     def _taken_error(self) -> OutputBusyError:
         return OutputBusyError(
@@ -651,15 +663,3 @@ def _identify_process(number: int) -> str:
         return ""
     state, *fields = stat.rpartition(")")[2].split()
     return "" if state in {"Z", "X"} else f"{number} {fields[18]}"
-
-
-_MOST_DIGITS = 20
-
-
-def _is_dead(document: Mapping[str, Any]) -> bool:
-    process = str(document.get("process", ""))
-    if not _identify_machine() or document.get("machine") != _identify_machine() or not process:
-        return False
-    number = process.partition(" ")[0]
-    is_number = number.isdecimal() and len(number) < _MOST_DIGITS
-    return not is_number or _identify_process(int(number)) != process

@@ -58,12 +58,11 @@ from ckptkit.plan.layouts.hf import layout_adapter, layout_hf_weights
 from ckptkit.plan.plan import (
     SOURCE,
     Copy,
-    Literal,
     OutputFile,
     Plan,
     Product,
     TensorSpec,
-    lay_out_file,
+    literal_file,
 )
 from ckptkit.plan.selection import (
     DTypePolicy,
@@ -337,7 +336,7 @@ def plan_adapter(table: Table, side: Mapping[str, bytes], options: ConsolidateRe
     policy = DTypePolicy(options.dtype)
     products = make_products(list(_entries(table)), policy, {})
     beside = {name: data for name, data in side.items() if name not in _OF_MODELS}
-    own = _literal(ADAPTER_CONFIG, beside[ADAPTER_CONFIG])
+    own = literal_file(ADAPTER_CONFIG, beside[ADAPTER_CONFIG])
     return Plan((layout_adapter(products), own, *_side_files(beside)), {})
 
 
@@ -400,11 +399,7 @@ def _side_files(side: Mapping[str, bytes]) -> Iterator[OutputFile]:
     for file in files:
         data = side[file.name]
         changed = rewrite_side_file(file.name, len(data), partial(side.__getitem__, file.name))
-        yield _literal(file.name, data if changed is None else changed)
-
-
-def _literal(path: str, data: bytes) -> OutputFile:
-    return lay_out_file(path, [(len(data), Literal(data), None)])
+        yield literal_file(file.name, data if changed is None else changed)
 
 
 class ExportView(Struct, frozen=True):

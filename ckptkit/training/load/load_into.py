@@ -367,8 +367,8 @@ class ModelLoad(Closing):
 
         if sizes:
             self._listener(Started(sum(sizes.values())))
-        report = read_chunks(origins[0], chunks, done=note)
-        return report.bytes_read + read_spans(origins[1], spans, done=note).bytes_read
+        bytes_read, _ = read_chunks(origins[0], chunks, done=note)
+        return bytes_read + read_spans(origins[1], spans, done=note)
 
     def _plan(
         self, wanted: Iterable[tuple[Fqn, WantedBox]]

@@ -81,14 +81,14 @@ def load_pieces(
             wanted.append((entry, place, memory_of(elements.detach().view(place.sizes))))
     origin = Origin("step", source, index, most_pieces=MOST_PARTS)
     try:
-        report = read_chunks(origin, plan_chunk_reads(wanted), threads=threads)
+        bytes_read, in_part = read_chunks(origin, plan_chunk_reads(wanted), threads=threads)
     finally:
         count_changes(piece.local for piece in pieces)
     return FillReport(
-        bytes_read=report.bytes_read,
+        bytes_read=bytes_read,
         bytes_needed=sum(piece.size_bytes for piece in pieces),
         unverified=tuple(sorted(origin.unverified)),
-        partial=report.partial,
+        partial=in_part,
     )
 
 
@@ -111,16 +111,13 @@ def memory_of(tensor: torch.Tensor) -> BoxMemory:
     return ArrayMemory(array)
 
 
-class DeviceMemory:
+class DeviceMemory(BoxMemory):
     """A tensor that is not in host memory, or whose bytes are not its values."""
 
     __slots__ = ("_tensor",)
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
-
-    def direct(self, _box: Box) -> memoryview | None:
-        return None
 
     def put(self, box: Box, elements: NDArray[Any]) -> None:
         flat = torch.from_numpy(np.ascontiguousarray(elements).reshape(-1).view(np.uint8))

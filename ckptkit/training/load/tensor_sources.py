@@ -393,10 +393,10 @@ def _tiles(tensor: HubTensor, live: Mapping[Fqn, Shape]) -> Iterator[tuple[Fqn, 
     """Yields what a tensor on disk has of live ones; nothing where it is computed."""
     if 0 in tensor.shape:
         return
-    for piece in tensor.pieces:
-        tile = find_tile(tensor.shape, tensor.grid, piece, live[piece.source])
+    for source, piece in tensor.pieces:
+        tile = find_tile(piece, live[source])
         if tile is not None:
-            yield piece.source, tile
+            yield source, tile
 
 
 def refuse_misfits(

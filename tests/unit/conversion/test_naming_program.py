@@ -17,8 +17,8 @@ from ckptkit.conversion import naming_program
 from ckptkit.conversion.naming_program import ask_transformers
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import RefusedError
-from ckptkit.core.geometry import StridedBox
-from ckptkit.core.index import Box, Fqn
+from ckptkit.core.geometry import Loop, Tile
+from ckptkit.core.index import Fqn
 from ckptkit.hub_names.disk_tensors import (
     HubNames,
     HubTensor,
@@ -148,11 +148,11 @@ def test_questions_and_answers_survive_the_way() -> None:
     request = NamingRequest({"model_type": "mixtral"}, tensors, (Fqn("x"),))
     assert NamingRequest.from_json(request.to_json()) == request
     assert NamingRequest.from_json(REQUEST.to_json()) == REQUEST
-    piece = StridedBox(Box((0, 0, 0), (3, 1, 2)), Fqn("a"), 0, (1, 0, 3))
+    piece = Fqn("a"), Tile(((0, 0), (0,)), (Loop(3, ((0, 1), (0, 1))), Loop(2, ((1, 1), (0, 3)))))
     names = HubNames(
         "5.23.0",
         {Fqn("b"): (), Fqn("a"): (2, 3)},
-        {Fqn("x"): HubTensor(Fqn("x"), (3, 2), (3, 1, 2), (piece,))},
+        {Fqn("x"): HubTensor(Fqn("x"), (3, 2), (piece,))},
         unsaved=(Fqn("c"),),
         unknown=(Fqn("b"),),
     )

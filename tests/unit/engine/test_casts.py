@@ -147,27 +147,6 @@ def test_the_first_overflow_is_found_and_all_are_counted(largest_lost: float) ->
     assert target[0] == 65_504
 
 
-def test_infinities_that_fit_are_no_overflow() -> None:
-    source = np.array([np.inf, -np.inf, np.nan, 65_504], np.float32)
-    target = np.zeros(4, np.float16)
-    assert Caster(BY_NAME["float32"], BY_NAME["float16"]).cast(source, target) is None
-    assert target.view(np.uint16).tolist() == [0x7C00, 0xFC00, 0x7E00, 0x7BFF]
-
-
-def test_infinity_does_not_fit_a_type_without_one() -> None:
-    source = np.array([1, np.inf], np.float32)
-    target = np.zeros(2, np.uint8)
-    overflow = Caster(BY_NAME["float32"], BY_NAME["float8_e4m3fn"]).cast(source, target)
-    assert overflow == Overflow(count=1, first=1, value=float("inf"))
-
-
-def test_a_value_beyond_bfloat16_becomes_infinite_as_in_torch() -> None:
-    source = np.array([np.finfo(np.float32).max, np.finfo(np.float32).min], np.float32)
-    target = np.zeros(2, np.uint16)
-    assert Caster(BY_NAME["float32"], BY_NAME["bfloat16"]).cast(source, target) is None
-    assert target.tolist() == [0x7F80, 0xFF80]
-
-
 def test_an_overflow_is_worded_for_people() -> None:
     overflow = Overflow(count=3, first=12, value=-70_000.0)
     error = overflow_error(overflow, BY_NAME["float16"], where="tensor 'a.b'", block_start=4_096)

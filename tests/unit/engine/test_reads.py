@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptkit.core.index import FileRange
-from ckptkit.engine.prefetch import (
+from ckptkit.engine.locate import (
     FREE_GAP_BYTES,
     GAP_BYTES,
     REQUEST_BYTES,

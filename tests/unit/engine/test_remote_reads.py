@@ -71,7 +71,7 @@ def _looked_into(origin: Origin) -> Origin:
     entry = origin.index.tensors[NAME]
     locator = Locator(origin.source, origin.index)
     for row in range(len(entry.chunks)):
-        origin.located.put((NAME, row), locator.locate(entry, entry.chunks, row))
+        origin.keep_located((NAME, row), locator.locate(entry, entry.chunks, row))
     return origin
 
 

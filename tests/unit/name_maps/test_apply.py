@@ -15,6 +15,7 @@ from ckptkit.core.index import Fqn
 from ckptkit.name_maps.apply import MappedNames, apply_map
 from ckptkit.name_maps.language import NameMap, invert, load_own_map, parse_map
 from ckptkit.name_maps.shipped import list_map_names
+from tests.property.tiles import positions
 
 FLOAT = dtype_named("float32")
 HEAD = 'name = "own"\nsource = "A"\ntarget = "B"\n'
@@ -40,15 +41,12 @@ def build(names: MappedNames, arrays: Arrays) -> dict[str, NDArray[Any]]:
     """Returns the tensors that the boxes of `names` describe."""
     results = {}
     for name, tensor in names.tensors.items():
-        out = np.full(tensor.grid, 0 if tensor.has_padding else np.nan, np.float32)
-        for piece in tensor.pieces:
-            flat = np.ascontiguousarray(arrays[piece.source]).ravel()[piece.start :]
-            steps = [step * 4 for step in piece.steps]
-            at = zip(piece.box.offsets, piece.box.sizes, strict=True)
-            out[tuple(slice(o, o + n) for o, n in at)] = np.lib.stride_tricks.as_strided(
-                flat, piece.box.sizes, steps
-            )
-        results[str(name)] = out.reshape(tensor.shape) + np.float32(names.added.get(name, 0))
+        out = np.full(tensor.shape, 0 if tensor.has_padding else np.nan, np.float32)
+        for source, tile in tensor.pieces:
+            flat = np.ascontiguousarray(arrays[source]).ravel()
+            for there, here in zip(*positions(tile), strict=True):
+                out[there] = flat[here]
+        results[str(name)] = out + np.float32(names.added.get(name, 0))
     return results
 
 

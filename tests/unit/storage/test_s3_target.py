@@ -18,6 +18,9 @@ class Store:
         self.objects: dict[str, bytes] = {}
         self._knows = knows
 
+    def path(self, key: str) -> str:
+        return f"bucket/{key}"
+
     def url(self, key: str) -> str:
         return f"s3://bucket/{key}"
 

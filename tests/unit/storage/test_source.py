@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -18,22 +17,11 @@ from ckptkit.core.errors import (
 from ckptkit.storage.local.disk import Disk
 from ckptkit.storage.local.source import LocalSource
 from ckptkit.storage.local.target import LocalTarget
+from tests.files import open_below
 
 NATIVE = Disk()
 PORTABLE = Disk.portable()
 ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="a property of Linux")
-
-
-def open_below(folder: Path) -> int:
-    """Counts the open files in a folder; all others may be closed at any time.
-
-    Sockets of idle connections are closed by threads, those of gloo by the garbage collector.
-    """
-    count = 0
-    for entry in Path("/proc/self/fd").iterdir():
-        with suppress(FileNotFoundError):  # the descriptor that listed them
-            count += entry.readlink().is_relative_to(folder)
-    return count
 
 
 def test_a_link_inside_the_folder_is_followed(tmp_path: Path) -> None:

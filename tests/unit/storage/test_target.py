@@ -7,11 +7,8 @@ import errno
 import os
 import shutil
 import stat
-import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +25,7 @@ from ckptkit.storage.local import target as staged_files
 from ckptkit.storage.local.disk import Disk, OpenFile
 from ckptkit.storage.local.target import LocalTarget, SharedTarget, WorkNotes, why_no_ranges
 from ckptkit.storage.place_identity import PlaceRelation, find_overlap
+from tests.files import contents, mounted, open_below, remount, tmpfs
 
 NATIVE = Disk()
 PORTABLE = Disk.portable()
@@ -40,27 +38,10 @@ NOT_ROOT = pytest.mark.skipif(
 )
 
 
-def open_below(folder: Path) -> int:
-    """Counts the open files in a folder; all others may be closed at any time.
-
-    Sockets of idle connections are closed by threads, those of gloo by the garbage collector.
-    """
-    count = 0
-    for entry in Path("/proc/self/fd").iterdir():
-        with suppress(FileNotFoundError):  # the descriptor that listed them
-            count += entry.readlink().is_relative_to(folder)
-    return count
-
-
 def fill(target: LocalTarget, files: dict[str, bytes]) -> None:
     for path, data in files.items():
         target.create(path, len(data))
         target.write(path, 0, memoryview(data))
-
-
-def contents(out: Path) -> dict[str, bytes]:
-    found = (path for path in out.rglob("*") if path.is_file())
-    return {path.relative_to(out).as_posix(): path.read_bytes() for path in found}
 
 
 class Refusing(OpenFile):
@@ -296,23 +277,7 @@ def test_a_work_folder_in_which_nothing_can_be_made_is_removed(
     assert list(tmp_path.iterdir()) == []
 
 
-@contextmanager
-def mounted(folder: Path, *options: str) -> Iterator[Path]:
-    """Mounts something over a new folder, or skips the test."""
-    folder.mkdir(exist_ok=True)
-    mount = shutil.which("mount")
-    if mount is None or not hasattr(os, "geteuid") or os.geteuid() != 0:
-        pytest.skip("only root may mount a file system")
-    done = subprocess.run([mount, *options, str(folder)], capture_output=True, check=False)
-    if done.returncode:
-        pytest.skip(f"mount was refused: {done.stderr.decode().strip()}")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", str(folder)], check=True)  # noqa: S607 - found by mount's name
-
-
-TMPFS = ("-t", "tmpfs", "-o", "size=1m", "tmpfs")
+TMPFS = tmpfs("1m")
 
 
 def test_a_full_disk_is_reported_when_the_file_is_created(tmp_path: Path) -> None:
@@ -370,8 +335,7 @@ def test_a_mount_point_in_a_parent_that_is_read_only_is_filled(tmp_path: Path) -
     with mounted(tmp_path / "parent", *TMPFS) as parent:
         (parent / "out").mkdir()
         with mounted(parent / "out", *TMPFS) as out:
-            mount = shutil.which("mount") or "mount"
-            subprocess.run([mount, "-o", "remount,ro", str(parent)], check=True)
+            remount(parent, "-o", "remount,ro")
             target = LocalTarget(out)
             fill(target, {"x": b"x"})
             target.commit("x")

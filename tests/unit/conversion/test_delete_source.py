@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from ckptkit.conversion.delete_source import remove_files
 from ckptkit.core.errors import OutputError
 from ckptkit.storage.places import place_of
-from ckptkit.storage.removal import remove_files
 
 
 @pytest.mark.parametrize("name", ["record.new", "a", "record"])
