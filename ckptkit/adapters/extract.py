@@ -23,7 +23,7 @@ from ckptkit.conversion.source.adapters import (
     read_config,
 )
 from ckptkit.conversion.source.model_folders import read_names
-from ckptkit.conversion.source.open import find_model, read_config_in
+from ckptkit.conversion.source.paths import find_model, read_config_in
 from ckptkit.conversion.source.side_folders import find_component
 from ckptkit.conversion.write import (
     PlannedOutput,

@@ -59,7 +59,7 @@ from ckptkit.conversion.compare_names import LIVE_NAMES, Comparison, Subject, pl
 from ckptkit.conversion.names_on_disk import join_sources
 from ckptkit.conversion.naming_program import NamingProgram
 from ckptkit.conversion.source.adapters import read_record_of_base
-from ckptkit.conversion.source.open import find_model, is_folder, resolve_path
+from ckptkit.conversion.source.paths import find_model, is_folder, resolve_path
 from ckptkit.conversion.source.side_folders import SideChoice, SideFolders, find_component
 from ckptkit.conversion.write import (
     PlannedOutput,

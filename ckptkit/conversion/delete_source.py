@@ -25,8 +25,9 @@ from ckptkit.conversion.source.open import (
     OpenedCheckpoint,
     describe_sources,
     open_checkpoint,
-    resolve_path,
 )
+from ckptkit.conversion.source.paths import resolve_path
+from ckptkit.conversion.source.search import CheckpointUnit
 from ckptkit.conversion.verify import run_verification
 from ckptkit.conversion.write import PlannedOutput, read_output_manifest, verify_existing_output
 from ckptkit.core.errors import (
@@ -44,7 +45,7 @@ from ckptkit.core.errors import (
 from ckptkit.core.index import FileRef, Key, TensorEntry, TensorIndex
 from ckptkit.core.manifest import MANIFEST_NAME, Manifest
 from ckptkit.engine.outcome import Listener, OutputKept, Planned
-from ckptkit.formats.discovery import CheckpointUnit, is_unit_folder, name_step, parse_step
+from ckptkit.formats.discovery import is_unit_folder, name_step, parse_step
 from ckptkit.formats.torch_files import is_optimizer_candidate
 from ckptkit.options import changed_options
 from ckptkit.plan.plan import SOURCE, Compute, Copy, Plan

@@ -25,7 +25,6 @@ from ckptkit import formats
 from ckptkit.core.errors import CkptkitError, InputError, MissingFileError, NotACheckpointError
 from ckptkit.core.index import TensorIndex
 from ckptkit.formats.base import Candidate, CheckpointReader, FormatReader
-from ckptkit.formats.discovery import is_certain
 from ckptkit.storage.base import Source
 from ckptkit.storage.locations import MARKS_FOLDER
 
@@ -51,6 +50,34 @@ def _load_readers() -> tuple[FormatReader, ...]:
 
 
 READERS = _load_readers()
+_MODEL_FILE = re.compile(r"(pytorch_)?model|consolidated|adapter_model")
+_NO_CHECKPOINTS = {"foreign", "torch optimizer"}  # by themselves
+
+
+def is_certain(candidate: Candidate) -> bool:
+    """Returns whether names alone identify a candidate as a checkpoint that ckptkit reads.
+
+    Files that are only refused, and `.pt` files of any name, may be part of other formats.
+    """
+    if candidate.format == "torch":
+        return is_model(candidate)
+    return candidate.format not in _NO_CHECKPOINTS
+
+
+def is_model(candidate: Candidate) -> bool:
+    """Returns whether the main file of a candidate is named as that of a model."""
+    return _MODEL_FILE.match(main_file(candidate)) is not None
+
+
+def main_file(candidate: Candidate) -> str:
+    """Returns the name of the file that stands for a candidate."""
+    return posixpath.basename(main_path(candidate))
+
+
+def main_path(candidate: Candidate) -> str:
+    """Returns the path of the same: an index, if there is one."""
+    files = candidate.files
+    return next((path for path in files if path.endswith(".index.json")), files[0])
 
 
 class PlugInReader:

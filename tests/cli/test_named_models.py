@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import ckptkit
-from ckptkit.conversion.source.open import find_model
+from ckptkit.conversion.source.paths import find_model
 from ckptkit.core.errors import HubUnavailableError
 from tests.command_line import Result, run_command
 from tests.hub_models import running_hub

@@ -17,8 +17,8 @@ from msgspec.structs import replace
 
 from ckptkit.consumers.folder_truth import MAX_JSON_BYTES
 from ckptkit.consumers.table import ADAPTER_CONFIG
-from ckptkit.conversion.source.open import (
-    OpenedCheckpoint,
+from ckptkit.conversion.source.open import OpenedCheckpoint
+from ckptkit.conversion.source.paths import (
     check_path,
     find_local,
     is_folder,

@@ -16,13 +16,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ckptkit.consumers.table import CONSUMERS
-from ckptkit.conversion.source.open import (
-    OpenedCheckpoint,
-    find_model,
-    open_checkpoint,
-    open_folder,
-    read_config_in,
-)
+from ckptkit.conversion.source.open import OpenedCheckpoint, open_checkpoint
+from ckptkit.conversion.source.paths import find_model, open_folder, read_config_in
 from ckptkit.core.errors import (
     FormatError,
     IncompleteCheckpointError,

@@ -59,8 +59,8 @@ from ckptkit.consumers.tokenizer_files import (
     list_forms_of_5,
     read_old_files,
 )
-from ckptkit.conversion.source.open import (
-    OpenedCheckpoint,
+from ckptkit.conversion.source.open import OpenedCheckpoint
+from ckptkit.conversion.source.paths import (
     check_path,
     find_model,
     make_absolute,
