@@ -219,7 +219,8 @@ def list_paths(source: Source) -> list[str]:
     models that are being pushed, is not among them.
     """
     paths = list(_walk(source, SEARCH_DEPTH))
-    folders = (folder for reader in READERS for folder in reader.find_deep_folders(paths))
+    readers = _readers_to_ask(paths)
+    folders = (folder for reader in readers for folder in reader.find_deep_folders(paths))
     deep = tuple(f"{folder}/" if folder else "" for folder in folders)
     if not deep:
         return paths
@@ -235,11 +236,18 @@ def recognise(paths: Sequence[str]) -> list[Candidate]:
 
     If none of ckptkit's own readers is certain, those of other distributions are asked first.
     """
-    candidates = _recognise_by(READERS, paths)
+    readers = _readers_to_ask(paths)
+    candidates = _recognise_by(readers, paths)
     if not paths or any(is_certain(candidate) for candidate in candidates):
         return candidates
     others, _ = load_installed()
-    return _recognise_by((*others, *READERS), paths) if others else candidates
+    return _recognise_by((*others, *readers), paths) if others else candidates
+
+
+def _readers_to_ask(paths: Sequence[str]) -> list[FormatReader]:
+    """Returns the readers whose files may be among paths."""
+    lines = "\n".join(paths)
+    return [one for one in READERS if re.search(f"(?:{one.endings})$", lines, re.MULTILINE)]
 
 
 def list_plug_in_problems() -> tuple[str, ...]:

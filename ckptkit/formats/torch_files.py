@@ -95,6 +95,7 @@ class TorchFileReader(FormatReader):
     name = "torch"
     order = 140
     expected = "'*.pt', '*.pth', '*.bin' or '*.ckpt'"
+    endings = r"\.(?:pt|pth|bin|ckpt|tar)(?:\.index\.json)?"
 
     def find(self, paths: Sequence[str]) -> list[Candidate]:
         own = [path for path in paths if not _NOT_A_MODEL.fullmatch(posixpath.basename(path))]
@@ -303,6 +304,7 @@ def _stem(path: str) -> str:
 class TorchOptimizerReader(FormatReader):
     name = "torch optimizer"
     order = 130
+    endings = r"\.(?:pt|bin)"
 
     def find(self, paths: Sequence[str]) -> list[Candidate]:
         return [

@@ -329,6 +329,7 @@ class TorchCheckpointingReader(FormatReader):
     name = FORMAT
     order = 20
     expected = "'model_0.pt' beside 'model_1.pt', or beside 'metadata.pkl'"
+    endings = r"metadata\.pkl"
     index_memory = (METADATA_PICKLE, 12)
 
     def find(self, paths: Sequence[str]) -> list[Candidate]:

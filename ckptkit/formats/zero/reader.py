@@ -727,6 +727,7 @@ class ZeroReader(FormatReader):
     name = "zero"
     order = 90
     expected = "'mp_rank_00_model_states.pt' beside '..._optim_states.pt'"
+    endings = r"\.pt"
 
     def find(self, paths: Sequence[str]) -> list[Candidate]:
         """Groups the files by folder, together with those that are only refused."""
@@ -781,6 +782,7 @@ class UniversalReader(FormatReader):
     name = "universal"
     order = 80  # before ZeRO, whose files of weights it contains
     expected = "'zero/<parameter>/fp32.pt'"
+    endings = r"\.pt"
 
     def find(self, paths: Sequence[str]) -> list[Candidate]:
         """Recognises folders with files of parameters, and the files of weights in them."""
