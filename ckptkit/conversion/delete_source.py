@@ -46,7 +46,6 @@ from ckptkit.core.index import FileRef, Key, TensorEntry, TensorIndex
 from ckptkit.core.manifest import MANIFEST_NAME, Manifest
 from ckptkit.engine.outcome import Listener, OutputKept, Planned
 from ckptkit.formats.discovery import is_unit_folder, name_step, parse_step
-from ckptkit.formats.torch_files import is_optimizer_candidate
 from ckptkit.options import changed_options
 from ckptkit.plan.plan import SOURCE, Compute, Copy, Plan
 from ckptkit.runs.local_run import marker, open_run
@@ -423,8 +422,7 @@ def _refuse_to_end_training(
     A user who names the model in the step, and not the step, has chosen to give that up.
     """
     for unit in checkpoint.units:
-        is_optimizer = unit.is_optimizer or is_optimizer_candidate(unit.candidate)
-        if is_optimizer and unit not in removed:
+        if unit.is_optimizer and unit not in removed:
             model = posixpath.join(root.location, checkpoint.folder, removed[0].label)
             raise RefusedError(
                 f"training could not resume from the step any more: {unit.label!r} is the state of"

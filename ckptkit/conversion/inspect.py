@@ -28,7 +28,7 @@ from ckptkit.conversion.source.adapters import (
 )
 from ckptkit.conversion.source.open import OpenedCheckpoint, list_checkpoints, open_checkpoint
 from ckptkit.conversion.source.paths import make_absolute
-from ckptkit.conversion.source.search import FoundCheckpoint
+from ckptkit.conversion.source.search import TAG_FILES, FoundCheckpoint
 from ckptkit.conversion.source.side_folders import SIDE_FOLDERS, SideFolders
 from ckptkit.core.arguments import ambiguous_truth
 from ckptkit.core.display import Displayed, Facts, plain_fields
@@ -48,7 +48,6 @@ from ckptkit.core.text import counted, size_text
 from ckptkit.engine.locate import Locator
 from ckptkit.formats.discovery import TRACKERS, parse_step
 from ckptkit.formats.registry import FileGroup, group_files
-from ckptkit.formats.zero.reader import TAG_FILES
 from ckptkit.hub_names.known_models import recognise_framework
 from ckptkit.options import ConsolidateRequest
 from ckptkit.plan.coverage import find_problems_by_key

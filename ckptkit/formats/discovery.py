@@ -16,9 +16,11 @@ import posixpath
 import re
 from collections.abc import Iterable
 
+from ckptkit.core.errors import InputError
 from ckptkit.formats.base import Candidate
 from ckptkit.formats.ranks.reader import RankFilesReader
 from ckptkit.formats.safetensors.hf_shards import CONSOLIDATED_FOLDER
+from ckptkit.storage.base import Source
 
 # What frameworks count: Composer `ep` and `ba`, NeMo Automodel `epoch` and `step`.
 _EPOCHS = frozenset({"epoch", "ep"})
@@ -128,6 +130,7 @@ _UNIT_FOLDER = re.compile(
 _OPTIMIZER_FOLDER = re.compile(r"optim(izer)?s?(_\d+)?")
 # In the folder of a run: Megatron-LM's, and that of nanotron, whose steps are numbers only.
 TRACKERS = ("latest_checkpointed_iteration.txt", "latest.txt")
+_MAX_TAG_BYTES = 4096
 UNFINISHED = "the save was not finished"  # in what a step lacks, which then is not damaged
 RELEASE = "release"  # the folder of weights that no training of the run has changed
 ITSELF = "."
@@ -197,3 +200,12 @@ def names_step(tag: str, folder: str) -> bool:
     """
     is_number = tag.isascii() and tag.isdigit()
     return folder == tag or (is_number and parse_step(folder) == int(tag))
+
+
+def read_tag(source: Source, path: str) -> str | None:
+    """Returns the tag in a file that names the latest one, or None if there is none."""
+    try:
+        size = min(source.stat(path).size_bytes, _MAX_TAG_BYTES)
+        return source.read(path, 0, size).decode("utf-8", "replace").strip()
+    except InputError:
+        return None

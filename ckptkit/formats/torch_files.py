@@ -331,16 +331,6 @@ class TorchOptimizerReader(FormatReader):
             )
 
 
-def is_optimizer_candidate(candidate: Candidate) -> bool:
-    return candidate.format == TorchOptimizerReader.name
-
-
-def drop_lone_optimizers(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Drops the files of optimizers in folders without a model."""
-    folders = {c.folder for c in candidates if not is_optimizer_candidate(c)}
-    return [c for c in candidates if not is_optimizer_candidate(c) or c.folder in folders]
-
-
 def read_optimizer_file(source: Source, candidate: Candidate) -> TensorIndex:
     """Returns the index of an optimizer's file; its state dict is called like the file."""
     (path,) = candidate.files

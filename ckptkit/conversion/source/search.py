@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import posixpath
 import re
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice, product
@@ -64,6 +65,7 @@ from ckptkit.formats.discovery import (
     names_step,
     parse_step,
     parse_step_name,
+    read_tag,
     step_of_files,
 )
 from ckptkit.formats.parsing import is_count, read_limited
@@ -83,8 +85,8 @@ from ckptkit.formats.safetensors.hf_shards import (
     SHARDED_FOLDER,
     HfShardsReader,
 )
-from ckptkit.formats.torch_files import drop_lone_optimizers, is_optimizer_candidate, model_number
-from ckptkit.formats.zero.reader import drop_older_tags, read_tag
+from ckptkit.formats.torch_files import TorchOptimizerReader, model_number
+from ckptkit.formats.zero.reader import UniversalReader, ZeroReader
 from ckptkit.runs.find_run import ENTER_HINT, list_closed, make_not_found
 from ckptkit.runs.retention import abandoned_folders
 from ckptkit.runs.step_manifests import StepManifests, list_files, prefetch_headers, step_folder
@@ -94,9 +96,10 @@ from ckptkit.storage.locations import relative_path
 from ckptkit.storage.manifests import read_manifest
 from ckptkit.storage.overlay import OverlaySource
 
-_SECONDARY = {ForeignReader.name, "zero", "universal"}  # ignored next to a model
+_SECONDARY = {ForeignReader.name, ZeroReader.name, UniversalReader.name}  # ignored next to a model
 _SHARDS = HfShardsReader.name  # noted where they are compared with the model next to them
 _OF_RANKS = RankFilesReader.name
+_OF_OPTIMIZER = TorchOptimizerReader.name
 _COPY_OF_RANKS = "huggingface"  # verl's folder for the same weights, gathered
 _COPY_OF_BRIDGE = "hf"  # Megatron-Bridge's, below the step
 _COPY_OF_DCP = "hf_ckpt"  # VeOmni's, below the step
@@ -115,6 +118,10 @@ _STATE_FILE = re.compile(
 )
 # Meta's and Mistral's files that a model was made of, in its folder on the Hub or below it.
 _ORIGINAL, _CONSOLIDATED, _TRANSFORMERS = "original", "consolidated", "model"
+_LATEST = {ZeroReader.name: "latest", UniversalReader.name: "latest_universal"}
+TAG_FILES = frozenset(_LATEST.values())
+"""Files that name a tag, in the folder of the tags' folders."""
+_CONVERTED = re.compile(r"(.+?)[-_.]?(?:universal|ucp|uni)", re.IGNORECASE)
 _NEMO_UNFINISHED = "-unfinished"  # its file has the name of the folder with this ending
 _LOST = "lost+found"  # of ext4, which root alone may enter
 _MOST_POINTER_BYTES = 4096
@@ -228,8 +235,7 @@ class Search:
 
     def list_all(self) -> Iterator[FoundCheckpoint]:
         """Yields all checkpoints: steps, run by run and the newest first, and others."""
-        among = self.steps.without_side_folders(self.list_candidates())
-        for found in self._list_in(drop_lone_optimizers(among), ""):
+        for found in self._list_in(self._drop_parts_of_steps(self.list_candidates()), ""):
             yield found
             self._indexes.clear()  # all are looked at: few are kept at a time
 
@@ -238,17 +244,24 @@ class Search:
         candidates, older_tags = self.list_candidates(), tuple[str, ...]()
         folders = self.source.folders if self.only is None else ()
         if select is None:
-            candidates, older_tags = drop_older_tags(self.source, candidates)
+            candidates, older_tags = _drop_older_tags(self.source, candidates)
         self.candidates = candidates
-        among = drop_lone_optimizers(self.steps.without_side_folders(candidates))
+        among = self._drop_parts_of_steps(candidates)
         if not among:
             paths = self.paths if self.only is None else (self.only,)
             raise make_not_found(folders, paths, self.location, "")
         links = self.source.linked_folders() if self.only is None else ()
         found = self.resolve(among, select, links)
         closed = list_closed(folders) if any(folder.closed_folders for folder in folders) else {}
-        found = self._check_closed(found, closed, select)
+        if closed:
+            found = self._check_closed(found, closed, select)
         return replace(found, notes=(*older_tags, *found.notes))
+
+    def _drop_parts_of_steps(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+        """Drops what is in the side folders of steps, and files of optimizers without a model."""
+        among = self.steps.without_side_folders(candidates)
+        folders = {one.folder for one in among if one.format != _OF_OPTIMIZER}
+        return [one for one in among if one.format != _OF_OPTIMIZER or one.folder in folders]
 
     def index(self, candidate: Candidate) -> TensorIndex:
         """Parses the headers of a candidate, once."""
@@ -504,7 +517,7 @@ class Search:
             optimizers = (
                 other
                 for other in units
-                if is_optimizer_candidate(other.candidate)
+                if other.candidate.format == _OF_OPTIMIZER
                 and other is not unit
                 and other.candidate.folder == unit.candidate.folder
                 and model_number(other.candidate.files[0]) == number
@@ -808,6 +821,41 @@ def drop_companions(candidates: Sequence[Candidate]) -> list[Candidate]:
     return [candidate for candidate in candidates if is_kept(candidate)]
 
 
+def _drop_older_tags(
+    source: Source, candidates: Sequence[Candidate]
+) -> tuple[list[Candidate], tuple[str, ...]]:
+    """Drops all tags but the one that `latest` names, where tags are not numbered by step.
+
+    Universal checkpoints next to the tags from which they were made are dropped too.
+    """
+    zero = {candidate.folder for candidate in candidates if candidate.format == ZeroReader.name}
+    dropped = [
+        candidate
+        for candidate in candidates
+        if candidate.format == UniversalReader.name
+        and (match := _CONVERTED.fullmatch(candidate.folder)) is not None
+        and match[1] in zero
+    ]
+    notes = [f"{c.folder!r} was made of a checkpoint beside it, and left alone" for c in dropped]
+    runs: dict[tuple[str, str], list[Candidate]] = defaultdict(list)
+    for candidate in candidates:
+        if candidate.format in _LATEST and candidate.folder and candidate not in dropped:
+            runs[posixpath.dirname(candidate.folder), candidate.format].append(candidate)
+    for (run, name), tags in runs.items():
+        file = _LATEST[name]
+        names = [posixpath.basename(tag.folder) for tag in tags]
+        # Tags may be named after steps, or after one of a step's models.
+        are_numbered = all(parse_step(tag) is not None or is_unit_folder(tag) for tag in names)
+        has_other_names = len(tags) > 1 and not are_numbered
+        latest = read_tag(source, posixpath.join(run, file)) if has_other_names else None
+        others = [tag for tag in tags if posixpath.basename(tag.folder) != latest]
+        if len(others) == len(tags) - 1:
+            dropped += others
+            folders = ", ".join(repr(tag.folder) for tag in others)
+            notes.append(f"'{file}' names {latest!r}; left alone: {folders}")
+    return [candidate for candidate in candidates if candidate not in dropped], tuple(notes)
+
+
 def is_leftover(candidate: Candidate, models: Collection[str]) -> bool:
     """Returns whether a candidate is the shards of a model in safetensors in these folders."""
     if candidate.format != _SHARDS:
@@ -891,13 +939,13 @@ def _rest(select: str, label: str) -> str | None:
 
 
 def _units(candidates: Sequence[Candidate], base: str) -> tuple[CheckpointUnit, ...]:
-    folders = [one.folder for one in candidates if not is_optimizer_candidate(one)]
+    folders = [one.folder for one in candidates if one.format != _OF_OPTIMIZER]
     units = []
     for candidate in candidates:
         above, name = posixpath.split(candidate.folder)
         home = above if name == OF_VERL and above not in (*folders, base) else candidate.folder
         relative = relative_path(home, base)
-        is_optimizer = is_optimizer_candidate(candidate)
+        is_optimizer = candidate.format == _OF_OPTIMIZER
         label = "" if relative == ITSELF else relative
         if not label or is_optimizer or folders.count(candidate.folder) > 1:
             label = posixpath.join(label, relative_path(main_path(candidate), candidate.folder))
