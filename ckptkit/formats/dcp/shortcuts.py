@@ -201,9 +201,6 @@ class _Hole(dict[bytes, int]):
         self.decoded.append(value)
         return packed
 
-    def column(self, raw: tuple[bytes, ...]) -> Ints:
-        return np.fromiter(map(self.__getitem__, raw), np.int64, len(raw))
-
 
 class _Integers(dict[bytes, int]):
     """Decodes integers, and caches them."""
@@ -214,8 +211,9 @@ class _Integers(dict[bytes, int]):
         self[raw] = value = _integer(raw)
         return value
 
-    def column(self, raw: tuple[bytes, ...]) -> Ints:
-        return np.fromiter(map(self.__getitem__, raw), np.int64, len(raw))
+
+def _column(cache: dict[bytes, int], raw: tuple[bytes, ...]) -> Ints:
+    return np.fromiter(map(cache.__getitem__, raw), np.int64, len(raw))
 
 
 class _Slots:
@@ -381,8 +379,8 @@ class FastMachine(Machine):
         self.run_skipped.append(skipped)
 
     def _chunks(self, raw_offsets: tuple[bytes, ...], raw_sizes: tuple[bytes, ...]) -> list[Any]:
-        offsets = self.size_hole.column(raw_offsets)
-        sizes = self.size_hole.column(raw_sizes)
+        offsets = _column(self.size_hole, raw_offsets)
+        sizes = _column(self.size_hole, raw_sizes)
         in_offsets, in_sizes = _slots_taken(offsets), _slots_taken(sizes)
         widths = 2 + in_offsets + in_sizes
         first = self.next_slot() + np.cumsum(widths) - widths
@@ -402,9 +400,9 @@ class FastMachine(Machine):
         return [run]
 
     def _entries(self, columns: tuple[tuple[bytes, ...], ...]) -> list[Any]:
-        fqn = self.text_hole.column(columns[0])
-        offset = self.size_hole.column(columns[1])
-        path = self.text_hole.column(columns[2])
+        fqn = _column(self.text_hole, columns[0])
+        offset = _column(self.size_hole, columns[1])
+        path = _column(self.text_hole, columns[2])
         in_fqn, in_offset, in_path = map(_slots_taken, (fqn, offset, path))
         widths = 4 + in_fqn + in_offset + in_path
         first = self.next_slot() + np.cumsum(widths) - widths
@@ -417,8 +415,8 @@ class FastMachine(Machine):
             fqn=self.text_slots.positions_of(fqn, first, self),
             offset=self.size_slots.positions_of(offset, after_fqn, self),
             path=self.text_slots.positions_of(path, after_index + 2, self),
-            start=self.integers.column(columns[3]),
-            length=self.integers.column(columns[4]),
+            start=_column(self.integers, columns[3]),
+            length=_column(self.integers, columns[4]),
         )
         self._reserve(widths)
         return [run, run]
@@ -427,9 +425,9 @@ class FastMachine(Machine):
         if b"" not in self.size_hole:  # a group of what is absent or fetched
             self.size_hole[b""] = 8 * len(self.values.sizes)
             self.values.sizes.append(())
-        fqn = self.text_hole.column(columns[0])
+        fqn = _column(self.text_hole, columns[0])
         offset, chunk_offset, chunk_size, shape = (
-            self.size_hole.column(columns[group]) for group in (1, 3, 4, 6)
+            _column(self.size_hole, columns[group]) for group in (1, 3, 4, 6)
         )
         is_object, is_chunk, is_described, is_tensor = (
             np.fromiter(map(bool, columns[group]), np.bool_, len(fqn)) for group in (2, 3, 5, 6)
