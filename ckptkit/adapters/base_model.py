@@ -86,7 +86,7 @@ def open_base(
     names: NamesOfBase = NamesOfBase(),
 ) -> BaseSource:
     """Opens a model folder, or any other checkpoint that holds a whole model."""
-    path = find_model(path, "--base").place
+    path = find_model(path, "--base")[0]
     if not is_anything(path):
         raise NotACheckpointError(
             "no such file or directory",

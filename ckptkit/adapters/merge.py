@@ -206,7 +206,7 @@ class MergeJob(Struct, frozen=True, kw_only=True):
             if self.base is not None:
                 names = NamesOfBase(request.map, request.model_config)
                 shapes = opened[0].found.adapter.shapes
-                place = find_component(find_model(self.base, "--base").place, shapes)
+                place = find_component(find_model(self.base, "--base")[0], shapes)
                 given = open_base(stack, place, self.resources.memory_limit_bytes, names)
                 _refuse_merged(given, opened)
             preparation = MergePreparation(stack, opened, given, request, self.resources)

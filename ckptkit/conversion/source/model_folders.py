@@ -135,7 +135,7 @@ def read_file_map(folder: PathLike, *, option: str) -> FileMap:
 
 def _find_folder(path: PathLike, option: str) -> tuple[Place, bool]:
     """Returns the folder of a model, and whether the index in it was named."""
-    place = find_model(path, option).place
+    place = find_model(path, option)[0]
     above, name = posixpath.split(place)
     is_index = name in _INDEX
     return (place.beside(above or ".") if is_index else place), is_index
@@ -306,7 +306,7 @@ class Filling(Struct):
 
 def open_filling(stack: ExitStack, path: PathLike, option: str) -> Filling:
     """Opens the model whose tensors complete an output."""
-    place = find_model(path, option).place
+    place = find_model(path, option)[0]
     folder = open_folder(stack, place, option)
     index = read_pretrained_index(folder)
     if index is None:

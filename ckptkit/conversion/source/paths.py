@@ -12,8 +12,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any, NoReturn
 
-from msgspec import Struct
-
 from ckptkit.consumers.folder_truth import MAX_JSON_BYTES
 from ckptkit.consumers.table import CONFIG
 from ckptkit.core.errors import (
@@ -58,34 +56,26 @@ _OLD_PAGE = re.compile(
 _COMMIT_DIGITS = 10
 
 
-class NamedModel(Struct, frozen=True):
-    """The place of a model.
-
-    Attributes:
-        place: A folder, or a URL; on the Hub with the commit that the name stands for now.
-        notes: Which of several places it is.
-    """
-
-    place: Place
-    notes: tuple[str, ...] = ()
-
-
-def find_model(path: PathLike, option: str) -> NamedModel:
+def find_model(path: PathLike, option: str) -> tuple[Place, tuple[str, ...]]:
     """Returns the place of a model; asks the Hub if the name may be that of a model there.
 
     A folder with the name goes first. If the Hub is not reached, the cache of `huggingface_hub` is
     searched.
+
+    Returns:
+        A folder or a URL, on the Hub with the commit that the name stands for now, and notes on
+        which of several places it is.
     """
     place = place_of(path)
     named = _ID.fullmatch(place) is not None
     if named and local_path(place).is_file():
-        return NamedModel(place)
+        return place, ()
     if named and local_path(place).exists():
         text = f"{option} {place}: the folder of this name is used; hf://{place} is the model of"
-        return NamedModel(place, (Aside(f"{text} this name on the Hub"),))
+        return place, (Aside(f"{text} this name on the Hub"),)
     match = _ID.fullmatch(place) or _OF_HUB.fullmatch(place) or _PAGE.fullmatch(place)
     if match is None or ".." in place:
-        return NamedModel(place)
+        return place, ()
     repo, revision = match["repo"], match["revision"]
     at_hub = place.beside(f"hf://{repo}" + (f"@{revision}" if revision else ""))
     try:
@@ -95,12 +85,12 @@ def find_model(path: PathLike, option: str) -> NamedModel:
         cached = _find_cached(repo, revision) if is_unreached else ""
         if cached:
             text = f"{option} {place}: the Hub was not reached; its copy in {cached} is used"
-            return NamedModel(Place(cached), (Aside(text),))
+            return Place(cached), (Aside(text),)
         _refuse(error, place, option, repo, is_folder_missing=named)
     commit = pinned.rpartition("@")[2][:_COMMIT_DIGITS]
     if revision is not None and commit == revision[:_COMMIT_DIGITS]:
-        return NamedModel(pinned)
-    return NamedModel(pinned, (Aside(f"{option} {place}: {repo} on the Hub, commit {commit}"),))
+        return pinned, ()
+    return pinned, (Aside(f"{option} {place}: {repo} on the Hub, commit {commit}"),)
 
 
 def names_model(text: str) -> bool:
@@ -309,7 +299,7 @@ def _holds_something(source: Source) -> bool:
 def read_config_in(folder: PathLike, option: str) -> dict[str, Any]:
     """Returns the `config.json` of a folder."""
     with ExitStack() as stack:
-        source = open_folder(stack, find_model(folder, option).place, option)
+        source = open_folder(stack, find_model(folder, option)[0], option)
         where = posixpath.join(source.location, CONFIG)
         try:
             size = source.stat(CONFIG).size_bytes

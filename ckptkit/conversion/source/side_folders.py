@@ -251,9 +251,9 @@ class SideFolders:
         return [folder]
 
     def _find(self, path: PathLike, option: str) -> Place:
-        found = find_model(path, option)
-        self.notes += found.notes
-        return found.place
+        place, notes = find_model(path, option)
+        self.notes += notes
+        return place
 
     def _list_config(self, stack: ExitStack, path: PathLike | None) -> list[Listed]:
         if path is None:

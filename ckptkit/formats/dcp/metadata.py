@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any, cast
 
@@ -43,7 +43,6 @@ from ckptkit.formats.dcp.shortcuts import (
     FastMachine,
     Ints,
     PlanRun,
-    RunValues,
     ShortcutError,
     Unread,
     flatten,
@@ -156,9 +155,9 @@ def parse_metadata(data: bytes, *, where: str, shortcuts: bool = True) -> DcpMet
     if shortcuts:
         fast = FastMachine(data, ALLOWED, where=where)
         with suppress(ShortcutError):
-            return _join_tables(_Tables(fast.run(), fast.values, where, fast.globals))
+            return _join_tables(_Tables(fast, where))
     machine = Machine(data, ALLOWED, OPCODES, where=where)
-    return _join_tables(_Tables(machine.run(), RunValues(), where, machine.globals))
+    return _join_tables(_Tables(machine, where))
 
 
 def _join_tables(tables: _Tables) -> DcpMetadata:
@@ -212,21 +211,23 @@ class _Tables:
     """The inert objects of one file, read once into columns.
 
     Of the chunks of all tensors, `chunk_offset` and `chunk_size` are positions in
-    `RunValues.sizes`; `keys`, `dtypes`, `shapes` and `counts` have a row for each tensor. Of the
-    stored items, `key` are numbers of keys, `offset` positions in `RunValues.sizes` or -1, `file`
+    `sizes`; `keys`, `dtypes`, `shapes` and `counts` have a row for each tensor. Of the
+    stored items, `key` are numbers of keys, `offset` positions in `sizes` or -1, `file`
     positions in `paths`, `start` and `length` in bytes.
     """
 
-    def __init__(
-        self, root: object, values: RunValues, where: str, names: Iterable[tuple[str, str]]
-    ) -> None:
+    def __init__(self, machine: Machine, where: str) -> None:
+        root = machine.run()
         self.where = where
         is_megatron = isinstance(root, InertObject) and root.cls.name == _MEGATRON_METADATA.name
         self.fields = _fields_of(root, _MEGATRON_METADATA if is_megatron else _METADATA, where)
-        packages = {module.partition(".")[0] for module, _ in names}
+        packages = {module.partition(".")[0] for module, _ in machine.globals}
         self.library = next((_LIBRARIES[name] for name in _LIBRARIES if name in packages), "")
         self.is_megatron = is_megatron or not _MEGATRON_FIELDS.isdisjoint(self.fields)
-        self.values = values
+        self.sizes: list[tuple[int, ...]] = []
+        self.texts: list[str] = []
+        if isinstance(machine, FastMachine):  # runs refer to these
+            self.sizes, self.texts = machine.sizes, machine.texts
         self.states = self._table("state_dict_metadata")
         self.numbers = {key: number for number, key in enumerate(self.states)}
         self._owners: set[str] = set()  # the modules of TensorProperties
@@ -283,7 +284,7 @@ class _Tables:
 
     def read_storage(self) -> None:
         """Reads `storage_data`: the stored items."""
-        texts = self.values.texts
+        texts = self.texts
         key_of_text = np.array([self.numbers.get(text, _UNKNOWN) for text in texts], np.int32)
         file_of_text = np.full(len(texts), _UNKNOWN, np.int32)
         for index, info in self._table("storage_data").items():
@@ -416,8 +417,8 @@ class _Tables:
             raise _damaged(
                 "offset or size of a chunk is not a short tuple of integers below 2**63", where
             )
-        self.values.sizes.append(cast("tuple[int, ...]", value))
-        return len(self.values.sizes) - 1
+        self.sizes.append(cast("tuple[int, ...]", value))
+        return len(self.sizes) - 1
 
     def _number(self, key: object) -> int:
         if not isinstance(key, str):
@@ -491,14 +492,13 @@ def _compare_plans(plans: object, tables: _Tables) -> None:
 
     Plans and the chunks of the tables are both taken as sets of pieces.
     """
-    values, numbers = tables.values, tables.numbers
-    names, at = _read_plans(plans, values, tables.where)
+    names, at = _read_plans(plans, tables)
+    numbers, texts, sizes = tables.numbers, tables.texts, tables.sizes
     places: dict[tuple[int, ...], int] = {}
-    place = np.array([places.setdefault(size, len(places)) for size in values.sizes], np.int64)
+    place = np.array([places.setdefault(size, len(places)) for size in sizes], np.int64)
     own = np.array([numbers[key] for key in tables.keys], np.int64)
     keys = np.repeat(own, np.array(tables.counts, np.int64))
     stored = distinct(keys * len(places) + place[np.frombuffer(tables.chunk_offset, np.int32)])
-    texts = values.texts
     planned_keys = np.array([numbers.get(text, _UNKNOWN) for text in texts], np.int64)[names]
     if (planned_keys == _UNKNOWN).any():
         name = texts[names[np.argmax(planned_keys == _UNKNOWN)]]
@@ -518,9 +518,9 @@ def _compare_plans(plans: object, tables: _Tables) -> None:
         )
 
 
-def _read_plans(plans: object, values: RunValues, where: str) -> tuple[Ints, Ints]:
-    """Returns the planned pieces: positions of their names and offsets in `values`."""
-    names, offsets = array("q"), array("q")
+def _read_plans(plans: object, tables: _Tables) -> tuple[Ints, Ints]:
+    """Returns the planned pieces: positions of their names and offsets in the lists of `tables`."""
+    names, offsets, where = array("q"), array("q"), tables.where
     if not isinstance(plans, list):
         raise _damaged("'all_local_plans' is not a list", where)
     seen: set[int] = set()
@@ -545,10 +545,10 @@ def _read_plans(plans: object, values: RunValues, where: str) -> tuple[Ints, Int
                 raise _damaged("name of a planned piece is not a string", where)
             if not is_size(offset):
                 raise _damaged("offset of a planned piece is not a short tuple of integers", where)
-            names.append(len(values.texts))
-            values.texts.append(name)
-            offsets.append(len(values.sizes))
-            values.sizes.append(cast("tuple[int, ...]", offset))
+            names.append(len(tables.texts))
+            tables.texts.append(name)
+            offsets.append(len(tables.sizes))
+            tables.sizes.append(cast("tuple[int, ...]", offset))
         items.clear()
     return np.frombuffer(names, np.int64), np.frombuffer(offsets, np.int64)
 
@@ -571,7 +571,7 @@ class _Join:
         self.stops = np.cumsum(self.counts)
         self.chunk_offset = np.frombuffer(tables.chunk_offset, np.int32)
         self.chunk_size = np.frombuffer(tables.chunk_size, np.int32)
-        self.values, self.first, self.ranks = flatten([*tables.values.sizes, ()])
+        self.values, self.first, self.ranks = flatten([*tables.sizes, ()])
         self.key = np.frombuffer(tables.key, np.int32)
         self.offset = np.frombuffer(tables.offset, np.int32)
         self.file = np.frombuffer(tables.file, np.int32)
