@@ -384,7 +384,7 @@ def _with_plain_values(
         try:
             stored = _value_at(value, source, path) if isinstance(value, BlobRef) else value
             kept[path] = _copy_plain(stored, left)
-        except (UnsafePickleError, UnsupportedError, ValueError):  # neither damaged nor plain
+        except (UnsafePickleError, UnsupportedError, TypeError, UnicodeEncodeError):  # not plain
             odd.append(".".join(map(str, path)))
     notes = []
     if odd:
@@ -409,14 +409,14 @@ def _value_at(blob: BlobRef, source: Source, path: KeyPath) -> object:
 
 
 def _copy_plain(value: object, left: Iterator[int], depth: int = 0) -> Any:
-    """Returns a value made of python's own types, or raises a `ValueError`.
+    """Returns a value made of python's own types, or raises a `TypeError`.
 
     `left` has an item for each value that an optimizer may still have.
     """
     if next(left, None) is None or depth > _MAX_DEPTH:
-        raise ValueError
+        raise TypeError
     if isinstance(value, str):
-        value.encode()
+        value.encode()  # half of a surrogate pair is no text
         return value
     if value is None or type(value) in {bool, int, float}:
         return value
@@ -426,4 +426,4 @@ def _copy_plain(value: object, left: Iterator[int], depth: int = 0) -> Any:
     if isinstance(value, (list, tuple)):
         made = [_copy_plain(item, left, depth + 1) for item in value]
         return tuple(made) if isinstance(value, tuple) else made
-    raise ValueError
+    raise TypeError
