@@ -223,7 +223,17 @@ def open_folder(stack: ExitStack, place: PathLike, option: str) -> Source:
 def open_root(stack: ExitStack, place: PathLike) -> tuple[Source, str | None]:
     """Opens the folder to search; returns it with the name of the file if the place is a file."""
     if is_url(place):
-        return _open_remote_root(stack, place_of(place))
+        url = place_of(place)
+        source = stack.enter_context(open_source(url))
+        if _holds_something(source):
+            return source, None
+        parent, name = posixpath.split(url)
+        if not parent.endswith("/"):  # nothing is above `s3://bucket`
+            above = stack.enter_context(open_source(url.beside(parent)))
+            if is_there(above, name):
+                return above, name
+        text, hint = "there is no object at or below this URL", describe_hub_name(url)
+        raise NotACheckpointError(text, where=url, hint=hint)
     path = local_path(place)
     if path.is_dir():
         return stack.enter_context(LocalSource(path)), None
@@ -233,19 +243,6 @@ def open_root(stack: ExitStack, place: PathLike) -> tuple[Source, str | None]:
         raise NotACheckpointError("neither a file nor a directory", where=os.fspath(place))
     hint = suggest_path(place, describe_hub_name(place))
     raise NotACheckpointError("no such file or directory", where=os.fspath(place), hint=hint)
-
-
-def _open_remote_root(stack: ExitStack, place: Place) -> tuple[Source, str | None]:
-    source = stack.enter_context(open_source(place))
-    if _holds_something(source):
-        return source, None
-    parent, name = posixpath.split(place)
-    if not parent.endswith("/"):  # nothing is above `s3://bucket`
-        above = stack.enter_context(open_source(place.beside(parent)))
-        if is_there(above, name):
-            return above, name
-    hint = describe_hub_name(place)
-    raise NotACheckpointError("there is no object at or below this URL", where=place, hint=hint)
 
 
 def open_others(stack: ExitStack, first: Place, also: Sequence[PathLike]) -> Iterator[Source]:
@@ -276,7 +273,7 @@ def is_anything(place: PathLike) -> bool:
         return local_path(place).exists()
     try:
         with ExitStack() as stack:
-            _open_remote_root(stack, place_of(place))
+            open_root(stack, place)
     except NotACheckpointError:
         return False
     return True

@@ -399,7 +399,7 @@ class Search:
             # What is named like a step of DeepSpeed is a part of the step that holds a model.
             # Several are a run, beside whose steps a model was saved, unless this is a step.
             parts = {f for f, own in steps.items() if {one.format for one in own} <= _SECONDARY}
-            if self._is_within_step(base) or not len(parts) > 1:
+            if self._is_within_step(base) or len(parts) <= 1:
                 steps = {f: own for f, own in steps.items() if f not in parts}
         finals = self._find_finals(steps, units, base)
         if select is not None:

@@ -66,7 +66,6 @@ PLANS = (
 _UNKNOWN = -1
 _PLANS_HINT = "'.metadata' was changed, or put together from two saves; take another copy of it"
 _CHECKPOINT = "torch.distributed.checkpoint.metadata"
-_SHARDED = "torch.distributed._shard.sharded_tensor.metadata"
 _STRIDED = Global("torch", "strided")
 _METADATA = Global(_CHECKPOINT, "Metadata")
 _MEGATRON_METADATA = Global(PLANS[1].module, "MCoreMetadata")
