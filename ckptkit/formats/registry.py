@@ -22,7 +22,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ckptkit import formats
-from ckptkit.core.errors import CkptkitError, InputError, MissingFileError, NotACheckpointError
+from ckptkit.core.errors import CkptkitError, InputError, MissingFileError
 from ckptkit.core.index import TensorIndex
 from ckptkit.formats.base import Candidate, CheckpointReader, FormatReader
 from ckptkit.storage.base import Source
@@ -318,29 +318,6 @@ def _above(path: str) -> Iterator[str]:
     while path:
         path = posixpath.dirname(path)
         yield path
-
-
-def make_not_found_error(paths: Sequence[str], location: str, base: str) -> NotACheckpointError:
-    """Returns the error for a place where no checkpoint was recognised.
-
-    Args:
-        paths: All files that were listed.
-        location: The path as the user typed it.
-        base: The folder below it that was searched; empty for itself.
-    """
-    inside = [path for path in paths if not base or path.startswith(f"{base}/")]
-    there = ", ".join(map(str, group_files(inside, base=base)))
-    message = (
-        f"no checkpoint of a known format is here, but {there}" if there else "no file is here"
-    )
-    known = (one for one in reversed(READERS) if one.expected)  # what is common comes first
-    expected = "; ".join(f"{reader.name}: {reader.expected}" for reader in known)
-    return NotACheckpointError(
-        "; ".join([message, *list_plug_in_problems()]),
-        where=posixpath.join(location, base) if base else location,
-        hint=f"give a directory with one of these, or one up to {SEARCH_DEPTH - 1} above it:"
-        f" {expected}",
-    )
 
 
 def _recognise_by(readers: Sequence[CheckpointReader], paths: Sequence[str]) -> list[Candidate]:

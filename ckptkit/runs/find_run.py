@@ -20,7 +20,13 @@ from ckptkit.formats.discovery import (
     step_of_files,
 )
 from ckptkit.formats.parsing import list_first
-from ckptkit.formats.registry import make_not_found_error, recognise
+from ckptkit.formats.registry import (
+    READERS,
+    SEARCH_DEPTH,
+    group_files,
+    list_plug_in_problems,
+    recognise,
+)
 from ckptkit.runs.marks import is_step_folder
 from ckptkit.runs.step_manifests import list_files, step_folder
 from ckptkit.storage.base import Source
@@ -156,20 +162,26 @@ def describe_links(folders: Sequence[Source], *, as_run: bool = False) -> tuple[
 
 
 def make_not_found(
-    folders: Sequence[Source], paths: Sequence[str], location: str, base: str
+    folders: Sequence[Source], paths: Sequence[str], location: str
 ) -> NotACheckpointError:
     """Returns the error for a place without a checkpoint, and says what was not searched there."""
-    error = make_not_found_error(paths, location, base)
-    closed = [path for path in list_closed(folders) if not base or path.startswith(f"{base}/")]
-    texts, hints = [error.message], [error.hint]
+    there = ", ".join(map(str, group_files(paths)))
+    text = f"no checkpoint of a known format is here, but {there}" if there else "no file is here"
+    known = (one for one in reversed(READERS) if one.expected)  # what is common comes first
+    expected = "; ".join(f"{reader.name}: {reader.expected}" for reader in known)
+    texts = [text, *list_plug_in_problems()]
+    hints = [
+        f"give a directory with one of these, or one up to {SEARCH_DEPTH - 1} above it: {expected}"
+    ]
+    closed = list(list_closed(folders))
     if closed:
         texts.append(f"may not be entered: {list_first(closed, len(closed), _LISTED)}")
         hints.insert(0, ENTER_HINT)
-    links, targets = ("", "") if base else describe_links(folders)
+    links, targets = describe_links(folders)
     if links:
         texts.append(links)
         hints.insert(0, targets)
-    return NotACheckpointError("; ".join(texts), where=error.where, hint="; else ".join(hints))
+    return NotACheckpointError("; ".join(texts), where=location, hint="; else ".join(hints))
 
 
 def find_runs_nearby(run: PathLike) -> tuple[str, ...]:

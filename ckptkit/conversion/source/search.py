@@ -199,6 +199,7 @@ class Search:
         self.candidates: list[Candidate] = []
         self.steps = StepManifests(source, ())
         self.has_passed_over = False
+        self._known: frozenset[str] = frozenset()  # the same as `paths`
         self._limit_bytes = limit_bytes
         self._indexes: dict[tuple[str, str, tuple[str, ...]], TensorIndex] = {}
         self._numbers: dict[str, int] = {}  # of steps that are files, or named as the last
@@ -226,6 +227,7 @@ class Search:
             self.source.lay_over(files, without=without)
             self.paths = list_files(self.source)
             candidates = recognise(self.paths)
+        self._known = frozenset(self.paths)
         candidates = add_numbered_ranks(self.source, candidates, self.paths)
         if self.only is not None:
             candidates = [c for c in candidates if self.only in c.files]
@@ -249,7 +251,7 @@ class Search:
         among = self._drop_parts_of_steps(candidates)
         if not among:
             paths = self.paths if self.only is None else (self.only,)
-            raise make_not_found(folders, paths, self.location, "")
+            raise make_not_found(folders, paths, self.location)
         links = self.source.linked_folders() if self.only is None else ()
         found = self.resolve(among, select, links)
         closed = list_closed(folders) if any(folder.closed_folders for folder in folders) else {}
@@ -282,7 +284,7 @@ class Search:
         """Says what a candidate lacks; empty if it is whole."""
         missing = self.steps.lacks(candidate)
         for folder in (candidate.folder, posixpath.dirname(candidate.folder)):
-            if not missing and f"{folder}{_NEMO_UNFINISHED}" in self.paths:
+            if not missing and f"{folder}{_NEMO_UNFINISHED}" in self._known:
                 name = f"{posixpath.basename(folder)}{_NEMO_UNFINISHED}"
                 missing = f"the file '{name}' exists: {UNFINISHED}"
         if not missing:
@@ -302,7 +304,7 @@ class Search:
         above = posixpath.dirname(candidate.folder)
         for folder, (file, key) in product((candidate.folder, above), _STEP_IN_FILE):
             path = posixpath.join(folder, file)
-            if step is None and path in self.paths:
+            if step is None and path in self._known:
                 with suppress(InputError):
                     data = read_limited(self.source, path, MAX_JSON_BYTES, "state of a run")
                     number = parse_json_object(data, where=path).get(key)
@@ -313,7 +315,7 @@ class Search:
         """Returns which of `TRACKERS` a folder has, and what it says, such as `release`."""
         for file in TRACKERS:
             path = posixpath.join(run, file)
-            tag = read_tag(self.source, path) if path in self.paths else None
+            tag = read_tag(self.source, path) if path in self._known else None
             # Other programs may have a file `latest.txt`, too.
             if tag is not None and (file == TRACKERS[0] or tag.isdigit()):
                 return file, tag

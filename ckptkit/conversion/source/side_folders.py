@@ -172,6 +172,7 @@ class SideFolders:
         if self.base is not None:
             asked = request or ConsolidateRequest()
             base_folders = self._open_base(stack, self.base, checkpoint, asked)
+        # What the state dict itself holds comes first, then what is beside the weights.
         formats = {unit.candidate.format for unit in checkpoint.units}
         names = (*_NESTED, *(() if formats.isdisjoint(_SHARDED_FORMATS) else _OF_MEGATRON), "")
         models = [unit.candidate.folder for unit in checkpoint.units if not unit.is_optimizer]
@@ -202,6 +203,7 @@ class SideFolders:
                             self._noted[path] = ", above the source"
                         elif name not in {"", SIDE_FOLDER}:
                             self._noted[path] = ""
+        # The base is asked last; what options name is taken before all of these.
         self._base_location = base_folders[-1].location if base_folders else None
         for base_folder in base_folders:
             self.sources.setdefault(base_folder.location, base_folder)
