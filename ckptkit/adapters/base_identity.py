@@ -22,7 +22,8 @@ from ckptkit.adapters.packed_bases import ModelWeights, QuantizedBase, find_pack
 from ckptkit.adapters.sources import OpenedAdapter, SourceAdapter
 from ckptkit.consumers.folder_truth import MAX_JSON_BYTES
 from ckptkit.conversion.source.adapters import read_record_of_base
-from ckptkit.conversion.source.open import OpenedCheckpoint, make_absolute, resolve_path
+from ckptkit.conversion.source.open import OpenedCheckpoint
+from ckptkit.conversion.source.paths import make_absolute, resolve_path
 from ckptkit.core.checksums import ChecksumPiece, crc32_of_pieces
 from ckptkit.core.crc import crc32
 from ckptkit.core.errors import CkptkitError, InputError, RefusedError

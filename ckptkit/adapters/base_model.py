@@ -20,13 +20,8 @@ from ckptkit.adapters.packed_bases import ModelWeights, QuantizedBase
 from ckptkit.consumers.table import CONFIG
 from ckptkit.conversion.names_on_disk import DiskNames, find_disk_names, join_sources
 from ckptkit.conversion.source.model_folders import read_pretrained_index
-from ckptkit.conversion.source.open import (
-    OpenedCheckpoint,
-    find_model,
-    is_anything,
-    is_folder,
-    open_checkpoint,
-)
+from ckptkit.conversion.source.open import OpenedCheckpoint, open_checkpoint
+from ckptkit.conversion.source.paths import find_model, is_anything, is_folder
 from ckptkit.conversion.source.side_folders import SideFolders
 from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import (
@@ -91,7 +86,7 @@ def open_base(
     names: NamesOfBase = NamesOfBase(),
 ) -> BaseSource:
     """Opens a model folder, or any other checkpoint that holds a whole model."""
-    path = find_model(path, "--base").place
+    path = find_model(path, "--base")[0]
     if not is_anything(path):
         raise NotACheckpointError(
             "no such file or directory",

@@ -23,7 +23,7 @@ from ckptkit.conversion.source.adapters import (
     read_config,
 )
 from ckptkit.conversion.source.model_folders import read_names
-from ckptkit.conversion.source.open import find_model, read_config_in
+from ckptkit.conversion.source.paths import find_model, read_config_in
 from ckptkit.conversion.source.side_folders import find_component
 from ckptkit.conversion.write import (
     PlannedOutput,
@@ -173,7 +173,7 @@ def _name_as_base(found: OpenedAdapter, base: PathLike) -> OpenedAdapter:
 
     Refuses one some of whose modules PEFT would not find there.
     """
-    adapter, place = found.adapter, find_model(base, "--base").place
+    adapter, place = found.adapter, find_model(base, "--base")[0]
     modules = build_table(adapter.tensors).modules
     try:
         names, config = read_names(place), read_config_in(place, "--base")
@@ -221,7 +221,7 @@ def _find_component(found: OpenedAdapter, request: AdapterRequest) -> str:
         return found.tree
     if request.base is None:
         return name_component(read_config(found.folders))
-    base = find_component(find_model(request.base, "--base").place, found.adapter.shapes)
+    base = find_component(find_model(request.base, "--base")[0], found.adapter.shapes)
     return name_component(read_config_in(base, "--base"))
 
 

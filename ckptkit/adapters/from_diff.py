@@ -34,7 +34,8 @@ from ckptkit.adapters.base_model import (
 )
 from ckptkit.adapters.extract import layout_adapter_files, name_component
 from ckptkit.conversion.names_on_disk import find_disk_names
-from ckptkit.conversion.source.open import OpenedCheckpoint, is_folder, open_checkpoint
+from ckptkit.conversion.source.open import OpenedCheckpoint, open_checkpoint
+from ckptkit.conversion.source.paths import is_folder
 from ckptkit.conversion.source.read import find_ties
 from ckptkit.conversion.source.side_folders import SideFolders
 from ckptkit.conversion.write import (

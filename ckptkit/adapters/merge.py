@@ -59,7 +59,7 @@ from ckptkit.conversion.compare_names import LIVE_NAMES, Comparison, Subject, pl
 from ckptkit.conversion.names_on_disk import join_sources
 from ckptkit.conversion.naming_program import NamingProgram
 from ckptkit.conversion.source.adapters import read_record_of_base
-from ckptkit.conversion.source.open import find_model, is_folder, resolve_path
+from ckptkit.conversion.source.paths import find_model, is_folder, resolve_path
 from ckptkit.conversion.source.side_folders import SideChoice, SideFolders, find_component
 from ckptkit.conversion.write import (
     PlannedOutput,
@@ -206,7 +206,7 @@ class MergeJob(Struct, frozen=True, kw_only=True):
             if self.base is not None:
                 names = NamesOfBase(request.map, request.model_config)
                 shapes = opened[0].found.adapter.shapes
-                place = find_component(find_model(self.base, "--base").place, shapes)
+                place = find_component(find_model(self.base, "--base")[0], shapes)
                 given = open_base(stack, place, self.resources.memory_limit_bytes, names)
                 _refuse_merged(given, opened)
             preparation = MergePreparation(stack, opened, given, request, self.resources)

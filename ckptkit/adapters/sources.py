@@ -32,12 +32,8 @@ from ckptkit.conversion.source.adapters import (
     read_record,
     sort_trees,
 )
-from ckptkit.conversion.source.open import (
-    OpenedCheckpoint,
-    find_local,
-    open_checkpoint,
-    read_config_in,
-)
+from ckptkit.conversion.source.open import OpenedCheckpoint, open_checkpoint
+from ckptkit.conversion.source.paths import find_local, read_config_in
 from ckptkit.conversion.source.side_folders import SideFolders
 from ckptkit.core.arrays import numpy_dtype
 from ckptkit.core.errors import AdapterError, CkptkitError, InputError, RefusedError

@@ -21,7 +21,8 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from ckptkit.conversion.prepare import ConversionJob
-from ckptkit.conversion.source.open import OpenedCheckpoint, resolve_path
+from ckptkit.conversion.source.open import OpenedCheckpoint
+from ckptkit.conversion.source.paths import resolve_path
 from ckptkit.conversion.write import (
     PlannedOutput,
     check_destination,

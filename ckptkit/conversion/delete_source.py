@@ -23,8 +23,8 @@ from ckptkit.conversion.source.open import (
     SOURCE_IDENTITY,
     describe_sources,
     open_checkpoint,
-    resolve_path,
 )
+from ckptkit.conversion.source.paths import resolve_path
 from ckptkit.conversion.verify import run_verification
 from ckptkit.conversion.write import PlannedOutput, read_output_manifest, verify_existing_output
 from ckptkit.core.errors import (
@@ -44,7 +44,6 @@ from ckptkit.core.index import FileRef, Key, TensorEntry
 from ckptkit.core.manifest import MANIFEST_NAME, Manifest
 from ckptkit.engine.outcome import Listener, OutputKept, Planned
 from ckptkit.formats.discovery import is_unit_folder, name_step, parse_step
-from ckptkit.formats.torch_files import is_optimizer_candidate
 from ckptkit.options import changed_options
 from ckptkit.plan.plan import SOURCE, Compute, Copy
 from ckptkit.runs.local_run import marker, open_run
@@ -326,7 +325,7 @@ def _choose_files(planned: PlannedOutput, job: ConversionJob) -> SourceRemoval:
     held = [entry for entry in index.tensors.values() if paths & holding[entry.key]]
     _refuse_lost(held, planned, read, root)
     for unit in checkpoint.units:
-        is_optimizer = unit.is_optimizer or is_optimizer_candidate(unit.candidate)
+        is_optimizer = unit.is_optimizer
         if is_optimizer and unit not in units:
             # Nothing resumes from it alone. Who names the model in the step, and not the step, has
             # chosen to give that up.

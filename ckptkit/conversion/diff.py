@@ -16,7 +16,8 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from ckptkit.conversion.source.adapters import ROLES, Role, read_config, select_with_base
-from ckptkit.conversion.source.open import open_checkpoint, read_config_in
+from ckptkit.conversion.source.open import open_checkpoint
+from ckptkit.conversion.source.paths import read_config_in
 from ckptkit.conversion.source.read import leaf_span, report_notes, scan
 from ckptkit.conversion.source.side_folders import SideFolders
 from ckptkit.core.arrays import numpy_dtype

@@ -26,12 +26,9 @@ from ckptkit.conversion.source.adapters import (
     find_roles,
     read_config,
 )
-from ckptkit.conversion.source.open import (
-    OpenedCheckpoint,
-    list_checkpoints,
-    make_absolute,
-    open_checkpoint,
-)
+from ckptkit.conversion.source.open import OpenedCheckpoint, list_checkpoints, open_checkpoint
+from ckptkit.conversion.source.paths import make_absolute
+from ckptkit.conversion.source.search import TAG_FILES, FoundCheckpoint
 from ckptkit.conversion.source.side_folders import SIDE_FOLDERS, SideFolders
 from ckptkit.core.arguments import ambiguous_truth
 from ckptkit.core.display import Displayed, Facts, plain_fields
@@ -49,9 +46,8 @@ from ckptkit.core.index import Fqn, Part, Problem, Shape, TensorEntry
 from ckptkit.core.manifest import MANIFEST_NAME, RUN_FACTS
 from ckptkit.core.text import counted, size_text
 from ckptkit.engine.locate import Locator
-from ckptkit.formats.discovery import TRACKERS, FoundCheckpoint, parse_step
+from ckptkit.formats.discovery import TRACKERS, parse_step
 from ckptkit.formats.registry import FileGroup, group_files
-from ckptkit.formats.zero.reader import TAG_FILES
 from ckptkit.hub_names.known_models import recognise_framework
 from ckptkit.options import ConsolidateRequest
 from ckptkit.plan.coverage import find_problems_by_key

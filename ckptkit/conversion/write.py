@@ -25,10 +25,10 @@ from ckptkit.conversion.source.open import (
     SOURCE_IDENTITY,
     OpenedCheckpoint,
     StoredDigest,
-    check_path,
     describe_sources,
     read_stored_digests,
 )
+from ckptkit.conversion.source.paths import check_path
 from ckptkit.core.checksums import DIGEST_SCHEME, leaf_digest, leaf_ranges, tree_digest
 from ckptkit.core.crc import crc32
 from ckptkit.core.errors import (

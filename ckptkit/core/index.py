@@ -227,15 +227,9 @@ class ChunkTable(Sequence[Chunk]):
 
     def shifted(self, records: int) -> ChunkTable:
         """Returns the same chunks after `records` more records were put before theirs."""
-        return ChunkTable(
-            self.offsets,
-            self.sizes,
-            self.record + records,
-            flat=self.flat,
-            byte_offset=self.byte_offset,
-            rank=self.rank,
-            strides=self.strides,
-        )
+        changed = copy(self)
+        changed.record = self.record + records
+        return changed
 
     def elements(self) -> Ints:
         """Returns how many elements each chunk holds."""

@@ -72,6 +72,8 @@ class FormatReader:
             files may have any name, last where a single file of a common ending is a checkpoint.
         expected: The names of its files, for the message that nothing was found; empty where they
             are no checkpoint by themselves.
+        endings: A regular expression for how paths of its files end; where none does, the reader is
+            not asked.
         index_memory: The name of a large index, and the measured ratio of the memory that parsing
             it takes to its size.
     """
@@ -79,6 +81,7 @@ class FormatReader:
     name: ClassVar[str]
     order: ClassVar[int] = 55
     expected: ClassVar[str] = ""
+    endings: ClassVar[str] = ""
     index_memory: ClassVar[tuple[str, int]] = ("", 0)
 
     def find_deep_folders(self, paths: Sequence[str]) -> Collection[str]:  # noqa: ARG002  few have some

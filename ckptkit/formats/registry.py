@@ -22,10 +22,9 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ckptkit import formats
-from ckptkit.core.errors import CkptkitError, InputError, MissingFileError, NotACheckpointError
+from ckptkit.core.errors import CkptkitError, InputError, MissingFileError
 from ckptkit.core.index import TensorIndex
 from ckptkit.formats.base import Candidate, CheckpointReader, FormatReader
-from ckptkit.formats.discovery import is_certain
 from ckptkit.storage.base import Source
 from ckptkit.storage.locations import MARKS_FOLDER
 
@@ -51,6 +50,34 @@ def _load_readers() -> tuple[FormatReader, ...]:
 
 
 READERS = _load_readers()
+_MODEL_FILE = re.compile(r"(pytorch_)?model|consolidated|adapter_model")
+_NO_CHECKPOINTS = {"foreign", "torch optimizer"}  # by themselves
+
+
+def is_certain(candidate: Candidate) -> bool:
+    """Returns whether names alone identify a candidate as a checkpoint that ckptkit reads.
+
+    Files that are only refused, and `.pt` files of any name, may be part of other formats.
+    """
+    if candidate.format == "torch":
+        return is_model(candidate)
+    return candidate.format not in _NO_CHECKPOINTS
+
+
+def is_model(candidate: Candidate) -> bool:
+    """Returns whether the main file of a candidate is named as that of a model."""
+    return _MODEL_FILE.match(main_file(candidate)) is not None
+
+
+def main_file(candidate: Candidate) -> str:
+    """Returns the name of the file that stands for a candidate."""
+    return posixpath.basename(main_path(candidate))
+
+
+def main_path(candidate: Candidate) -> str:
+    """Returns the path of the same: an index, if there is one."""
+    files = candidate.files
+    return next((path for path in files if path.endswith(".index.json")), files[0])
 
 
 class PlugInReader:
@@ -192,7 +219,8 @@ def list_paths(source: Source) -> list[str]:
     models that are being pushed, is not among them.
     """
     paths = list(_walk(source, SEARCH_DEPTH))
-    folders = (folder for reader in READERS for folder in reader.find_deep_folders(paths))
+    readers = _readers_to_ask(paths)
+    folders = (folder for reader in readers for folder in reader.find_deep_folders(paths))
     deep = tuple(f"{folder}/" if folder else "" for folder in folders)
     if not deep:
         return paths
@@ -208,11 +236,18 @@ def recognise(paths: Sequence[str]) -> list[Candidate]:
 
     If none of ckptkit's own readers is certain, those of other distributions are asked first.
     """
-    candidates = _recognise_by(READERS, paths)
+    readers = _readers_to_ask(paths)
+    candidates = _recognise_by(readers, paths)
     if not paths or any(is_certain(candidate) for candidate in candidates):
         return candidates
     others, _ = load_installed()
-    return _recognise_by((*others, *READERS), paths) if others else candidates
+    return _recognise_by((*others, *readers), paths) if others else candidates
+
+
+def _readers_to_ask(paths: Sequence[str]) -> list[FormatReader]:
+    """Returns the readers whose files may be among paths."""
+    lines = "\n".join(paths)
+    return [one for one in READERS if re.search(f"(?:{one.endings})$", lines, re.MULTILINE)]
 
 
 def list_plug_in_problems() -> tuple[str, ...]:
@@ -283,29 +318,6 @@ def _above(path: str) -> Iterator[str]:
     while path:
         path = posixpath.dirname(path)
         yield path
-
-
-def make_not_found_error(paths: Sequence[str], location: str, base: str) -> NotACheckpointError:
-    """Returns the error for a place where no checkpoint was recognised.
-
-    Args:
-        paths: All files that were listed.
-        location: The path as the user typed it.
-        base: The folder below it that was searched; empty for itself.
-    """
-    inside = [path for path in paths if not base or path.startswith(f"{base}/")]
-    there = ", ".join(map(str, group_files(inside, base=base)))
-    message = (
-        f"no checkpoint of a known format is here, but {there}" if there else "no file is here"
-    )
-    known = (one for one in reversed(READERS) if one.expected)  # what is common comes first
-    expected = "; ".join(f"{reader.name}: {reader.expected}" for reader in known)
-    return NotACheckpointError(
-        "; ".join([message, *list_plug_in_problems()]),
-        where=posixpath.join(location, base) if base else location,
-        hint=f"give a directory with one of these, or one up to {SEARCH_DEPTH - 1} above it:"
-        f" {expected}",
-    )
 
 
 def _recognise_by(readers: Sequence[CheckpointReader], paths: Sequence[str]) -> list[Candidate]:

@@ -96,6 +96,7 @@ class TorchFileReader(FormatReader):
     name = "torch"
     order = 140
     expected = "'*.pt', '*.pth', '*.bin' or '*.ckpt'"
+    endings = r"\.(?:pt|pth|bin|ckpt|tar)(?:\.index\.json)?"
 
     def find(self, paths: Sequence[str]) -> list[Candidate]:
         own = [path for path in paths if not _NOT_A_MODEL.fullmatch(posixpath.basename(path))]
@@ -298,6 +299,7 @@ def _stem(path: str) -> str:
 class TorchOptimizerReader(FormatReader):
     name = "torch optimizer"
     order = 130
+    endings = r"\.(?:pt|bin)"
 
     def find(self, paths: Sequence[str]) -> list[Candidate]:
         return [
@@ -321,16 +323,6 @@ class TorchOptimizerReader(FormatReader):
                 run=RunFacts(notes=(note,) if is_intact else ()),
                 problems=() if is_intact else (Problem(error.code, path, error.message),),
             )
-
-
-def is_optimizer_candidate(candidate: Candidate) -> bool:
-    return candidate.format == TorchOptimizerReader.name
-
-
-def drop_lone_optimizers(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Drops the files of optimizers in folders without a model."""
-    folders = {c.folder for c in candidates if not is_optimizer_candidate(c)}
-    return [c for c in candidates if not is_optimizer_candidate(c) or c.folder in folders]
 
 
 def read_optimizer_file(source: Source, candidate: Candidate) -> TensorIndex:

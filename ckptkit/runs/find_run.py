@@ -4,30 +4,29 @@ from __future__ import annotations
 
 import os
 import posixpath
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from itertools import islice
 from pathlib import Path
 
-from msgspec.structs import replace
-
 from ckptkit.core.errors import (
-    AccessError,
     AmbiguousSourceError,
     MissingFileError,
     NotACheckpointError,
 )
-from ckptkit.core.text import Aside
 from ckptkit.formats.discovery import (
-    ResolvedSource,
     find_step,
-    is_unit_folder,
-    names_step,
     parse_step,
     step_of_files,
 )
 from ckptkit.formats.parsing import list_first
-from ckptkit.formats.registry import make_not_found_error, recognise
+from ckptkit.formats.registry import (
+    READERS,
+    SEARCH_DEPTH,
+    group_files,
+    list_plug_in_problems,
+    recognise,
+)
 from ckptkit.runs.marks import is_step_folder
 from ckptkit.runs.step_manifests import list_files, step_folder
 from ckptkit.storage.base import Source
@@ -163,102 +162,26 @@ def describe_links(folders: Sequence[Source], *, as_run: bool = False) -> tuple[
 
 
 def make_not_found(
-    folders: Sequence[Source], paths: Sequence[str], location: str, base: str
+    folders: Sequence[Source], paths: Sequence[str], location: str
 ) -> NotACheckpointError:
     """Returns the error for a place without a checkpoint, and says what was not searched there."""
-    error = make_not_found_error(paths, location, base)
-    closed = [path for path in list_closed(folders) if not base or path.startswith(f"{base}/")]
-    texts, hints = [error.message], [error.hint]
+    there = ", ".join(map(str, group_files(paths)))
+    text = f"no checkpoint of a known format is here, but {there}" if there else "no file is here"
+    known = (one for one in reversed(READERS) if one.expected)  # what is common comes first
+    expected = "; ".join(f"{reader.name}: {reader.expected}" for reader in known)
+    texts = [text, *list_plug_in_problems()]
+    hints = [
+        f"give a directory with one of these, or one up to {SEARCH_DEPTH - 1} above it: {expected}"
+    ]
+    closed = list(list_closed(folders))
     if closed:
         texts.append(f"may not be entered: {list_first(closed, len(closed), _LISTED)}")
         hints.insert(0, ENTER_HINT)
-    links, targets = ("", "") if base else describe_links(folders)
+    links, targets = describe_links(folders)
     if links:
         texts.append(links)
         hints.insert(0, targets)
-    return NotACheckpointError("; ".join(texts), where=error.where, hint="; else ".join(hints))
-
-
-def check_closed(
-    found: ResolvedSource,
-    folders: Sequence[Source],
-    select: str | None,
-    read_tracker: Callable[[str], tuple[str, str] | None],
-) -> ResolvedSource:
-    """Refuses a choice that a folder which may not be entered could change.
-
-    It may be a newer step, or hold a part of the chosen checkpoint. Others, such as `lost+found`
-    and those of other users, do not matter.
-    """
-    labels = {found.folder, *(posixpath.join(found.folder, unit.label) for unit in found.units)}
-    called = f"{select or ''}/"
-    named = max((n for n in labels if n and called.startswith(f"{n}/")), key=len, default="")
-
-    def is_tracked(step: str) -> bool:
-        run, name = posixpath.split(step)
-        tracked = read_tracker(run)
-        return tracked is not None and names_step(tracked[1], name)
-
-    others = []
-    for path, location in list_closed(folders).items():
-        steps = (
-            f
-            for f in _from_above(path)
-            if parse_step(posixpath.basename(f)) is not None or is_tracked(f)
-        )
-        step = next(steps, "")
-        is_other = bool(step) and not f"{found.folder}/".startswith(f"{step}/")
-        if named:
-            matters = path.startswith(f"{named}/")
-        elif is_other:
-            matters = _may_be_taken(step, found.folder, is_tracked=is_tracked(found.folder))
-        else:
-            matters = bool(step) or _is_part(path, found, location)
-        if matters:
-            raise _closed_error(path, location, step if is_other else None)
-        if posixpath.basename(path) != _LOST:
-            others.append(path)
-    notes = [Aside(f"left alone, since they may not be entered: {', '.join(others)}")]
-    return replace(found, notes=(*found.notes, *notes)) if others else found
-
-
-def _closed_error(path: str, location: str, other: str | None) -> AccessError:
-    """Returns the error for a closed folder in the chosen checkpoint, or in another step."""
-    whole = "the checkpoint" if other is None else "the step to take"
-    what = whole if path == other else f"a part of {whole}"
-    return AccessError(
-        f"cannot be read: permission denied; it may be {what}",
-        where=posixpath.join(location, path),
-        hint=ENTER_HINT
-        if other is None
-        else f"{ENTER_HINT}; to take another step, pass its own path",
-    )
-
-
-def _may_be_taken(step: str, chosen: str, *, is_tracked: bool) -> bool:
-    """Returns whether a closed step might have been chosen instead of another one."""
-    if posixpath.dirname(step) == posixpath.dirname(chosen) and chosen:
-        return not is_tracked
-    return not posixpath.basename(step).isdigit()  # a number alone names a step only beside others
-
-
-def _is_part(path: str, found: ResolvedSource, location: str) -> bool:
-    """Returns whether a closed folder in no step may belong to a checkpoint."""
-    if is_unit_folder(posixpath.basename(path)):
-        return True
-    if not found.folder and parse_step(Path(location).absolute().name) is not None:
-        return True
-    for candidate in (unit.candidate for unit in found.units):
-        inside = f"{candidate.folder}/".lstrip("/")
-        if path.startswith(inside) and any("/" in f.removeprefix(inside) for f in candidate.files):
-            return True
-    return False
-
-
-def _from_above(path: str) -> Iterator[str]:
-    """Returns the folders that lead to a folder, the outermost first, and the folder itself."""
-    parts = path.split("/")
-    return ("/".join(parts[: at + 1]) for at in range(len(parts)))
+    return NotACheckpointError("; ".join(texts), where=location, hint="; else ".join(hints))
 
 
 def find_runs_nearby(run: PathLike) -> tuple[str, ...]:

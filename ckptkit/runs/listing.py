@@ -21,9 +21,9 @@ from ckptkit.formats.discovery import (
     name_step,
     names_step,
     parse_step,
+    read_tag,
 )
 from ckptkit.formats.registry import describe_missing, recognise
-from ckptkit.formats.zero.reader import read_tag
 from ckptkit.runs.find_run import describe_links, find_runs_nearby
 from ckptkit.runs.local_run import RunStore, marker, open_run
 from ckptkit.runs.marks import STEP_PREFIXES, is_step_folder

@@ -16,7 +16,7 @@ import pytest
 from safetensors.numpy import save_file
 
 import ckptkit
-from ckptkit.conversion.source.open import describe_hub_name
+from ckptkit.conversion.source.paths import describe_hub_name
 from ckptkit.core.errors import UsageError
 from ckptkit.version import __version__
 from ckptkit_cli._output import cells, table

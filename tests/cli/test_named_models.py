@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import ckptkit
-from ckptkit.conversion.source.open import find_model
+from ckptkit.conversion.source.paths import find_model
 from ckptkit.core.errors import HubUnavailableError
 from tests.command_line import Result, run_command
 from tests.hub_models import running_hub
@@ -84,9 +84,9 @@ def test_a_place_that_cannot_be_a_model_on_the_hub_is_not_compared_with_one(
     monkeypatch.chdir(tmp_path)
     for name in ("org/model", "org/model--2", "org/model.", "org/model.git"):
         shutil.copytree(MODEL, name)
-        notes = find_model(name, "--base").notes
+        notes = find_model(name, "--base")[1]
         assert bool(notes) == (name == "org/model")
-    assert find_model("org/model/config.json", "--config").notes == ()
+    assert find_model("org/model/config.json", "--config")[1] == ()
     shutil.copy("org/model/config.json", "org/config.json")
     done = run_command("consolidate", SHARDS, "out", "--config", "org/config.json")
     assert (done.returncode, "hf://" in done.stderr) == (0, False)

@@ -8,9 +8,7 @@ from datetime import date
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptkit.formats.base import Candidate
 from ckptkit.formats.discovery import (
-    CandidateChooser,
     find_step,
     find_step_files,
     is_called_last,
@@ -20,6 +18,7 @@ from ckptkit.formats.discovery import (
 from ckptkit.formats.registry import recognise
 from ckptkit.runs.steps import series_of
 from tests.property.examples import examples
+from tests.searching import Chooser, dcp
 
 Point = tuple[int, int]  # an epoch and a step, which is counted over all epochs
 FOLDERS: dict[str, Callable[[int, int], str]] = {
@@ -68,10 +67,6 @@ def points(draw: st.DrawFn) -> list[Point]:
     return list(zip(epochs, steps, strict=True))
 
 
-def dcp(folder: str) -> Candidate:
-    return Candidate("dcp", folder, (f"{folder}/.metadata",), "'.metadata'")
-
-
 @settings(max_examples=examples(60))
 @given(points(), st.sampled_from(sorted(FOLDERS)), st.randoms(use_true_random=False))
 def test_the_newest_folder_of_a_series_is_taken(
@@ -88,7 +83,7 @@ def test_the_newest_folder_of_a_series_is_taken(
         ]
     shuffled = list(names)
     random.shuffle(shuffled)  # type: ignore[attr-defined]
-    found = CandidateChooser("here").resolve([dcp(f"{name}/model") for name in shuffled], None)
+    found = Chooser().resolve([dcp(f"{name}/model") for name in shuffled], None)
     assert found.folder == names[-1]
 
 
@@ -116,7 +111,7 @@ def test_the_newest_file_of_a_series_is_taken(run: list[Point], family: str, ran
     assert steps == {name: step for name, (_, step) in zip(names, run, strict=True)}
     assert {name_step(path) for path in paths} == set(names)
     assert [parse_step(name) for name in names] == [step for _, step in run]
-    found = CandidateChooser("here").resolve(candidates, None)
+    found = Chooser().resolve(candidates, None)
     assert found.units[0].candidate.files[0] == names[-1]
 
 

@@ -30,6 +30,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import ckptkit
+from ckptkit.conversion.source.open import open_checkpoint
 from ckptkit.core.errors import (
     CkptkitError,
     FormatError,
@@ -606,6 +607,24 @@ def test_objects_in_an_optimizer_are_left_out_of_its_states(tmp_path: Path) -> N
     assert any("hold more than numbers and texts, and are left out" in note for note in notes)
     assert f"optimizer.param_groups.0.schedule (Mode of {HERE})" in objects_in(notes)
     assert "holds 1 tensor" in objects_in(notes)
+
+
+def test_a_damaged_setting_of_an_optimizer_is_an_error_and_not_left_out(tmp_path: Path) -> None:
+    net = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(net.named_parameters(), lr=0.1)
+    net(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    state = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
+    dcp.save(state, checkpoint_id=tmp_path / "run", no_dist=True)
+    with open_checkpoint(tmp_path / "run") as opened:
+        path = next(path for path in opened.index.values if path[-1] == "weight_decay")
+        blob = opened.index.values[path]
+    file = tmp_path / "run" / blob.path
+    data = bytearray(file.read_bytes())
+    data[blob.start : blob.stop] = bytes(blob.stop - blob.start)
+    file.write_bytes(data)
+    with pytest.raises(FormatError, match="archive"):
+        converted(tmp_path / "run", tmp_path / "out", optimizer=True)
 
 
 def test_deepspeeds_client_state_may_hold_objects(tmp_path: Path) -> None:

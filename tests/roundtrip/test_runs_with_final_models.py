@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import Trainer, TrainingArguments
 
 import ckptkit
-from ckptkit.core.errors import CannotPlanError, NotACheckpointError
+from ckptkit.core.errors import CannotPlanError
 from ckptkit.training import load_into
 from ckptkit_cli.main import main
 from tests.distributed.tiny_trainers import model, rows, tokenizer
@@ -140,11 +139,6 @@ def test_verify_says_which_models_it_verified(run: Path) -> None:
     )
 
 
-def test_a_selection_that_names_nothing_is_never_verified(run: Path) -> None:
-    with pytest.raises(CannotPlanError, match="holds no state dict 'nowhere'"):
-        ckptkit.verify(run, select="nowhere")
-
-
 def test_a_run_in_a_store_is_its_steps_too(run: Path, object_store: ObjectStore) -> None:
     url = object_store.bucket("finals").put_tree(run, "run")
     options = object_store.options
@@ -182,17 +176,6 @@ def test_a_final_model_that_ckptkit_wrote_into_a_folder_of_the_run_is_verified(
     assert next(problem.where for problem in ckptkit.verify(run).problems).startswith("final: ")
 
 
-def test_without_a_whole_step_the_final_model_is_proposed(run: Path, tmp_path: Path) -> None:
-    for step in (2, 4):
-        file = run / f"checkpoint-{step}/model.safetensors"
-        file.write_bytes(file.read_bytes()[:-8])
-    with pytest.raises(NotACheckpointError, match="none of 2 steps is complete") as told:
-        ckptkit.consolidate(run, tmp_path / "out")
-    assert "--select .;" in told.value.hint
-    ckptkit.consolidate(run, tmp_path / "out", select=".")
-    assert _equal(tmp_path / "out", run)
-
-
 @pytest.mark.parametrize("case", ["peft_checkpointer", "peft_trl_fsdp2_ckptkit", "peft_trl_fsdp2"])
 @pytest.mark.parametrize("place", [".", "final"])
 def test_an_adapter_saved_beside_the_steps_is_named_and_the_step_is_taken(
@@ -218,48 +201,3 @@ def test_an_adapter_saved_beside_the_steps_is_named_and_the_step_is_taken(
     assert main(chosen) == 0
     assert _equal(tmp_path / "of-final", home)
     assert ckptkit.verify(run).problems == ()
-
-
-@pytest.mark.parametrize("place", [".", "final"])
-def test_a_lightning_run_is_its_steps_beside_a_final_model(
-    place: str, trained: Path, tmp_path: Path
-) -> None:
-    run = shutil.copytree(FIXTURES / "lightning_trainer_ddp/checkpoint", tmp_path / "run")
-    (run / place).mkdir(exist_ok=True)
-    for name in ("model.safetensors", "config.json"):
-        shutil.copy(trained / name, run / place)
-    found = ckptkit.inspect(run)
-    assert found.step == 4
-    assert list(found.finals) == [place]
-    assert ckptkit.inspect(run, select=place).step is None
-    newest = run / "epoch=0-step=4.ckpt"
-    newest.unlink()
-    assert "last.ckpt was taken" in ckptkit.inspect(run).notes
-
-
-@pytest.mark.parametrize("place", [".", "final"])
-def test_a_project_of_accelerate_is_its_steps_beside_a_final_model(
-    place: str, trained: Path, tmp_path: Path
-) -> None:
-    project = tmp_path / "project"
-    for step in (0, 1):
-        step_folder = project / f"checkpoints/checkpoint_{step}"
-        shutil.copytree(FIXTURES / "accelerate_fsdp2_tied_with_config/checkpoint", step_folder)
-    (project / place).mkdir(exist_ok=True)
-    for name in ("model.safetensors", "config.json"):
-        shutil.copy(trained / name, project / place)
-    found = ckptkit.inspect(project)
-    assert found.path.endswith("checkpoints/checkpoint_1")
-    assert list(found.finals) == [place]
-    ckptkit.consolidate(project, tmp_path / "out", select=place)
-    assert _equal(tmp_path / "out", project / place)
-
-
-def test_a_folder_that_holds_only_a_model_stays_a_model(trained: Path, tmp_path: Path) -> None:
-    only = tmp_path / "only"
-    shutil.copytree(trained, only, ignore=shutil.ignore_patterns("checkpoint-*"))
-    found = ckptkit.inspect(only)
-    assert (found.steps, found.finals) == ((), {})
-    assert json.loads((only / "config.json").read_text())["model_type"] == found.model_type
-    ckptkit.consolidate(only, tmp_path / "out")
-    assert _equal(tmp_path / "out", only)

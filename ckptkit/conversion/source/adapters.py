@@ -7,7 +7,7 @@ import posixpath
 import re
 import shlex
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,8 +17,8 @@ from msgspec.structs import replace
 
 from ckptkit.consumers.folder_truth import MAX_JSON_BYTES
 from ckptkit.consumers.table import ADAPTER_CONFIG
-from ckptkit.conversion.source.open import (
-    OpenedCheckpoint,
+from ckptkit.conversion.source.open import OpenedCheckpoint
+from ckptkit.conversion.source.paths import (
     check_path,
     find_local,
     is_folder,
@@ -92,12 +92,26 @@ class Choice(Struct, frozen=True):
 def sort_trees(
     checkpoint: OpenedCheckpoint, *, keep_module: bool = False
 ) -> dict[str, SortedTensors]:
-    """Separates adapters from bases in every model of a checkpoint, but for copies of adapters."""
+    """Separates adapters from bases in every model of a checkpoint, but for copies of adapters.
+
+    A `module` in names is kept where PEFT wrote it, or two names need it.
+    """
     by_tree = list_trees(checkpoint)
     for first, copy in find_copies(checkpoint).items():
         if first in by_tree:
             by_tree.pop(copy, None)
-    return {tree: _sorted(entries, keep_module=keep_module) for tree, entries in by_tree.items()}
+    found = {}
+    for tree, entries in by_tree.items():
+        try:
+            found[tree] = sort_entries(entries, keep_module=keep_module)
+        except FormatError:
+            if keep_module:
+                raise
+            found[tree] = sort_entries(entries, keep_module=True)
+        is_file = not found[tree].live and all(PEFT_PREFIX in entry.name for entry in entries)
+        if found[tree].cut_module and is_file:
+            found[tree] = sort_entries(entries, keep_module=True)
+    return found
 
 
 def list_trees(checkpoint: OpenedCheckpoint) -> dict[str, list[TensorEntry]]:
@@ -196,18 +210,6 @@ def find_copies(checkpoint: OpenedCheckpoint) -> dict[str, str]:
     return {first: copy for first, copy in pairs.items() if {first, copy} <= trees}
 
 
-def _sorted(entries: Sequence[TensorEntry], *, keep_module: bool) -> SortedTensors:
-    """Sorts tensors; keeps a `module` in names where PEFT wrote it, or two names need it."""
-    try:
-        by_kind = sort_entries(entries, keep_module=keep_module)
-    except FormatError:
-        if keep_module:
-            raise
-        return sort_entries(entries, keep_module=True)
-    is_file = not by_kind.live and all(PEFT_PREFIX in entry.name for entry in entries)
-    return sort_entries(entries, keep_module=True) if by_kind.cut_module and is_file else by_kind
-
-
 def choose_adapter(
     checkpoint: OpenedCheckpoint,
     trees: Mapping[str, SortedTensors],
@@ -236,25 +238,18 @@ def choose_adapter(
         adapters = named
     if len(adapters) == 1:
         return adapters[0]
-    raise _several_adapters_error(adapters, checkpoint)
-
-
-def _several_adapters_error(
-    adapters: Sequence[Choice], checkpoint: OpenedCheckpoint
-) -> AmbiguousSourceError:
-    trees, count = [adapter.tree for adapter in adapters], len({a.name for a in adapters})
-    if count == 1:
-        return AmbiguousSourceError(
-            f"{len(adapters)} models have an adapter: {', '.join(map(repr, trees))}",
+    holders = list(dict.fromkeys(adapter.tree for adapter in adapters))
+    names, models = len({a.name for a in adapters}), ", ".join(map(repr, holders))
+    if names == 1:
+        raise AmbiguousSourceError(
+            f"{len(adapters)} models have an adapter: {models}",
             where=checkpoint.path,
-            hint=f"choose one with --select {trees[0]}",
+            hint=f"choose one with --select {holders[0]}",
         )
-    holders = list(dict.fromkeys(trees))
-    several = len(holders) > 1
-    within = f", in {len(holders)} models: {', '.join(map(repr, holders))}" if several else ""
-    selected = f" and --select {trees[0]}" if several else ""
-    return AmbiguousSourceError(
-        f"holds {count} adapters: {_listed(adapters)}{within}",
+    within = f", in {len(holders)} models: {models}" if holders[1:] else ""
+    selected = f" and --select {holders[0]}" if holders[1:] else ""
+    raise AmbiguousSourceError(
+        f"holds {names} adapters: {_listed(adapters)}{within}",
         where=checkpoint.path,
         hint=f"choose one with --adapter {adapters[0].name}{selected}",
     )
@@ -474,7 +469,13 @@ def find_peft(
     sign = find_adapter(names)
     if sign is None and not folder:
         return None
-    recorded, is_beside = _recorded_method(folders, folder)
+    recorded, is_beside = "", False
+    with suppress(CkptkitError):
+        record = find_record(folders, DEFAULT, is_only_one=True)
+        if record is not None:
+            is_beside = bool(folder) and posixpath.dirname(record.path) == folder
+            method = record.document.get("peft_type")
+            recorded = method if isinstance(method, str) else ""
     sign = sign and find_adapter(names, own_adapters(read_config(folders)))
     if sign is None and not is_beside:
         return None
@@ -496,19 +497,6 @@ def read_config(folders: SideFolders) -> Mapping[str, Any] | None:
         return folders.find_config()
     except CkptkitError:
         return None
-
-
-def _recorded_method(folders: SideFolders, folder: str) -> tuple[str, bool]:
-    """Returns the method in the nearest configuration, and whether that is in a folder."""
-    try:
-        record = find_record(folders, DEFAULT, is_only_one=True)
-    except CkptkitError:
-        return "", False
-    if record is None:
-        return "", False
-    method = record.document.get("peft_type")
-    is_beside = bool(folder) and posixpath.dirname(record.path) == folder
-    return method if isinstance(method, str) else "", is_beside
 
 
 def describe_adapters(checkpoint: OpenedCheckpoint, folders: SideFolders) -> AdapterFacts | None:
@@ -563,8 +551,16 @@ def _describe_own(checkpoint: OpenedCheckpoint, folders: SideFolders) -> Adapter
     units = [posixpath.basename(unit.candidate.files[0]) for unit in checkpoint.units]
     is_ready = is_of_pipeline(checkpoint)
     if not is_ready and record is not None and all(map(_OF_PEFT.fullmatch, units)):
-        is_ready = all(map(_is_as_peft, trees.values()))
+        # Whether tensors have the names that PEFT reads in a file, and its forms.
+        is_ready = all(
+            not contents.live and all(n == entry.name for n, entry in contents.stripped.items())
+            for contents in trees.values()
+        )
     modules = [module for tree in trees.values() for module in build_table(tree.stripped).modules]
+    homes = (
+        posixpath.relpath(unit.candidate.folder or ".", checkpoint.folder or ".")
+        for unit in checkpoint.units
+    )
     is_of_one = not is_of_pipeline(checkpoint) or len(trees) == 1  # else each has its own base
     place = folders.base or (find_local(base) if base else None)
     lost: Sequence[str] | None = None
@@ -584,26 +580,13 @@ def _describe_own(checkpoint: OpenedCheckpoint, folders: SideFolders) -> Adapter
         configured=record is not None or values.keys() >= {ALPHA, RSLORA},
         is_ready=is_ready,
         is_compared=lost is not None,
-        folders=tuple(_list_folders(checkpoint)),
+        folders=tuple("" if home == "." else home for home in homes),
         library=checkpoint.index.run.writer if is_of_pipeline(checkpoint) else PEFT,
         packing=read_record_of_base(checkpoint).quantization,
         base=base,
         lost=tuple(lost or ()),
         of_text=tuple(of_text),
     )
-
-
-def _list_folders(checkpoint: OpenedCheckpoint) -> Iterator[str]:
-    """Yields the folders with the files, by their paths in the checkpoint; itself is empty."""
-    for unit in checkpoint.units:
-        folder = posixpath.relpath(unit.candidate.folder or ".", checkpoint.folder or ".")
-        yield "" if folder == "." else folder
-
-
-def _is_as_peft(contents: SortedTensors) -> bool:
-    """Returns whether tensors have the names that PEFT reads in a file, and its forms."""
-    build_table(contents.stripped)
-    return not contents.live and all(n == entry.name for n, entry in contents.stripped.items())
 
 
 def _named_base(record: AdapterRecord | None) -> str:

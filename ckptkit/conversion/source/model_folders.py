@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import posixpath
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import ExitStack
 from typing import Any
@@ -16,13 +16,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ckptkit.consumers.table import CONSUMERS
-from ckptkit.conversion.source.open import (
-    OpenedCheckpoint,
-    find_model,
-    open_checkpoint,
-    open_folder,
-    read_config_in,
-)
+from ckptkit.conversion.source.open import OpenedCheckpoint, open_checkpoint
+from ckptkit.conversion.source.paths import find_model, open_folder, read_config_in
 from ckptkit.core.errors import (
     FormatError,
     IncompleteCheckpointError,
@@ -140,7 +135,7 @@ def read_file_map(folder: PathLike, *, option: str) -> FileMap:
 
 def _find_folder(path: PathLike, option: str) -> tuple[Place, bool]:
     """Returns the folder of a model, and whether the index in it was named."""
-    place = find_model(path, option).place
+    place = find_model(path, option)[0]
     above, name = posixpath.split(place)
     is_index = name in _INDEX
     return (place.beside(above or ".") if is_index else place), is_index
@@ -311,7 +306,7 @@ class Filling(Struct):
 
 def open_filling(stack: ExitStack, path: PathLike, option: str) -> Filling:
     """Opens the model whose tensors complete an output."""
-    place = find_model(path, option).place
+    place = find_model(path, option)[0]
     folder = open_folder(stack, place, option)
     index = read_pretrained_index(folder)
     if index is None:
@@ -384,12 +379,12 @@ def _with_plain_values(
     """Reads values from the source, and leaves out those that are not plain."""
     kept: dict[KeyPath, Any] = {}
     odd: list[str] = []
-    budget = _Budget()
+    left = iter(range(_MAX_VALUES))
     for path, value in states.values.items():
-        stored = _value_at(value, source, path) if isinstance(value, BlobRef) else value
         try:
-            kept[path] = budget.plain(stored)
-        except _NotPlainError:
+            stored = _value_at(value, source, path) if isinstance(value, BlobRef) else value
+            kept[path] = _copy_plain(stored, left)
+        except (UnsafePickleError, UnsupportedError, TypeError, UnicodeEncodeError):  # not plain
             odd.append(".".join(map(str, path)))
     notes = []
     if odd:
@@ -410,46 +405,25 @@ def _value_at(blob: BlobRef, source: Source, path: KeyPath) -> object:
             where=where,
         )
     archive = open_archive(*open_blob(source, blob, where=where), where=where)
-    try:
-        return parse_values(archive.pickle(), where=where)
-    except (UnsafePickleError, UnsupportedError):  # not damaged, but not plain either
-        return _UNREADABLE
+    return parse_values(archive.pickle(), where=where)
 
 
-_UNREADABLE = object()
+def _copy_plain(value: object, left: Iterator[int], depth: int = 0) -> Any:
+    """Returns a value made of python's own types, or raises a `TypeError`.
 
-
-class _NotPlainError(Exception):
-    """A value is more than numbers and texts."""
-
-
-class _Budget:
-    """Copies plain values, up to the number that an optimizer can have."""
-
-    def __init__(self) -> None:
-        self._left = _MAX_VALUES
-
-    def plain(self, value: object, depth: int = 0) -> Any:
-        """Returns a value made of python's own types."""
-        self._left -= 1
-        if self._left < 0 or depth > _MAX_DEPTH:
-            raise _NotPlainError
-        if isinstance(value, str):
-            return _text(value)
-        if value is None or type(value) in {bool, int, float}:
-            return value
-        if isinstance(value, Mapping):
-            items = value.items()
-            return {self.plain(k, depth + 1): self.plain(v, depth + 1) for k, v in items}
-        if isinstance(value, (list, tuple)):
-            made = [self.plain(item, depth + 1) for item in value]
-            return tuple(made) if isinstance(value, tuple) else made
-        raise _NotPlainError
-
-
-def _text(value: str) -> str:
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise _NotPlainError from error
-    return value
+    `left` has an item for each value that an optimizer may still have.
+    """
+    if next(left, None) is None or depth > _MAX_DEPTH:
+        raise TypeError
+    if isinstance(value, str):
+        value.encode()  # half of a surrogate pair is no text
+        return value
+    if value is None or type(value) in {bool, int, float}:
+        return value
+    if isinstance(value, Mapping):
+        items = value.items()
+        return {_copy_plain(k, left, depth + 1): _copy_plain(v, left, depth + 1) for k, v in items}
+    if isinstance(value, (list, tuple)):
+        made = [_copy_plain(item, left, depth + 1) for item in value]
+        return tuple(made) if isinstance(value, tuple) else made
+    raise TypeError

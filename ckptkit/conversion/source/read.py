@@ -316,27 +316,15 @@ def scan(
             visit(entry, leaf, view)
             listener(BytesWritten(len(view)))
 
-    run_crew(workers, _leaves(entries), work)
-    for error in _late_failures(origin):
-        failures.setdefault(Key(error.where), error)
-    return failures
-
-
-def _late_failures(origin: Origin) -> Iterator[InputError]:
-    """Yields the errors of records that are still open; each call of `finish` closes one."""
-    while True:
+    leaves = ((e, leaf) for e in entries for leaf in range(-(-e.size_bytes // LEAF_BYTES)))
+    run_crew(workers, leaves, work)
+    while True:  # each call closes one of the records that are still open
         try:
             origin.checksums.finish()
         except InputError as error:
-            yield error
+            failures.setdefault(Key(error.where), error)
         else:
-            return
-
-
-def _leaves(entries: Sequence[TensorEntry]) -> Iterator[Item]:
-    for entry in entries:
-        for leaf in range(-(-entry.size_bytes // LEAF_BYTES)):
-            yield entry, leaf
+            return failures
 
 
 class Ties(Struct, frozen=True):

@@ -59,8 +59,8 @@ from ckptkit.consumers.tokenizer_files import (
     list_forms_of_5,
     read_old_files,
 )
-from ckptkit.conversion.source.open import (
-    OpenedCheckpoint,
+from ckptkit.conversion.source.open import OpenedCheckpoint
+from ckptkit.conversion.source.paths import (
     check_path,
     find_model,
     make_absolute,
@@ -175,6 +175,7 @@ class SideFolders:
         if self.base is not None:
             asked = request or ConsolidateRequest()
             base_folders = self._open_base(stack, self.base, checkpoint, asked)
+        # What the state dict itself holds comes first, then what is beside the weights.
         formats = {unit.candidate.format for unit in checkpoint.units}
         names = (*_NESTED, *(() if formats.isdisjoint(_SHARDED_FORMATS) else _OF_MEGATRON), "")
         models = [unit.candidate.folder for unit in checkpoint.units if not unit.is_optimizer]
@@ -191,7 +192,11 @@ class SideFolders:
                 home = _in(root.location, folder)
                 homes += [home, *_above(home, top, partial(_is_model_folder, checkpoint, folder))]
             paths = [(_in(home, name), name) for home in homes for name in names]
-            paths += [(path, "assets") for path in _list_beside_runs(homes)]
+            paths += [
+                (_in(_parent(home), name), "assets")
+                for home in homes
+                if (name := _BESIDE_RUNS.get(posixpath.basename(home))) is not None
+            ]
             for path, name in dict(paths).items():
                 if path not in self.sources:
                     source = _open_if_there(stack, root, path, above)
@@ -201,19 +206,24 @@ class SideFolders:
                             self._noted[path] = ", above the source"
                         elif name not in {"", SIDE_FOLDER}:
                             self._noted[path] = ""
+        # The base is asked last; what options name is taken before all of these.
         self._base_location = base_folders[-1].location if base_folders else None
         for base_folder in base_folders:
             self.sources.setdefault(base_folder.location, base_folder)
         self._searched = tuple(self.sources)
         self._lone_config = ""
-        self._config = self._list_config(stack, choice.config)
-        self._tokenizer = self._list_tokenizer(stack, choice.tokenizer)
-        if choice.tokenizer is not None and choice.tokenizer_from != "auto":
-            raise UsageError(
-                f"cannot be combined with --tokenizer-from {choice.tokenizer_from}",
-                where=f"--tokenizer {choice.tokenizer}",
-                hint="leave one of the two out",
-            )
+        self._config: list[Listed] = []
+        self._tokenizer: list[Listed] = []
+        if choice.config is not None:
+            self._config = [self._list_config(stack, choice.config)]
+        if choice.tokenizer is not None:
+            self._tokenizer = [self._list_tokenizer(stack, choice.tokenizer)]
+            if choice.tokenizer_from != "auto":
+                raise UsageError(
+                    f"cannot be combined with --tokenizer-from {choice.tokenizer_from}",
+                    where=f"--tokenizer {choice.tokenizer}",
+                    hint="leave one of the two out",
+                )
 
     def _open_base(
         self,
@@ -254,13 +264,11 @@ class SideFolders:
         return [folder]
 
     def _find(self, path: PathLike, option: str) -> Place:
-        found = find_model(path, option)
-        self.notes += found.notes
-        return found.place
+        place, notes = find_model(path, option)
+        self.notes += notes
+        return place
 
-    def _list_config(self, stack: ExitStack, path: PathLike | None) -> list[Listed]:
-        if path is None:
-            return []
+    def _list_config(self, stack: ExitStack, path: PathLike) -> Listed:
         source, only = self._open_given(stack, path, "--config")
         if only is None and not is_there(source, CONFIG):
             raise NotACheckpointError(
@@ -272,11 +280,9 @@ class SideFolders:
         listed = _list_sizes(source)
         if only is not None:
             listed = {CONFIG: source.stat(only).size_bytes}
-        return [(source.location, listed)]
+        return source.location, listed
 
-    def _list_tokenizer(self, stack: ExitStack, path: PathLike | None) -> list[Listed]:
-        if path is None:
-            return []
+    def _list_tokenizer(self, stack: ExitStack, path: PathLike) -> Listed:
         source, only = self._open_given(stack, path, "--tokenizer")
         listed = _list_sizes(source)
         if only is not None:
@@ -287,7 +293,7 @@ class SideFolders:
                 where=f"--tokenizer {path}",
                 hint="name a folder that `tokenizer.save_pretrained` wrote, or its tokenizer.json",
             )
-        return [(source.location, listed)]
+        return source.location, listed
 
     def _open_given(
         self, stack: ExitStack, path: PathLike, option: str
@@ -503,14 +509,6 @@ class SideFolders:
             return json.loads(self._replaced.get(name) or self.read(file))
         return None
 
-    def _texts_of_base(self) -> FolderTexts | None:
-        """Returns the same of the model that `--base` names; None where none is named."""
-        if self._base_location is None:
-            return None
-        origin, names = self._base_location, _list_sizes(self.sources[self._base_location])
-        wanted = (CONFIG, GENERATION)
-        return self.texts([SideFile(n, origin, n, names[n]) for n in wanted if n in names])
-
     def tell_truth(
         self,
         texts: FolderTexts,
@@ -524,8 +522,13 @@ class SideFolders:
             return tell_class(config)
         if config is None or not self.consumer.owns_config:
             return Truth()
+        of_base = None
+        if self._base_location is not None:
+            origin, listed = self._base_location, _list_sizes(self.sources[self._base_location])
+            own = [SideFile(n, origin, n, listed[n]) for n in (CONFIG, GENERATION) if n in listed]
+            of_base = self.texts(own)
         written = replace(texts, config=config)
-        return tell_truth(written, self._texts_of_base(), names, keep_generation=keep_generation)
+        return tell_truth(written, of_base, names, keep_generation=keep_generation)
 
     def code_of(self, files: Sequence[SideFile]) -> dict[str, Any]:
         """Returns the `auto_map` of the configuration, which is not written; empty without one."""
@@ -835,10 +838,3 @@ def _is_in_step(folder: str) -> bool:
 
 def _parent(path: str) -> str:
     return posixpath.dirname(path) if is_url(path) else str(Path(path).parent)
-
-
-def _list_beside_runs(homes: Sequence[str]) -> Iterator[str]:
-    for home in homes:
-        name = _BESIDE_RUNS.get(posixpath.basename(home))
-        if name is not None:
-            yield _in(_parent(home), name)

@@ -80,7 +80,6 @@ _SLIME = re.compile(r"slime\.")
 _OPTIMIZER = re.compile(r"((?:chained_\d+\.)?optimizer)\.(.+)")
 _CONTAINER = re.compile(r"(model\d*|rng_state|opt_param_scheduler|rerun_state_machine)\.(.+)")
 _ITERATION = re.compile(r"iter_0*(\d{1,15})")  # a folder of Megatron-LM
-_PLAIN_VALUES = ("checkpoint_version", "iteration")
 _NUMBERED_EXPERT = re.compile(
     r"(.*\.mlp\.experts\.)(linear_fc[12]\.(?:weight|bias))(\d{1,7})((?:_[wv])?)"
 )
@@ -196,11 +195,6 @@ def read_kind(source: Source, path: str, *, is_megatron: bool) -> str | None:
             hint="convert it to 'torch_dist' with Megatron-Core up to 0.11",
         )
     return kind
-
-
-def is_of_megatron_fsdp(values: Iterable[KeyPath]) -> bool:
-    """Returns whether the values of a plain distributed checkpoint are those of Megatron-LM."""
-    return {(name,) for name in _PLAIN_VALUES} <= set(values)
 
 
 def name_experts_apart(entries: Mapping[Key, TensorEntry]) -> dict[Key, TensorEntry]:

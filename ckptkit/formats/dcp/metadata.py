@@ -1,9 +1,8 @@
 """Parses `.metadata`, the index of the data files of torch.distributed.checkpoint.
 
 In order: the pickle becomes inert objects and runs of them (`shortcuts.py`); its two large tables
-become columns, one of chunks (`TensorRows`) and one of stored items (`StorageRows`); the save plans
-that Megatron-Core adds are compared with the chunks (`_compare_plans`); `Join` finds the one stored
-item of each chunk; `parse_metadata`, at the end, drives this and returns a `DcpMetadata`.
+become columns, of chunks and of stored items (`_Tables`); the save plans that Megatron-Core adds
+are compared with the chunks (`_compare_plans`); `_Join` finds the one stored item of each chunk.
 
 In the plans of Megatron-Core, each rank has an item for each piece of a tensor that it stores, and
 one for each Python object. Rank 0 makes the tables from all plans and keeps the plans, so that a
@@ -20,7 +19,7 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any, cast
 
@@ -44,7 +43,6 @@ from ckptkit.formats.dcp.shortcuts import (
     FastMachine,
     Ints,
     PlanRun,
-    RunValues,
     ShortcutError,
     Unread,
     flatten,
@@ -61,231 +59,535 @@ NO_OFFSET = -1
 _CLIMBS = re.compile(r"(?:^|[/\\])\.\.(?:$|[/\\])")
 _ABSOLUTE = re.compile(r"[/\\]|[A-Za-z]:")
 _HINT = "the file is damaged; take another copy of it"
+PLANS = (
+    Global(PLANNER, "SavePlan"),
+    Global("megatron.core.dist_checkpointing.strategies.torch", "MCoreSavePlan"),
+)
+_UNKNOWN = -1
+_PLANS_HINT = "'.metadata' was changed, or put together from two saves; take another copy of it"
+_CHECKPOINT = "torch.distributed.checkpoint.metadata"
+_STRIDED = Global("torch", "strided")
+_METADATA = Global(_CHECKPOINT, "Metadata")
+_MEGATRON_METADATA = Global(PLANS[1].module, "MCoreMetadata")
+_TENSOR_STORAGE = Global(_CHECKPOINT, "TensorStorageMetadata")
+_FIELDS = {"state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"}
+_MEGATRON_FIELDS = {"all_local_plans", "mcore_data"}
+# dtype, layout, requires_grad, memory_format, pin_memory; since torch 2.15 also stride, which is
+# that of the tensor in memory. The archive of a chunk has the strides of its stored bytes.
+_PROPERTIES = range(5, 7)
+# Libraries with classes of their own for torch's, of the same names and fields, by their packages.
+# ByteCheckpoint stores bare elements.
+_LIBRARIES = {"olmo_core": "OLMo-core", "bytecheckpoint": "ByteCheckpoint"}
+Transforms = tuple[tuple[str, ...], ...]
+Columns = tuple[Ints, Ints, NDArray[np.int32], Ints, Ints]  # as in DcpTensor, `offsets` to `length`
+StoredRange = tuple[int, int, int]  # file, start, length
+_Mask = NDArray[np.bool_]
+LEAST_ARCHIVE_BYTES = 1_024
+"""All archives of `torch.save` are longer than this, and all padding between two is shorter."""
+_BLOCK_CELLS = 1 << 20
+_NO_RANK = -1
 
 
-class Location(Struct, frozen=True):
-    """The file, or a tensor in it, that errors are about."""
+class DcpTensor(Struct, frozen=True):
+    """A tensor and its chunks; row i of every column is one chunk.
 
-    text: str
-
-    def tensor(self, key: str) -> Location:
-        return Location(f"{self.text}, key {quote(key)}" if self.text else f"key {quote(key)}")
-
-    def error(self, message: str) -> FormatError:
-        return FormatError(message, where=self.text, hint=_HINT)
-
-
-class _Lookup(dict[int, int]):
-    """Caches the translation of positions of texts to numbers."""
-
-    def __init__(self, translate: Callable[[int], int]) -> None:
-        super().__init__()
-        self.translate = translate
-
-    def __missing__(self, position: int) -> int:
-        self[position] = number = self.translate(position)
-        return number
-
-    def column(self, positions: Ints) -> bytes:
-        return array("i", map(self.__getitem__, positions.tolist())).tobytes()
-
-
-class TensorRows:
-    """The chunks of all tensors; `offset` and `size` are positions in `RunValues.sizes`."""
-
-    def __init__(self, values: RunValues, where: Location) -> None:
-        self.values = values
-        self.where = where
-        self.offset = array("i")
-        self.size = array("i")
-        self.numbers: list[int] = []
-        self.shapes: list[tuple[int, ...]] = []
-        self.itemsizes: list[int] = []
-        self.counts: list[int] = []
-        self._seen: set[int] = set()
-
-    def add(
-        self, key: str, number: int, shape: tuple[int, ...], itemsize: int, chunks: object
-    ) -> None:
-        where = self.where.tensor(key)
-        # A list that two tensors shared would be walked once for each of them.
-        if not isinstance(chunks, list) or id(chunks) in self._seen:
-            raise where.error("chunks are not a list that only this tensor has")
-        self._seen.add(id(chunks))
-        before = len(self.offset)
-        for chunk in chunks:
-            if isinstance(chunk, ChunkRun):
-                self.offset.frombytes(chunk.offsets.astype(np.int32).tobytes())
-                self.size.frombytes(chunk.sizes.astype(np.int32).tobytes())
-            else:
-                fields = fields_of(chunk, CHUNK, where)
-                self.offset.append(_position(self.values, fields.get("offsets"), where))
-                self.size.append(_position(self.values, fields.get("sizes"), where))
-        chunks.clear()
-        self.numbers.append(number)
-        self.shapes.append(shape)
-        self.itemsizes.append(itemsize)
-        self.counts.append(len(self.offset) - before)
-
-
-class StorageRows:
-    """The stored items, from `storage_data`.
-
-    Columns: `key` numbers of keys, `offset` positions in `RunValues.sizes` or -1, `file` positions
-    in `paths`, `start` and `length` in bytes.
+    Chunks without elements are left out. No two chunks begin at the same element.
     """
 
-    def __init__(self, values: RunValues, numbers: dict[str, int], where: Location) -> None:
-        self.values = values
-        self.numbers = numbers
+    key: str
+    dtype: DType
+    shape: tuple[int, ...]
+    offsets: Ints  # int64 of shape [chunks, dimensions], in elements
+    sizes: Ints  # int64 of shape [chunks, dimensions], in elements; all at least 1
+    file: np.ndarray[Any, np.dtype[np.int32]]  # int32 positions in `DcpMetadata.paths`
+    start: Ints  # int64, first byte of the stored chunk in its file
+    length: Ints  # int64, bytes of the stored chunk, its container included
+    # the distinct lists of transforms that chunks were stored through, such as a compression;
+    # usually empty
+    transforms: Transforms = ()
+
+
+class DcpBlob(Struct, frozen=True):
+    """A pickled Python object; `start` and `length` are in bytes, `file` as in `DcpTensor`."""
+
+    key: str
+    file: int
+    start: int
+    length: int
+    transforms: Transforms = ()
+
+
+class DcpMetadata(Struct, frozen=True):
+    """The contents of a `.metadata` file."""
+
+    tensors: Mapping[str, DcpTensor]
+    blobs: Mapping[str, DcpBlob]
+    # data files as written, relative to the folder of `.metadata`; none is absolute or leads
+    # upwards
+    paths: tuple[str, ...]
+    # for each flat key its path in the nested state that was saved: strings for dictionary keys,
+    # integers for positions in lists. None if nothing was flattened.
+    planner_data: Mapping[str, tuple[str | int, ...]] | None
+    version: str | None  # the format's version, which torch writes since 2.9
+    writer: str  # the range of torch versions that write such a file, as far as it is known
+    # for each data file in which tensors share bytes, by position in `paths`, the end of the last
+    # stored item
+    tied_files: Mapping[int, int]
+    # whether the data files end with a safetensors image of all their tensors, to whose start
+    # each chunk refers, instead of one archive for each chunk
+    has_images: bool = False
+    is_megatron: bool = False  # whether Megatron-Core wrote it
+    library: str = ""  # the library that called torch's, or wrote the file itself; empty for others
+    is_raw: bool = False  # whether a stored item is the elements of a chunk, without a container
+    # tensors whose stored item is too short for their elements
+    short: frozenset[str] = frozenset()
+
+
+def parse_metadata(data: bytes, *, where: str, shortcuts: bool = True) -> DcpMetadata:
+    """Parses a `.metadata` file, and checks that its three tables agree.
+
+    Every chunk with elements has exactly one stored item, is inside its tensor, and shares no byte
+    with another chunk, unless their bytes are identical. Whether chunks cover their tensor is not
+    checked. If Megatron-Core added the save plans of all ranks, they have the same pieces of
+    tensors as the tables. Without shortcuts, which is for tests, the result is the same.
+    """
+    if shortcuts:
+        fast = FastMachine(data, ALLOWED, where=where)
+        with suppress(ShortcutError):
+            return _join_tables(_Tables(fast, where))
+    machine = Machine(data, ALLOWED, OPCODES, where=where)
+    return _join_tables(_Tables(machine, where))
+
+
+def _join_tables(tables: _Tables) -> DcpMetadata:
+    tables.read_tensors()
+    tables.read_storage()
+    is_raw = tables.library == _LIBRARIES["bytecheckpoint"]
+    if is_raw:
+        tables.check_strides()
+    plans = tables.fields.pop("all_local_plans", None)
+    if plans is not None:
+        _compare_plans(plans, tables)
+    tables.states.clear()
+    tables.fields["storage_data"] = None
+    planner_data = tables.read_planner_data()
+    join = _Join(tables, is_raw=is_raw)
+    columns, blobs = join.run()
+
+    def transforms_of(key: str) -> Transforms:
+        return tuple(tables.transforms.get(tables.numbers[key], ()))
+
+    version = tables.fields.get("version")
+    return DcpMetadata(
+        tensors={
+            key: DcpTensor(key, dtype, shape, *columns[key], transforms_of(key))
+            for key, dtype, shape in zip(tables.keys, tables.dtypes, tables.shapes, strict=True)
+        },
+        blobs={key: DcpBlob(key, *stored, transforms_of(key)) for key, stored in blobs.items()},
+        paths=tuple(tables.paths),
+        planner_data=planner_data,
+        version=version if isinstance(version, str) else None,
+        writer=tables.name_writer(),
+        tied_files=join.tied_files,
+        has_images=join.is_bare,
+        is_megatron=tables.is_megatron,
+        library=tables.library,
+        is_raw=is_raw,
+        short=frozenset(join.keys[number] for number in join.short),
+    )
+
+
+def _at(where: str, key: str) -> str:
+    """Returns where a tensor or an object is, for errors about it."""
+    return f"{where}, key {quote(key)}" if where else f"key {quote(key)}"
+
+
+def _damaged(message: str, where: str) -> FormatError:
+    return FormatError(message, where=where, hint=_HINT)
+
+
+class _Tables:
+    """The inert objects of one file, read once into columns.
+
+    Of the chunks of all tensors, `chunk_offset` and `chunk_size` are positions in
+    `sizes`; `keys`, `dtypes`, `shapes` and `counts` have a row for each tensor. Of the
+    stored items, `key` are numbers of keys, `offset` positions in `sizes` or -1, `file`
+    positions in `paths`, `start` and `length` in bytes.
+    """
+
+    def __init__(self, machine: Machine, where: str) -> None:
+        root = machine.run()
         self.where = where
+        is_megatron = isinstance(root, InertObject) and root.cls.name == _MEGATRON_METADATA.name
+        self.fields = _fields_of(root, _MEGATRON_METADATA if is_megatron else _METADATA, where)
+        packages = {module.partition(".")[0] for module, _ in machine.globals}
+        self.library = next((_LIBRARIES[name] for name in _LIBRARIES if name in packages), "")
+        self.is_megatron = is_megatron or not _MEGATRON_FIELDS.isdisjoint(self.fields)
+        self.sizes: list[tuple[int, ...]] = []
+        self.texts: list[str] = []
+        if isinstance(machine, FastMachine):  # runs refer to these
+            self.sizes, self.texts = machine.sizes, machine.texts
+        self.states = self._table("state_dict_metadata")
+        self.numbers = {key: number for number, key in enumerate(self.states)}
+        self._owners: set[str] = set()  # the modules of TensorProperties
+        self.keys: list[str] = []
+        self.dtypes: list[DType] = []
+        self.shapes: list[tuple[int, ...]] = []
+        self.counts: list[int] = []
+        self.chunk_offset, self.chunk_size = array("i"), array("i")
         self.paths: dict[str, int] = {}
         self.key, self.offset, self.file = array("i"), array("i"), array("i")
         self.start, self.length = array("q"), array("q")
-        self._transforms: dict[int, dict[tuple[str, ...], None]] = {}
+        self.transforms: dict[int, dict[tuple[str, ...], None]] = {}
 
-    def read(self, table: dict[Any, Any]) -> None:
-        texts = self.values.texts
-        keys = _Lookup(lambda position: self._number(texts[position]))
-        paths = _Lookup(lambda position: self._file(texts[position]))
-        for index, info in table.items():
+    def read_tensors(self) -> None:
+        """Reads `state_dict_metadata`: what each tensor is, and its chunks."""
+        seen: set[int] = set()
+        for key, state in self.states.items():
+            if _is_of_object(state):
+                continue
+            where = _at(self.where, key)
+            fields = _fields_of(state, _TENSOR_STORAGE, where)
+            shape, chunks = fields.get("size"), fields.get("chunks")
+            dtype = self._dtype(fields.get("properties"), where)
+            if not isinstance(shape, tuple) or not all(type(size) is int for size in shape):
+                raise _damaged("shape is not a tuple of integers", where)
+            if len(shape) > MAX_DIMENSIONS:
+                raise _damaged(
+                    f"tensor has {len(shape):,} dimensions, more than {MAX_DIMENSIONS}", where
+                )
+            if min(shape, default=0) < 0:
+                raise _damaged(f"a size in shape {list(shape)} is negative", where)
+            if overflows(shape, dtype):
+                raise _damaged(
+                    f"size in bytes of {dtype.name} of shape {list(shape)} overflows", where
+                )
+            # A list that two tensors shared would be walked once for each of them.
+            if not isinstance(chunks, list) or id(chunks) in seen:
+                raise _damaged("chunks are not a list that only this tensor has", where)
+            seen.add(id(chunks))
+            before = len(self.chunk_offset)
+            for chunk in chunks:
+                if isinstance(chunk, ChunkRun):
+                    self.chunk_offset.frombytes(chunk.offsets.astype(np.int32).tobytes())
+                    self.chunk_size.frombytes(chunk.sizes.astype(np.int32).tobytes())
+                else:
+                    place = _fields_of(chunk, CHUNK, where)
+                    self.chunk_offset.append(self._position(place.get("offsets"), where))
+                    self.chunk_size.append(self._position(place.get("sizes"), where))
+            chunks.clear()
+            self.keys.append(key)
+            self.dtypes.append(dtype)
+            self.shapes.append(shape)
+            self.counts.append(len(self.chunk_offset) - before)
+
+    def read_storage(self) -> None:
+        """Reads `storage_data`: the stored items."""
+        texts = self.texts
+        key_of_text = np.array([self.numbers.get(text, _UNKNOWN) for text in texts], np.int32)
+        file_of_text = np.full(len(texts), _UNKNOWN, np.int32)
+        for index, info in self._table("storage_data").items():
             if isinstance(index, EntryRun):
-                self.key.frombytes(keys.column(index.fqn))
+                keys = key_of_text[index.fqn]
+                if (keys == _UNKNOWN).any():
+                    self._number(texts[index.fqn[np.argmax(keys == _UNKNOWN)]])
+                for position in distinct(index.path).tolist():
+                    file_of_text[position] = self._file(texts[position])
+                self.key.frombytes(keys.tobytes())
                 self.offset.frombytes(index.offset.astype(np.int32).tobytes())
-                self.file.frombytes(paths.column(index.path))
+                self.file.frombytes(file_of_text[index.path].tobytes())
                 self.start.frombytes(index.start.tobytes())
                 self.length.frombytes(index.length.tobytes())
-            else:
-                self._add(index, info)
+                continue
+            index_fields = _fields_of(index, INDEX, self.where)
+            number = self._number(index_fields.get("fqn"))
+            where = _at(self.where, index_fields["fqn"])
+            if type(index_fields.get("index")) not in {int, type(None)}:
+                raise _damaged("index hint is not an integer", where)
+            offset = index_fields.get("offset")
+            fields = _fields_of(info, INFO, where)
+            for column, name in ((self.start, "offset"), (self.length, "length")):
+                value = fields.get(name)
+                if type(value) is not int or not -MAX_OFFSET <= value <= MAX_OFFSET:
+                    raise _damaged(
+                        f"{name} of its stored bytes is not an integer below 2**63", where
+                    )
+                column.append(value)
+            self.key.append(number)
+            self.offset.append(NO_OFFSET if offset is None else self._position(offset, where))
+            self.file.append(self._file(fields.get("relative_path")))
+            names = fields.get("transform_descriptors")
+            if names:
+                if not isinstance(names, list | tuple) or len(names) > _MAX_TRANSFORMS:
+                    raise _damaged("transform descriptors are not a short list", where)
+                if not all(isinstance(name, str) for name in names):
+                    raise _damaged("a transform descriptor is not a string", where)
+                self.transforms.setdefault(number, {})[tuple(names)] = None
 
-    @property
-    def transformed(self) -> list[int]:
-        return list(self._transforms)
+    def check_strides(self) -> None:
+        """Refuses bare elements in another order than row by row, as ByteCheckpoint may have them.
 
-    def transforms_of(self, key: str) -> tuple[tuple[str, ...], ...]:
-        return tuple(self._transforms.get(self.numbers[key], ()))
+        Of each chunk it keeps the tensor as torch pickles it, without the elements.
+        """
+        ordered: set[bytes] = set()
+        for index, pickled in self._table("all_tensor_metadata").items():
+            key = str(_fields_of(index, INDEX, self.where).get("fqn"))
+            where = _at(self.where, key)
+            if _is_of_object(self.states.get(key)):
+                continue
+            if not isinstance(pickled, bytes):
+                raise _damaged("description of a chunk is not a pickle", where)
+            if pickled in ordered:
+                continue
+            tensor = parse_values(pickled, where=where)
+            if not isinstance(tensor, TensorRef) or not tensor.row_major or tensor.storage_offset:
+                raise UnsupportedError(
+                    "elements of a chunk are not stored row by row, which is not modelled",
+                    where=where,
+                    hint="make the tensor contiguous before the save",
+                )
+            ordered.add(pickled)
 
-    def _add(self, index: object, info: object) -> None:
-        index_fields = fields_of(index, INDEX, self.where)
-        number = self._number(index_fields.get("fqn"))
-        where = self.where.tensor(index_fields["fqn"])
-        if type(index_fields.get("index")) not in {int, type(None)}:
-            raise where.error("index hint is not an integer")
-        offset = index_fields.get("offset")
-        fields = fields_of(info, INFO, where)
-        for column, name in ((self.start, "offset"), (self.length, "length")):
-            value = fields.get(name)
-            if type(value) is not int or not -MAX_OFFSET <= value <= MAX_OFFSET:
-                raise where.error(f"{name} of its stored bytes is not an integer below 2**63")
-            column.append(value)
-        self.key.append(number)
-        self.offset.append(NO_OFFSET if offset is None else _position(self.values, offset, where))
-        self.file.append(self._file(fields.get("relative_path")))
-        names = fields.get("transform_descriptors")
-        if names:
-            if not isinstance(names, list | tuple) or len(names) > _MAX_TRANSFORMS:
-                raise where.error("transform descriptors are not a short list")
-            if not all(isinstance(name, str) for name in names):
-                raise where.error("a transform descriptor is not a string")
-            self._transforms.setdefault(number, {})[tuple(names)] = None
+    def read_planner_data(self) -> Mapping[str, tuple[str | int, ...]] | None:
+        """Returns the path of each key; None if nothing was flattened."""
+        table = self.fields.get("planner_data")
+        if not table:
+            # Without a misspelt 'planner_data', names would keep their containers.
+            unknown = self.fields.keys() - _FIELDS
+            if unknown and "planner_data" not in self.fields:
+                name = _describe(min(unknown, key=str))
+                raise _damaged(f"metadata has no 'planner_data' but a field {name}", self.where)
+            return None
+        if not isinstance(table, dict):
+            raise _damaged("'planner_data' is not a dictionary", self.where)
+        for key, path in table.items():
+            if type(key) is not str or key not in self.numbers:
+                raise _damaged(
+                    f"'planner_data' names {_describe(key)}, the index does not", self.where
+                )
+            if not _spells(path, key):
+                raise _damaged(
+                    "its path in 'planner_data' does not spell its key", _at(self.where, key)
+                )
+        for key in self.numbers:
+            if key not in table:
+                raise _damaged("it is missing from 'planner_data'", _at(self.where, key))
+        return table
+
+    def name_writer(self) -> str:
+        """Returns the range of torch versions that write such a file."""
+        if isinstance(self.fields.get("version"), str):
+            return "torch 2.9 or later"
+        if self.fields.get("storage_meta") is not None:
+            return "torch 2.4 to 2.8"
+        if _CHECKPOINT in self._owners:
+            return "torch 2.3"
+        return "torch 2.1 or 2.2" if self._owners else "torch 2.8 or earlier"
+
+    def _table(self, name: str) -> dict[Any, Any]:
+        table = self.fields.get(name)
+        if not isinstance(table, dict):
+            raise _damaged(f"metadata has no table {name!r}", self.where)
+        if name == "state_dict_metadata" and not all(type(key) is str for key in table):
+            raise _damaged(f"a key of {name!r} is not a string", self.where)
+        return table
+
+    def _dtype(self, properties: object, where: str) -> DType:
+        if not isinstance(properties, InertObject) or properties.cls.name != "TensorProperties":
+            raise _damaged("properties are not TensorProperties", where)
+        self._owners.add(properties.cls.module)
+        state = properties.state
+        if not isinstance(state, tuple) or len(state) not in _PROPERTIES:
+            raise _damaged("state of TensorProperties is not a tuple of 5 or 6", where)
+        dtype, layout = state[:2]
+        if layout != _STRIDED:
+            name = quote(str(layout)) if isinstance(layout, Global) else "not one of torch's"
+            raise UnsupportedError(
+                f"layout is {name}; only 'torch.strided' is modelled", where=where
+            )
+        if isinstance(dtype, Global):
+            return dtype_named(dtype.name, where=where)
+        if not isinstance(dtype, DType):
+            raise _damaged("dtype is not one of torch's", where)
+        return dtype
+
+    def _position(self, value: object, where: str) -> int:
+        if not is_size(value):
+            raise _damaged(
+                "offset or size of a chunk is not a short tuple of integers below 2**63", where
+            )
+        self.sizes.append(cast("tuple[int, ...]", value))
+        return len(self.sizes) - 1
 
     def _number(self, key: object) -> int:
         if not isinstance(key, str):
-            raise self.where.error("key of a stored item is not a string")
+            raise _damaged("key of a stored item is not a string", self.where)
         number = self.numbers.get(key)
         if number is None:
-            raise self.where.tensor(key).error("it is stored, but the index does not name it")
+            raise _damaged("it is stored, but the index does not name it", _at(self.where, key))
         return number
 
     def _file(self, path: object) -> int:
         if not isinstance(path, str):
-            raise self.where.error("relative path of a data file is not a string")
+            raise _damaged("relative path of a data file is not a string", self.where)
         if path not in self.paths:
             if not path or "\0" in path or _ABSOLUTE.match(path) or _CLIMBS.search(path):
                 raise UnsafePathError(
                     f"data file {quote(path)} is not inside the folder of the checkpoint",
-                    where=self.where.text,
+                    where=self.where,
                     hint="checkpoint libraries write plain file names; do not trust this file",
                 )
             self.paths[path] = len(self.paths)
         return self.paths[path]
 
 
-def fields_of(value: object, cls: Global, where: Location) -> dict[str, Any]:
+def _fields_of(value: object, cls: Global, where: str) -> dict[str, Any]:
     """Returns the fields of an inert instance of a dataclass."""
     if isinstance(value, Unread):
         raise ShortcutError
     if not isinstance(value, InertObject):
-        raise where.error(f"expected a {cls.name}, found something else")
+        raise _damaged(f"expected a {cls.name}, found something else", where)
     # Libraries have copies of torch's classes, and classes derived from them, of the same names.
     if value.cls.name != cls.name:
         raise UnsupportedError(
             f"has an object of {quote(str(value.cls))} where torch has a {quote(cls.name)}",
-            where=where.text,
+            where=where,
             hint="read it with the library of that class, and save it with"
             " torch.distributed.checkpoint",
         )
     if not isinstance(value.state, dict):
-        raise where.error(f"a {cls.name} has no fields")
+        raise _damaged(f"a {cls.name} has no fields", where)
     return value.state
 
 
-def _position(values: RunValues, value: object, where: Location) -> int:
-    if not is_size(value):
-        raise where.error("offset or size of a chunk is not a short tuple of integers below 2**63")
-    values.sizes.append(cast("tuple[int, ...]", value))
-    return len(values.sizes) - 1
+def _is_of_object(state: object) -> bool:
+    return isinstance(state, InertObject) and state.cls.name == "BytesStorageMetadata"
 
 
-Columns = tuple[Ints, Ints, NDArray[np.int32], Ints, Ints]  # as in DcpTensor, `offsets` to `length`
-StoredRange = tuple[int, int, int]  # file, start, length
-_Mask = NDArray[np.bool_]
-LEAST_ARCHIVE_BYTES = 1_024
-"""All archives of `torch.save` are longer than this, and all padding between two is shorter."""
-
-_BLOCK_CELLS = 1 << 20
-_NO_RANK = -1
+def _describe(key: object) -> str:
+    return quote(key) if isinstance(key, str) else f"a {type(key).__name__}"
 
 
-class Join:
+def _spells(path: object, key: str) -> bool:
+    """Returns whether a path, joined with dots, is the key, in time linear in the key's length."""
+    if not isinstance(path, tuple) or not 0 < len(path) <= len(key) + 1:
+        return False
+    at = 0
+    for part in path:
+        if type(part) is not str and not is_count(part):
+            return False
+        text = str(part)
+        if not key.startswith(text, at) or key[at + len(text) : at + len(text) + 1] not in {
+            "",
+            ".",
+        }:
+            return False
+        at += len(text) + 1
+    return at == len(key) + 1
+
+
+def _compare_plans(plans: object, tables: _Tables) -> None:
+    """Refuses save plans that have another piece than the tables, or lack one of theirs.
+
+    Plans and the chunks of the tables are both taken as sets of pieces.
+    """
+    names, at = _read_plans(plans, tables)
+    numbers, texts, sizes = tables.numbers, tables.texts, tables.sizes
+    places: dict[tuple[int, ...], int] = {}
+    place = np.array([places.setdefault(size, len(places)) for size in sizes], np.int64)
+    own = np.array([numbers[key] for key in tables.keys], np.int64)
+    keys = np.repeat(own, np.array(tables.counts, np.int64))
+    stored = distinct(keys * len(places) + place[np.frombuffer(tables.chunk_offset, np.int32)])
+    planned_keys = np.array([numbers.get(text, _UNKNOWN) for text in texts], np.int64)[names]
+    if (planned_keys == _UNKNOWN).any():
+        name = texts[names[np.argmax(planned_keys == _UNKNOWN)]]
+        raise _damaged(
+            "a save plan has it, but the index does not name it", _at(tables.where, name)
+        )
+    planned = distinct(planned_keys * len(places) + place[at])
+    differing = np.setxor1d(planned, stored, assume_unique=True)
+    if len(differing):
+        number, first = divmod(int(differing[0]), len(places))
+        there = "the plans only" if np.isin(differing[0], planned) else "the tables only"
+        raise FormatError(
+            f"the save plans of the ranks have {len(planned):,} pieces of tensors, the tables"
+            f" {len(stored):,}; the piece at {list(list(places)[first])} is in {there}",
+            where=_at(tables.where, list(numbers)[number]),
+            hint=_PLANS_HINT,
+        )
+
+
+def _read_plans(plans: object, tables: _Tables) -> tuple[Ints, Ints]:
+    """Returns the planned pieces: positions of their names and offsets in the lists of `tables`."""
+    names, offsets, where = array("q"), array("q"), tables.where
+    if not isinstance(plans, list):
+        raise _damaged("'all_local_plans' is not a list", where)
+    seen: set[int] = set()
+    for plan in plans:
+        is_plan = isinstance(plan, InertObject) and plan.cls.name in {p.name for p in PLANS}
+        items = _fields_of(plan, plan.cls if is_plan else PLANS[0], where).get("items")
+        # A list that two plans shared would be walked once for each of them.
+        if not isinstance(items, list) or id(items) in seen:
+            raise _damaged("items are not a list that only this save plan has", where)
+        seen.add(id(items))
+        for item in items:
+            if isinstance(item, PlanRun):
+                names.frombytes(item.fqn.tobytes())
+                offsets.frombytes(item.offset.tobytes())
+                continue
+            fields = _fields_of(item, ITEM, where)
+            if fields.get("tensor_data") is None:
+                continue
+            index = _fields_of(fields.get("index"), INDEX, where)
+            name, offset = index.get("fqn"), index.get("offset")
+            if not isinstance(name, str):
+                raise _damaged("name of a planned piece is not a string", where)
+            if not is_size(offset):
+                raise _damaged("offset of a planned piece is not a short tuple of integers", where)
+            names.append(len(tables.texts))
+            tables.texts.append(name)
+            offsets.append(len(tables.sizes))
+            tables.sizes.append(cast("tuple[int, ...]", offset))
+        items.clear()
+    return np.frombuffer(names, np.int64), np.frombuffer(offsets, np.int64)
+
+
+class _Join:
     """Finds the stored bytes of every chunk.
 
     Blocks of tensors with equally many dimensions are processed, so that temporary arrays stay
     small.
     """
 
-    def __init__(
-        self, rows: TensorRows, entries: StorageRows, keys: list[str], *, is_raw: bool = False
-    ) -> None:
-        self.keys = keys
+    def __init__(self, tables: _Tables, *, is_raw: bool) -> None:
+        self.keys = list(tables.numbers)
         self.is_raw = is_raw  # stored are the elements, without a container
-        self.where = rows.where
-        self.numbers = np.array(rows.numbers, np.int64)
-        self.shapes = rows.shapes
-        self.itemsizes = np.array(rows.itemsizes, np.int64)
-        self.counts = np.array(rows.counts, np.int64)
+        self.where = tables.where
+        self.numbers = np.array([tables.numbers[key] for key in tables.keys], np.int64)
+        self.shapes = tables.shapes
+        self.itemsizes = np.array([dtype.itemsize for dtype in tables.dtypes], np.int64)
+        self.counts = np.array(tables.counts, np.int64)
         self.stops = np.cumsum(self.counts)
-        self.chunk_offset = np.frombuffer(rows.offset, np.int32)
-        self.chunk_size = np.frombuffer(rows.size, np.int32)
-        self.values, self.first, self.ranks = flatten([*rows.values.sizes, ()])
-        self.key = np.frombuffer(entries.key, np.int32)
-        self.offset = np.frombuffer(entries.offset, np.int32)
-        self.file = np.frombuffer(entries.file, np.int32)
-        self.start = np.frombuffer(entries.start, np.int64)
-        self.length = np.frombuffer(entries.length, np.int64)
-        self.transformed = np.array(entries.transformed, np.int64)
-        self.rank_of_key = np.full(len(keys), _NO_RANK, np.int64)
-        self.rank_of_key[self.numbers] = [len(shape) for shape in rows.shapes]
+        self.chunk_offset = np.frombuffer(tables.chunk_offset, np.int32)
+        self.chunk_size = np.frombuffer(tables.chunk_size, np.int32)
+        self.values, self.first, self.ranks = flatten([*tables.sizes, ()])
+        self.key = np.frombuffer(tables.key, np.int32)
+        self.offset = np.frombuffer(tables.offset, np.int32)
+        self.file = np.frombuffer(tables.file, np.int32)
+        self.start = np.frombuffer(tables.start, np.int64)
+        self.length = np.frombuffer(tables.length, np.int64)
+        self.transformed = np.array(list(tables.transforms), np.int64)
+        self.rank_of_key = np.full(len(self.keys), _NO_RANK, np.int64)
+        self.rank_of_key[self.numbers] = [len(shape) for shape in tables.shapes]
         self.by_key = np.argsort(self.key, kind="stable")
-        self.bounds = np.searchsorted(self.key[self.by_key], np.arange(len(keys) + 1))
+        self.bounds = np.searchsorted(self.key[self.by_key], np.arange(len(self.keys) + 1))
         self.tied_files: dict[int, int] = {}  # files with shared bytes: the end of the last chunk
         self.is_bare = True  # no stored item is longer than its elements
         self.short: set[int] = set()  # keys of tensors with items that are shorter
 
     def run(self) -> tuple[dict[str, Columns], dict[str, StoredRange]]:
         """Returns the columns of each tensor, and the stored bytes of each Python object."""
-        self._check_entries()
-        objects = self._objects()
+        objects = self._check_items()
         used = []
         tensors: dict[str, Columns] = {}
         for block in self._blocks():
@@ -294,7 +596,7 @@ class Join:
             used.append(entries)
         chunks = np.concatenate([objects[:0], *used])
         if self.is_raw and not self.is_bare:
-            raise self.where.error("chunks do not have the lengths of their elements")
+            raise _damaged("chunks do not have the lengths of their elements", self.where)
         self.is_bare &= not self.is_raw
         is_bare = self.is_bare and len(chunks) > 0
         self.is_bare = is_bare and not np.isin(self.key[chunks], self.transformed).any()
@@ -306,7 +608,7 @@ class Join:
             raise UnsupportedError(  # torch writes compressed images wrongly
                 "chunks are said to be compressed, and to have the length of their elements:"
                 " SerializationFormat.SAFETENSORS together with an extension is not read",
-                where=self.where.text,
+                where=self.where,
                 hint="save with one of the two",
             ) from error
         if self.is_bare:
@@ -322,26 +624,21 @@ class Join:
         return tensors, ranges
 
     def _fail(self, number: int | np.integer[Any], message: str) -> FormatError:
-        return self.where.tensor(self.keys[number]).error(message)
+        return _damaged(message, _at(self.where, self.keys[number]))
 
-    def _check_entries(self) -> None:
-        """Checks each stored item by itself."""
+    def _check_items(self) -> Ints:
+        """Checks each stored item by itself; returns the rows of Python objects, one for each."""
         ranks = np.where(self.offset == NO_OFFSET, _NO_RANK, self.ranks[self.offset])
-        for bad, message in (
-            (
-                (self.start < 0) | (self.length < 0) | (self.start > MAX_OFFSET - self.length),
-                "its stored bytes have a negative start or length, or end beyond 2**63",
-            ),
-            (
-                ranks != self.rank_of_key[self.key],
-                "offset of a stored item does not have the dimensions that the tensor has",
-            ),
-        ):
-            if bad.any():
-                raise self._fail(self.key[np.argmax(bad)], message)
-
-    def _objects(self) -> Ints:
-        """Returns the rows of Python objects, one for each."""
+        self._refuse(
+            (self.start < 0) | (self.length < 0) | (self.start > MAX_OFFSET - self.length),
+            self.key,
+            "its stored bytes have a negative start or length, or end beyond 2**63",
+        )
+        self._refuse(
+            ranks != self.rank_of_key[self.key],
+            self.key,
+            "offset of a stored item does not have the dimensions that the tensor has",
+        )
         rows = np.flatnonzero(self.rank_of_key[self.key] == _NO_RANK)
         times = np.bincount(self.key[rows], minlength=len(self.keys))
         bad = (times != 1) & (self.rank_of_key == _NO_RANK)
@@ -414,7 +711,7 @@ class Join:
         boxes: Ints = self.values[self.first[positions][:, None] + np.arange(rank)]
         return boxes
 
-    def _refuse(self, bad: _Mask, number: Ints, message: str) -> None:
+    def _refuse(self, bad: _Mask, number: NDArray[Any], message: str) -> None:
         if bad.any():
             raise self._fail(number[np.argmax(bad)], message)
 
@@ -504,12 +801,12 @@ class Join:
         bad = image[self.file[chunks]] != self.start[chunks]
         self._refuse(
             bad,
-            self.key[chunks].astype(np.int64),
+            self.key[chunks],
             "it is listed in another image of the same file",
         )
         start = image[self.file[objects]]
         bad = (start >= 0) & (self.start[objects] + self.length[objects] > start)
-        self._refuse(bad, self.key[objects].astype(np.int64), "its bytes overlap those of tensors")
+        self._refuse(bad, self.key[objects], "its bytes overlap those of tensors")
 
 
 def _ranges(starts: Ints, counts: Ints) -> Ints:
@@ -530,351 +827,6 @@ def _groups(keys: Ints, places: Ints) -> tuple[Ints, Ints]:
     group = np.empty(len(order), np.int64)
     group[order] = np.cumsum(changes) - 1
     return group, order[changes]
-
-
-PLANS = (
-    Global(PLANNER, "SavePlan"),
-    Global("megatron.core.dist_checkpointing.strategies.torch", "MCoreSavePlan"),
-)
-_UNKNOWN = -1
-_PLANS_HINT = "'.metadata' was changed, or put together from two saves; take another copy of it"
-
-
-def _compare_plans(plans: object, rows: TensorRows, numbers: dict[str, int]) -> None:
-    """Refuses save plans that have another piece than the tables, or lack one of theirs.
-
-    Plans and the chunks of the tables are both taken as sets of pieces.
-    """
-    names, at = _read_plans(plans, rows.values, rows.where)
-    places: dict[tuple[int, ...], int] = {}
-    place = np.array([places.setdefault(size, len(places)) for size in rows.values.sizes], np.int64)
-    keys = np.repeat(np.array(rows.numbers, np.int64), np.array(rows.counts, np.int64))
-    stored = distinct(keys * len(places) + place[np.frombuffer(rows.offset, np.int32)])
-    texts = rows.values.texts
-    planned_keys = np.array([numbers.get(text, _UNKNOWN) for text in texts], np.int64)[names]
-    if (planned_keys == _UNKNOWN).any():
-        name = texts[names[np.argmax(planned_keys == _UNKNOWN)]]
-        raise rows.where.tensor(name).error("a save plan has it, but the index does not name it")
-    planned = distinct(planned_keys * len(places) + place[at])
-    differing = np.setxor1d(planned, stored, assume_unique=True)
-    if len(differing):
-        number, first = divmod(int(differing[0]), len(places))
-        there = "the plans only" if np.isin(differing[0], planned) else "the tables only"
-        raise FormatError(
-            f"the save plans of the ranks have {len(planned):,} pieces of tensors, the tables"
-            f" {len(stored):,}; the piece at {list(list(places)[first])} is in {there}",
-            where=rows.where.tensor(list(numbers)[number]).text,
-            hint=_PLANS_HINT,
-        )
-
-
-def _read_plans(plans: object, values: RunValues, where: Location) -> tuple[Ints, Ints]:
-    """Returns the planned pieces: positions of their names and offsets in `values`."""
-    names, offsets = array("q"), array("q")
-    if not isinstance(plans, list):
-        raise where.error("'all_local_plans' is not a list")
-    seen: set[int] = set()
-    for plan in plans:
-        is_plan = isinstance(plan, InertObject) and plan.cls.name in {p.name for p in PLANS}
-        items = fields_of(plan, plan.cls if is_plan else PLANS[0], where).get("items")
-        # A list that two plans shared would be walked once for each of them.
-        if not isinstance(items, list) or id(items) in seen:
-            raise where.error("items are not a list that only this save plan has")
-        seen.add(id(items))
-        for item in items:
-            if isinstance(item, PlanRun):
-                names.frombytes(item.fqn.tobytes())
-                offsets.frombytes(item.offset.tobytes())
-                continue
-            fields = fields_of(item, ITEM, where)
-            if fields.get("tensor_data") is None:
-                continue
-            index = fields_of(fields.get("index"), INDEX, where)
-            name, offset = index.get("fqn"), index.get("offset")
-            if not isinstance(name, str):
-                raise where.error("name of a planned piece is not a string")
-            if not is_size(offset):
-                raise where.error("offset of a planned piece is not a short tuple of integers")
-            names.append(len(values.texts))
-            values.texts.append(name)
-            offsets.append(len(values.sizes))
-            values.sizes.append(cast("tuple[int, ...]", offset))
-        items.clear()
-    return np.frombuffer(names, np.int64), np.frombuffer(offsets, np.int64)
-
-
-_CHECKPOINT = "torch.distributed.checkpoint.metadata"
-_SHARDED = "torch.distributed._shard.sharded_tensor.metadata"
-_STRIDED = Global("torch", "strided")
-_METADATA = Global(_CHECKPOINT, "Metadata")
-_MEGATRON_METADATA = Global(PLANS[1].module, "MCoreMetadata")
-_TENSOR_STORAGE = Global(_CHECKPOINT, "TensorStorageMetadata")
-_FIELDS = {"state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"}
-_MEGATRON_FIELDS = {"all_local_plans", "mcore_data"}
-# dtype, layout, requires_grad, memory_format, pin_memory; since torch 2.15 also stride, which is
-# that of the tensor in memory. The archive of a chunk has the strides of its stored bytes.
-_PROPERTIES = range(5, 7)
-# Libraries with classes of their own for torch's, of the same names and fields, by their packages.
-# ByteCheckpoint stores bare elements.
-_LIBRARIES = {"olmo_core": "OLMo-core", "bytecheckpoint": "ByteCheckpoint"}
-
-
-Transforms = tuple[tuple[str, ...], ...]
-
-
-class DcpTensor(Struct, frozen=True):
-    """A tensor and its chunks; row i of every column is one chunk.
-
-    Chunks without elements are left out. No two chunks begin at the same element.
-    """
-
-    key: str
-    dtype: DType
-    shape: tuple[int, ...]
-    offsets: Ints  # int64 of shape [chunks, dimensions], in elements
-    sizes: Ints  # int64 of shape [chunks, dimensions], in elements; all at least 1
-    file: np.ndarray[Any, np.dtype[np.int32]]  # int32 positions in `DcpMetadata.paths`
-    start: Ints  # int64, first byte of the stored chunk in its file
-    length: Ints  # int64, bytes of the stored chunk, its container included
-    # the distinct lists of transforms that chunks were stored through, such as a compression;
-    # usually empty
-    transforms: Transforms = ()
-
-
-class DcpBlob(Struct, frozen=True):
-    """A pickled Python object; `start` and `length` are in bytes, `file` as in `DcpTensor`."""
-
-    key: str
-    file: int
-    start: int
-    length: int
-    transforms: Transforms = ()
-
-
-class DcpMetadata(Struct, frozen=True):
-    """The contents of a `.metadata` file."""
-
-    tensors: Mapping[str, DcpTensor]
-    blobs: Mapping[str, DcpBlob]
-    # data files as written, relative to the folder of `.metadata`; none is absolute or leads
-    # upwards
-    paths: tuple[str, ...]
-    # for each flat key its path in the nested state that was saved: strings for dictionary keys,
-    # integers for positions in lists. None if nothing was flattened.
-    planner_data: Mapping[str, tuple[str | int, ...]] | None
-    version: str | None  # the format's version, which torch writes since 2.9
-    writer: str  # the range of torch versions that write such a file, as far as it is known
-    # for each data file in which tensors share bytes, by position in `paths`, the end of the last
-    # stored item
-    tied_files: Mapping[int, int]
-    # whether the data files end with a safetensors image of all their tensors, to whose start
-    # each chunk refers, instead of one archive for each chunk
-    has_images: bool = False
-    is_megatron: bool = False  # whether Megatron-Core wrote it
-    library: str = ""  # the library that called torch's, or wrote the file itself; empty for others
-    is_raw: bool = False  # whether a stored item is the elements of a chunk, without a container
-    # tensors whose stored item is too short for their elements
-    short: frozenset[str] = frozenset()
-
-
-def parse_metadata(data: bytes, *, where: str, shortcuts: bool = True) -> DcpMetadata:
-    """Parses a `.metadata` file, and checks that its three tables agree.
-
-    Every chunk with elements has exactly one stored item, is inside its tensor, and shares no byte
-    with another chunk, unless their bytes are identical. Whether chunks cover their tensor is not
-    checked. If Megatron-Core added the save plans of all ranks, they have the same pieces of
-    tensors as the tables. Without shortcuts, which is for tests, the result is the same.
-    """
-    if shortcuts:
-        fast = FastMachine(data, ALLOWED, where=where)
-        with suppress(ShortcutError):
-            return _Reader(fast.run(), fast.values, where, fast.globals).metadata()
-    machine = Machine(data, ALLOWED, OPCODES, where=where)
-    return _Reader(machine.run(), RunValues(), where, machine.globals).metadata()
-
-
-class _Reader:
-    """Reads the inert objects of one file, once."""
-
-    def __init__(
-        self, root: object, values: RunValues, where: str, names: Iterable[tuple[str, str]]
-    ) -> None:
-        self.where = Location(where)
-        is_megatron = isinstance(root, InertObject) and root.cls.name == _MEGATRON_METADATA.name
-        self.fields = fields_of(root, _MEGATRON_METADATA if is_megatron else _METADATA, self.where)
-        packages = {module.partition(".")[0] for module, _ in names}
-        self.library = next((_LIBRARIES[name] for name in _LIBRARIES if name in packages), "")
-        self.is_megatron = is_megatron or not _MEGATRON_FIELDS.isdisjoint(self.fields)
-        self.values = values
-        self.states = self._table("state_dict_metadata")
-        self.numbers = {key: number for number, key in enumerate(self.states)}
-        self.owners: set[str] = set()  # the modules of TensorProperties
-
-    def metadata(self) -> DcpMetadata:
-        rows = TensorRows(self.values, self.where)
-        kinds: dict[str, tuple[DType, tuple[int, ...]]] = {}
-        for key, state in self.states.items():
-            if _is_of_object(state):
-                continue
-            where = self.where.tensor(key)
-            fields = fields_of(state, _TENSOR_STORAGE, where)
-            shape = fields.get("size")
-            dtype = self._dtype(fields.get("properties"), where)
-            if not isinstance(shape, tuple) or not all(type(size) is int for size in shape):
-                raise where.error("shape is not a tuple of integers")
-            if len(shape) > MAX_DIMENSIONS:
-                raise where.error(
-                    f"tensor has {len(shape):,} dimensions, more than {MAX_DIMENSIONS}"
-                )
-            if min(shape, default=0) < 0:
-                raise where.error(f"a size in shape {list(shape)} is negative")
-            if overflows(shape, dtype):
-                raise where.error(f"size in bytes of {dtype.name} of shape {list(shape)} overflows")
-            rows.add(key, self.numbers[key], shape, dtype.itemsize, fields.get("chunks"))
-            kinds[key] = dtype, shape
-        storage = StorageRows(self.values, self.numbers, self.where)
-        storage.read(self._table("storage_data"))
-        is_raw = self.library == _LIBRARIES["bytecheckpoint"]
-        if is_raw:
-            self._check_strides()
-        plans = self.fields.pop("all_local_plans", None)
-        if plans is not None:
-            _compare_plans(plans, rows, self.numbers)
-        self.states.clear()
-        self.fields["storage_data"] = None
-        planner_data = self._planner_data()
-        version = self.fields.get("version")
-        join = Join(rows, storage, list(self.numbers), is_raw=is_raw)
-        columns, blobs = join.run()
-        return DcpMetadata(
-            tensors={
-                key: DcpTensor(key, dtype, shape, *columns[key], storage.transforms_of(key))
-                for key, (dtype, shape) in kinds.items()
-            },
-            blobs={
-                key: DcpBlob(key, *stored, storage.transforms_of(key))
-                for key, stored in blobs.items()
-            },
-            paths=tuple(storage.paths),
-            planner_data=planner_data,
-            version=version if isinstance(version, str) else None,
-            writer=self._writer(version),
-            tied_files=join.tied_files,
-            has_images=join.is_bare,
-            is_megatron=self.is_megatron,
-            library=self.library,
-            is_raw=is_raw,
-            short=frozenset(join.keys[number] for number in join.short),
-        )
-
-    def _check_strides(self) -> None:
-        """Refuses bare elements in another order than row by row, as ByteCheckpoint may have them.
-
-        Of each chunk it keeps the tensor as torch pickles it, without the elements.
-        """
-        ordered: set[bytes] = set()
-        for index, pickled in self._table("all_tensor_metadata").items():
-            key = str(fields_of(index, INDEX, self.where).get("fqn"))
-            where = self.where.tensor(key)
-            if _is_of_object(self.states.get(key)):
-                continue
-            if not isinstance(pickled, bytes):
-                raise where.error("description of a chunk is not a pickle")
-            if pickled in ordered:
-                continue
-            tensor = parse_values(pickled, where=where.text)
-            if not isinstance(tensor, TensorRef) or not tensor.row_major or tensor.storage_offset:
-                raise UnsupportedError(
-                    "elements of a chunk are not stored row by row, which is not modelled",
-                    where=where.text,
-                    hint="make the tensor contiguous before the save",
-                )
-            ordered.add(pickled)
-
-    def _table(self, name: str) -> dict[Any, Any]:
-        table = self.fields.get(name)
-        if not isinstance(table, dict):
-            raise self.where.error(f"metadata has no table {name!r}")
-        if name == "state_dict_metadata" and not all(type(key) is str for key in table):
-            raise self.where.error(f"a key of {name!r} is not a string")
-        return table
-
-    def _dtype(self, properties: object, where: Location) -> DType:
-        if not isinstance(properties, InertObject) or properties.cls.name != "TensorProperties":
-            raise where.error("properties are not TensorProperties")
-        self.owners.add(properties.cls.module)
-        state = properties.state
-        if not isinstance(state, tuple) or len(state) not in _PROPERTIES:
-            raise where.error("state of TensorProperties is not a tuple of 5 or 6")
-        dtype, layout = state[:2]
-        if layout != _STRIDED:
-            name = quote(str(layout)) if isinstance(layout, Global) else "not one of torch's"
-            raise UnsupportedError(
-                f"layout is {name}; only 'torch.strided' is modelled", where=where.text
-            )
-        if isinstance(dtype, Global):
-            return dtype_named(dtype.name, where=where.text)
-        if not isinstance(dtype, DType):
-            raise where.error("dtype is not one of torch's")
-        return dtype
-
-    def _planner_data(self) -> Mapping[str, tuple[str | int, ...]] | None:
-        table = self.fields.get("planner_data")
-        if not table:
-            # Without a misspelt 'planner_data', names would keep their containers.
-            unknown = self.fields.keys() - _FIELDS
-            if unknown and "planner_data" not in self.fields:
-                name = _describe(min(unknown, key=str))
-                raise self.where.error(f"metadata has no 'planner_data' but a field {name}")
-            return None
-        if not isinstance(table, dict):
-            raise self.where.error("'planner_data' is not a dictionary")
-        for key, path in table.items():
-            if type(key) is not str or key not in self.numbers:
-                raise self.where.error(f"'planner_data' names {_describe(key)}, the index does not")
-            if not _spells(path, key):
-                raise self.where.tensor(key).error(
-                    "its path in 'planner_data' does not spell its key"
-                )
-        for key in self.numbers:
-            if key not in table:
-                raise self.where.tensor(key).error("it is missing from 'planner_data'")
-        return table
-
-    def _writer(self, version: object) -> str:
-        if isinstance(version, str):
-            return "torch 2.9 or later"
-        if self.fields.get("storage_meta") is not None:
-            return "torch 2.4 to 2.8"
-        if _CHECKPOINT in self.owners:
-            return "torch 2.3"
-        return "torch 2.1 or 2.2" if self.owners else "torch 2.8 or earlier"
-
-
-def _is_of_object(state: object) -> bool:
-    return isinstance(state, InertObject) and state.cls.name == "BytesStorageMetadata"
-
-
-def _describe(key: object) -> str:
-    return quote(key) if isinstance(key, str) else f"a {type(key).__name__}"
-
-
-def _spells(path: object, key: str) -> bool:
-    """Returns whether a path, joined with dots, is the key, in time linear in the key's length."""
-    if not isinstance(path, tuple) or not 0 < len(path) <= len(key) + 1:
-        return False
-    at = 0
-    for part in path:
-        if type(part) is not str and not is_count(part):
-            return False
-        text = str(part)
-        if not key.startswith(text, at) or key[at + len(text) : at + len(text) + 1] not in {
-            "",
-            ".",
-        }:
-            return False
-        at += len(text) + 1
-    return at == len(key) + 1
 
 
 def _size(*args: object) -> tuple[int, ...]:

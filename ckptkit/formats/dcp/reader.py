@@ -56,7 +56,6 @@ from ckptkit.formats.dcp.megatron import (
     CommonState,
     compare_iterations,
     describe_ignored,
-    is_of_megatron_fsdp,
     name_experts_apart,
     parse_common,
     parse_state,
@@ -139,6 +138,7 @@ def locate_in_images(
 
 METADATA = ".metadata"
 _DATA = re.compile(r"__(\d{1,7})_(?:frozen_)?\d+\.distcp")  # 'frozen' files are ckptkit's
+_OF_MEGATRON_FSDP: set[KeyPath] = {("checkpoint_version",), ("iteration",)}
 _OF_RANK = re.compile(r"__\d{1,7}\.metadata")
 _RAW, _TORCH_ZIP = CONTAINERS.index("raw"), CONTAINERS.index("torch_zip")
 _ZSTD = CONTAINERS.index("zstd_torch_zip")
@@ -227,7 +227,7 @@ class DcpReader(FormatReader):
         index = _make_index(source, candidate.folder, stat, metadata, where)
         if metadata.is_megatron:
             return _with_facts_of_megatron(source, candidate, index)
-        if is_of_megatron_fsdp(index.values):
+        if index.values.keys() >= _OF_MEGATRON_FSDP:
             return _with_facts_of_megatron_fsdp(source, candidate, index)
         meta = posixpath.join(candidate.folder, LIGHTNING_META)
         if meta in candidate.files:

@@ -24,7 +24,7 @@ from itertools import chain
 from typing import Any
 
 import numpy as np
-from msgspec import Struct, field
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from ckptkit.formats.parsing import MAX_DIMENSIONS
@@ -142,15 +142,8 @@ class _MismatchError(Exception):
     """A match of the pattern is not a run."""
 
 
-class RunValues(Struct, frozen=True):
-    """The values that the columns of runs refer to by position."""
-
-    sizes: list[tuple[int, ...]] = field(default_factory=list)
-    texts: list[str] = field(default_factory=list)
-
-
 class ChunkRun(ByIdentity, Struct, frozen=True, eq=False):
-    """Replaces chunks in a list; columns hold positions in `RunValues.sizes`."""
+    """Replaces chunks in a list; columns hold positions in `FastMachine.sizes`."""
 
     offsets: Ints
     sizes: Ints
@@ -159,7 +152,7 @@ class ChunkRun(ByIdentity, Struct, frozen=True, eq=False):
 class EntryRun(ByIdentity, Struct, frozen=True, eq=False):
     """Replaces entries of `storage_data`, as key and as value.
 
-    Columns hold positions in `RunValues`, except `start` and `length`, which are in bytes.
+    Columns hold positions in the lists of the machine, but for `start` and `length`, in bytes.
     """
 
     fqn: Ints
@@ -170,7 +163,7 @@ class EntryRun(ByIdentity, Struct, frozen=True, eq=False):
 
 
 class PlanRun(ByIdentity, Struct, frozen=True, eq=False):
-    """Replaces items in a save plan; columns hold positions in `RunValues`, of tensors only."""
+    """Replaces items in a save plan; columns hold positions in the same lists, of tensors only."""
 
     fqn: Ints
     offset: Ints
@@ -201,9 +194,6 @@ class _Hole(dict[bytes, int]):
         self.decoded.append(value)
         return packed
 
-    def column(self, raw: tuple[bytes, ...]) -> Ints:
-        return np.fromiter(map(self.__getitem__, raw), np.int64, len(raw))
-
 
 class _Integers(dict[bytes, int]):
     """Decodes integers, and caches them."""
@@ -214,8 +204,9 @@ class _Integers(dict[bytes, int]):
         self[raw] = value = _integer(raw)
         return value
 
-    def column(self, raw: tuple[bytes, ...]) -> Ints:
-        return np.fromiter(map(self.__getitem__, raw), np.int64, len(raw))
+
+def _column(cache: dict[bytes, int], raw: tuple[bytes, ...]) -> Ints:
+    return np.fromiter(map(cache.__getitem__, raw), np.int64, len(raw))
 
 
 class _Slots:
@@ -257,7 +248,7 @@ class _Slots:
                 if slot >= machine.next_slot():  # in this run, and not a recorded value
                     raise _MismatchError
                 value = machine.fetch(slot)
-                is_of_sizes = self.values is machine.values.sizes
+                is_of_sizes = self.values is machine.sizes
                 if not (is_size(value) if is_of_sizes else type(value) is str):
                     raise _MismatchError
                 self.outside[slot] = len(self.values)
@@ -267,7 +258,7 @@ class _Slots:
 
 
 class FastMachine(Machine):
-    """Interprets the pickle of a `.metadata` file; the runs in its result refer to `values`.
+    """Interprets the pickle of a `.metadata` file; runs refer to `sizes` and `texts`.
 
     `run` raises `ShortcutError` if a `Machine` has to interpret the pickle instead.
     """
@@ -275,14 +266,16 @@ class FastMachine(Machine):
     __slots__ = (
         *("declined", "gets", "integers", "patterns"),
         *("run_skipped", "run_starts", "run_stops"),
-        *("size_hole", "size_slots", "text_hole", "text_slots", "values"),
+        *("size_hole", "size_slots", "sizes", "text_hole", "text_slots", "texts"),
     )
 
     def __init__(
         self, data: bytes, allowed: Mapping[tuple[str, str], object], *, where: str
     ) -> None:
         super().__init__(data, allowed, _TABLE, where=where)
-        self.values = RunValues()
+        # What the columns of runs refer to by position.
+        self.sizes: list[tuple[int, ...]] = []
+        self.texts: list[str] = []
         self.gets: dict[str, bytes] = {}  # the GET opcodes of the fixed parts of patterns
         self.patterns: dict[Global, re.Pattern[bytes] | None] = dict.fromkeys(_TEMPLATES)
         # Runs use slots that `memo` does not have: [start, stop), and how many so far.
@@ -291,10 +284,10 @@ class FastMachine(Machine):
         self.run_skipped = array("q")
         self.declined = 0  # end of the last run that was too short
         self.integers = _Integers()
-        self.size_hole = _Hole(self.values.sizes, self._decode_size)
-        self.text_hole = _Hole(self.values.texts, _decode_text)
-        self.size_slots = _Slots(self.values.sizes)
-        self.text_slots = _Slots(self.values.texts)
+        self.size_hole = _Hole(self.sizes, self._decode_size)
+        self.text_hole = _Hole(self.texts, _decode_text)
+        self.size_slots = _Slots(self.sizes)
+        self.text_slots = _Slots(self.texts)
 
     def memoize(self) -> None:
         """Stores the topmost value, and the GET opcode of a fixed part of a pattern."""
@@ -381,8 +374,8 @@ class FastMachine(Machine):
         self.run_skipped.append(skipped)
 
     def _chunks(self, raw_offsets: tuple[bytes, ...], raw_sizes: tuple[bytes, ...]) -> list[Any]:
-        offsets = self.size_hole.column(raw_offsets)
-        sizes = self.size_hole.column(raw_sizes)
+        offsets = _column(self.size_hole, raw_offsets)
+        sizes = _column(self.size_hole, raw_sizes)
         in_offsets, in_sizes = _slots_taken(offsets), _slots_taken(sizes)
         widths = 2 + in_offsets + in_sizes
         first = self.next_slot() + np.cumsum(widths) - widths
@@ -402,9 +395,9 @@ class FastMachine(Machine):
         return [run]
 
     def _entries(self, columns: tuple[tuple[bytes, ...], ...]) -> list[Any]:
-        fqn = self.text_hole.column(columns[0])
-        offset = self.size_hole.column(columns[1])
-        path = self.text_hole.column(columns[2])
+        fqn = _column(self.text_hole, columns[0])
+        offset = _column(self.size_hole, columns[1])
+        path = _column(self.text_hole, columns[2])
         in_fqn, in_offset, in_path = map(_slots_taken, (fqn, offset, path))
         widths = 4 + in_fqn + in_offset + in_path
         first = self.next_slot() + np.cumsum(widths) - widths
@@ -417,19 +410,19 @@ class FastMachine(Machine):
             fqn=self.text_slots.positions_of(fqn, first, self),
             offset=self.size_slots.positions_of(offset, after_fqn, self),
             path=self.text_slots.positions_of(path, after_index + 2, self),
-            start=self.integers.column(columns[3]),
-            length=self.integers.column(columns[4]),
+            start=_column(self.integers, columns[3]),
+            length=_column(self.integers, columns[4]),
         )
         self._reserve(widths)
         return [run, run]
 
     def _items(self, columns: tuple[tuple[bytes, ...], ...]) -> list[Any]:
         if b"" not in self.size_hole:  # a group of what is absent or fetched
-            self.size_hole[b""] = 8 * len(self.values.sizes)
-            self.values.sizes.append(())
-        fqn = self.text_hole.column(columns[0])
+            self.size_hole[b""] = 8 * len(self.sizes)
+            self.sizes.append(())
+        fqn = _column(self.text_hole, columns[0])
         offset, chunk_offset, chunk_size, shape = (
-            self.size_hole.column(columns[group]) for group in (1, 3, 4, 6)
+            _column(self.size_hole, columns[group]) for group in (1, 3, 4, 6)
         )
         is_object, is_chunk, is_described, is_tensor = (
             np.fromiter(map(bool, columns[group]), np.bool_, len(fqn)) for group in (2, 3, 5, 6)

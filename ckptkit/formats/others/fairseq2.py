@@ -56,6 +56,7 @@ class Fairseq2Reader(FormatReader):
     name = "fairseq2"
     order = 50
     expected = "'pp_00/tp_00/sdp_00.pt'"
+    endings = r"(?:sdp|rank|dp)_\d+\.pt"
 
     def find_deep_folders(self, paths: Sequence[str]) -> Collection[str]:
         beside = (path for path in paths if _BESIDE.search(path))

@@ -543,6 +543,7 @@ class MegatronReader(FormatReader):
     name = "megatron"
     order = 30
     expected = "'mp_rank_00/model_optim_rng.pt'"
+    endings = r"model_optim_rng\.pt"
 
     def find(self, paths: Sequence[str]) -> list[Candidate]:
         """Groups the files by the folder of their step; one that is alone is recognised too."""

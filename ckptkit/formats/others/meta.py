@@ -68,6 +68,7 @@ class MetaReader(FormatReader):
     name = "meta"
     order = 40
     expected = "'consolidated.00.pth' beside 'params.json'"
+    endings = r"consolidated\.\d+\.pth"
 
     def find(self, paths: Sequence[str]) -> list[Candidate]:
         there = set(paths)

@@ -109,6 +109,7 @@ class NanotronReader(FormatReader):
     name = "nanotron"
     order = 10  # its files are safetensors and archives, which are models to others
     expected = "'checkpoint_metadata.json' beside a folder 'model' with a file per parameter"
+    endings = r"checkpoint_metadata\.json|/config\.yaml|model_[^/\n]+\.safetensors"
 
     def find_deep_folders(self, paths: Sequence[str]) -> Collection[str]:
         steps = {posixpath.dirname(path) for path in paths if _STEP_FILE.search(path)}

@@ -324,6 +324,7 @@ class TorchCheckpointingReader(FormatReader):
     name = "torch-checkpointing"
     order = 20
     expected = "'model_0.pt' beside 'model_1.pt', or beside 'metadata.pkl'"
+    endings = r"metadata\.pkl"
     index_memory = (_METADATA, 12)
 
     def find(self, paths: Sequence[str]) -> list[Candidate]:

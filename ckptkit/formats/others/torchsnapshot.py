@@ -411,6 +411,7 @@ class TorchsnapshotReader(FormatReader):
     name = "torchsnapshot"
     order = 0  # first: its files may have any name
     expected = "'.snapshot_metadata'"
+    endings = r"\.snapshot_metadata"
     index_memory = (SNAPSHOT_METADATA, 12)
 
     def find(self, paths: Sequence[str]) -> list[Candidate]:

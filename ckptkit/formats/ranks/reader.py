@@ -377,6 +377,7 @@ class RankFilesReader(FormatReader):
     name = "rank-files"
     order = 60  # before readers that would take a rank's file for a model
     expected = "'model_world_size_2_rank_0.pt', 'pytorch_model_fsdp_0_rank0.bin' or 'rank_0.pt'"
+    endings = r"\d\.(?:pt|pth|bin|ckpt)"
 
     def find(self, paths: Sequence[str]) -> list[Candidate]:
         return [
@@ -735,6 +736,7 @@ class ForeignReader(FormatReader):
 
     name = "foreign"
     order = 70  # its files are kept from the others, which would misread them
+    endings = r"rank_?\d+\.(?:pt|bin)"
 
     def find(self, paths: Sequence[str]) -> list[Candidate]:
         own = [path for path in paths if _WITHOUT_WEIGHTS.fullmatch(posixpath.basename(path))]

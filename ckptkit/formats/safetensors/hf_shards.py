@@ -214,6 +214,7 @@ class HfShardsReader(FormatReader):
     name = "dcp-hf"
     order = 110  # before safetensors: each shard is such a file
     expected = "'shard-00001-model-00001-of-00001.safetensors'"
+    endings = r"shard-[^/\n]+\.safetensors"
 
     def find(self, paths: Sequence[str]) -> list[Candidate]:
         """Groups shards by folder; an index of files that are not there belongs to them."""

@@ -266,6 +266,7 @@ class SafetensorsReader(FormatReader):
     name = "safetensors"
     order = 120
     expected = "'*.safetensors'"
+    endings = r"\.safetensors(?:\.index\.json)?"
 
     def find(self, paths: Sequence[str]) -> list[Candidate]:
         there = set(paths)

@@ -50,7 +50,6 @@ from ckptkit.core.dtypes import BY_NAME, DType
 from ckptkit.core.errors import (
     FormatError,
     IncompleteCheckpointError,
-    InputError,
     LimitError,
     MissingFileError,
     UnsupportedError,
@@ -70,7 +69,6 @@ from ckptkit.core.index import (
 )
 from ckptkit.core.text import quote
 from ckptkit.formats.base import Candidate, FormatReader, errors_at
-from ckptkit.formats.discovery import is_unit_folder, parse_step
 from ckptkit.formats.parsing import (
     MIXED_SAVES,
     group_by_folder,
@@ -1041,6 +1039,7 @@ class ZeroReader(FormatReader):
     name = "zero"
     order = 90
     expected = "'mp_rank_00_model_states.pt' beside '..._optim_states.pt'"
+    endings = r"\.pt"
 
     def find(self, paths: Sequence[str]) -> list[Candidate]:
         """Groups the files by folder, together with those that are only refused."""
@@ -1092,6 +1091,7 @@ class UniversalReader(FormatReader):
     name = "universal"
     order = 80  # before ZeRO, whose files of weights it contains
     expected = "'zero/<parameter>/fp32.pt'"
+    endings = r"\.pt"
 
     def find(self, paths: Sequence[str]) -> list[Candidate]:
         """Recognises folders with files of parameters, and the files of weights in them."""
@@ -1122,54 +1122,3 @@ class UniversalReader(FormatReader):
         states = save.states(table, weights.names)
         stage = save.common.dictionary().count("zero_stage")
         return weights.index(self.name, states, save.notes, stage=stage, tool="ds_to_universal.py")
-
-
-_LATEST = {ZeroReader.name: "latest", UniversalReader.name: "latest_universal"}
-TAG_FILES = frozenset(_LATEST.values())
-"""Files that name a tag, in the folder of the tags' folders."""
-_CONVERTED = re.compile(r"(.+?)[-_.]?(?:universal|ucp|uni)", re.IGNORECASE)
-_MAX_TAG_BYTES = 4096
-
-
-def drop_older_tags(
-    source: Source, candidates: Sequence[Candidate]
-) -> tuple[list[Candidate], tuple[str, ...]]:
-    """Drops all tags but the one that `latest` names, where tags are not numbered by step.
-
-    Universal checkpoints next to the tags from which they were made are dropped too.
-    """
-    zero = {candidate.folder for candidate in candidates if candidate.format == ZeroReader.name}
-    dropped = [
-        candidate
-        for candidate in candidates
-        if candidate.format == UniversalReader.name
-        and (match := _CONVERTED.fullmatch(candidate.folder)) is not None
-        and match[1] in zero
-    ]
-    notes = [f"{c.folder!r} was made of a checkpoint beside it, and left alone" for c in dropped]
-    runs: dict[tuple[str, str], list[Candidate]] = defaultdict(list)
-    for candidate in candidates:
-        if candidate.format in _LATEST and candidate.folder and candidate not in dropped:
-            runs[posixpath.dirname(candidate.folder), candidate.format].append(candidate)
-    for (run, name), tags in runs.items():
-        file = _LATEST[name]
-        names = [posixpath.basename(tag.folder) for tag in tags]
-        # Tags may be named after steps, or after one of a step's models.
-        are_numbered = all(parse_step(tag) is not None or is_unit_folder(tag) for tag in names)
-        has_other_names = len(tags) > 1 and not are_numbered
-        latest = read_tag(source, posixpath.join(run, file)) if has_other_names else None
-        others = [tag for tag in tags if posixpath.basename(tag.folder) != latest]
-        if len(others) == len(tags) - 1:
-            dropped += others
-            folders = ", ".join(repr(tag.folder) for tag in others)
-            notes.append(f"'{file}' names {latest!r}; left alone: {folders}")
-    return [candidate for candidate in candidates if candidate not in dropped], tuple(notes)
-
-
-def read_tag(source: Source, path: str) -> str | None:
-    """Returns the tag in a file that names the latest one, or None if there is none."""
-    try:
-        size = min(source.stat(path).size_bytes, _MAX_TAG_BYTES)
-        return source.read(path, 0, size).decode("utf-8", "replace").strip()
-    except InputError:
-        return None

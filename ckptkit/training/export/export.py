@@ -40,7 +40,7 @@ from numpy.typing import NDArray
 
 from ckptkit.consumers.table import CONFIG
 from ckptkit.conversion.compare_names import Subject, compare_now
-from ckptkit.conversion.source.open import check_path
+from ckptkit.conversion.source.paths import check_path
 from ckptkit.core.arguments import refuse_unknown
 from ckptkit.core.arrays import aligned_buffer
 from ckptkit.core.checksums import ChecksumShare, compute_share, digest_of, is_whole

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptkit import inspect
+from ckptkit.conversion.source.search import ResolvedSource
 from ckptkit.core.errors import (
     AmbiguousSourceError,
     CannotPlanError,
@@ -19,30 +20,9 @@ from ckptkit.core.errors import (
     UnsupportedError,
 )
 from ckptkit.formats.base import Candidate
-from ckptkit.formats.discovery import CandidateChooser, ResolvedSource, parse_step
+from ckptkit.formats.discovery import parse_step
 from ckptkit.formats.registry import recognise
-
-
-def dcp(folder: str) -> Candidate:
-    path = f"{folder}/.metadata" if folder else ".metadata"
-    return Candidate("dcp", folder, (path,), "'.metadata'")
-
-
-class Chooser(CandidateChooser):
-    """Knows which folders or files are broken, and why."""
-
-    def __init__(
-        self, broken: tuple[str, ...] = (), reason: str = "a file", location: str = "here"
-    ) -> None:
-        super().__init__(location)
-        self._broken, self._reason = broken, reason
-
-    def describe_missing(self, candidate: Candidate) -> str:
-        is_broken = {candidate.folder, *candidate.files}.intersection(self._broken)
-        return self._reason if is_broken else ""
-
-    def read_step(self, candidate: Candidate) -> int | None:
-        return 9 if "last" in candidate.files[0] else None
+from tests.searching import Chooser, dcp
 
 
 def among(candidates: list[Candidate]) -> ResolvedSource:

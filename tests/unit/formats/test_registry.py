@@ -19,6 +19,7 @@ from safetensors.numpy import load_file
 import ckptkit
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import InputError, MissingFileError, NotACheckpointError
+from ckptkit.formats.base import FormatReader
 from ckptkit.formats.registry import READERS, FileGroup, group_files, load_installed, recognise
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -222,6 +223,19 @@ def test_where_nothing_is_found_all_formats_and_what_is_there_are_named(tmp_path
     assert caught.value.message.endswith("but log_*.json (2), logs/ (2), notes.txt")
     for reader in READERS:
         assert reader.expected in caught.value.hint
+
+
+@pytest.mark.parametrize("reader", READERS, ids=[reader.name for reader in READERS])
+def test_a_reader_that_is_not_asked_would_have_found_nothing(reader: FormatReader) -> None:
+    found = 0
+    for fixture in FIXTURES.iterdir():
+        paths = sorted(str(p.relative_to(fixture)) for p in fixture.rglob("*") if p.is_file())
+        for path in (path for one in reader.find(paths) for path in one.files):
+            found += re.search(f"(?:{reader.endings})$", path) is not None
+        if not any(re.search(f"(?:{reader.endings})$", path) for path in paths):
+            assert not reader.find(paths), fixture
+            assert not reader.find_deep_folders(paths), fixture
+    assert found
 
 
 SAVED = "peft_checkpointer/checkpoint/checkpoint-2"

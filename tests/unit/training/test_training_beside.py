@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 import ckptkit
-from ckptkit.conversion.source.open import _Search
+from ckptkit.conversion.source import open as opening
+from ckptkit.conversion.source.search import Search
 from ckptkit.core.errors import MissingFileError, NotACheckpointError
 from ckptkit.storage.places import Place
 from ckptkit.training import Checkpointer
@@ -59,9 +60,11 @@ def test_what_a_watch_that_was_killed_has_built_is_no_checkpoint(tmp_path: Path)
 
 
 @pytest.mark.parametrize("listed", [("checkpoint-1",), ("checkpoint-0", "checkpoint-1")])
-@pytest.mark.parametrize("moment", ["_candidates", "run"])
+@pytest.mark.parametrize(
+    ("home", "moment"), [(Search, "list_candidates"), (opening, "_parse")], ids=["listed", "opened"]
+)
 def test_steps_that_a_job_removes_while_they_are_searched_are_not_missed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listed: tuple[str, ...], moment: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listed: tuple[str, ...], home: Any, moment: str
 ) -> None:
     run, later = tmp_path / "run", tmp_path / "later"
     models = [nn.Linear(3, 2) for _ in range(3)]
@@ -71,16 +74,16 @@ def test_steps_that_a_job_removes_while_they_are_searched_are_not_missed(
     (run / "checkpoint-2").rename(later)
     for name in {"checkpoint-0", "checkpoint-1"}.difference(listed):
         shutil.rmtree(run / name)
-    look, moments = getattr(_Search, moment), iter([True])
+    look, moments = getattr(home, moment), iter([True])
 
-    def overtaken(search: _Search, *arguments: Any) -> Any:
-        found = look(search, *arguments)
+    def overtaken(*arguments: Any) -> Any:
+        found = look(*arguments)
         if next(moments, False):
             later.rename(run / "checkpoint-2")
             shutil.rmtree(run / "checkpoint-1")
         return found
 
-    monkeypatch.setattr(_Search, moment, overtaken)
+    monkeypatch.setattr(home, moment, overtaken)
     ckptkit.consolidate(run, tmp_path / "out")
     assert torch.equal(load_file(tmp_path / "out/model.safetensors")["weight"], models[2].weight)
 
@@ -103,15 +106,15 @@ def test_a_step_that_is_removed_from_a_bucket_while_it_is_searched_is_not_missed
             for step, model in enumerate(models)
         ]
     bucket.put_tree(steps[0], "run/checkpoint-0")
-    look, moments = _Search._candidates, iter([True])
+    look, moments = Search.list_candidates, iter([True])
 
-    def overtaken(search: _Search) -> Any:
+    def overtaken(search: Search) -> Any:
         found = look(search)
         if next(moments, False):
             bucket.clear()
             bucket.put_tree(steps[1], "run/checkpoint-1")
         return found
 
-    monkeypatch.setattr(_Search, "_candidates", overtaken)
+    monkeypatch.setattr(Search, "list_candidates", overtaken)
     ckptkit.consolidate(Place(f"{bucket.url}/run", object_store.options), tmp_path / "out")
     assert torch.equal(load_file(tmp_path / "out/model.safetensors")["weight"], models[1].weight)
