@@ -56,6 +56,10 @@ class ArrayReader:
         inputs = [self.read(d.origin, d.key, d.place) for d in operand.demands(span)]
         return operand.values(span, inputs)
 
+    def unverified(self, origin: str) -> set[Key]:
+        """Returns the tensors that were read and have bytes without a stored checksum."""
+        return self._origins[origin].unverified
+
     def finish(self) -> None:
         """Verifies the checksums of what was read in part."""
         for origin in self._origins.values():
