@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from ckptkit.adapters.array_reader import ArrayReader
 from ckptkit.adapters.base_model import BaseSource, open_base, take_weights
 from ckptkit.adapters.packed_bases import ModelWeights, QuantizedBase, find_packings
-from ckptkit.adapters.sources import OpenedAdapter, SourceAdapter
+from ckptkit.adapters.sources import OpenedAdapter
 from ckptkit.consumers.folder_truth import MAX_JSON_BYTES
 from ckptkit.conversion.source.adapters import read_record_of_base
 from ckptkit.conversion.source.open import OpenedCheckpoint, make_absolute, resolve_path
@@ -129,8 +129,8 @@ def compare_weights(
         spans = (Span(at, min(at + step, elements)) for at in range(0, elements, step))
         if not all(
             _are_equal(
-                readers[0].read(trained.origin.name, ours.key, span),
-                readers[1].read(given.origin.name, theirs.key, span),
+                readers[0].read(ours.key, span),
+                readers[1].read(theirs.key, span),
                 Caster(theirs.dtype, ours.dtype) if theirs.dtype != ours.dtype else None,
             )
             for span in spans
@@ -156,11 +156,11 @@ def _list_some(names: Sequence[str]) -> str:
 _SAMPLE = 1 << 16  # elements of each weight: two models differ nearly everywhere
 
 
-def refuse_rewritten_bases(adapters: Sequence[SourceAdapter], given: BaseSource | None) -> None:
+def refuse_rewritten_bases(adapters: Sequence[OpenedAdapter], given: BaseSource | None) -> None:
     """Refuses adapters of a base that PEFT changed when it initialized them."""
     is_own = given is None and len(adapters) == 1
     for adapter in adapters:
-        settings = adapter.found.adapter.settings
+        settings = adapter.adapter.settings
         if settings.changes_base and not is_own:
             raise RefusedError(
                 f"the adapter was initialized with {quote(str(settings.init_lora_weights))},"
@@ -178,7 +178,7 @@ class BaseChecks:
     def __init__(
         self,
         stack: ExitStack,
-        adapters: Sequence[SourceAdapter],
+        adapters: Sequence[OpenedAdapter],
         given: BaseSource | None,
         *,
         allowed: bool,
@@ -205,7 +205,7 @@ class BaseChecks:
             return
         for adapter in self._adapters:
             where = adapter.source.where
-            expected = find_recorded_base(adapter.found.adapter.settings, adapter.found.opened)
+            expected = find_recorded_base(adapter.adapter.settings, adapter.opened)
             path, config = self._given.opened.path, self._given.config
             given = identify_base(make_absolute(path), config)
             if not given.repository:
@@ -229,16 +229,16 @@ class BaseChecks:
     ) -> None:
         """Compares the given base with the bases that checkpoints contain, or record."""
         if trained is not None:
-            tables = [build_table(adapter.found.adapter.tensors) for adapter in self._adapters]
+            tables = [build_table(adapter.adapter.tensors) for adapter in self._adapters]
             whole = [make_plain_name(name) for table in tables for name in table.whole]
             biases = (name for name in whole if name.endswith(".bias"))  # they were trained
             hidden = {*quantized.hidden, *biases}
             if self._compare(trained, given, self._adapters[0], hidden=hidden):
                 self._unproven.clear()
         for adapter in self._adapters:
-            if adapter.found.base:
+            if adapter.base:
                 continue
-            record = read_record_of_base(adapter.found.opened)
+            record = read_record_of_base(adapter.opened)
             if record.quantization is not None and not quantized.operands:
                 self._check_packing(record.quantization, adapter, choice)
             digests = {n: d for n, d in record.digests.items() if n not in quantized.hidden}
@@ -247,7 +247,7 @@ class BaseChecks:
                 self._check_digests(digests, given, adapter, is_whole=is_whole)
 
     def _check_packing(
-        self, packed: Quantization, adapter: SourceAdapter, choice: QloraBase | None
+        self, packed: Quantization, adapter: OpenedAdapter, choice: QloraBase | None
     ) -> None:
         """Refuses to merge onto the originals of packed weights, unless `choice` asks for it."""
         kinds = ", ".join(packed.kinds)
@@ -276,7 +276,7 @@ class BaseChecks:
         self,
         digests: Mapping[str, WeightDigest],
         given: ModelWeights,
-        adapter: SourceAdapter,
+        adapter: OpenedAdapter,
         *,
         is_whole: bool,
     ) -> None:
@@ -315,7 +315,7 @@ class BaseChecks:
         self,
         trained: ModelWeights,
         given: ModelWeights,
-        adapter: SourceAdapter,
+        adapter: OpenedAdapter,
         *,
         hidden: Collection[str] = (),
         most: int | None = None,
@@ -332,7 +332,7 @@ class BaseChecks:
         )
         return False
 
-    def _refuse_or_note(self, text: str, given: ModelWeights, adapter: SourceAdapter) -> None:
+    def _refuse_or_note(self, text: str, given: ModelWeights, adapter: OpenedAdapter) -> None:
         where = adapter.source.where
         refuse_other_base([text], given.location, where=where, allowed=self._allowed)
         self._notes.append(f"merged onto another base: {text}")
@@ -419,7 +419,7 @@ def read_digests(origin: Origin, entries: Mapping[str, TensorEntry]) -> dict[str
     digests = {}
     for name, entry in entries.items():
         crc = 0
-        for block in reader.read_blocks(origin.name, entry):
+        for block in reader.read_blocks(entry):
             crc = crc32(block.view(np.uint8).data, crc)
         digests[name] = WeightDigest(entry.dtype.name, entry.shape, crc)
     return digests

@@ -444,8 +444,8 @@ def _read_change(
     wide = np.float32 if {after.dtype.kind, before.dtype.kind} == {"float"} else np.float64
     for start in range(0, after.elements, _AT_ONCE):
         span = Span(start, min(start + _AT_ONCE, after.elements))
-        last = reader.read(tuned.name, after.key, span)
-        first = reader.read(base.name, before.key, span)
+        last = reader.read(after.key, span, tuned.name)
+        first = reader.read(before.key, span, base.name)
         # The wider of the two, and never less than the result.
         widest = np.float64 if np.float64 in {last.dtype.type, first.dtype.type} else wide
         with np.errstate(all="ignore"):  # the result is checked

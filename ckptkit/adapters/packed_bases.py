@@ -331,13 +331,12 @@ def plan_quantized(
 
 
 def measure_quantization(
-    base: QuantizedBase, names: Iterable[str], origins: Mapping[str, Origin]
+    base: QuantizedBase, names: Iterable[str], reader: ArrayReader
 ) -> dict[str, float]:
     """Measures what quantizing changed in weights: the Frobenius norms of dequantized - original.
 
     Weights without an original are left out.
     """
-    reader = ArrayReader(*origins.values())
     return {
         name: measure_change(
             reader, base.originals[name], base.dequantized[name], base.shapes[name]
@@ -524,7 +523,7 @@ def prove_same_bytes(
         for origin, entry in (first, second):  # a range begins and ends between stored elements
             item = entry.dtype.itemsize
             part = Span(span.start // item, span.stop // item)
-            codes.append(reader.read(origin, entry.key, part).view(np.uint8))
+            codes.append(reader.read(entry.key, part, origin).view(np.uint8))
         differing += int(np.count_nonzero(codes[0] != codes[1]))
     return PackingProof(differing, 2 * size, crowded=differing > 0)
 
@@ -571,7 +570,7 @@ class PackedLocation(Struct, frozen=True):
         where = f"{self.location}, tensor {entry.name!r}"
         if entry.size_bytes > MAX_STATE_BYTES:
             raise FormatError(f"has {entry.size_bytes:,} bytes, too many for a state", where=where)
-        return FourBitState.parse(self.reader.read_whole(self.origin, entry).tobytes(), where=where)
+        return FourBitState.parse(self.reader.read_whole(entry, self.origin).tobytes(), where=where)
 
 
 def unpack_eight_bits(weight: PackedWeight, place: PackedLocation, dtype: DType) -> UnpackedWeight:

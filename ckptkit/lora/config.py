@@ -369,7 +369,6 @@ def _refuse_unmodelled(document: Mapping[str, Any], where: str) -> None:
 class Adapter(Struct, frozen=True):
     name: str
     settings: LoraSettings
-    origin: str  # the source of its tensors in a plan
     tensors: Mapping[Fqn, TensorEntry]  # by the names that PEFT's files give them, in natural order
 
     @property

@@ -46,7 +46,7 @@ def rows_of(
     is_own_record: bool = False,
 ) -> tuple[ModuleRow, ...]:
     settings = LoraSettings.parse({"peft_type": "LORA", "r": 2, **options})
-    adapter = Adapter("default", settings, "source", named(shapes))
+    adapter = Adapter("default", settings, named(shapes))
     return account(adapter, named(base or {}), is_own_record=is_own_record)
 
 
@@ -248,7 +248,7 @@ def test_an_alpha_that_older_versions_read_otherwise_is_told(
     options: dict[str, Any], rank: int, found: list[str]
 ) -> None:
     settings = LoraSettings.parse({"r": 2, "target_modules": ["q_proj"], **options})
-    adapter = Adapter("default", settings, "source", named(factors(Q, rank=rank)))
+    adapter = Adapter("default", settings, named(factors(Q, rank=rank)))
     notes = list(note_old_alphas(settings, account(adapter, {})))
     assert len(notes) == len(found)
     assert all(text in note for text, note in zip(found, notes, strict=True))
