@@ -382,7 +382,9 @@ def _find_quantization(
         origin = Origin(_KIND, found.opened.source, found.opened.index)
         entries = {n: weight.packed for n, weight in packed.items() if weight.bits == FOUR_BITS}
         crcs = {name: digest.crc32 for name, digest in collect_digests(origin, entries).items()}
-        packings = find_packings(origin, found.base, packed, read_settings(config), crcs)
+        base = {str(name): entry for name, entry in found.base.items()}
+        holder = ModelWeights(origin, base, config, found.opened.source.location)
+        packings = find_packings(holder, packed, read_settings(config), crcs)
         return Quantization(tuple(sorted(set(kinds))), len(kinds), checkpoint, packings)
     if not options or options.get("dequantize") or any(name in found.base for name in shapes):
         return None  # weights that were saved unpacked were used unpacked
