@@ -33,6 +33,7 @@ from ckptkit.integrations.checkpointers import export_into
 from ckptkit.storage.local.target import SharedTarget
 from ckptkit.training import Checkpointer
 from ckptkit_cli.inspect import InspectArguments, next_step
+from tests.live_truth import refuse
 from tests.sampled import sampled
 
 pytestmark = [
@@ -204,8 +205,7 @@ def advice_of_inspect(case: Case) -> set[str]:
 
 
 def advice_of_consolidate(case: Case) -> set[str]:
-    with pytest.raises(RefusedError, match="belongs to an adapter of PEFT") as caught:
-        ckptkit.consolidate(case.source, "OUT")
+    caught = refuse("belongs to an adapter of PEFT", case.source, "OUT", kind=RefusedError)
     assert "--names live" in caught.value.hint
     return set(re.findall("`(.*?)`", caught.value.hint))
 

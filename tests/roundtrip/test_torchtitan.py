@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 import ckptkit
 from ckptkit.core.errors import CkptkitError
 from tests.command_line import run_command
+from tests.live_truth import refuse
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 MODELS = sorted(path.parent.name for path in FIXTURES.glob("torchtitan_family_*/config.json"))
@@ -182,9 +183,7 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written(what: str, tmp_path
     base.mkdir()
     config = json.loads((MOE / "config.json").read_text())
     (base / "config.json").write_text(json.dumps(config | changed))
-    with pytest.raises(CkptkitError, match=message):
-        ckptkit.consolidate(MOE / "checkpoint", tmp_path / "out", base=base, **options)
-    assert not (tmp_path / "out").exists()
+    refuse(message, MOE / "checkpoint", tmp_path / "out", base=base, **options)
 
 
 def test_other_heads_of_llama_are_refused(tmp_path: Path) -> None:
@@ -204,12 +203,10 @@ def test_a_tensor_that_is_missing_is_named(lacking: str, tmp_path: Path) -> None
     state = stored(MOE)
     del state[lacking]
     source = saved(tmp_path / "source", state)
-    with pytest.raises(CkptkitError, match=r"layer 1 is missing|has no tensor for"):
-        ckptkit.consolidate(source, tmp_path / "out", base=MOE)
+    refuse(r"layer 1 is missing|has no tensor for", source, tmp_path / "out", base=MOE)
 
 
 def test_without_a_configuration_it_is_refused_and_names_can_be_kept(tmp_path: Path) -> None:
-    with pytest.raises(CkptkitError, match=r"names of torchtitan .* no configuration"):
-        ckptkit.consolidate(LLAMA / "checkpoint", tmp_path / "out")
+    refuse(r"names of torchtitan .* no configuration", LLAMA / "checkpoint", tmp_path / "out")
     ckptkit.consolidate(LLAMA / "checkpoint", tmp_path / "out", map="none")
     assert differences(load_file(tmp_path / "out/model.safetensors"), stored(LLAMA)) == []
