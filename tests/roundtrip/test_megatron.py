@@ -24,7 +24,6 @@ from tests.live_truth import refuse
 from tests.tensor_images import same
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
-MODELS = sorted(path.parent.name for path in FIXTURES.glob("megatron_model_*/config.json"))
 LLAMA = FIXTURES / "megatron_model_llama_tp2_pp2"
 
 
@@ -37,40 +36,6 @@ def own_map(path: Path, constant: float) -> Path:
     return path
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_a_model_becomes_that_of_transformers(model: str, tmp_path: Path) -> None:
-    case, out = FIXTURES / model, tmp_path / "out"
-    manifest = ckptkit.consolidate(case / "checkpoint", out, base=case)
-    assert same(out / "model.safetensors", case / "truth.safetensors")
-    assert any(name.startswith("map megatron-") for name in manifest.versions)
-    ckptkit.verify(out)
-
-
-@pytest.mark.parametrize("model", MODELS)
-def test_transformers_loads_what_was_written(model: str, tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    case, out = FIXTURES / model, tmp_path / "out"
-    ckptkit.consolidate(case / "checkpoint", out, base=case)
-    _, report = transformers.AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
-    assert not report["missing_keys"]
-    assert not report["unexpected_keys"]
-    assert not report["mismatched_keys"]
-
-
-def test_slices_write_the_same_model(tmp_path: Path) -> None:
-    whole, sliced = tmp_path / "whole", tmp_path / "sliced"
-    options = ["--base", LLAMA, "--max-shard-size", "20KB"]
-    assert run_command("consolidate", LLAMA / "checkpoint", whole, *options).returncode == 0
-    for number in range(3):
-        part = ["--slice", f"{number}/3"]
-        result = run_command("consolidate", LLAMA / "checkpoint", sliced, *options, *part)
-        assert result.returncode == 0, result.stderr
-    files = sorted(path.name for path in whole.glob("*.safetensors"))
-    assert len(files) > 1
-    for name in files:
-        assert (sliced / name).read_bytes() == (whole / name).read_bytes()
-
-
 def test_a_map_of_ones_own_replaces_rules_of_another(tmp_path: Path) -> None:
     own, out = own_map(tmp_path / "own.toml", 0.5), tmp_path / "out"
     ckptkit.consolidate(LLAMA / "checkpoint", out, base=LLAMA, map=own)
@@ -78,44 +43,6 @@ def test_a_map_of_ones_own_replaces_rules_of_another(tmp_path: Path) -> None:
     norm = truth["model.norm.weight"]
     truth["model.norm.weight"] = (norm.float() + 0.5).to(norm.dtype)
     assert same(out / "model.safetensors", truth)
-
-
-REFUSED: Mapping[str, tuple[dict[str, Any] | None, dict[str, Any], str]] = {
-    "no configuration": (None, {}, "no configuration has them"),
-    "a family without a map": (
-        {"model_type": "bloom"},
-        {},
-        "no map has names of Megatron-Core for the model type 'bloom'",
-    ),
-    "a map of another family": (
-        {},
-        {"map": "megatron-deepseek"},
-        "no rule of map 'megatron-deepseek'",
-    ),
-    "a map that is not there": ({}, {"map": "megatron-lama"}, "is neither a file nor a map"),
-    "further layers": ({"num_hidden_layers": 7}, {}, "num_hidden_layers is 2 in.*, 7 in"),
-    "more heads of half the size": (
-        {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": None},
-        {},
-        "num_attention_heads is 4 in the checkpoint's own settings, 8 in the configuration",
-    ),
-    "other groups": ({"num_key_value_heads": 1}, {}, "linear_qkv.* along axis 0"),
-    "a larger vocabulary": ({"vocab_size": 999}, {}, "expected at least 999 along axis 0"),
-    "a wider MLP": ({"intermediate_size": 64}, {}, "linear_fc1.*expected 128 along axis 0"),
-    "names that are kept": ({}, {"map": "megatron-llama", "names": "live"}, "--names live"),
-}
-
-
-@pytest.mark.parametrize("what", REFUSED)
-def test_what_does_not_fit_is_refused_and_nothing_is_written(what: str, tmp_path: Path) -> None:
-    config, options, message = REFUSED[what]
-    base = None
-    if config is not None:
-        base = tmp_path / "base"
-        base.mkdir()
-        stored = json.loads((LLAMA / "config.json").read_text())
-        (base / "config.json").write_text(json.dumps(stored | config))
-    refuse(message, LLAMA / "checkpoint", tmp_path / "out", base=base, **options)
 
 
 def test_a_parameter_that_no_rule_makes_is_named_with_the_nearest_rule(tmp_path: Path) -> None:
