@@ -57,9 +57,11 @@ from ckptkit.lora.quantized import (
     MAX_STATE_BYTES,
     QUANT_TYPES,
     SCALES_OF_ROWS,
+    BlockSize,
     FourBitSettings,
     FourBitState,
     FourBitType,
+    PackedDType,
     PackedRecord,
     PackedWeight,
     Packing,
@@ -563,6 +565,7 @@ def cut_blocks(elements: int, blocksize: int = 1) -> Iterator[Span]:
 
 
 _TRIAL_ELEMENTS = 1 << 18
+_Settings = tuple[FourBitType, BlockSize, PackedDType]
 _LIKELY_BLOCKSIZES = tuple(sorted(BLOCKSIZES, key=lambda size: (size not in {64, 128}, size)))
 
 
@@ -592,17 +595,17 @@ def find_settings(
 
 def list_likely_settings(
     known: FourBitSettings, storage: DType, original: DType
-) -> Iterator[tuple[FourBitType, int, str]]:
+) -> Iterator[_Settings]:
     """Yields types, block sizes and element types of which a packing may be, the likeliest first.
 
     FSDP takes parameters of one type only, so a float type of storage is that of the model.
     """
     types = dict.fromkeys(QUANT_TYPES[t] for t in filter(None, (known.quant_type, *QUANT_TYPES)))
     sizes = dict.fromkeys(filter(None, (known.blocksize, *_LIKELY_BLOCKSIZES)))
-    names = (known.dtype, storage.name, original.name, *DTYPES)
-    dtypes = dict.fromkeys(name for name in names if name in DTYPES)
+    near = [dtype for name in (storage.name, original.name) for dtype in DTYPES if dtype == name]
+    dtypes = dict.fromkeys(filter(None, (known.dtype, *near, *DTYPES)))
     for size, dtype, quant_type in itertools.product(sizes, dtypes, types):
-        yield quant_type, size, str(dtype)
+        yield quant_type, size, dtype
 
 
 _MATRIX = 2
@@ -748,7 +751,9 @@ def _unpack_again(
     is_nested = known.nested
     first = ArrayReader(base.origin)
 
-    def pack(name: str, quant_type: FourBitType, blocksize: int, dtype: str) -> RequantizedFourBit:
+    def pack(
+        name: str, quant_type: FourBitType, blocksize: BlockSize, dtype: PackedDType
+    ) -> RequantizedFourBit:
         entry = base.entries[name]
         return RequantizedFourBit(
             base.stored(entry), BY_NAME[dtype], blocksize, entry.elements, quant_type=quant_type
@@ -785,9 +790,9 @@ def _find_recorded(
     known: FourBitSettings,
     base: ModelWeights,
     names: Sequence[str],
-    pack: Callable[[str, FourBitType, int, str], RequantizedFourBit],
+    pack: Callable[[str, FourBitType, BlockSize, PackedDType], RequantizedFourBit],
     reader: ArrayReader,
-) -> tuple[FourBitType, int, str]:
+) -> _Settings:
     """Returns settings that are recorded, or that a checksum of packed bytes proves."""
     if known.quant_type is not None and known.blocksize is not None and known.dtype is not None:
         return known.quant_type, known.blocksize, known.dtype
