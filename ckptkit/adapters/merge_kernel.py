@@ -31,7 +31,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal
 
 import numpy as np
 from msgspec import Struct
@@ -421,6 +421,10 @@ Apply = Callable[[RowRange, Floats], None]
 Step = LoraStep | Apply
 
 
+def _is_dora(step: Step) -> bool:
+    return isinstance(step, LoraStep) and step.magnitude is not None
+
+
 def _read_step(update: Update, reading: Reading, rounded: DType | None) -> Step:
     if isinstance(update, LowRankUpdate):
         return LoraStep(update, reading, rounded if update.rounded else None)
@@ -447,14 +451,10 @@ def _read_step(update: Update, reading: Reading, rounded: DType | None) -> Step:
     return put
 
 
-NormsOf = Callable[[int, Floats], Floats]
-"""Returns the n-th norms that a block needs, for the matrix of its rows."""
-
-
 class _Fold:
     """The low-rank updates that were merged into a few rows, which DoRA may have to undo."""
 
-    def __init__(self, rows: RowRange, norms: NormsOf, between: DType) -> None:
+    def __init__(self, rows: RowRange, norms: NormsOfColumns | None, between: DType) -> None:
         self._rows = rows
         self._norms = norms
         self._number = 0
@@ -476,7 +476,11 @@ class _Fold:
         normed = None if base is weight else np.add(base, delta, out=self._memory("normed"))
         # `weight` may be in this memory itself.
         total: Floats = np.add(weight, delta, out=self._memory("total"))
-        norms = self._norms(self._number, total if normed is None else normed)
+        matrix = total if normed is None else normed
+        if self._norms is None:
+            norms = compute_row_norms(matrix)
+        else:
+            norms = self._norms.take(self._number, matrix)
         scale = step.scale(self._rows.start, self._rows.stop, norms)
         self._number += 1
         self.merged.append((step, scale))
@@ -516,14 +520,6 @@ class _Fold:
         return workspace(name, shape[0] * shape[1]).reshape(shape)
 
 
-def _is_dora(step: Step) -> TypeGuard[LoraStep]:
-    return isinstance(step, LoraStep) and step.magnitude is not None
-
-
-def _take_row_norms(_number: int, matrix: Floats) -> Floats:
-    return compute_row_norms(matrix)
-
-
 class NormsOfColumns:
     """Norms of columns, which need passes over the whole weight first.
 
@@ -535,7 +531,8 @@ class NormsOfColumns:
         self._found_norms: list[Floats] = []
         self._sums: Floats | None = None  # of squares, while a pass is under way
 
-    def __call__(self, number: int, matrix: Floats) -> Floats:
+    def take(self, number: int, matrix: Floats) -> Floats:
+        """Returns the n-th norms that a merge needs, for the matrix of some of the rows."""
         if number < len(self._found_norms):
             return self._found_norms[number]
         if self._sums is not None:
@@ -616,9 +613,7 @@ class MergeKernel(Kernel, Struct, frozen=True):
         rounded = self.base.dtype if self.rounding == "peft" else None
         with np.errstate(all="ignore"):  # what overflows is found in the result
             steps = [_read_step(update, reading, rounded) for update in self.updates]
-        merge = BlockMerge(
-            self.base, steps, self.rounding, self.norm_of, rows, columns, _take_row_norms
-        )
+        merge = BlockMerge(self.base, steps, self.rounding, self.norm_of, columns)
         if not any(u.magnitude and u.outputs == "columns" for u in low_ranks):
             return merge
         norms = NormsOfColumns(columns)
@@ -637,9 +632,8 @@ class BlockMerge(Kernel, Struct, frozen=True):
     steps: Sequence[Step]
     rounding: Rounding
     norm_of: NormOf
-    rows: int  # of the tensor, seen as a matrix
-    columns: int
-    norms: NormsOf
+    columns: int  # of the tensor, seen as a matrix
+    norms: NormsOfColumns | None = None  # None for those of rows, which a block has
 
     @property
     def _needs_whole_rows(self) -> bool:
@@ -680,7 +674,7 @@ class BlockMerge(Kernel, Struct, frozen=True):
                 raise overflow_error(overflow, out.dtype, where=where, block_start=low)
             self._refuse_overflow(base[wanted], merged, out, low)
 
-    def _apply(self, rows: RowRange, weight: Floats, norms: NormsOf) -> Floats:
+    def _apply(self, rows: RowRange, weight: Floats, norms: NormsOfColumns | None) -> Floats:
         is_onto_base = self.norm_of == "base"
         # Later updates with norms need the unmerged weight.
         remembers = self.rounding == "once" and is_onto_base and any(map(_is_dora, self.steps[1:]))

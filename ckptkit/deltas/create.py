@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, closing
+from contextlib import closing
 from itertools import chain, starmap
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any, Protocol, Self, get_args
+from typing import TYPE_CHECKING, Any, Self, get_args
 
 import numpy as np
 import xxhash
@@ -69,6 +69,9 @@ from ckptkit.storage.base import Target
 from ckptkit.storage.local.target import LocalTarget, translate_errors
 from ckptkit.storage.locations import resolve_places
 from ckptkit.storage.places import PathLike, open_target
+
+if TYPE_CHECKING:
+    from ckptkit.adapters.merge import MergeJob
 
 _LISTED = 3
 _OTHER_OPTIONS = "publish the new model as a whole, or make it with the options of that version"
@@ -226,23 +229,9 @@ def make_job(src: PathLike, out: PathLike, options: Mapping[str, Any]) -> Conver
     return replace(job, advice=DELTA_CREATE)
 
 
-class ModelJob(Protocol):
-    """What plans the model on one side of a delta: a conversion, or a merge."""
-
-    @property
-    def destination(self) -> PathLike: ...
-
-    @property
-    def overwrite(self) -> bool: ...
-
-    def check_places(self) -> None: ...
-
-    def plan_output(self) -> AbstractContextManager[PlannedOutput]: ...
-
-
 def create_delta(
-    base: ModelJob,
-    new: ModelJob,
+    base: ConversionJob | MergeJob,
+    new: ConversionJob | MergeJob,
     request: DeltaRequest,
     listener: Listener = ignore,
     facts: Mapping[str, Any] | None = None,
