@@ -12,7 +12,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 import transformers
 from peft import LoraConfig, get_peft_model
-from safetensors.torch import load_file
 from torch import nn
 
 Tensors = dict[str, torch.Tensor]
@@ -78,13 +77,6 @@ def save_dcp(state: Mapping[str, Any], folder: Path) -> Path:
     with warnings.catch_warnings(action="ignore"):
         dcp.save(dict(state), checkpoint_id=folder, no_dist=True)
     return folder
-
-
-def tensors_in(folder: Path) -> Tensors:
-    found: Tensors = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        found |= load_file(path)
-    return found
 
 
 def assert_same(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:

@@ -29,9 +29,9 @@ from tests.small_adapters import (
     assert_same,
     model_of,
     save_dcp,
-    tensors_in,
     train,
 )
+from tests.tensor_images import tensors_in
 
 Make = Callable[[], Any]
 pytestmark = pytest.mark.filterwarnings("ignore")  # PEFT's own, on odd but legal configurations

@@ -28,6 +28,7 @@ from ckptkit.hub_names.disk_tensors import (
 from ckptkit.hub_names.known_models import determine_need
 from ckptkit.options import NameChoice
 from tests.live_truth import refuse
+from tests.tensor_images import images
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", minversion="5")
@@ -259,15 +260,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case], tuple[Any
 
 
 def assert_same_model(out: Path, reference: Path) -> None:
-    ours, theirs = load_file(out / "model.safetensors"), load_file(reference / "model.safetensors")
-    assert ours.keys() == theirs.keys()
-    for name, tensor in theirs.items():
-        assert (ours[name].dtype, ours[name].shape) == (tensor.dtype, tensor.shape), name
-        assert (
-            ours[name].numpy(force=True).tobytes() == tensor.numpy(force=True).tobytes()
-            if (tensor.dtype != torch.bfloat16)
-            else torch.equal(ours[name].view(torch.int16), tensor.view(torch.int16))
-        ), name
+    assert images(out / "model.safetensors") == images(reference / "model.safetensors")
 
 
 def config_of(folder: Path) -> dict[str, Any]:

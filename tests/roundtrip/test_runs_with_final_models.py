@@ -18,10 +18,10 @@ from ckptkit_cli.main import main
 from tests.distributed.tiny_trainers import model, rows, tokenizer
 from tests.live_truth import refuse
 from tests.object_store import ObjectStore
+from tests.tensor_images import same, tensors_in
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
-Tensors = dict[str, torch.Tensor]
 
 
 @pytest.fixture(scope="module")
@@ -50,18 +50,6 @@ def run(trained: Path, tmp_path: Path) -> Path:
     return shutil.copytree(trained, tmp_path / "run")
 
 
-def _equal(found: Path, expected: Path) -> bool:
-    one, other = _load(found), _load(expected)
-    return one.keys() == other.keys() and all(one[name].equal(other[name]) for name in one)
-
-
-def _load(folder: Path) -> Tensors:
-    tensors: Tensors = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        tensors |= load_file(file)
-    return tensors
-
-
 def test_commands_take_the_newest_step_and_the_final_model_where_it_is_selected(
     run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -70,9 +58,9 @@ def test_commands_take_the_newest_step_and_the_final_model_where_it_is_selected(
     assert "note: checkpoint-4 was taken; left alone: the final model" in said
     assert "(--select . takes it)" in said
     assert main(["consolidate", str(run), str(tmp_path / "final"), "--select", "."]) == 0
-    assert _equal(tmp_path / "newest", run / "checkpoint-4")
-    assert _equal(tmp_path / "final", run)
-    assert not _equal(run, run / "checkpoint-4")
+    assert same(tensors_in(tmp_path / "newest"), tensors_in(run / "checkpoint-4"))
+    assert same(tensors_in(tmp_path / "final"), tensors_in(run))
+    assert not same(tensors_in(run), tensors_in(run / "checkpoint-4"))
     names = {path.name for path in (tmp_path / "final").iterdir()}
     assert {"config.json", "tokenizer.json", "model.safetensors"} <= names
     assert not any(name.startswith("checkpoint") for name in names)
@@ -93,7 +81,7 @@ def test_readers_and_reports_take_the_newest_step(run: Path, tmp_path: Path) -> 
     assert main(["average", str(run), str(tmp_path / "mean"), "--last", "2"]) == 0
     live: torch.nn.Module = model()
     load_into(live, run)
-    newest = _load(run / "checkpoint-4")
+    newest = tensors_in(run / "checkpoint-4")
     assert all(tensor.equal(newest[name]) for name, tensor in live.state_dict().items())
 
 
@@ -108,7 +96,7 @@ def test_inspect_lists_the_steps_and_the_models_beside_them(
 
 
 def test_a_sharded_final_model_is_taken_whole(run: Path, tmp_path: Path) -> None:
-    whole = _load(run)
+    whole = tensors_in(run)
     (run / "model.safetensors").unlink()
     made = model()
     made.load_state_dict(whole)
@@ -116,8 +104,8 @@ def test_a_sharded_final_model_is_taken_whole(run: Path, tmp_path: Path) -> None
     assert len(list(run.glob("model-*.safetensors"))) > 1
     ckptkit.consolidate(run, tmp_path / "newest")
     ckptkit.consolidate(run, tmp_path / "final", select=".")
-    assert _equal(tmp_path / "newest", run / "checkpoint-4")
-    assert _equal(tmp_path / "final", run)
+    assert same(tensors_in(tmp_path / "newest"), tensors_in(run / "checkpoint-4"))
+    assert same(tensors_in(tmp_path / "final"), tensors_in(run))
     next(run.glob("model-*.safetensors")).unlink()
     assert any("'.' beside the steps is not whole" in note for note in ckptkit.inspect(run).notes)
     assert not ckptkit.verify(run).ok
@@ -190,7 +178,7 @@ def test_without_a_whole_step_the_final_model_is_proposed(run: Path, tmp_path: P
     told = refuse("none of 2 steps is complete", run, tmp_path / "out", kind=NotACheckpointError)
     assert "--select .;" in told.value.hint
     ckptkit.consolidate(run, tmp_path / "out", select=".")
-    assert _equal(tmp_path / "out", run)
+    assert same(tensors_in(tmp_path / "out"), tensors_in(run))
 
 
 @pytest.mark.parametrize("case", ["peft_checkpointer", "peft_trl_fsdp2_ckptkit", "peft_trl_fsdp2"])
@@ -213,10 +201,10 @@ def test_an_adapter_saved_beside_the_steps_is_named_and_the_step_is_taken(
     shutil.copy(ours / "adapter_config.json", home)
     assert list(ckptkit.inspect(run).finals) == [place]
     assert main(["adapter", "extract", str(run), str(tmp_path / "of-step"), *words]) == 0
-    assert _equal(tmp_path / "of-step", ours)
+    assert same(tensors_in(tmp_path / "of-step"), tensors_in(ours))
     chosen = ["adapter", "extract", str(run), str(tmp_path / "of-final"), "--select", place]
     assert main(chosen) == 0
-    assert _equal(tmp_path / "of-final", home)
+    assert same(tensors_in(tmp_path / "of-final"), tensors_in(home))
     assert ckptkit.verify(run).problems == ()
 
 
@@ -252,7 +240,7 @@ def test_a_project_of_accelerate_is_its_steps_beside_a_final_model(
     assert found.path.endswith("checkpoints/checkpoint_1")
     assert list(found.finals) == [place]
     ckptkit.consolidate(project, tmp_path / "out", select=place)
-    assert _equal(tmp_path / "out", project / place)
+    assert same(tensors_in(tmp_path / "out"), tensors_in(project / place))
 
 
 def test_a_folder_that_holds_only_a_model_stays_a_model(trained: Path, tmp_path: Path) -> None:
@@ -262,4 +250,4 @@ def test_a_folder_that_holds_only_a_model_stays_a_model(trained: Path, tmp_path:
     assert (found.steps, found.finals) == ((), {})
     assert json.loads((only / "config.json").read_text())["model_type"] == found.model_type
     ckptkit.consolidate(only, tmp_path / "out")
-    assert _equal(tmp_path / "out", only)
+    assert same(tensors_in(tmp_path / "out"), tensors_in(only))

@@ -19,13 +19,13 @@ from ckptkit.core.errors import (
 )
 from ckptkit.options import Layout
 from tests.live_truth import refuse
+from tests.tensor_images import tensors_in
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 from safetensors import safe_open  # noqa: E402
-from safetensors.torch import load_file, save_file  # noqa: E402
+from safetensors.torch import save_file  # noqa: E402
 
-Tensors = dict[str, Any]
 SIZES = {
     "vocab_size": 48,
     "hidden_size": 16,
@@ -56,13 +56,6 @@ def trained(model: Any, folder: Path, *, dtype: Any = None) -> Path:
 def weight_map(folder: Path) -> Mapping[str, str]:
     document = json.loads((folder / "model.safetensors.index.json").read_bytes())
     found: dict[str, str] = document["weight_map"]
-    return found
-
-
-def tensors_in(folder: Path) -> Tensors:
-    found: Tensors = {}
-    for file in folder.glob("*.safetensors"):
-        found |= load_file(file)
     return found
 
 

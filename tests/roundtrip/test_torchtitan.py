@@ -15,13 +15,12 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 import ckptkit
 from ckptkit.core.errors import CkptkitError
 from tests.command_line import run_command
 from tests.live_truth import refuse
+from tests.tensor_images import stored_in_dcp
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 MODELS = sorted(path.parent.name for path in FIXTURES.glob("torchtitan_family_*/config.json"))
@@ -41,19 +40,6 @@ EARLIER = (
     ("_ED", ""),
     ("expert_bias_E", "expert_bias"),
 )
-
-
-def stored(case: Path) -> Tensors:
-    """The tensors of a checkpoint, as torch's own reader gives them."""
-    folder = case / "checkpoint/step-10"
-    entries = FileSystemReader(folder).read_metadata().state_dict_metadata
-    state = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in entries.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
-    dcp.load(state, storage_reader=FileSystemReader(folder), no_dist=True)
-    return state
 
 
 def saved(folder: Path, state: Mapping[str, Any]) -> Path:
@@ -79,7 +65,7 @@ def converted(source: Path, case: Path, out: Path, **options: Any) -> list[str]:
 @pytest.mark.parametrize("model", [model for model in MODELS if not model.endswith(OF_ONE_VERSION)])
 def test_names_of_earlier_versions_are_taken(model: str, tmp_path: Path) -> None:
     case, state = FIXTURES / model, {}
-    for name, tensor in stored(case).items():
+    for name, tensor in stored_in_dcp(case / "checkpoint/step-10").items():
         for now, before in EARLIER:
             name = name.replace(now, before)  # noqa: PLW2901
         state[name] = tensor
@@ -90,7 +76,7 @@ def test_names_of_earlier_versions_are_taken(model: str, tmp_path: Path) -> None
 
 def test_weights_are_taken_out_of_a_whole_step(tmp_path: Path) -> None:
     """As `CheckpointManager` lays out a step that is not of the model only."""
-    state = stored(LLAMA)
+    state = stored_in_dcp(LLAMA / "checkpoint/step-10")
     moments = {f"state.{name}.exp_avg": tensor * 2 for name, tensor in state.items()}
     rest = {
         "optimizer": {**moments, **{f"param_groups.{name}.lr": 0.1 for name in state}},
@@ -121,7 +107,7 @@ def test_what_is_left_out_is_said(tmp_path: Path) -> None:
 def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
     case = FIXTURES / "torchtitan_family_deepseek_v3"
     further = {"mtp_layers.0.eh_proj.weight": torch.ones(2, 4)}
-    source = saved(tmp_path / "source", {**stored(case), **further})
+    source = saved(tmp_path / "source", {**stored_in_dcp(case / "checkpoint/step-10"), **further})
     assert converted(source, case, tmp_path / "out") == []
 
 
@@ -139,7 +125,7 @@ def test_other_heads_of_llama_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("lacking", ["layers.1.moe.router.gate.weight", "norm.weight"])
 def test_a_tensor_that_is_missing_is_named(lacking: str, tmp_path: Path) -> None:
-    state = stored(MOE)
+    state = stored_in_dcp(MOE / "checkpoint/step-10")
     del state[lacking]
     source = saved(tmp_path / "source", state)
     refuse(r"layer 1 is missing|has no tensor for", source, tmp_path / "out", base=MOE)
@@ -147,4 +133,10 @@ def test_a_tensor_that_is_missing_is_named(lacking: str, tmp_path: Path) -> None
 
 def test_names_are_kept_where_no_map_is_wanted(tmp_path: Path) -> None:
     ckptkit.consolidate(LLAMA / "checkpoint", tmp_path / "out", map="none")
-    assert differences(load_file(tmp_path / "out/model.safetensors"), stored(LLAMA)) == []
+    assert (
+        differences(
+            load_file(tmp_path / "out/model.safetensors"),
+            stored_in_dcp(LLAMA / "checkpoint/step-10"),
+        )
+        == []
+    )
