@@ -37,8 +37,9 @@ def refused(src: Path, tmp_path: Path, **options: Any) -> RefusedError:
     caught = refuse(None, src, tmp_path / "refused", kind=RefusedError, **options)
     assert sorted(path.name for path in tmp_path.iterdir()) == before  # nothing is left behind
     assert caught.value.exit_status == 4
-    assert "--names live" in caught.value.hint
-    return caught.value
+    error: RefusedError = caught.value
+    assert "--names live" in error.hint
+    return error
 
 
 def notes_of(src: Path, out: Path, **options: Any) -> list[str]:
