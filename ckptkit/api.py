@@ -757,15 +757,15 @@ def adapter_from_diff(
         RefusedError: If the two are not one model, or if nothing changed.
         OutputExistsError: If `out` is not empty.
     """
-    from ckptkit.adapters.from_diff import make_diff_request, run_adapter_from_diff
+    from ckptkit.adapters.from_diff import DiffRequest, run_adapter_from_diff
     from ckptkit.engine.progress import report_to
 
-    request = make_diff_request(
-        rank,
-        options.get("dtype", "float32"),
-        include=options.get("include", ()),
-        exclude=options.get("exclude", ()),
-        full=options.get("full", ()),
+    request = DiffRequest(
+        rank=rank,
+        dtype=options.get("dtype", "float32"),
+        include=tuple(options.get("include", ())),
+        exclude=tuple(options.get("exclude", ())),
+        full=tuple(options.get("full", ())),
         select=options.get("select"),
     )
     sources = Sources(tuned, options.get("src_options"))

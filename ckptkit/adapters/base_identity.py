@@ -11,15 +11,13 @@ import posixpath
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ckptkit.adapters.array_reader import ArrayReader
 from ckptkit.adapters.base_model import BaseSource, open_base, take_weights
 from ckptkit.adapters.packed_bases import ModelWeights, QuantizedBase, find_packings
-from ckptkit.adapters.sources import OpenedAdapter, SourceAdapter
+from ckptkit.adapters.sources import OpenedAdapter
 from ckptkit.consumers.folder_truth import MAX_JSON_BYTES
 from ckptkit.conversion.source.adapters import read_record_of_base
 from ckptkit.conversion.source.open import OpenedCheckpoint
@@ -27,7 +25,7 @@ from ckptkit.conversion.source.paths import make_absolute, resolve_path
 from ckptkit.core.checksums import ChecksumPiece, crc32_of_pieces
 from ckptkit.core.crc import crc32
 from ckptkit.core.errors import CkptkitError, InputError, RefusedError
-from ckptkit.core.index import Box, Fqn, Shape, Span, TensorEntry
+from ckptkit.core.index import Fqn, Span, TensorEntry
 from ckptkit.core.manifest import RUN_FACTS
 from ckptkit.core.model_configs import parse_json_object
 from ckptkit.core.text import quote
@@ -53,9 +51,6 @@ from ckptkit.lora.quantized import (
 from ckptkit.storage.places import is_url
 
 _LISTED = 3
-_ANYWAY = (
-    "pass the base that was trained on, or --allow-other-base to merge onto this one all the same"
-)
 
 
 def find_recorded_base(settings: LoraSettings, checkpoint: OpenedCheckpoint) -> BaseIdentity:
@@ -77,16 +72,6 @@ def find_recorded_base(settings: LoraSettings, checkpoint: OpenedCheckpoint) -> 
         expected.name or (name if isinstance(name, str) else ""),
         expected.commit or (commit if isinstance(commit, str) else ""),
     )
-
-
-def refuse_other_base(reasons: Collection[str], path: str, *, where: str, allowed: bool) -> None:
-    """Refuses a base that is proven not to be the one that was trained on."""
-    if not allowed:
-        raise RefusedError(
-            f"the base {path} is not the one that the adapter was trained on: {'; '.join(reasons)}",
-            where=where,
-            hint=_ANYWAY,
-        )
 
 
 def open_recorded_base(
@@ -117,37 +102,31 @@ def compare_weights(
     differ, and how many were compared.
     """
     readers = ArrayReader(trained.origin), ArrayReader(given.origin)
-    count, differing = 0, []
-    for name, ours in trained.entries.items():
-        theirs = given.entries.get(name)
-        if theirs is None or name in hidden or ours.shape != theirs.shape:
-            continue
-        if not ours.dtype.kind == theirs.dtype.kind == "float":
-            continue
-        count += 1
+
+    def differ(ours: TensorEntry, theirs: TensorEntry) -> bool:
         elements = ours.elements if most is None else min(ours.elements, most)
         step = RUN_BYTES // max(ours.dtype.itemsize, theirs.dtype.itemsize)
-        spans = (Span(at, min(at + step, elements)) for at in range(0, elements, step))
-        if not all(
-            _are_equal(
-                readers[0].read(trained.origin.name, ours.key, span),
-                readers[1].read(given.origin.name, theirs.key, span),
-                Caster(theirs.dtype, ours.dtype) if theirs.dtype != ours.dtype else None,
-            )
-            for span in spans
-        ):
-            differing.append(name)
-    return differing, count
+        bits = f"u{ours.dtype.itemsize}"
+        for start in range(0, elements, step):
+            span = Span(start, min(start + step, elements))
+            one, other = readers[0].read(ours.key, span), readers[1].read(theirs.key, span)
+            if theirs.dtype != ours.dtype:
+                cast = np.empty_like(one)
+                Caster(theirs.dtype, ours.dtype).cast(other, cast)
+                other = cast
+            if not np.array_equal(one.view(bits), other.view(bits)):
+                return True
+        return False
 
-
-def _are_equal(ours: NDArray[Any], theirs: NDArray[Any], caster: Caster | None) -> bool:
-    """Compares bit patterns, after a cast where element types differ."""
-    if caster is not None:
-        cast = np.empty_like(ours)
-        caster.cast(theirs, cast)
-        theirs = cast
-    bits = f"u{ours.dtype.itemsize}"
-    return np.array_equal(ours.view(bits), theirs.view(bits))
+    pairs = {
+        name: (ours, theirs)
+        for name, ours in trained.entries.items()
+        if (theirs := given.entries.get(name)) is not None
+        and name not in hidden
+        and ours.shape == theirs.shape
+        and ours.dtype.kind == theirs.dtype.kind == "float"
+    }
+    return [name for name, pair in pairs.items() if differ(*pair)], len(pairs)
 
 
 def _list_some(names: Sequence[str]) -> str:
@@ -157,11 +136,11 @@ def _list_some(names: Sequence[str]) -> str:
 _SAMPLE = 1 << 16  # elements of each weight: two models differ nearly everywhere
 
 
-def refuse_rewritten_bases(adapters: Sequence[SourceAdapter], given: BaseSource | None) -> None:
+def refuse_rewritten_bases(adapters: Sequence[OpenedAdapter], given: BaseSource | None) -> None:
     """Refuses adapters of a base that PEFT changed when it initialized them."""
     is_own = given is None and len(adapters) == 1
     for adapter in adapters:
-        settings = adapter.found.adapter.settings
+        settings = adapter.adapter.settings
         if settings.changes_base and not is_own:
             raise RefusedError(
                 f"the adapter was initialized with {quote(str(settings.init_lora_weights))},"
@@ -179,7 +158,7 @@ class BaseChecks:
     def __init__(
         self,
         stack: ExitStack,
-        adapters: Sequence[SourceAdapter],
+        adapters: Sequence[OpenedAdapter],
         given: BaseSource | None,
         *,
         allowed: bool,
@@ -205,21 +184,18 @@ class BaseChecks:
         if self._given is None:
             return
         for adapter in self._adapters:
-            where = adapter.source.where
-            expected = find_recorded_base(adapter.found.adapter.settings, adapter.found.opened)
+            expected = find_recorded_base(adapter.adapter.settings, adapter.opened)
             path, config = self._given.opened.path, self._given.config
             given = identify_base(make_absolute(path), config)
             if not given.repository:
                 given = identify_base(resolve_path(path), config)
             contradictions, note = compare_bases(expected, given)
-            if contradictions:
-                refuse_other_base(contradictions, path, where=where, allowed=self._allowed)
+            self._refuse_or_note(contradictions, path, adapter)
             recorded = open_recorded_base(self._stack, expected, self._given)
             if recorded is None or not self._compare(
                 take_weights(recorded), take_weights(self._given), adapter, most=_SAMPLE
             ):
                 self._unproven[adapter.source.position] = [note] if note else []
-            self._notes += [f"merged onto another base: {text}" for text in contradictions]
 
     def compare(
         self,
@@ -230,16 +206,16 @@ class BaseChecks:
     ) -> None:
         """Compares the given base with the bases that checkpoints contain, or record."""
         if trained is not None:
-            tables = [build_table(adapter.found.adapter.tensors) for adapter in self._adapters]
+            tables = [build_table(adapter.adapter.tensors) for adapter in self._adapters]
             whole = [make_plain_name(name) for table in tables for name in table.whole]
             biases = (name for name in whole if name.endswith(".bias"))  # they were trained
             hidden = {*quantized.hidden, *biases}
             if self._compare(trained, given, self._adapters[0], hidden=hidden):
                 self._unproven.clear()
         for adapter in self._adapters:
-            if adapter.found.base:
+            if adapter.base:
                 continue
-            record = read_record_of_base(adapter.found.opened)
+            record = read_record_of_base(adapter.opened)
             if record.quantization is not None and not quantized.operands:
                 self._check_packing(record.quantization, adapter, choice)
             digests = {n: d for n, d in record.digests.items() if n not in quantized.hidden}
@@ -248,7 +224,7 @@ class BaseChecks:
                 self._check_digests(digests, given, adapter, is_whole=is_whole)
 
     def _check_packing(
-        self, packed: Quantization, adapter: SourceAdapter, choice: QloraBase | None
+        self, packed: Quantization, adapter: OpenedAdapter, choice: QloraBase | None
     ) -> None:
         """Refuses to merge onto the originals of packed weights, unless `choice` asks for it."""
         kinds = ", ".join(packed.kinds)
@@ -277,7 +253,7 @@ class BaseChecks:
         self,
         digests: Mapping[str, WeightDigest],
         given: ModelWeights,
-        adapter: SourceAdapter,
+        adapter: OpenedAdapter,
         *,
         is_whole: bool,
     ) -> None:
@@ -305,18 +281,17 @@ class BaseChecks:
                 " its weights"
             )
             return
-        self._refuse_or_note(
+        what = (
             f"{len(differing):,} of {len(actual):,} weights have other checksums than those"
-            f" recorded in training: {_list_some(differing)}",
-            given,
-            adapter,
+            f" recorded in training: {_list_some(differing)}"
         )
+        self._refuse_or_note([what], given.location, adapter)
 
     def _compare(
         self,
         trained: ModelWeights,
         given: ModelWeights,
-        adapter: SourceAdapter,
+        adapter: OpenedAdapter,
         *,
         hidden: Collection[str] = (),
         most: int | None = None,
@@ -325,18 +300,24 @@ class BaseChecks:
         differing, count = compare_weights(trained, given, hidden, most=most)
         if not differing:
             return count > 0
-        self._refuse_or_note(
+        what = (
             f"{len(differing):,} of {count:,} weights differ from those in {trained.location}:"
-            f" {_list_some(differing)}",
-            given,
-            adapter,
+            f" {_list_some(differing)}"
         )
+        self._refuse_or_note([what], given.location, adapter)
         return False
 
-    def _refuse_or_note(self, text: str, given: ModelWeights, adapter: SourceAdapter) -> None:
-        where = adapter.source.where
-        refuse_other_base([text], given.location, where=where, allowed=self._allowed)
-        self._notes.append(f"merged onto another base: {text}")
+    def _refuse_or_note(self, reasons: list[str], base: str, adapter: OpenedAdapter) -> None:
+        """Refuses a base that is proven not to be the one that was trained on."""
+        if reasons and not self._allowed:
+            raise RefusedError(
+                f"the base {base} is not the one that the adapter was trained on:"
+                f" {'; '.join(reasons)}",
+                where=adapter.source.where,
+                hint="pass the base that was trained on, or --allow-other-base to merge onto this"
+                " one all the same",
+            )
+        self._notes += [f"merged onto another base: {text}" for text in reasons]
 
 
 _MOST = 8  # weights: two models differ nearly everywhere
@@ -377,13 +358,19 @@ def _find_quantization(
     options = (config or {}).get("quantization_config")
     options = options if isinstance(options, Mapping) else {}
     four_bits = read_settings({"quantization_config": options}).quant_type or "4 bits"
-    kinds = [_find_kind(weight, four_bits) for weight in packed.values()]
+    kinds = []
+    for weight in packed.values():
+        states = [kind for kind in weight.companions if kind.startswith("quant_state.")]
+        kind = states[0].rpartition("__")[2] if states else four_bits
+        kinds.append(kind if weight.bits == FOUR_BITS else "int8")
     checkpoint = make_absolute(found.opened.path)
     if kinds:
         origin = Origin(_KIND, found.opened.source, found.opened.index)
         entries = {n: weight.packed for n, weight in packed.items() if weight.bits == FOUR_BITS}
         crcs = {name: digest.crc32 for name, digest in collect_digests(origin, entries).items()}
-        packings = find_packings(origin, found.base, packed, read_settings(config), crcs)
+        base = {str(name): entry for name, entry in found.base.items()}
+        holder = ModelWeights(origin, base, config, found.opened.source.location)
+        packings = find_packings(holder, packed, read_settings(config), crcs)
         return Quantization(tuple(sorted(set(kinds))), len(kinds), checkpoint, packings)
     if not options or options.get("dequantize") or any(name in found.base for name in shapes):
         return None  # weights that were saved unpacked were used unpacked
@@ -391,13 +378,6 @@ def _find_quantization(
     kind = four_bits if options.get("load_in_4bit") else kind
     kind = "int8" if options.get("load_in_8bit") else kind
     return Quantization((kind,), 0, checkpoint)
-
-
-def _find_kind(weight: PackedWeight, four_bits: str) -> str:
-    if weight.bits != FOUR_BITS:
-        return "int8"
-    states = [kind for kind in weight.companions if kind.startswith("quant_state.")]
-    return states[0].rpartition("__")[2] if states else four_bits
 
 
 def collect_digests(origin: Origin, entries: Mapping[str, TensorEntry]) -> dict[str, WeightDigest]:
@@ -420,7 +400,7 @@ def read_digests(origin: Origin, entries: Mapping[str, TensorEntry]) -> dict[str
     digests = {}
     for name, entry in entries.items():
         crc = 0
-        for block in reader.read_blocks(origin.name, entry):
+        for block in reader.read_blocks(entry):
             crc = crc32(block.view(np.uint8).data, crc)
         digests[name] = WeightDigest(entry.dtype.name, entry.shape, crc)
     return digests
@@ -441,12 +421,16 @@ def _join_crc32(locator: Locator, entry: TensorEntry) -> int | None:
         return None
     pieces: list[ChecksumPiece] = []
     seen = set()
+    row_elements = math.prod(entry.shape[1:])
     for row, chunk in enumerate(entry.chunks):
-        run = _find_run(chunk.place, entry.shape)
-        if run is None:
-            return None
+        place = chunk.place
+        if not isinstance(place, Span):
+            if place.sizes[1:] != entry.shape[1:]:
+                return None  # its elements are not consecutive
+            first = (*place.offsets, 0)[0] * row_elements
+            place = Span(first, first + (*place.sizes, 1)[0] * row_elements)
         start, length = (
-            place * entry.dtype.itemsize for place in (run.start, run.stop - run.start)
+            elements * entry.dtype.itemsize for elements in (place.start, place.stop - place.start)
         )
         if not length or (start, length) in seen:
             continue  # a replica
@@ -463,15 +447,3 @@ def _join_crc32(locator: Locator, entry: TensorEntry) -> int | None:
         return crc32_of_pieces(pieces, entry.size_bytes)
     except ValueError:  # overlapping chunks
         return None
-
-
-def _find_run(place: Box | Span, shape: Shape) -> Span | None:
-    """Returns the elements of a chunk, if they are consecutive: whole rows."""
-    if isinstance(place, Span):
-        return place
-    if not shape:
-        return Span(0, 1)
-    if place.sizes[1:] != shape[1:]:
-        return None
-    row = math.prod(shape[1:])
-    return Span(place.offsets[0] * row, (place.offsets[0] + place.sizes[0]) * row)

@@ -103,8 +103,7 @@ def open_base(
         except CkptkitError as error:
             hint = error.hint.replace("--base", names.option)
             raise type(error)(error.message, where=f"--base {error.where}", hint=hint) from error
-        request = ConsolidateRequest(select=checkpoint.select)
-        entries = select_model(checkpoint.index, request, location=checkpoint.path)
+        entries = list_weights(checkpoint)
     except AmbiguousSourceError as error:
         raise AmbiguousSourceError(
             error.message,
@@ -112,7 +111,6 @@ def open_base(
             hint="name the folder of one model, such as the one that the run was started from; a"
             " run that keeps its base is merged without --base, as the source",
         ) from error
-    refuse_problems(checkpoint.index, entries, checkpoint.path)
     plain = _name_plainly(entries, checkpoint.path)
     return BaseSource(
         checkpoint,
@@ -122,6 +120,14 @@ def open_base(
         is_live=False,
         home=next((file.origin for file in side if file.name == CONFIG), ""),
     )
+
+
+def list_weights(checkpoint: OpenedCheckpoint) -> Sequence[TensorEntry]:
+    """Returns the tensors of the model, of which none lacks a part."""
+    request = ConsolidateRequest(select=checkpoint.select)
+    entries = select_model(checkpoint.index, request, location=checkpoint.path)
+    refuse_problems(checkpoint.index, entries, checkpoint.path)
+    return entries
 
 
 def _open_weights(stack: ExitStack, path: PathLike, limit_bytes: int | None) -> OpenedCheckpoint:

@@ -39,7 +39,6 @@ from ckptkit.core.manifest import Manifest
 from ckptkit.core.model_configs import class_of
 from ckptkit.core.text import counted
 from ckptkit.engine.outcome import Listener, ignore
-from ckptkit.engine.reader import Origin
 from ckptkit.engine.segment_reader import Inputs
 from ckptkit.lora.config import PEFT_PREFIX, LoraSettings
 from ckptkit.lora.dialects import build_table
@@ -146,17 +145,23 @@ def prepare_extraction(
         files = (*layout_adapter_files(products, document, component), *side)
         plan = Plan(files, {}, found.notes)
         settings = choose_settings(resources, plan, sources=(found.opened,), out=out)
-        origin = Origin(SOURCE, found.opened.source, found.opened.index)
         read = sum(entry.size_bytes for entry in tensors.values())
+        options = {
+            "adapter": request.adapter,
+            "adapter_config": None if request.config is None else str(request.config),
+            "select": request.select,
+            "allow_untrained": request.allow_untrained or None,
+            **request.overrides,
+        }
         yield (
             PlannedOutput(
                 sources=(found.opened,),
                 plan=plan,
-                inputs=Inputs({SOURCE: origin}, found.folders.sources),
+                inputs=Inputs({SOURCE: found.origin}, found.folders.sources),
                 settings=settings,
                 estimate=estimate_plan(plan, settings, out, bytes_read=2 * read),
                 kind=_KIND,
-                options=_list_options(request),
+                options={key: value for key, value in options.items() if value is not None},
                 facts={
                     "adapter": found.adapter.name,
                     "config": found.config_path,
@@ -223,14 +228,3 @@ def _find_component(found: OpenedAdapter, request: AdapterRequest) -> str:
         return name_component(read_config(found.folders))
     base = find_component(find_model(request.base, "--base")[0], found.adapter.shapes)
     return name_component(read_config_in(base, "--base"))
-
-
-def _list_options(request: AdapterRequest) -> dict[str, Any]:
-    options = {
-        "adapter": request.adapter,
-        "adapter_config": None if request.config is None else str(request.config),
-        "select": request.select,
-        "allow_untrained": request.allow_untrained or None,
-        **request.overrides,
-    }
-    return {key: value for key, value in options.items() if value is not None}

@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -35,15 +36,11 @@ from ckptkit.adapters.base_model import (
 from ckptkit.adapters.merge_kernel import (
     BiasUpdate,
     Factor,
-    LowRankUpdate,
     MergeKernel,
     Rounding,
     TokenRowsUpdate,
     Update,
-    embedding_update,
-    experts_update,
-    linear_update,
-    select_expert,
+    make_low_rank,
 )
 from ckptkit.adapters.packed_bases import (
     ModelWeights,
@@ -52,7 +49,7 @@ from ckptkit.adapters.packed_bases import (
     plan_quantized,
     requantize,
 )
-from ckptkit.adapters.sources import AdapterRequest, OpenedAdapter, SourceAdapter, open_adapter
+from ckptkit.adapters.sources import AdapterRequest, OpenedAdapter, open_adapter
 from ckptkit.consumers.class_facts import find_left_out
 from ckptkit.consumers.side_files import sum_bytes_by_dtype, update_config
 from ckptkit.conversion.compare_names import LIVE_NAMES, Comparison, Subject, plan_comparison
@@ -70,20 +67,18 @@ from ckptkit.conversion.write import (
     write_output,
 )
 from ckptkit.core.checksums import digest_of, join_leaves, leaf_digest
-from ckptkit.core.dtypes import dtype_named
 from ckptkit.core.errors import AdapterError, AmbiguousSourceError, RefusedError, UsageError
 from ckptkit.core.index import Fqn, Shape, Span
 from ckptkit.core.manifest import LEAF_BYTES, MANIFEST_NAME, Manifest
 from ckptkit.core.text import counted
-from ckptkit.engine.kernels import CastOperand, Operand, OperandKernel, StoredOperand, recast
+from ckptkit.engine.kernels import CastOperand, OperandKernel, StoredOperand, recast
 from ckptkit.engine.outcome import Listener, ignore
 from ckptkit.engine.reader import Origin
 from ckptkit.engine.segment_reader import Inputs
-from ckptkit.hub_names.disk_tensors import Window, find_window
+from ckptkit.hub_names.disk_tensors import find_window
 from ckptkit.hub_names.known_models import is_made_by_model
 from ckptkit.lora.accounting import refuse_targets_without_tensors
 from ckptkit.lora.changes import (
-    AdapterSource,
     BiasChange,
     Change,
     Changes,
@@ -98,7 +93,6 @@ from ckptkit.lora.changes import (
     choose_norms,
     combine_changes,
     drop_quantization,
-    find_equalities,
     find_model_types,
     find_tied_pairs,
     find_vocabulary_sizes,
@@ -183,34 +177,48 @@ class MergeJob(Struct, frozen=True, kw_only=True):
                 )
         request = self.request
         with ExitStack() as stack:
-            opened: list[SourceAdapter] = []
+            adapters: list[OpenedAdapter] = []
             seen = set()
-            for number, choice in enumerate(self.adapters):
-                found = _open(stack, choice, self.adapters[0])
-                path, origin = (
-                    found.opened.path,
-                    Origin(f"adapter{number}", found.opened.source, found.opened.index),
-                )
-                source = AdapterSource(number, origin.name, path)
-                opened.append(SourceAdapter(found, source, origin, choice.weight))
-                keys = frozenset(entry.key for entry in found.adapter.tensors.values())
-                identity = resolve_path(path), keys
+            for number in range(len(self.adapters)):
+                adapter = self._open(stack, number)
+                adapters.append(adapter)
+                keys = frozenset(entry.key for entry in adapter.adapter.tensors.values())
+                identity = resolve_path(adapter.opened.path), keys
                 if identity in seen:
                     raise UsageError(
                         "the same adapter is named twice",
-                        where=f"adapter {path}",
+                        where=f"adapter {adapter.opened.path}",
                         hint="name it once; a weight of 2 doubles what it adds",
                     )
                 seen.add(identity)
             given = None
             if self.base is not None:
                 names = NamesOfBase(request.map, request.model_config)
-                shapes = opened[0].found.adapter.shapes
-                place = find_component(find_model(self.base, "--base")[0], shapes)
+                place = find_component(
+                    find_model(self.base, "--base")[0], adapters[0].adapter.shapes
+                )
                 given = open_base(stack, place, self.resources.memory_limit_bytes, names)
-                _refuse_merged(given, opened)
-            preparation = MergePreparation(stack, opened, given, request, self.resources)
-            yield preparation.run(self.destination or None)
+                _refuse_merged(given, adapters)
+            planning = _Planning(stack, adapters, given, request, self.resources)
+            yield planning.run(self.destination or None)
+
+    def _open(self, stack: ExitStack, number: int) -> OpenedAdapter:
+        """Opens an adapter; only in the first checkpoint do options choose among several."""
+        choice, first = self.adapters[number], self.adapters[0]
+        try:
+            return open_adapter(
+                *(stack, choice.path, choice.request), position=number, weight=choice.weight
+            )
+        except AmbiguousSourceError as error:
+            if choice is first:
+                raise
+            hint = (
+                f"make a folder of one: `ckptkit adapter extract {choice.path} FOLDER`, with"
+                " --adapter or --select, and pass that"
+            )
+            if choice.path == first.path:
+                hint = "name them with --adapter, each maybe with a weight, instead of --with"
+            raise error.hinted(hint) from error
 
 
 def run_merge(job: MergeJob, listener: Listener = ignore) -> MergedModel:
@@ -247,11 +255,11 @@ def _split_weight(named: Any) -> tuple[Any, float]:
     return named if isinstance(named, tuple) else (named, 1.0)
 
 
-def _refuse_merged(base: BaseSource, adapters: Sequence[SourceAdapter]) -> None:
+def _refuse_merged(base: BaseSource, adapters: Sequence[OpenedAdapter]) -> None:
     """Refuses the model that torchtune writes beside an adapter, which has it merged already."""
     folder = find_folder(base)
-    own = (adapter.found.opened.path for adapter in adapters)
-    if all(resolve_path(path) != resolve_path(folder) for path in own) or not is_folder(folder):
+    own = (resolve_path(adapter.opened.path) for adapter in adapters)
+    if resolve_path(folder) not in own or not is_folder(folder):
         return
     with open_source(folder) as source:
         if any(map(ADAPTER_OF_TORCHTUNE.fullmatch, source.walk(0))):
@@ -262,27 +270,293 @@ def _refuse_merged(base: BaseSource, adapters: Sequence[SourceAdapter]) -> None:
             )
 
 
-def _open(stack: ExitStack, choice: AdapterChoice, first: AdapterChoice) -> OpenedAdapter:
-    """Opens an adapter; only in the first checkpoint do options choose among several."""
-    try:
-        return open_adapter(stack, choice.path, choice.request)
-    except AmbiguousSourceError as error:
-        if choice.path == first.path and choice is not first:
-            hint = "name them with --adapter, each maybe with a weight, instead of --with"
-        elif choice is not first:
-            hint = (
-                f"make a folder of one: `ckptkit adapter extract {choice.path} FOLDER`, with"
-                " --adapter or --select, and pass that"
-            )
-        else:
-            raise
-        raise error.hinted(hint) from error
-
-
 _MATRIX = 2
+_EXPERT = re.compile(r"\.experts\.\d+\.")  # disk names of experts that are fused in memory
 
 
-def resize_config(
+class _Planning:
+    """A merge while it is planned."""
+
+    def __init__(
+        self,
+        stack: ExitStack,
+        adapters: Sequence[OpenedAdapter],
+        given: BaseSource | None,
+        request: MergeRequest,
+        resources: Resources,
+    ) -> None:
+        """Takes adapters in the order of merging, and the base that was given, if any.
+
+        `stack` closes the folders of side files, and of bases that are compared.
+        """
+        self._program = stack.enter_context(NamingProgram())
+        self._adapters = adapters
+        self._given = given
+        self._request = request
+        self._resources = resources
+        self._checks = BaseChecks(stack, adapters, given, allowed=request.allow_other_base)
+        refuse_rewritten_bases(adapters, given)
+        first = adapters[0]
+        # A base in the adapter's own checkpoint has the names of a framework, and no configuration.
+        folder = request.model_config if given is None else find_folder(given)
+        choice = SideChoice(tokenizer_from=request.tokenizer_from)
+        self._folders = SideFolders(stack, first.opened, folder, choice)
+        self._side, self._side_notes = self._folders.choose(allow_code=request.allow_code)
+        self._config = self._folders.config(self._side)
+        if given is None and not first.base:
+            raise RefusedError(
+                "the checkpoint holds the adapter alone, and no base to merge it into",
+                where=first.opened.path,
+                hint="pass the model that the adapter was trained on with --base",
+            )
+        self._base = given or BaseSource(
+            first.opened, first.origin, first.base, self._config, is_live=True
+        )
+        self._origins = {o.name: o for o in (*(a.origin for a in adapters), self._base.origin)}
+        self._notes = [note for adapter in adapters for note in adapter.notes]
+
+    def run(self, out: PathLike | None) -> tuple[PlannedOutput, list[MergedLayer]]:
+        request, adapters = self._request, self._adapters
+        # The base is known: names are paired.
+        self._checks.check_identity()
+        modules = dict.fromkeys(m for adapter in adapters for m in list_modules(adapter.adapter))
+        alignment = align(self._base, list(modules), self._config, folder=self._folders.base)
+        quantized = self._plan_quantized(alignment)
+        if self._given is not None:
+            given = take_plain_weights(self._given, alignment)
+            self._checks.compare(given, self._take_trained(), quantized, request.qlora_base)
+        tensors = make_base_tensors(self._base, alignment, quantized)
+        shapes = find_live_shapes(self._base, alignment, quantized)
+        pairs = _find_pairs(self._config, tensors)
+        shapes |= {tie.target: shapes[tie.source] for tie in pairs if not tie.is_present}
+        self._note_outside(alignment.renaming, shapes)
+        # Names are paired: changes are planned, and which ties they leave.
+        changes = self._find_changes(alignment, shapes, pairs)
+        config = self._config
+        for adapter in adapters:
+            brought = {
+                change.weight: change.tensor.shape
+                for own in changes.values()
+                for change in own
+                if isinstance(change, Replacement) and change.source == adapter.source
+            }
+            if config is not None:
+                config, notes = adapt_head(config, adapter.adapter.settings.task_type, brought)
+                self._notes += notes
+        by_live = {tensor.live[0]: tensor for tensor in tensors if tensor.part is None}
+        reader = ArrayReader(*self._origins.values())
+        _refuse_differing_bases(changes, reader)
+        ties = _judge_ties(
+            config, _find_pairs(config, tensors), changes, by_live, self._origins, reader
+        )
+        self._notes += _describe_ties(config, ties)
+        norm_of, note = choose_norms([a.adapter.settings.peft_version for a in adapters], changes)
+        self._notes += filter(None, [note])
+        # Changes are planned: each tensor becomes a product, a copy or a kernel.
+        kept = KeptDtypes()
+        if not request.cast_all and self._config is not None:
+            # What the class keeps in float32, and what the base has so.
+            halves = find_float32_among_halves(self._base.entries.values())
+            names = frozenset(str(t.live[0]) for t in tensors if t.name in halves)
+            kept = replace(self._folders.consumer.find_kept(self._config), names=names)
+        dtypes = DTypePolicy(request.dtype, kept=kept)
+        specs = [TensorSpec(t.live[0], t.dtype, t.shape) for t in tensors]
+        self._notes += describe_kept(dtypes, specs)
+        make = partial(
+            _make_product,
+            dtypes=dtypes,
+            rounding="peft" if request.match_peft else "once",
+            norm_of=norm_of,
+        )
+        products = list(_plan_products(tensors, changes, ties, shapes, alignment.called, make))
+        layers = _report_layers(adapters, tensors, changes, quantized, request, reader)
+        # Products are planned: the files around them.
+        config = self._write_config(config, products, changes, shapes, ties)
+        self._notes += [*alignment.notes, *self._checks.notes(quantized)]
+        if self._base.opened.maps:
+            self._notes += self._base.opened.notes
+        comparison = self._compare_names(products, config)
+        names_written = {live: tensor.name for live, tensor in by_live.items()}
+        dropped = {
+            names_written.get(t, t): names_written.get(s, s) for t, s in ties.dropped.items()
+        }
+        folders = self._folders
+        weights = layout_hf_weights(products, request.max_file_bytes, folders.consumer.stem)
+        truth = folders.tell_truth(
+            *(folders.texts(self._side), config, [str(p.spec.name) for p in products]),
+            keep_generation=request.generation_config == "keep",
+        )
+        self._notes += (*self._side_notes, *truth.notes)
+        files = folders.outputs(self._side, truth.changed, allow_code=request.allow_code)
+        plan = Plan((*weights, *files), dropped, tuple(dict.fromkeys(self._notes)))
+        opened = [adapter.opened for adapter in adapters]
+        opened += [] if self._given is None else [self._given.opened]
+        settings = choose_settings(self._resources, plan, sources=opened, out=out)
+        settings = replace(settings, check=request.check)
+        read = sum(spec.size_bytes for _, _, spec in plan.specs())
+        planned = PlannedOutput(
+            sources=tuple(opened),
+            plan=plan,
+            inputs=Inputs(self._origins, folders.sources),
+            settings=settings,
+            estimate=estimate_plan(plan, settings, out, bytes_read=read),
+            kind="model",
+            options=request.changed(),
+            facts=_collect_facts(adapters, self._base, quantized.facts),
+            versions={**self._base.opened.maps, **(alignment.versions or {})},
+            comparison=comparison,
+        )
+        return planned, layers
+
+    def _note_outside(self, renaming: Renaming, shapes: Mapping[Fqn, Shape]) -> None:
+        """Notes tensors of the checkpoint that the model of `--base` does not have."""
+        held = [name for adapter in self._adapters for name in adapter.base]
+        absent = (n for n in held if not is_made_by_model(n) and renaming.to_base(n) not in shapes)
+        outside = sorted(dict.fromkeys(absent))
+        if self._given is not None and outside:
+            count, verb = counted(len(outside), "tensor"), "is" if len(outside) == 1 else "are"
+            self._notes.append(
+                f"{count} of the checkpoint, such as {outside[0]!r}, {verb} not written: the model"
+                " of --base has none of that name"
+            )
+
+    def _plan_quantized(self, alignment: Alignment) -> QuantizedBase:
+        shapes: dict[str, Shape] = {
+            alignment.renaming.to_base(name): shape
+            for adapter in self._adapters
+            for name, shape in find_linear_shapes(adapter.adapter).items()
+        }
+        given = None if self._given is None else take_plain_weights(self._given, alignment)
+        choice, nested = self._request.qlora_base, self._request.double_quant
+        # How the base of extracted adapters was packed, if all of them agree.
+        packings: Sequence[Packing] = ()
+        if given is not None and choice != "original" and not any(a.base for a in self._adapters):
+            records = [read_record_of_base(a.opened).quantization for a in self._adapters]
+            found = [record.packings for record in records if record is not None]
+            packings = found[0] if found and all(other == found[0] for other in found) else ()
+        workers = choose_settings(self._resources).workers
+        quantized = plan_quantized(
+            *(self._take_trained(), given),
+            shapes=shapes,
+            choice=None if packings else choice,
+            nested=nested,
+            workers=workers,
+        )
+        if given is None or not packings or quantized.operands:
+            return quantized
+        where = self._adapters[0].source.where
+        return requantize(packings, given, nested=nested, where=where, workers=workers)
+
+    def _take_trained(self) -> ModelWeights | None:
+        """Returns the base in the first adapter's checkpoint, if it has one."""
+        first = self._adapters[0]
+        if not first.base:
+            return None
+        config = first.folders.config(first.folders.choose(allow_code=False)[0])
+        entries = {str(name): entry for name, entry in first.base.items()}
+        return ModelWeights(first.origin, entries, config, first.opened.path)
+
+    def _find_changes(
+        self, alignment: Alignment, shapes: Mapping[Fqn, Shape], pairs: Sequence[TiedPair]
+    ) -> dict[Fqn, list[Change]]:
+        renaming = alignment.renaming
+        own, types = renaming.to_adapter(shapes), find_model_types(self._config)
+        entries = {
+            placed.live[0]: self._base.entries[placed.stored[0]]
+            for placed in alignment.placed
+            if placed.part is None and not _EXPERT.search(placed.live[0])
+        }
+        left_out = find_left_out(entries, self._config or {})
+        entries = renaming.to_adapter(
+            {  # which the model that was trained has
+                name: entry
+                for name, entry in entries.items()
+                if name not in left_out and renaming.is_of_adapted(name)
+            }
+        )
+        all_changes = []
+        for opened in self._adapters:
+            adapter, where = opened.adapter, opened.source.where
+            try:
+                changes = find_changes(
+                    *(adapter, own, opened.source), model_types=types, weight=opened.weight
+                )
+            except RefusedError as error:
+                if opened.converted is None:
+                    raise
+                own_tool = opened.converted.foreign.own_tool
+                raise error.hinted(f"{error.hint}; {own_tool}") from None
+            check_used_once(adapter.tensors, changes, where=where)
+            if self._given is not None and adapter.tensors:  # without tensors it changes nothing
+                try:
+                    refuse_targets_without_tensors(
+                        build_table(adapter.tensors), adapter.settings, entries, is_own_record=True
+                    )
+                except AdapterError as error:
+                    raise error.located(where) from error
+            all_changes.append([replace(c, weight=renaming.to_base(c.weight)) for c in changes])
+        combined = combine_changes(all_changes, [adapter.weight for adapter in self._adapters])
+        tying = {
+            adapter.source.position
+            for adapter in self._adapters
+            if adapter.adapter.settings.shares_with_tied
+        }
+        shared = share_changes(combined, pairs, tying)
+        if self._request.match_peft:
+            _refuse_what_peft_loses(combined, shared, pairs)
+        return shared
+
+    def _write_config(
+        self,
+        config: dict[str, Any] | Mapping[str, Any] | None,
+        products: Sequence[Product],
+        changes: Changes,
+        shapes: Mapping[Fqn, Shape],
+        ties: _Ties,
+    ) -> dict[str, Any] | None:
+        if config is None:
+            self._notes.append(
+                "neither the adapter nor its base has a config.json, which Transformers needs to"
+                " load the output"
+            )
+            return None
+        if not self._folders.consumer.owns_config:
+            return dict(config)
+        resized, notes = _resize_config(
+            config, changes, shapes, products, is_live=self._base.is_live
+        )
+        self._notes += notes
+        written = sum_bytes_by_dtype((p.spec.dtype, p.spec.size_bytes) for p in products)
+        updated = update_config(resized, written, allow_code=self._request.allow_code)
+        return drop_quantization(untie_config(updated) if ties.untied or ties.broken else updated)
+
+    def _compare_names(
+        self, products: Sequence[Product], config: Mapping[str, Any] | None
+    ) -> Comparison | None:
+        """Compares names and shapes with the model that the configuration describes."""
+        if config is None:
+            return None
+        if self._request.names == "live":
+            self._notes.append(LIVE_NAMES)
+            return None
+        # If an adapter has another head, that of the base is in the output too, and is not used.
+        is_headed = config.get("architectures") != (self._config or {}).get("architectures")
+        heads = {str(p.spec.name) for p in products if is_headed and is_head(p.spec.name)}
+        subject = Subject(
+            config={**config, **self._folders.code_of(self._side)},
+            tensors={str(p.spec.name): (p.spec.dtype, p.spec.shape) for p in products},
+            left_out=frozenset(heads),
+            where=self._base.opened.path,
+            is_live=self._base.is_live,
+            consumer=self._folders.consumer,
+            advice=MERGE,
+        )
+        comparison, notes = plan_comparison(subject, self._program)
+        self._notes += notes
+        return comparison
+
+
+def _resize_config(
     config: Mapping[str, Any],
     changes: Changes,
     shapes: Mapping[Fqn, Shape],
@@ -328,332 +602,29 @@ def resize_config(
     return resize_vocabulary(config, old, new), [note]
 
 
-_EXPERT = re.compile(r"\.experts\.\d+\.")  # disk names of experts that are fused in memory
-
-
-class MergePreparation:
-    def __init__(
-        self,
-        stack: ExitStack,
-        adapters: Sequence[SourceAdapter],
-        given: BaseSource | None,
-        request: MergeRequest,
-        resources: Resources,
-    ) -> None:
-        """Takes adapters in the order of merging, and the base that was given, if any.
-
-        `stack` closes the folders of side files, and of bases that are compared.
-        """
-        self._program = stack.enter_context(NamingProgram())
-        self._adapters = adapters
-        self._given = given
-        self._request = request
-        self._resources = resources
-        self._checks = BaseChecks(stack, adapters, given, allowed=request.allow_other_base)
-        refuse_rewritten_bases(adapters, given)
-        first = adapters[0]
-        # A base in the adapter's own checkpoint has the names of a framework, and no configuration.
-        folder = request.model_config if given is None else find_folder(given)
-        choice = SideChoice(tokenizer_from=request.tokenizer_from)
-        self._folders = SideFolders(stack, first.found.opened, folder, choice)
-        self._side, self._side_notes = self._folders.choose(allow_code=request.allow_code)
-        self._config = self._folders.config(self._side)
-        if given is None and not first.found.base:
-            raise RefusedError(
-                "the checkpoint holds the adapter alone, and no base to merge it into",
-                where=first.found.opened.path,
-                hint="pass the model that the adapter was trained on with --base",
-            )
-        self._base = given or BaseSource(
-            first.found.opened, first.origin, first.found.base, self._config, is_live=True
-        )
-        self._origins = {adapter.origin.name: adapter.origin for adapter in adapters}
-        self._origins[self._base.origin.name] = self._base.origin
-        self._notes = [note for adapter in adapters for note in adapter.found.notes]
-
-    def run(self, out: PathLike | None) -> tuple[PlannedOutput, list[MergedLayer]]:
-        # The base is known: names are paired.
-        self._checks.check_identity()
-        listed = (list_modules(source.found.adapter) for source in self._adapters)
-        modules = list(dict.fromkeys(module for modules in listed for module in modules))
-        alignment = align(self._base, modules, self._config, folder=self._folders.base)
-        quantized = self._plan_quantized(alignment)
-        if self._given is not None:
-            given = take_plain_weights(self._given, alignment)
-            self._checks.compare(given, self._take_trained(), quantized, self._request.qlora_base)
-        tensors = make_base_tensors(self._base, alignment, quantized)
-        shapes = find_live_shapes(self._base, alignment, quantized)
-        pairs = _find_pairs(self._config, tensors)
-        shapes |= {tie.target: shapes[tie.source] for tie in pairs if not tie.is_present}
-        self._notes += self._describe_outside(alignment.renaming, shapes)
-        # Names are paired: changes are planned, and which ties they leave.
-        changes = self._find_changes(alignment, shapes, pairs)
-        config = self._adapt_head(changes)
-        by_live = {tensor.live[0]: tensor for tensor in tensors if tensor.part is None}
-        judge = TieJudge(self._origins, by_live)
-        judge.refuse_differing_bases(changes)
-        ties = judge.judge(config, _find_pairs(config, tensors), changes)
-        self._notes += describe_ties(config, ties)
-        versions = [source.found.adapter.settings.peft_version for source in self._adapters]
-        norm_of, note = choose_norms(versions, changes)
-        self._notes += filter(None, [note])
-        # Changes are planned: each tensor becomes a product, a copy or a kernel.
-        rounding: Rounding = "peft" if self._request.match_peft else "once"
-        dtypes = DTypePolicy(self._request.dtype, kept=self._find_kept(tensors))
-        rules = MergeRules(dtypes, rounding, norm_of)
-        specs = [TensorSpec(t.live[0], t.dtype, t.shape) for t in tensors]
-        self._notes += describe_kept(dtypes, specs)
-        products = list(plan_products(tensors, changes, ties, shapes, rules, alignment.called))
-        layers = report_layers(
-            self._adapters, tensors, changes, quantized, self._request, self._origins
-        )
-        # Products are planned: the files around them.
-        config = self._write_config(config, products, changes, shapes, ties)
-        self._notes += [*alignment.notes, *self._checks.notes(quantized)]
-        if self._base.opened.maps:
-            self._notes += self._base.opened.notes
-        comparison = self._compare_names(products, config)
-        names = {live: tensor.name for live, tensor in by_live.items()}
-        dropped = {names.get(t, t): names.get(s, s) for t, s in ties.dropped.items()}
-        prepared = self._prepare(out, products, config, dropped, alignment, quantized)
-        return replace(prepared, comparison=comparison), layers
-
-    def _describe_outside(self, renaming: Renaming, shapes: Mapping[Fqn, Shape]) -> list[str]:
-        """Returns a note on tensors of the checkpoint that the model of `--base` does not have."""
-        if self._given is None:
-            return []
-        held = [name for source in self._adapters for name in source.found.base]
-        absent = (n for n in held if not is_made_by_model(n) and renaming.to_base(n) not in shapes)
-        outside = sorted(dict.fromkeys(absent))
-        if not outside:
-            return []
-        count, verb = counted(len(outside), "tensor"), "is" if len(outside) == 1 else "are"
-        said = f"{count} of the checkpoint, such as {outside[0]!r}, {verb} not written"
-        return [f"{said}: the model of --base has none of that name"]
-
-    def _find_kept(self, tensors: Sequence[BaseTensor]) -> KeptDtypes:
-        """Returns what stays in float32: what the class keeps, and what the base has so."""
-        if self._request.cast_all or self._config is None:
-            return KeptDtypes()
-        kept = self._folders.consumer.find_kept(self._config)
-        halves = find_float32_among_halves(self._base.entries.values())
-        names = frozenset(str(t.live[0]) for t in tensors if t.name in halves)
-        return replace(kept, names=names)
-
-    # --- the base ---
-
-    def _plan_quantized(self, alignment: Alignment) -> QuantizedBase:
-        shapes: dict[str, Shape] = {}
-        for source in self._adapters:
-            for name, shape in find_linear_shapes(source.found.adapter).items():
-                shapes[alignment.renaming.to_base(name)] = shape
-        given = None if self._given is None else take_plain_weights(self._given, alignment)
-        record = None if given is None else self._find_packings()
-        choice = self._request.qlora_base
-        is_default = record is not None and choice != "original"
-        nested, workers = self._request.double_quant, choose_settings(self._resources).workers
-        quantized = plan_quantized(
-            *(self._take_trained(), given),
-            shapes=shapes,
-            choice=None if is_default else choice,
-            nested=nested,
-            workers=workers,
-        )
-        if record is None or given is None or not is_default or quantized.operands:
-            return quantized
-        where = self._adapters[0].source.where
-        return requantize(record, given, nested=nested, where=where, workers=workers)
-
-    def _find_packings(self) -> Sequence[Packing] | None:
-        """Returns how the base of extracted adapters was packed, if all of them agree."""
-        if any(source.found.base for source in self._adapters):
-            return None
-        records = [read_record_of_base(s.found.opened).quantization for s in self._adapters]
-        packings = [record.packings for record in records if record is not None]
-        is_same = bool(packings) and all(other == packings[0] for other in packings)
-        return (packings[0] or None) if is_same else None
-
-    def _take_trained(self) -> ModelWeights | None:
-        """Returns the base in the first adapter's checkpoint, if it has one."""
-        first = self._adapters[0]
-        if not first.found.base:
-            return None
-        folders = first.found.folders
-        config = folders.config(folders.choose(allow_code=False)[0])
-        entries = {str(name): entry for name, entry in first.found.base.items()}
-        return ModelWeights(first.origin, entries, config, first.found.opened.path)
-
-    # --- what changes ---
-
-    def _find_changes(
-        self, alignment: Alignment, shapes: Mapping[Fqn, Shape], pairs: Sequence[TiedPair]
-    ) -> dict[Fqn, list[Change]]:
-        renaming = alignment.renaming
-        own, types = renaming.to_adapter(shapes), find_model_types(self._config)
-        entries = {
-            placed.live[0]: self._base.entries[placed.stored[0]]
-            for placed in alignment.placed
-            if placed.part is None and not _EXPERT.search(placed.live[0])
-        }
-        left_out = find_left_out(entries, self._config or {})
-        entries = renaming.to_adapter(
-            {  # which the model that was trained has
-                name: entry
-                for name, entry in entries.items()
-                if name not in left_out and renaming.is_of_adapted(name)
-            }
-        )
-        all_changes = []
-        for source in self._adapters:
-            adapter, where = source.found.adapter, source.source.where
-            try:
-                changes = find_changes(
-                    *(adapter, own, source.source), model_types=types, weight=source.weight
-                )
-            except RefusedError as error:
-                if source.found.converted is None:
-                    raise
-                raise error.hinted(
-                    f"{error.hint}; {source.found.converted.foreign.own_tool}"
-                ) from None
-            check_used_once(adapter.tensors, changes, where=where)
-            if self._given is not None and adapter.tensors:  # without tensors it changes nothing
-                try:
-                    refuse_targets_without_tensors(
-                        build_table(adapter.tensors), adapter.settings, entries, is_own_record=True
-                    )
-                except AdapterError as error:
-                    raise error.located(where) from error
-            changes = [replace(c, weight=renaming.to_base(c.weight)) for c in changes]
-            all_changes.append(changes)
-        combined = combine_changes(all_changes, [source.weight for source in self._adapters])
-        tying = {
-            source.source.position
-            for source in self._adapters
-            if source.found.adapter.settings.shares_with_tied
-        }
-        shared = share_changes(combined, pairs, tying)
-        if self._request.match_peft:
-            _refuse_lost_in_peft(shared)
-            _refuse_tied_in_peft(combined, shared, pairs)
-        return shared
-
-    # --- what is written ---
-
-    def _adapt_head(self, changes: Changes) -> dict[str, Any] | None:
-        if self._config is None:
-            return None
-        config = self._config
-        for source in self._adapters:
-            brought = {
-                change.weight: change.tensor.shape
-                for own in changes.values()
-                for change in own
-                if isinstance(change, Replacement) and change.source == source.source
-            }
-            config, notes = adapt_head(config, source.found.adapter.settings.task_type, brought)
-            self._notes += notes
-        return config
-
-    def _write_config(
-        self,
-        config: dict[str, Any] | None,
-        products: Sequence[Product],
-        changes: Changes,
-        shapes: Mapping[Fqn, Shape],
-        ties: MergedTies,
-    ) -> dict[str, Any] | None:
-        if config is None:
-            self._notes.append(
-                "neither the adapter nor its base has a config.json, which Transformers needs to"
-                " load the output"
-            )
-            return None
-        if not self._folders.consumer.owns_config:
-            return config
-        resized, notes = resize_config(
-            config, changes, shapes, products, is_live=self._base.is_live
-        )
-        self._notes += notes
-        written = sum_bytes_by_dtype((p.spec.dtype, p.spec.size_bytes) for p in products)
-        allow_code = self._request.allow_code
-        updated = update_config(resized, written, allow_code=allow_code)
-        if ties.untied or ties.broken:
-            updated = untie_config(updated)
-        return drop_quantization(updated)
-
-    def _compare_names(
-        self, products: Sequence[Product], config: Mapping[str, Any] | None
-    ) -> Comparison | None:
-        """Compares names and shapes with the model that the configuration describes."""
-        if config is None:
-            return None
-        if self._request.names == "live":
-            self._notes.append(LIVE_NAMES)
-            return None
-        # If an adapter has another head, that of the base is in the output too, and is not used.
-        is_headed = config.get("architectures") != (self._config or {}).get("architectures")
-        heads = {str(p.spec.name) for p in products if is_headed and is_head(p.spec.name)}
-        subject = Subject(
-            config={**config, **self._folders.code_of(self._side)},
-            tensors={str(p.spec.name): (p.spec.dtype, p.spec.shape) for p in products},
-            left_out=frozenset(heads),
-            where=self._base.opened.path,
-            is_live=self._base.is_live,
-            consumer=self._folders.consumer,
-            advice=MERGE,
-        )
-        comparison, notes = plan_comparison(subject, self._program)
-        self._notes += notes
-        return comparison
-
-    def _prepare(
-        self,
-        out: PathLike | None,
-        products: Sequence[Product],
-        config: dict[str, Any] | None,
-        dropped: Mapping[Fqn, Fqn],
-        alignment: Alignment,
-        quantized: QuantizedBase,
-    ) -> PlannedOutput:
-        request, folders = self._request, self._folders
-        weights = layout_hf_weights(products, request.max_file_bytes, folders.consumer.stem)
-        truth = folders.tell_truth(
-            *(folders.texts(self._side), config, [str(p.spec.name) for p in products]),
-            keep_generation=request.generation_config == "keep",
-        )
-        self._notes += (*self._side_notes, *truth.notes)
-        files = folders.outputs(self._side, truth.changed, allow_code=request.allow_code)
-        plan = Plan((*weights, *files), dropped, tuple(dict.fromkeys(self._notes)))
-        opened = [source.found.opened for source in self._adapters]
-        opened += [] if self._given is None else [self._given.opened]
-        settings = choose_settings(self._resources, plan, sources=opened, out=out)
-        settings = replace(settings, check=self._request.check)
-        read = sum(spec.size_bytes for _, _, spec in plan.specs())
-        return PlannedOutput(
-            sources=tuple(opened),
-            plan=plan,
-            inputs=Inputs(self._origins, self._folders.sources),
-            settings=settings,
-            estimate=estimate_plan(plan, settings, out, bytes_read=read),
-            kind="model",
-            options=self._request.changed(),
-            facts=collect_source_facts(self._adapters, self._base, quantized.facts),
-            versions={**self._base.opened.maps, **(alignment.versions or {})},
-        )
-
-
 def _find_pairs(config: Mapping[str, Any] | None, tensors: Sequence[BaseTensor]) -> list[TiedPair]:
     specs = {t.live[0]: (t.dtype, t.shape) for t in tensors if t.part is None}
     return find_tied_pairs(config, specs)
 
 
-def _refuse_tied_in_peft(changes: Changes, shared: Changes, pairs: Sequence[TiedPair]) -> None:
-    """Refuses a LoRA or tokens of one of two tied modules, whose tensor PEFT changes for both.
+def _refuse_what_peft_loses(changes: Changes, shared: Changes, pairs: Sequence[TiedPair]) -> None:
+    """Refuses a LoRA that `merge_and_unload` of PEFT leaves out, or adds to a tied tensor.
+
+    It adds the LoRA or the tokens of one of two tied modules to the tensor of both. `shared` has
+    the changes of tied modules too.
 
     Source: peft 0.21, tuners/lora/layer.py (`merge`, which changes the parameter in place) and
     tuners/tuners_utils.py: with `ensure_weight_tying` both layers have the update, and add it.
     """
+    for weight, own in shared.items():
+        low_rank = next((c for c in own if isinstance(c, LowRankChange)), None)
+        if low_rank is not None and any(isinstance(c, TokenRowsChange) for c in own):
+            raise RefusedError(
+                f"the LoRA of {weight!r} is added to the trained tokens of a tied embedding, and"
+                " PEFT's merge_and_unload leaves this LoRA out",
+                where=low_rank.source.where,
+                hint=_WITHOUT_PEFT,
+            )
     for pair in pairs:
         both = [shared.get(name, ()) for name in (pair.source, pair.target)]
         rows = [any(isinstance(c, TokenRowsChange) for c in own) for own in both]
@@ -665,50 +636,54 @@ def _refuse_tied_in_peft(changes: Changes, shared: Changes, pairs: Sequence[Tied
                     f"{name!r} is tied, and PEFT's merge_and_unload changes the tensor of both"
                     " layers, or changes it twice",
                     where=found.source.where,
-                    hint="merge without --match-peft, which writes what was trained",
+                    hint=_WITHOUT_PEFT,
                 )
 
 
-def _refuse_lost_in_peft(changes: Changes) -> None:
-    """Refuses a LoRA that `merge_and_unload` of PEFT leaves out."""
-    for weight, own in changes.items():
-        low_rank = next((c for c in own if isinstance(c, LowRankChange)), None)
-        if low_rank is not None and any(isinstance(c, TokenRowsChange) for c in own):
-            raise RefusedError(
-                f"the LoRA of {weight!r} is added to the trained tokens of a tied embedding, and"
-                " PEFT's merge_and_unload leaves this LoRA out",
-                where=low_rank.source.where,
-                hint="merge without --match-peft, which writes what was trained",
-            )
-
-
-# PEFT casts adapters to this type when it loads them.
-_HELD = dtype_named("float32")
+_WITHOUT_PEFT = "merge without --match-peft, which writes what was trained"
 _EXPERTS = 3
 
 
-class MergeRules(Struct, frozen=True):
-    dtypes: DTypePolicy
-    rounding: Rounding
-    norm_of: NormOf
-
-
-def make_product(
-    tensor: BaseTensor, changes: Sequence[Change], rules: MergeRules, live: Shape
+def _make_product(
+    tensor: BaseTensor,
+    changes: Sequence[Change],
+    live: Shape,
+    *,
+    dtypes: DTypePolicy,
+    rounding: Rounding,
+    norm_of: NormOf,
 ) -> Product:
     """Returns how a tensor of the merged model is produced.
 
     `changes` and the shape `live` are those of the live tensor that it is, or is a part of.
     """
-    updates = [change for change in changes if not isinstance(change, Replacement)]
-    target = rules.dtypes.target(TensorSpec(tensor.live[0], tensor.dtype, tensor.shape))
+    target = dtypes.target(TensorSpec(tensor.live[0], tensor.dtype, tensor.shape))
+    shape, operand, part = tensor.shape, tensor.operand, tensor.part
     for change in changes:
-        if isinstance(change, Replacement):
-            tensor = _replace(tensor, change, rules)
-            live = change.tensor.shape
-    spec = TensorSpec(tensor.name, target, tensor.shape)
+        if not isinstance(change, Replacement):
+            continue
+        # The adapter's tensor, in the base's element type as PEFT loads it.
+        entry = change.tensor
+        if (entry.dtype.kind == "float") != (tensor.dtype.kind == "float"):
+            raise RefusedError(
+                f"the adapter replaces elements of {tensor.dtype.name} by elements of"
+                f" {entry.dtype.name}",
+                where=f"tensor {tensor.name!r}",
+                hint="pass the base that was trained on with --base",
+            )
+        if len(tensor.live) > 1:
+            raise _make_part_error(tensor.name, change)
+        shape = live = entry.shape
+        operand = StoredOperand(change.source.origin, entry.key, entry.dtype)
+        if part is not None:
+            shape, operand = tensor.shape, join_sources(part, [operand])
+        is_held = dtypes.choice == "keep" or rounding == "peft"
+        if is_held and entry.dtype != tensor.dtype and entry.dtype.kind == "float":
+            operand = CastOperand(operand, tensor.dtype)
+    spec = TensorSpec(tensor.name, target, shape)
+    updates = [change for change in changes if not isinstance(change, Replacement)]
     if updates:
-        dtype = tensor.operand.dtype
+        dtype = operand.dtype
         if dtype.kind != "float" or dtype.itemsize == 1:
             raise RefusedError(
                 f"tensor {tensor.name!r} of the base has element type {dtype.name}, to which"
@@ -718,81 +693,42 @@ def make_product(
                 " with --base",
             )
         merged = tuple(_make_update(tensor, change, live) for change in updates)
-        kernel = MergeKernel(tensor.operand, merged, rules.rounding, rules.norm_of)
-        return Product(spec, kernel.compute())
-    operand = tensor.operand
+        return Product(spec, MergeKernel(operand, merged, rounding, norm_of).compute())
     if isinstance(operand, StoredOperand) and not operand.start:
         copy = Copy(operand.origin, operand.key)
         return recast(Product(TensorSpec(spec.name, operand.dtype, spec.shape), copy), target)
     return Product(spec, OperandKernel(operand).compute())
 
 
-def _replace(tensor: BaseTensor, change: Replacement, rules: MergeRules) -> BaseTensor:
-    """Replaces the base's tensor by the adapter's, in the base's element type as PEFT loads it."""
-    entry = change.tensor
-    if (entry.dtype.kind == "float") != (tensor.dtype.kind == "float"):
-        raise RefusedError(
-            f"the adapter replaces elements of {tensor.dtype.name} by elements of"
-            f" {entry.dtype.name}",
-            where=f"tensor {tensor.name!r}",
-            hint="pass the base that was trained on with --base",
-        )
-    if len(tensor.live) > 1:
-        raise make_part_error(tensor.name, change)
-    shape = entry.shape
-    operand: Operand = StoredOperand(change.source.origin, entry.key, entry.dtype)
-    if tensor.part is not None:
-        shape, operand = tensor.shape, join_sources(tensor.part, [operand])
-    is_held = rules.dtypes.choice == "keep" or rules.rounding == "peft"
-    if is_held and entry.dtype != tensor.dtype and entry.dtype.kind == "float":
-        operand = CastOperand(operand, tensor.dtype)
-    return BaseTensor(tensor.name, tensor.live, shape, tensor.dtype, operand, tensor.part)
-
-
-def _make_update(tensor: BaseTensor, change: Change, live: Shape) -> Update:
-    origin = change.source.origin
+def _make_update(
+    tensor: BaseTensor, change: LowRankChange | BiasChange | TokenRowsChange, live: Shape
+) -> Update:
+    """Returns a change as the kernel applies it to a tensor that is a live one, or a part of it."""
+    take = partial(Factor.whole, change.source.origin)
     window = None
     if tensor.part is not None:
         window = find_window(tensor.part, dict.fromkeys(tensor.live, live))
-        if window is None or len(tensor.live) > 1:
-            raise make_part_error(tensor.name, change)
-    if not isinstance(change, LowRankChange):
-        if window is not None:
-            raise make_part_error(tensor.name, change)
-        if isinstance(change, BiasChange):
-            return BiasUpdate(Factor.whole(origin, change.bias), change.scaling, _HELD)
-        if isinstance(change, TokenRowsChange):
-            return TokenRowsUpdate(Factor.whole(origin, change.rows), change.indices)
-        raise AssertionError(f"{change.weight} is replaced after it was changed")
-    down, up = Factor.whole(origin, change.down), Factor.whole(origin, change.up)
-    magnitude = None if change.magnitude is None else Factor.whole(origin, change.magnitude)
-    scaling, form = change.scaling, change.form
-    if form == "embedding":
-        update = embedding_update(down, up, scaling, _HELD, magnitude=magnitude)
-    elif form in {"parameter", "experts", "experts_transposed"}:
-        count = 1 if form == "parameter" else live[0]
-        is_crossed = form == "experts_transposed"
-        update = experts_update(down, up, scaling, _HELD, count=count, transposed=is_crossed)
-    else:
-        is_turned = form == "transposed"
-        update = linear_update(
-            down, up, scaling, _HELD, magnitude=magnitude, fan_in_fan_out=is_turned
-        )
-    return update if window is None else _cut_update(update, window, live, tensor, change)
-
-
-def _cut_update(
-    update: LowRankUpdate, window: Window, live: Shape, tensor: BaseTensor, change: Change
-) -> LowRankUpdate:
-    """Returns the update of a tensor that is a part of a live one."""
+        if window is None or len(tensor.live) > 1 or not isinstance(change, LowRankChange):
+            raise _make_part_error(tensor.name, change)
+    if isinstance(change, BiasChange):
+        return BiasUpdate(take(change.bias), change.scaling)
+    if isinstance(change, TokenRowsChange):
+        return TokenRowsUpdate(take(change.rows), change.indices)
+    update = make_low_rank(
+        *(take(change.down), take(change.up), change.scaling, change.form),
+        magnitude=None if change.magnitude is None else take(change.magnitude),
+        experts=live[0] if change.form.startswith("experts") else 1,
+    )
+    if window is None:
+        return update
     box, axes = window.box, window.axes
     if box.sizes == live and axes == tuple(range(len(live))):
         return update
     if len(live) == _EXPERTS and box.sizes[0] == 1 and len(axes) == _MATRIX:
         if update.experts > 1:
-            update = select_expert(update, box.offsets[0])
+            update = update.expert(box.offsets[0])
     elif len(live) != _MATRIX:
-        raise make_part_error(tensor.name, change)
+        raise _make_part_error(tensor.name, change)
     rows, columns = (
         None if size == whole else (offset, offset + size)
         for offset, size, whole in zip(
@@ -802,11 +738,11 @@ def _cut_update(
     try:
         update = update.window(rows, columns)
     except ValueError as error:
-        raise make_part_error(tensor.name, change) from error
+        raise _make_part_error(tensor.name, change) from error
     return update.turned if axes[-_MATRIX] > axes[-1] else update
 
 
-def make_part_error(name: str, change: Change) -> RefusedError:
+def _make_part_error(name: str, change: Change) -> RefusedError:
     """Returns the error for a tensor on disk that cannot be merged without others."""
     return RefusedError(
         f"{change.weight!r} is changed, and {name!r} on disk cannot be merged with a part"
@@ -816,13 +752,13 @@ def make_part_error(name: str, change: Change) -> RefusedError:
     )
 
 
-def plan_products(
+def _plan_products(
     tensors: Sequence[BaseTensor],
     changes: Changes,
-    ties: MergedTies,
+    ties: _Ties,
     shapes: Mapping[Fqn, Shape],
-    rules: MergeRules,
     called: Mapping[Fqn, Fqn],
+    make: Callable[[BaseTensor, Sequence[Change], Shape], Product],
 ) -> Iterator[Product]:
     """Yields every tensor of the base with the changes of the adapters, and those that it lacks.
 
@@ -834,14 +770,23 @@ def plan_products(
             continue
         touched = [live for live in tensor.live if live in changes]
         if touched and len(tensor.live) > 1:
-            raise make_part_error(tensor.name, changes[touched[0]][0])
-        own = [*_inherit(first, changes, ties, shapes), *changes.get(first, ())]
-        yield make_product(tensor, own, rules, shapes[first])
+            raise _make_part_error(tensor.name, changes[touched[0]][0])
+        own = changes.get(first, ())
+        if not any(isinstance(change, Replacement) for change in own):
+            # A frozen tensor of another size comes from a name that it was tied to.
+            others = [pair for pair in ties.untied.items() if first in pair]
+            frozen = [
+                change
+                for target, source in others
+                for change in list_frozen(changes.get(target if source == first else source, ()))
+            ]
+            own = [*(c for c in frozen[:1] if c.tensor.shape != shapes[first]), *own]
+        yield make(tensor, own, shapes[first])
     by_live = {tensor.live[0]: tensor for tensor in tensors if tensor.part is None}
     for target, source in ties.written.items():
         tensor = replace(by_live[source], name=called.get(target, target), live=(target,))
         updates = [*list_frozen(changes.get(source, ())), *changes.get(target, ())]
-        yield make_product(tensor, updates, rules, shapes[source])
+        yield make(tensor, updates, shapes[source])
     present = {live for tensor in tensors for live in tensor.live}
     for name, brought in changes.items():
         change = brought[0]
@@ -851,119 +796,110 @@ def plan_products(
             operand = StoredOperand(change.source.origin, entry.key, entry.dtype)
             output = called.get(name, name)
             tensor = BaseTensor(output, (name,), entry.shape, entry.dtype, operand)
-            yield make_product(tensor, (), rules, entry.shape)
+            yield make(tensor, (), entry.shape)
 
 
-def _inherit(
-    name: Fqn, changes: Changes, ties: MergedTies, shapes: Mapping[Fqn, Shape]
-) -> list[Change]:
-    """Returns the frozen tensor of another size that a name takes from one it was tied to."""
-    if any(isinstance(change, Replacement) for change in changes.get(name, ())):
-        return []
-    others = [
-        other
-        for tied in ties.untied.items()
-        for other in (tied[0] if tied[1] == name else tied[1],)
-        if name in tied
-    ]
-    frozen = [change for other in others for change in list_frozen(changes.get(other, ()))]
-    return [change for change in frozen[:1] if change.tensor.shape != shapes[name]]
-
-
-class MergedTies(Struct, frozen=True):
+class _Ties(Struct, frozen=True):
     """The names that the configuration ties, after a merge."""
 
-    # Not written, with the name that replaces each.
-    dropped: Mapping[Fqn, Fqn] = field(default_factory=dict)
-    # Absent so far, with the one whose base they share.
-    written: Mapping[Fqn, Fqn] = field(default_factory=dict)
-    untied: Mapping[Fqn, Fqn] = field(default_factory=dict)  # differ after the merge
-    broken: Mapping[Fqn, Fqn] = field(default_factory=dict)  # differ in the base already
+    dropped: Mapping[Fqn, Fqn]  # not written, with the name that replaces each
+    written: Mapping[Fqn, Fqn]  # absent so far, with the one whose base they share
+    untied: Mapping[Fqn, Fqn]  # differ after the merge
+    broken: Mapping[Fqn, Fqn]  # differ in the base already
 
 
-class TieJudge:
-    def __init__(self, origins: Mapping[str, Origin], base: Mapping[Fqn, BaseTensor]) -> None:
-        self._base = base
-        self._reader = ArrayReader(*origins.values())
-        self._indexes = {name: origin.index for name, origin in origins.items()}
+def _judge_ties(
+    config: Mapping[str, Any] | None,
+    pairs: Sequence[TiedPair],
+    changes: Changes,
+    base: Mapping[Fqn, BaseTensor],
+    origins: Mapping[str, Origin],
+    reader: ArrayReader,
+) -> _Ties:
+    """Decides which ties hold after the merge.
 
-    def judge(
-        self, config: Mapping[str, Any] | None, pairs: Sequence[TiedPair], changes: Changes
-    ) -> MergedTies:
-        """Decides which ties hold after the merge.
+    `changes` include those that PEFT shares between tied modules.
+    """
 
-        `changes` include those that PEFT shares between tied modules.
-        """
-        same: dict[Fqn, Fqn] = {}
-        untied: dict[Fqn, Fqn] = {}
-        broken: dict[Fqn, Fqn] = {}
-        for pair in pairs:
-            ours, theirs = changes.get(pair.target, ()), changes.get(pair.source, ())
-            if not (ours or theirs):
-                (same if self._base_agrees(pair) else broken)[pair.target] = pair.source
-            elif self._are_changed_alike(ours, theirs) and (
-                (ours and isinstance(ours[0], Replacement)) or self._base_agrees(pair)
-            ):
-                same[pair.target] = pair.source
-            else:
-                untied[pair.target] = pair.source
-        absent = {pair.target: pair.source for pair in pairs if not pair.is_present}
-        dropped = choose_ties_to_drop(config, same, [*untied, *broken])
-        written = {t: s for t, s in absent.items() if t in untied}
-        if untie_config(config or {}) != config and (untied or broken):
-            written = absent
-        return MergedTies(
-            {t: s for t, s in dropped.items() if t not in absent or t in changes},
-            written,
-            untied,
-            broken,
-        )
-
-    def refuse_differing_bases(self, changes: Changes) -> None:
-        """Refuses adapters whose updates of one tensor have different frozen bases."""
-        for name, own in changes.items():
-            frozen = [(change.source.origin, change.tensor) for change in list_frozen(own)]
-            for other in frozen[1:]:
-                if not self._reader.are_equal(frozen[0], other):
-                    where = next(c.source.where for c in own if c.source.origin == other[0])
-                    raise RefusedError(
-                        f"two adapters have different frozen weights of {name!r}",
-                        where=where,
-                        hint="merge adapters that were trained on one base model",
-                    )
-
-    def _base_agrees(self, pair: TiedPair) -> bool:
-        if not pair.is_present:
-            return True
-        if not pair.may_agree:
-            return False
+    def agrees(pair: TiedPair) -> bool:
+        """Compares the two tensors of the base."""
+        if not (pair.is_present and pair.may_agree):
+            return not pair.is_present
         stored = []
         for name in (pair.target, pair.source):
-            operand = self._base[name].operand
+            operand = base[name].operand
             if not isinstance(operand, StoredOperand):
                 return False
-            entry = self._indexes[operand.origin].tensors[operand.key]
-            stored.append((operand.origin, entry))
-        return self._reader.are_equal(*stored)
+            stored.append((origins[operand.origin].index.tensors[operand.key], operand.origin))
+        (first, first_origin), (second, second_origin) = stored
+        return reader.are_equal(first, second, (first_origin, second_origin))
 
-    def _are_changed_alike(self, ours: Sequence[Change], theirs: Sequence[Change]) -> bool:
-        needed = find_equalities(ours, theirs)
-        for equality in needed or ():
-            if not equality.is_transposed:
-                if not self._reader.are_equal(equality.first, equality.second):
-                    return False
-                continue
-            bits = f"u{equality.first[1].dtype.itemsize}"
-            first, second = (
-                self._reader.read_whole(*tensor).view(bits).reshape(tensor[1].shape)
-                for tensor in (equality.first, equality.second)
-            )
-            if not np.array_equal(first, second.T):
-                return False
-        return needed is not None
+    same: dict[Fqn, Fqn] = {}
+    untied: dict[Fqn, Fqn] = {}
+    broken: dict[Fqn, Fqn] = {}
+    for pair in pairs:
+        ours, theirs = changes.get(pair.target, ()), changes.get(pair.source, ())
+        if not (ours or theirs):
+            (same if agrees(pair) else broken)[pair.target] = pair.source
+        elif are_changed_alike(ours, theirs, reader) and (
+            (ours and isinstance(ours[0], Replacement)) or agrees(pair)
+        ):
+            same[pair.target] = pair.source
+        else:
+            untied[pair.target] = pair.source
+    absent = {pair.target: pair.source for pair in pairs if not pair.is_present}
+    dropped = choose_ties_to_drop(config, same, [*untied, *broken])
+    written = {t: s for t, s in absent.items() if t in untied}
+    if untie_config(config or {}) != config and (untied or broken):
+        written = absent
+    kept = {t: s for t, s in dropped.items() if t not in absent or t in changes}
+    return _Ties(kept, written, untied, broken)
 
 
-def describe_ties(config: Mapping[str, Any] | None, ties: MergedTies) -> Iterator[str]:
+def are_changed_alike(
+    ours: Sequence[Change], theirs: Sequence[Change], reader: ArrayReader
+) -> bool:
+    """Returns whether the changes of two tied names make the same of one tensor."""
+    pairs = zip(ours, theirs, strict=False)
+    return len(ours) == len(theirs) and all(_make_the_same(*pair, reader) for pair in pairs)
+
+
+def _make_the_same(ours: Change, theirs: Change, reader: ArrayReader) -> bool:
+    if ours == replace(theirs, weight=ours.weight):
+        return True
+    compare = partial(reader.are_equal, origins=(ours.source.origin, theirs.source.origin))
+    if isinstance(ours, TokenRowsChange) and isinstance(theirs, TokenRowsChange):
+        return ours.indices == theirs.indices and compare(ours.rows, theirs.rows)
+    if isinstance(ours, Replacement) and isinstance(theirs, Replacement):
+        return compare(ours.tensor, theirs.tensor)
+    if not isinstance(ours, LowRankChange) or not isinstance(theirs, LowRankChange):
+        return False
+    if ours.magnitude or theirs.magnitude or ours.scaling != theirs.scaling:
+        return False
+    if ours.form == theirs.form:
+        return compare(ours.down, theirs.down) and compare(ours.up, theirs.up)
+    if {ours.form, theirs.form} != {"embedding", "linear"}:
+        return False
+    # The factors of a tied head are those of the embedding, transposed.
+    pairs = ((ours.down, theirs.up), (ours.up, theirs.down))
+    return all(compare(*pair, transposed=True) for pair in pairs)
+
+
+def _refuse_differing_bases(changes: Changes, reader: ArrayReader) -> None:
+    """Refuses adapters whose updates of one tensor have different frozen bases."""
+    for name, own in changes.items():
+        frozen = list_frozen(own)
+        for other in frozen[1:]:
+            origins = frozen[0].source.origin, other.source.origin
+            if not reader.are_equal(frozen[0].tensor, other.tensor, origins):
+                raise RefusedError(
+                    f"two adapters have different frozen weights of {name!r}",
+                    where=other.source.where,
+                    hint="merge adapters that were trained on one base model",
+                )
+
+
+def _describe_ties(config: Mapping[str, Any] | None, ties: _Ties) -> Iterator[str]:
     """Yields notes on names that are written although the configuration ties them."""
     changed = untie_config(config or {}) != config
     consequence = (
@@ -984,66 +920,49 @@ def describe_ties(config: Mapping[str, Any] | None, ties: MergedTies) -> Iterato
         )
 
 
-def collect_source_facts(
-    adapters: Sequence[SourceAdapter], base: BaseSource, quantization: Mapping[str, Any]
+def _collect_facts(
+    adapters: Sequence[OpenedAdapter], base: BaseSource, quantization: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Returns the facts on the adapters and the base for the manifest.
 
     `quantization` has those on packed weights.
     """
-    facts = {
-        "adapters": [
+    facts: dict[str, Any] = {"adapters": []}
+    for opened in adapters:
+        # Names, element types, shapes and bytes of its tensors.
+        reader, lines = ArrayReader(opened.origin), []
+        for name, entry in sorted(opened.adapter.tensors.items()):
+            blocks = reader.read_blocks(entry, elements=LEAF_BYTES // entry.dtype.itemsize)
+            leaves = {n: leaf_digest(b.view(np.uint8).data) for n, b in enumerate(blocks)}
+            lines.append(f"{name} {entry.dtype.name} {list(entry.shape)} {join_leaves(leaves)}\n")
+        settings = json.dumps(opened.adapter.settings.document, sort_keys=True)
+        facts["adapters"].append(
             {
-                "path": adapter.found.opened.path,
-                "name": adapter.found.adapter.name,
-                "weight": adapter.weight,
-                "config": adapter.found.config_path,
-                "settings": digest_of(
-                    memoryview(
-                        json.dumps(adapter.found.adapter.settings.document, sort_keys=True).encode()
-                    )
-                ),  # which were read or inferred
-                "digest": _digest_adapter(adapter),
+                "path": opened.opened.path,
+                "name": opened.adapter.name,
+                "weight": opened.weight,
+                "config": opened.config_path,
+                "settings": digest_of(memoryview(settings.encode())),  # read or inferred
+                "digest": digest_of(memoryview("".join(lines).encode())),
             }
-            for adapter in adapters
-        ],
-        "base": _collect_base_facts(base),
-    }
-    return facts | ({"quantization": dict(quantization)} if quantization else {})
-
-
-def _digest_adapter(adapter: SourceAdapter) -> str:
-    """Digests an adapter: names, element types, shapes and bytes of its tensors."""
-    reader = ArrayReader(adapter.origin)
-    lines = []
-    for name, entry in sorted(adapter.found.adapter.tensors.items()):
-        step = LEAF_BYTES // entry.dtype.itemsize
-        blocks = enumerate(reader.read_blocks(adapter.origin.name, entry, step))
-        digest = join_leaves(
-            {leaf: leaf_digest(block.view(np.uint8).data) for leaf, block in blocks}
         )
-        lines.append(f"{name} {entry.dtype.name} {list(entry.shape)} {digest}\n")
-    return digest_of(memoryview("".join(lines).encode()))
-
-
-def _collect_base_facts(base: BaseSource) -> dict[str, Any]:
-    identity = identify_base(resolve_path(base.opened.path), base.config)
+    path, index = base.opened.path, base.opened.index
+    identity = identify_base(resolve_path(path), base.config)
     manifest, source = base.opened.manifest, base.opened.source
     if manifest is None and is_there(source, MANIFEST_NAME):
         manifest = read_manifest(source)
-    facts = {
-        "path": base.opened.path,
-        "format": base.opened.index.format,
+    about = {
+        "path": path,
+        "format": index.format,
         "repository": identity.repository,
         "commit": identity.commit,
-        "files": {
-            file.path: file.size_bytes for file in base.opened.index.files if file.size_bytes >= 0
-        },
+        "files": {file.path: file.size_bytes for file in index.files if file.size_bytes >= 0},
     }
     if manifest is not None:
-        lines = sorted(f"{name} {t.digest}\n" for name, t in manifest.tensors.items())
-        facts["digest"] = digest_of(memoryview("".join(lines).encode()))
-    return {key: value for key, value in facts.items() if value}
+        listed = sorted(f"{name} {t.digest}\n" for name, t in manifest.tensors.items())
+        about["digest"] = digest_of(memoryview("".join(listed).encode()))
+    facts["base"] = {key: value for key, value in about.items() if value}
+    return facts | ({"quantization": dict(quantization)} if quantization else {})
 
 
 _STEP = 1 << 20
@@ -1064,76 +983,61 @@ class MergedLayer(Struct, frozen=True):
     quantization: float | None = None
 
 
-def describe_change(change: Change, adapter: str, base: str) -> MergedLayer:
-    rank = scaling = None
-    is_dora = False
-    if isinstance(change, LowRankChange):
-        kind, rank, scaling = change.form.partition("_")[0], change.rank, change.scaling
-        kind = "linear" if kind == "transposed" else kind
-        is_dora = change.magnitude is not None
-    elif isinstance(change, Replacement):
-        kind = "frozen" if change.frozen else "whole"
-    elif isinstance(change, TokenRowsChange):
-        kind = "tokens"
-    else:
-        kind, scaling = "bias", change.scaling
-    return MergedLayer(change.weight, adapter, kind, rank, scaling, is_dora, base)
-
-
-def measure_weights(
-    tensors: Iterable[BaseTensor], origins: Mapping[str, Origin]
-) -> dict[str, float]:
-    """Measures the Frobenius norms of live weights, reading each once."""
-    reader = ArrayReader(*origins.values())
-    squares: dict[str, float] = {}
-    for tensor in tensors:
-        elements, total = math.prod(tensor.shape), squares.get(tensor.live[0], 0.0)
-        for start in range(0, elements, _STEP):
-            span = Span(start, min(start + _STEP, elements))
-            values = reader.compute(tensor.operand, span).astype(np.float32)
-            total += float(np.dot(values.astype(np.float64), values))
-        squares[tensor.live[0]] = total
-    return {name: math.sqrt(value) for name, value in squares.items()}
-
-
-def report_layers(
-    adapters: Sequence[SourceAdapter],
+def _report_layers(
+    adapters: Sequence[OpenedAdapter],
     tensors: Sequence[BaseTensor],
     changes: Changes,
     quantized: QuantizedBase,
     request: MergeRequest,
-    origins: Mapping[str, Origin],
+    reader: ArrayReader,
 ) -> list[MergedLayer]:
     """Describes the changes of each tensor; norms are measured only for `--report`."""
     present = {live for tensor in tensors for live in tensor.live}
-    paths = [adapter.found.opened.path for adapter in adapters]
+    paths = [adapter.opened.path for adapter in adapters]
+    squares: dict[str, float] = {}  # of the norms of live weights, each of which is read once
+    lost: dict[str, float] = {}
+    if request.report:
+        for tensor in (t for t in tensors if any(live in changes for live in t.live)):
+            elements, total = math.prod(tensor.shape), squares.get(tensor.live[0], 0.0)
+            for start in range(0, elements, _STEP):
+                span = Span(start, min(start + _STEP, elements))
+                values = reader.compute(tensor.operand, span).astype(np.float32)
+                total += float(np.dot(values.astype(np.float64), values))
+            squares[tensor.live[0]] = total
+        lost = measure_quantization(quantized, changes, reader)
     layers: list[MergedLayer] = []
-    norms: dict[tuple[str, str], float] = {}
     for weight, own in changes.items():
-        kind = "kept" if weight in present else "none"
+        base = "kept" if weight in present else "none"
         if weight in quantized.operands:
-            kind = request.qlora_base or "dequantized"
+            base = request.qlora_base or "dequantized"
+        scaled = {
+            change.source.position: norm * abs(adapters[change.source.position].weight)
+            for change in own
+            if isinstance(change, LowRankChange)
+            and (norm := adapters[change.source.position].norms.get(change.module)) is not None
+        }
         for change in own:
             adapter = adapters[change.source.position]
-            label = paths[change.source.position]
+            label = adapter.opened.path
             if paths.count(label) > 1:
-                label = f"{label} ({adapter.found.adapter.name})"
-            is_whole = isinstance(change, Replacement) and kind != "none"
-            layers.append(describe_change(change, label, "replaced" if is_whole else kind))
-            norm = adapter.found.norms.get(change.module)
-            if norm is not None and isinstance(change, LowRankChange):
-                norms[label, weight] = norm * abs(adapter.weight)
-    if not request.report:
-        return layers
-    touched = [tensor for tensor in tensors if any(live in changes for live in tensor.live)]
-    weights = measure_weights(touched, origins)
-    quantization = measure_quantization(quantized, changes, origins)
-    for number, layer in enumerate(layers):
-        scaled, unchanged = norms.get((layer.adapter, layer.tensor)), weights.get(layer.tensor)
-        lost = quantization.get(layer.tensor)
-        layers[number] = replace(
-            layer,
-            change=scaled / unchanged if scaled is not None and unchanged else None,
-            quantization=lost / scaled if lost is not None and scaled else None,
-        )
+                label = f"{label} ({adapter.adapter.name})"
+            norm, error = scaled.get(change.source.position), lost.get(weight)
+            whole = math.sqrt(squares.get(weight, 0.0))
+            layer = MergedLayer(
+                *(weight, label, "tokens", None, None, False, base),
+                change=norm / whole if norm is not None and whole else None,
+                quantization=error / norm if error is not None and norm else None,
+            )
+            if isinstance(change, BiasChange):
+                layer = replace(layer, kind="bias", scaling=change.scaling)
+            elif isinstance(change, Replacement):
+                replaced = base if base == "none" else "replaced"
+                layer = replace(layer, kind="frozen" if change.frozen else "whole", base=replaced)
+            elif isinstance(change, LowRankChange):
+                kind = "linear" if change.form == "transposed" else change.form.partition("_")[0]
+                is_dora = change.magnitude is not None
+                layer = replace(
+                    layer, kind=kind, rank=change.rank, scaling=change.scaling, is_dora=is_dora
+                )
+            layers.append(layer)
     return layers

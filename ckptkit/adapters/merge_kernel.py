@@ -31,7 +31,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal
 
 import numpy as np
 from msgspec import Struct
@@ -45,7 +45,7 @@ from ckptkit.core.index import Key, Span, TensorEntry
 from ckptkit.core.threads import processor_words
 from ckptkit.engine.casts import Caster, Overflow, overflow_error
 from ckptkit.engine.kernels import Operand
-from ckptkit.lora.changes import NormOf
+from ckptkit.lora.changes import Form, NormOf
 from ckptkit.plan.plan import Compute, Demand, Kernel, Reading, TensorSpec
 
 Axis = Literal["rows", "columns"]
@@ -98,24 +98,18 @@ def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
     return rows, math.prod(rest)
 
 
-class Magnitude(Struct, frozen=True):
-    """The magnitudes of DoRA, one for every output feature."""
-
-    vector: Factor  # as many values as the merged matrix has rows (or columns); any shape
-    of: Axis  # the output features: `columns` of embeddings and of [in, out] weights
-
-
 class LowRankUpdate(Struct, frozen=True):
     """An update: `weight + scaling * left @ right`, with DoRA then brought to its magnitudes."""
 
     left: Factor  # [rows, r], for the tensor or for each of its experts
     right: Factor  # [r, columns], likewise
     scaling: float  # alpha / r, or alpha / sqrt(r), times the adapter's weight
-    held: DType  # in which PEFT holds the adapter; only PEFT's rounding depends on it
     # PEFT rounds the product to the weight's type: embeddings, fused parameters.
     rounded: bool = False
-    magnitude: Magnitude | None = None
     experts: int = 1  # matrices that the tensor stacks along its first axis; 1 for none
+    # DoRA's, of any shape: a value for each output feature.
+    magnitude: Factor | None = None
+    outputs: Axis = "rows"  # the output features: `columns` of embeddings and [in, out] weights
 
     def window(
         self, rows: tuple[int, int] | None = None, columns: tuple[int, int] | None = None
@@ -128,84 +122,49 @@ class LowRankUpdate(Struct, frozen=True):
             raise ValueError("a window of several experts; take one expert first")
         magnitude = self.magnitude
         if magnitude is not None:
-            kept, cut = (rows, columns) if magnitude.of == "rows" else (columns, rows)
+            kept, cut = (rows, columns) if self.outputs == "rows" else (columns, rows)
             if cut is not None:
-                raise ValueError(f"norms of {magnitude.of} need all of the matrix")
-            vector = magnitude.vector.part(columns=kept)
-            magnitude = replace(magnitude, vector=vector)
-        return replace(
-            self,
-            left=self.left.part(rows=rows),
-            right=self.right.part(columns=columns),
-            magnitude=magnitude,
-        )
+                raise ValueError(f"norms of {self.outputs} need all of the matrix")
+            magnitude = magnitude.part(columns=kept)
+        left, right = self.left.part(rows=rows), self.right.part(columns=columns)
+        return replace(self, left=left, right=right, magnitude=magnitude)
 
     @property
     def turned(self) -> LowRankUpdate:
         """The update of the transposed tensor."""
-        magnitude = self.magnitude
-        if magnitude is not None:
-            axis: Axis = "columns" if magnitude.of == "rows" else "rows"
-            magnitude = replace(magnitude, of=axis)
-        return replace(self, left=self.right.t, right=self.left.t, magnitude=magnitude)
+        axis: Axis = "columns" if self.outputs == "rows" else "rows"
+        return replace(self, left=self.right.t, right=self.left.t, outputs=axis)
+
+    def expert(self, number: int) -> LowRankUpdate:
+        """Returns the update of one of the experts, from 0."""
+        turned = self.left.transposed
+        a, b = (self.left.t, self.right.t) if turned else (self.right, self.left)
+        rank = len(a.rows) // self.experts
+        a = a.part(rows=(number * rank, (number + 1) * rank))
+        b = replace(b, columns=b.columns[number :: self.experts])
+        left, right = (a.t, b.t) if turned else (b, a)
+        return replace(self, left=left, right=right, experts=1)
 
 
-def linear_update(
+def make_low_rank(
     a: Factor,
     b: Factor,
     scaling: float,
-    held: DType,
+    form: Form = "linear",
     *,
     magnitude: Factor | None = None,
-    fan_in_fan_out: bool = False,
+    experts: int = 1,
 ) -> LowRankUpdate:
-    """Returns the update of a linear layer or an ungrouped convolution.
+    """Returns the update of factors as an adapter stores them.
 
-    `a` is `lora_A.weight`, [r, in, ...]; `b` is `lora_B.weight`, [out, r, ...]. With
-    `fan_in_fan_out` the weight is stored as [in, out].
+    `a` is `lora_A.weight`, [r, in, ...], `b` is `lora_B.weight`, [out, r, ...]; of experts
+    [experts * r, in] and [out, r * experts], experts innermost; of an embedding
+    `lora_embedding_A`, [r, vocabulary], and `lora_embedding_B`, [features, r].
     """
-    vector = None if magnitude is None else Magnitude(magnitude, "rows")
-    update = LowRankUpdate(b, a, scaling, held, magnitude=vector)
-    return update.turned if fan_in_fan_out else update
-
-
-def embedding_update(
-    a: Factor, b: Factor, scaling: float, held: DType, *, magnitude: Factor | None = None
-) -> LowRankUpdate:
-    """Returns the update of an embedding, stored as [vocabulary, features].
-
-    `a` is `lora_embedding_A`, [r, vocabulary]; `b` is `lora_embedding_B`, [features, r].
-    """
-    update = linear_update(a, b, scaling, held, magnitude=magnitude, fan_in_fan_out=True)
-    return replace(update, rounded=magnitude is None)
-
-
-def experts_update(
-    a: Factor, b: Factor, scaling: float, held: DType, *, count: int, transposed: bool
-) -> LowRankUpdate:
-    """Returns the update of a parameter that stacks experts; `count` 1 is one without them.
-
-    `a` is `lora_A.weight`, [count * r, in]; `b` is `lora_B.weight`, [out, r * count], experts
-    innermost. A transposed parameter is [count, in, out], not [count, out, in].
-    """
-    update = LowRankUpdate(b, a, scaling, held, rounded=True, experts=count)
-    return update.turned if transposed else update
-
-
-def select_expert(update: LowRankUpdate, number: int) -> LowRankUpdate:
-    left, right = select_expert_factors(update, number)
-    return replace(update, left=left, right=right, experts=1)
-
-
-def select_expert_factors(update: LowRankUpdate, number: int) -> tuple[Factor, Factor]:
-    """Returns the factors of one expert, from 0, of an update of `update.experts`."""
-    turned = update.left.transposed
-    a, b = (update.left.t, update.right.t) if turned else (update.right, update.left)
-    count = update.experts
-    rank = len(a.rows) // count
-    a = a.part(rows=(number * rank, (number + 1) * rank))
-    b = replace(b, columns=b.columns[number::count])
-    return (a.t, b.t) if turned else (b, a)
+    is_embedding = form == "embedding"
+    rounded = magnitude is None if is_embedding else form not in {"linear", "transposed", "conv"}
+    update = LowRankUpdate(b, a, scaling, rounded, experts, magnitude)
+    return update.turned if is_embedding or form.endswith("transposed") else update
 
 
 class BiasUpdate(Struct, frozen=True):
@@ -213,7 +172,6 @@ class BiasUpdate(Struct, frozen=True):
 
     shift: Factor  # `lora_B.bias`
     scaling: float
-    held: DType
 
 
 class TokenRowsUpdate(Struct, frozen=True):
@@ -233,65 +191,6 @@ _FEW_OUT, _FEW_IN = 4, 12
 _PAIR = 2  # a product with a single row is left to another routine, with another order
 
 
-class FactorProduct:
-    """`scaling * left @ right`, for a tensor or for each of the experts that it stacks."""
-
-    def __init__(self, update: LowRankUpdate, reading: Reading, held: DType) -> None:
-        self._update = update
-        self._held = held
-        self._rows = update.left.shape[0]
-        self._left = _StoredRows(update.left, reading, shared=update.experts > 1)
-        self._right = _StoredRows(update.right, reading, shared=update.experts > 1)
-        self._scaling = np.float32(update.scaling)
-        self._latest = self._prepared(0)
-
-    def rows(self, start: int, stop: int, into: Floats) -> None:
-        """Computes rows of the product, those of all experts counted as one matrix."""
-        for number in range(start // self._rows, -(-stop // self._rows)):
-            base = number * self._rows
-            low, high = max(start - base, 0), min(stop - base, self._rows)
-            latest = self._latest  # several threads come here: what is replaced is replaced whole
-            if latest[0] != number:
-                latest = self._latest = self._prepared(number)
-            first = base + low - start
-            self._multiply(latest[1], latest[2], (low, high), into[first : first + high - low])
-
-    def _multiply(self, left: Floats, right: Floats, rows: tuple[int, int], into: Floats) -> None:
-        low, high = rows
-        out, inputs = len(left), right.shape[1]
-        if self._update.left.transposed:
-            out, inputs = inputs, out
-        if (out < _FEW_OUT or inputs < _FEW_IN) and not mkl_has_avx512():
-            into[:] = 0
-            for term in range(len(right)):
-                into += left[low:high, term : term + 1] * right[term]
-        elif high - low < _PAIR <= len(left):
-            first = min(low, len(left) - _PAIR)
-            pair = np.empty((_PAIR, right.shape[1]), np.float32)
-            _add_terms(left[first : first + _PAIR], right, pair)
-            into[:] = pair[low - first : high - first]
-        else:
-            _add_terms(left[low:high], right, into)
-        narrow = self._held.itemsize < _FLOAT32.itemsize
-        if narrow and self._update.experts > 1:
-            round_to(into, self._held)
-        if self._scaling != 1:
-            into *= self._scaling
-        if narrow:
-            round_to(into, self._held)
-
-    def _prepared(self, number: int) -> tuple[int, Floats, Floats]:
-        """Returns the factors of one expert in the layout for which the order was measured."""
-        left, right = self._update.left, self._update.right
-        if self._update.experts > 1:
-            left, right = select_expert_factors(self._update, number)
-        return (
-            number,
-            np.asfortranarray(self._left.part(left, self._held)),
-            np.ascontiguousarray(self._right.part(right, self._held)),
-        )
-
-
 class _StoredRows:
     """The rows of a stored matrix that a factor is a part of."""
 
@@ -304,7 +203,7 @@ class _StoredRows:
         self._data = data.reshape(-1, factor.width)
         self._first = low
 
-    def part(self, factor: Factor, held: DType) -> Floats:
+    def part(self, factor: Factor) -> Floats:
         rows, columns = factor.rows, factor.columns
         part = self._data[
             rows.start - self._first : rows.stop - self._first : rows.step,
@@ -318,14 +217,11 @@ class _StoredRows:
                 where=f"adapter tensor {factor.key!r}",
                 hint="the training diverged before this adapter was saved; take an earlier one",
             )
-        if held.itemsize < factor.dtype.itemsize:
-            round_to(values, held)
         return values.T if factor.transposed else values
 
 
-def read_rows(factor: Factor, reading: Reading, held: DType = _FLOAT32) -> Floats:
-    """Reads a factor in float32; for `held` see `FactorProduct`."""
-    return _StoredRows(factor, reading, shared=False).part(factor, held)
+def read_rows(factor: Factor, reading: Reading) -> Floats:
+    return _StoredRows(factor, reading, shared=False).part(factor)
 
 
 def round_to(values: Floats, dtype: DType) -> None:
@@ -431,10 +327,9 @@ Rounding = Literal["once", "peft"]
 """How often a merge into a 16-bit weight rounds.
 
 `once`: every update is applied in float32, and the sum is cast once. `peft`: as PEFT's
-`merge_and_unload` on a processor: to the weight's type after every adapter, and to the type of
-the adapter, or of the weight, where PEFT does so before it adds; where DoRA needs the unmerged
-weight, it is computed as in PEFT, by subtracting what was added. For one adapter that is held
-in float32, on a float32 weight, the two are the same.
+`merge_and_unload` on a processor, which holds adapters in float32: to the weight's type after every
+adapter, and where PEFT does so before it adds; where DoRA needs the unmerged weight, it is computed
+as in PEFT, by subtracting what was added. For one adapter on a float32 weight the two are the same.
 """
 
 
@@ -448,110 +343,129 @@ class RowRange(Struct, frozen=True):
 
 
 class LoraStep:
-    """A low-rank update, without or with the magnitudes of DoRA."""
+    """A low-rank update, for a tensor or each of its experts, maybe with the magnitudes of DoRA."""
 
-    def __init__(
-        self, update: LowRankUpdate, base: DType, reading: Reading, rounding: Rounding
-    ) -> None:
-        peft = rounding == "peft"
-        held = update.held if peft else _FLOAT32
-        self._product = FactorProduct(update, reading, held)
-        self._rounded = base if peft and update.rounded else None
-        # torch computes in 16 bits where the weight and the adapter have the same such type.
-        self.narrow = base if held == base else None
-        self.axis: Axis = "rows"
+    def __init__(self, update: LowRankUpdate, reading: Reading, rounded: DType | None) -> None:
+        """Reads the factors; `rounded` is the type that PEFT rounds the product to."""
+        self._update = update
+        self._rounded = rounded
+        self._rows = update.left.shape[0]
+        self._left = _StoredRows(update.left, reading, shared=update.experts > 1)
+        self._right = _StoredRows(update.right, reading, shared=update.experts > 1)
+        self._scaling = np.float32(update.scaling)
+        self._latest = self._prepare(0)
         self.magnitude: Floats | None = None
         if update.magnitude is not None:
-            self.axis = update.magnitude.of
-            self.magnitude = read_rows(update.magnitude.vector, reading, held).reshape(-1)
+            self.magnitude = read_rows(update.magnitude, reading).reshape(-1)
 
-    def delta(self, rows: RowRange, into: Floats) -> Floats:
-        """Computes what is added to whole rows, `[rows, columns]`."""
-        self._product.rows(rows.start, rows.stop, into)
+    def _prepare(self, number: int) -> tuple[int, Floats, Floats]:
+        """Returns the factors of one expert in the layout for which the order was measured."""
+        update = self._update.expert(number) if self._update.experts > 1 else self._update
+        left, right = self._left.part(update.left), self._right.part(update.right)
+        return number, np.asfortranarray(left), np.ascontiguousarray(right)
+
+    def delta(self, start: int, stop: int, into: Floats) -> Floats:
+        """Computes what is added to whole rows, those of all experts counted as one matrix."""
+        for number in range(start // self._rows, -(-stop // self._rows)):
+            base = number * self._rows
+            low, high = max(start - base, 0), min(stop - base, self._rows)
+            latest = self._latest  # several threads come here: what is replaced is replaced whole
+            if latest[0] != number:
+                latest = self._latest = self._prepare(number)
+            first = base + low - start
+            self._multiply(latest[1], latest[2], (low, high), into[first : first + high - low])
         if self._rounded is not None:
             round_to(into, self._rounded)
         return into
 
-    def apply(self, rows: RowRange, weight: Floats) -> None:
-        """Adds to the elements of a run, in place."""
-        shape = rows.stop - rows.start, rows.columns
-        into = workspace("delta", shape[0] * shape[1])
-        self.delta(rows, into.reshape(shape))
-        weight += into[rows.skipped : rows.skipped + weight.size]
+    def _multiply(self, left: Floats, right: Floats, rows: tuple[int, int], into: Floats) -> None:
+        low, high = rows
+        out, inputs = len(left), right.shape[1]
+        if self._update.left.transposed:
+            out, inputs = inputs, out
+        if (out < _FEW_OUT or inputs < _FEW_IN) and not mkl_has_avx512():
+            into[:] = 0
+            for term in range(len(right)):
+                into += left[low:high, term : term + 1] * right[term]
+        elif high - low < _PAIR <= len(left):
+            first = min(low, len(left) - _PAIR)
+            pair = np.empty((_PAIR, right.shape[1]), np.float32)
+            _add_terms(left[first : first + _PAIR], right, pair)
+            into[:] = pair[low - first : high - first]
+        else:
+            _add_terms(left[low:high], right, into)
+        if self._scaling != 1:
+            into *= self._scaling
 
-    def scale(self, rows: RowRange, norms: Floats) -> Floats:
+    def scale(self, start: int, stop: int, norms: Floats) -> Floats:
         """Returns DoRA's factors: one for each row, or one for each column."""
-        if self.magnitude is None:
+        axis, magnitude = self._update.outputs, self.magnitude
+        if magnitude is None:
             raise ValueError("no magnitudes")
-        if not norms.all():
-            raise self._bad_norm(rows, int(norms.argmin()), "zero")
-        norms = self.narrow_to(norms.copy())
-        infinite = np.isinf(norms)
-        if infinite.any():  # dividing by it would make zeros of the weight
-            raise self._bad_norm(rows, int(infinite.argmax()), "infinite")
-        if self.axis == "columns":
-            return self.narrow_to(self.magnitude / norms)
-        return self.narrow_to(self.magnitude[rows.start : rows.stop] / norms)[:, np.newaxis]
-
-    def _bad_norm(self, rows: RowRange, number: int, what: str) -> AdapterError:
-        number += rows.start if self.axis == "rows" else 0
-        return AdapterError(
-            f"DoRA divides by the norm of {self.axis[:-1]} {number:,} of the weight, which is"
-            f" {what}"
-        )
-
-    def narrow_to(self, values: Floats) -> Floats:
-        """Rounds a result where torch would have computed it in 16 bits."""
-        if self.narrow is not None and self.narrow != _FLOAT32:
-            round_to(values, self.narrow)
-        return values
+        infinite = np.isinf(norms)  # dividing by it would make zeros of the weight
+        for wrong, what in ((norms == 0, "zero"), (infinite, "infinite")):
+            if wrong.any():
+                number = int(wrong.argmax()) + (start if axis == "rows" else 0)
+                raise AdapterError(
+                    f"DoRA divides by the norm of {axis[:-1]} {number:,} of the weight, which is"
+                    f" {what}"
+                )
+        if axis == "columns":
+            return magnitude / norms
+        scales: Floats = (magnitude[start:stop] / norms)[:, np.newaxis]
+        return scales
 
 
-class ShiftStep:
-    def __init__(self, update: BiasUpdate, reading: Reading, rounding: Rounding) -> None:
-        held = update.held if rounding == "peft" else _FLOAT32
-        self._shift = read_rows(update.shift, reading, held).reshape(-1)
-        self._shift *= np.float32(update.scaling)
-        if held != _FLOAT32:
-            round_to(self._shift, held)
-
-    def apply(self, rows: RowRange, weight: Floats) -> None:
-        weight += self._shift[rows.skipped : rows.skipped + weight.size]
+Apply = Callable[[RowRange, Floats], None]
+"""Changes the elements of a run, in place."""
+Step = LoraStep | Apply
 
 
-class TokenStep:
-    def __init__(self, update: TokenRowsUpdate, reading: Reading) -> None:
-        self._rows = read_rows(update.rows, reading)
-        order = np.argsort(np.asarray(update.tokens, np.int64), kind="stable")
-        self._order = order
-        self._tokens = np.asarray(update.tokens, np.int64)[order]
+def _is_dora(step: Step) -> bool:
+    return isinstance(step, LoraStep) and step.magnitude is not None
 
-    def apply(self, rows: RowRange, weight: Floats) -> None:
-        """Replaces elements of a run, in place."""
-        low, high = np.searchsorted(self._tokens, (rows.start, rows.stop))
+
+def _read_step(update: Update, reading: Reading, rounded: DType | None) -> Step:
+    if isinstance(update, LowRankUpdate):
+        return LoraStep(update, reading, rounded if update.rounded else None)
+    if isinstance(update, BiasUpdate):
+        shift = read_rows(update.shift, reading).reshape(-1)
+        shift *= np.float32(update.scaling)
+
+        def add(rows: RowRange, weight: Floats) -> None:
+            weight += shift[rows.skipped : rows.skipped + weight.size]
+
+        return add
+    numbers = np.asarray(update.tokens, np.int64)
+    order = np.argsort(numbers, kind="stable")
+    values, tokens = read_rows(update.rows, reading), numbers[order]
+
+    def put(rows: RowRange, weight: Floats) -> None:
+        low, high = np.searchsorted(tokens, (rows.start, rows.stop))
         for position in range(low, high):
-            row = self._rows[self._order[position]]
-            first = (int(self._tokens[position]) - rows.start) * rows.columns - rows.skipped
+            row = values[order[position]]
+            first = (int(tokens[position]) - rows.start) * rows.columns - rows.skipped
             begin, end = max(first, 0), min(first + rows.columns, weight.size)
             weight[begin:end] = row[begin - first : end - first]
 
-
-Step = LoraStep | ShiftStep | TokenStep
-
-
-NormsOf = Callable[[int, Floats], Floats]
-"""Returns the n-th norms that a block needs, for the matrix of its rows."""
+    return put
 
 
 class _Fold:
-    """The updates that were merged into a few whole rows, which DoRA may have to undo."""
+    """The low-rank updates that were merged into a few rows, which DoRA may have to undo."""
 
-    def __init__(self, rows: RowRange, norms: NormsOf, between: DType) -> None:
+    def __init__(self, rows: RowRange, norms: NormsOfColumns | None, between: DType) -> None:
         self._rows = rows
         self._norms = norms
         self._number = 0
         self._between = between
         self.merged: list[tuple[LoraStep, Floats | None]] = []
+
+    def add(self, step: LoraStep, weight: Floats) -> None:
+        """Adds a product to the elements of a run, in place."""
+        skipped = self._rows.skipped
+        weight += self._delta(step).reshape(-1)[skipped : skipped + weight.size]
+        self.merged.append((step, None))
 
     def merge(self, step: LoraStep, weight: Floats, base: Floats) -> Floats:
         """Adds a product to `weight`, and scales the sum to its magnitudes.
@@ -559,18 +473,19 @@ class _Fold:
         The norms are those of `base` with the product.
         """
         delta = self._delta(step)
-        normed = base
-        if base is not weight:
-            normed = step.narrow_to(np.add(base, delta, out=self._memory("normed")))
+        normed = None if base is weight else np.add(base, delta, out=self._memory("normed"))
         # `weight` may be in this memory itself.
-        total = step.narrow_to(np.add(weight, delta, out=self._memory("total")))
-        if base is weight:
-            normed = total
-        scale = step.scale(self._rows, self._norms(self._number, normed))
+        total: Floats = np.add(weight, delta, out=self._memory("total"))
+        matrix = total if normed is None else normed
+        if self._norms is None:
+            norms = compute_row_norms(matrix)
+        else:
+            norms = self._norms.take(self._number, matrix)
+        scale = step.scale(self._rows.start, self._rows.stop, norms)
         self._number += 1
         self.merged.append((step, scale))
         total *= scale
-        return step.narrow_to(total)
+        return total
 
     def unmerge(self, weight: Floats) -> Floats:
         """Subtracts what was merged, the last update first."""
@@ -580,7 +495,7 @@ class _Fold:
                 round_to(delta, self._between)
                 weight = weight - delta
             else:
-                weight = step.narrow_to(step.narrow_to(weight / scale) - delta)
+                weight = weight / scale - delta
             round_to(weight, self._between)
         return weight
 
@@ -598,19 +513,11 @@ class _Fold:
         return weight
 
     def _delta(self, step: LoraStep) -> Floats:
-        return step.delta(self._rows, self._memory("delta"))
+        return step.delta(self._rows.start, self._rows.stop, self._memory("delta"))
 
     def _memory(self, name: str) -> Floats:
         shape = self._rows.stop - self._rows.start, self._rows.columns
         return workspace(name, shape[0] * shape[1]).reshape(shape)
-
-
-def _is_dora(step: Step) -> TypeGuard[LoraStep]:
-    return isinstance(step, LoraStep) and step.magnitude is not None
-
-
-def _take_row_norms(_number: int, matrix: Floats) -> Floats:
-    return compute_row_norms(matrix)
 
 
 class NormsOfColumns:
@@ -624,7 +531,8 @@ class NormsOfColumns:
         self._found_norms: list[Floats] = []
         self._sums: Floats | None = None  # of squares, while a pass is under way
 
-    def __call__(self, number: int, matrix: Floats) -> Floats:
+    def take(self, number: int, matrix: Floats) -> Floats:
+        """Returns the n-th norms that a merge needs, for the matrix of some of the rows."""
         if number < len(self._found_norms):
             return self._found_norms[number]
         if self._sums is not None:
@@ -674,7 +582,13 @@ class MergeKernel(Kernel, Struct, frozen=True):
 
     @property
     def reads(self) -> tuple[tuple[str, Key], ...]:
-        parts = [(factor.origin, factor.key) for factor in self._factors()]
+        factors: list[Factor | None] = []
+        for update in self.updates:
+            if isinstance(update, LowRankUpdate):
+                factors += (update.left, update.right, update.magnitude)
+            else:
+                factors.append(update.shift if isinstance(update, BiasUpdate) else update.rows)
+        parts = [(factor.origin, factor.key) for factor in factors if factor is not None]
         return (*self.base.reads, *dict.fromkeys(parts))
 
     def compute(self) -> Compute:
@@ -696,19 +610,11 @@ class MergeKernel(Kernel, Struct, frozen=True):
         rows, columns = matrix_shape(out.shape)
         if any(update.experts > 1 for update in low_ranks):
             rows, columns = rows * out.shape[1], columns // out.shape[1]
-        prepared: list[Step] = []
-        for update in self.updates:
-            with np.errstate(all="ignore"):  # what overflows is found in the result
-                if isinstance(update, LowRankUpdate):
-                    prepared.append(LoraStep(update, self.base.dtype, reading, self.rounding))
-                elif isinstance(update, BiasUpdate):
-                    prepared.append(ShiftStep(update, reading, self.rounding))
-                else:
-                    prepared.append(TokenStep(update, reading))
-        merge = BlockMerge(
-            self.base, prepared, self.rounding, self.norm_of, rows, columns, _take_row_norms
-        )
-        if not any(u.magnitude and u.magnitude.of == "columns" for u in low_ranks):
+        rounded = self.base.dtype if self.rounding == "peft" else None
+        with np.errstate(all="ignore"):  # what overflows is found in the result
+            steps = [_read_step(update, reading, rounded) for update in self.updates]
+        merge = BlockMerge(self.base, steps, self.rounding, self.norm_of, columns)
+        if not any(u.magnitude and u.outputs == "columns" for u in low_ranks):
             return merge
         norms = NormsOfColumns(columns)
         parts = list(merge.cut(Span(0, rows * columns)))
@@ -718,15 +624,6 @@ class MergeKernel(Kernel, Struct, frozen=True):
                     merge.try_merge(*part, norms, reading)
         return replace(merge, norms=norms)
 
-    def _factors(self) -> Iterator[Factor]:
-        for update in self.updates:
-            if isinstance(update, LowRankUpdate):
-                yield from (update.left, update.right)
-                if update.magnitude is not None:
-                    yield update.magnitude.vector
-            else:
-                yield update.shift if isinstance(update, BiasUpdate) else update.rows
-
 
 class BlockMerge(Kernel, Struct, frozen=True):
     """A merge kernel that has read its factors."""
@@ -735,9 +632,8 @@ class BlockMerge(Kernel, Struct, frozen=True):
     steps: Sequence[Step]
     rounding: Rounding
     norm_of: NormOf
-    rows: int  # of the tensor, seen as a matrix
-    columns: int
-    norms: NormsOf
+    columns: int  # of the tensor, seen as a matrix
+    norms: NormsOfColumns | None = None  # None for those of rows, which a block has
 
     @property
     def _needs_whole_rows(self) -> bool:
@@ -778,7 +674,7 @@ class BlockMerge(Kernel, Struct, frozen=True):
                 raise overflow_error(overflow, out.dtype, where=where, block_start=low)
             self._refuse_overflow(base[wanted], merged, out, low)
 
-    def _apply(self, rows: RowRange, weight: Floats, norms: NormsOf) -> Floats:
+    def _apply(self, rows: RowRange, weight: Floats, norms: NormsOfColumns | None) -> Floats:
         is_onto_base = self.norm_of == "base"
         # Later updates with norms need the unmerged weight.
         remembers = self.rounding == "once" and is_onto_base and any(map(_is_dora, self.steps[1:]))
@@ -788,10 +684,11 @@ class BlockMerge(Kernel, Struct, frozen=True):
         for number, step in enumerate(self.steps):
             if number:
                 round_to(weight, self._between)
-            if not _is_dora(step):
-                step.apply(rows, weight)
-                if isinstance(step, LoraStep):
-                    fold.merged.append((step, None))
+            if not isinstance(step, LoraStep):
+                step(rows, weight)
+                continue
+            if step.magnitude is None:
+                fold.add(step, weight)
                 continue
             matrix = weight.reshape(shape)
             base = matrix if original is None else original

@@ -41,7 +41,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from msgspec import Struct
@@ -87,23 +87,6 @@ def make_pairs(table: Floats) -> Floats:
 _PAIRS = {name: make_pairs(table) for name, table in CODES.items()}
 
 
-class Scales(Protocol):
-    """The scales of the blocks of one weight, wherever they come from."""
-
-    @property
-    def reads(self) -> tuple[tuple[str, Key], ...]:
-        """The source tensors that any of them is made from."""
-        ...
-
-    def demands(self, blocks: Span) -> tuple[Demand, ...]:
-        """Returns what the scales of a range of blocks are made from."""
-        ...
-
-    def values(self, blocks: Span, inputs: Sequence[NDArray[Any]]) -> Floats:
-        """Returns the scales of a range of blocks."""
-        ...
-
-
 class StoredScales(WrappingOperand, frozen=True):
     """Scales as they are stored, one number for each block."""
 
@@ -144,29 +127,32 @@ class NestedScales(Struct, frozen=True):
         return scales
 
 
-class FourBitWeight(Struct, frozen=True):
-    """A weight of four bits, as the numbers that it stands for."""
-
+class _PackedWeight(Struct, frozen=True):
     packed: StoredOperand  # codes, of whatever type
     scales: Scales
-    quant_type: FourBitType
-    blocksize: int  # elements that share a scale, even
-    elements: int
-    dtype: DType  # the one before they were quantized
 
     @property
     def reads(self) -> tuple[tuple[str, Key], ...]:
         return (*self.packed.reads, *self.scales.reads)
 
+
+class FourBitWeight(_PackedWeight, frozen=True):
+    """A weight of four bits, as the numbers that it stands for."""
+
+    quant_type: FourBitType
+    blocksize: int  # elements that share a scale, even
+    elements: int
+    dtype: DType  # the one before they were quantized
+
     def demands(self, span: Span) -> tuple[Demand, ...]:
-        blocks = self._blocks(span)
+        blocks = _count_off(span, self.blocksize)
         held = 2 * self.packed.dtype.itemsize  # codes in one stored element
         last = min(blocks.stop * self.blocksize, self.elements)
         codes = Span(blocks.start * self.blocksize // held, -(-last // held))
         return (*self.packed.demands(codes), *self.scales.demands(blocks))
 
     def values(self, span: Span, inputs: Sequence[NDArray[Any]]) -> NDArray[Any]:
-        blocks = self._blocks(span)
+        blocks = _count_off(span, self.blocksize)
         scales = self.scales.values(blocks, inputs[1:])
         codes = inputs[0].view(np.uint8)
         found = np.empty(len(scales) * self.blocksize, numpy_dtype(self.dtype))
@@ -184,8 +170,10 @@ class FourBitWeight(Struct, frozen=True):
         first = span.start - blocks.start * self.blocksize
         return found[first : first + span.stop - span.start]
 
-    def _blocks(self, span: Span) -> Span:
-        return Span(span.start // self.blocksize, -(-span.stop // self.blocksize))
+
+def _count_off(span: Span, size: int) -> Span:
+    """Returns the blocks of so many elements that a range touches."""
+    return Span(span.start // size, -(-span.stop // size))
 
 
 STEP = np.float32(7.874015718698502e-3)
@@ -193,36 +181,28 @@ STEP = np.float32(7.874015718698502e-3)
 _FLOAT16, _FLOAT32 = BY_NAME["float16"], BY_NAME["float32"]
 
 
-class EightBitWeight(Struct, frozen=True):
+class EightBitWeight(_PackedWeight, frozen=True):
     """A weight of eight bits, as the float32 numbers that it stands for."""
 
-    packed: StoredOperand
-    scales: Scales
     columns: int  # elements of a row
 
     @property
     def dtype(self) -> DType:
         return _FLOAT32
 
-    @property
-    def reads(self) -> tuple[tuple[str, Key], ...]:
-        return (*self.packed.reads, *self.scales.reads)
-
     def demands(self, span: Span) -> tuple[Demand, ...]:
-        return (*self.packed.demands(span), *self.scales.demands(self._rows(span)))
+        rows = _count_off(span, self.columns)
+        return (*self.packed.demands(span), *self.scales.demands(rows))
 
     def values(self, span: Span, inputs: Sequence[NDArray[Any]]) -> NDArray[Any]:
         """Multiplies by the scale first and by 1/127 then, in float32."""
-        rows = self._rows(span)
+        rows = _count_off(span, self.columns)
         scales = self.scales.values(rows, inputs[1:])
         first = span.start - rows.start * self.columns
         numbers: Floats = inputs[0].view(np.int8).astype(np.float32)
         numbers *= np.repeat(scales, self.columns)[first : first + numbers.size]
         numbers *= STEP
         return numbers
-
-    def _rows(self, span: Span) -> Span:
-        return Span(span.start // self.columns, -(-span.stop // self.columns))
 
 
 def count_row_mismatches(
@@ -318,54 +298,50 @@ def find_block_maxima(
     return blocks, np.maximum(np.abs(blocks.max(axis=1)), np.abs(blocks.min(axis=1)))
 
 
-class DerivedScales(Struct, frozen=True):
-    """Scales taken from the elements of the original weight."""
+class _Derived(Struct, frozen=True):
+    """What follows from the elements of the original weight, block by block."""
 
     original: Operand
     dtype: DType  # to which it was cast before it was quantized
     blocksize: int  # elements that share a scale
     elements: int
+    # The mean of all scales, where they were quantized too; None where they were not.
+    offset: float | None = None
 
     @property
     def reads(self) -> tuple[tuple[str, Key], ...]:
         return self.original.reads
 
-    def demands(self, blocks: Span) -> tuple[Demand, ...]:
-        return self.original.demands(self._span(blocks))
+    def _widen(self, blocks: Span) -> Span:
+        """Returns the elements of blocks, and of those that share scales of scales with them."""
+        group = 1 if self.offset is None else NESTED_BLOCKSIZE
+        groups = _count_off(blocks, group)
+        size = group * self.blocksize
+        return Span(groups.start * size, min(groups.stop * size, self.elements))
 
-    def values(self, blocks: Span, inputs: Sequence[NDArray[Any]]) -> Floats:
-        elements = self.original.values(self._span(blocks), inputs)
-        return find_block_maxima(elements, self.dtype, self.blocksize)[1]
+    def _divide(self, around: Span, inputs: Sequence[NDArray[Any]]) -> tuple[Floats, Floats]:
+        """Returns the elements of whole blocks, and the largest magnitude of each."""
+        return find_block_maxima(self.original.values(around, inputs), self.dtype, self.blocksize)
 
-    def _span(self, blocks: Span) -> Span:
-        stop = min(blocks.stop * self.blocksize, self.elements)
-        return Span(blocks.start * self.blocksize, stop)
+    def _scale(self, maxima: Floats) -> Floats:
+        return maxima if self.offset is None else requantize_scales(maxima, self.offset)
 
 
-class DerivedNestedScales(Struct, frozen=True):
-    """Scales taken from the original weight, as double quantization leaves them."""
-
-    scales: DerivedScales  # before they were quantized
-    offset: float  # their mean
-
-    @property
-    def reads(self) -> tuple[tuple[str, Key], ...]:
-        return self.scales.reads
+class DerivedScales(_Derived, frozen=True):
+    """Scales taken from the elements of the original weight."""
 
     def demands(self, blocks: Span) -> tuple[Demand, ...]:
-        return self.scales.demands(self._whole(blocks))
+        return self.original.demands(self._widen(blocks))
 
     def values(self, blocks: Span, inputs: Sequence[NDArray[Any]]) -> Floats:
-        whole = self._whole(blocks)
-        scales = requantize_scales(self.scales.values(whole, inputs), self.offset)
-        first = blocks.start - whole.start
+        around = self._widen(blocks)
+        scales = self._scale(self._divide(around, inputs)[1])
+        first = blocks.start - around.start // self.blocksize
         return scales[first : first + blocks.stop - blocks.start]
 
-    def _whole(self, blocks: Span) -> Span:
-        count = -(-self.scales.elements // self.scales.blocksize)
-        start = blocks.start // NESTED_BLOCKSIZE * NESTED_BLOCKSIZE
-        stop = -(-blocks.stop // NESTED_BLOCKSIZE) * NESTED_BLOCKSIZE
-        return Span(start, min(stop, count))
+
+Scales = StoredScales | NestedScales | DerivedScales
+"""The scales of the blocks of one weight, wherever they come from."""
 
 
 def requantize_scales(maxima: Floats, offset: float) -> Floats:
@@ -468,32 +444,21 @@ def _in_order(terms: Floats) -> Floats:
     return total
 
 
-class RequantizedFourBit(Struct, frozen=True):
+class RequantizedFourBit(_Derived, frozen=True, kw_only=True):
     """A weight as four bits would hold it."""
 
-    original: Operand
     quant_type: FourBitType
-    blocksize: int  # elements that share a scale, even
-    elements: int
-    dtype: DType  # when they were packed, and after
-    nested_offset: float | None = None  # the mean of the scales, where they were quantized too
-
-    @property
-    def reads(self) -> tuple[tuple[str, Key], ...]:
-        return self.original.reads
 
     def demands(self, span: Span) -> tuple[Demand, ...]:
-        return self.original.demands(self._elements(self._blocks(span)))
+        return self.original.demands(self._widen(_count_off(span, self.blocksize)))
 
     def values(self, span: Span, inputs: Sequence[NDArray[Any]]) -> NDArray[Any]:
-        around = self._elements(self._blocks(span))
-        blocks, maxima = self._scaled(around, inputs)
-        scales = maxima
-        if self.nested_offset is not None:
-            scales = requantize_scales(maxima, self.nested_offset)
+        around = self._widen(_count_off(span, self.blocksize))
+        blocks, maxima = self._divide(around, inputs)
+        blocks = scale_blocks(blocks, maxima, around.stop - around.start)
         numbers, middles = _grid(self.quant_type)
         made = numbers[np.searchsorted(middles, blocks, side="left")]
-        made *= scales[:, np.newaxis]
+        made *= self._scale(maxima)[:, np.newaxis]
         with np.errstate(over="ignore"):
             found: NDArray[Any] = made.reshape(-1).astype(numpy_dtype(self.dtype))
         first = span.start - around.start
@@ -507,10 +472,11 @@ class RequantizedFourBit(Struct, frozen=True):
         With `on_gpu` fp4's second zero stands for what lies below zero, as GPUs write it;
         processors write it for what lies above.
         """
-        blocks, _ = self._scaled(span, inputs)
-        codes = _codes(self.quant_type)[
-            np.searchsorted(_grid(self.quant_type)[1], blocks, side="left")
-        ]
+        blocks, maxima = self._divide(span, inputs)
+        blocks = scale_blocks(blocks, maxima, span.stop - span.start)
+        # The first code of each number.
+        table = np.unique(CODES[self.quant_type], return_index=True)[1].astype(np.uint8)
+        codes = table[np.searchsorted(_grid(self.quant_type)[1], blocks, side="left")]
         if self.quant_type == "fp4":
             is_second = blocks < 0 if on_gpu else blocks > 0
             codes[(codes == 0) & is_second] = len(CODES[self.quant_type]) // 2
@@ -522,21 +488,7 @@ class RequantizedFourBit(Struct, frozen=True):
 
     def maxima(self, span: Span, inputs: Sequence[NDArray[Any]]) -> Floats:
         """Returns the scales of a range of whole blocks, before they are quantized themselves."""
-        return find_block_maxima(self.original.values(span, inputs), self.dtype, self.blocksize)[1]
-
-    def _scaled(self, span: Span, inputs: Sequence[NDArray[Any]]) -> tuple[Floats, Floats]:
-        elements = self.original.values(span, inputs)
-        blocks, maxima = find_block_maxima(elements, self.dtype, self.blocksize)
-        return scale_blocks(blocks, maxima, elements.size), maxima
-
-    def _blocks(self, span: Span) -> Span:
-        """Returns the blocks of a range, and those that share scales of scales with them."""
-        group = 1 if self.nested_offset is None else NESTED_BLOCKSIZE
-        size = self.blocksize * group
-        return Span(span.start // size * group, -(-span.stop // size) * group)
-
-    def _elements(self, blocks: Span) -> Span:
-        return Span(blocks.start * self.blocksize, min(blocks.stop * self.blocksize, self.elements))
+        return self._divide(span, inputs)[1]
 
 
 class RequantizedEightBit(Struct, frozen=True):
@@ -554,10 +506,10 @@ class RequantizedEightBit(Struct, frozen=True):
         return self.original.reads
 
     def demands(self, span: Span) -> tuple[Demand, ...]:
-        return self.original.demands(self._rows(span))
+        return self.original.demands(self._widen(span))
 
     def values(self, span: Span, inputs: Sequence[NDArray[Any]]) -> NDArray[Any]:
-        around = self._rows(span)
+        around = self._widen(span)
         elements = self.original.values(around, inputs)
         rows, scales = find_block_maxima(elements, _FLOAT16, self.columns)
         made = encode_rows(rows, scales)
@@ -567,18 +519,12 @@ class RequantizedEightBit(Struct, frozen=True):
         first = span.start - around.start
         return made.reshape(-1)[first : first + span.stop - span.start]
 
-    def _rows(self, span: Span) -> Span:
-        columns = self.columns
-        return Span(span.start // columns * columns, -(-span.stop // columns) * columns)
+    def _widen(self, span: Span) -> Span:
+        rows = _count_off(span, self.columns)
+        return Span(rows.start * self.columns, rows.stop * self.columns)
 
 
 @cache
 def _grid(quant_type: FourBitType) -> tuple[Floats, Floats]:
     numbers = np.unique(CODES[quant_type])
     return numbers, ((numbers[:-1] + numbers[1:]) / np.float32(2)).astype(np.float32)
-
-
-@cache
-def _codes(quant_type: FourBitType) -> NDArray[np.uint8]:
-    """Returns the first code of each of those numbers."""
-    return np.unique(CODES[quant_type], return_index=True)[1].astype(np.uint8)

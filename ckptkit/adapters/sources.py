@@ -57,7 +57,7 @@ from ckptkit.lora.dialects import (
     select_adapter_tensors,
     sort_entries,
 )
-from ckptkit.lora.foreign import ForeignAdapter, find_foreign
+from ckptkit.lora.foreign import find_foreign
 from ckptkit.lora.inference import (
     fits_target,
     infer_config,
@@ -125,7 +125,9 @@ class OpenedAdapter(Struct, frozen=True):
 
     opened: OpenedCheckpoint
     folders: SideFolders
-    adapter: Adapter  # its origin is `SOURCE`
+    source: AdapterSource
+    origin: Origin  # its checkpoint, opened for reading tensors
+    adapter: Adapter
     base: Mapping[Fqn, TensorEntry]  # in the checkpoint, by plain names; may be empty
     config_path: str  # empty where the configuration was inferred
     rows: tuple[ModuleRow, ...]  # every tensor is in one of them
@@ -135,19 +137,21 @@ class OpenedAdapter(Struct, frozen=True):
     twice: Mapping[Fqn, Fqn] = field(default_factory=dict)
     converted: ConvertedAdapter | None = None  # None for the names of PEFT
     tree: str = ""  # the state dict that holds it
+    weight: float = 1.0  # what a merge multiplies its scaling by
 
 
-class SourceAdapter(Struct, frozen=True):
-    found: OpenedAdapter
-    source: AdapterSource
-    origin: Origin  # its checkpoint, opened for reading tensors
-    weight: float  # the factor of its scaling
-
-
-def open_adapter(stack: ExitStack, path: PathLike, request: AdapterRequest = _ANY) -> OpenedAdapter:
+def open_adapter(
+    stack: ExitStack,
+    path: PathLike,
+    request: AdapterRequest = _ANY,
+    *,
+    position: int | None = None,
+    weight: float = 1.0,
+) -> OpenedAdapter:
     """Opens the adapter at or under a path: a PEFT folder, a sharded step, a `.bin` file.
 
-    Every tensor of the adapter is accounted for, and its values are checked.
+    Every tensor of the adapter is accounted for, and its values are checked. `position` is that of
+    several which are merged.
     """
     checkpoint = stack.enter_context(
         open_checkpoint(
@@ -155,120 +159,121 @@ def open_adapter(stack: ExitStack, path: PathLike, request: AdapterRequest = _AN
         )
     )
     folders = SideFolders(stack, checkpoint, None)
+    name = SOURCE if position is None else f"adapter{position}"
     try:
-        return _Opening(checkpoint, folders, request).run()
+        found = _read_adapter(checkpoint, folders, request, name)
     except CkptkitError as error:
         if error.where and not error.where.startswith(_INSIDE):
             raise
         raise error.located(checkpoint.path) from error
+    return replace(found, source=replace(found.source, position=position or 0), weight=weight)
 
 
-class _Opening:
-    def __init__(
-        self, checkpoint: OpenedCheckpoint, folders: SideFolders, request: AdapterRequest
-    ) -> None:
-        self._checkpoint = checkpoint
-        self._folders = folders
-        self._request = request
-        self._notes: list[str] = []
-
-    def run(self) -> OpenedAdapter:
-        converted = self._convert_names()
-        trees, choice, record = self._choose()
-        checkpoint, request = self._checkpoint, self._request
-        foreign = None if converted is None else converted.foreign
-        known = find_values(checkpoint, self._folders, foreign, choice.tree)
-        self._refuse_contradictions(record, known.values, known.path)
-        record = record or known.record
-        if converted is not None and record is not None:
-            moved = move_config(record.document, converted.origins, where=record.path)
-            record = replace(record, document=moved)
-        if record is not None and not record.document.get(TASK) and TASK in known.values:
-            document = {**record.document, TASK: known.values[TASK]}
-            record = replace(record, document=document)
-        tree = trees.get(choice.tree)
-        if tree is None:
-            return self._open_empty(choice, record)
-        base = rename_plainly(find_base(choice.tree, trees))
-        if record is None:
-            table = build_table(select_adapter_tensors(tree, choice.name, None))
-            values = {**known.values, **request.overrides}
-            inferred, notes = infer_config(table, base, values, where=checkpoint.path)
-            self._notes += notes
-            if known.path and not (known.are_of_peft or RSLORA in request.overrides):
-                self._notes.append(
-                    f"{known.path} does not say whether the scaling is rsLoRA's: alpha / rank is"
-                    " assumed"
-                )
-            stated = known.values if known.are_of_peft else {}
-            document = {**inferred, **stated}
-            settings = LoraSettings.parse(document, where=checkpoint.path)
-        else:
-            settings = LoraSettings.parse(record.document, where=record.path)
-        resized = () if tree.stripped else tuple(find_resized_embeddings(settings, base, tree.rest))
-        if resized:
-            self._notes.append(
-                "the vocabulary has another size than that of the base: the embeddings are"
-                " written with the adapter, as PEFT does"
-            )
-        tensors = select_adapter_tensors(tree, choice.name, settings, embeddings=resized)
-        refuse_problems(checkpoint.index, tensors.values(), checkpoint.path)
-        origin = Origin(SOURCE, checkpoint.source, checkpoint.index)
-        adapter = Adapter(choice.name, settings, SOURCE, tensors)
-        adapter = self._drop_repetitions(adapter, origin)
-        rows = account(adapter, base, is_own_record=record is not None and record.is_own)
-        self._notes += note_old_alphas(settings, rows)
-        values_of = AdapterValues(origin, adapter)
-        twice = _find_second_names(adapter, tree, values_of)
-        self._compare_with_copy(choice, adapter, values_of)
-        norms = values_of.check(rows, allow_untrained=request.allow_untrained)
-        return OpenedAdapter(
-            opened=checkpoint,
-            folders=self._folders,
-            adapter=adapter,
-            base=base,
-            config_path=known.path if record is None else record.path,
-            rows=rows,
-            norms=norms,
-            notes=(*checkpoint.notes, *self._notes),
-            twice=twice,
-            converted=converted,
-            tree=choice.tree,
+def _read_adapter(
+    checkpoint: OpenedCheckpoint, folders: SideFolders, request: AdapterRequest, origin_name: str
+) -> OpenedAdapter:
+    # Names of another framework become those of PEFT.
+    converted = _convert_names(checkpoint, folders, request)
+    if converted is not None:
+        checkpoint = converted.checkpoint
+    path = checkpoint.path
+    # The adapter is chosen, and its configuration found.
+    trees, choice, record, notes = _choose(checkpoint, folders, request)
+    foreign = None if converted is None else converted.foreign
+    known = find_values(checkpoint, folders, foreign, choice.tree)
+    _refuse_contradictions(request, record, known.values, known.path, path)
+    record = record or known.record
+    if record is not None:
+        document = record.document
+        if converted is not None:
+            document = move_config(document, converted.origins, where=record.path)
+        if not document.get(TASK) and TASK in known.values:
+            document = {**document, TASK: known.values[TASK]}
+        record = replace(record, document=document)
+    tree = trees.get(choice.tree)
+    base = {} if tree is None else rename_plainly(find_base(choice.tree, trees))
+    if record is not None:
+        settings = LoraSettings.parse(record.document, where=record.path)
+    elif tree is None:
+        raise RefusedError(
+            "an adapter without tensors does not show how it was configured",
+            hint="pass the configuration that the run used with --adapter-config",
         )
+    else:
+        table = build_table(select_adapter_tensors(tree, choice.name, None))
+        values = {**known.values, **request.overrides}
+        inferred, assumed = infer_config(table, base, values, where=path)
+        notes += assumed
+        if known.path and not (known.are_of_peft or RSLORA in request.overrides):
+            notes.append(
+                f"{known.path} does not say whether the scaling is rsLoRA's: alpha / rank is"
+                " assumed"
+            )
+        stated = known.values if known.are_of_peft else {}
+        settings = LoraSettings.parse({**inferred, **stated}, where=path)
+    origin = Origin(origin_name, checkpoint.source, checkpoint.index)
+    found = OpenedAdapter(
+        opened=checkpoint,
+        folders=folders,
+        source=AdapterSource(0, origin_name, path),
+        origin=origin,
+        adapter=Adapter(choice.name, settings, {}),
+        base=base,
+        config_path=known.path if record is None else record.path,
+        rows=(),
+        norms={},
+        notes=checkpoint.notes,
+        converted=converted,
+        tree=choice.tree,
+    )
+    if tree is None:
+        note = "the adapter has no tensors: the save wrote none, and it changes nothing"
+        return replace(found, notes=(*checkpoint.notes, note))
+    # Its tensors are selected, and each is accounted for.
+    resized = () if tree.stripped else tuple(find_resized_embeddings(settings, base, tree.rest))
+    if resized:
+        notes.append(
+            "the vocabulary has another size than that of the base: the embeddings are"
+            " written with the adapter, as PEFT does"
+        )
+    tensors = select_adapter_tensors(tree, choice.name, settings, embeddings=resized)
+    refuse_problems(checkpoint.index, tensors.values(), path)
+    reader = ArrayReader(origin)
+    tensors, repetitions = _drop_repetitions(tensors, settings, reader)
+    notes += repetitions
+    adapter = Adapter(choice.name, settings, tensors)
+    rows = account(adapter, base, is_own_record=record is not None and record.is_own)
+    notes += note_old_alphas(settings, rows)
+    # Its values are read, compared with those of copies, and checked.
+    twice = _find_second_names(adapter, tree, reader)
+    notes += _compare_with_copy(checkpoint, choice, adapter, reader)
+    norms = _check_values(adapter, rows, reader, allow_untrained=request.allow_untrained)
+    all_notes = (*checkpoint.notes, *notes)
+    return replace(found, adapter=adapter, rows=rows, norms=norms, notes=all_notes, twice=twice)
 
-    def _convert_names(self) -> ConvertedAdapter | None:
-        """Gives an adapter of another framework the names of PEFT, if it is one."""
-        checkpoint, request = self._checkpoint, self._request
-        found = [
-            (entries, foreign)
-            for entries in list_trees(checkpoint).values()
-            if (foreign := find_foreign(entries)) is not None
-        ]
-        if len(found) != 1:
-            return None  # of several, the user chooses one first
-        entries, foreign = found[0]
-        name = request.adapter or DEFAULT
-        record = None if request.config is None else read_record(request.config)
-        record = record or find_record(self._folders, name, is_only_one=True)
-        extent: Extent = "layers"
-        if record is not None and is_of_all_layers(record.document):
-            extent = "modules"
-        config = self._read_model_config(record, foreign)
-        from ckptkit.conversion.mapped_names import convert_adapter  # few adapters need it
 
-        converted = convert_adapter(checkpoint, entries, foreign, config, extent)
-        self._checkpoint = converted.checkpoint
-        return converted
-
-    def _read_model_config(
-        self, record: AdapterRecord | None, foreign: ForeignAdapter
-    ) -> Mapping[str, Any] | None:
-        """Returns the configuration of the model, by which names of a framework are converted."""
-        if not foreign.framework:
-            return None
-        if self._request.base is not None:
-            return read_config_in(self._request.base, "--base")
-        config = read_config(self._folders)
+def _convert_names(
+    checkpoint: OpenedCheckpoint, folders: SideFolders, request: AdapterRequest
+) -> ConvertedAdapter | None:
+    """Gives an adapter of another framework the names of PEFT, if it is one."""
+    found = [
+        (entries, foreign)
+        for entries in list_trees(checkpoint).values()
+        if (foreign := find_foreign(entries)) is not None
+    ]
+    if len(found) != 1:
+        return None  # of several, the user chooses one first
+    entries, foreign = found[0]
+    record = None if request.config is None else read_record(request.config)
+    record = record or find_record(folders, request.adapter or DEFAULT, is_only_one=True)
+    extent: Extent = "layers"
+    if record is not None and is_of_all_layers(record.document):
+        extent = "modules"
+    config: Mapping[str, Any] | None = None  # of the model, which says how names are converted
+    if foreign.framework and request.base is not None:
+        config = read_config_in(request.base, "--base")
+    elif foreign.framework:
+        config = read_config(folders)
         named = None if record is None else record.document.get("base_model_name_or_path")
         place = find_local(named) if isinstance(named, str) and "\0" not in named else None
         if config is None and place is not None:
@@ -277,157 +282,122 @@ class _Opening:
             raise RefusedError(
                 f"holds {foreign.title}: its factors are converted by the sizes of the model, and"
                 " no configuration has them",
-                where=self._checkpoint.path,
+                where=checkpoint.path,
                 hint="pass the model that the adapter was trained on with --base;"
                 f" {foreign.own_tool}",
             )
-        return config
+    from ckptkit.conversion.mapped_names import convert_adapter  # few adapters need it
 
-    def _refuse_contradictions(
-        self, record: AdapterRecord | None, known: Mapping[str, Any], path: str
-    ) -> None:
-        """Refuses options, and records of the run, that say different things."""
-        said = known if record is None else record.document
-        for key, value in self._request.overrides.items():
-            # Only a configuration says whether the scaling is rsLoRA's.
-            is_said = said.get(key) is not None and key != RSLORA
-            if (record is not None or is_said) and said.get(key) != value:
-                raise RefusedError(
-                    f"{key} {value!r} was given against {said.get(key)!r:.200} in"
-                    f" {path if record is None else record.path}",
-                    where=self._checkpoint.path,
-                    hint="leave the option out, or pass another file with --adapter-config",
-                )
-        for key in ("r", "lora_alpha") if record is not None and path else ():
-            if record is not None and key in known and record.document.get(key) != known[key]:
-                raise AdapterError(
-                    f"{key} is {record.document.get(key)!r:.200} in {record.path}, and"
-                    f" {known[key]!r} in {path}",
-                    where=self._checkpoint.path,
-                    hint="pass the configuration that the run used with --adapter-config",
-                )
+    return convert_adapter(checkpoint, entries, foreign, config, extent)
 
-    def _compare_with_copy(self, choice: Choice, adapter: Adapter, values: AdapterValues) -> None:
-        """Refuses an adapter whose gathered copy in the checkpoint has other factors."""
-        label = find_copies(self._checkpoint).get(choice.tree)
-        if label is None:
-            return
-        entries = [e for e in self._checkpoint.index.of_part("model") if e.tree == label]
-        refuse_problems(self._checkpoint.index, entries, self._checkpoint.path)
-        copy = sort_entries(entries).stripped
-        differing = next(iter(sorted(adapter.tensors.keys() ^ copy.keys())), None)
-        if differing is None:
-            differing = next(
-                (n for n in copy if not values.are_alike(adapter.tensors[n], copy[n])), None
-            )
-        if differing is not None:
-            raise AdapterError(
-                f"{choice.tree!r} and {label!r} are one adapter, and {differing!r} is not the same"
-                " in both",
-                where=self._checkpoint.path,
-                hint=f"take one of them with --select {choice.tree}, or --select {label}",
-            )
-        self._notes.append(f"{label} has the same factors as {choice.tree}")
 
-    def _open_empty(self, choice: Choice, record: AdapterRecord | None) -> OpenedAdapter:
-        if record is None:
+def _refuse_contradictions(
+    request: AdapterRequest,
+    record: AdapterRecord | None,
+    known: Mapping[str, Any],
+    known_path: str,
+    where: str,
+) -> None:
+    """Refuses options, and records of the run, that say different things."""
+    said = known if record is None else record.document
+    for key, value in request.overrides.items():
+        # Only a configuration says whether the scaling is rsLoRA's.
+        is_said = said.get(key) is not None and key != RSLORA
+        if (record is not None or is_said) and said.get(key) != value:
             raise RefusedError(
-                "an adapter without tensors does not show how it was configured",
-                hint="pass the configuration that the run used with --adapter-config",
+                f"{key} {value!r} was given against {said.get(key)!r:.200} in"
+                f" {known_path if record is None else record.path}",
+                where=where,
+                hint="leave the option out, or pass another file with --adapter-config",
             )
-        settings = LoraSettings.parse(record.document, where=record.path)
-        note = "the adapter has no tensors: the save wrote none, and it changes nothing"
-        return OpenedAdapter(
-            opened=self._checkpoint,
-            folders=self._folders,
-            adapter=Adapter(choice.name, settings, SOURCE, {}),
-            base={},
-            config_path=record.path,
-            rows=(),
-            norms={},
-            notes=(*self._checkpoint.notes, note),
-        )
-
-    def _choose(self) -> tuple[Mapping[str, SortedTensors], Choice, AdapterRecord | None]:
-        """Finds the adapter and its configuration; `module` in names may be the model's own."""
-        request, folders = self._request, self._folders
-        own = None if request.config is None else read_record(request.config)
-        # A configuration is the best sign of other methods than LoRA.
-        recorded = list_recorded(folders)
-        names = (*recorded, request.adapter or "default")
-        sign = own or next(
-            filter(None, (find_record(folders, name, is_only_one=True) for name in names)), None
-        )
-        if sign is not None and sign.document.get("peft_type", LORA) != LORA:
-            LoraSettings.parse(sign.document, where=sign.path)  # refuses it by name
-        trees = sort_trees(self._checkpoint)
-        if sign is not None and not any(tree.holds_adapter for tree in trees.values()):
-            LoraSettings.parse(sign.document, where=sign.path)
-        choice = choose_adapter(
-            *(self._checkpoint, trees, recorded, request.adapter),
-            may_be_empty=request.allow_untrained,
-        )
-        counts = (len(tree.live) + bool(tree.stripped) for tree in trees.values())
-        is_only_one = sum(counts) == 1
-        others = {posixpath.basename(tree) for tree in trees if tree != choice.tree}
-        record = own or find_record(folders, choice.name, is_only_one=is_only_one, others=others)
-        if not trees:
-            return trees, choice, record
-        named = (
-            ()
-            if record is None
-            else map(record.document.get, ("target_modules", "modules_to_save"))
-        )
-        if trees[choice.tree].cut_module and any(_OWN_MODULE.search(str(text)) for text in named):
-            trees = sort_trees(self._checkpoint, keep_module=True)
-        if trees[choice.tree].cut_module:
-            self._notes.append(
-                "segments 'module' in the names of tensors were removed as those of a wrapper"
-            )
-        return trees, choice, record
-
-    def _drop_repetitions(self, adapter: Adapter, origin: Origin) -> Adapter:
-        """Leaves out trained rows that tied embeddings repeat; PEFT writes them under one name."""
-        named = adapter.settings.trainable_token_indices
-        tokens = [pair for pair in adapter.tensors.items() if pair[0].endswith(f".{TOKENS}")]
-        if len(tokens) < 2:  # noqa: PLR2004  one repeats nothing
-            return adapter
-
-        def rank(pair: tuple[Fqn, TensorEntry]) -> tuple[bool, bool]:
-            module = pair[0].rpartition(".token_adapter.")[0]
-            is_named = any(name and fits_target(name, module) for name in named)
-            return (not is_named, module.endswith("lm_head"))
-
-        values = AdapterValues(origin, adapter)
-        kept: dict[Fqn, TensorEntry] = {}
-        repeated: set[Fqn] = set()
-        for name, entry in sorted(tokens, key=rank):
-            twin = next((other for other in kept if values.are_equal(kept[other], entry)), None)
-            if twin is None:
-                kept[name] = entry
-            else:
-                repeated.add(name)
-                self._notes.append(f"{name} repeats {twin}, and is left out as in PEFT's files")
-        if "" in named and len(kept) > 1:
-            listed = ", ".join(repr(name) for name, _ in sorted(tokens, key=rank))
+    if record is None or not known_path:
+        return
+    for key in ("r", "lora_alpha"):
+        if key in known and record.document.get(key) != known[key]:
             raise AdapterError(
-                f"{listed} differ, while the configuration names the rows"
-                " of one embedding, which others can only repeat",
+                f"{key} is {record.document.get(key)!r:.200} in {record.path}, and"
+                f" {known[key]!r} in {known_path}",
+                where=where,
                 hint="pass the configuration that the run used with --adapter-config",
             )
-        tensors = {name: entry for name, entry in adapter.tensors.items() if name not in repeated}
-        return replace(adapter, tensors=tensors)
+
+
+def _choose(
+    checkpoint: OpenedCheckpoint, folders: SideFolders, request: AdapterRequest
+) -> tuple[Mapping[str, SortedTensors], Choice, AdapterRecord | None, list[str]]:
+    """Finds the adapter and its configuration, with notes.
+
+    `module` in names may be the model's own.
+    """
+    own = None if request.config is None else read_record(request.config)
+    # A configuration is the best sign of other methods than LoRA.
+    recorded = list_recorded(folders)
+    names = (*recorded, request.adapter or "default")
+    records = (find_record(folders, name, is_only_one=True) for name in names)
+    sign = own or next(filter(None, records), None)
+    if sign is not None and sign.document.get("peft_type", LORA) != LORA:
+        LoraSettings.parse(sign.document, where=sign.path)  # refuses it by name
+    trees = sort_trees(checkpoint)
+    if sign is not None and not any(tree.holds_adapter for tree in trees.values()):
+        LoraSettings.parse(sign.document, where=sign.path)
+    choice = choose_adapter(
+        *(checkpoint, trees, recorded, request.adapter), may_be_empty=request.allow_untrained
+    )
+    is_only_one = sum(len(tree.live) + bool(tree.stripped) for tree in trees.values()) == 1
+    others = {posixpath.basename(tree) for tree in trees if tree != choice.tree}
+    record = own or find_record(folders, choice.name, is_only_one=is_only_one, others=others)
+    if not trees:
+        return trees, choice, record, []
+    document = {} if record is None else record.document
+    named = [str(document.get(option)) for option in ("target_modules", "modules_to_save")]
+    if trees[choice.tree].cut_module and any(map(_OWN_MODULE.search, named)):
+        trees = sort_trees(checkpoint, keep_module=True)
+    if not trees[choice.tree].cut_module:
+        return trees, choice, record, []
+    note = "segments 'module' in the names of tensors were removed as those of a wrapper"
+    return trees, choice, record, [note]
+
+
+def _drop_repetitions(
+    tensors: dict[Fqn, TensorEntry], settings: LoraSettings, reader: ArrayReader
+) -> tuple[dict[Fqn, TensorEntry], list[str]]:
+    """Leaves out trained rows that tied embeddings repeat; PEFT writes them under one name."""
+    named = settings.trainable_token_indices
+    tokens = [pair for pair in tensors.items() if pair[0].endswith(f".{TOKENS}")]
+
+    def rank(pair: tuple[Fqn, TensorEntry]) -> tuple[bool, bool]:
+        module = pair[0].rpartition(".token_adapter.")[0]
+        is_named = any(name and fits_target(name, module) for name in named)
+        return (not is_named, module.endswith("lm_head"))
+
+    kept: dict[Fqn, TensorEntry] = {}
+    repeated: dict[Fqn, str] = {}
+    for name, entry in sorted(tokens, key=rank):
+        twin = next((other for other in kept if reader.are_equal(kept[other], entry)), None)
+        if twin is None:
+            kept[name] = entry
+        else:
+            repeated[name] = f"{name} repeats {twin}, and is left out as in PEFT's files"
+    if "" in named and len(kept) > 1:
+        listed = ", ".join(repr(name) for name, _ in sorted(tokens, key=rank))
+        raise AdapterError(
+            f"{listed} differ, while the configuration names the rows"
+            " of one embedding, which others can only repeat",
+            hint="pass the configuration that the run used with --adapter-config",
+        )
+    left = {name: entry for name, entry in tensors.items() if name not in repeated}
+    return left, list(repeated.values())
 
 
 def _find_second_names(
-    adapter: Adapter, tree: SortedTensors, values: AdapterValues
+    adapter: Adapter, tree: SortedTensors, reader: ArrayReader
 ) -> dict[Fqn, Fqn]:
     """Returns second names that PEFT gives biases of whole modules; see `find_second_name`.
 
     A file that has one tensor twice, with different values, is refused.
     """
     for name, entry in tree.repeated.items():
-        if not values.are_equal(adapter.tensors[name], entry):
+        if not reader.are_equal(adapter.tensors[name], entry):
             raise AdapterError(
                 f"its values differ from those of {adapter.tensors[name].name!r}, while PEFT writes"
                 " one tensor under both names",
@@ -443,94 +413,117 @@ def _find_second_names(
     return {second: name for name, second in names.items() if second not in {None, name}}
 
 
+def _compare_with_copy(
+    checkpoint: OpenedCheckpoint,
+    choice: Choice,
+    adapter: Adapter,
+    reader: ArrayReader,
+) -> Iterator[str]:
+    """Refuses an adapter whose gathered copy in the checkpoint has other factors."""
+    label = find_copies(checkpoint).get(choice.tree)
+    if label is None:
+        return
+    entries = [e for e in checkpoint.index.of_part("model") if e.tree == label]
+    refuse_problems(checkpoint.index, entries, checkpoint.path)
+    own, copy = adapter.tensors, sort_entries(entries).stripped
+    differing = next(iter(sorted(own.keys() ^ copy.keys())), None)
+    if differing is None:
+        unlike = (n for n in copy if not _are_alike(own[n], copy[n], reader))
+        differing = next(unlike, None)
+    if differing is not None:
+        raise AdapterError(
+            f"{choice.tree!r} and {label!r} are one adapter, and {differing!r} is not the same"
+            " in both",
+            where=checkpoint.path,
+            hint=f"take one of them with --select {choice.tree}, or --select {label}",
+        )
+    yield f"{label} has the same factors as {choice.tree}"
+
+
+def _are_alike(first: TensorEntry, second: TensorEntry, reader: ArrayReader) -> bool:
+    """Returns whether two tensors have the same numbers in the smaller of their types."""
+    if first.dtype == second.dtype or first.shape != second.shape:
+        return reader.are_equal(first, second)
+    narrow = numpy_dtype(min(first.dtype, second.dtype, key=lambda dtype: dtype.itemsize))
+    blocks = (reader.read_blocks(entry, elements=_BLOCK_ELEMENTS) for entry in (first, second))
+    return all(
+        np.array_equal(a.astype(narrow).view(np.uint8), b.astype(narrow).view(np.uint8))
+        for a, b in zip(*blocks, strict=True)
+    )
+
+
 _MATRIX = 2
 _BLOCK_ELEMENTS = 1 << 22
 _SINGLE_BYTES = 4  # numpy cannot check whether numbers of smaller floating types are finite
 
 
-class AdapterValues:
-    """Reads the tensors of an adapter, each once, block by block."""
+def _check_values(
+    adapter: Adapter,
+    rows: Sequence[ModuleRow],
+    reader: ArrayReader,
+    *,
+    allow_untrained: bool,
+) -> Mapping[str, float]:
+    """Refuses values that are not finite, and adapters that change nothing; returns norms."""
 
-    def __init__(self, origin: Origin, adapter: Adapter) -> None:
-        self._reader = ArrayReader(origin)
-        self._origin = origin.name
-        self._adapter = adapter
+    def read_factor(entry: TensorEntry) -> NDArray[Any]:
+        values = reader.read_whole(entry)
+        _refuse_infinite(values.reshape(-1), entry)
+        return values.astype(np.float32)
 
-    def check(self, rows: Sequence[ModuleRow], *, allow_untrained: bool) -> Mapping[str, float]:
-        """Refuses values that are not finite, and adapters that change nothing."""
-        table = build_table(self._adapter.tensors)
-        by_name = {name: row for row in rows for name in row.names}
-        norms: dict[str, float] = {}
-        # Tensors that replace those of the base do not show whether they were trained.
-        is_trained = is_scaled = not table.layers
-        for layer in table.layers:
-            row = by_name[layer.names[0]]
-            norm, changes = self._measure(layer, row)
-            if math.isfinite(norm):
-                norms[row.module] = norm
-            is_scaled |= row.scaling != 0
-            is_trained |= changes and row.scaling != 0
-        for entry in (*table.tokens.values(), *table.whole.values()):
-            for block in self._blocks(entry):
-                _refuse_infinite(block, entry)
-        self._reader.finish()
-        if not (is_trained or allow_untrained):
-            factor = "lora_B" if is_scaled else "scaling"
-            raise RefusedError(
-                f"every {factor} of {len(table.layers):,} modules is zero: the adapter was not"
-                " trained, and changes nothing",
-                hint="take a later checkpoint, or pass --allow-untrained",
-            )
-        return norms
-
-    def are_equal(self, first: TensorEntry, second: TensorEntry) -> bool:
-        return self._reader.are_equal((self._origin, first), (self._origin, second))
-
-    def are_alike(self, first: TensorEntry, second: TensorEntry) -> bool:
-        """Returns whether two tensors have the same numbers in the smaller of their types."""
-        if first.dtype == second.dtype or first.shape != second.shape:
-            return self.are_equal(first, second)
-        narrow = numpy_dtype(min(first.dtype, second.dtype, key=lambda dtype: dtype.itemsize))
-        pairs = zip(self._blocks(first), self._blocks(second), strict=True)
-        return all(
-            np.array_equal(a.astype(narrow).view(np.uint8), b.astype(narrow).view(np.uint8))
-            for a, b in pairs
-        )
-
-    def _measure(self, layer: LoraLayer, row: ModuleRow) -> tuple[float, bool]:
-        down, up = self._read_factor(layer.down), self._read_factor(layer.up)
+    table = build_table(adapter.tensors)
+    by_name = {name: row for row in rows for name in row.names}
+    norms: dict[str, float] = {}
+    # Tensors that replace those of the base do not show whether they were trained.
+    is_trained = is_scaled = not table.layers
+    for layer in table.layers:
+        row = by_name[layer.names[0]]
+        down, up = read_factor(layer.down), read_factor(layer.up)
         # The initial A of an embedding is zero, and the initial B of all others.
         changes = bool(up.any() and down.any())
-        for entry in (layer.up_bias, layer.magnitude):
-            if entry is not None:
-                values = self._read_factor(entry)
-                changes |= entry is layer.up_bias and bool(values.any())
-        if layer.groups > 1:
-            left = down.reshape(layer.groups, down.shape[0] // layer.groups, -1)
-            right = up.reshape(layer.groups, up.shape[0] // layer.groups, -1)
-            pairs = list(zip(left, right, strict=True))
-        else:
-            rank = row.rank or layer.inner
-            experts = layer.inner // rank
-            left = down.reshape(experts, rank, -1)
-            right = up.reshape(up.shape[0], rank, experts)
-            pairs = [(left[e], right[:, :, e]) for e in range(experts)]
-        total = 0.0
-        with np.errstate(all="ignore"):  # an overflow is no norm
-            for a, b in pairs:
-                inner, outer = (a @ a.T).astype(np.float64), (b.T @ b).astype(np.float64)
-                total += float(np.vdot(outer, inner))
-        return abs(row.scaling or 0.0) * math.sqrt(max(total, 0.0)), changes
-
-    def _read_factor(self, entry: TensorEntry) -> NDArray[Any]:
-        blocks = []
-        for block in self._blocks(entry):
+        if layer.magnitude is not None:
+            read_factor(layer.magnitude)
+        if layer.up_bias is not None:
+            changes |= bool(read_factor(layer.up_bias).any())
+        norm = abs(row.scaling or 0.0) * _measure_product(layer, row, down, up)
+        if math.isfinite(norm):
+            norms[row.module] = norm
+        is_scaled |= row.scaling != 0
+        is_trained |= changes and row.scaling != 0
+    for entry in (*table.tokens.values(), *table.whole.values()):
+        for block in reader.read_blocks(entry, elements=_BLOCK_ELEMENTS):
             _refuse_infinite(block, entry)
-            blocks.append(block.astype(np.float32))
-        return np.concatenate(blocks).reshape(entry.shape) if blocks else np.zeros(entry.shape)
+    reader.finish()
+    if not (is_trained or allow_untrained):
+        factor = "lora_B" if is_scaled else "scaling"
+        raise RefusedError(
+            f"every {factor} of {len(table.layers):,} modules is zero: the adapter was not"
+            " trained, and changes nothing",
+            hint="take a later checkpoint, or pass --allow-untrained",
+        )
+    return norms
 
-    def _blocks(self, entry: TensorEntry) -> Iterator[NDArray[Any]]:
-        return self._reader.read_blocks(self._origin, entry, _BLOCK_ELEMENTS)
+
+def _measure_product(
+    layer: LoraLayer, row: ModuleRow, down: NDArray[Any], up: NDArray[Any]
+) -> float:
+    """Returns the Frobenius norm of a product of factors, without computing the product."""
+    if layer.groups > 1:
+        left = down.reshape(layer.groups, down.shape[0] // layer.groups, -1)
+        right = up.reshape(layer.groups, up.shape[0] // layer.groups, -1)
+        pairs = list(zip(left, right, strict=True))
+    else:
+        rank = row.rank or layer.inner
+        experts = layer.inner // rank
+        left = down.reshape(experts, rank, -1)
+        right = up.reshape(up.shape[0], rank, experts)
+        pairs = [(left[e], right[:, :, e]) for e in range(experts)]
+    total = 0.0
+    with np.errstate(all="ignore"):  # an overflow is no norm
+        for a, b in pairs:
+            inner, outer = (a @ a.T).astype(np.float64), (b.T @ b).astype(np.float64)
+            total += float(np.vdot(outer, inner))
+    return math.sqrt(max(total, 0.0))
 
 
 def _refuse_infinite(block: NDArray[Any], entry: TensorEntry) -> None:

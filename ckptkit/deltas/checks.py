@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import posixpath
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from msgspec import Struct
@@ -18,11 +17,10 @@ from ckptkit.core.index import Fqn, Problem, Shape
 from ckptkit.core.manifest import TensorRecord
 from ckptkit.core.text import counted, size_text
 from ckptkit.core.threads import run_crew, usable_cores
-from ckptkit.deltas.encoding import open_decoder
-from ckptkit.deltas.form import HINT, DeltaTensor, OpenedDelta, open_delta
+from ckptkit.deltas.encoding import HINT
+from ckptkit.deltas.form import DeltaTensor, OpenedDelta, open_delta
 from ckptkit.deltas.patching import find_file_problems
 from ckptkit.engine.outcome import BytesWritten, Listener, Started, ignore
-from ckptkit.formats.parsing import read_from
 from ckptkit.plan.plan import TensorSpec, name_order
 from ckptkit.storage.places import PathLike
 
@@ -107,21 +105,12 @@ def inspect_delta(place: PathLike) -> DeltaInspection:
     """Describes a delta; reads its index, its manifest and the headers of its files."""
     with open_delta(place) as delta:
         head, manifest = delta.head, delta.manifest
-        counts = delta.changed_elements
-        specs = _specs(delta)
-        lines = []
+        counts, specs, lines = delta.changed_elements, _specs(delta), []
         for name in sorted(delta.tensors, key=name_order):
-            spec = specs.get(name)
             line = DeltaLine(name, delta.tensors[name].size_bytes)
-            if spec is not None:
-                line = DeltaLine(
-                    name,
-                    line.stored_bytes,
-                    spec.dtype.name,
-                    spec.shape,
-                    spec.size_bytes,
-                    counts.get(name),
-                )
+            if (spec := specs.get(name)) is not None:
+                about = (spec.dtype.name, spec.shape, spec.size_bytes, counts.get(name))
+                line = DeltaLine(name, line.stored_bytes, *about)
             lines.append(line)
         known = manifest is not None and all(line.changed_elements is not None for line in lines)
         return DeltaInspection(
@@ -165,8 +154,7 @@ def verify_delta(place: PathLike, listener: Listener = ignore) -> Verification:
     """
     with open_delta(place) as delta:
         problems = [_problem(error) for error in find_file_problems(delta)]
-        problems += _stray_files(delta)
-        problems += _differences(delta)
+        problems += _find_problems(delta)
         specs = _specs(delta)
         listener(Started(sum(tensor.size_bytes for tensor in delta.tensors.values())))
         found: dict[str, Problem] = {}
@@ -199,21 +187,17 @@ def _problem(error: CkptkitError) -> Problem:
     return Problem(error.code, error.where, error.message)
 
 
-def _stray_files(delta: OpenedDelta) -> Iterator[Problem]:
+def _find_problems(delta: OpenedDelta) -> Iterator[Problem]:
+    """Yields stray files, and tensors that are not where the manifest says."""
     known = {file.path for file in delta.files}
     for path in delta.source.walk(0):
         if path.endswith(".safetensors") and path not in known:
             yield Problem("stray-file", path, "is not in the index; engines may read it")
-
-
-def _differences(delta: OpenedDelta) -> Iterator[Problem]:
-    """Compares the changed tensors with those of the manifest."""
-    records = {} if delta.manifest is None else delta.manifest.tensors
     if delta.manifest is None:
         return
+    records: Mapping[str, TensorRecord] = delta.manifest.tensors
     for name in sorted({*records, *delta.tensors}):
-        record: TensorRecord | None = records.get(name)
-        listed = "" if record is None else record.file
+        listed = records[name].file if name in records else ""
         actual = delta.tensors[name].path if name in delta.tensors else ""
         if listed != actual:
             text = f"is in {actual or 'no file'!r} against {listed or 'no file'!r} in the manifest"
@@ -221,21 +205,13 @@ def _differences(delta: OpenedDelta) -> Iterator[Problem]:
 
 
 def _check_tensor(delta: OpenedDelta, tensor: DeltaTensor, spec: TensorSpec | None) -> None:
-    where = f"{posixpath.join(delta.location, tensor.path)}, tensor {tensor.name!r}"
-    encoding = delta.head.encoding
-    decoder = open_decoder(
-        encoding,
-        read_from(delta.source, tensor.path, tensor.start),
-        tensor.size_bytes,
-        1 << 62 if spec is None else spec.size_bytes,
-        where=where,
-    )
-    found = decoder.skim()
+    size_bytes = 1 << 62 if spec is None else spec.size_bytes
+    found = delta.open_change(tensor.name, size_bytes).skim()
     if spec is None or found == spec.size_bytes:
         return
-    if encoding == "xor" or found > spec.size_bytes:
+    if delta.head.encoding == "xor" or found > spec.size_bytes:
         raise FormatError(
             f"the change is for {found:,} bytes, and the tensor has {spec.size_bytes:,}",
-            where=where,
+            where=delta.locate(tensor.name),
             hint=HINT,
         )

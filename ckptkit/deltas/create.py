@@ -9,12 +9,12 @@ for any number of threads.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing
+from itertools import chain, starmap
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any, Protocol, Self, get_args
+from typing import TYPE_CHECKING, Any, Self, get_args
 
 import numpy as np
 import xxhash
@@ -41,17 +41,17 @@ from ckptkit.core.checksums import (
 )
 from ckptkit.core.crc import crc32
 from ckptkit.core.errors import RefusedError, UsageError
-from ckptkit.core.index import Fqn, Shape
+from ckptkit.core.index import Fqn
 from ckptkit.core.manifest import LEAF_BYTES, FileRecord, Manifest
+from ckptkit.core.text import list_first
 from ckptkit.core.threads import Throttle, run_crew
-from ckptkit.deltas.encoding import MOST_OVERWRITTEN_BYTES, Encoder, open_encoder
+from ckptkit.deltas.encoding import MOST_OVERWRITTEN_BYTES, open_encoder
 from ckptkit.deltas.form import (
     DELTA,
     INDEX_PATH,
     ChecksumFormat,
     DeltaHead,
     Encoding,
-    Hasher,
     make_header,
     name_files,
     name_version,
@@ -70,6 +70,9 @@ from ckptkit.storage.local.target import LocalTarget, translate_errors
 from ckptkit.storage.locations import resolve_places
 from ckptkit.storage.places import PathLike, open_target
 
+if TYPE_CHECKING:
+    from ckptkit.adapters.merge import MergeJob
+
 _LISTED = 3
 _OTHER_OPTIONS = "publish the new model as a whole, or make it with the options of that version"
 
@@ -84,7 +87,15 @@ class TensorPair(Struct, frozen=True):
 
 def pair_tensors(before: PlannedOutput, after: PlannedOutput) -> tuple[TensorPair, ...]:
     """Pairs the tensors of two plans, and refuses those that are not of one model."""
-    first, second = _segments(before), _segments(after)
+    first, second = (
+        {
+            str(segment.spec.name): (number, segment, segment.spec)
+            for file in planned.plan.files
+            for number, segment in enumerate(file.segments)
+            if segment.spec is not None
+        }
+        for planned in (before, after)
+    )
     names = (before.checkpoint.path, after.checkpoint.path)
     for one, other, location, of in (
         (first, second, names[1], names[0]),
@@ -92,10 +103,9 @@ def pair_tensors(before: PlannedOutput, after: PlannedOutput) -> tuple[TensorPai
     ):
         lacking = sorted(one.keys() - other.keys(), key=name_order)
         if lacking:
-            more = f" and {len(lacking) - _LISTED:,} more" if len(lacking) > _LISTED else ""
-            listed = ", ".join(map(repr, lacking[:_LISTED]))
             raise RefusedError(
-                f"lacks {listed}{more}, which {of} has; a delta needs the same tensors",
+                f"lacks {list_first(lacking, _LISTED)}, which {of} has; a delta needs the same"
+                " tensors",
                 where=location,
                 hint="leave tensors out with --exclude, or publish the new model as a whole",
             )
@@ -111,15 +121,6 @@ def pair_tensors(before: PlannedOutput, after: PlannedOutput) -> tuple[TensorPai
             )
         pairs.append(TensorPair(spec, (number_before, segment_before), (number, segment)))
     return tuple(pairs)
-
-
-def _segments(planned: PlannedOutput) -> dict[str, tuple[int, Segment, TensorSpec]]:
-    return {
-        str(segment.spec.name): (number, segment, segment.spec)
-        for file in planned.plan.files
-        for number, segment in enumerate(file.segments)
-        if segment.spec is not None
-    }
 
 
 class PublishedBase(Struct, frozen=True):
@@ -138,7 +139,10 @@ class PublishedBase(Struct, frozen=True):
         found = {str(spec.name): (spec.dtype.name, spec.shape) for spec in specs}
         for name in sorted(expected.keys() | found.keys(), key=name_order):
             if expected.get(name) != found.get(name):
-                before, now = _describe(expected.get(name)), _describe(found.get(name))
+                before, now = (
+                    "absent" if one is None else f"{one[0]} {list(one[1])}"
+                    for one in (expected.get(name), found.get(name))
+                )
                 raise self._refused(f"tensor {name!r} was published as {before}, and is {now} now")
 
     def refuse_other_bytes(self, digests: Mapping[str, str]) -> None:
@@ -152,10 +156,6 @@ class PublishedBase(Struct, frozen=True):
 
     def _refused(self, message: str) -> RefusedError:
         return RefusedError(message, where=name_version(self.version), hint=_OTHER_OPTIONS)
-
-
-def _describe(found: tuple[str, Shape] | None) -> str:
-    return "absent" if found is None else f"{found[0]} {list(found[1])}"
 
 
 _MOST_VERSION = 999_999_999
@@ -229,23 +229,9 @@ def make_job(src: PathLike, out: PathLike, options: Mapping[str, Any]) -> Conver
     return replace(job, advice=DELTA_CREATE)
 
 
-class ModelJob(Protocol):
-    """What plans the model on one side of a delta: a conversion, or a merge."""
-
-    @property
-    def destination(self) -> PathLike: ...
-
-    @property
-    def overwrite(self) -> bool: ...
-
-    def check_places(self) -> None: ...
-
-    def plan_output(self) -> AbstractContextManager[PlannedOutput]: ...
-
-
 def create_delta(
-    base: ModelJob,
-    new: ModelJob,
+    base: ConversionJob | MergeJob,
+    new: ConversionJob | MergeJob,
     request: DeltaRequest,
     listener: Listener = ignore,
     facts: Mapping[str, Any] | None = None,
@@ -274,10 +260,6 @@ def create_delta(
             facts={**after.facts, **(facts or {})},
         )
         return write_output(planned, strategy, listener)
-
-
-OpenEncoder = Callable[[int, list[tuple[int, int]]], Encoder]
-"""Opens an encoder for a tensor of some bytes, which adds to the list where its change is."""
 
 
 class Spool:
@@ -322,6 +304,7 @@ class _DeltaStrategy(SingleProcess):
         self._files: dict[str, FileRecord] = {}
         self._paths: dict[str, str] = {}
         self._digests = Digests()
+        self._lock = threading.Lock()
 
     def take(
         self, before: PlannedOutput, after: PlannedOutput, published: PublishedBase | None
@@ -350,9 +333,7 @@ class _DeltaStrategy(SingleProcess):
         self._listener(Planned(tuple(dict.fromkeys(notes))))
 
     def execute(self) -> None:
-        with ExitStack() as stack, translate_errors(Path(self._target.location)):
-            spool = Spool(self._folder)
-            stack.callback(spool.close)
+        with translate_errors(Path(self._target.location)), closing(Spool(self._folder)) as spool:
             self._encode_all(spool)
             digests = {one.name: one.digest_before for one in self._tensors}
             for name, stored in find_stored_digests(self._before).items():
@@ -390,31 +371,75 @@ class _DeltaStrategy(SingleProcess):
             settings, block_bytes = settings.with_more(_FAR_BYTES), LEAF_BYTES
         throttle = Throttle(settings.bytes_per_second)
         self._listener(Started(sum(pair.spec.size_bytes for pair in self._pairs)))
-        lock = threading.Lock()
         with Preparations() as first, Preparations() as second:
 
             def work(pairs: Iterator[TensorPair]) -> None:
-                worker = _Worker(
+                readers = (
                     SegmentReader(self._before.inputs, first),
                     SegmentReader(self._after.inputs, second),
-                    self._head,
-                    (aligned_buffer(block_bytes), aligned_buffer(block_bytes)),
-                    partial(self._open_encoder, spool),
                 )
+                blocks = aligned_buffer(block_bytes), aligned_buffer(block_bytes)
                 for pair in pairs:
-                    tensor, leaves = worker.encode(pair, self._listener, throttle)
-                    with lock:
-                        self._tensors.append(tensor)
-                        self._digests.tensors[tensor.name] = leaves
+                    self._encode(pair, readers, blocks, spool, throttle)
 
             run_crew(settings.workers, iter(self._pairs), work, throttle.stopped)
         self._tensors.sort(key=lambda tensor: name_order(tensor.name))
 
-    def _open_encoder(self, spool: Spool, size: int, extents: list[tuple[int, int]]) -> Encoder:
+    def _encode(
+        self,
+        pair: TensorPair,
+        readers: tuple[SegmentReader, SegmentReader],
+        blocks: tuple[memoryview, memoryview],
+        spool: Spool,
+        throttle: Throttle,
+    ) -> None:
+        """Encodes one tensor, and digests its leaves before and after the change."""
+        size, kind = pair.spec.size_bytes, np.dtype(f"u{pair.spec.dtype.itemsize}")
+        extents: list[tuple[int, int]] = []
+        leaves_before: list[bytes] = []
+        leaves_after: dict[int, bytes] = {}  # each with the CRC-32 of the leaf
+        changed_elements, hasher = 0, new_hasher(self._head.checksum)
+
         def put(data: bytes) -> None:
             extents.append(spool.append(data))
 
-        return open_encoder(self._head.encoding, size, put, self._folder)
+        with closing(open_encoder(self._head.encoding, size, put, self._folder)) as encoder:
+            for leaf, (leaf_start, leaf_stop) in enumerate(leaf_ranges(size)):
+                crc, first, second = 0, xxhash.xxh3_128(), xxhash.xxh3_128()
+                for start in range(leaf_start, leaf_stop, len(blocks[0])):
+                    stop = min(start + len(blocks[0]), leaf_stop)
+                    for reader, place, block in zip(
+                        readers, (pair.before, pair.after), blocks, strict=True
+                    ):
+                        reader.fill(SegmentRange(*place, start, stop), block[: stop - start])
+                        reader.clear()
+                    for at in range(0, stop - start, _STEP_BYTES):
+                        step = slice(at, min(at + _STEP_BYTES, stop - start))
+                        before, after = blocks[0][step], blocks[1][step]
+                        hasher.update(after)
+                        first.update(before)
+                        second.update(after)
+                        crc = crc32(after, crc)
+                        if not same_bytes(before, after):
+                            unequal = np.frombuffer(before, kind) != np.frombuffer(after, kind)
+                            changed_elements += int(np.count_nonzero(unequal))
+                        encoder.add(np.frombuffer(before, np.uint8), np.frombuffer(after, np.uint8))
+                    self._listener(BytesWritten(stop - start))
+                    throttle.take(sum(reader.take_bytes_read() for reader in readers))
+                leaves_before.append(first.digest())
+                leaves_after[leaf] = join_sums(second.digest(), crc)
+            if changed_elements:
+                encoder.finish()
+        tensor = EncodedTensor(
+            str(pair.spec.name),
+            tuple(extents) if changed_elements else (),
+            hasher.hexdigest(),
+            tree_digest(leaves_before),
+            changed_elements,
+        )
+        with self._lock:
+            self._tensors.append(tensor)
+            self._digests.tensors[tensor.name] = leaves_after
 
     def _write_files(self, spool: Spool) -> None:
         groups: list[list[EncodedTensor]] = []
@@ -431,7 +456,8 @@ class _DeltaStrategy(SingleProcess):
             sizes = [(tensor.name, tensor.stored_bytes) for tensor in group]
             header = make_header(sizes, {tensor.name: tensor.checksum for tensor in group})
             size = len(header) + sum(size for _, size in sizes)
-            self._write(path, size, _pieces(header, group, spool))
+            extents = (extent for tensor in group for extent in tensor.extents)
+            self._write(path, size, chain([header], starmap(spool.read, extents)))
             self._paths |= {tensor.name: path for tensor in group}
         index = self._head.to_index(self._paths)
         self._write(INDEX_PATH, len(index), iter([index]))
@@ -449,105 +475,3 @@ class _DeltaStrategy(SingleProcess):
             leaves[leaf] = leaf_digest(data)
             self._target.write(path, start, data)
         self._files[path] = FileRecord(size_bytes, join_leaves(leaves))
-
-
-def _pieces(header: bytes, group: Sequence[EncodedTensor], spool: Spool) -> Iterator[bytes]:
-    yield header
-    for tensor in group:
-        for start, size in tensor.extents:
-            yield spool.read(start, size)
-
-
-class _Worker:
-    """Encodes whole tensors, one after the other."""
-
-    def __init__(
-        self,
-        before: SegmentReader,
-        after: SegmentReader,
-        head: DeltaHead,
-        blocks: tuple[memoryview, memoryview],
-        open_encoder: OpenEncoder,
-    ) -> None:
-        self._before, self._after = before, after
-        self._head = head
-        self._blocks = blocks
-        self._open_encoder = open_encoder
-
-    def encode(
-        self, pair: TensorPair, listener: Listener, throttle: Throttle
-    ) -> tuple[EncodedTensor, dict[int, bytes]]:
-        """Returns what is known of a tensor, and the digests of its leaves after the change."""
-        size, extents = pair.spec.size_bytes, list[tuple[int, int]]()
-        encoder = self._open_encoder(size, extents)
-        found = _Found(pair.spec.dtype.itemsize, new_hasher(self._head.checksum))
-        try:
-            for start in range(0, size, len(self._blocks[0])):
-                stop = min(start + len(self._blocks[0]), size)
-                before, after = (block[: stop - start] for block in self._blocks)
-                self._before.fill(SegmentRange(*pair.before, start, stop), before)
-                self._after.fill(SegmentRange(*pair.after, start, stop), after)
-                self._before.clear()
-                self._after.clear()
-                found.add(before, after, encoder)
-                listener(BytesWritten(stop - start))
-                throttle.take(self._before.take_bytes_read() + self._after.take_bytes_read())
-            if found.changed_elements:
-                encoder.finish()
-        finally:
-            encoder.close()
-        found.finish()
-        tensor = EncodedTensor(
-            str(pair.spec.name),
-            tuple(extents) if found.changed_elements else (),
-            found.hasher.hexdigest(),
-            tree_digest(found.leaves_before),
-            found.changed_elements,
-        )
-        return tensor, dict(enumerate(found.leaves_after))
-
-
-class _Found:
-    """What the blocks of a tensor add up to.
-
-    Attributes:
-        hasher: Of the bytes after the change.
-        leaves_before: The digests of the leaves before the change.
-        leaves_after: The same after it, each with the CRC-32 of the leaf.
-        changed_elements: How many elements have other bits.
-    """
-
-    def __init__(self, itemsize: int, hasher: Hasher) -> None:
-        self.hasher = hasher
-        self.leaves_before: list[bytes] = []
-        self.leaves_after: list[bytes] = []
-        self.changed_elements = 0
-        self._kind = np.dtype(f"u{itemsize}")
-        self._leaf = xxhash.xxh3_128(), xxhash.xxh3_128()
-        self._filled = self._crc32 = 0
-
-    def add(self, before: memoryview, after: memoryview, encoder: Encoder) -> None:
-        """Adds the next block, which ends with a leaf or in it; `before` is changed."""
-        for start in range(0, len(after), _STEP_BYTES):
-            one, other = (block[start : start + _STEP_BYTES] for block in (before, after))
-            self.hasher.update(other)
-            self._leaf[0].update(one)
-            self._leaf[1].update(other)
-            self._crc32 = crc32(other, self._crc32)
-            if not same_bytes(one, other):
-                unequal = np.frombuffer(one, self._kind) != np.frombuffer(other, self._kind)
-                self.changed_elements += int(np.count_nonzero(unequal))
-            encoder.add(np.frombuffer(one, np.uint8), np.frombuffer(other, np.uint8))
-        self._filled += len(after)
-        if self._filled == LEAF_BYTES:
-            self._end_leaf()
-
-    def finish(self) -> None:
-        if self._filled:
-            self._end_leaf()
-
-    def _end_leaf(self) -> None:
-        self.leaves_before.append(self._leaf[0].digest())
-        self.leaves_after.append(join_sums(self._leaf[1].digest(), self._crc32))
-        self._leaf = xxhash.xxh3_128(), xxhash.xxh3_128()
-        self._filled = self._crc32 = 0

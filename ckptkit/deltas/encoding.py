@@ -15,18 +15,19 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import SpooledTemporaryFile
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
 from ckptkit.core.errors import FormatError
-from ckptkit.deltas.form import HINT, Encoding
 from ckptkit.formats.dcp.compression import ZstdContent
 from ckptkit.formats.parsing import Read
+from ckptkit.options import Encoding
 
 Bytes = NDArray[np.uint8]
+HINT = "the delta is damaged, or of another program; take another copy of it"
 MOST_OVERWRITTEN_BYTES = 1 << 32
 """Positions of `overwrite` are uint32."""
 _WINDOW_LOG = 17
@@ -36,22 +37,6 @@ are at most 4 % larger. Every decoder reads them."""
 _COUNT_BYTES = 4
 _READ_BYTES = 256 << 10
 _SPOOLED_BYTES = 4 << 20
-
-
-class Encoder(Protocol):
-    """Writes the change of one tensor; the blocks come in order."""
-
-    def add(self, before: Bytes, after: Bytes) -> None:
-        """Adds the next block; `before` is changed, and of no use afterwards."""
-        ...
-
-    def finish(self) -> None:
-        """Writes the rest."""
-        ...
-
-    def close(self) -> None:
-        """Frees what it took, finished or not."""
-        ...
 
 
 class _Frame:
@@ -65,7 +50,7 @@ class _Frame:
         self._object = compressor.compressobj(size=size_bytes)
         self._put = put
 
-    def add(self, data: Any) -> None:
+    def compress(self, data: Any) -> None:
         piece = self._object.compress(data)
         if piece:
             self._put(piece)
@@ -74,16 +59,11 @@ class _Frame:
         self._put(self._object.flush())
 
 
-class _XorEncoder:
-    def __init__(self, size_bytes: int, put: Callable[[bytes], None]) -> None:
-        self._frame = _Frame(size_bytes, put)
-
+class _XorEncoder(_Frame):
     def add(self, before: Bytes, after: Bytes) -> None:
+        """Adds the next block; `before` is changed, and of no use afterwards."""
         xor_into(before, after)
-        self._frame.add(before)
-
-    def finish(self) -> None:
-        self._frame.finish()
+        self.compress(before)
 
     def close(self) -> None:
         pass
@@ -109,16 +89,20 @@ class _OverwriteEncoder:
 
     def finish(self) -> None:
         frame = _Frame(_COUNT_BYTES + 5 * self._count, self._put)
-        frame.add(self._count.to_bytes(_COUNT_BYTES, "little"))
+        frame.compress(self._count.to_bytes(_COUNT_BYTES, "little"))
         for file in (self._positions, self._values):
             file.seek(0)
             while block := file.read(_READ_BYTES):
-                frame.add(block)
+                frame.compress(block)
         frame.finish()
 
     def close(self) -> None:
         self._positions.close()
         self._values.close()
+
+
+Encoder = _XorEncoder | _OverwriteEncoder
+"""Writes the change of one tensor, whose blocks come in order; `finish` writes the rest."""
 
 
 def open_encoder(
@@ -136,22 +120,6 @@ def xor_into(target: Bytes, other: Bytes) -> None:
     words = target[:whole].view(np.uint64)
     np.bitwise_xor(words, other[:whole].view(np.uint64), out=words)
     np.bitwise_xor(target[whole:], other[whole:], out=target[whole:])
-
-
-class Decoder(Protocol):
-    """Reads the change of one tensor, block by block from the front."""
-
-    def fold(self, start: int, change: Change) -> None:
-        """Adds this change to the change of the bytes from `start` on, where the last one ended."""
-        ...
-
-    def finish(self) -> None:
-        """Makes sure that nothing follows what the tensor has bytes for."""
-        ...
-
-    def skim(self) -> int:
-        """Reads all of a change from its front, without a tensor."""
-        ...
 
 
 class Change:
@@ -186,51 +154,81 @@ class Change:
         data ^= self.flipped[part]
 
 
-class _XorDecoder:
-    def __init__(self, content: ZstdContent, where: str) -> None:
-        self._content = content
+class _Content:
+    """What one frame decompresses to, read from its front; errors say `where` it is."""
+
+    def __init__(self, read: Read, stored_bytes: int, where: str) -> None:
+        self._content = ZstdContent(read, stored_bytes, where=where, hint=HINT)
         self._where = where
+
+    def error(self, message: str) -> FormatError:
+        return FormatError(message, where=self._where, hint=HINT)
+
+    def read_some(self, block: Bytes) -> int:
+        return self._content.read_into(block.data)
+
+    def fill(self, block: Bytes) -> None:
+        found = self._content.read_into(block.data)
+        if found < len(block):
+            raise self.error(
+                f"the change ends {len(block) - found:,} bytes or more before the tensor does"
+            )
+
+    def refuse_more(self) -> None:
+        if self._content.read(1):
+            raise self.error("the change goes on after the tensor's end")
+
+    def refuse_other_length(self, size_bytes: int) -> None:
+        """Refuses a frame that was cut short, and further frames, which engines do not read."""
+        announced = self._content.announced_bytes
+        if announced is not None and announced != size_bytes:
+            raise self.error(
+                f"the zstd frame announces {announced:,} bytes, and {size_bytes:,} were found"
+            )
+
+
+class _XorDecoder:
+    def __init__(self, content: _Content) -> None:
+        self._content = content
         self._scratch = np.empty(_READ_BYTES, np.uint8)
 
     def fold(self, _start: int, change: Change) -> None:
+        """Adds this change to that of the bytes from where the last one ended."""
         size = len(change.flipped)
         for low in range(0, size, _READ_BYTES):
             block = self._scratch[: min(_READ_BYTES, size - low)]
-            _fill(self._content, block, self._where)
+            self._content.fill(block)
             change.flipped[low : low + len(block)] ^= block
 
     def finish(self) -> None:
-        _refuse_more(self._content, self._where)
+        """Makes sure that nothing follows what the tensor has bytes for."""
+        self._content.refuse_more()
 
     def skim(self) -> int:
+        """Reads all of a change from its front, without a tensor."""
         size = 0
-        while found := self._content.read_into(self._scratch.data):
+        while found := self._content.read_some(self._scratch):
             size += found
-        _refuse_other_length(self._content, size, self._where)
+        self._content.refuse_other_length(size)
         return size
 
 
 class _OverwriteDecoder:
     """Reads positions and values at the same time, from two readers of one frame."""
 
-    def __init__(
-        self, positions: ZstdContent, values: ZstdContent, size_bytes: int, where: str
-    ) -> None:
+    def __init__(self, positions: _Content, values: _Content, size_bytes: int) -> None:
         self._positions, self._values = positions, values
-        self._where = where
         head = np.empty(_COUNT_BYTES, np.uint8)
-        _fill(positions, head, where)
+        positions.fill(head)
         self._left = self._count = int(head.view("<u4")[0])
         if self._left > size_bytes:
-            raise FormatError(
-                f"{self._left:,} bytes are overwritten in a tensor of {size_bytes:,}",
-                where=where,
-                hint=HINT,
+            raise positions.error(
+                f"{self._left:,} bytes are overwritten in a tensor of {size_bytes:,}"
             )
         scratch = np.empty(_READ_BYTES, np.uint8)
         before = _COUNT_BYTES + 4 * self._left
         for low in range(0, before, _READ_BYTES):
-            _fill(values, scratch[: min(_READ_BYTES, before - low)], where)
+            values.fill(scratch[: min(_READ_BYTES, before - low)])
         self._next: NDArray[np.int64] = np.empty(0, np.int64)
         self._last = -1
 
@@ -239,7 +237,7 @@ class _OverwriteDecoder:
         while self._refill():
             count = int(np.searchsorted(self._next, stop))
             values = np.empty(count, np.uint8)
-            _fill(self._values, values, self._where)
+            self._values.fill(values)
             change.overwrite(self._next[:count] - start, values)
             self._next = self._next[count:]
             if len(self._next):
@@ -247,19 +245,17 @@ class _OverwriteDecoder:
 
     def finish(self) -> None:
         if self._refill():
-            raise FormatError(
-                f"byte {int(self._next[0]):,} is overwritten, which is after the tensor's last",
-                where=self._where,
-                hint=HINT,
+            raise self._values.error(
+                f"byte {int(self._next[0]):,} is overwritten, which is after the tensor's last"
             )
-        _refuse_more(self._values, self._where)
+        self._values.refuse_more()
 
     def skim(self) -> int:
         while self._refill():
-            _fill(self._values, np.empty(len(self._next), np.uint8), self._where)
+            self._values.fill(np.empty(len(self._next), np.uint8))
             self._next = self._next[:0]
-        _refuse_more(self._values, self._where)
-        _refuse_other_length(self._values, _COUNT_BYTES + 5 * self._count, self._where)
+        self._values.refuse_more()
+        self._values.refuse_other_length(_COUNT_BYTES + 5 * self._count)
         return self._last + 1
 
     def _refill(self) -> bool:
@@ -267,53 +263,28 @@ class _OverwriteDecoder:
         if not len(self._next) and self._left:
             count = min(self._left, _READ_BYTES // 4)
             raw = np.empty(4 * count, np.uint8)
-            _fill(self._positions, raw, self._where)
+            self._positions.fill(raw)
             positions = raw.view("<u4").astype(np.int64)
             if positions[0] <= self._last or bool((np.diff(positions) <= 0).any()):
-                raise FormatError(
-                    "positions of overwritten bytes do not ascend", where=self._where, hint=HINT
-                )
+                raise self._positions.error("positions of overwritten bytes do not ascend")
             self._left -= count
             self._last = int(positions[-1])
             self._next = positions
         return len(self._next) > 0
 
 
-def _fill(content: ZstdContent, block: Bytes, where: str) -> None:
-    found = content.read_into(block.data)
-    if found < len(block):
-        raise FormatError(
-            f"the change ends {len(block) - found:,} bytes or more before the tensor does",
-            where=where,
-            hint=HINT,
-        )
-
-
-def _refuse_more(content: ZstdContent, where: str) -> None:
-    if content.read(1):
-        raise FormatError("the change goes on after the tensor's end", where=where, hint=HINT)
-
-
-def _refuse_other_length(content: ZstdContent, size_bytes: int, where: str) -> None:
-    """Refuses a frame that was cut short, and further frames, which engines do not read."""
-    announced = content.announced_bytes
-    if announced is not None and announced != size_bytes:
-        raise FormatError(
-            f"the zstd frame announces {announced:,} bytes, and {size_bytes:,} were found",
-            where=where,
-            hint=HINT,
-        )
+Decoder = _XorDecoder | _OverwriteDecoder
+"""Reads the change of one tensor, block by block from the front."""
 
 
 def open_decoder(
     encoding: Encoding, read: Read, stored_bytes: int, size_bytes: int, *, where: str
 ) -> Decoder:
     """Returns a decoder for the change of one tensor."""
-    content = ZstdContent(read, stored_bytes, where=where, hint=HINT)
+    content = _Content(read, stored_bytes, where)
     if encoding == "xor":
-        return _XorDecoder(content, where)
-    values = ZstdContent(read, stored_bytes, where=where, hint=HINT)
-    return _OverwriteDecoder(content, values, size_bytes, where)
+        return _XorDecoder(content)
+    return _OverwriteDecoder(content, _Content(read, stored_bytes, where), size_bytes)
 
 
 class _Piece:

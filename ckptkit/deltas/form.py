@@ -32,7 +32,6 @@ from msgspec import Struct
 from ckptkit.core.errors import (
     CkptkitError,
     FormatError,
-    InputError,
     MissingFileError,
     NotACheckpointError,
     RefusedError,
@@ -40,10 +39,12 @@ from ckptkit.core.errors import (
 )
 from ckptkit.core.index import FileRef
 from ckptkit.core.manifest import Manifest
+from ckptkit.deltas.encoding import HINT, Decoder, open_decoder
 from ckptkit.formats.parsing import (
     INDEX_ENDING,
     check_weight_map,
     is_count,
+    read_from,
     read_index_document,
 )
 from ckptkit.formats.safetensors.reader import HeaderTensor, read_header
@@ -64,7 +65,6 @@ _FOLDER = re.compile(r"weight_v(\d{6,9})")
 _METADATA_KEY = "__metadata__"
 _ALIGNMENT = 8
 _NAME_A_FOLDER = "name the folder of one delta, such as deltas/weight_v000001"
-HINT = "the delta is damaged, or of another program; take another copy of it"
 
 
 class Hasher(Protocol):
@@ -214,6 +214,18 @@ class OpenedDelta(Struct, frozen=True):
         table = counts if isinstance(counts, dict) else {}
         return {name: count for name, count in table.items() if is_count(count)}
 
+    def locate(self, name: str) -> str:
+        """Returns where the change of a tensor is, for errors."""
+        return f"{posixpath.join(self.location, self.tensors[name].path)}, tensor {name!r}"
+
+    def open_change(self, name: str, size_bytes: int) -> Decoder:
+        """Opens the change of a tensor of so many bytes."""
+        tensor = self.tensors[name]
+        read = read_from(self.source, tensor.path, tensor.start)
+        return open_decoder(
+            *(self.head.encoding, read, tensor.size_bytes, size_bytes), where=self.locate(name)
+        )
+
 
 def is_delta(place: PathLike) -> bool:
     """Returns whether the folder at a place has the index of a delta; False if it has none."""
@@ -333,14 +345,3 @@ def make_header(tensors: Sequence[tuple[str, int]], checksums: Mapping[str, str]
     text = json.dumps(document, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     return len(text).to_bytes(8, "little") + text
-
-
-def refuse_changed(delta: OpenedDelta) -> None:
-    """Refuses a delta whose files were replaced while they were read."""
-    changed = delta.source.changed(delta.files)
-    if changed is not None:
-        raise InputError(
-            f"{changed.path!r} changed while it was read",
-            where=delta.location,
-            hint="wait until it is written, then run again",
-        )

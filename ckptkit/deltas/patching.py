@@ -11,6 +11,7 @@ import posixpath
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -39,26 +40,22 @@ from ckptkit.core.errors import (
 )
 from ckptkit.core.index import Span
 from ckptkit.core.manifest import BY_MANIFEST, LEAF_BYTES, UNVERIFIED, Manifest
-from ckptkit.deltas.encoding import ChangeStream, Decoder, open_decoder
+from ckptkit.deltas.encoding import HINT, ChangeStream
 from ckptkit.deltas.form import (
     DELTA,
-    HINT,
     ChecksumFormat,
     OpenedDelta,
     new_hasher,
     open_delta,
-    refuse_changed,
 )
 from ckptkit.engine.kernels import OperandKernel, StoredOperand
 from ckptkit.engine.outcome import Digests, Listener, Planned, ignore
-from ckptkit.formats.parsing import read_from
 from ckptkit.plan.load_report import DELTA_APPLY
 from ckptkit.plan.plan import (
     Compute,
     Copy,
     Demand,
     Kernel,
-    OutputFile,
     Reading,
     Segment,
     TensorSpec,
@@ -142,214 +139,26 @@ class PatchKernel(Kernel, Struct, frozen=True, eq=False):
         self.checksum.add(start, data)
 
 
-_Known = tuple[str, str]
-"""The digest of a tensor, and the location of the manifest that has it."""
+def _open_chain(stack: ExitStack, places: Sequence[PathLike]) -> list[OpenedDelta]:
+    """Opens deltas in their order, each of which begins with the version that the last leads to.
 
-
-class DeltaChain:
-    """Deltas in a chain: each begins with the version that the one before leads to."""
-
-    def __init__(self, stack: ExitStack, places: Sequence[PathLike]) -> None:
-        """Opens the deltas, in their order, and proves the files of those with a manifest."""
-        if not places:
-            raise UsageError("at least one delta is needed", where="DELTA")
-        self.deltas = [stack.enter_context(open_delta(place)) for place in places]
-        for one, following in zip(self.deltas, self.deltas[1:], strict=False):
-            _refuse_gap(one, following)
-        for delta in self.deltas:
-            check_files(delta)
-        self._expected: Mapping[str, _Known] = {}
-
-    @property
-    def last(self) -> OpenedDelta:
-        return self.deltas[-1]
-
-    def patch(self, planned: PlannedOutput) -> PlannedOutput:
-        """Returns the plan with every tensor that a delta changes as it is after all of them."""
-        base = read_model_manifest(planned.checkpoint)
-        first = self.deltas[0].head.base_version
-        version = None if base is None else _published_version(base)
-        if version is not None and version != first:
+    The files of those with a manifest are proven.
+    """
+    if not places:
+        raise UsageError("at least one delta is needed", where="DELTA")
+    deltas = [stack.enter_context(open_delta(place)) for place in places]
+    for one, following in pairwise(deltas):
+        if following.head.base_version != one.head.version:
             raise RefusedError(
-                f"is made for version {first}, and BASE is version {version}",
-                where=self.deltas[0].location,
-                hint="name all deltas between the two, in their order",
+                f"leads from version {following.head.base_version} to {following.head.version}, and"
+                f" the delta before it, {one.location}, to version {one.head.version}",
+                where=following.location,
+                hint="name all deltas between the two models, in their order",
             )
-        specs = {str(spec.name): (segment, spec) for _, segment, spec in planned.plan.specs()}
-        for delta in self.deltas:
-            self._compare(delta, specs, planned)
-        self._compare_digests(planned)
-        files = tuple(self._patch_file(file) for file in planned.plan.files)
-        facts = {"version": self.last.head.version, "deltas": [d.location for d in self.deltas]}
-        return replace(
-            planned,
-            plan=replace(planned.plan, files=files),
-            settings=planned.settings.with_more(2 * LEAF_BYTES + len(self.deltas) * _STREAM_BYTES),
-            facts={**planned.facts, DELTA: facts},
-        )
-
-    def refuse_changed(self) -> None:
-        """Refuses deltas whose files were replaced while they were read."""
-        for delta in self.deltas:
-            refuse_changed(delta)
-
-    def compare(self, digests: Digests) -> None:
-        """Compares what was written with the digests of tensors in the manifests.
-
-        That is the manifest of the last delta that has one; for tensors that no delta changes after
-        that, and without such a delta, the manifest of the base.
-        """
-        for name, (expected, where) in sorted(self._expected.items()):
-            found = digests.of_tensor(name)
-            if not expected.startswith(DIGEST_SCHEME) or found == expected:
-                continue
-            raise ChecksumError(
-                f"tensor {name!r} came out with digest {found} against {expected} in the manifest",
-                where=where,
-                hint=_WRONG_BASE,
-            )
-
-    def describe(self, planned: PlannedOutput, digests: Digests) -> Manifest:
-        """Returns the manifest of a model whose tensors were compared."""
-        manifest = build_manifest(planned, digests)
-        proven = {
-            name for name, (digest, _) in self._expected.items() if digest.startswith(DIGEST_SCHEME)
-        }.union(*(delta.tensors for delta in self.deltas))
-        tensors = {
-            name: replace(record, proof=BY_MANIFEST)
-            if record.proof == UNVERIFIED and name in proven
-            else record
-            for name, record in manifest.tensors.items()
-        }
-        return replace(manifest, tensors=tensors)
-
-    def _compare(
-        self,
-        delta: OpenedDelta,
-        specs: Mapping[str, tuple[Segment, TensorSpec]],
-        planned: PlannedOutput,
-    ) -> None:
-        """Refuses a delta of tensors that the base does not have so."""
-        base = planned.checkpoint.path
-        for name in delta.tensors:
-            if name not in specs:
-                raise RefusedError(
-                    f"changes tensor {name!r}, which {base} lacks",
-                    where=delta.location,
-                    hint="name the model that the delta was made from, with the same options",
-                )
-        if delta.manifest is None:
-            return
-        records = delta.manifest.tensors
-        for name in specs:
-            if name not in records:
-                raise RefusedError(
-                    f"is for models without tensor {name!r}, which {base} has",
-                    where=delta.location,
-                    hint="name the model that the delta was made from, with the same options",
-                )
-        for name, record in records.items():
-            spec = specs[name][1] if name in specs else None
-            found = "none" if spec is None else f"{spec.dtype.name} {list(spec.shape)}"
-            wanted = f"{record.dtype} {list(record.shape)}"
-            if found != wanted:
-                raise RefusedError(
-                    f"is for tensor {name!r} of {wanted}, and {base} has {found}",
-                    where=delta.location,
-                    hint="name the model that the delta was made from, with the same options",
-                )
-
-    def _compare_digests(self, planned: PlannedOutput) -> None:
-        """Compares the digests before each delta with those that led to it, where both are known.
-
-        Nothing is read for it: a wrong base is found before the first byte is written.
-        """
-        known: dict[str, _Known] = {
-            name: (stored.record.digest, stored.location)
-            for name, stored in find_stored_digests(planned).items()
-        }
-        for delta in self.deltas:
-            for name, digest in delta.base_digests.items():
-                before, _ = known.get(name, (digest, ""))
-                if before.startswith(DIGEST_SCHEME) and before != digest:
-                    raise RefusedError(
-                        f"was made from tensor {name!r} with digest {digest}; in the model that it"
-                        f" is to change, the digest is {before}",
-                        where=delta.location,
-                        hint=_WRONG_BASE,
-                    )
-            if delta.manifest is not None:
-                records = delta.manifest.tensors
-                known = {name: (r.digest, delta.location) for name, r in records.items()}
-            else:
-                known = {name: known[name] for name in known.keys() - delta.tensors.keys()}
-        self._expected = known
-
-    def _patch_file(self, file: OutputFile) -> OutputFile:
-        return replace(file, segments=tuple(map(self._patch_segment, file.segments)))
-
-    def _patch_segment(self, segment: Segment) -> Segment:
-        spec, body = segment.spec, segment.body
-        changing = [
-            delta for delta in self.deltas if spec is not None and str(spec.name) in delta.tensors
-        ]
-        if not changing or spec is None:
-            return segment
-        tensor = changing[-1].tensors[str(spec.name)]
-        where = f"{changing[-1].location}, tensor {tensor.name!r}"
-        checksum = ExpectedChecksum(
-            changing[-1].head.checksum, tensor.checksum, spec.size_bytes, where
-        )
-        if not spec.size_bytes:
-            checksum.compare()
-            return segment
-        changes = ChangeStream(lambda: _open_decoders(changing, spec), spec.size_bytes)
-        if isinstance(body, Copy):
-            body = OperandKernel(StoredOperand(body.origin, body.key, spec.dtype)).compute()
-        if not isinstance(body, Compute):
-            raise NotImplementedError(f"{type(body).__name__} segments cannot be changed")
-        changed = PatchKernel(body.kernel, changes, checksum)
-        return replace(segment, body=Compute(changed, body.reads))
-
-
-def _open_decoders(deltas: Sequence[OpenedDelta], spec: TensorSpec) -> list[Decoder]:
-    decoders = []
     for delta in deltas:
-        tensor = delta.tensors[str(spec.name)]
-        decoders.append(
-            open_decoder(
-                delta.head.encoding,
-                read_from(delta.source, tensor.path, tensor.start),
-                tensor.size_bytes,
-                spec.size_bytes,
-                where=f"{posixpath.join(delta.location, tensor.path)}, tensor {tensor.name!r}",
-            )
-        )
-    return decoders
-
-
-def _refuse_gap(one: OpenedDelta, following: OpenedDelta) -> None:
-    if following.head.base_version == one.head.version:
-        return
-    raise RefusedError(
-        f"leads from version {following.head.base_version} to {following.head.version}, and the"
-        f" delta before it, {one.location}, to version {one.head.version}",
-        where=following.location,
-        hint="name all deltas between the two models, in their order",
-    )
-
-
-def _published_version(manifest: Manifest) -> int | None:
-    """Returns the version of a model that was published, or made by applying deltas."""
-    facts = manifest.source.get(DELTA)
-    version = facts.get("version") if isinstance(facts, dict) else None
-    return version if type(version) is int else None
-
-
-def check_files(delta: OpenedDelta) -> None:
-    """Proves the files of a delta by the digests of its manifest, if it has one."""
-    for problem in find_file_problems(delta):
-        raise problem
+        for problem in find_file_problems(delta):
+            raise problem
+    return deltas
 
 
 def find_file_problems(delta: OpenedDelta) -> Iterator[InputError]:
@@ -382,11 +191,103 @@ class _PatchedOutput(SingleProcess):
     """Writes a model with changes, and proves all of it before it is visible."""
 
     def __init__(
-        self, out: PathLike, chain: DeltaChain, listener: Listener, *, overwrite: bool
+        self, out: PathLike, deltas: Sequence[OpenedDelta], listener: Listener, *, overwrite: bool
     ) -> None:
         super().__init__(open_target(out, overwrite=overwrite), listener)
-        self._chain = chain
-        self.make_manifest = chain.describe
+        self.make_manifest = self._describe
+        self._deltas = deltas
+        # The digests that tensors have to come out with, each with the location of its manifest:
+        # that of the last delta that has one; for tensors that no delta changes after that, and
+        # without such a delta, that of the base.
+        self._expected: dict[str, tuple[str, str]] = {}
+
+    def patch(self, planned: PlannedOutput) -> PlannedOutput:
+        """Returns the plan with every tensor that a delta changes as it is after all of them."""
+        deltas, base = self._deltas, read_model_manifest(planned.checkpoint)
+        first = deltas[0].head.base_version
+        # A model that was published, or made by applying deltas, has a version.
+        facts = {} if base is None else base.source.get(DELTA)
+        version = facts.get("version") if isinstance(facts, dict) else None
+        if type(version) is int and version != first:
+            raise RefusedError(
+                f"is made for version {first}, and BASE is version {version}",
+                where=deltas[0].location,
+                hint="name all deltas between the two, in their order",
+            )
+        specs = {str(spec.name): spec for _, _, spec in planned.plan.specs()}
+        for delta in deltas:
+            for misfit in _list_misfits(delta, specs, planned.checkpoint.path):
+                raise RefusedError(
+                    misfit,
+                    where=delta.location,
+                    hint="name the model that the delta was made from, with the same options",
+                )
+        self._compare_digests(planned)
+        files = tuple(
+            replace(file, segments=tuple(map(self._patch_segment, file.segments)))
+            for file in planned.plan.files
+        )
+        made = {"version": deltas[-1].head.version, "deltas": [d.location for d in deltas]}
+        return replace(
+            planned,
+            plan=replace(planned.plan, files=files),
+            settings=planned.settings.with_more(2 * LEAF_BYTES + len(deltas) * _STREAM_BYTES),
+            facts={**planned.facts, DELTA: made},
+        )
+
+    def _compare_digests(self, planned: PlannedOutput) -> None:
+        """Compares the digests before each delta with those that led to it, where both are known.
+
+        Nothing is read for it: a wrong base is found before the first byte is written.
+        """
+        known = {
+            name: (stored.record.digest, stored.location)
+            for name, stored in find_stored_digests(planned).items()
+        }
+        for delta in self._deltas:
+            for name, digest in delta.base_digests.items():
+                before, _ = known.get(name, (digest, ""))
+                if before.startswith(DIGEST_SCHEME) and before != digest:
+                    raise RefusedError(
+                        f"was made from tensor {name!r} with digest {digest}; in the model that it"
+                        f" is to change, the digest is {before}",
+                        where=delta.location,
+                        hint=_WRONG_BASE,
+                    )
+            if delta.manifest is not None:
+                records = delta.manifest.tensors
+                known = {name: (r.digest, delta.location) for name, r in records.items()}
+            else:
+                known = {name: known[name] for name in known.keys() - delta.tensors.keys()}
+        self._expected = {n: one for n, one in known.items() if one[0].startswith(DIGEST_SCHEME)}
+
+    def _patch_segment(self, segment: Segment) -> Segment:
+        spec, body = segment.spec, segment.body
+        if spec is None:
+            return segment
+        changing = [delta for delta in self._deltas if str(spec.name) in delta.tensors]
+        if not changing:
+            return segment
+        tensor, last = changing[-1].tensors[str(spec.name)], changing[-1]
+        checksum = ExpectedChecksum(
+            last.head.checksum,
+            tensor.checksum,
+            spec.size_bytes,
+            f"{last.location}, tensor {tensor.name!r}",
+        )
+        if not spec.size_bytes:
+            checksum.compare()
+            return segment
+        changes = ChangeStream(
+            lambda: [delta.open_change(str(spec.name), spec.size_bytes) for delta in changing],
+            spec.size_bytes,
+        )
+        if isinstance(body, Copy):
+            body = OperandKernel(StoredOperand(body.origin, body.key, spec.dtype)).compute()
+        if not isinstance(body, Compute):
+            raise NotImplementedError(f"{type(body).__name__} segments cannot be changed")
+        changed = PatchKernel(body.kernel, changes, checksum)
+        return replace(segment, body=Compute(changed, body.reads))
 
     def start(self, planned: PlannedOutput) -> None:
         """Begins; no bytes are copied by a store, since all of them are digested here."""
@@ -396,8 +297,54 @@ class _PatchedOutput(SingleProcess):
 
     def execute(self) -> None:
         super().execute()
-        self._chain.refuse_changed()
-        self._chain.compare(self._digests)
+        for delta in self._deltas:
+            changed = delta.source.changed(delta.files)
+            if changed is not None:
+                raise InputError(
+                    f"{changed.path!r} changed while it was read",
+                    where=delta.location,
+                    hint="wait until it is written, then run again",
+                )
+        for name, (expected, where) in sorted(self._expected.items()):
+            found = self._digests.of_tensor(name)
+            if found != expected:
+                raise ChecksumError(
+                    f"tensor {name!r} came out with digest {found} against {expected} in the"
+                    " manifest",
+                    where=where,
+                    hint=_WRONG_BASE,
+                )
+
+    def _describe(self, planned: PlannedOutput, digests: Digests) -> Manifest:
+        """Returns the manifest of a model whose tensors were compared."""
+        manifest = build_manifest(planned, digests)
+        proven = set(self._expected).union(*(delta.tensors for delta in self._deltas))
+        tensors = {
+            name: replace(record, proof=BY_MANIFEST)
+            if record.proof == UNVERIFIED and name in proven
+            else record
+            for name, record in manifest.tensors.items()
+        }
+        return replace(manifest, tensors=tensors)
+
+
+def _list_misfits(delta: OpenedDelta, specs: Mapping[str, TensorSpec], base: str) -> Iterator[str]:
+    """Yields which tensors of a delta, or of its model, the base does not have so."""
+    for name in delta.tensors:
+        if name not in specs:
+            yield f"changes tensor {name!r}, which {base} lacks"
+    if delta.manifest is None:
+        return
+    records = delta.manifest.tensors
+    for name in specs:
+        if name not in records:
+            yield f"is for models without tensor {name!r}, which {base} has"
+    for name, record in records.items():
+        spec = specs.get(name)
+        found = "none" if spec is None else f"{spec.dtype.name} {list(spec.shape)}"
+        wanted = f"{record.dtype} {list(record.shape)}"
+        if found != wanted:
+            yield f"is for tensor {name!r} of {wanted}, and {base} has {found}"
 
 
 def apply_deltas(
@@ -408,9 +355,9 @@ def apply_deltas(
     for delta in deltas:
         check_destination(delta, job.destination, overwrite=job.overwrite)
     with ExitStack() as stack:
-        chain = DeltaChain(stack, deltas)
+        opened = _open_chain(stack, deltas)
         strategy = stack.enter_context(
-            _PatchedOutput(job.destination, chain, listener, overwrite=job.overwrite)
+            _PatchedOutput(job.destination, opened, listener, overwrite=job.overwrite)
         )
         planned = stack.enter_context(replace(job, advice=DELTA_APPLY).plan_output())
-        return write_output(chain.patch(planned), strategy, listener)
+        return write_output(strategy.patch(planned), strategy, listener)

@@ -120,11 +120,11 @@ class ModuleRow(Struct, frozen=True):
 
     module: str  # in the base; of experts, the path of the parameter
     kind: str  # linear, embedding, convolution, parameter; tokens; whole; frozen
-    rank: int | None
-    scaling: float | None
-    is_dora: bool
     shape: Shape  # of the weight as [out, in, ...]; without factors, of the tensor
     names: tuple[Fqn, ...]  # in the adapter's file
+    rank: int | None = None
+    scaling: float | None = None
+    is_dora: bool = False
 
 
 def account(
@@ -180,15 +180,9 @@ def _make_layer_row(
             hint=_HINT,
         )
     path, experts = next(iter(parameters.items()))
-    return ModuleRow(
-        module=path if len(parameters) == 1 else f"{layer.module} (level {layer.level})",
-        kind="parameter",
-        rank=layer.inner // experts,
-        scaling=settings.scaling(path),
-        is_dora=False,
-        shape=(experts, *layer.shape),
-        names=layer.names,
-    )
+    module = path if len(parameters) == 1 else f"{layer.module} (level {layer.level})"
+    about = ("parameter", (experts, *layer.shape), layer.names)
+    return ModuleRow(module, *about, layer.inner // experts, settings.scaling(path))
 
 
 def _make_module_row(layer: LoraLayer, settings: LoraSettings) -> ModuleRow:
@@ -222,13 +216,10 @@ def _make_module_row(layer: LoraLayer, settings: LoraSettings) -> ModuleRow:
             )
     kind = "embedding" if layer.is_embedding else "linear"
     return ModuleRow(
-        module=layer.module,
-        kind="convolution" if layer.is_convolution else kind,
+        *(layer.module, "convolution" if layer.is_convolution else kind, layer.shape, layer.names),
         rank=rank,
         scaling=settings.scaling(layer.owner),
         is_dora=layer.magnitude is not None,
-        shape=layer.shape,
-        names=layer.names,
     )
 
 
@@ -294,7 +285,7 @@ def _make_token_row(
             hint=_HINT,
         )
     names = tuple(name for name, tensor in adapter.tensors.items() if tensor is entry)
-    return ModuleRow(module, "tokens", None, None, is_dora=False, shape=entry.shape, names=names)
+    return ModuleRow(module, "tokens", entry.shape, names)
 
 
 def _make_whole_row(name: Fqn, entry: TensorEntry, settings: LoraSettings) -> ModuleRow:
@@ -308,6 +299,4 @@ def _make_whole_row(name: Fqn, entry: TensorEntry, settings: LoraSettings) -> Mo
             hint=_HINT,
         )
     kind = "frozen" if is_frozen_name(name) else "whole"
-    return ModuleRow(
-        make_plain_name(name), kind, None, None, is_dora=False, shape=entry.shape, names=(name,)
-    )
+    return ModuleRow(make_plain_name(name), kind, entry.shape, (name,))

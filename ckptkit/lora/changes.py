@@ -381,17 +381,6 @@ class TiedPair(Struct, frozen=True):
     may_agree: bool  # the base's two tensors agree in element type and shape
 
 
-class Equality(Struct, frozen=True):
-    """Two tensors of adapters, with their origins, that must be equal for a tie to hold.
-
-    They have the same element type; if `is_transposed`, the second is compared transposed.
-    """
-
-    first: tuple[str, TensorEntry]
-    second: tuple[str, TensorEntry]
-    is_transposed: bool = False
-
-
 def find_tied_pairs(config: Mapping[str, Any] | None, specs: Specs) -> list[TiedPair]:
     """Returns the names that the configuration ties, whether or not the base holds both."""
     agreeing, differing = find_tie_candidates(config, specs), find_tie_conflicts(config, specs)
@@ -439,58 +428,3 @@ def _follows(change: Change, own: Iterable[Change], tying: Collection[int]) -> b
     if isinstance(change, TokenRowsChange):
         return all(isinstance(c, LowRankChange) for c in of_adapter)
     return change.source.position in tying and not of_adapter
-
-
-def find_equalities(first: Sequence[Change], second: Sequence[Change]) -> list[Equality] | None:
-    """Returns what has to be equal for two tensors to be changed alike.
-
-    None means that their changes differ whatever the bytes are.
-    """
-    if len(first) != len(second):
-        return None
-    return _join(_compare(ours, theirs) for ours, theirs in zip(first, second, strict=True))
-
-
-def _join(parts: Iterable[list[Equality] | None]) -> list[Equality] | None:
-    joined: list[Equality] = []
-    for part in parts:
-        if part is None:
-            return None
-        joined += part
-    return joined
-
-
-def _compare(ours: Change, theirs: Change) -> list[Equality] | None:
-    if tensors_of(ours) == tensors_of(theirs) and ours == replace(theirs, weight=ours.weight):
-        return []
-    origins = (ours.source.origin, theirs.source.origin)
-    if isinstance(ours, TokenRowsChange) and isinstance(theirs, TokenRowsChange):
-        is_alike = ours.indices == theirs.indices
-        return _same(origins, ours.rows, theirs.rows) if is_alike else None
-    if isinstance(ours, Replacement) and isinstance(theirs, Replacement):
-        return _same(origins, ours.tensor, theirs.tensor)
-    if not isinstance(ours, LowRankChange) or not isinstance(theirs, LowRankChange):
-        return None
-    if ours.magnitude or theirs.magnitude or ours.scaling != theirs.scaling:
-        return None
-    forms = {ours.form, theirs.form}
-    pairs: tuple[tuple[TensorEntry, TensorEntry], ...] = ()
-    if len(forms) == 1:
-        pairs = ((ours.down, theirs.down), (ours.up, theirs.up))
-    elif forms == {"embedding", "linear"}:  # the factors of a tied head, transposed
-        pairs = ((ours.down, theirs.up), (ours.up, theirs.down))
-    compared = (_same(origins, *pair, is_transposed=len(forms) > 1) for pair in pairs)
-    return _join(compared) if pairs else None
-
-
-def _same(
-    origins: tuple[str, str],
-    first: TensorEntry,
-    second: TensorEntry,
-    *,
-    is_transposed: bool = False,
-) -> list[Equality] | None:
-    shape = second.shape[::-1] if is_transposed else second.shape
-    if first.dtype != second.dtype or first.shape != shape:
-        return None
-    return [Equality((origins[0], first), (origins[1], second), is_transposed)]

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeGuard, TypeVar, get_args
 
-from msgspec import Struct
+from msgspec import Struct, ValidationError, convert
 
 from ckptkit.core.errors import FormatError, LimitError, UnsupportedError
 from ckptkit.core.index import Fqn, Shape, TensorEntry
@@ -89,24 +89,23 @@ class _Document(Struct, frozen=True):
         return value
 
     def flag(self, key: str) -> bool:
-        value = self.options.get(key)
-        if value is not None and not isinstance(value, bool):
-            raise self.wrong(key, value, "true or false")
-        return bool(value)
+        return bool(self._convert(key, bool | None, "true or false"))
 
     def text(self, key: str) -> str | None:
-        value = self.options.get(key)
-        if value is not None and not isinstance(value, str):
-            raise self.wrong(key, value, "a text")
-        return value or None
+        return self._convert(key, str | None, "a text") or None
 
     def texts(self, key: str) -> tuple[str, ...] | None:
+        found: tuple[str, ...] | None = self._convert(
+            key, tuple[str, ...] | None, "a list of texts"
+        )
+        return found
+
+    def _convert(self, key: str, kind: Any, expected: str) -> Any:
         value = self.options.get(key)
-        if value is None:
-            return None
-        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            raise self.wrong(key, value, "a list of texts")
-        return tuple(value)
+        try:
+            return convert(value, kind)
+        except ValidationError:
+            raise self.wrong(key, value, expected) from None
 
     def patterns(self, key: str) -> str | tuple[str, ...] | None:
         """Returns a regular expression, a list of names, or None."""
@@ -369,7 +368,6 @@ def _refuse_unmodelled(document: Mapping[str, Any], where: str) -> None:
 class Adapter(Struct, frozen=True):
     name: str
     settings: LoraSettings
-    origin: str  # the source of its tensors in a plan
     tensors: Mapping[Fqn, TensorEntry]  # by the names that PEFT's files give them, in natural order
 
     @property

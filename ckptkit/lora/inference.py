@@ -84,7 +84,10 @@ def find_shortest_names(meant: Collection[str], present: Collection[str]) -> lis
     The last segment of a path is enough where `present` shows that no other path ends in it. A
     number is not: modules without tensors have numbers too.
     """
-    others = {_last(path) for path in _with_containers(present) - set(meant)}
+    # PEFT compares the modules around those of a model, too.
+    parts = [path.split(".") for path in present]
+    around = {".".join(path[:stop]) for path in parts for stop in range(1, len(path) + 1)}
+    others = {_last(path) for path in (around | set(present)) - set(meant)}
     is_whole = all(path in present for path in meant)
     names = set()
     for path in meant:
@@ -92,15 +95,6 @@ def find_shortest_names(meant: Collection[str], present: Collection[str]) -> lis
         is_enough = is_whole and not last.isdigit() and last not in others
         names.add(last if is_enough else path)
     return sorted(names)
-
-
-def _with_containers(paths: Collection[str]) -> set[str]:
-    """Returns paths and those of the modules around them, which PEFT compares too."""
-    found = set(paths)
-    for path in paths:
-        parts = path.split(".")
-        found.update(".".join(parts[:stop]) for stop in range(1, len(parts)))
-    return found
 
 
 def _last(path: str) -> str:
@@ -131,12 +125,25 @@ def infer_config(
     overrides: Mapping[str, Any],
     *,
     where: str,
-) -> tuple[dict[str, Any], tuple[str, ...]]:
+) -> tuple[dict[str, Any], list[str]]:
     """Infers the configuration of an adapter, by the keys of `overrides`; with its assumptions.
 
     An alpha of None is the rank of each module.
     """
-    _refuse_unknown(table, base, overrides, where)
+    stored_as_in_out = _fan_in(table, base)
+    needed = [ALPHA, RSLORA] if table.layers else []
+    needed += [TOKEN_ROWS] if table.tokens else []
+    needed += [FAN_IN] if stored_as_in_out is None else []
+    missing = [key for key in needed if key not in overrides]
+    if missing:
+        raise CannotPlanError(
+            "no adapter_config.json was found, and the tensors of the adapter do not show"
+            f" {', '.join(missing)}",
+            where=where,
+            hint="pass the adapter_config.json of the run with --adapter-config"
+            f" ({MAKE_CONFIG}); the adapter commands also take"
+            f" {', '.join(_GIVE[key] for key in missing)}; `ckptkit inspect` shows the command",
+        )
     modules = {layer.module: layer.inner for layer in table.layers if not is_of_parameter(layer)}
     parameters = infer_parameters(table.layers, base, where=where)
     ranks = {**modules, **parameters}
@@ -147,12 +154,17 @@ def infer_config(
             where=where,
             hint="pass the configuration that the run used with --adapter-config",
         )
-    is_stored_as_in_out = overrides.get(FAN_IN, _fan_in(table, base))
-    lone = [name for name in table.whole if _is_lone_bias(name, table)]
+    # Biases that were trained without their weight.
+    lone = [
+        name
+        for name in table.whole
+        if name.endswith(".bias") and f"{name.removesuffix('bias')}weight" not in table.whole
+    ]
     is_own = all(name.endswith(f".{BASE_LAYER}.bias") for name in lone)
     frozen = f".{BASE_LAYER}."  # of targeted embeddings, which PEFT saves with the factors
     whole = [name for name in table.whole if frozen not in name and name not in lone]
     saved = sorted({make_plain_name(name).rpartition(".")[0] for name in whole})
+    is_scaled = overrides.get(ALPHA, 0) is not None
     document: dict[str, Any] = {
         "peft_type": "LORA",
         "task_type": overrides.get(TASK),
@@ -164,34 +176,40 @@ def infer_config(
         "bias": ("lora_only" if is_own else "all") if lone else "none",
         "target_modules": find_shortest_names(modules, {name.rpartition(".")[0] for name in base}),
         "modules_to_save": saved or None,
-        "fan_in_fan_out": bool(is_stored_as_in_out),
+        "fan_in_fan_out": bool(overrides.get(FAN_IN, stored_as_in_out)),
     }
-    pattern = _rank_pattern(ranks, usual)
-    if pattern:
-        document["rank_pattern"] = pattern
-        document |= {"alpha_pattern": pattern} if overrides.get(ALPHA, usual) is None else {}
-    if parameters:
-        document["target_parameters"] = find_shortest_names(parameters, set(base))
-    document |= _in_use(table, overrides)
-    return document, _notes(document, is_scaled=overrides.get(ALPHA, 0) is not None)
-
-
-def _refuse_unknown(
-    table: AdapterTable, base: Mapping[Fqn, TensorEntry], overrides: Mapping[str, Any], where: str
-) -> None:
-    needed = [ALPHA, RSLORA] if table.layers else []
-    needed += [TOKEN_ROWS] if table.tokens else []
-    needed += [FAN_IN] if _fan_in(table, base) is None else []
-    missing = [key for key in needed if key not in overrides]
-    if missing:
-        raise CannotPlanError(
-            "no adapter_config.json was found, and the tensors of the adapter do not show"
-            f" {', '.join(missing)}",
-            where=where,
-            hint="pass the adapter_config.json of the run with --adapter-config"
-            f" ({MAKE_CONFIG}); the adapter commands also take"
-            f" {', '.join(_GIVE[key] for key in missing)}; `ckptkit inspect` shows the command",
-        )
+    # Ranks that are not the usual one, by the shortest unambiguous names.
+    by_last: dict[str, set[int]] = defaultdict(set)
+    for module, rank in ranks.items():
+        by_last[_last(module)].add(rank)
+    pattern = {
+        _last(module) if len(by_last[_last(module)]) == 1 else module: rank
+        for module, rank in ranks.items()
+        if rank != usual
+    }
+    options = {
+        "rank_pattern": pattern,
+        "alpha_pattern": {} if is_scaled else pattern,
+        "target_parameters": find_shortest_names(parameters, set(base)),
+        RSLORA: bool(overrides.get(RSLORA)),
+        "use_dora": any(layer.magnitude is not None for layer in table.layers),
+        "lora_bias": any(layer.up_bias is not None for layer in table.layers),
+        TOKEN_ROWS: overrides[TOKEN_ROWS] if table.tokens else None,
+    }
+    document |= {key: value for key, value in options.items() if value}
+    targets = document["target_modules"]
+    more = f" and {len(targets) - _LISTED:,} more" if len(targets) > _LISTED else ""
+    note = (
+        "adapter_config.json was inferred from the tensors and from what was given: rank"
+        f" {document['r']}{', DoRA' if 'use_dora' in document else ''}, target_modules"
+        f" {', '.join(targets[:_LISTED]) or 'none'}{more};"
+        f" {'one alpha is' if is_scaled else 'alpha = rank is'} assumed for all of them"
+    )
+    frozen_biases = (
+        "tensors do not show whether biases of the base were trained with the adapter: they are"
+        " assumed to be frozen"
+    )
+    return document, [note] if lone else [note, frozen_biases]
 
 
 def _fan_in(table: AdapterTable, base: Mapping[Fqn, TensorEntry]) -> bool | None:
@@ -208,54 +226,6 @@ def _fan_in(table: AdapterTable, base: Mapping[Fqn, TensorEntry]) -> bool | None
         return straight == {False}
     is_unclear = any(layer.module.rpartition(".")[2] in _CONV1D_NAMES for layer in table.layers)
     return None if is_unclear else False
-
-
-def _is_lone_bias(name: str, table: AdapterTable) -> bool:
-    """Returns whether a tensor is a bias that was trained without its weight."""
-    return name.endswith(".bias") and f"{name.removesuffix('bias')}weight" not in table.whole
-
-
-def _rank_pattern(ranks: Mapping[str, int], usual: int) -> dict[str, int]:
-    """Returns the ranks that are not the usual one, by the shortest unambiguous names."""
-    by_last: dict[str, set[int]] = {}
-    for module, rank in ranks.items():
-        by_last.setdefault(_last(module), set()).add(rank)
-    return {
-        _last(module) if len(by_last[_last(module)]) == 1 else module: rank
-        for module, rank in ranks.items()
-        if rank != usual
-    }
-
-
-def _in_use(table: AdapterTable, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    options: dict[str, Any] = {}
-    if overrides.get(RSLORA):
-        options[RSLORA] = True
-    if any(layer.magnitude is not None for layer in table.layers):
-        options["use_dora"] = True
-    if any(layer.up_bias is not None for layer in table.layers):
-        options["lora_bias"] = True
-    if table.tokens:
-        options[TOKEN_ROWS] = overrides[TOKEN_ROWS]
-    return options
-
-
-def _notes(document: Mapping[str, Any], *, is_scaled: bool) -> tuple[str, ...]:
-    targets = document["target_modules"]
-    more = f" and {len(targets) - _LISTED:,} more" if len(targets) > _LISTED else ""
-    named = f"{', '.join(targets[:_LISTED]) or 'none'}{more}"
-    what = (
-        "adapter_config.json was inferred from the tensors and from what was given: rank"
-        f" {document['r']}{', DoRA' if 'use_dora' in document else ''}, target_modules {named};"
-        f" {'one alpha is' if is_scaled else 'alpha = rank is'} assumed for all of them"
-    )
-    if document["bias"] != "none":
-        return (what,)
-    frozen = (
-        "tensors do not show whether biases of the base were trained with the adapter: they are"
-        " assumed to be frozen"
-    )
-    return (what, frozen)
 
 
 def move_config(

@@ -23,10 +23,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from msgspec import Struct, convert, field, to_builtins
-from msgspec.structs import asdict
+from msgspec.structs import asdict, replace
 
 from ckptkit.core.errors import FormatError, UnsupportedError
 from ckptkit.core.index import Shape, TensorEntry
@@ -36,9 +36,11 @@ from ckptkit.lora.config import LoraSettings, is_dimension, is_finite
 
 FourBitType = Literal["nf4", "fp4"]
 QUANT_TYPES: Mapping[str, FourBitType] = {"nf4": "nf4", "fp4": "fp4"}
-DTYPES = ("bfloat16", "float16", "float32")
+PackedDType = Literal["bfloat16", "float16", "float32"]
+DTYPES: tuple[PackedDType, ...] = get_args(PackedDType)
 """Element types that bitsandbytes packs."""
-BLOCKSIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
+BlockSize = Literal[32, 64, 128, 256, 512, 1024, 2048, 4096]
+BLOCKSIZES: tuple[BlockSize, ...] = get_args(BlockSize)
 MAX_STATE_BYTES = 1 << 16
 _HINT = "the file is damaged; take another copy of it"
 
@@ -48,14 +50,14 @@ class FourBitSettings(Struct, frozen=True):
 
     quant_type: FourBitType | None = None
     nested: bool | None = None  # the scales were quantized too ("double quantization")
-    blocksize: int | None = None  # elements that share a scale
-    dtype: str | None = None  # before packing
+    blocksize: BlockSize | None = None  # elements that share a scale
+    dtype: PackedDType | None = None  # before packing
 
 
 class FourBitState(Struct, frozen=True):
     quant_type: FourBitType
-    blocksize: int  # elements that share a scale
-    dtype: str  # before packing
+    blocksize: BlockSize  # elements that share a scale
+    dtype: PackedDType  # before packing
     shape: Shape
     nested_blocksize: int = 0  # scales that share a scale; 0 where they were not quantized
     nested_offset: float = 0.0  # subtracted from the scales first
@@ -197,11 +199,11 @@ def read_settings(config: Mapping[str, Any] | None) -> FourBitSettings:
     )
 
 
-def read_dtype(config: Mapping[str, Any] | None) -> str | None:
+def read_dtype(config: Mapping[str, Any] | None) -> PackedDType | None:
     """Returns the element type of the weights in a model's configuration, if it has one."""
     value = (config or {}).get("dtype") or (config or {}).get("torch_dtype")
     name = str(value).removeprefix("torch.")
-    return name if name in DTYPES else None
+    return next((dtype for dtype in DTYPES if dtype == name), None)
 
 
 def refuse_unmodelled(
@@ -249,15 +251,9 @@ class Packing(Struct, frozen=True):
         return any(weight.crc32 is not None for weight in self.weights.values())
 
     def to_json(self) -> dict[str, Any]:
-        four = self.settings
-        settings = {} if four is None else {
-            "quant_type": four.quant_type,
-            "blocksize": four.blocksize,
-            "dtype": four.dtype,
-            "nested": four.nested,
-        }  # fmt: skip
+        settings = {} if self.settings is None else asdict(self.settings)
         return {
-            "bits": 8 if four is None else 4,
+            "bits": EIGHT_BITS if self.settings is None else FOUR_BITS,
             **settings,
             "storage": self.storage,
             "weights": to_builtins(self.weights),
@@ -266,22 +262,11 @@ class Packing(Struct, frozen=True):
 
 def _packing_from_json(document: Mapping[str, Any]) -> Packing:
     weights = convert(document["weights"], dict[str, PackedRecord])
-    storage = str(document["storage"])
-    if document["bits"] != FOUR_BITS:
-        return Packing(None, storage, weights)
-    settings = FourBitSettings(
-        quant_type=_recorded(document["quant_type"], QUANT_TYPES),
-        nested=_recorded(document["nested"], (True, False)),
-        blocksize=_recorded(document["blocksize"], BLOCKSIZES),
-        dtype=_recorded(document["dtype"], DTYPES),
-    )
-    return Packing(settings, storage, weights)
-
-
-def _recorded(value: Any, choices: Any) -> Any:
-    if value is not None and value not in choices:
-        raise ValueError(f"{value!r} is none of {tuple(choices)}")
-    return value
+    settings = None
+    if document["bits"] == FOUR_BITS:
+        stated = {name: document[name] for name in FourBitSettings.__struct_fields__}
+        settings = convert(stated, FourBitSettings)
+    return Packing(settings, str(document["storage"]), weights)
 
 
 class Quantization(Struct, frozen=True):
@@ -315,10 +300,8 @@ class Quantization(Struct, frozen=True):
 
 def quantization_from_json(document: Mapping[str, Any]) -> Quantization:
     """Returns what plain values hold; errors are those of missing keys and wrong types."""
-    kinds = tuple(str(kind) for kind in document["kinds"])
     packings = tuple(_packing_from_json(packing) for packing in document.get("packings", ()))
-    weights, checkpoint = int(document["weights"]), str(document["checkpoint"])
-    return Quantization(kinds, weights, checkpoint, packings)
+    return replace(convert({**document, "packings": ()}, Quantization), packings=packings)
 
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")

@@ -390,12 +390,12 @@ def from_diff(output: Output, tuned: str, overwrite: bool, report: bool, **value
     the factors miss is measured layer by layer. Changes of norms, biases and embeddings, which
     have no factors, are listed.
     """
-    from ckptkit.adapters.from_diff import make_diff_request, run_adapter_from_diff
+    from ckptkit.adapters.from_diff import DiffRequest, run_adapter_from_diff
     from ckptkit_cli._pages import manifest_json
     from ckptkit_cli._progress import Progress
 
     names = ("rank", "dtype", "include", "exclude", "full", "select")
-    request = make_diff_request(**{name: values[name] for name in names})
+    request = DiffRequest(**{name: values[name] for name in names})
     values = values_with_places({**values, "src": tuned})
     out = values["out"]
     with Progress(output, "adapter from-diff") as progress:
@@ -417,7 +417,7 @@ def from_diff(output: Output, tuned: str, overwrite: bool, report: bool, **value
             "notes": list(progress.notes),
         }
     )
-    output.lines(_difference_page(output, manifest, out, progress.seconds, request.rank))
+    output.lines(_difference_page(output, manifest, out, progress.seconds, int(request.rank)))
     if report:
         output.lines(_difference_table(output, difference))
     output.lines(_loading_line(output, manifest, out))

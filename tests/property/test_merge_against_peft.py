@@ -25,15 +25,13 @@ from ckptkit.adapters.merge_kernel import (
     Rounding,
     TokenRowsUpdate,
     Update,
-    embedding_update,
-    experts_update,
-    linear_update,
+    make_low_rank,
     matrix_shape,
-    select_expert,
 )
 from ckptkit.core.dtypes import BY_NAME, DType
 from ckptkit.core.index import Fqn, Key, Span
 from ckptkit.engine.kernels import StoredOperand
+from ckptkit.lora.changes import Form
 from ckptkit.plan.plan import Demand, Reading, TensorSpec
 from tests.property.examples import examples
 
@@ -156,7 +154,6 @@ class Case:
     dtype: torch.dtype = torch.float32
     dora: bool = False
     adapters: int = 1
-    autocast: bool = True
     rank: int = RANK
     rslora: bool = False
 
@@ -181,12 +178,8 @@ def update_of(shelf: Shelf, layer: Any, adapter: str, name: str) -> LowRankUpdat
     if adapter in (layer.lora_magnitude_vector or ()):
         vector = layer.lora_magnitude_vector[adapter].weight
         magnitude = shelf.factor(f"{adapter}.m", vector.reshape(1, -1))
-    scaling = layer.scaling[adapter]
-    if name == "embed":
-        return embedding_update(a, b, scaling, dtype_of(down), magnitude=magnitude)
-    return linear_update(
-        a, b, scaling, dtype_of(down), magnitude=magnitude, fan_in_fan_out=name == "gpt"
-    )
+    form: Form = "transposed" if name == "gpt" else "embedding" if name == "embed" else "linear"
+    return make_low_rank(a, b, layer.scaling[adapter], form, magnitude=magnitude)
 
 
 def both(case: Case, rounding: Rounding) -> Mapping[str, tuple[Array, Array]]:
@@ -206,9 +199,9 @@ def both(case: Case, rounding: Rounding) -> Mapping[str, tuple[Array, Array]]:
             fan_in_fan_out=False,
         )
         if peft is None:
-            peft = get_peft_model(model, config, autocast_adapter_dtype=case.autocast)
+            peft = get_peft_model(model, config)
         else:
-            peft.add_adapter(adapter, config, autocast_adapter_dtype=case.autocast)
+            peft.add_adapter(adapter, config)
     trained(peft)
     found = {}
     for name in LAYERS:
@@ -252,14 +245,12 @@ def test_float32_weights_are_merged_to_the_bits_of_peft(case: Case) -> None:
 
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("autocast", [True, False])
 @pytest.mark.parametrize("dora", [False, True])
 @pytest.mark.parametrize("adapters", [1, 2])
 def test_16_bit_weights_are_merged_with_the_rounding_of_peft(
-    dtype: torch.dtype, autocast: bool, dora: bool, adapters: int
+    dtype: torch.dtype, dora: bool, adapters: int
 ) -> None:
-    pairs = both(Case(dtype, dora, adapters, autocast), "peft")
-    assert_same(pairs, EXACT)
+    assert_same(both(Case(dtype, dora, adapters), "peft"), EXACT)
 
 
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set")
@@ -299,13 +290,12 @@ class Fused:
         trained(peft)
         layer = peft.base_model.model.experts
         a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
-        update = experts_update(
+        update = make_low_rank(
             shelf.factor("a", a),
             shelf.factor("b", b),
             layer.scaling["default"],
-            dtype_of(a),
-            count=shape[0],
-            transposed=transposed,
+            "experts_transposed" if transposed else "experts",
+            experts=shape[0],
         )
         truth = array_of(peft.merge_and_unload().experts.weight)
         return cls(shelf, base, update, truth)
@@ -330,7 +320,7 @@ def test_parts_of_fused_experts_that_are_tensors_on_disk_get_their_part_of_the_u
     for number, (rows, columns) in enumerate(
         [((0, 12), None), ((12, 24), (16, 40)), (None, (0, 20))]
     ):
-        part = select_expert(case.update, number).window(rows, columns)
+        part = case.update.expert(number).window(rows, columns)
         cut = np.s_[number, slice(*(rows or (24,))), slice(*(columns or (40,)))]
         found = case.merged(np.ascontiguousarray(case.base[cut]), part)
         assert_equal(found, case.truth[cut])
@@ -361,18 +351,15 @@ def test_trained_tokens_replace_their_rows(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("autocast", [True, False])
-def test_biases_of_an_adapter_are_added_as_peft_adds_them(
-    dtype: torch.dtype, autocast: bool
-) -> None:
+def test_biases_of_an_adapter_are_added_as_peft_adds_them(dtype: torch.dtype) -> None:
     model = Words().to(dtype)
     shelf, base = Shelf(), array_of(model.head.bias)
     config = LoraConfig(target_modules=["head"], lora_bias=True, r=3, lora_alpha=ALPHA)
-    peft: Any = get_peft_model(model, config, autocast_adapter_dtype=autocast)
+    peft: Any = get_peft_model(model, config)
     trained(peft)
     layer = peft.base_model.model.head
     bias = layer.lora_B["default"].bias
-    update = BiasUpdate(shelf.factor("bias", bias), layer.scaling["default"], dtype_of(bias))
+    update = BiasUpdate(shelf.factor("bias", bias), layer.scaling["default"])
     kernel = MergeKernel(shelf.base("base", base), (update,), "peft")
     found = shelf.merged(kernel, base.shape, cuts=2)
     assert found.tobytes() == array_of(peft.merge_and_unload().head.bias).tobytes()
@@ -396,13 +383,8 @@ def test_any_shape_comes_close_and_those_of_real_layers_to_the_bit(
     base = torch.randn((inputs, out) if fan_in_fan_out else (out, inputs), generator=generator)
     truth = array_of(base + (delta.T if fan_in_fan_out else delta))
     shelf = Shelf()
-    update = linear_update(
-        shelf.factor("a", a),
-        shelf.factor("b", b),
-        scaling,
-        BY_NAME["float32"],
-        fan_in_fan_out=fan_in_fan_out,
-    )
+    form: Form = "transposed" if fan_in_fan_out else "linear"
+    update = make_low_rank(shelf.factor("a", a), shelf.factor("b", b), scaling, form)
     kernel = MergeKernel(shelf.base("base", array_of(base)), (update,))
     found = shelf.merged(kernel, truth.shape, cuts=cuts)
     if out > 3 and inputs > 11:
@@ -422,7 +404,7 @@ def test_before_peft_0_21_norms_were_those_of_the_running_weight() -> None:
         truth = (magnitude / torch.linalg.norm(total, dim=1)).view(-1, 1) * total
         down, up = shelf.factor(f"{name}.a", a), shelf.factor(f"{name}.b", b)
         vector = shelf.factor(f"{name}.m", magnitude)
-        updates.append(linear_update(down, up, 2.0, BY_NAME["float32"], magnitude=vector))
+        updates.append(make_low_rank(down, up, 2.0, magnitude=vector))
     kernel = MergeKernel(base, tuple(updates), norm_of="running")
     assert_equal(shelf.merged(kernel, (20, 32)), array_of(truth))
     other = shelf.merged(MergeKernel(base, tuple(updates)), (20, 32))

@@ -8,31 +8,18 @@ import json
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.tuners_utils import _ExcludedModule, check_target_module_exists
 from peft.utils.other import get_pattern_key
 from peft.utils.save_and_load import get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    LlamaForSequenceClassification,
-    MixtralConfig,
-    MixtralForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
-)
 
 import ckptkit
 from ckptkit.core.errors import (
@@ -44,96 +31,39 @@ from ckptkit.core.errors import (
 from ckptkit.lora.config import LoraSettings, find_match
 from ckptkit.lora.inference import is_target
 from ckptkit.storage.local.source import LocalSource
+from tests.small_adapters import (
+    WIDTH,
+    Convolutions,
+    Tensors,
+    assert_same,
+    model_of,
+    save_dcp,
+    shake,
+    train,
+)
 
-Tensors = dict[str, torch.Tensor]
 pytestmark = pytest.mark.filterwarnings("ignore")  # PEFT's own, on odd but legal configurations
 
 
-class Convolutions(nn.Module):
-    """A small net with a convolution of each kind."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Conv2d(3, 6, 3)
-        self.second = nn.Conv1d(6, 5, 2)
-        self.third = nn.Linear(5, 4)
+def _llama(kind: str = "ForCausalLM", *, tied: bool = False) -> Any:
+    return model_of(kind=kind, tie_word_embeddings=tied)
 
 
-def _llama(kind: Any = LlamaForCausalLM, *, tied: bool = False, tokens: int = 32) -> nn.Module:
-    config = LlamaConfig(
-        vocab_size=tokens,
-        hidden_size=8,
-        intermediate_size=12,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        tie_word_embeddings=tied,
-        pad_token_id=0,
-        attention_bias=True,
-    )
-    model: nn.Module = kind(config)
-    return model
-
-
-def _gpt2() -> nn.Module:
-    model: nn.Module = GPT2LMHeadModel(
-        GPT2Config(vocab_size=32, n_embd=8, n_layer=1, n_head=2, bos_token_id=1, eos_token_id=2)
-    )
-    return model
-
-
-def _bert() -> nn.Module:
-    model: nn.Module = BertForMaskedLM(
-        BertConfig(
-            vocab_size=32,
-            hidden_size=8,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            intermediate_size=12,
-            max_position_embeddings=16,
-        )
-    )
-    return model
-
-
-def _t5() -> nn.Module:
-    model: nn.Module = T5ForConditionalGeneration(
-        T5Config(vocab_size=32, d_model=8, d_kv=4, d_ff=12, num_layers=1, num_heads=2)
-    )
-    return model
-
-
-def _mixtral() -> nn.Module:
-    model: nn.Module = MixtralForCausalLM(
-        MixtralConfig(
-            vocab_size=32,
-            hidden_size=8,
-            intermediate_size=12,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            num_local_experts=3,
-        )
-    )
-    return model
+def _gpt2() -> Any:
+    return model_of("GPT2", "LMHeadModel")
 
 
 @dataclass(frozen=True)
 class Case:
-    make: Callable[[], nn.Module]
+    make: Callable[[], Any]
     options: Mapping[str, Any]
     known: Mapping[str, Any] = field(default_factory=dict)
 
     def trained(self) -> tuple[nn.Module, Any]:
-        """Returns the base, and a PEFT model of it in which every adapter tensor is random."""
+        """Returns the base, and a PEFT model of it."""
         torch.manual_seed(7)
         base = self.make()
-        model: Any = get_peft_model(copy.deepcopy(base), LoraConfig(**{"r": 2, **self.options}))
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.requires_grad:
-                    parameter.normal_()
-        return base, model
+        return base, train(base, **self.options)
 
 
 _LM = {"task_type": "CAUSAL_LM"}
@@ -158,13 +88,13 @@ CASES = {
         _ALPHA,
     ),
     "convolutions": Case(
-        Convolutions, {"target_modules": ["first", "second", "third"], "use_dora": True}, _ALPHA
+        Convolutions, {"target_modules": ["plane", "line", "end"], "use_dora": True}, _ALPHA
     ),
     "embeddings": Case(
         _llama, {**_LM, "target_modules": ["embed_tokens", "lm_head", "q_proj"]}, _ALPHA
     ),
     "whole modules": Case(
-        lambda: _llama(LlamaForSequenceClassification),
+        lambda: _llama("ForSequenceClassification"),
         {"task_type": "SEQ_CLS", "target_modules": ["q_proj"], "modules_to_save": ["norm"]},
         _ALPHA,
     ),
@@ -182,7 +112,7 @@ CASES = {
         },
     ),
     "experts": Case(
-        _mixtral,
+        partial(model_of, "Mixtral"),
         {
             **_LM,
             "target_modules": ["q_proj"],
@@ -225,12 +155,6 @@ def trained(case: Case) -> tuple[nn.Module, Any]:
         return case.trained()
 
 
-def _save_dcp(state: Mapping[str, Any], folder: Path) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.save(dict(state), checkpoint_id=folder, no_dist=True)
-
-
 def _saved_config(model: Any, folder: Path, adapter: str = "default") -> Path:
     folder.mkdir()
     config = copy.deepcopy(model.peft_config[adapter])
@@ -239,16 +163,8 @@ def _saved_config(model: Any, folder: Path, adapter: str = "default") -> Path:
     return folder / "adapter_config.json"
 
 
-def _reloaded(base: nn.Module, out: Path) -> Tensors:
-    model = PeftModel.from_pretrained(copy.deepcopy(base), out)
-    return dict(model.state_dict())
-
-
 def _assert_loads_like(live: Mapping[str, torch.Tensor], base: nn.Module, out: Path) -> None:
-    loaded = _reloaded(base, out)
-    assert loaded.keys() == live.keys()
-    different = [name for name in live if not torch.equal(live[name], loaded[name])]
-    assert not different
+    assert_same(PeftModel.from_pretrained(copy.deepcopy(base), out).state_dict(), live)
 
 
 def _file(out: Path) -> Tensors:
@@ -261,26 +177,21 @@ def test_every_form_of_a_save_gives_the_adapter_bit_for_bit(
     base, model = trained
     config = _saved_config(model, tmp_path / "config")
     own = get_peft_model_state_dict(model)
-    _save_dcp({"model": model.state_dict()}, tmp_path / "live")
+    save_dcp({"model": model.state_dict()}, tmp_path / "live")
     ckptkit.extract_adapter(tmp_path / "live", tmp_path / "out", adapter_config=config)
-    _assert_same(_file(tmp_path / "out"), own)
+    assert_same(_file(tmp_path / "out"), own)
     _assert_loads_like(model.state_dict(), base, tmp_path / "out")
     written = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
     assert written == json.loads(config.read_text())
-    _save_dcp({"model": own}, tmp_path / "stripped")
+    save_dcp({"model": own}, tmp_path / "stripped")
     ckptkit.extract_adapter(tmp_path / "stripped", tmp_path / "again", adapter_config=config)
-    _assert_same(_file(tmp_path / "again"), own)
+    assert_same(_file(tmp_path / "again"), own)
     torch.save(_trained_only(model), tmp_path / "pytorch_model_fsdp.bin")
     ckptkit.extract_adapter(
         tmp_path / "pytorch_model_fsdp.bin", tmp_path / "full", adapter_config=config
     )
     frozen = {name for name in own if name.endswith(".base_layer.weight")}  # of embeddings
-    _assert_same(_file(tmp_path / "full"), {n: t for n, t in own.items() if n not in frozen})
-
-
-def _assert_same(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    assert not [name for name in expected if not torch.equal(found[name], expected[name])]
+    assert_same(_file(tmp_path / "full"), {n: t for n, t in own.items() if n not in frozen})
 
 
 @pytest.mark.parametrize("case", INFERABLE, indirect=True)
@@ -288,7 +199,7 @@ def test_what_tensors_tell_makes_a_configuration_that_loads_the_same(
     case: Case, trained: tuple[nn.Module, Any], tmp_path: Path
 ) -> None:
     base, model = trained
-    _save_dcp({"model": model.state_dict()}, tmp_path / "pytorch_model_fsdp_0")
+    save_dcp({"model": model.state_dict()}, tmp_path / "pytorch_model_fsdp_0")
     with pytest.raises(CannotPlanError, match=r"do not show lora_alpha, use_rslora"):
         ckptkit.extract_adapter(tmp_path / "pytorch_model_fsdp_0", tmp_path / "out")
     ckptkit.extract_adapter(tmp_path / "pytorch_model_fsdp_0", tmp_path / "out", **case.known)
@@ -332,11 +243,11 @@ def _write_old_bin(model: Any, folder: Path) -> None:
 
 
 def _write_stripped_dcp(model: Any, folder: Path) -> None:
-    _save_dcp({"model": get_peft_model_state_dict(model)}, folder / "pytorch_model_fsdp_0")
+    save_dcp({"model": get_peft_model_state_dict(model)}, folder / "pytorch_model_fsdp_0")
 
 
 def _write_flat_dcp(model: Any, folder: Path) -> None:
-    _save_dcp(model.state_dict(), folder)
+    save_dcp(model.state_dict(), folder)
 
 
 def _write_wrapped(model: Any, folder: Path) -> None:
@@ -379,7 +290,7 @@ def test_adapters_that_transformers_added_get_the_names_of_peft(
     base, model = plain
     prefix = "base_model.model."
     state = {name.removeprefix(prefix): tensor for name, tensor in model.state_dict().items()}
-    _save_dcp({"model": state}, tmp_path / "saved")
+    save_dcp({"model": state}, tmp_path / "saved")
     ckptkit.extract_adapter(tmp_path / "saved", tmp_path / "out", lora_alpha=8, use_rslora=False)
     _assert_loads_like(model.state_dict(), base, tmp_path / "out")
 
@@ -388,12 +299,9 @@ def test_adapters_that_transformers_added_get_the_names_of_peft(
 def several(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, Any, Path]:
     base, model = CASES["linear"].trained()
     model.add_adapter("poet", LoraConfig(r=3, lora_alpha=6, target_modules=["k_proj", "down_proj"]))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "poet" in name:
-                parameter.normal_()
+    shake(model, "poet")
     step = tmp_path_factory.mktemp("several") / "checkpoint-3"
-    _save_dcp({"model": model.state_dict()}, step / "pytorch_model_fsdp_0")
+    save_dcp({"model": model.state_dict()}, step / "pytorch_model_fsdp_0")
     (step / "ckptkit" / "adapters").mkdir(parents=True)
     _saved_config(model, step / "ckptkit" / "adapters" / "poet", "poet")
     config = _saved_config(model, step / "unused")
@@ -433,7 +341,7 @@ def test_folders_of_several_adapters_are_told_apart_by_their_names(
     loaded = PeftModel.from_pretrained(copy.deepcopy(base), tmp_path / "out", adapter_name="poet")
     assert loaded.peft_config["poet"].r == 3
     expected = load_file(tmp_path / "saved" / "poet" / "adapter_model.safetensors")
-    _assert_same(_file(tmp_path / "out"), expected)
+    assert_same(_file(tmp_path / "out"), expected)
 
 
 @pytest.mark.parametrize(
@@ -442,13 +350,17 @@ def test_folders_of_several_adapters_are_told_apart_by_their_names(
         (_llama, "q_proj", {"model.embed_tokens.weight", "lm_head.weight"}),
         (_gpt2, "c_attn", {"transformer.wte.weight", "lm_head.weight"}),
         (
-            *(_bert, "query"),
+            *(partial(model_of, "Bert", "ForMaskedLM"), "query"),
             {
                 "bert.embeddings.word_embeddings.weight",
                 *(f"cls.predictions.decoder.{parameter}" for parameter in ("weight", "bias")),
             },
         ),
-        (_t5, "q", {"shared.weight", "lm_head.weight"}),
+        (
+            partial(model_of, "T5", "ForConditionalGeneration"),
+            "q",
+            {"shared.weight", "lm_head.weight"},
+        ),
     ],
     ids=["llama", "gpt2", "bert", "t5"],
 )
@@ -458,23 +370,20 @@ def test_a_resized_vocabulary_brings_its_embeddings(
     torch.manual_seed(3)
     base = make()
     base.save_pretrained(tmp_path / "base")
-    base.resize_token_embeddings(40)
+    base.resize_token_embeddings(48)
     options = {"target_modules": [target], "fan_in_fan_out": target == "c_attn"}
     model: Any = get_peft_model(copy.deepcopy(base), LoraConfig(r=2, **options))
     model.peft_config["default"].base_model_name_or_path = str(tmp_path / "base")
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.normal_()
+    shake(model)
     model.save_pretrained(tmp_path / "peft")
     own = _file(tmp_path / "peft")
     assert {f"base_model.model.{name}" for name in brought} == {n for n in own if "lora" not in n}
-    _save_dcp({"model": model.state_dict()}, tmp_path / "live")
+    save_dcp({"model": model.state_dict()}, tmp_path / "live")
     config = tmp_path / "peft" / "adapter_config.json"
     for source in ("live", "peft"):
         out = tmp_path / f"{source} out"
         ckptkit.extract_adapter(tmp_path / source, out, adapter_config=config)
-        _assert_same(_file(out), own)
+        assert_same(_file(out), own)
 
 
 @pytest.mark.parametrize("saved", [["embed_tokens", "lm_head"], ["lm_head"]], ids=" ".join)
@@ -484,20 +393,17 @@ def test_whole_modules_that_peft_saves_twice_are_taken_once(
     torch.manual_seed(3)
     base: Any = _llama()
     base.save_pretrained(tmp_path / "base")
-    base.resize_token_embeddings(40)
+    base.resize_token_embeddings(48)
     model: Any = get_peft_model(
         copy.deepcopy(base),
         LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=saved, task_type="CAUSAL_LM"),
     )
     model.peft_config["default"].base_model_name_or_path = str(tmp_path / "base")
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.normal_()
+    shake(model)
     model.save_pretrained(tmp_path / "peft")
     model.save_pretrained(tmp_path / "asked", save_embedding_layers=True)
-    _assert_same(_file(tmp_path / "peft"), _file(tmp_path / "asked"))
-    _save_dcp({"model": model.state_dict()}, tmp_path / "live")
+    assert_same(_file(tmp_path / "peft"), _file(tmp_path / "asked"))
+    save_dcp({"model": model.state_dict()}, tmp_path / "live")
     config = tmp_path / "peft" / "adapter_config.json"
     (tmp_path / "live" / config.name).write_bytes(config.read_bytes())
     twice = "base_model.model.lm_head.modules_to_save.weight"
@@ -507,10 +413,10 @@ def test_whole_modules_that_peft_saves_twice_are_taken_once(
     for source in ("peft", "live"):
         out, whole = tmp_path / f"{source} out", tmp_path / f"{source} whole"
         ckptkit.extract_adapter(tmp_path / source, out)
-        _assert_same(_file(out), own)
+        assert_same(_file(out), own)
         ckptkit.merge_adapter(tmp_path / source, whole, base=tmp_path / "base", match_peft=True)
-        _assert_same(load_file(whole / "model.safetensors"), merged)
-    changed = {**_file(tmp_path / "peft"), twice: torch.zeros(40, 8)}
+        assert_same(load_file(whole / "model.safetensors"), merged)
+    changed = {**_file(tmp_path / "peft"), twice: torch.zeros(48, WIDTH)}
     save_file(changed, tmp_path / "peft" / "adapter_model.safetensors")
     with pytest.raises(AdapterError, match=r"values differ from those of '.*lm_head\.weight'"):
         ckptkit.extract_adapter(tmp_path / "peft", tmp_path / "none")
@@ -523,38 +429,32 @@ def test_what_another_adapter_wraps_is_no_part_of_this_one(tmp_path: Path) -> No
     model.add_adapter(
         "second", LoraConfig(r=2, target_modules=["lm_head"], modules_to_save=["embed_tokens"])
     )
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora" in name:
-                parameter.normal_()
-    _save_dcp({"model": model.state_dict()}, tmp_path / "saved")
+    shake(model, "lora")
+    save_dcp({"model": model.state_dict()}, tmp_path / "saved")
     for name in ("default", "second"):
         config = _saved_config(model, tmp_path / name, name)
         ckptkit.extract_adapter(
             tmp_path / "saved", tmp_path / f"{name} out", adapter=name, adapter_config=config
         )
         own = get_peft_model_state_dict(model, adapter_name=name)
-        _assert_same(_file(tmp_path / f"{name} out"), own)
+        assert_same(_file(tmp_path / f"{name} out"), own)
 
 
 def test_a_resized_embedding_that_another_adapter_wraps_has_its_own_name(tmp_path: Path) -> None:
     torch.manual_seed(3)
     base: Any = _llama()
     base.save_pretrained(tmp_path / "base")
-    base.resize_token_embeddings(40)
+    base.resize_token_embeddings(48)
     model: Any = get_peft_model(copy.deepcopy(base), LoraConfig(r=2, target_modules=["q_proj"]))
     model.add_adapter("second", LoraConfig(r=2, target_modules=["lm_head"]))
     model.peft_config["default"].base_model_name_or_path = str(tmp_path / "base")
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora" in name:
-                parameter.normal_()
-    _save_dcp({"model": model.state_dict()}, tmp_path / "saved")
+    shake(model, "lora")
+    save_dcp({"model": model.state_dict()}, tmp_path / "saved")
     config = _saved_config(model, tmp_path / "config")
     ckptkit.extract_adapter(
         tmp_path / "saved", tmp_path / "out", adapter="default", adapter_config=config
     )
-    again: Any = _llama(tokens=40)
+    again: Any = model_of(vocab_size=48)
     loaded = PeftModel.from_pretrained(again, tmp_path / "out").state_dict()
     for name in ("lm_head.weight", "model.embed_tokens.weight"):
         assert torch.equal(loaded[f"base_model.model.{name}"], base.state_dict()[name])
@@ -564,8 +464,8 @@ def test_an_adapter_that_was_saved_empty_is_told_from_its_optimizer(tmp_path: Pa
     step = tmp_path / "checkpoint-9"
     names = [f"base_model.model.q.lora_{factor}.default.weight" for factor in "AB"]
     moments = {name: {"exp_avg": torch.ones(2), "exp_avg_sq": torch.ones(2)} for name in names}
-    _save_dcp({"optimizer": {"state": moments}}, step / "optimizer_0")
-    _save_dcp({"model": {}}, step / "pytorch_model_fsdp_0")
+    save_dcp({"optimizer": {"state": moments}}, step / "optimizer_0")
+    save_dcp({"model": {}}, step / "pytorch_model_fsdp_0")
     with pytest.raises(IncompleteCheckpointError, match="moments of 2 of its tensors") as caught:
         ckptkit.extract_adapter(step, tmp_path / "out")
     assert "PEFT 0.21" in caught.value.hint
@@ -576,9 +476,9 @@ def test_an_optimizer_beside_the_adapter_is_not_needed(
 ) -> None:
     base, model = plain
     step = tmp_path / "checkpoint-9"
-    _save_dcp({"model": model.state_dict()}, step / "pytorch_model_fsdp_0")
+    save_dcp({"model": model.state_dict()}, step / "pytorch_model_fsdp_0")
     moments = {"q": {"exp_avg": torch.ones(2), "exp_avg_sq": torch.ones(2)}}
-    _save_dcp({"optimizer": {"state": moments}}, step / "optimizer_0")
+    save_dcp({"optimizer": {"state": moments}}, step / "optimizer_0")
     (step / "optimizer_0" / "__0_0.distcp").unlink()
     (step / "optimizer.bin").write_bytes(b"cut short")
     ckptkit.extract_adapter(step, tmp_path / "out", lora_alpha=8, use_rslora=False)
@@ -593,7 +493,7 @@ def test_only_the_bytes_of_the_adapter_are_read(
     state = {**model.state_dict(), "base_model.model.big.weight": torch.ones(4096, 1024)}
     source = tmp_path / {"dcp": "saved", "bin": "x.bin", "safetensors": "x.safetensors"}[form]
     if form == "dcp":
-        _save_dcp({"model": state}, source)
+        save_dcp({"model": state}, source)
     elif form == "bin":
         torch.save(state, source)
     else:

@@ -14,10 +14,11 @@ from ckptkit.core.errors import RefusedError
 torch = pytest.importorskip("torch")
 peft = pytest.importorskip("peft", minversion="0.21")
 transformers = pytest.importorskip("transformers", minversion="5")
-from peft import LoraConfig, get_peft_model  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from torch import nn  # noqa: E402
 from transformers import BertConfig, GPT2Config, LlamaConfig  # noqa: E402
+
+from tests.small_adapters import assert_same, train  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of PEFT, about biases and small models
 LLAMA = {
@@ -79,15 +80,6 @@ class Net(nn.Module):
         self.classifier = nn.Linear(8, 3)
 
 
-def trained(base: Any, **options: Any) -> Any:
-    model = get_peft_model(base, LoraConfig(**options))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.add_(torch.randn_like(parameter) * 0.1)
-    return model
-
-
 def check(model: Any, home: Path) -> None:
     """Compares what is extracted, of the live model and of PEFT's own folder, with the latter."""
     model.save_pretrained(home / "peft")
@@ -100,10 +92,7 @@ def check(model: Any, home: Path) -> None:
         config = home / "peft" / "adapter_config.json"
         ckptkit.extract_adapter(home / source, out, adapter_config=config)
         found = load_file(out / "adapter_model.safetensors")
-        assert found.keys() == truth.keys()
-        for name, tensor in truth.items():
-            assert tensor.dtype == found[name].dtype
-            assert torch.equal(tensor, found[name]), name
+        assert_same(found, truth)
 
 
 def model_cases() -> Iterator[Any]:
@@ -125,7 +114,7 @@ def test_heads_and_biases_are_those_that_peft_saves(
 ) -> None:
     torch.manual_seed(0)
     base = getattr(transformers, name)(config(pad_token_id=0, **sizes))
-    check(trained(base, r=4, **options), tmp_path)
+    check(train(base, r=4, **options), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -138,20 +127,20 @@ def test_all_kinds_of_layers_are_those_that_peft_saves(
 ) -> None:
     torch.manual_seed(0)
     options = {"bias": bias, "modules_to_save": modules, "target_modules": LAYERS[layers]}
-    check(trained(Net(), r=8 if layers == "depthwise" else 4, **options), tmp_path)
+    check(train(Net(), r=8 if layers == "depthwise" else 4, **options), tmp_path)
 
 
 @pytest.mark.parametrize("layers", ["linear and embedding", "convolutions", "groups"])
 def test_dora_of_all_kinds_of_layers_is_that_which_peft_saves(layers: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    check(trained(Net(), r=4, use_dora=True, target_modules=LAYERS[layers]), tmp_path)
+    check(train(Net(), r=4, use_dora=True, target_modules=LAYERS[layers]), tmp_path)
 
 
 @pytest.mark.parametrize("bias", ["none", "all", "lora_only"])
 def test_parameters_that_are_targeted_are_those_that_peft_saves(bias: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     targets = {"target_modules": ["linear"], "target_parameters": ["parameter.weight"]}
-    check(trained(Net(), r=4, bias=bias, modules_to_save=["classifier"], **targets), tmp_path)
+    check(train(Net(), r=4, bias=bias, modules_to_save=["classifier"], **targets), tmp_path)
 
 
 @pytest.mark.parametrize("targets", [["attention"], ["linear", "embedding", "conv2"]], ids=str)
@@ -162,7 +151,7 @@ def test_a_merge_is_that_of_peft(targets: list[str], bias: str, tmp_path: Path) 
     (tmp_path / "base").mkdir()
     torch.save(base.state_dict(), tmp_path / "base" / "pytorch_model.bin")
     options = {"target_modules": targets, "modules_to_save": ["classifier"], "bias": bias}
-    model = trained(base, r=4, **options)
+    model = train(base, r=4, **options)
     model.save_pretrained(tmp_path / "peft")
     merged = model.merge_and_unload().state_dict()
     ckptkit.merge_adapter(tmp_path / "peft", tmp_path / "out", base=tmp_path / "base")
@@ -176,7 +165,7 @@ def test_a_grouped_convolution_has_no_merged_form(tmp_path: Path) -> None:
     base = Net()
     (tmp_path / "base").mkdir()
     torch.save(base.state_dict(), tmp_path / "base" / "pytorch_model.bin")
-    model = trained(base, r=4, target_modules=["grouped1"])
+    model = train(base, r=4, target_modules=["grouped1"])
     model.save_pretrained(tmp_path / "peft")
     with pytest.raises(NotImplementedError):
         model.merge_and_unload()

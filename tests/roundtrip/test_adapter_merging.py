@@ -5,103 +5,44 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
-    BertConfig,
-    BertForSequenceClassification,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
     LlamaForSequenceClassification,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
 )
 
 import ckptkit
 from ckptkit.core.errors import RefusedError
+from tests.small_adapters import (
+    Convolutions,
+    Tensors,
+    assert_same,
+    model_of,
+    save_dcp,
+    train,
+)
+from tests.tensor_images import tensors_in
 
-Tensors = dict[str, torch.Tensor]
 Make = Callable[[], Any]
 pytestmark = pytest.mark.filterwarnings("ignore")  # PEFT's own, on odd but legal configurations
-_WIDTH = 16
 
 
-def _llama(*, tied: bool = False, kind: Any = LlamaForCausalLM) -> Any:
-    config = LlamaConfig(
-        vocab_size=40,
-        hidden_size=_WIDTH,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        tie_word_embeddings=tied,
-        pad_token_id=0,
-        attention_bias=True,
-    )
-    return kind(config)
+def _llama(*, tied: bool = False, kind: str = "ForCausalLM") -> Any:
+    return model_of(kind=kind, tie_word_embeddings=tied)
 
 
 def _gpt2() -> Any:
-    special = {"bos_token_id": 1, "eos_token_id": 2}
-    return GPT2LMHeadModel(GPT2Config(vocab_size=40, n_embd=_WIDTH, n_layer=1, n_head=2, **special))
-
-
-def _bert() -> Any:
-    return BertForSequenceClassification(
-        BertConfig(
-            vocab_size=40,
-            hidden_size=_WIDTH,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            intermediate_size=24,
-            max_position_embeddings=16,
-            num_labels=2,
-        )
-    )
-
-
-def _qwen3_moe() -> Any:
-    return Qwen3MoeForCausalLM(
-        Qwen3MoeConfig(
-            vocab_size=40,
-            hidden_size=_WIDTH,
-            intermediate_size=24,
-            moe_intermediate_size=20,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=8,
-            num_experts=3,
-            num_experts_per_tok=2,
-            tie_word_embeddings=False,
-        )
-    )
-
-
-class Convolutions(nn.Module):
-    """A net of every kind of convolution that PEFT targets, and no configuration."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.plane = nn.Conv2d(4, 8, 3)
-        self.point = nn.Conv2d(8, 6, 1)
-        self.line = nn.Conv1d(6, 5, 3)
-        self.space = nn.Conv3d(2, 4, 2)
-        self.end = nn.Linear(5, 7)
+    return model_of("GPT2", "LMHeadModel")
 
 
 @dataclass(frozen=True)
@@ -129,26 +70,9 @@ def _trained(
     else:
         (at / "base").mkdir(parents=True)
         save_file(dict(base.state_dict()), at / "base" / "model.safetensors")
-    model: Any = get_peft_model(
-        copy.deepcopy(base),
-        LoraConfig(**{"r": 2, "lora_alpha": 5, **copy.deepcopy(options)}),  # it adds to lists
-    )
-    torch.manual_seed(5)
-    with torch.no_grad():
-        for name, parameter in sorted(model.named_parameters()):
-            if parameter.requires_grad:
-                noise = 0.2 * torch.randn_like(parameter)
-                changed = parameter * (1 + noise) if "magnitude" in name else parameter + noise
-                parameter.copy_(changed)
+    model = train(base, **{"lora_alpha": 5, **options})
     model.save_pretrained(at / "adapter")
     return Trained(at / "base", at / "adapter", model, base)
-
-
-def _weights(folder: Path) -> Tensors:
-    found: Tensors = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        found |= load_file(path)
-    return found
 
 
 _LM = {"task_type": "CAUSAL_LM"}
@@ -183,7 +107,7 @@ EXACT: dict[str, tuple[Make, dict[str, Any]]] = {
         {**_LM, "target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True, "use_dora": True},
     ),
     "classifier": (
-        _bert,
+        partial(model_of, "Bert", "ForSequenceClassification"),
         {"task_type": "SEQ_CLS", "target_modules": ["query", "value"]},
     ),
     "convolutions": (
@@ -202,7 +126,7 @@ def test_a_merge_equals_what_peft_merges(case: str, tmp_path: Path) -> None:
     make, options = EXACT[case]
     trained = _trained(make, options, tmp_path)
     ckptkit.merge_adapter(trained.adapter, tmp_path / "out", base=trained.base)
-    found, expected = _weights(tmp_path / "out"), trained.merged()
+    found, expected = tensors_in(tmp_path / "out"), trained.merged()
     assert not found.keys() - expected.keys()
     tolerance = 1e-7 if case.startswith("convolutions") else 0
     for name, tensor in found.items():
@@ -215,15 +139,13 @@ def test_a_merge_equals_what_peft_merges(case: str, tmp_path: Path) -> None:
 def test_trained_biases_are_no_sign_of_another_base(bias: str, tmp_path: Path) -> None:
     trained = _trained(_llama, {**_LINEAR, "bias": bias}, tmp_path)
     live = tmp_path / "live"
-    with warnings.catch_warnings(action="ignore"):
-        dcp.save({"model": trained.model.state_dict()}, checkpoint_id=live, no_dist=True)
+    save_dcp({"model": trained.model.state_dict()}, live)
     shutil.copy(trained.adapter / "adapter_config.json", live)
     out = tmp_path / "out"
     ckptkit.merge_adapter(live, out, base=trained.base)
-    found, expected = _weights(out), trained.merged()
+    found, expected = tensors_in(out), trained.merged()
     assert expected["model.layers.0.self_attn.q_proj.bias"].any()
-    for name, tensor in found.items():
-        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=0)
+    assert_same(found, {name: expected[name] for name in found})
     wrong = load_file(trained.base / "model.safetensors")
     wrong["model.layers.0.input_layernorm.weight"] += 1
     save_file(wrong, trained.base / "model.safetensors", metadata={"format": "pt"})
@@ -290,7 +212,7 @@ def test_tied_embeddings_compute_what_was_trained(case: str, tmp_path: Path) -> 
     ckptkit.merge_adapter(trained.adapter, tmp_path / "out", base=trained.base)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["tie_word_embeddings"] is stays_tied
-    assert ("lm_head.weight" in _weights(tmp_path / "out")) is not stays_tied
+    assert ("lm_head.weight" in tensors_in(tmp_path / "out")) is not stays_tied
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     torch.testing.assert_close(_logits(loaded), _as_trained(trained), rtol=1e-4, atol=1e-5)
 
@@ -325,10 +247,7 @@ def test_tied_embeddings_have_pefts_bytes_or_are_refused_where_these_are_wanted(
         return
     ckptkit.merge_adapter(trained.adapter, out, base=trained.base, match_peft=True)
     found = AutoModelForCausalLM.from_pretrained(out).state_dict()
-    expected = trained.merged()
-    assert found.keys() == expected.keys()
-    for name, tensor in found.items():
-        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=0)
+    assert_same(found, trained.merged())
 
 
 def test_a_lora_of_a_tied_head_is_added_to_trained_tokens(tmp_path: Path) -> None:
@@ -339,7 +258,7 @@ def test_a_lora_of_a_tied_head_is_added_to_trained_tokens(tmp_path: Path) -> Non
     expected = rows + head.get_delta_weight("default").detach()
     out = tmp_path / "out"
     ckptkit.merge_adapter(trained.adapter, out, base=trained.base)
-    found = _weights(out)
+    found = tensors_in(out)
     torch.testing.assert_close(found["lm_head.weight"], expected, rtol=0, atol=0)
     torch.testing.assert_close(found["model.embed_tokens.weight"], rows, rtol=0, atol=0)
     # PEFT's own merge loses the LoRA, so there is nothing to match.
@@ -378,16 +297,13 @@ def test_experts_on_disk_are_merged_with_the_parts_of_fused_ones(
     targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     options: dict[str, Any] = {**_LM, "target_modules": ["q_proj"], "target_parameters": targets}
     options["use_rslora"] = use_rslora
-    trained = _trained(_qwen3_moe, options, tmp_path, dtype=dtype)
+    trained = _trained(partial(model_of, "Qwen3Moe"), options, tmp_path, dtype=dtype)
     is_rounded = dtype is not torch.float32
     out = tmp_path / "out"
     ckptkit.merge_adapter(trained.adapter, out, base=trained.base, match_peft=is_rounded)
-    assert _weights(tmp_path / "out").keys() == _weights(trained.base).keys()
+    assert tensors_in(tmp_path / "out").keys() == tensors_in(trained.base).keys()
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
-    expected = trained.merged()
-    assert loaded.keys() == expected.keys()
-    for name, tensor in loaded.items():
-        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=0)
+    assert_same(loaded, trained.merged())
 
 
 @pytest.mark.parametrize(
@@ -398,8 +314,8 @@ def test_sixteen_bits_are_rounded_where_peft_rounds(case: str, tmp_path: Path) -
     trained = _trained(make, {**options, "use_dora": False}, tmp_path, dtype=torch.bfloat16)
     ckptkit.merge_adapter(trained.adapter, tmp_path / "out", base=trained.base, match_peft=True)
     expected = trained.merged()
-    for name, tensor in _weights(tmp_path / "out").items():
-        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=0)
+    found = tensors_in(tmp_path / "out")
+    assert_same(found, {name: expected[name] for name in found})
 
 
 def test_sixteen_bits_are_rounded_once_or_where_peft_rounds(tmp_path: Path) -> None:
@@ -407,8 +323,8 @@ def test_sixteen_bits_are_rounded_once_or_where_peft_rounds(tmp_path: Path) -> N
     trained = _trained(_llama, options, tmp_path, dtype=torch.bfloat16)
     expected = trained.merged()
     ckptkit.merge_adapter(trained.adapter, tmp_path / "peft", base=trained.base, match_peft=True)
-    for name, tensor in _weights(tmp_path / "peft").items():
-        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=0)
+    found = tensors_in(tmp_path / "peft")
+    assert_same(found, {name: expected[name] for name in found})
     ckptkit.merge_adapter(trained.adapter, tmp_path / "once", base=trained.base)
     name = "model.layers.0.self_attn.q_proj.weight"
     factors = load_file(trained.adapter / "adapter_model.safetensors")
@@ -417,12 +333,12 @@ def test_sixteen_bits_are_rounded_once_or_where_peft_rounds(tmp_path: Path) -> N
         for part in ("lora_A", "lora_B")
     )
     exact = trained.untrained.state_dict()[name].double() + 2.5 * up @ down
-    assert _weights(tmp_path / "once")[name].equal(exact.bfloat16())
+    assert tensors_in(tmp_path / "once")[name].equal(exact.bfloat16())
 
 
 def test_a_head_that_the_base_lacks_is_written_and_named(tmp_path: Path) -> None:
     trained = _trained(
-        lambda: _llama(kind=LlamaForSequenceClassification),
+        lambda: _llama(kind="ForSequenceClassification"),
         {"task_type": "SEQ_CLS", "target_modules": ["q_proj"]},
         tmp_path,
     )
@@ -432,9 +348,7 @@ def test_a_head_that_the_base_lacks_is_written_and_named(tmp_path: Path) -> None
     ckptkit.merge_adapter(trained.adapter, tmp_path / "out", base=tmp_path / "causal")
     loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
     assert type(loaded) is LlamaForSequenceClassification
-    expected = trained.merged()
-    for name, tensor in loaded.state_dict().items():
-        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=0)
+    assert_same(loaded.state_dict(), trained.merged())
 
 
 def test_a_head_in_a_run_beside_which_its_bases_configuration_lies_is_named(tmp_path: Path) -> None:
@@ -447,7 +361,7 @@ def test_a_head_in_a_run_beside_which_its_bases_configuration_lies_is_named(tmp_
         tmp_path,
     )
     live = tmp_path / "live"
-    dcp.save({"model": trained.model.state_dict()}, checkpoint_id=live, no_dist=True)
+    save_dcp({"model": trained.model.state_dict()}, live)
     shutil.copy(tmp_path / "causal" / "config.json", live)
     known = trained.adapter / "adapter_config.json"
     ckptkit.merge_adapter(live, tmp_path / "out", adapter_config=known)
@@ -462,11 +376,7 @@ def test_a_larger_vocabulary_is_written_and_told(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     model.resize_token_embeddings(43)
     options = {**_LINEAR, "r": 2, "trainable_token_indices": [40, 41]}
-    trained = get_peft_model(model, LoraConfig(**options))
-    with torch.no_grad():
-        for _, parameter in sorted(trained.named_parameters()):
-            if parameter.requires_grad:
-                parameter.add_(0.2 * torch.randn_like(parameter))
+    trained = train(model, **options)
     trained.save_pretrained(tmp_path / "adapter", save_embedding_layers=True)
     ckptkit.merge_adapter(tmp_path / "adapter", tmp_path / "out", base=tmp_path / "base")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
@@ -483,7 +393,7 @@ def test_a_run_that_enlarged_its_vocabulary_may_have_the_old_configuration_besid
     model.resize_token_embeddings(43)
     trained = get_peft_model(model, LoraConfig(**_LINEAR, r=2, lora_alpha=2))
     torch.nn.init.ones_(trained.get_parameter(f"{_Q_PROJ}.lora_B.default.weight"))
-    dcp.save({"model": trained.state_dict()}, checkpoint_id=tmp_path / "live", no_dist=True)
+    save_dcp({"model": trained.state_dict()}, tmp_path / "live")
     config = tmp_path / "adapter_config.json"
     config.write_text(json.dumps({"peft_type": "LORA", "lora_alpha": 2, "r": 2, **_LINEAR}))
     ckptkit.merge_adapter(tmp_path / "live", tmp_path / "out", adapter_config=config)
@@ -512,6 +422,4 @@ def test_an_adapter_of_a_headless_model_fits_a_base_with_a_head(tmp_path: Path) 
     base.save_pretrained(tmp_path / "other")
     ckptkit.merge_adapter(trained.adapter, tmp_path / "out", base=tmp_path / "other")
     loaded = type(trained.untrained).from_pretrained(tmp_path / "out").state_dict()
-    expected = trained.merged()
-    for name, tensor in loaded.items():
-        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=0)
+    assert_same(loaded, trained.merged())

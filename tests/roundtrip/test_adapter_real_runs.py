@@ -11,7 +11,6 @@ import json
 import re
 import shlex
 import shutil
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -33,7 +32,9 @@ from ckptkit.integrations.checkpointers import export_into
 from ckptkit.storage.local.target import SharedTarget
 from ckptkit.training import Checkpointer
 from ckptkit_cli.inspect import InspectArguments, next_step
+from tests.live_truth import refuse
 from tests.sampled import sampled
+from tests.small_adapters import assert_same
 
 pytestmark = [
     pytest.mark.xdist_group("adapter_real_runs"),
@@ -108,19 +109,6 @@ QUICK = (  # one of each kind, the others are in `make test-slow`
     *("peft_fsdp2_adapter_bin", "peft_fsdp1_flat", "peft_checkpointer-default"),
     *("peft_trl_fsdp2", "peft_qlora_fsdp2"),
 )
-
-
-def same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Tells whether two tensors are equal bit by bit."""
-    if one.dtype != other.dtype or one.shape != other.shape:
-        return False
-    ours, theirs = (each.contiguous().flatten().view(torch.uint8) for each in (one, other))
-    return torch.equal(ours, theirs)
-
-
-def assert_same(found: Mapping[str, torch.Tensor], truth: Mapping[str, torch.Tensor]) -> None:
-    assert found.keys() == truth.keys()
-    assert [name for name, tensor in truth.items() if not same(found[name], tensor)] == []
 
 
 def config_in(path: Path) -> dict[str, Any]:
@@ -204,8 +192,7 @@ def advice_of_inspect(case: Case) -> set[str]:
 
 
 def advice_of_consolidate(case: Case) -> set[str]:
-    with pytest.raises(RefusedError, match="belongs to an adapter of PEFT") as caught:
-        ckptkit.consolidate(case.source, "OUT")
+    caught = refuse("belongs to an adapter of PEFT", case.source, "OUT", kind=RefusedError)
     assert "--names live" in caught.value.hint
     return set(re.findall("`(.*?)`", caught.value.hint))
 
@@ -239,7 +226,7 @@ def test_inspect_and_consolidate_name_commands_that_work_as_typed(
     words = typed(again.command, case, tmp_path / "again")
     assert ckptkit_cli.main.main([*words, "--quiet", *matching]) == 0
     if json.loads((tmp_path / "again/config.json").read_text())["tie_word_embeddings"]:
-        assert same(truth.pop("lm_head.weight"), truth["model.embed_tokens.weight"])
+        assert torch.equal(truth.pop("lm_head.weight"), truth["model.embed_tokens.weight"])
     assert_same(load_file(tmp_path / "again/model.safetensors"), truth)
 
 

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from tests.live_truth import refuse
+
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -374,9 +376,7 @@ def test_a_base_on_a_store_is_compared(
     assert not [note for note in notes if "not compared" in note]
     assert (tmp_path / "out/config.json").is_file()
     wrong = trained(tmp_path / "wrong", change(model.state_dict()))
-    with pytest.raises(RefusedError, match=said):
-        ckptkit.consolidate(wrong, tmp_path / "no", base=base)
-    assert not (tmp_path / "no").exists()
+    refuse(said, wrong, tmp_path / "no", kind=RefusedError, base=base)
 
 
 def gptq(state: State) -> State:
@@ -435,8 +435,5 @@ def test_packed_weights_are_compared_with_a_base_or_by_their_layers(
             if name in {"good", "net"} or (name == "lacking" and given is None):
                 ckptkit.consolidate(src, tmp_path / "out", base=given, overwrite=True)
                 continue
-            with pytest.raises(RefusedError, match="would not load as"):
-                ckptkit.consolidate(src, tmp_path / "no", base=given)
-    with pytest.raises(RefusedError, match=lacking):
-        ckptkit.consolidate(tmp_path / "bare-lacking", tmp_path / "no", base=base)
-    assert not (tmp_path / "no").exists()
+            refuse("would not load as", src, tmp_path / "no", kind=RefusedError, base=given)
+    refuse(lacking, tmp_path / "bare-lacking", tmp_path / "no", kind=RefusedError, base=base)

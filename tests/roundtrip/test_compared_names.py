@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from tests.live_truth import refuse
+
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
@@ -32,12 +34,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*process group.*", "ignore:.*si
 
 def refused(src: Path, tmp_path: Path, **options: Any) -> RefusedError:
     before = sorted(path.name for path in tmp_path.iterdir())
-    with pytest.raises(RefusedError) as caught:
-        ckptkit.consolidate(src, tmp_path / "refused", **options)
+    caught = refuse(None, src, tmp_path / "refused", kind=RefusedError, **options)
     assert sorted(path.name for path in tmp_path.iterdir()) == before  # nothing is left behind
     assert caught.value.exit_status == 4
-    assert "--names live" in caught.value.hint
-    return caught.value
+    error: RefusedError = caught.value
+    assert "--names live" in error.hint
+    return error
 
 
 def notes_of(src: Path, out: Path, **options: Any) -> list[str]:
@@ -88,11 +90,9 @@ def test_prefixes_of_several_modules_are_stripped(tmp_path: Path) -> None:
         ckptkit.consolidate(src, tmp_path / "o", strip_prefix="other")
     both = {**state, "outer.a.bias": torch.ones(2), "a.bias": torch.ones(2)}
     twice = trained(tmp_path / "twice", both, model.config)
-    with pytest.raises(CkptkitError, match=r"has the name of"):
-        ckptkit.consolidate(twice, tmp_path / "o", strip_prefix="outer")
+    refuse(r"has the name of", twice, tmp_path / "o", strip_prefix="outer")
     for nothing in ("", ".", ["net", ""]):
-        with pytest.raises(UsageError, match="at least one character"):
-            ckptkit.consolidate(src, tmp_path / "o", strip_prefix=nothing)
+        refuse("at least one character", src, tmp_path / "o", kind=UsageError, strip_prefix=nothing)
     with pytest.raises(UsageError, match="--optimizer"):
         ckptkit.consolidate(src, tmp_path / "o", strip_prefix="outer", optimizer=True)
     assert not (tmp_path / "o").exists()

@@ -11,21 +11,10 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
 import ckptkit
+from tests.live_truth import FIXTURES, truth_of
+from tests.tensor_images import images
 
-FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 CASES = ["fsdp2_plain", "fsdp2_tensor_parallel", "dcp_dtypes_and_layouts", "fsdp2_llama_flat"]
-
-
-def truth_of(case: str) -> dict[str, torch.Tensor]:
-    truth: dict[str, torch.Tensor] = load_file(FIXTURES / case / "truth.safetensors")
-    return truth
-
-
-def same(first: torch.Tensor, second: torch.Tensor) -> bool:
-    if first.dtype != second.dtype or first.shape != second.shape:
-        return False
-    raw = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (first, second)]
-    return torch.equal(*raw)
 
 
 @pytest.mark.parametrize("max_shard_size", ["5GB", "4KB"], ids=["one file", "many files"])
@@ -39,9 +28,7 @@ def test_torch_loads_every_bin_file_with_weights_only(
     for file in (tmp_path / "out").glob("*.bin"):
         assert zipfile.ZipFile(file).testzip() is None
         loaded |= torch.load(file, weights_only=True)  # noqa: TID251
-    truth = truth_of(case)
-    assert loaded.keys() == truth.keys()
-    assert all(same(loaded[name], truth[name]) for name in truth)
+    assert images(loaded) == truth_of(case)
     assert ckptkit.verify(tmp_path / "out").ok
     assert ckptkit.diff(source, tmp_path / "out").same
 
@@ -51,10 +38,10 @@ def test_torch_loads_every_bin_file_with_weights_only(
 def test_stock_dcp_loads_what_was_converted(case: str, tmp_path: Path) -> None:
     source = FIXTURES / case / "checkpoint"
     ckptkit.convert(source, tmp_path / "out", to="dcp", max_shard_size="4KB")
-    truth = truth_of(case)
+    truth = load_file(FIXTURES / case / "truth.safetensors")
     state = {"model": {name: torch.zeros_like(tensor) for name, tensor in truth.items()}}
     dcp.load(state, checkpoint_id=tmp_path / "out" / "pytorch_model_fsdp_0", no_dist=True)
-    assert all(same(state["model"][name], truth[name]) for name in truth)
+    assert images(state["model"]) == images(truth)
     assert ckptkit.verify(tmp_path / "out").ok
     assert ckptkit.diff(source, tmp_path / "out").same
 

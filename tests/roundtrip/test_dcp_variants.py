@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 import ckptkit
 from ckptkit.core.errors import AmbiguousSourceError, MissingFileError, UnsupportedError
-from tests.live_truth import FIXTURES, truth_of, written
+from tests.live_truth import FIXTURES, refuse, truth_of, written
 from tests.made_up_shards import HALVES, WHOLE, Pieces, write_shards
 from tests.tensor_images import images
 
@@ -192,6 +192,4 @@ def test_a_save_without_collectives_is_refused_by_name(tmp_path: Path) -> None:
     """The real thing: a `.metadata` for each rank, and none of the whole."""
     state = {"model": {"weight": torch.ones(3, 2)}}
     dcp.save(state, checkpoint_id=tmp_path / "run", no_dist=True, use_collectives=False)
-    with pytest.raises(UnsupportedError, match="use_collectives=False"):
-        ckptkit.consolidate(tmp_path / "run", tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+    refuse("use_collectives=False", tmp_path / "run", tmp_path / "out", kind=UnsupportedError)

@@ -19,10 +19,10 @@ from safetensors.torch import load_file
 
 import ckptkit
 from ckptkit.core.errors import ChecksumError, RefusedError
+from tests.live_truth import FIXTURES, truth_of
 from tests.sampled import sampled
-from tests.tensor_images import Image, images
+from tests.tensor_images import images
 
-FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 STAGES = (
     *("zero1_adam", "zero1_adam_bf16_optimizer", "zero1_adam_one_rank"),
     *("zero1_adam_three_ranks", "zero1_adam_four_ranks", "zero2_adam_one_rank"),
@@ -44,10 +44,6 @@ QUICK = (  # without most releases between the oldest and the newest: `make test
 FROZEN = frozenset({"frozen.weight", "frozen.bias"})
 WHOLE_NUMBERS = frozenset({"positions", "mask", "bn.num_batches_tracked"})
 MIXED_UP = frozenset({"bn.bias", "bn.weight", "embed.weight", "head.weight", "up.weight"})
-
-
-def truth(case: str, name: str) -> dict[str, Image]:
-    return images(load_file(FIXTURES / case / f"{name}.safetensors"))
 
 
 def states_in(optimizer: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -74,7 +70,7 @@ def wide(case: str, out: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("case", sampled([*TRAINED, *WITHOUT_ZERO], QUICK))
 def test_the_weights_are_the_live_ones(case: str, tmp_path: Path) -> None:
     ckptkit.consolidate(FIXTURES / case / "checkpoint", tmp_path / "out", names="live")
-    assert images(load_file(tmp_path / "out" / "model.safetensors")) == truth(case, "truth")
+    assert images(load_file(tmp_path / "out" / "model.safetensors")) == truth_of(case, "truth")
 
 
 @pytest.mark.parametrize("case", sampled(TRAINED, {*QUICK} - {*WITHOUT_ZERO}))
@@ -82,7 +78,7 @@ def test_the_states_of_the_optimizer_are_the_live_ones(case: str, tmp_path: Path
     source, out = FIXTURES / case / "checkpoint", tmp_path / "out"
     ckptkit.convert(source, out, to="torch", names="live", optimizer=True)
     optimizer = torch.load(out / "optimizer.bin", weights_only=True)  # noqa: TID251 - the oracle
-    assert images(states_in(optimizer)) == truth(case, "truth_optimizer")
+    assert images(states_in(optimizer)) == truth_of(case, "truth_optimizer")
     groups = json.loads((FIXTURES / case / "truth_param_groups.json").read_text(encoding="utf-8"))
     assert groups_in(optimizer["param_groups"]) == groups_in(groups)
     assert {tuple(group["betas"]) for group in optimizer["param_groups"]} == {(0.9, 0.999)}
@@ -98,7 +94,7 @@ def test_torch_and_other_layouts_have_the_same_optimizer(case: str, tmp_path: Pa
     optimizer = torch.load(  # noqa: TID251 - the oracle
         tmp_path / "merged.pt", weights_only=True
     )["optimizer"]
-    assert images(states_in(optimizer)) == truth(case, "truth_optimizer")
+    assert images(states_in(optimizer)) == truth_of(case, "truth_optimizer")
     assert ckptkit.verify(out).ok
     ckptkit.convert(out, tmp_path / "again", to="torch", optimizer=True)
     again = torch.load(  # noqa: TID251 - the oracle
@@ -160,7 +156,7 @@ def test_the_masters_are_the_live_ones_and_those_of_their_tool_but_for_its_fault
     case: str, tmp_path: Path
 ) -> None:
     ours = wide(case, tmp_path / "out")
-    assert images(ours) == truth(case, "truth_fp32")
+    assert images(ours) == truth_of(case, "truth_fp32")
     theirs = load_file(FIXTURES / case / "zero_to_fp32.safetensors")
     mine, other = images(ours), images(theirs)
     different = {n for n in mine.keys() | other.keys() if mine.get(n) != other.get(n)}
@@ -179,7 +175,7 @@ def test_the_masters_are_the_live_ones_and_those_of_their_tool_but_for_its_fault
 
 @pytest.mark.parametrize("case", ["zero1_adam_bf16_optimizer", *WITHOUT_ZERO])
 def test_the_masters_are_the_live_ones_where_their_tool_fails(case: str, tmp_path: Path) -> None:
-    assert images(wide(case, tmp_path / "out")) == truth(case, "truth_fp32")
+    assert images(wide(case, tmp_path / "out")) == truth_of(case, "truth_fp32")
 
 
 @pytest.mark.parametrize(
@@ -194,7 +190,7 @@ def test_what_their_tool_cannot_read_is_read(case: str, message: str) -> None:
     assert message in (FIXTURES / case / "zero_to_fp32.txt").read_text(encoding="utf-8")
     with ckptkit.open(FIXTURES / case / "checkpoint") as checkpoint:
         names = list(checkpoint.keys())
-        assert images({n: checkpoint[n] for n in names}) == truth(case, "truth")
+        assert images({n: checkpoint[n] for n in names}) == truth_of(case, "truth")
 
 
 @pytest.mark.parametrize("case", WITHOUT_ZERO)

@@ -16,6 +16,7 @@ import torch
 from safetensors import safe_open
 
 import ckptkit
+from tests.tensor_images import Image, image_of, images
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 HEAD = "lm_head.weight"
@@ -102,14 +103,6 @@ OPTIMIZERS = (
     "accelerate_fsdp2_bf16_tied",
 )
 
-Image = tuple[str, tuple[int, ...], bytes]
-
-
-def image_of(tensor: torch.Tensor) -> Image:
-    """dtype, shape and bytes, so that NaN payloads and the sign of zero count."""
-    data = tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
-    return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), data
-
 
 def tensors_in(*files: Path) -> dict[str, torch.Tensor]:
     """Reads safetensors files with the safetensors library; no name may appear twice."""
@@ -120,10 +113,6 @@ def tensors_in(*files: Path) -> dict[str, torch.Tensor]:
                 assert name not in found
                 found[name] = opened.get_tensor(name)
     return found
-
-
-def images(tensors: Mapping[str, torch.Tensor]) -> dict[str, Image]:
-    return {name: image_of(tensor) for name, tensor in tensors.items()}
 
 
 def truth_of(case: Case) -> dict[str, torch.Tensor]:

@@ -19,6 +19,7 @@ import ckptkit
 from ckptkit.core.errors import CkptkitError
 from tests.command_line import run_command
 from tests.sampled import sampled
+from tests.tensor_images import stored_in_dcp
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 MODELS = sorted(path.name for path in FIXTURES.glob("megatron_model_*"))
@@ -42,17 +43,6 @@ def hub_folder(case: str, place: Path) -> Path:
     return place
 
 
-def load_dcp(place: Path) -> dict[str, torch.Tensor]:
-    metadata = FileSystemReader(place).read_metadata().state_dict_metadata
-    state = {
-        name: torch.empty(value.size, dtype=value.properties.dtype)
-        for name, value in metadata.items()
-        if isinstance(value, dcp.metadata.TensorStorageMetadata)
-    }
-    dcp.load(state, checkpoint_id=place, no_dist=True)
-    return state
-
-
 @pytest.mark.parametrize("case", sampled(MODELS, ["megatron_model_gemma3", LLAMA, QWEN2_MOE]))
 def test_the_way_back_gives_the_same_model(case: str, tmp_path: Path) -> None:
     model = hub_folder(case, tmp_path / "model")
@@ -70,8 +60,8 @@ def test_the_way_back_gives_the_same_model(case: str, tmp_path: Path) -> None:
 def test_tensors_are_those_that_megatron_core_stored(case: str, tmp_path: Path) -> None:
     model = hub_folder(case, tmp_path / "model")
     ckptkit.convert(model, tmp_path / "out", to="megatron")
-    theirs = load_dcp(next((FIXTURES / case / "checkpoint").glob("iter_*")))
-    ours = load_dcp(tmp_path / "out" / "release")
+    theirs = stored_in_dcp(next((FIXTURES / case / "checkpoint").glob("iter_*")))
+    ours = stored_in_dcp(tmp_path / "out" / "release")
     assert theirs.keys() <= ours.keys()
     for name, tensor in theirs.items():
         rows = slice(0, len(ours[name]))  # without the padding of vocabularies
@@ -84,8 +74,8 @@ def test_tensors_are_those_that_megatron_core_stored(case: str, tmp_path: Path) 
 def test_tensors_are_those_that_torchtitan_stored(case: str, tmp_path: Path) -> None:
     model, out = hub_folder(case, tmp_path / "model"), tmp_path / "out"
     ckptkit.convert(model, out, to="torchtitan")
-    theirs = load_dcp(next((FIXTURES / case).rglob(".metadata")).parent)
-    ours = load_dcp(out)
+    theirs = stored_in_dcp(next((FIXTURES / case).rglob(".metadata")).parent)
+    ours = stored_in_dcp(out)
     # Transformers' routers have no such bias: a run starts from zeros.
     made = {name for name in ours if "expert_bias" in name and not ours[name].any()}
     assert all(torch.equal(ours[name], theirs[name]) for name in ours.keys() - made)
@@ -116,7 +106,7 @@ def test_a_map_of_ones_own_keeps_layers_apart(tmp_path: Path) -> None:
     own.write_text('name = "own"\nextends = "megatron-llama"\nunstacked = ["layer"]\n')
     model = hub_folder(LLAMA, tmp_path / "model")
     ckptkit.convert(model, tmp_path / "out", to="megatron", map=own)
-    names = load_dcp(tmp_path / "out" / "release")
+    names = stored_in_dcp(tmp_path / "out" / "release")
     assert QKV.replace("layers.", "layers.1.") in names
     assert QKV not in names
     common = torch.load(tmp_path / "out" / "release" / "common.pt", weights_only=False)  # noqa: TID251
@@ -131,7 +121,7 @@ def test_a_vocabulary_is_padded_with_zeros(tmp_path: Path) -> None:
     )
     model = hub_folder(LLAMA, tmp_path / "model")
     ckptkit.convert(model, tmp_path / "out", to="megatron", map=own)
-    padded = load_dcp(tmp_path / "out" / "release")["embedding.word_embeddings.weight"]
+    padded = stored_in_dcp(tmp_path / "out" / "release")["embedding.word_embeddings.weight"]
     rows = load_file(model / "model.safetensors")["model.embed_tokens.weight"]
     assert padded.shape == (64, rows.shape[1])
     assert torch.equal(padded[: len(rows)], rows)
@@ -144,8 +134,8 @@ def test_a_vocabulary_is_padded_with_zeros(tmp_path: Path) -> None:
 def test_a_checkpoint_of_megatron_core_is_written_anew(tmp_path: Path) -> None:
     case = FIXTURES / LLAMA
     ckptkit.convert(case / "checkpoint", tmp_path / "out", to="megatron", base=case)
-    theirs = load_dcp(next((case / "checkpoint").glob("iter_*")))
-    ours = load_dcp(tmp_path / "out" / "release")
+    theirs = stored_in_dcp(next((case / "checkpoint").glob("iter_*")))
+    ours = stored_in_dcp(tmp_path / "out" / "release")
     assert torch.equal(ours[QKV], theirs[QKV])
 
 
@@ -234,7 +224,7 @@ def test_what_cannot_be_converted_is_refused_and_nothing_is_written(
 def test_names_of_one_tensor_that_differ_are_refused(tmp_path: Path) -> None:
     model = hub_folder(QWEN2_MOE, tmp_path / "model")
     ckptkit.convert(model, tmp_path / "there", to="megatron")
-    state = load_dcp(tmp_path / "there" / "release")
+    state = stored_in_dcp(tmp_path / "there" / "release")
     state["decoder.layers.pre_mlp_layernorm.weight"][0, 0] += 1
     dcp.save(state, checkpoint_id=tmp_path / "changed", no_dist=True)
     with pytest.raises(CkptkitError, match="are names of one tensor, and differ"):

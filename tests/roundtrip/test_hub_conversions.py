@@ -26,6 +26,7 @@ from ckptkit.hub_names.disk_tensors import (
     names_to_json,
 )
 from ckptkit.options import ConsolidateRequest, Resources
+from tests.live_truth import refuse
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", minversion="5.20")
@@ -177,17 +178,14 @@ def test_memory_that_holds_no_group_is_refused_beforehand(source: Path, tmp_path
         reserve_for_conversions(Resources(memory_limit_bytes=allowed), 1 << 40)
     assert caught.value.where == "--memory-limit"
     assert "--names live" in caught.value.hint
-    with pytest.raises(NoSpaceError):
-        ckptkit.consolidate(source, tmp_path / "out", memory_limit="20MB")
-    assert not (tmp_path / "out").exists()
+    refuse(None, source, tmp_path / "out", kind=NoSpaceError, memory_limit="20MB")
 
 
 def test_a_conversion_that_fails_leaves_nothing_behind(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(naming_program, "_PROGRAM", "roots = {!r}; import os; os._exit(7)")
-    with pytest.raises(RefusedError, match="status 7") as caught:
-        ckptkit.consolidate(source, tmp_path / "out")
+    caught = refuse("status 7", source, tmp_path / "out", kind=RefusedError)
     assert caught.value.where.startswith("tensor ")
     assert not (tmp_path / "out").exists()
 
@@ -203,14 +201,11 @@ def test_a_program_that_ends_before_it_is_asked_is_refused_as_well(
 
     monkeypatch.setattr(naming_program, "_PROGRAM", "roots = {!r}; import os; os._exit(7)")
     monkeypatch.setattr(naming_program, "_exchange", exchange_late)
-    with pytest.raises(RefusedError, match="status 7"):
-        ckptkit.consolidate(source, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+    refuse("status 7", source, tmp_path / "out", kind=RefusedError)
 
 
 def test_half_of_a_group_is_refused(source: Path, tmp_path: Path) -> None:
-    with pytest.raises(RefusedError, match="left out"):
-        ckptkit.consolidate(source, tmp_path / "out", exclude=["*.k_proj.*"])
+    refuse("left out", source, tmp_path / "out", kind=RefusedError, exclude=["*.k_proj.*"])
 
 
 def test_names_survive_the_way_and_adapters_are_refused_there(source: Path) -> None:

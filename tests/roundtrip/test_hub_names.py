@@ -27,6 +27,8 @@ from ckptkit.hub_names.disk_tensors import (
 )
 from ckptkit.hub_names.known_models import determine_need
 from ckptkit.options import NameChoice
+from tests.live_truth import refuse
+from tests.tensor_images import images
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", minversion="5")
@@ -258,15 +260,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case], tuple[Any
 
 
 def assert_same_model(out: Path, reference: Path) -> None:
-    ours, theirs = load_file(out / "model.safetensors"), load_file(reference / "model.safetensors")
-    assert ours.keys() == theirs.keys()
-    for name, tensor in theirs.items():
-        assert (ours[name].dtype, ours[name].shape) == (tensor.dtype, tensor.shape), name
-        assert (
-            ours[name].numpy(force=True).tobytes() == tensor.numpy(force=True).tobytes()
-            if (tensor.dtype != torch.bfloat16)
-            else torch.equal(ours[name].view(torch.int16), tensor.view(torch.int16))
-        ), name
+    assert images(out / "model.safetensors") == images(reference / "model.safetensors")
 
 
 def config_of(folder: Path) -> dict[str, Any]:
@@ -530,8 +524,7 @@ def test_a_model_with_code_of_its_own_keeps_its_names(
     notes = notes_of(source, tmp_path)
     assert any("as training holds them" in note and "'own." in note for note in notes)
     assert load_file(tmp_path / "out" / "model.safetensors").keys() == state.keys()
-    with pytest.raises(RefusedError, match="code beside config"):
-        ckptkit.consolidate(source, tmp_path / "hub", names="hub")
+    refuse("code beside config", source, tmp_path / "hub", kind=RefusedError, names="hub")
     assert asked
 
 
@@ -588,8 +581,7 @@ def test_half_of_a_joined_tensor_is_refused(tmp_path: Path, asked: list[NamingRe
     model = BY_MODEL["Dinov2Model"].build()
     source = trained(model, tmp_path / "source")
     half = next(name for name in model.state_dict() if name.endswith("gate_proj.weight"))
-    with pytest.raises(RefusedError, match="left out"):
-        ckptkit.consolidate(source, tmp_path / "out", exclude=[half])
+    refuse("left out", source, tmp_path / "out", kind=RefusedError, exclude=[half])
     with pytest.raises(RefusedError, match="bfloat16 and float32"):
         ckptkit.consolidate(source, tmp_path / "out", dtype="bfloat16", keep_dtype=[half])
     assert asked
@@ -613,8 +605,7 @@ def test_an_unknown_model_type_is_told_and_its_names_are_left(
     edit_config(source, **values)
     assert any(message in note for note in notes_of(source, tmp_path))
     assert load_file(tmp_path / "out" / "model.safetensors").keys() == model.state_dict().keys()
-    with pytest.raises(RefusedError, match=message):
-        ckptkit.consolidate(source, tmp_path / "hub", names="hub")
+    refuse(message, source, tmp_path / "hub", kind=RefusedError, names="hub")
     assert not asked
 
 
@@ -623,8 +614,7 @@ def test_without_a_configuration_hub_names_are_refused(
 ) -> None:
     _, source = mixtral
     (source / "config.json").unlink()
-    with pytest.raises(RefusedError, match=r"no config\.json"):
-        ckptkit.consolidate(source, tmp_path / "out", names="hub")
+    refuse(r"no config\.json", source, tmp_path / "out", kind=RefusedError, names="hub")
     ckptkit.consolidate(source, tmp_path / "out")
     assert not asked
 

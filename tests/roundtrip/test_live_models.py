@@ -46,6 +46,7 @@ from ckptkit.training.save.staging import Stager
 from tests.built_modules import build_module, module_like, same_bits
 from tests.object_store import ObjectStore
 from tests.small_models import class_named, small_model_config
+from tests.tensor_images import tensors_in
 
 FRAMEWORKS = (
     "megatron_fsdp_gpt_oss_ep2",
@@ -67,13 +68,6 @@ FRAMEWORKS = (
 )
 ZERO = ("zero1_adam_four_ranks", "zero2_adam_float16", "zero3_adam")
 SHARDS = "fsdp2_plain"
-
-
-def values(folder: Path) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
-    for path in folder.glob("*.safetensors"):
-        found |= load_file(path)
-    return found
 
 
 def like(source: Path, device: str = "cpu") -> nn.Module:
@@ -116,7 +110,7 @@ def test_masters_of_zero_are_what_a_wider_model_gets(
 ) -> None:
     source = repository / "fixtures" / case / "checkpoint"
     ckptkit.consolidate(source, tmp_path / "out", dtype="float32", names="live")
-    truth = values(tmp_path / "out")
+    truth = tensors_in(tmp_path / "out")
     model = like(source).float()
     load_into(model, source)
     assert truth
@@ -152,7 +146,7 @@ def test_columns_are_read_from_a_bucket_with_few_requests(
         before = object_store.proxy.requests["GET"]
         read_chunks(origin, plan_chunk_reads([wanted]))
     assert object_store.proxy.requests["GET"] - before < 5
-    expected = values(source)["weight"][:, 100:2_100].numpy()
+    expected = tensors_in(source)["weight"][:, 100:2_100].numpy()
     assert np.array_equal(found.view(np.float32), expected)
 
 
@@ -238,7 +232,7 @@ def test_a_dtype_is_for_tensors_on_the_meta_device(tmp_path: Path) -> None:
         load_into(model, source, dtype="float99")
     on_meta = linear(device="meta")
     load_into(on_meta, source, dtype=torch.bfloat16)
-    assert same_bits(on_meta.weight.detach(), values(source)["weight"].bfloat16())
+    assert same_bits(on_meta.weight.detach(), tensors_in(source)["weight"].bfloat16())
     norm = nn.BatchNorm1d(3, affine=False)  # accelerate's init_empty_weights keeps buffers
     mixed = nn.Sequential(nn.Linear(4, 3, device="meta"), norm)
     tensors = nn.Sequential(linear(), nn.BatchNorm1d(3, affine=False)).state_dict()
@@ -376,7 +370,7 @@ def test_modes_of_torch_change_nothing(tmp_path: Path) -> None:
     model = linear(device="meta")
     with torch.device("meta"), torch.inference_mode(), torch.autocast("cpu"):
         load_into(model, source)
-    assert same_bits(model.weight, values(source)["weight"])
+    assert same_bits(model.weight, tensors_in(source)["weight"])
     model(torch.randn(2, 4)).sum().backward()
     assert model.weight.grad is not None
     with FakeTensorMode(), pytest.raises(UsageError, match="FakeTensorMode is active"):
@@ -446,7 +440,7 @@ def test_a_module_that_copies_its_state_gets_it(tmp_path: Path) -> None:
     source = save(tmp_path / "a", weight=torch.randn(3, 4), bias=torch.randn(3))
     model = Copying(4, 3)
     load_into(model, source)
-    assert same_bits(model.weight.detach(), values(source)["weight"])
+    assert same_bits(model.weight.detach(), tensors_in(source)["weight"])
 
 
 def test_tied_weights_that_differ_in_the_checkpoint_are_said(

@@ -11,8 +11,8 @@ from types import ModuleType
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch.distributed.checkpoint import FileSystemReader, state_dict_loader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from tests.tensor_images import stored_in_dcp
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 FAMILIES = {
@@ -38,17 +38,6 @@ def generator_of_layouts() -> ModuleType:
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
-
-
-def stored(folder: Path) -> dict[str, torch.Tensor]:
-    entries = FileSystemReader(folder).read_metadata().state_dict_metadata
-    state = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in entries.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
-    state_dict_loader.load(state, storage_reader=FileSystemReader(folder), no_dist=True)
-    return state
 
 
 def one_for_each_layer(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -83,7 +72,9 @@ def one_for_each_expert(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Ten
 def test_the_stored_tensors_laid_out_are_the_live_ranks_weights(case: str) -> None:
     folder = FIXTURES / case
     config = json.loads((folder / "config.json").read_text("utf-8"))
-    whole = one_for_each_expert(one_for_each_layer(stored(folder / "checkpoint/iter_0000007")))
+    whole = one_for_each_expert(
+        one_for_each_layer(stored_in_dcp(folder / "checkpoint/iter_0000007"))
+    )
 
     found = generator_of_layouts().laid_out(FAMILIES[case], whole, config["vocab_size"])
 

@@ -11,6 +11,7 @@ import pytest
 import ckptkit
 from ckptkit.core.errors import RefusedError
 from ckptkit_cli.inspect import InspectArguments, next_step
+from tests.live_truth import refuse
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", minversion="5")
@@ -115,8 +116,7 @@ def test_adapters_that_the_configuration_declares_are_parts_of_the_model(tmp_pat
     held = tensors(f"{FACTORS}.base_layer.weight", *names)
     torch.save(held, source / "model.pt")
     (source / "config.json").write_text(json.dumps(phi({})))
-    with pytest.raises(RefusedError, match="an adapter of PEFT"):
-        ckptkit.consolidate(source, tmp_path / "out")
+    refuse("an adapter of PEFT", source, tmp_path / "out", kind=RefusedError)
     (source / "config.json").write_text(json.dumps(phi(own)))
     inspection = ckptkit.inspect(source)
     assert inspection.adapter is None

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 import ckptkit
 from ckptkit.core.errors import UnsupportedError
-from tests.live_truth import FIXTURES, written
+from tests.live_truth import FIXTURES, refuse, written
 from tests.tensor_images import images
 
 WITH_FSDP = ("2_4", "2_6", "2_9")
@@ -38,8 +38,7 @@ def test_local_state_of_an_old_release_is_refused_with_what_is_missing(
     release: str, tmp_path: Path
 ) -> None:
     source = FIXTURES / f"files_torch_{release}" / "checkpoint" / "local"
-    with pytest.raises(UnsupportedError, match="flat parameters of FSDP1") as refused:
-        ckptkit.consolidate(source, tmp_path / "out")
+    refused = refuse("flat parameters of FSDP1", source, tmp_path / "out", kind=UnsupportedError)
     assert "--model-config" in refused.value.hint
     assert not (tmp_path / "out").exists()
 

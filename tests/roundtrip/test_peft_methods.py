@@ -13,6 +13,7 @@ import ckptkit
 from ckptkit.core.errors import CkptkitError, RefusedError
 from ckptkit.plan.weight_kinds import LORA, METHODS
 from ckptkit_cli.inspect import InspectArguments, next_step
+from tests.live_truth import refuse
 
 torch = pytest.importorskip("torch")
 peft = pytest.importorskip("peft", minversion="0.21")
@@ -140,8 +141,7 @@ def test_an_adapter_is_refused_by_its_name(
             ckptkit.consolidate(source, out)
         return
 
-    with pytest.raises(RefusedError) as caught:
-        ckptkit.consolidate(source, out)
+    caught = refuse(None, source, out, kind=RefusedError)
     told = f"{caught.value.message} {caught.value.hint}"
     assert "--names live" in told
     assert "of PEFT" in told

@@ -37,13 +37,13 @@ from ckptkit.engine.reader import Origin
 from ckptkit.hub_names.disk_tensors import HubTensor
 from ckptkit.lora.changes import MergeRequest
 from ckptkit.lora.dialects import rename_plainly, sort_entries
+from tests.small_adapters import Tensors, assert_same
 
 pytestmark = [
     pytest.mark.xdist_group("quantized_bases"),
     pytest.mark.filterwarnings("ignore"),
 ]
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
-Tensors = dict[str, torch.Tensor]
 PREFIX = "base_model.model."
 SAME_BASE = "the base is the one that the adapter was trained on, proven by"
 RANK, SCALING = 4, 2.0
@@ -57,15 +57,6 @@ def interpreted() -> Iterator[None]:
     torch.compiler.set_stance("force_eager")
     yield
     torch.compiler.set_stance("default")
-
-
-def same(found: Mapping[str, torch.Tensor], truth: Mapping[str, torch.Tensor]) -> None:
-    """Demands that two models are equal, bit by bit."""
-    assert found.keys() == truth.keys()
-    assert {name: tensor.dtype for name, tensor in found.items()} == {
-        name: tensor.dtype for name, tensor in truth.items()
-    }
-    assert [name for name, tensor in truth.items() if not torch.equal(found[name], tensor)] == []
 
 
 def merged(
@@ -103,7 +94,7 @@ def test_a_run_on_packed_weights_is_merged_into_what_it_trained(
     truth = load_file(home / "merged_truth.safetensors")
     if not with_base:  # then the weights keep what they were when they were packed
         truth = {name: tensor.to(found[name].dtype) for name, tensor in truth.items()}
-    same(found, truth)
+    assert_same(found, truth)
     facts = report.manifest.source["quantization"]
     assert (facts["weights"], facts["differing"]) == (7, 0)
     assert (facts["compared"] > 0) == with_base
@@ -176,7 +167,7 @@ def test_an_extracted_adapter_is_merged_as_from_the_checkpoint(
     found, report = merged(
         tmp_path / "adapter", tmp_path / "out", base=home / "base", double_quant=double_quant
     )
-    same(found, load_file(home / "merged_truth.safetensors"))
+    assert_same(found, load_file(home / "merged_truth.safetensors"))
     assert report.manifest.source["quantization"]["proven"] == 7
     assert {layer.base for layer in report.layers} == {"dequantized"}
 
@@ -345,7 +336,7 @@ def test_an_adapter_is_merged_onto_a_folder_of_packed_weights(
     base, truth = packed_base
     found, report = merged(trained.home / "adapter", tmp_path / "out", base=base)
     assert len(truth) == 7
-    same(found, trained.expected(truth, torch.bfloat16))
+    assert_same(found, trained.expected(truth, torch.bfloat16))
     assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
     assert {layer.base for layer in report.layers} == {"dequantized"}
     with pytest.raises(RefusedError, match="original of the packed weight"):
@@ -362,7 +353,7 @@ def test_an_8_bit_base_is_dequantized_for_lora_and_for_dora(
     model.save_pretrained(tmp_path / "base")
     found, report = merged(trained.home / "adapter", tmp_path / "lora", base=tmp_path / "base")
     assert any("8-bit layers also round their inputs" in note for note in report.notes)
-    same(found, trained.expected(truth, torch.bfloat16))
+    assert_same(found, trained.expected(truth, torch.bfloat16))
     found, report = merged(trained.home / "dora", tmp_path / "dora", base=tmp_path / "base")
     assert any("DoRA's norms of the packed weights" in note for note in report.notes)
     magnitudes = load_file(trained.home / "dora" / "adapter_model.safetensors")
@@ -423,8 +414,8 @@ def test_what_was_packed_is_packed_again_from_the_plain_base(
     from_checkpoint, _ = merged(checkpoint, tmp_path / "first", base=base)
     manifest = ckptkit.extract_adapter(checkpoint, tmp_path / "adapter")
     found, report = merged(tmp_path / "adapter", tmp_path / "second", base=base)
-    same(found, from_checkpoint)
-    same(found, trained.expected(truth, torch.bfloat16))
+    assert_same(found, from_checkpoint)
+    assert_same(found, trained.expected(truth, torch.bfloat16))
     assert manifest.source["base_quantization"]["kinds"] == [kind]
     assert any("packed and dequantized again" in note for note in report.notes)
     other = base.with_name("other")
@@ -589,7 +580,7 @@ def test_linear_layers_that_were_left_out_of_quantizing_are_merged_as_they_are(
     assert planned(checkpoint, trained.home / "base").operands.keys() == truth.keys()
     model.save_pretrained(tmp_path / "base")
     found, _ = merged(trained.home / "adapter", tmp_path / "out", base=tmp_path / "base")
-    same(found, trained.expected(truth, torch.bfloat16))
+    assert_same(found, trained.expected(truth, torch.bfloat16))
 
 
 def test_what_looks_packed_is_never_written_as_a_weight(trained: Trained, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 import ckptkit
 from ckptkit.core.errors import UnsupportedError
+from tests.live_truth import refuse
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own quantization is deprecated
@@ -38,8 +39,7 @@ def test_quantized_tensors_are_refused_as_what_they_are(
     source = tmp_path / "source"
     source.mkdir()
     torch.save(state, source / name, _use_new_zipfile_serialization=is_zip)
-    with pytest.raises(UnsupportedError, match="tensors that torch quantized") as caught:
-        ckptkit.consolidate(source, tmp_path / "out")
+    caught = refuse("tensors that torch quantized", source, tmp_path / "out", kind=UnsupportedError)
     assert "dequantize()" in caught.value.hint
     assert caught.value.exit_status == 3
     assert not (tmp_path / "out").exists()

@@ -19,6 +19,7 @@ from ckptkit.core.errors import HubError
 from ckptkit.storage.places import Place
 from tests.command_line import Result, run_command
 from tests.hub_server import TOKEN, HubServer
+from tests.live_truth import refuse
 from tests.object_store import Bucket, ObjectStore
 
 CASES = (
@@ -260,6 +261,5 @@ def test_a_model_of_the_hub_is_a_source_and_a_base(
     hub.put("org/gated", {"config.json": b"{}"})
     hub.gated.add("org/gated")
     anonymous = Place("hf://org/gated", {"endpoint": hub.url, "token": False})
-    with pytest.raises(HubError, match="hf://org/gated") as caught:
-        ckptkit.consolidate(src, tmp_path / "never", base=anonymous)
+    caught = refuse("hf://org/gated", src, tmp_path / "never", kind=HubError, base=anonymous)
     assert "terms" in caught.value.hint

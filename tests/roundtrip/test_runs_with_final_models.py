@@ -16,10 +16,10 @@ from ckptkit.training import load_into
 from ckptkit_cli.main import main
 from tests.distributed.tiny_trainers import model, rows, tokenizer
 from tests.object_store import ObjectStore
+from tests.tensor_images import same, tensors_in
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
-Tensors = dict[str, torch.Tensor]
 
 
 @pytest.fixture(scope="module")
@@ -48,18 +48,6 @@ def run(trained: Path, tmp_path: Path) -> Path:
     return shutil.copytree(trained, tmp_path / "run")
 
 
-def _equal(found: Path, expected: Path) -> bool:
-    one, other = _load(found), _load(expected)
-    return one.keys() == other.keys() and all(one[name].equal(other[name]) for name in one)
-
-
-def _load(folder: Path) -> Tensors:
-    tensors: Tensors = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        tensors |= load_file(file)
-    return tensors
-
-
 def test_commands_take_the_newest_step_and_the_final_model_where_it_is_selected(
     run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -68,9 +56,9 @@ def test_commands_take_the_newest_step_and_the_final_model_where_it_is_selected(
     assert "note: checkpoint-4 was taken; left alone: the final model" in said
     assert "(--select . takes it)" in said
     assert main(["consolidate", str(run), str(tmp_path / "final"), "--select", "."]) == 0
-    assert _equal(tmp_path / "newest", run / "checkpoint-4")
-    assert _equal(tmp_path / "final", run)
-    assert not _equal(run, run / "checkpoint-4")
+    assert same(tensors_in(tmp_path / "newest"), tensors_in(run / "checkpoint-4"))
+    assert same(tensors_in(tmp_path / "final"), tensors_in(run))
+    assert not same(tensors_in(run), tensors_in(run / "checkpoint-4"))
     names = {path.name for path in (tmp_path / "final").iterdir()}
     assert {"config.json", "tokenizer.json", "model.safetensors"} <= names
     assert not any(name.startswith("checkpoint") for name in names)
@@ -91,7 +79,7 @@ def test_readers_and_reports_take_the_newest_step(run: Path, tmp_path: Path) -> 
     assert main(["average", str(run), str(tmp_path / "mean"), "--last", "2"]) == 0
     live: torch.nn.Module = model()
     load_into(live, run)
-    newest = _load(run / "checkpoint-4")
+    newest = tensors_in(run / "checkpoint-4")
     assert all(tensor.equal(newest[name]) for name, tensor in live.state_dict().items())
 
 
@@ -106,7 +94,7 @@ def test_inspect_lists_the_steps_and_the_models_beside_them(
 
 
 def test_a_sharded_final_model_is_taken_whole(run: Path, tmp_path: Path) -> None:
-    whole = _load(run)
+    whole = tensors_in(run)
     (run / "model.safetensors").unlink()
     made = model()
     made.load_state_dict(whole)
@@ -114,8 +102,8 @@ def test_a_sharded_final_model_is_taken_whole(run: Path, tmp_path: Path) -> None
     assert len(list(run.glob("model-*.safetensors"))) > 1
     ckptkit.consolidate(run, tmp_path / "newest")
     ckptkit.consolidate(run, tmp_path / "final", select=".")
-    assert _equal(tmp_path / "newest", run / "checkpoint-4")
-    assert _equal(tmp_path / "final", run)
+    assert same(tensors_in(tmp_path / "newest"), tensors_in(run / "checkpoint-4"))
+    assert same(tensors_in(tmp_path / "final"), tensors_in(run))
     next(run.glob("model-*.safetensors")).unlink()
     assert any("'.' beside the steps is not whole" in note for note in ckptkit.inspect(run).notes)
     assert not ckptkit.verify(run).ok
@@ -196,8 +184,8 @@ def test_an_adapter_saved_beside_the_steps_is_named_and_the_step_is_taken(
     shutil.copy(ours / "adapter_config.json", home)
     assert list(ckptkit.inspect(run).finals) == [place]
     assert main(["adapter", "extract", str(run), str(tmp_path / "of-step"), *words]) == 0
-    assert _equal(tmp_path / "of-step", ours)
+    assert same(tensors_in(tmp_path / "of-step"), tensors_in(ours))
     chosen = ["adapter", "extract", str(run), str(tmp_path / "of-final"), "--select", place]
     assert main(chosen) == 0
-    assert _equal(tmp_path / "of-final", home)
+    assert same(tensors_in(tmp_path / "of-final"), tensors_in(home))
     assert ckptkit.verify(run).problems == ()

@@ -18,13 +18,14 @@ from ckptkit.core.errors import (
     UsageError,
 )
 from ckptkit.options import Layout
+from tests.live_truth import refuse
+from tests.tensor_images import tensors_in
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 from safetensors import safe_open  # noqa: E402
-from safetensors.torch import load_file, save_file  # noqa: E402
+from safetensors.torch import save_file  # noqa: E402
 
-Tensors = dict[str, Any]
 SIZES = {
     "vocab_size": 48,
     "hidden_size": 16,
@@ -55,13 +56,6 @@ def trained(model: Any, folder: Path, *, dtype: Any = None) -> Path:
 def weight_map(folder: Path) -> Mapping[str, str]:
     document = json.loads((folder / "model.safetensors.index.json").read_bytes())
     found: dict[str, str] = document["weight_map"]
-    return found
-
-
-def tensors_in(folder: Path) -> Tensors:
-    found: Tensors = {}
-    for file in folder.glob("*.safetensors"):
-        found |= load_file(file)
     return found
 
 
@@ -147,8 +141,7 @@ def test_a_packed_base_is_refused_by_the_name_of_the_tensor(
 
 
 def test_types_of_a_base_need_a_base_that_has_the_tensors(run: Path, tmp_path: Path) -> None:
-    with pytest.raises(RefusedError, match="none was named") as caught:
-        ckptkit.consolidate(run, tmp_path / "out", dtype="base")
+    caught = refuse("none was named", run, tmp_path / "out", kind=RefusedError, dtype="base")
     assert caught.value.exit_status == 4
     other = tmp_path / "other"
     other.mkdir()
@@ -224,17 +217,13 @@ def test_what_the_other_model_has_may_not_be_lost_unasked(llama: Path, tmp_path:
 
 def test_what_is_no_model_folder_has_no_file_map(run: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    with pytest.raises(NotACheckpointError, match="no such directory"):
-        ckptkit.consolidate(run, out, like=tmp_path / "nothing")
-    with pytest.raises(NotACheckpointError, match=r"neither 'model\.safetensors' nor"):
-        ckptkit.consolidate(run, out, like=run)
+    refuse("no such directory", run, out, kind=NotACheckpointError, like=tmp_path / "nothing")
+    refuse(r"neither 'model\.safetensors' nor", run, out, kind=NotACheckpointError, like=run)
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "model.bin"}}))
-    with pytest.raises(FormatError, match=r"the file 'model\.bin', against safetensors"):
-        ckptkit.consolidate(run, out, like=tmp_path)
+    refuse(r"the file 'model\.bin', against safetensors", run, out, kind=FormatError, like=tmp_path)
     index.write_text(json.dumps({"weight_map": {}}))
-    with pytest.raises(FormatError, match="no tensor"):
-        ckptkit.consolidate(run, out, like=tmp_path)
+    refuse("no tensor", run, out, kind=FormatError, like=tmp_path)
     with pytest.raises(UsageError, match="cannot be combined with --like"):
         ckptkit.consolidate(run, out, like=tmp_path, max_shard_size="5GB")
     with pytest.raises(UsageError, match="--to dcp writes none"):

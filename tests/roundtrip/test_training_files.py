@@ -23,6 +23,7 @@ from ckptkit.core.errors import (
     RefusedError,
     UnsafePickleError,
 )
+from tests.live_truth import refuse
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 HEAD = "lm_head.weight"
@@ -212,8 +213,7 @@ def test_several_models_of_one_file_are_told_apart_by_name(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("folder", ["accelerate_ddp", "accelerate_fsdp2_full"])
 def test_several_models_of_one_save_are_told_apart_by_file(folder: str, tmp_path: Path) -> None:
-    with pytest.raises(AmbiguousSourceError, match=r"_1\."):
-        ckptkit.consolidate(Case(folder).source, tmp_path / "out")
+    refuse(r"_1\.", Case(folder).source, tmp_path / "out", kind=AmbiguousSourceError)
 
 
 def test_models_saved_by_hand_lose_the_segments_of_activation_checkpoints(tmp_path: Path) -> None:
@@ -291,8 +291,7 @@ def test_numbered_states_stay_numbered_where_anything_does_not_fit(
     source = _numbered(tmp_path, groups, shapes)
     names = {line.name for line in ckptkit.inspect(source).tensors if line.part == "optimizer"}
     assert names == {f"state.{number}.exp_avg" for number in range(len(shapes))}
-    with pytest.raises(RefusedError, match="has a number and no name"):
-        ckptkit.consolidate(source, tmp_path / "out", optimizer=True)
+    refuse("has a number and no name", source, tmp_path / "out", kind=RefusedError, optimizer=True)
 
 
 # Files of optimizers
@@ -417,8 +416,7 @@ def test_every_missing_rank_is_refused_of_lightnings_and_torchtitans_folders(
         for file in sorted(case.source.glob("__*.distcp")):
             less = tmp_path / case.folder / file.name / case.inner
             shutil.copytree(case.source, less, ignore=lambda _f, _n, name=file.name: {name})
-            with pytest.raises(InputError, match=file.name):
-                ckptkit.consolidate(less, tmp_path / "out")
+            refuse(file.name, less, tmp_path / "out", kind=InputError)
 
 
 def test_a_finished_model_beside_a_training_file_is_preferred(tmp_path: Path) -> None:
@@ -434,8 +432,7 @@ def test_truncated_legacy_files_are_refused_wherever_they_end(tmp_path: Path) ->
     file = tmp_path / "m.pth"
     for length in range(0, len(data), 97):
         file.write_bytes(data[:length])
-        with pytest.raises(FormatError):
-            ckptkit.consolidate(file, tmp_path / "out")
+        refuse(None, file, tmp_path / "out", kind=FormatError)
 
 
 def _loaded(path: Path) -> Any:

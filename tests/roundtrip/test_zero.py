@@ -27,9 +27,9 @@ from ckptkit.core.errors import (
     UnsafePickleError,
     UnsupportedError,
 )
-from tests.tensor_images import Image, images
+from tests.live_truth import FIXTURES, written
+from tests.tensor_images import images
 
-FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 NETS = ("zero1_bf16", "zero1_bf16_optimizer", "zero2_round_robin", "zero3_bf16", "zero3_float32")
 ADAPTERS = ("peft_zero2", "peft_zero3")
 Change = Callable[[dict[str, Any]], None]
@@ -39,11 +39,6 @@ SHAPES: list[dict[str, tuple[int, ...]]] = [
     {"b.bias": (1,), "c.bias": (7,)},
 ]
 FROZEN: dict[str, tuple[int, ...]] = {"frozen.weight": (3, 3)}
-
-
-def written(source: Path, out: Path, **options: Any) -> dict[str, Image]:
-    ckptkit.consolidate(source, out, names="live", **options)
-    return images(load_file(out / "model.safetensors"))
 
 
 @pytest.mark.parametrize("case", [*NETS, *ADAPTERS])

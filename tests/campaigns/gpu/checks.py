@@ -359,7 +359,7 @@ def packed(place: Place) -> str:
             found, state = bnb.quantize_4bit(weight, blocksize=64, quant_type=kind)
             name = str(dtype).removeprefix("torch.")
             stored = StoredOperand("memory", Key("weight"), BY_NAME[name])
-            ours = RequantizedFourBit(stored, kind, 64, weight.numel(), BY_NAME[name])
+            ours = RequantizedFourBit(*(stored, BY_NAME[name], 64, weight.numel()), quant_type=kind)
             whole, inputs = Span(0, weight.numel()), [numbers(weight)]
             bytes_here = ours.packed(whole, inputs, on_gpu=place.is_cuda)
             theirs = numbers(found).view(np.uint8)

@@ -15,7 +15,12 @@ from safetensors.numpy import load_file, save_file
 
 import ckptkit
 from ckptkit.adapters import base_model
+from ckptkit.adapters.array_reader import ArrayReader
+from ckptkit.adapters.merge import are_changed_alike
 from ckptkit.conversion.names_on_disk import DiskNames
+from ckptkit.core.index import Fqn, Key
+from ckptkit.lora.changes import AdapterSource, Change, LowRankChange, Replacement, TokenRowsChange
+from tests.adapter_tensors import make_origin
 
 GENERATIONS = Path(__file__).resolve().parents[3] / "fixtures" / "peft_generations"
 BASE = GENERATIONS / "bases" / "llama"
@@ -131,3 +136,66 @@ def test_a_prefix_that_explains_some_modules_only_is_not_taken(
     config = {"model_type": "gemma3"}
     base_model.align(cast("base_model.BaseSource", base), modules, config, folder=None)
     assert len(asked) == 1
+
+
+def test_tied_names_are_changed_alike_where_their_changes_have_the_same_numbers() -> None:
+    """The factors of a tied head may be those of the embedding, transposed."""
+    noise = np.random.default_rng(1).standard_normal
+    arrays: Arrays = {
+        "A": noise((2, 8)).astype(np.float32),
+        "B": noise((4, 2)).astype(np.float32),
+        "rows": noise((1, 4)).astype(np.float32),
+        "whole": noise((9, 4)).astype(np.float32),
+        "short": noise((8, 4)).astype(np.float32),
+    }
+    arrays |= {f"{name}.T": np.ascontiguousarray(array.T) for name, array in arrays.items()}
+    arrays |= {f"other.{name}": array * 2 for name, array in arrays.items()}
+    arrays |= {f"same.{name}": array for name, array in arrays.items()}
+    origin = make_origin("adapter", arrays)
+    source, entries = AdapterSource(0, "adapter", "adapter"), origin.index.tensors
+
+    def low_rank(weight: str, form: Any, down: str, up: str, **more: Any) -> LowRankChange:
+        factors = {"down": entries[Key(down)], "up": entries[Key(up)]}
+        fixed = {"magnitude": None, "rank": 2, "scaling": 2.0}
+        return LowRankChange(source, Fqn(weight), weight, form, **(factors | fixed | more))
+
+    def rows(weight: str, name: str, *indices: int) -> TokenRowsChange:
+        return TokenRowsChange(source, Fqn(weight), weight, entries[Key(name)], indices)
+
+    def whole(weight: str, name: str) -> Replacement:
+        return Replacement(source, Fqn(weight), weight, entries[Key(name)], frozen=False)
+
+    embedding = low_rank("e", "embedding", "A", "B")
+    cases: list[tuple[Change, Change, list[Change]]] = [
+        (
+            embedding,
+            low_rank("h", "linear", "B.T", "A.T"),
+            [
+                low_rank("h", "linear", "B.T", "other.A.T"),
+                low_rank("h", "linear", "B.T", "A.T", scaling=1.0),
+                low_rank("h", "linear", "B.T", "A.T", magnitude=entries[Key("rows")]),
+                low_rank("h", "transposed", "B.T", "A.T"),
+                rows("h", "rows", 1),
+            ],
+        ),
+        (
+            embedding,
+            low_rank("h", "embedding", "same.A", "same.B"),
+            [low_rank("h", "embedding", "A", "other.B")],
+        ),
+        (
+            rows("e", "rows", 1),
+            rows("h", "same.rows", 1),
+            [rows("h", "rows", 2), rows("h", "other.rows", 1)],
+        ),
+        (
+            whole("e", "whole"),
+            whole("h", "same.whole"),
+            [whole("h", "other.whole"), whole("h", "short")],
+        ),
+    ]
+    for theirs, alike, others in cases:
+        assert are_changed_alike([alike], [theirs], ArrayReader(origin))
+        assert not are_changed_alike([alike, alike], [theirs], ArrayReader(origin))
+        for other in others:
+            assert not are_changed_alike([other], [theirs], ArrayReader(origin)), other

@@ -18,35 +18,22 @@ from ckptkit.adapters import merge_kernel
 from ckptkit.adapters.merge_kernel import (
     BiasUpdate,
     Factor,
+    LoraStep,
+    LowRankUpdate,
     MergeKernel,
     Rounding,
     TokenRowsUpdate,
     Update,
-    embedding_update,
-    experts_update,
-    linear_update,
-    select_expert,
+    make_low_rank,
 )
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import AdapterError, OverflowRefusedError, UnsupportedError
-from ckptkit.core.index import (
-    Chunk,
-    ChunkTable,
-    Fqn,
-    Key,
-    Record,
-    RecordTable,
-    Shape,
-    Span,
-    TensorEntry,
-    TensorIndex,
-)
+from ckptkit.core.index import Fqn, Key, Shape, Span
 from ckptkit.core.manifest import LEAF_BYTES
 from ckptkit.engine import kernels as preparing
 from ckptkit.engine.executor import ExecutionSettings, Executor
 from ckptkit.engine.kernels import CastOperand, Preparations, StoredOperand, single_threaded_blas
 from ckptkit.engine.outcome import ignore
-from ckptkit.engine.reader import Origin
 from ckptkit.engine.segment_reader import Inputs
 from ckptkit.lora.changes import NormOf
 from ckptkit.plan.plan import (
@@ -58,7 +45,7 @@ from ckptkit.plan.plan import (
     TensorSpec,
     lay_out_file,
 )
-from ckptkit.storage.overlay import MemorySource
+from tests.adapter_tensors import make_origin
 from tests.memory_target import MemoryTarget
 
 Array = NDArray[Any]
@@ -95,26 +82,6 @@ class Tensors:
     def stored(self, name: str) -> StoredOperand:
         return StoredOperand(ADAPTER, Key(name), BY_NAME[self.arrays[name].dtype.name])
 
-    def origin(self) -> Origin:
-        files = {name: array.tobytes() for name, array in self.arrays.items()}
-        source = MemorySource(files)
-        entries = {}
-        for number, (name, array) in enumerate(self.arrays.items()):
-            chunk = Chunk(Span(0, array.size), number, 0)
-            entries[Key(name)] = TensorEntry(
-                Key(name),
-                (name,),
-                Fqn(name),
-                "",
-                "model",
-                BY_NAME[array.dtype.name],
-                array.shape,
-                ChunkTable.of([chunk], array.ndim),
-            )
-        records = [Record(i, 0, len(data)) for i, data in enumerate(files.values())]
-        stats = [source.stat(path) for path in files]
-        return Origin(ADAPTER, source, TensorIndex("test", stats, RecordTable.of(records), entries))
-
 
 def tensors(base: Array | None = None) -> Tensors:
     weight = normal((ROWS, COLUMNS)) if base is None else base
@@ -131,9 +98,9 @@ def tensors(base: Array | None = None) -> Tensors:
     )
 
 
-def lora(held: Tensors, scaling: float = 0.5, *, dora: bool = False) -> Update:
+def lora(held: Tensors, scaling: float = 0.5, *, dora: bool = False) -> LowRankUpdate:
     magnitude = held.factor("magnitude") if dora else None
-    return linear_update(held.factor("a"), held.factor("b"), scaling, FLOAT32, magnitude=magnitude)
+    return make_low_rank(held.factor("a"), held.factor("b"), scaling, magnitude=magnitude)
 
 
 def merged(held: Tensors, kernel: MergeKernel, dtype: str | None = None) -> Array:
@@ -173,9 +140,7 @@ def test_a_shift_that_holds_no_number_is_refused() -> None:
     held = tensors()
     held.arrays["shift"][0] = np.nan
     with pytest.raises(AdapterError, match="NaN"):
-        merged(
-            held, MergeKernel(held.stored("bias"), (BiasUpdate(held.factor("shift"), 1, FLOAT32),))
-        )
+        merged(held, MergeKernel(held.stored("bias"), (BiasUpdate(held.factor("shift"), 1),)))
 
 
 @pytest.mark.parametrize(
@@ -189,9 +154,8 @@ def test_products_of_any_size_are_those_of_torch(rows: int, rank: int, columns: 
     if rank > merge_kernel._TERMS and not merge_kernel.mkl_has_avx512():
         pytest.skip("how many terms MKL adds up at a time was tried with AVX-512 of Intel")
     held = Tensors({"a": normal((rank, columns), 1), "b": normal((rows, rank), 2)})
-    update = linear_update(held.factor("a"), held.factor("b"), 1.0, FLOAT32)
     found = np.empty((rows, columns), np.float32)
-    merge_kernel.FactorProduct(update, held.reading, FLOAT32).rows(0, rows, found)
+    LoraStep(lora(held, 1.0), held.reading, None).delta(0, rows, found)
     expected = torch.mm(*(torch.from_numpy(held.arrays[name]) for name in "ba"))
     assert (found == expected.numpy()).all()
 
@@ -240,13 +204,15 @@ def spoiling(held: Tensors, kind: str) -> tuple[Update, ...]:
     held.arrays["a"][2, 7] = held.arrays["b"][5, 2] = 3e38
     made: dict[str, tuple[Update, ...]] = {
         "linear": (lora(held),),
-        "transposed": (linear_update(b.t, a.t, 0.5, FLOAT32, fan_in_fan_out=True),),
-        "embedding": (embedding_update(b.t, a.t, 0.5, FLOAT32),),
+        "transposed": (make_low_rank(b.t, a.t, 0.5, "transposed"),),
+        "embedding": (make_low_rank(b.t, a.t, 0.5, "embedding"),),
         "dora": (lora(held, dora=True),),
-        "columns": (embedding_update(b.t, a.t, 0.5, FLOAT32, magnitude=held.factor("per_column")),),
+        "columns": (
+            make_low_rank(b.t, a.t, 0.5, "embedding", magnitude=held.factor("per_column")),
+        ),
         "both signs": (lora(held), lora(held, -0.5)),
         "then dora": (lora(held), lora(held, dora=True)),
-        "experts": (experts_update(a, b, 0.5, FLOAT32, count=1, transposed=False),),
+        "experts": (make_low_rank(a, b, 0.5, "parameter"),),
     }
     return made[kind]
 
@@ -273,7 +239,7 @@ def test_finite_numbers_that_merge_to_none_are_refused(
 
 def test_a_bias_that_becomes_infinite_is_refused() -> None:
     held = tensors()
-    kernel = MergeKernel(held.stored("bias"), (BiasUpdate(held.factor("shift"), 1e308, FLOAT32),))
+    kernel = MergeKernel(held.stored("bias"), (BiasUpdate(held.factor("shift"), 1e308),))
     with pytest.raises(OverflowRefusedError, match="does not fit float32, where the base has"):
         merged(held, kernel)
 
@@ -328,7 +294,7 @@ def test_a_norm_too_large_for_float32_is_refused(
     update = lora(held, dora=True)
     if turned:
         held.arrays["weight"] = np.ascontiguousarray(held.arrays["weight"].T)
-        update = update.turned  # type: ignore[union-attr]  # it is a LowRank
+        update = update.turned
     kernel = MergeKernel(held.stored("weight"), (update,))
     found = r"norm of (row|column) 7 of the weight, which is infinite"
     with pytest.raises(AdapterError, match=found):
@@ -344,17 +310,13 @@ def test_a_base_of_another_kind_of_number_is_refused(dtype: str) -> None:
 
 def test_a_window_that_norms_would_need_more_of_is_refused() -> None:
     held = tensors()
-    update = linear_update(
-        held.factor("a"), held.factor("b"), 1.0, FLOAT32, magnitude=held.factor("magnitude")
-    )
+    update = lora(held, dora=True)
     assert update.window(rows=(3, 9)).magnitude is not None
     with pytest.raises(ValueError, match="norms of rows need all of the matrix"):
         update.window(columns=(0, 8))
     with pytest.raises(ValueError, match="norms of columns need all of the matrix"):
         update.turned.window(rows=(0, 8))
-    stacked = experts_update(
-        held.factor("a"), held.factor("b"), 1.0, FLOAT32, count=2, transposed=False
-    )
+    stacked = make_low_rank(held.factor("a"), held.factor("b"), 1.0, "experts", experts=2)
     with pytest.raises(ValueError, match="several experts"):
         stacked.window(rows=(0, 8))
 
@@ -365,7 +327,7 @@ def test_a_window_that_norms_would_need_more_of_is_refused() -> None:
 def executed(held: Tensors, products: Sequence[tuple[TensorSpec, Compute]], workers: int) -> bytes:
     file = lay_out_file("out", [(spec.size_bytes, body, spec) for spec, body in products])
     target = MemoryTarget()
-    inputs = Inputs({ADAPTER: held.origin()}, {})
+    inputs = Inputs({ADAPTER: make_origin(ADAPTER, held.arrays)}, {})
     plan = Plan((file,), {})
     Executor(plan, inputs, target, ExecutionSettings(workers), ignore).run()
     target.commit("out")
@@ -380,7 +342,7 @@ def test_blocks_of_a_large_tensor_agree_with_the_whole(dora: bool, turned: bool)
     update = lora(held, dora=dora)
     if turned:
         held.arrays["weight"] = np.ascontiguousarray(held.arrays["weight"].T)
-        update = update.turned  # type: ignore[union-attr]  # it is a LowRank
+        update = update.turned
     kernel = MergeKernel(held.stored("weight"), (update,))
     spec = TensorSpec(Fqn("out"), FLOAT32, held.arrays["weight"].shape)
     found = executed(held, [(spec, kernel.compute())], workers=3)
@@ -495,13 +457,11 @@ def test_an_experts_tensor_is_merged_from_a_part_of_the_shared_factors() -> None
             **{f"w{number}": normal((rows, columns), 7 + number) for number in range(count)},
         }
     )
-    whole = experts_update(
-        held.factor("a"), held.factor("b"), 2.0, FLOAT32, count=count, transposed=False
-    )
+    whole = make_low_rank(held.factor("a"), held.factor("b"), 2.0, "experts", experts=count)
     products = [
         (
             TensorSpec(Fqn(f"w{number}"), FLOAT32, (rows, columns)),
-            MergeKernel(held.stored(f"w{number}"), (select_expert(whole, number),)).compute(),
+            MergeKernel(held.stored(f"w{number}"), (whole.expert(number),)).compute(),
         )
         for number in range(count)
     ]

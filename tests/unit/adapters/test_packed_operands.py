@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from ckptkit.adapters.packed_operands import (
     CODES,
-    DerivedNestedScales,
     DerivedScales,
     EightBitWeight,
     FourBitWeight,
@@ -31,7 +30,7 @@ from ckptkit.adapters.packed_operands import (
     make_dynamic_map,
     quantize_scales,
 )
-from ckptkit.core.dtypes import BY_NAME
+from ckptkit.core.dtypes import BY_NAME, DType
 from ckptkit.core.index import Key, Span
 from ckptkit.engine.kernels import Operand, StoredOperand
 from ckptkit.lora.quantized import FourBitType
@@ -140,19 +139,16 @@ class Packed:
 
     def derived(self) -> FourBitWeight:
         """The operand by the original weight alone."""
-        maxima = DerivedScales(self.plain, self.logical, self.blocksize, self.elements)
-        if not self.nested:
-            return self.weight(maxima)
-        scales = find_block_maxima(self.memory.tensors["original"], self.logical, self.blocksize)[1]
-        return self.weight(DerivedNestedScales(maxima, float(compute_float32_mean(scales))))
+        return self.weight(DerivedScales(*self._blocks()))
 
     def again(self) -> RequantizedFourBit:
         """The operand that packs the original weight once more."""
+        return RequantizedFourBit(*self._blocks(), quant_type=self.quant_type)
+
+    def _blocks(self) -> tuple[Operand, DType, int, int, float | None]:
         scales = find_block_maxima(self.memory.tensors["original"], self.logical, self.blocksize)[1]
         offset = float(compute_float32_mean(scales)) if self.nested else None
-        return RequantizedFourBit(
-            *(self.plain, self.quant_type, self.blocksize, self.elements, self.logical, offset)
-        )
+        return self.plain, self.logical, self.blocksize, self.elements, offset
 
     def mismatches(self, quant_type: FourBitType | None = None) -> int:
         """How many elements of the original would be packed differently."""

@@ -46,7 +46,7 @@ def rows_of(
     is_own_record: bool = False,
 ) -> tuple[ModuleRow, ...]:
     settings = LoraSettings.parse({"peft_type": "LORA", "r": 2, **options})
-    adapter = Adapter("default", settings, "source", named(shapes))
+    adapter = Adapter("default", settings, named(shapes))
     return account(adapter, named(base or {}), is_own_record=is_own_record)
 
 
@@ -248,7 +248,7 @@ def test_an_alpha_that_older_versions_read_otherwise_is_told(
     options: dict[str, Any], rank: int, found: list[str]
 ) -> None:
     settings = LoraSettings.parse({"r": 2, "target_modules": ["q_proj"], **options})
-    adapter = Adapter("default", settings, "source", named(factors(Q, rank=rank)))
+    adapter = Adapter("default", settings, named(factors(Q, rank=rank)))
     notes = list(note_old_alphas(settings, account(adapter, {})))
     assert len(notes) == len(found)
     assert all(text in note for text, note in zip(found, notes, strict=True))
@@ -262,87 +262,56 @@ def test_a_factor_without_the_other_is_refused(left: str) -> None:
         rows_of({**factors(V), **shapes}, {"target_modules": ["q_proj", "v_proj"]})
 
 
-def test_a_magnitude_without_factors_is_refused() -> None:
-    with pytest.raises(AdapterError, match="without LoRA's factor A"):
-        rows_of({f"{P}{Q}.lora_magnitude_vector": (6,)}, {"target_modules": ["q_proj"]})
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({f"{P}{Q}.lora_B.weight": (6, 3)}, "rows of A have to be as many as the columns of B"),
-        ({f"{P}{Q}.lora_A.weight": (8,), f"{P}{Q}.lora_B.weight": (12,)}, "found with a B"),
-        ({f"{P}{Q}.lora_A.weight": (2, 0)}, "found with a B"),
-        ({f"{P}{Q}.lora_magnitude_vector": (5,)}, "a magnitude of shape"),
-        ({f"{P}{Q}.lora_B.bias": (5,)}, "a bias of shape"),
-        ({f"{P}{Q}.lora_magnitude_vector": (6,)}, "has not 'use_dora'"),
-        ({f"{P}{Q}.lora_B.bias": (6,)}, "has not 'lora_bias'"),
-    ],
-)
-def test_shapes_that_do_not_fit_are_refused(change: dict[str, Shape], message: str) -> None:
-    with pytest.raises(AdapterError, match=re.escape(message)):
-        rows_of({**factors(Q), **change}, {"target_modules": ["q_proj"]})
-
-
-def test_a_rank_other_than_that_of_the_configuration_is_refused() -> None:
-    with pytest.raises(AdapterError, match="against rank 16"):
-        rows_of(factors(Q), {"target_modules": ["q_proj"], "r": 16})
-
-
-@pytest.mark.parametrize("option", ["use_dora", "lora_bias"])
-def test_what_the_configuration_promises_has_to_be_there(option: str) -> None:
-    with pytest.raises(AdapterError, match=f"the configuration has '{option}'"):
-        rows_of(factors(Q), {"target_modules": ["q_proj"], option: True})
-
-
-# Configuration and tensors
-
-
-@pytest.mark.parametrize(
-    ("options", "named_in_vain"),
-    [
-        ({"target_modules": ["q_proj", "k_proj"]}, "'target_modules'"),
-        ({"target_modules": r".*\.k_proj"}, "neither 'target_modules'"),
-        ({"target_modules": ["q_proj"], "modules_to_save": ["norm"]}, "'modules_to_save'"),
-        ({"target_modules": ["q_proj"], "target_parameters": ["experts.up"]}, "target_parameters"),
-        ({"target_modules": ["q_proj"], "trainable_token_indices": [1]}, "trainable_token_indices"),
-    ],
-)
-def test_a_configuration_that_names_what_has_no_tensors_is_refused(
-    options: dict[str, Any], named_in_vain: str
-) -> None:
-    with pytest.raises(AdapterError, match=named_in_vain):
-        rows_of(factors(Q), options)
+Q_PROJ = {"target_modules": ["q_proj"]}
+NOT_NAMED = "neither 'target_modules'"
+TOKENS = f"{P}embed_tokens.token_adapter.trainable_tokens_delta"
 
 
 @pytest.mark.parametrize(
     ("more", "options", "message"),
     [
-        (factors("mlp.up"), {"target_modules": ["q_proj"]}, "neither 'target_modules'"),
+        # shapes that do not fit
+        ({f"{P}{V}.lora_magnitude_vector": (6,)}, {}, "without LoRA's factor A"),
+        ({f"{P}{Q}.lora_B.weight": (6, 3)}, {}, "rows of A have to be as many as the columns of B"),
+        (
+            {f"{P}{Q}.lora_A.weight": (8,), f"{P}{Q}.lora_B.weight": (12,)},
+            *({}, "found with a B"),
+        ),
+        ({f"{P}{Q}.lora_A.weight": (2, 0)}, {}, "found with a B"),
+        ({f"{P}{Q}.lora_magnitude_vector": (5,)}, {}, "a magnitude of shape"),
+        ({f"{P}{Q}.lora_B.bias": (5,)}, {}, "a bias of shape"),
+        # what the configuration says otherwise
+        ({f"{P}{Q}.lora_magnitude_vector": (6,)}, {}, "has not 'use_dora'"),
+        ({f"{P}{Q}.lora_B.bias": (6,)}, {}, "has not 'lora_bias'"),
+        ({}, {"r": 16}, "against rank 16"),
+        ({}, {"use_dora": True}, "the configuration has 'use_dora'"),
+        ({}, {"lora_bias": True}, "the configuration has 'lora_bias'"),
+        # what it names in vain
+        ({}, {"target_modules": ["q_proj", "k_proj"]}, "'target_modules'"),
+        ({}, {"target_modules": r".*\.k_proj"}, NOT_NAMED),
+        ({}, {"modules_to_save": ["norm"]}, "'modules_to_save'"),
+        ({}, {"target_parameters": ["experts.up"]}, "target_parameters"),
+        ({}, {"trainable_token_indices": [1]}, "trainable_token_indices"),
+        # and what it does not name
+        (factors("mlp.up"), {}, NOT_NAMED),
         (
             factors(V),
-            {"target_modules": ["q_proj", "v_proj"], "exclude_modules": ["v_proj"]},
-            "nei",
+            *({"target_modules": ["q_proj", "v_proj"], "exclude_modules": ["v_proj"]}, NOT_NAMED),
         ),
+        (factors("layers.1.q_proj"), {"layers_to_transform": [0]}, NOT_NAMED),
+        ({f"{P}norm.weight": (4,)}, {}, "'modules_to_save'"),
+        ({f"{P}norm.bias": (4,)}, {}, "'modules_to_save'"),
         (
-            factors("layers.1.q_proj"),
-            {"target_modules": ["q_proj"], "layers_to_transform": [0]},
-            "neither 'target_modules'",
-        ),
-        ({f"{P}norm.weight": (4,)}, {"target_modules": ["q_proj"]}, "'modules_to_save'"),
-        ({f"{P}norm.bias": (4,)}, {"target_modules": ["q_proj"]}, "'modules_to_save'"),
-        (
-            {f"{P}embed_tokens.token_adapter.trainable_tokens_delta": (3, 4)},
-            {"target_modules": ["q_proj"], "trainable_token_indices": [1, 2]},
-            "found 3 trained rows, expected 2",
+            {TOKENS: (3, 4)},
+            *({"trainable_token_indices": [1, 2]}, "found 3 trained rows, expected 2"),
         ),
     ],
 )
-def test_tensors_that_the_configuration_does_not_name_are_refused(
+def test_tensors_and_a_configuration_that_disagree_are_refused(
     more: dict[str, Shape], options: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(AdapterError, match=message):
-        rows_of({**factors(Q), **more}, options)
+    with pytest.raises(AdapterError, match=re.escape(message)):
+        rows_of({**factors(Q), **more}, Q_PROJ | options)
 
 
 def test_a_base_with_a_targeted_weight_that_was_not_adapted_is_refused() -> None:
@@ -352,7 +321,7 @@ def test_a_base_with_a_targeted_weight_that_was_not_adapted_is_refused() -> None
 
 
 def test_rows_of_tied_embeddings_are_there_once() -> None:
-    shapes = {f"{P}embed_tokens.token_adapter.trainable_tokens_delta": (2, 4)}
+    shapes: dict[str, Shape] = {TOKENS: (2, 4)}
     rows = {"embed_tokens": [3, 1], "lm_head": [3, 1]}
     assert len(rows_of(shapes, {"trainable_token_indices": rows})) == 1
     with pytest.raises(AdapterError, match=r"'trainable_token_indices' .* names 'lm_head'"):

@@ -31,7 +31,7 @@ SOURCE = AdapterSource(0, "adapter0", "adapter")
 def adapter(shapes: Mapping[str, Shape], **config: Any) -> Adapter:
     settings = LoraSettings.parse({"r": 2, "lora_alpha": 4, **config})
     tensors = {Fqn(f"{PEFT_PREFIX}{n}"): make_entry(n, shape) for n, shape in shapes.items()}
-    return Adapter("default", settings, "source", tensors)
+    return Adapter("default", settings, tensors)
 
 
 def lora(module: str, out: int, inside: int, rank: int = 2) -> dict[str, Shape]:
