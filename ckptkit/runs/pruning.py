@@ -159,13 +159,6 @@ class _Verdicts:
         self._protected = protected
         self.newest: dict[str, RunStep] = {}  # of each series
         self._movable: set[str] = set()  # stay, unless all together are over the limit of the size
-        self._texts: dict[Rule, str] = {
-            "newest": "the newest complete step",
-            "last": f"among the last {retention.keep_last}",
-            "every": f"every {retention.keep_every or 0:,} steps",
-            "best": f"the best {retention.keep_best}",
-            "rating": "nothing removes it",
-        }
         # The step of each series with the newest files, if its order is unknown: it may be the
         # current one, if training went back.
         self._newest_files: set[str] = set()
@@ -221,7 +214,7 @@ class _Verdicts:
                     self.newest[step.series] = step
                 elif not protection and "best" not in rules:
                     self._movable.add(step.name)
-                why = self._texts[first]
+                why = self._retention.explain(first)
                 yield PrunedStep(step, "keep", why if first == "newest" else protection or why)
             else:
                 stays = self._why_incomplete_stays(step, steps)

@@ -433,13 +433,13 @@ RETENTION = (
         "The step with the best METRIC stays. `ckptkit ls` lists the metrics.",
         "METRIC",
     ),
-)
-BEST_MODE = Option(
-    "--best-mode",
-    KEPT,
-    "Whether the smallest or the largest value is best.",
-    choices=get_args(BestMode),
-    default="min",
+    Option(
+        "--best-mode",
+        KEPT,
+        "Whether the smallest or the largest METRIC is best.",
+        choices=get_args(BestMode),
+        default="min",
+    ),
 )
 
 PRIVATE = Option(

@@ -172,10 +172,6 @@ _OPTIONS = (
         parse=options.parse_interval,
     ),
     *options.RETENTION,
-    replace(
-        options.BEST_MODE,
-        help="Whether the smallest or the largest value is best, for --best too.",
-    ),
     Option(
         "--state",
         WRITTEN,
