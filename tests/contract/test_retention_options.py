@@ -1,4 +1,4 @@
-"""A rule of retention is an option wherever a run is pruned, and reaches the process that pushes."""
+"""A rule of retention is an option wherever a run is pruned, also by the process that pushes."""
 
 from __future__ import annotations
 

@@ -224,3 +224,16 @@ def free_port() -> int:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return int(found.getsockname()[1])
+
+
+@pytest.mark.parametrize("writes", [True, False])
+def test_a_block_that_leaves_lines_out_is_edited_by_hand(
+    monkeypatch: pytest.MonkeyPatch, writes: bool
+) -> None:
+    monkeypatch.setattr(pages, "WRITES", writes)
+    whole = pages.Command("ckptkit ls run", "one\ntwo\n")
+    cut = pages.Command("ckptkit ls run", f"one\n{pages.ANYTHING}\nthree\n")
+    assert pages.is_written(whole, "one\ntwo\n") == writes
+    assert not pages.is_written(cut, "one\ntwo\nthree\n")
+    with pytest.raises(AssertionError, match="edit this block by hand"):
+        pages.is_written(cut, "one\ntwo\nfour\n")
