@@ -7,17 +7,16 @@ Those of a single command are declared beside it. Options of the API have the sa
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 from msgspec.structs import replace
 
 from ckptkit.core.errors import UsageError
 from ckptkit.name_maps.shipped import describe_map_names
 from ckptkit.options import (
-    GGUF,
     BestMode,
     Engine,
     GenerationChoice,
@@ -27,7 +26,6 @@ from ckptkit.options import (
     OutputDType,
     Resources,
     TokenizerOrigin,
-    check_choice,
     choose_dtype,
     positive_number,
 )
@@ -38,6 +36,9 @@ from ckptkit_cli._program import Argument, Option
 if TYPE_CHECKING:
     from ckptkit.adapters.merge import AdapterChoice
     from ckptkit.conversion.prepare import ConversionJob
+    from ckptkit_cli._output import Output
+
+T = TypeVar("T")
 
 READ = "What is read"
 WRITTEN = "What is written"
@@ -47,9 +48,8 @@ MACHINES = "Many machines"
 STORAGE = "Storage"
 KEPT = "Which steps stay"
 HUB = "The repository"
-COMPARED = "What is compared"
-AVERAGED = "What is averaged"
 
+MOST_LISTED = 200
 SRC = Argument(
     "src",
     "SRC",
@@ -264,24 +264,20 @@ DST_OPTION = Option(
 JSON = Option("--json", OUTPUT, "Print one JSON document.", keyword="as_json")
 QUIET = Option("--quiet", OUTPUT, "Print nothing but errors.", short="-q")
 EVENTS = Option("--events", OUTPUT, "Report progress as JSON lines on stderr, and nothing else.")
-
-
-def _parse_layout(text: str) -> str:
-    """Reads `--to`; the command itself refuses GGUF, since it knows the paths."""
-    if text.lower() == GGUF:
-        return GGUF
-    check_choice("--to", text, get_args(Layout))
-    return text
-
-
-TO = Option(
-    "--to",
-    WRITTEN,
-    "Format of the output.",
-    choices=get_args(Layout),
-    required=True,
-    parse=_parse_layout,
+ALL = Option(
+    "--all",
+    OUTPUT,
+    f"List all tensors; without it, a terminal shows the first {MOST_LISTED} of each state dict.",
 )
+
+
+def limit_list(
+    output: Output, items: Sequence[T], *, shows_all: bool
+) -> tuple[Sequence[T], list[str]]:
+    """Returns what a terminal shows of a list, and the line that says how much it leaves out."""
+    more = 0 if shows_all or output.width is None else max(len(items) - MOST_LISTED, 0)
+    return items[: len(items) - more], [f"  ... and {more:,} more ({ALL.flag})"] if more else []
+
 
 CONVERSION = (
     SRC,
@@ -483,12 +479,6 @@ def parse_interval(text: str) -> float:
         where="--interval",
         hint="pass --interval 10",
     )
-
-
-def parse_weights(text: str) -> list[float]:
-    """Reads numbers with commas between them."""
-    words = text.replace(",", " ").split()
-    return [parse_number(word, option="--weights", example="0.5,0.3,0.2") for word in words]
 
 
 def _parse_alpha(text: str) -> float:
