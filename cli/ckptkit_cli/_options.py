@@ -27,7 +27,6 @@ from ckptkit.options import (
     Resources,
     TokenizerOrigin,
     choose_dtype,
-    positive_number,
 )
 from ckptkit.storage.locations import parse_options, resolve_places
 from ckptkit_cli._program import OUTPUT as OUTPUT  # noqa: PLC0414  a group as the others below
@@ -409,20 +408,8 @@ STATE = Option(
     "--state", READ, "Directory in which a watch of RUN keeps its state, if not in RUN.", "DIR"
 )
 RETENTION = (
-    Option(
-        "--keep-last",
-        KEPT,
-        "The newest N complete steps stay.",
-        "N",
-        parse=partial(positive_number, option="--keep-last", example=3),
-    ),
-    Option(
-        "--keep-every",
-        KEPT,
-        "Steps divisible by N stay.",
-        "N",
-        parse=partial(positive_number, option="--keep-every", example=1000),
-    ),
+    Option("--keep-last", KEPT, "The newest N complete steps stay.", "N", count=3),
+    Option("--keep-every", KEPT, "Steps divisible by N stay.", "N", count=1000),
     Option(
         "--keep-best",
         KEPT,

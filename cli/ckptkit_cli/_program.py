@@ -103,6 +103,7 @@ class Option(Struct, frozen=True):
         default: Its value, as text, if it is not passed.
         parse: Turns the text, or all texts of a repeated option, into the value that the
             command's function gets.
+        count: An example, of an option whose value is a positive whole number.
         repeated: Whether it can be passed several times.
         required: Whether it has to be passed.
         hidden: Whether the help leaves it out.
@@ -117,6 +118,7 @@ class Option(Struct, frozen=True):
     choices: tuple[str, ...] = ()
     default: str | None = None
     parse: Callable[[Any], Any] | None = None
+    count: int = 0
     repeated: bool = False
     required: bool = False
     hidden: bool = False
@@ -163,6 +165,10 @@ class Option(Struct, frozen=True):
             return None
         if self.parse is not None:
             return self.parse(typed)
+        if self.count:
+            from ckptkit.options import positive_number
+
+            return positive_number(typed, option=self.flag, example=self.count)
         if self.choices:
             from ckptkit.options import check_choice
 

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from ckptkit.options import positive_number
 from ckptkit.storage.locations import Sources
 from ckptkit_cli._options import CONVERSION, READ, make_job, parse_number
 from ckptkit_cli._output import Output
@@ -31,13 +30,7 @@ _OPTIONS = (
         repeated=True,
     ),
     *(entry for entry in CONVERSION if entry.name not in _NOT_AVERAGED),
-    Option(
-        "--last",
-        READ,
-        "Average the newest K complete steps of the run SRC.",
-        "K",
-        parse=partial(positive_number, option="--last", example=5),
-    ),
+    Option("--last", READ, "Average the newest K complete steps of the run SRC.", "K", count=5),
     Option(
         "--weights",
         _AVERAGED,
