@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -15,7 +14,7 @@ from ckptkit.core.display import Displayed, Facts
 from ckptkit.core.errors import CkptkitError, OutputError, RefusedError, UsageError
 from ckptkit.core.text import counted, size_text
 from ckptkit.engine.outcome import BytesWritten, Listener, Started, ignore
-from ckptkit.runs.listing import OF_SOME_RANKS, RunListing, bytes_of, list_run
+from ckptkit.runs.listing import OF_SOME_RANKS, RunListing, list_run
 from ckptkit.runs.local_run import RunStore, open_run
 from ckptkit.runs.retention import (
     Retention,
@@ -25,7 +24,7 @@ from ckptkit.runs.retention import (
     steps_to_remove,
     unknown_metric,
 )
-from ckptkit.runs.steps import RunStep, abandoned
+from ckptkit.runs.steps import RunStep, abandoned, bytes_of, freed_bytes
 from ckptkit.storage.places import PathLike
 
 Action = Literal["keep", "remove", "failed"]
@@ -289,17 +288,11 @@ def _execute_all(
         if not dry_run:
             listener(BytesWritten(verdict.step.size_bytes))
     gone = [f for pruned in steps if pruned.action == "remove" for f in pruned.step.files]
-    names = Counter(file.inode for file in gone if file.inode)
-    freed = {  # files with other names that stay free nothing
-        file.inode or file.path: file.size_bytes
-        for file in gone
-        if not file.inode or names[file.inode] >= file.links
-    }
     return Pruned(
         location=listing.location,
         dry_run=dry_run,
         steps=tuple(steps),
-        freed_bytes=sum(freed.values()),
+        freed_bytes=freed_bytes(gone),
         cleared=cleared,
         notes=tuple(notes),
     )

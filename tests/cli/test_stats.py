@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 import ckptkit
 from ckptkit.core.errors import ChecksumError, NotFiniteError, UsageError
 from tests.command_line import run_command as run
-from tests.files import flip_bit
+from tests.files import copy_flipped
 from tests.object_store import ObjectStore
 
 ROOT = Path(__file__).parents[2]
@@ -135,12 +134,7 @@ def test_large_tensors_are_measured_alike_with_any_number_of_threads(
 
 @pytest.fixture
 def flipped(tmp_path: Path) -> Path:
-    """A checkpoint with one wrong bit in a tensor."""
-    folder = tmp_path / "flipped"
-    shutil.copytree(LLAMA, folder)
-    shard = folder / "pytorch_model_fsdp_0" / "__0_0.distcp"
-    flip_bit(shard, shard.read_bytes().index(b"PK\x05\x06") // 2)
-    return folder
+    return copy_flipped(LLAMA, tmp_path / "flipped")
 
 
 def test_a_flipped_bit_is_found_and_no_number_is_shown(flipped: Path) -> None:
