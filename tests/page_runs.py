@@ -25,6 +25,7 @@ from tests import pages
 from tests.compared_models import model_of
 from tests.hub_server import TOKEN, HubServer
 from tests.object_store import KEY, SECRET, ObjectStore
+from tests.sharded import write_sharded
 
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"
 CONFIGURATION = ("*.json", "*.jinja")
@@ -195,6 +196,11 @@ def fit_world(page: str, here: Path) -> None:
     if page == "explanation/guarantees.md":
         shutil.copytree(here / "runs/llama", here / "runs/damaged")
         flip_bit(next((here / "runs/damaged").rglob("checkpoint-300/**/__0_0.distcp")))
+    if page == "reference/deltas.md":
+        tensors = {f"layers.{layer}.weight": torch.rand(8, 6) for layer in range(3)}
+        for step in (100, 101, 102):
+            write_sharded(here / f"runs/rl/checkpoint-{step}", tensors, 2)
+            tensors = {name: tensor + (tensor > 0.9) for name, tensor in tensors.items()}
 
 
 def save_example_base(folder: Path) -> None:

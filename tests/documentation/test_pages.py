@@ -41,7 +41,7 @@ PAGES = (
 )
 SLOW_PAGES = (
     "how-to/disk-space.md",
-    *(f"reference/{name}.md" for name in ("hub", "runs", "storage")),
+    *(f"reference/{name}.md" for name in ("deltas", "hub", "runs", "storage")),
 )
 TRAINERS = (
     *("how-to/accelerate-fsdp.md", "how-to/deepspeed.md", "how-to/hub.md", "how-to/megatron.md"),
@@ -175,7 +175,6 @@ def test_each_page_with_code_is_run() -> None:
 
 BY_OTHER_TESTS = (
     "tutorial/demo.md",  # the test of the demo above
-    "reference/deltas.md",  # test_deltas_page.py
     "reference/formats.md",
     "reference/integrations.md",  # the examples have the same lines
     "reference/loading.md",  # test_live_models.py, deferred_run.py
