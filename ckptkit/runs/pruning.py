@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from msgspec import Struct
@@ -106,7 +106,6 @@ def prune_run(
     run: PathLike,
     retention: Retention,
     *,
-    protected: Collection[int] = (),
     dry_run: bool = False,
     state: PathLike | None = None,
     incomplete: bool = False,
@@ -131,7 +130,7 @@ def prune_run(
         )
     store = open_run(run)
     listing = list_run(run, state=state)
-    judge = _Verdicts(listing, retention, protected, incomplete=incomplete)
+    judge = _Verdicts(listing, retention, incomplete=incomplete)
     verdicts = judge.all()
     notes: list[str] = []
     if most_bytes is not None:
@@ -143,19 +142,11 @@ def prune_run(
 class _Verdicts:
     """Decides for each step whether it stays, and why."""
 
-    def __init__(
-        self,
-        listing: RunListing,
-        retention: Retention,
-        protected: Collection[int],
-        *,
-        incomplete: bool,
-    ) -> None:
+    def __init__(self, listing: RunListing, retention: Retention, *, incomplete: bool) -> None:
         self._listing = listing
         self._removes_incomplete = incomplete
         self._now = time.time()
         self._retention = retention
-        self._protected = protected
         self.newest: dict[str, RunStep] = {}  # of each series
         self._movable: set[str] = set()  # stay, unless all together are over the limit of the size
         # The step of each series with the newest files, if its order is unknown: it may be the
@@ -244,9 +235,7 @@ class _Verdicts:
             return "the Trainer calls it the best"
         if step.name in self._listing.tracked:
             return "training would go on from it"
-        if step.name in self._newest_files:
-            return "its files are the newest"
-        return "it was asked for" if step.step in self._protected else ""
+        return "its files are the newest" if step.name in self._newest_files else ""
 
 
 def _size_of(verdicts: Iterable[PrunedStep]) -> int:

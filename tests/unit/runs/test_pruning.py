@@ -168,11 +168,11 @@ def test_a_step_whose_push_has_begun_stays(run: Path) -> None:
     assert names(run) == ["checkpoint-600"]
 
 
-def test_the_best_of_a_trainer_and_what_is_asked_for_stay(tmp_path: Path) -> None:
+def test_the_best_of_a_trainer_stays(tmp_path: Path) -> None:
     for step in (2, 4, 6, 8):
         save_stock_step(tmp_path, step, best="checkpoint-4")
-    pruned = prune_run(tmp_path, Retention(keep_last=1), protected={6})
-    assert names(tmp_path) == ["checkpoint-4", "checkpoint-6", "checkpoint-8"]
+    pruned = prune_run(tmp_path, Retention(keep_last=1))
+    assert names(tmp_path) == ["checkpoint-4", "checkpoint-8"]
     assert reasons(pruned)[4] == ("keep", "the Trainer calls it the best")
 
 
