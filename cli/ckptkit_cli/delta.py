@@ -109,7 +109,7 @@ def create(output: Output, before: str, after: str, out: str, **values: Any) -> 
     durable, or not at all.
     """
     from ckptkit.deltas.create import DeltaRequest, create_delta, make_job
-    from ckptkit_cli._pages import manifest_json
+    from ckptkit_cli._pages import show_output
     from ckptkit_cli._progress import Progress
 
     sources, place, values = _places(before, out, values)
@@ -118,10 +118,7 @@ def create(output: Output, before: str, after: str, out: str, **values: Any) -> 
         manifest = create_delta(
             sides[0], sides[1], DeltaRequest.from_options(values), progress.listen
         )
-    progress.warn(progress.notes)
-    output.document(
-        {**manifest_json(out, manifest, progress.seconds), "notes": list(progress.notes)}
-    )
+    show_output(output, progress, out, manifest, {})
     output.lines(_creation_page(output, manifest, out, progress.seconds))
 
 
