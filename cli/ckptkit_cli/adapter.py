@@ -398,9 +398,15 @@ def from_diff(
     from ckptkit_cli._pages import show_output
     from ckptkit_cli._progress import Progress
 
-    stores = {"src_options": src_option, "dst_options": dst_option}
     with Progress(output, "adapter from-diff") as progress:
-        manifest = api.adapter_from_diff(tuned, out, **values, **stores, listener=progress.listen)
+        manifest = api.adapter_from_diff(
+            tuned,
+            out,
+            src_options=src_option,
+            dst_options=dst_option,
+            listener=progress.listen,
+            **values,
+        )
     difference = manifest.source["difference"]
     source = {k: v for k, v in manifest.source.items() if k != "difference"}
     facts = {"source": source, "difference": difference}

@@ -188,16 +188,14 @@ def _measure(
 
     A checkpoint that is damaged still gets a page, which shows the damage.
     """
-    from ckptkit.conversion.stats import run_stats
-    from ckptkit.options import ConsolidateRequest
+    from ckptkit import api
     from ckptkit_cli._progress import Progress
 
     if not any(tree.part == "model" for tree in inspection.trees):
         return None, "There are no statistics, since there is no model."
-    request = ConsolidateRequest.from_options({"map": "none", "select": select})
     with Progress(output, "stats") as progress:
         try:
-            return run_stats(source, request, also=also, listener=progress.listen), ""
+            return api.stats(source, select=select, also=also, listener=progress.listen), ""
         except InputError as error:
             output.warn(f"the page has no statistics: {error}")
             return None, f"There are no statistics: {error}"

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from ckptkit.options import ConsolidateRequest, parse_not_finite
-from ckptkit.storage.locations import Sources
+from ckptkit.options import NotFinite, parse_not_finite
 from ckptkit_cli._options import (
     ALL,
     ALSO,
@@ -72,7 +71,16 @@ _SORTS: Mapping[str, Callable[[TensorStatistics], Any]] = {
     QUIET,
     order=7,
 )
-def stats(output: Output, src: str, **values: Any) -> None:
+def stats(
+    output: Output,
+    src: str,
+    *,
+    fail_on: Sequence[NotFinite],
+    sort: str | None,
+    all: bool,  # noqa: A002
+    src_option: Mapping[str, Any],
+    **values: Any,
+) -> None:
     """Show norms, ranges, zeros, NaN and infinities.
 
         ckptkit stats runs/llama/checkpoint-500
@@ -81,28 +89,21 @@ def stats(output: Output, src: str, **values: Any) -> None:
     Norm, minimum, maximum and mean are those of the finite elements. Every tensor is read once, and
     checked against its stored checksums.
     """
-    from ckptkit.conversion.stats import run_stats
+    from ckptkit import api
     from ckptkit_cli._progress import Progress
 
     with Progress(output, "stats") as progress:
-        sources = Sources(src, values["src_option"])
-        statistics = run_stats(
-            sources.first,
-            ConsolidateRequest.from_options(values),
-            also=sources.further(values["also"]),
-            base=sources.optional(values["base"]),
-            listener=progress.listen,
-        )
+        statistics = api.stats(src, src_options=src_option, listener=progress.listen, **values)
     progress.warn(progress.notes)
-    refused = statistics.find_refusal(*values["fail_on"])
+    refused = statistics.find_refusal(*fail_on)
     # With --json, the document of the error is the one document: it has the numbers too.
     output.document(
         statistics.to_json() | ({} if refused is None else {"error": refused.to_json()})
     )
     tensors = statistics.tensors
-    if values["sort"] is not None:
-        tensors = tuple(sorted(tensors, key=_SORTS[values["sort"]]))
-    output.lines(_statistics_page(output, statistics, tensors, shows_all=values["all"]))
+    if sort is not None:
+        tensors = tuple(sorted(tensors, key=_SORTS[sort]))
+    output.lines(_statistics_page(output, statistics, tensors, shows_all=all))
     if refused is not None:
         output.fail(f"error[{refused.code}]", str(refused), refused.hint)
         exit_unless(passed=False, kind=type(refused))

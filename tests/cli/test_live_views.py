@@ -144,8 +144,8 @@ def test_an_interrupted_command_leaves_a_clean_terminal(
     tmp_path: Path, more: tuple[str, ...]
 ) -> None:
     """With `--resume`, a warning says in the middle of the end which files stay."""
-    words = ("consolidate", LLAMA, tmp_path / "out", *SLOWLY[:-1], "1KB", *more)
-    with Screen(100, *words) as screen:
+    words = (*SLOWLY[:-1], "1KB", *more)
+    with Screen(100, "consolidate", LLAMA, tmp_path / "out", *words) as screen:
         screen.wait_for("of 12 files")
         screen.interrupt()
         assert screen.finish() == 130
