@@ -7,7 +7,7 @@ Those of a single command are declared beside it. Options of the API have the sa
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
@@ -261,6 +261,9 @@ DST_OPTION = Option(
 )
 
 JSON = Option("--json", OUTPUT, "Print one JSON document.", keyword="as_json")
+JSON_LINES = replace(
+    JSON, help="Print one JSON document per event, on one line.", keyword="json_lines"
+)
 QUIET = Option("--quiet", OUTPUT, "Print nothing but errors.", short="-q")
 EVENTS = Option("--events", OUTPUT, "Report progress as JSON lines on stderr, and nothing else.")
 ALL = Option(
@@ -439,37 +442,36 @@ REVISION = Option(
 )
 
 
-def parse_number(text: str, *, option: str, example: str = "1e-3") -> float:
-    """Reads a finite number."""
+def parse_number(
+    text: str,
+    *,
+    option: str,
+    hint: str = "pass 1e-3",
+    expected: str = "a number",
+    fits: Callable[[float], bool] = math.isfinite,
+) -> float:
+    """Reads a number; a finite one, if nothing else is said."""
     try:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not math.isfinite(value):
-        raise UsageError(f"{text!r} is not a number", where=option, hint=f"pass {example}")
+    if not fits(value):
+        raise UsageError(f"{text!r} is not {expected}", where=option, hint=hint)
     return value
 
 
 _LEAST_SECONDS, _MOST_SECONDS = 0.05, 86_400.0
-
-
-def parse_interval(text: str) -> float:
-    """Reads `--interval`, in seconds."""
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if _LEAST_SECONDS <= seconds <= _MOST_SECONDS:
-        return seconds
-    raise UsageError(
-        f"{text!r} is not a number from {_LEAST_SECONDS:g} to {_MOST_SECONDS:,.0f}",
-        where="--interval",
-        hint="pass --interval 10",
-    )
+parse_interval = partial(
+    parse_number,
+    option="--interval",
+    hint="pass --interval 10",
+    expected=f"a number from {_LEAST_SECONDS:g} to {_MOST_SECONDS:,.0f}",
+    fits=lambda seconds: _LEAST_SECONDS <= seconds <= _MOST_SECONDS,
+)
 
 
 def _parse_alpha(text: str) -> float:
-    value = parse_number(text, option="--lora-alpha", example="16")
+    value = parse_number(text, option="--lora-alpha", hint="pass 16")
     if value <= 0:
         raise UsageError(
             f"{text!r} would invert the trained change, or remove it",

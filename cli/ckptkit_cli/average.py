@@ -18,7 +18,7 @@ _AVERAGED = "What is averaged"
 def _parse_weights(text: str) -> list[float]:
     """Reads numbers with commas between them."""
     words = text.replace(",", " ").split()
-    return [parse_number(word, option="--weights", example="0.5,0.3,0.2") for word in words]
+    return [parse_number(word, option="--weights", hint="pass 0.5,0.3,0.2") for word in words]
 
 
 _NOT_AVERAGED = {"src", "also", "optimizer", "delete_source"}
@@ -45,7 +45,7 @@ _OPTIONS = (
         "Average exponentially: begin with the oldest source x, and for each newer one take DECAY"
         " times the average plus (1 - DECAY) times x.",
         "DECAY",
-        parse=partial(parse_number, option="--ema", example="0.9"),
+        parse=partial(parse_number, option="--ema", hint="pass 0.9"),
     ),
     Option(
         "--take-last",

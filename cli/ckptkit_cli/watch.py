@@ -22,7 +22,7 @@ from ckptkit.core.text import counted, size_text
 from ckptkit.options import ConsolidateRequest, PushKind, Resources
 from ckptkit.storage.locations import Place, is_url, local_path, place_of
 from ckptkit_cli import _options as options
-from ckptkit_cli._options import HUB, OUTPUT, WRITTEN
+from ckptkit_cli._options import HUB, WRITTEN
 from ckptkit_cli._output import Output, Stopped, escaped, exit_with, find_stop, first_of, stamped
 from ckptkit_cli._program import Option, command, parse_values
 
@@ -182,9 +182,7 @@ _OPTIONS = (
         "VARIABLE",
         parse=_parse_variable,
     ),
-    Option(
-        "--json", OUTPUT, "Print one JSON document per event, on one line.", keyword="json_lines"
-    ),
+    options.JSON_LINES,
     options.QUIET,
 )
 
