@@ -621,7 +621,9 @@ def prune(
 
     size = max_total_size
     total = None if size is None else parse_total(size, option="--max-total-size")
-    retention = Retention(keep_last, keep_every, keep_best, best_mode)
+    retention = Retention(
+        keep_last=keep_last, keep_every=keep_every, keep_best=keep_best, best_mode=best_mode
+    )
     with report_to("prune", {"listener": listener, "progress": progress}) as listen:
         return prune_run(
             run,

@@ -40,6 +40,14 @@ def flip_bit(path: Path, at: int, mask: int = 1) -> None:
         file.write(bytes([byte ^ mask]))
 
 
+def copy_flipped(checkpoint: Path, to: Path) -> Path:
+    """Copies a step of accelerate's FSDP2, with one wrong bit in the data of a model tensor."""
+    shutil.copytree(checkpoint, to)
+    shard = to / "pytorch_model_fsdp_0" / "__0_0.distcp"
+    flip_bit(shard, shard.read_bytes().index(b"PK\x05\x06") // 2)
+    return to
+
+
 def wait_until(holds: Callable[[], object], seconds: float = 60.0) -> None:
     end = time.monotonic() + seconds
     while not holds():

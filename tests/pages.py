@@ -20,8 +20,6 @@ from tests.command_line import run_command
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 WRITES = bool(os.environ.get("CKPTKIT_WRITE_PAGES"))
-TO_WRITE = "OUTPUT"
-"""What a page that is being written has in the place of an output."""
 ANYTHING = "…"
 """A line of this stands for any lines."""
 _BLOCK = re.compile(r"^```(\w+)(?: title=\"([^\"]+)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -105,14 +103,28 @@ def differs(shown: str, expected: str, tolerance: float = 0.02) -> str:
     )
 
 
+def is_written(command: Command, shown: str) -> bool:
+    """Returns whether what a command shows is written into the page; else it must fit the page."""
+    by_hand = f"{ANYTHING}\n" in command.output
+    if WRITES and not by_hand:
+        return True
+    found = differs(shown, command.output)
+    how = "CKPTKIT_WRITE_PAGES=1 pytest tests/documentation writes what commands show now:"
+    if by_hand:
+        how = f"edit this block by hand, since its '{ANYTHING}' stands for lines of your choice:"
+    assert not found, f"{how}\n{found}"
+    return False
+
+
 def write_outputs(page: Path, block: Block, outputs: Mapping[str, str]) -> None:
     parts = []
     for command in re.split(r"^(?=\$ )", block.text, flags=re.MULTILINE):
         found = re.match(r"\$ (?:.*\\\n)*.*\n", command)
         line = re.sub(r"\\\n\s*", "", found.group()[2:-1]) if found else ""
-        has_output = bool(found and command[found.end() :])
-        writes = has_output and ANYTHING not in command and line in outputs
-        parts.append(found.group() + outputs[line] if found and writes else command)
+        has_output = found and command[found.end() :]
+        parts.append(
+            found.group() + outputs[line] if found and has_output and line in outputs else command
+        )
     text = page.read_text(encoding="utf-8")
     assert block.text in text
     page.write_text(text.replace(block.text, "".join(parts), 1), encoding="utf-8")

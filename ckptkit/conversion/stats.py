@@ -90,6 +90,11 @@ class TensorStatistics(Struct, frozen=True):
         return plain
 
 
+_ABOUT = {"name", "dtype", "shape", "elements", "parameters", "label", "role"}
+STATISTICS = tuple(name for name in TensorStatistics.__struct_fields__ if name not in _ABOUT)
+"""What is measured: the columns of `ckptkit stats`, and of the page of a checkpoint."""
+
+
 class Statistics(Displayed, Struct, frozen=True):
     """What `ckptkit stats` found.
 
@@ -221,13 +226,7 @@ def run_stats(
                     dtype=entry.dtype.name,
                     shape=entry.shape,
                     elements=measured[name].elements,
-                    norm=finite(measured[name].norm),
-                    minimum=measured[name].minimum,
-                    maximum=measured[name].maximum,
-                    mean=measured[name].mean,
-                    zeros=measured[name].zeros,
-                    nan=measured[name].nan,
-                    infinite=measured[name].infinite,
+                    **_numbers(measured[name]),
                     parameters=stored[name].parameters if name in stored else 0,
                     label=stored[name].label if name in stored else "",
                     role=roles.get(name, ""),
@@ -237,6 +236,11 @@ def run_stats(
             norm=finite(whole.norm),
             norms={role: finite(combine(own).norm) for role, own in by_role.items() if own},
         )
+
+
+def _numbers(measures: Measures) -> dict[str, Any]:
+    numbers = {name: getattr(measures, name) for name in STATISTICS}
+    return numbers | {"norm": finite(measures.norm)}
 
 
 def _measure(

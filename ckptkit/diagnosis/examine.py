@@ -39,9 +39,9 @@ from ckptkit.diagnosis.machine import (
 )
 from ckptkit.diagnosis.place import DiskFacts, examine_store, gather_disk, judge_disk, store_problem
 from ckptkit.runs.find_run import find_run
-from ckptkit.runs.listing import RunListing, bytes_of, list_run
+from ckptkit.runs.listing import RunListing, list_run
 from ckptkit.runs.retention import trainer_state
-from ckptkit.runs.steps import RunStep
+from ckptkit.runs.steps import RunStep, bytes_of
 from ckptkit.storage.locations import PathLike, Place, is_url, local_path, place_of
 from ckptkit.storage.places import open_source
 

@@ -43,11 +43,11 @@ class MachineFacts(Struct, frozen=True):
     accelerators: int = 0  # devices of NVIDIA or AMD
 
 
-def gather_machine(shared_memory: Path = _SHARED_MEMORY) -> MachineFacts:
+def gather_machine() -> MachineFacts:
     """Looks at this machine, and at the limits of this process."""
     shared = free_shared = None
     with suppress(OSError, AttributeError):  # there is no statvfs on Windows
-        status = os.statvfs(shared_memory)
+        status = os.statvfs(_SHARED_MEMORY)
         shared, free_shared = status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
     open_files, most_open_files = _limit("RLIMIT_NOFILE")
     is_root = hasattr(os, "geteuid") and os.geteuid() == 0
@@ -313,10 +313,10 @@ LOOKED_UP = (
 )
 
 
-def installed_versions(packages: tuple[str, ...] = LOOKED_UP) -> dict[str, str]:
+def installed_versions() -> dict[str, str]:
     """Returns the versions of packages that are installed here; none of them is imported."""
     found = {}
-    for package in packages:
+    for package in LOOKED_UP:
         try:
             found[package] = version(package)
         except PackageNotFoundError:

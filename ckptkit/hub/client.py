@@ -223,42 +223,42 @@ class Hub:
         self._was_reached = True
         return result
 
+    def _request(self, method: str, url: str, *accepted: int, **more: Any) -> Any:
+        """Returns the answer to a request that the client has no method for."""
+        from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
+
+        headers: dict[str, str] = build_hf_headers(
+            token=self.token or False, library_name="ckptkit", library_version=__version__
+        )
+
+        def send() -> Any:
+            response = get_session().request(method, url, headers=headers, **more)
+            if response.status_code not in accepted:
+                hf_raise_for_status(response)
+            return response
+
+        return self.call(send)
+
     def read(self, path: str, revision: str) -> bytes:
         """Returns the content of a small file."""
-        from huggingface_hub.utils import get_session, hf_raise_for_status
-
         url = f"{self.url}/resolve/{quote(revision, safe='')}/{quote(path)}"
-
-        def get() -> bytes:
-            response = get_session().get(url, headers=self._headers())
-            hf_raise_for_status(response)
-            return bytes(response.content)
-
-        return self.call(get)
+        return bytes(self._request("GET", url).content)
 
     def check_card(self, text: str) -> None:
         """Lets the Hub validate a card's metadata, which the client does after an upload only."""
-        from huggingface_hub.utils import get_session, hf_raise_for_status
-
-        def post() -> list[str]:
-            response = get_session().post(
-                f"{self.api.endpoint}/api/validate-yaml",
-                json={"content": text, "repoType": "model"},
-                headers=self._headers(),
-            )
-            if response.status_code != _BAD_REQUEST:
-                hf_raise_for_status(response)
-                return []
-            said = response.json()
-            return [str(e.get("message")) for e in said.get("errors", ())] or [str(said)]
-
-        for message in self.call(post):
-            said = redact_secrets(message, [self.token or ""])[:_SHOWN]
-            raise HubError(
-                f"the Hub refuses the metadata of README.md: {said}",
-                where=self.repo_id,
-                hint="correct the lines between the two '---' at its top",
-            )
+        url = f"{self.api.endpoint}/api/validate-yaml"
+        asked = {"content": text, "repoType": "model"}
+        response = self._request("POST", url, _BAD_REQUEST, json=asked)
+        if response.status_code != _BAD_REQUEST:
+            return
+        said = self.call(response.json)
+        messages = [str(error.get("message")) for error in said.get("errors", ())] or [str(said)]
+        raise HubError(
+            "the Hub refuses the metadata of README.md:"
+            f" {redact_secrets(messages[0], [self.token or ''])[:_SHOWN]}",
+            where=self.repo_id,
+            hint="correct the lines between the two '---' at its top",
+        )
 
     def forgo_absent_xet(self, revision: str, *, create_pr: bool) -> None:
         """Lets the client upload without Xet, which it takes for granted, where a mirror has none.
@@ -266,27 +266,13 @@ class Hub:
         It does so until `quiet_client` ends.
         """
         from huggingface_hub import constants
-        from huggingface_hub.utils import get_session, hf_raise_for_status
 
         target = "None?create_pr=1" if create_pr else quote(revision, safe="")
         url = f"{self.api.endpoint}/api/models/{self.repo_id}/xet-write-token/{target}"
-
-        def ask() -> bool:
-            response = get_session().get(url, headers=self._headers())
-            if response.status_code != NOT_FOUND:
-                hf_raise_for_status(response)
-            return bool(response.status_code == NOT_FOUND)
-
-        if not getattr(constants, _NO_XET, True) and self.call(ask):
+        if getattr(constants, _NO_XET, True):
+            return
+        if self._request("GET", url, NOT_FOUND).status_code == NOT_FOUND:
             setattr(constants, _NO_XET, True)
-
-    def _headers(self) -> dict[str, str]:
-        from huggingface_hub.utils import build_hf_headers
-
-        headers: dict[str, str] = build_hf_headers(
-            token=self.token or False, library_name="ckptkit", library_version=__version__
-        )
-        return headers
 
     def translate_error(self, error: Exception) -> CkptkitError:
         """Returns an error of the client as an error of ckptkit, without secrets."""

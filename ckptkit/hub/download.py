@@ -262,14 +262,9 @@ def pull(
         sizes = {path: int(file.size) for path, file in remote.items()}
         partial.prepare(sizes)
         listen(Started(sum(sizes.values()), tuple(sizes.items())))
-        download = _Download(hub, commit, remote, partial.files, listen)
-        manifest = None
-        if MANIFEST_NAME in remote:  # first, since it has the digests of the others
-            download.fetch([MANIFEST_NAME], None)
-            with LocalSource(partial.files) as source:
-                manifest = read_manifest(source)
-        download.fetch([path for path in remote if path != MANIFEST_NAME], manifest)
-        notes = [] if manifest is None else download.check_whole(manifest)
+        manifest = _fetch_all(hub, commit, remote, partial.files, listen)
+        place = f"{hub.repo_id}@{commit[:10]}"
+        notes = [] if manifest is None else _check_whole(partial.files, manifest, place)
         partial.commit()
         listen(OutputCommitted(os.fspath(folder)))
     return Pulled(
@@ -283,78 +278,79 @@ def pull(
     )
 
 
-class _Download:
-    """Fetches files of a commit into a folder, and compares them with the Hub and the manifest."""
+def _fetch_all(
+    hub: Hub, commit: str, remote: Mapping[str, Any], folder: Path, listener: Listener
+) -> Manifest | None:
+    """Fetches files into a folder, and compares them with the Hub's hashes and the manifest."""
 
-    def __init__(
-        self, hub: Hub, commit: str, remote: Mapping[str, Any], folder: Path, listener: Listener
-    ) -> None:
-        self._hub = hub
-        self._commit = commit
-        self._remote = remote
-        self._folder = folder
-        self._listener = listener
-
-    def fetch(self, paths: Sequence[str], manifest: Manifest | None) -> None:
-        """Downloads files one after another, and checks the earlier ones meanwhile."""
-        # `snapshot_download` would call the client from threads that no signal stops.
-        with ThreadPoolExecutor(_CHECKS_AT_ONCE, thread_name_prefix="pull") as pool:
-            checks = {}
-            for path in paths:
-                self._fetch_file(path, again=False)
-                checks[path] = pool.submit(self._check, path, manifest)
-            for path, check in checks.items():
-                try:
-                    check.result()
-                except CkptkitError:  # an earlier pull, or the disk, damaged the file
-                    self._fetch_file(path, again=True)
-                    self._check(path, manifest)
-
-    def _fetch_file(self, path: str, *, again: bool) -> None:
-        self._hub.call(
-            self._hub.api.hf_hub_download,
-            self._hub.repo_id,
+    def fetch(path: str, *, again: bool = False) -> None:
+        hub.call(
+            hub.api.hf_hub_download,
+            hub.repo_id,
             path,
-            revision=self._commit,
-            local_dir=str(self._folder),
+            revision=commit,
+            local_dir=str(folder),
             force_download=again,
         )
 
-    def _check(self, path: str, manifest: Manifest | None) -> None:
-        lfs, blob_id = self._remote[path].lfs, self._remote[path].blob_id
-        with LocalSource(self._folder) as source:
+    def check(path: str, manifest: Manifest | None) -> None:
+        lfs, blob_id = remote[path].lfs, remote[path].blob_id
+        with LocalSource(folder) as source:
             in_order = manifest is None or manifest.kind != _TORCH
             is_weights = path.endswith(".safetensors") and in_order
             size = source.stat(path).size_bytes
             file = large_file(source, path, manifest) if is_weights else LargeFile(path, size, ())
             whole = hashlib.sha256() if lfs else git_hash(size)
             read_checked(source, file, ignore, whole.update)
-        self._listener(BytesWritten(size, path))
+        listener(BytesWritten(size, path))
         if whole.hexdigest() != (lfs.sha256 if lfs else blob_id):
             raise VerificationError(
                 f"{path} has another hash here than on the Hub",
-                where=f"{self._hub.repo_id}@{self._commit[:10]}",
+                where=f"{hub.repo_id}@{commit[:10]}",
                 hint="run it again; if it happens again, check the network and the disk",
             )
 
-    def check_whole(self, manifest: Manifest) -> list[str]:
-        """Checks all files together; returns notes on side files that were edited on the Hub."""
-        with LocalSource(self._folder) as source:
-            missing = [p for p in file_problems(source, "", manifest) if p.where.endswith(_WEIGHTS)]
-        if manifest.kind == _TORCH:
-            report = run_verification(self._folder, select=ITSELF)
-            missing += [problem for problem in report.problems if "tensor" in problem.where]
-        for problem in missing:
-            raise VerificationError(
-                problem.message,
-                where=f"{self._hub.repo_id}@{self._commit[:10]}: {problem.where}",
-                hint="the repository was changed after it was pushed; push the model again",
-            )
-        notes = []
-        for path, record in sorted(manifest.files.items()):
-            file = self._folder / path
-            if record.digest.startswith(DIGEST_SCHEME) and not (
-                file.is_file() and digest_of(memoryview(file.read_bytes())) == record.digest
-            ):
-                notes.append(f"{path} was changed on the Hub after it was pushed")
-        return notes
+    def fetch_and_check(paths: Sequence[str], manifest: Manifest | None) -> None:
+        # `snapshot_download` would call the client from threads that no signal stops.
+        with ThreadPoolExecutor(_CHECKS_AT_ONCE, thread_name_prefix="pull") as pool:
+            checks = {}
+            for path in paths:
+                fetch(path)
+                checks[path] = pool.submit(check, path, manifest)
+            for path, checked in checks.items():
+                try:
+                    checked.result()
+                except CkptkitError:  # an earlier pull, or the disk, damaged the file
+                    fetch(path, again=True)
+                    check(path, manifest)
+
+    manifest = None
+    if MANIFEST_NAME in remote:  # first, since it has the digests of the others
+        fetch_and_check([MANIFEST_NAME], None)
+        with LocalSource(folder) as source:
+            manifest = read_manifest(source)
+    fetch_and_check([path for path in remote if path != MANIFEST_NAME], manifest)
+    return manifest
+
+
+def _check_whole(folder: Path, manifest: Manifest, place: str) -> list[str]:
+    """Checks all files together; returns notes on side files that were edited on the Hub."""
+    with LocalSource(folder) as source:
+        missing = [p for p in file_problems(source, "", manifest) if p.where.endswith(_WEIGHTS)]
+    if manifest.kind == _TORCH:
+        report = run_verification(folder, select=ITSELF)
+        missing += [problem for problem in report.problems if "tensor" in problem.where]
+    for problem in missing:
+        raise VerificationError(
+            problem.message,
+            where=f"{place}: {problem.where}",
+            hint="the repository was changed after it was pushed; push the model again",
+        )
+    notes = []
+    for path, record in sorted(manifest.files.items()):
+        file = folder / path
+        if record.digest.startswith(DIGEST_SCHEME) and not (
+            file.is_file() and digest_of(memoryview(file.read_bytes())) == record.digest
+        ):
+            notes.append(f"{path} was changed on the Hub after it was pushed")
+    return notes

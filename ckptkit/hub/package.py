@@ -115,46 +115,45 @@ def choose_files(
 
     With `code`, Python files are, too; with `optimizer`, its states and those of random numbers.
     """
-    files: list[str] = []
-    skipped: list[Skipped] = []
-    for path in sorted(paths):
-        reason = _reason(path, code=code, optimizer=optimizer)
-        reason = "" if consumer.has_companion(path) else reason
-        wanted = any(fnmatchcase(path, pattern) for pattern in include)
-        if posixpath.basename(path) == NEVER:
-            skipped.append(Skipped(path, "it can hold the token that training used"))
-        elif reason and not wanted:
-            skipped.append(Skipped(path, reason))
-        else:
-            files.append(path)
-    return files, skipped
+    reasons = {
+        path: "" if consumer.has_companion(path) else _reason(path, code=code, optimizer=optimizer)
+        for path in paths
+    }
+    return _divide(reasons, include)
 
 
 def choose_step_files(
     paths: Iterable[str], recorded: Collection[str], include: Sequence[str] = ()
 ) -> tuple[list[str], list[Skipped]]:
     """Decides which files of a step are pushed with it."""
-    all_paths = sorted(paths)
-    is_snapshot = _SNAPSHOT in all_paths
-    is_nanotron = any(posixpath.basename(path) == _NANOTRON for path in all_paths)
-    files: list[str] = []
-    skipped: list[Skipped] = []
-    for path in all_paths:
+    paths = list(paths)
+    is_snapshot = _SNAPSHOT in paths
+    is_nanotron = any(posixpath.basename(path) == _NANOTRON for path in paths)
+    reasons = {}
+    for path in paths:
         name = posixpath.basename(path)
-        wanted = any(fnmatchcase(path, pattern) for pattern in include)
+        is_recorded = path in recorded or path.startswith(f"{SIDE_FOLDER}/")
         belongs = (
             _is_of_step(path, name)
             or (is_snapshot and _OF_SNAPSHOT.fullmatch(path))
             or (is_nanotron and _OF_NANOTRON.fullmatch(name))
+            or (is_recorded and _DATA.fullmatch(name))
         )
-        if path in recorded or path.startswith(f"{SIDE_FOLDER}/"):
-            belongs = belongs or _DATA.fullmatch(name)
-        if name == NEVER:
+        reasons[path] = "" if belongs else "not a known file of a step"
+    return _divide(reasons, include)
+
+
+def _divide(reasons: Mapping[str, str], include: Sequence[str]) -> tuple[list[str], list[Skipped]]:
+    """Returns the files to push, and those that are not for a reason, unless they are asked for."""
+    files: list[str] = []
+    skipped: list[Skipped] = []
+    for path, reason in sorted(reasons.items()):
+        if posixpath.basename(path) == NEVER:
             skipped.append(Skipped(path, "it can hold the token that training used"))
-        elif belongs or wanted:
-            files.append(path)
+        elif reason and not any(fnmatchcase(path, pattern) for pattern in include):
+            skipped.append(Skipped(path, reason))
         else:
-            skipped.append(Skipped(path, "not a known file of a step"))
+            files.append(path)
     return files, skipped
 
 

@@ -325,12 +325,14 @@ def _measure(
     inspection: Inspection, order: Sequence[int], statistics: Statistics
 ) -> dict[str, list[Any]]:
     """Returns the numbers of the tensors of the model; None for all others."""
+    from ckptkit.conversion.stats import STATISTICS  # imported already where there are numbers
+
     by_name = {tensor.name: tensor for tensor in statistics.tensors}
     lines = [inspection.tensors[number] for number in order]
     found = [by_name.get(line.name) if line.part == "model" else None for line in lines]
-    columns = ("norm", "minimum", "maximum", "mean", "zeros", "nan", "infinite")
     return {
-        name: [None if t is None else rounded(getattr(t, name)) for t in found] for name in columns
+        name: [None if t is None else rounded(getattr(t, name)) for t in found]
+        for name in STATISTICS
     }
 
 

@@ -34,6 +34,7 @@ from ckptkit.runs.steps import (
     RunStep,
     StoredFile,
     abandoned,
+    bytes_of,
     parse_metrics,
     series_of,
     step_of_manifest,
@@ -103,12 +104,6 @@ class RunListing(Displayed, Struct, frozen=True):
             "notes": list(self.notes),
             "watch": None if self.watch is None else self.watch.to_json(),
         }
-
-
-def bytes_of(files: Iterable[StoredFile]) -> int:
-    """Returns the size of files together; one with several names counts once."""
-    sizes = {file.inode or file.path: file.size_bytes for file in files}
-    return sum(sizes.values())
 
 
 def list_run(run: PathLike, *, state: PathLike | None = None) -> RunListing:

@@ -24,7 +24,6 @@ from ckptkit.runs.steps import StoredFile
 from ckptkit.storage.base import Source
 from ckptkit.storage.local.disk import LOCAL_DISK
 from ckptkit.storage.local.durable import TRASH, new_hidden_path, remove_tree
-from ckptkit.storage.local.source import LocalSource
 from ckptkit.storage.locations import WORK_INFIX, is_work_folder
 from ckptkit.storage.places import PathLike, Place, is_url, local_path, place_of
 
@@ -236,21 +235,6 @@ def hold_candidates(folders: Sequence[Source], candidates: Sequence[Candidate]) 
 def hold_source(source: Source) -> FileLocks:
     """Marks the checkpoints of a source as being read until the mark is closed."""
     return hold_candidates([source], find_candidates(source))
-
-
-@contextmanager
-def hold_step(step: PathLike) -> Iterator[None]:
-    """Protects a step of a run from pruning while a block of code runs."""
-    if is_url(step):
-        with _held_at_store(place_of(step)):
-            yield
-        return
-    path = local_path(step)
-    folder, name = (path.parent, path.name) if path.is_file() else (path, None)
-    with LocalSource(folder) as source:
-        own = [c for c in find_candidates(source) if name is None or name in c.files]
-        with hold_candidates([source], own):
-            yield
 
 
 @contextmanager

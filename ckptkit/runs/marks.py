@@ -17,11 +17,11 @@ import re
 import secrets
 import socket
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
-from msgspec import Struct
+from msgspec import MsgspecError, Struct
+from msgspec.json import decode
 
 from ckptkit.core.errors import MissingFileError, RefusedError
 from ckptkit.core.manifest import MANIFEST_NAME
@@ -53,7 +53,7 @@ class Owner(Struct, frozen=True):
     pid: int = 0
 
     def __str__(self) -> str:
-        return f"process {self.pid} on {self.host}" if self.host else "an unknown process"
+        return f"process {self.pid} on {self.host:.100}" if self.host else "an unknown process"
 
 
 class RunLock:
@@ -191,11 +191,10 @@ def _owner(path: Path) -> Owner:
     try:
         file = LOCAL_DISK.open_for_reading(path)  # whatever is there, the job must not wait for it
         try:
-            document: Mapping[str, Any] = json.loads(file.read_bytes(0, _MOST_BYTES))
+            return decode(file.read_bytes(0, _MOST_BYTES), type=Owner)
         finally:
             file.close()
-        return Owner(str(document["host"])[:100], int(document["pid"]))
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+    except (OSError, MsgspecError, RecursionError):
         return Owner()
 
 

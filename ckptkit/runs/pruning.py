@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from msgspec import Struct
@@ -15,7 +14,7 @@ from ckptkit.core.display import Displayed, Facts
 from ckptkit.core.errors import CkptkitError, OutputError, RefusedError, UsageError
 from ckptkit.core.text import counted, size_text
 from ckptkit.engine.outcome import BytesWritten, Listener, Started, ignore
-from ckptkit.runs.listing import OF_SOME_RANKS, RunListing, bytes_of, list_run
+from ckptkit.runs.listing import OF_SOME_RANKS, RunListing, list_run
 from ckptkit.runs.local_run import RunStore, open_run
 from ckptkit.runs.retention import (
     Retention,
@@ -25,7 +24,7 @@ from ckptkit.runs.retention import (
     steps_to_remove,
     unknown_metric,
 )
-from ckptkit.runs.steps import RunStep, abandoned
+from ckptkit.runs.steps import RunStep, abandoned, bytes_of, freed_bytes
 from ckptkit.storage.places import PathLike
 
 Action = Literal["keep", "remove", "failed"]
@@ -107,7 +106,6 @@ def prune_run(
     run: PathLike,
     retention: Retention,
     *,
-    protected: Collection[int] = (),
     dry_run: bool = False,
     state: PathLike | None = None,
     incomplete: bool = False,
@@ -132,7 +130,7 @@ def prune_run(
         )
     store = open_run(run)
     listing = list_run(run, state=state)
-    judge = _Verdicts(listing, retention, protected, incomplete=incomplete)
+    judge = _Verdicts(listing, retention, incomplete=incomplete)
     verdicts = judge.all()
     notes: list[str] = []
     if most_bytes is not None:
@@ -144,28 +142,13 @@ def prune_run(
 class _Verdicts:
     """Decides for each step whether it stays, and why."""
 
-    def __init__(
-        self,
-        listing: RunListing,
-        retention: Retention,
-        protected: Collection[int],
-        *,
-        incomplete: bool,
-    ) -> None:
+    def __init__(self, listing: RunListing, retention: Retention, *, incomplete: bool) -> None:
         self._listing = listing
         self._removes_incomplete = incomplete
         self._now = time.time()
         self._retention = retention
-        self._protected = protected
         self.newest: dict[str, RunStep] = {}  # of each series
         self._movable: set[str] = set()  # stay, unless all together are over the limit of the size
-        self._texts: dict[Rule, str] = {
-            "newest": "the newest complete step",
-            "last": f"among the last {retention.keep_last}",
-            "every": f"every {retention.keep_every or 0:,} steps",
-            "best": f"the best {retention.keep_best}",
-            "rating": "nothing removes it",
-        }
         # The step of each series with the newest files, if its order is unknown: it may be the
         # current one, if training went back.
         self._newest_files: set[str] = set()
@@ -221,7 +204,7 @@ class _Verdicts:
                     self.newest[step.series] = step
                 elif not protection and "best" not in rules:
                     self._movable.add(step.name)
-                why = self._texts[first]
+                why = self._retention.explain(first)
                 yield PrunedStep(step, "keep", why if first == "newest" else protection or why)
             else:
                 stays = self._why_incomplete_stays(step, steps)
@@ -252,9 +235,7 @@ class _Verdicts:
             return "the Trainer calls it the best"
         if step.name in self._listing.tracked:
             return "training would go on from it"
-        if step.name in self._newest_files:
-            return "its files are the newest"
-        return "it was asked for" if step.step in self._protected else ""
+        return "its files are the newest" if step.name in self._newest_files else ""
 
 
 def _size_of(verdicts: Iterable[PrunedStep]) -> int:
@@ -296,17 +277,11 @@ def _execute_all(
         if not dry_run:
             listener(BytesWritten(verdict.step.size_bytes))
     gone = [f for pruned in steps if pruned.action == "remove" for f in pruned.step.files]
-    names = Counter(file.inode for file in gone if file.inode)
-    freed = {  # files with other names that stay free nothing
-        file.inode or file.path: file.size_bytes
-        for file in gone
-        if not file.inode or names[file.inode] >= file.links
-    }
     return Pruned(
         location=listing.location,
         dry_run=dry_run,
         steps=tuple(steps),
-        freed_bytes=sum(freed.values()),
+        freed_bytes=freed_bytes(gone),
         cleared=cleared,
         notes=tuple(notes),
     )

@@ -18,9 +18,10 @@ import socket
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-from msgspec import Struct, field
+from msgspec import MsgspecError, Struct, field
+from msgspec.json import decode
 
 from ckptkit.core.display import plain_fields
 from ckptkit.core.errors import FormatError, NoSpaceError, OutputError, RefusedError
@@ -93,6 +94,10 @@ class WatchStatus(Struct, frozen=True):
         return {**plain_fields(self), "waiting": list(self.waiting), "failed": failed}
 
 
+class _StatusFile(WatchStatus, frozen=True, kw_only=True):
+    ckptkit_watch: Literal[1]
+
+
 def write_status(state: Path, status: WatchStatus) -> None:
     """Replaces the status of the last watch; a disk that takes none is left alone."""
     data = json.dumps({"ckptkit_watch": _VERSION} | status.to_json(), indent=1).encode()
@@ -105,14 +110,16 @@ def read_status(state: Path) -> WatchStatus:
     """Returns the status of the last watch; an empty one where there is none, or a damaged one."""
     try:
         with (state / _STATUS).open("rb") as file:
-            document = json.loads(file.read(_MOST_BYTES))
-        if document["ckptkit_watch"] != _VERSION:  # it only speeds up and explains
-            return WatchStatus()
-        failed = {int(step): str(why) for step, why in document["failed"].items()}
-        waiting = tuple(int(step) for step in document["waiting"])
-        return WatchStatus(str(document["repo_id"]), waiting, failed, str(document["problem"]))
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+            found = decode(file.read(_MOST_BYTES), type=_StatusFile)
+    except (OSError, MsgspecError, RecursionError):  # it only speeds up and explains
         return WatchStatus()
+    return WatchStatus(found.repo_id, found.waiting, found.failed, found.problem)
+
+
+class _JournalFile(Struct, frozen=True):
+    ckptkit_pushes: Literal[1]
+    run: str
+    steps: dict[int, StepPush]
 
 
 class PushJournal:
@@ -292,21 +299,15 @@ def _read(path: Path) -> tuple[str, dict[int, StepPush]]:
 def parse_journal(data: bytes, *, where: str) -> tuple[str, dict[int, StepPush]]:
     """Returns the identity of the run, and its pushes by their steps."""
     try:
-        return _checked(json.loads(data))
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        found = decode(data, type=_JournalFile)
+    except (MsgspecError, RecursionError) as error:
         raise FormatError(f"is no journal: {error!r:.200}", where=where) from error
-
-
-def _checked(document: Any) -> tuple[str, dict[int, StepPush]]:
-    if document["ckptkit_pushes"] != _VERSION:
-        raise ValueError(f"version {document['ckptkit_pushes']!r} was found against {_VERSION}")
-    pushes: dict[int, StepPush] = {}
-    for step, entry in document["steps"].items():
-        push = StepPush(**entry)
-        if push.step != int(step) or push.state not in get_args(PushState):
-            raise ValueError(f"the entry of step {step} is of step {push.step}, {push.state!r}")
-        pushes[push.step] = push
-    return str(document["run"]), pushes
+    for step, push in found.steps.items():
+        if push.step != step:
+            raise FormatError(
+                f"is no journal: the entry of step {step} is of step {push.step}", where=where
+            )
+    return found.run, found.steps
 
 
 def _unwritable(path: Path, error: OSError) -> OutputError | NoSpaceError:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 from msgspec import Struct
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from ckptkit.core.errors import CkptkitError, RefusedError, UsageError
 from ckptkit.options import BestMode as BestMode  # noqa: PLC0414  part of a retention
@@ -23,21 +23,20 @@ from ckptkit.storage.base import Source, is_there
 Rule = Literal["newest", "last", "every", "best", "rating"]
 """Why a step stays; `rating` is for a step by which an abandoned one is known to be abandoned."""
 
-RETENTION_OPTIONS = ("keep_last", "keep_every", "keep_best", "best_mode")
-"""The rules that users state, as options of training, of commands and of Python calls."""
 
+class Retention(Struct, frozen=True, kw_only=True):
+    """Which steps stay: those that any rule keeps, and all if there is no rule.
 
-class Retention(Struct, frozen=True):
-    """Which steps stay: those that any rule keeps, and all if there is no rule."""
+    Each field is an option of training, of `ckptkit.prune`, and of the commands that prune.
+    """
 
     keep_last: int | None = None  # how many of the newest stay, not counting abandoned ones
     keep_every: int | None = None  # steps divisible by this stay
     keep_best: str | None = None  # the metric by which the best ones stay
     best_mode: BestMode = "min"  # whether the smallest or the largest value is best
-    best_count: int = 1  # how many of the best stay
 
     def __post_init__(self) -> None:
-        for name in ("keep_last", "keep_every", "best_count"):
+        for name in ("keep_last", "keep_every"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
                 raise UsageError(
@@ -58,6 +57,30 @@ class Retention(Struct, frozen=True):
     @property
     def keeps_all(self) -> bool:
         return self.keep_last is None and self.keep_every is None and self.keep_best is None
+
+    def as_arguments(self) -> list[str]:
+        """Returns the arguments of a command that prunes by these rules.
+
+        >>> Retention(keep_last=3, keep_best="loss").as_arguments()
+        ['--keep-last', '3', '--keep-best', 'loss']
+        """
+        usual = asdict(Retention())
+        given = {name: value for name, value in asdict(self).items() if value != usual[name]}
+        pairs = ((f"--{name.replace('_', '-')}", str(value)) for name, value in given.items())
+        return [word for pair in pairs for word in pair]
+
+    def explain(self, rule: Rule) -> str:
+        """Says why a step stays that a rule keeps."""
+        return {
+            "newest": "the newest complete step",
+            "last": f"among the last {self.keep_last}",
+            "every": f"every {self.keep_every or 0:,} steps",
+            "best": f"the best {self.keep_best}",
+            "rating": "nothing removes it",
+        }[rule]
+
+
+RETENTION_OPTIONS = Retention.__struct_fields__
 
 
 def rules_that_keep(steps: Iterable[RunStep], retention: Retention) -> dict[int, list[Rule]]:
@@ -141,9 +164,9 @@ def _best(complete: Sequence[RunStep], retention: Retention) -> list[RunStep]:
     if name is None:
         return []
     sign = 1 if retention.best_mode == "min" else -1
-    rated = [step for step in complete if _is_rated(step, name)]
-    rated.sort(key=lambda step: (sign * (step.metrics[name] or 0.0), -step.step))
-    return rated[: retention.best_count]
+    rated = (step for step in complete if _is_rated(step, name))
+    ranked = sorted(rated, key=lambda step: (sign * (step.metrics[name] or 0.0), -step.step))
+    return ranked[:1]
 
 
 def _is_rated(step: RunStep, name: str) -> bool:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import posixpath
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
@@ -42,6 +43,18 @@ class StoredFile(Struct, frozen=True):
     identity: str
     links: int = 1
     inode: str = ""
+
+
+def bytes_of(files: Iterable[StoredFile]) -> int:
+    """Returns the size of files together; one with several names counts once."""
+    sizes = {file.inode or file.path: file.size_bytes for file in files}
+    return sum(sizes.values())
+
+
+def freed_bytes(files: Sequence[StoredFile]) -> int:
+    """Returns what the removal of files frees: those with names elsewhere free nothing."""
+    names = Counter(file.inode for file in files if file.inode)
+    return bytes_of(file for file in files if not file.inode or names[file.inode] >= file.links)
 
 
 class RunStep(Struct, frozen=True):

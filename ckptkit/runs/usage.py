@@ -17,7 +17,7 @@ from ckptkit.core.errors import InputError, NotACheckpointError
 from ckptkit.core.manifest import MANIFEST_NAME, SIDE_FOLDER
 from ckptkit.formats.discovery import name_step, parse_step
 from ckptkit.runs.find_run import ENTER_HINT, absent_run, describe_links
-from ckptkit.runs.steps import StoredFile
+from ckptkit.runs.steps import StoredFile, freed_bytes
 from ckptkit.storage.locations import is_work_folder
 from ckptkit.storage.places import PathLike, is_url, local_path, open_source
 
@@ -133,39 +133,31 @@ def _measure(path: str, files: Sequence[tuple[str, StoredFile]]) -> RunUsage:
         steps[step].append(file)
     usages = [_measure_step(step, own) for step, own in steps.items()]
     usages.sort(key=lambda usage: (not usage.name, parse_step(usage.name) or 0, usage.name))
-    kinds: Counter[str] = Counter()
-    for step, file in _once(files):
-        kinds[_kind_in(step, file)] += file.size_bytes
-    return RunUsage(path, sum(kinds.values()), _ordered(kinds), tuple(usages))
+    kinds = _sum_kinds(files)
+    return RunUsage(path, sum(kinds.values()), kinds, tuple(usages))
 
 
 def _measure_step(name: str, files: Sequence[StoredFile]) -> StepUsage:
+    kinds = _sum_kinds((name, file) for file in files)
+    return StepUsage(name, sum(kinds.values()), freed_bytes(files), kinds, len(files))
+
+
+def _sum_kinds(files: Iterable[tuple[str, StoredFile]]) -> dict[str, int]:
+    """Returns the bytes of each kind; a file with several names counts once."""
     kinds: Counter[str] = Counter()
-    named = Counter(file.inode for file in files if file.inode)
-    freed = 0
-    for step, file in _once([(name, file) for file in files]):
-        kinds[_kind_in(step, file)] += file.size_bytes
-        freed += file.size_bytes if named[file.inode] >= file.links or not file.inode else 0
-    return StepUsage(name, sum(kinds.values()), freed, _ordered(kinds), len(files))
-
-
-def _once(files: Iterable[tuple[str, StoredFile]]) -> Iterator[tuple[str, StoredFile]]:
     seen = set()
     for step, file in files:
         key = file.inode or file.path
         if key not in seen:
             seen.add(key)
-            yield step, file
+            kinds[_kind_in(step, file)] += file.size_bytes
+    return {kind: kinds[kind] for kind in KINDS if kinds[kind]}
 
 
 def _kind_in(step: str, file: StoredFile) -> str:
     if not step:
         return LEFTOVER if any(map(is_work_folder, file.path.split("/"))) else OTHER
     return kind_of(file.path.rpartition(f"{step}/")[2])
-
-
-def _ordered(kinds: Mapping[str, int]) -> dict[str, int]:
-    return {kind: kinds[kind] for kind in KINDS if kinds.get(kind)}
 
 
 def _split_at_step(path: str) -> tuple[str | None, str]:

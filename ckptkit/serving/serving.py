@@ -12,7 +12,7 @@ from msgspec import Struct
 from ckptkit.core.errors import AccessError, CkptkitError, StorageError
 from ckptkit.core.text import Closing, event_of_note
 from ckptkit.engine.outcome import Event, Planned
-from ckptkit.hub.watch.watched_steps import WatchedRun
+from ckptkit.hub.watch.watched_steps import WatchedRun, default_poll_seconds
 from ckptkit.runs.find_run import find_run
 from ckptkit.runs.steps import abandoned
 from ckptkit.serving.planned_folder import IdleReaders, PlannedFolder, divide_memory
@@ -26,7 +26,6 @@ ServeEventName = Literal[
     "serving", "added", "removed", "skipped", "waiting", "failed", "note", "warning"
 ]
 _KEPT_STEPS = 2  # the newest, and the one before for clients that read it already
-_LOCAL_SECONDS, _REMOTE_SECONDS = 5.0, 30.0
 _AGAIN = "start the server again once the source is complete"
 
 
@@ -74,7 +73,7 @@ class Serving(Closing):
                 self._run = WatchedRun(find_run(src), None)
                 self._refused: dict[str, str] = {}  # digests of steps, by names in the bucket
                 self._served: dict[str, str] = {}  # the same, oldest first
-                self._look()
+                self._serve_newest()
                 if not self._served:
                     self._tell("waiting", self.prefix, message=f"{src} has no complete step yet")
             is_remote = is_url(src) or any(one.is_remote for one in self.bucket.folders.values())
@@ -154,21 +153,19 @@ class Serving(Closing):
 
     def _follow(self) -> None:
         """Looks for newer steps until the server is closed."""
-        seconds = self._request.poll_seconds
-        if seconds is None:
-            is_remote = is_url(self._request.plan.job.src)
-            seconds = _REMOTE_SECONDS if is_remote else _LOCAL_SECONDS
+        src = self._request.plan.job.src
+        seconds = self._request.poll_seconds or default_poll_seconds(src)
         while not self._stopped.wait(seconds):
             try:
-                self._look()
+                self._serve_newest()
             except CkptkitError as error:
                 self._tell("skipped", self.prefix, error=error.to_json())
             except Exception:
                 logger.exception("the run cannot be followed; it is looked at again")
 
-    def _look(self) -> None:
+    def _serve_newest(self) -> None:
         """Adds the newest step, if it is not served yet, and drops old ones."""
-        steps = self._run.look()
+        steps = self._run.list_steps()
         left = abandoned(steps)
         current = [step for step in steps if step.step not in left]
         if not current:

@@ -565,15 +565,13 @@ class Pushing:
         # -P: no file of the working directory replaces a module.
         command = [sys.executable, "-P", "-m", "ckptkit_cli", "watch", os.fspath(self._place)]
         command += [*self._settings.arguments, "--state", str(self._state), "--workers", _WORKERS]
-        rules = self._retention
-        options = (
-            ("--keep-last", rules.keep_last),
-            ("--keep-every", rules.keep_every),
-            ("--keep-best", rules.keep_best),
-            ("--best-mode", rules.best_mode if rules.keep_best else None),
-        )
-        command += [word for name, value in options if value for word in (name, str(value))]
-        command += ["--until-eof", "--wait-for-lock", "--weights-only", "--json"]
+        command += [
+            *self._retention.as_arguments(),
+            "--until-eof",
+            "--wait-for-lock",
+            "--weights-only",
+            "--json",
+        ]
         has_options = isinstance(self._place, Place) and self._place.options
         return [*command, "--src-options-from", _OPTIONS_VARIABLE] if has_options else command
 

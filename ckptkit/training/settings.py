@@ -14,6 +14,7 @@ from signal import Signals
 from typing import Any, Literal, TypedDict, get_args
 
 from msgspec import Struct
+from msgspec.structs import asdict
 
 from ckptkit.core.arguments import refuse_unknown
 from ckptkit.core.errors import UsageError
@@ -199,7 +200,7 @@ class Settings:
             "local": self.local is not None,
             "prefix": self.prefix,
             "every": self.interval.steps if every is None else f"{every:.15g}s",
-            **{name: getattr(self.retention, name) for name in RETENTION_OPTIONS},
+            **asdict(self.retention),
             "in_flight": self.in_flight,
             "max_in_flight": self.max_in_flight,
             "unfit_optimizer": self.unfit_optimizer,

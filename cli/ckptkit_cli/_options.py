@@ -7,17 +7,16 @@ Those of a single command are declared beside it. Options of the API have the sa
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 from msgspec.structs import replace
 
 from ckptkit.core.errors import UsageError
 from ckptkit.name_maps.shipped import describe_map_names
 from ckptkit.options import (
-    GGUF,
     BestMode,
     Engine,
     GenerationChoice,
@@ -27,9 +26,7 @@ from ckptkit.options import (
     OutputDType,
     Resources,
     TokenizerOrigin,
-    check_choice,
     choose_dtype,
-    positive_number,
 )
 from ckptkit.storage.locations import parse_options, resolve_places
 from ckptkit_cli._program import OUTPUT as OUTPUT  # noqa: PLC0414  a group as the others below
@@ -38,6 +35,9 @@ from ckptkit_cli._program import Argument, Option
 if TYPE_CHECKING:
     from ckptkit.adapters.merge import AdapterChoice
     from ckptkit.conversion.prepare import ConversionJob
+    from ckptkit_cli._output import Output
+
+T = TypeVar("T")
 
 READ = "What is read"
 WRITTEN = "What is written"
@@ -47,9 +47,8 @@ MACHINES = "Many machines"
 STORAGE = "Storage"
 KEPT = "Which steps stay"
 HUB = "The repository"
-COMPARED = "What is compared"
-AVERAGED = "What is averaged"
 
+MOST_LISTED = 200
 SRC = Argument(
     "src",
     "SRC",
@@ -262,26 +261,25 @@ DST_OPTION = Option(
 )
 
 JSON = Option("--json", OUTPUT, "Print one JSON document.", keyword="as_json")
+JSON_LINES = replace(
+    JSON, help="Print one JSON document per event, on one line.", keyword="json_lines"
+)
 QUIET = Option("--quiet", OUTPUT, "Print nothing but errors.", short="-q")
 EVENTS = Option("--events", OUTPUT, "Report progress as JSON lines on stderr, and nothing else.")
-
-
-def _parse_layout(text: str) -> str:
-    """Reads `--to`; the command itself refuses GGUF, since it knows the paths."""
-    if text.lower() == GGUF:
-        return GGUF
-    check_choice("--to", text, get_args(Layout))
-    return text
-
-
-TO = Option(
-    "--to",
-    WRITTEN,
-    "Format of the output.",
-    choices=get_args(Layout),
-    required=True,
-    parse=_parse_layout,
+ALL = Option(
+    "--all",
+    OUTPUT,
+    f"List all tensors; without it, a terminal shows the first {MOST_LISTED} of each state dict.",
 )
+
+
+def limit_list(
+    output: Output, items: Sequence[T], *, shows_all: bool
+) -> tuple[Sequence[T], list[str]]:
+    """Returns what a terminal shows of a list, and the line that says how much it leaves out."""
+    more = 0 if shows_all or output.width is None else max(len(items) - MOST_LISTED, 0)
+    return items[: len(items) - more], [f"  ... and {more:,} more ({ALL.flag})"] if more else []
+
 
 CONVERSION = (
     SRC,
@@ -413,33 +411,21 @@ STATE = Option(
     "--state", READ, "Directory in which a watch of RUN keeps its state, if not in RUN.", "DIR"
 )
 RETENTION = (
-    Option(
-        "--keep-last",
-        KEPT,
-        "The newest N complete steps stay.",
-        "N",
-        parse=partial(positive_number, option="--keep-last", example=3),
-    ),
-    Option(
-        "--keep-every",
-        KEPT,
-        "Steps divisible by N stay.",
-        "N",
-        parse=partial(positive_number, option="--keep-every", example=1000),
-    ),
+    Option("--keep-last", KEPT, "The newest N complete steps stay.", "N", count=3),
+    Option("--keep-every", KEPT, "Steps divisible by N stay.", "N", count=1000),
     Option(
         "--keep-best",
         KEPT,
         "The step with the best METRIC stays. `ckptkit ls` lists the metrics.",
         "METRIC",
     ),
-)
-BEST_MODE = Option(
-    "--best-mode",
-    KEPT,
-    "Whether the smallest or the largest value is best.",
-    choices=get_args(BestMode),
-    default="min",
+    Option(
+        "--best-mode",
+        KEPT,
+        "Whether the smallest or the largest METRIC is best.",
+        choices=get_args(BestMode),
+        default="min",
+    ),
 )
 
 PRIVATE = Option(
@@ -456,43 +442,36 @@ REVISION = Option(
 )
 
 
-def parse_number(text: str, *, option: str, example: str = "1e-3") -> float:
-    """Reads a finite number."""
+def parse_number(
+    text: str,
+    *,
+    option: str,
+    hint: str = "pass 1e-3",
+    expected: str = "a number",
+    fits: Callable[[float], bool] = math.isfinite,
+) -> float:
+    """Reads a number; a finite one, if nothing else is said."""
     try:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not math.isfinite(value):
-        raise UsageError(f"{text!r} is not a number", where=option, hint=f"pass {example}")
+    if not fits(value):
+        raise UsageError(f"{text!r} is not {expected}", where=option, hint=hint)
     return value
 
 
 _LEAST_SECONDS, _MOST_SECONDS = 0.05, 86_400.0
-
-
-def parse_interval(text: str) -> float:
-    """Reads `--interval`, in seconds."""
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if _LEAST_SECONDS <= seconds <= _MOST_SECONDS:
-        return seconds
-    raise UsageError(
-        f"{text!r} is not a number from {_LEAST_SECONDS:g} to {_MOST_SECONDS:,.0f}",
-        where="--interval",
-        hint="pass --interval 10",
-    )
-
-
-def parse_weights(text: str) -> list[float]:
-    """Reads numbers with commas between them."""
-    words = text.replace(",", " ").split()
-    return [parse_number(word, option="--weights", example="0.5,0.3,0.2") for word in words]
+parse_interval = partial(
+    parse_number,
+    option="--interval",
+    hint="pass --interval 10",
+    expected=f"a number from {_LEAST_SECONDS:g} to {_MOST_SECONDS:,.0f}",
+    fits=lambda seconds: _LEAST_SECONDS <= seconds <= _MOST_SECONDS,
+)
 
 
 def _parse_alpha(text: str) -> float:
-    value = parse_number(text, option="--lora-alpha", example="16")
+    value = parse_number(text, option="--lora-alpha", hint="pass 16")
     if value <= 0:
         raise UsageError(
             f"{text!r} would invert the trained change, or remove it",

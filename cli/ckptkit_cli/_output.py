@@ -155,6 +155,10 @@ def wrapped(text: str, *, width: int | None, first: str = "  ", rest: str = "  "
     ) or [first.rstrip()]
 
 
+def number_text(number: float | None) -> str:
+    return "-" if number is None else f"{number:.4g}"
+
+
 def first_of(items: Sequence[str], limit: int) -> list[str]:
     """Returns the first items, and a line that says how many there are beyond `limit`.
 

@@ -6,9 +6,9 @@ import json
 import re
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
@@ -31,6 +31,9 @@ from ckptkit.plan.plan import TASK_BYTES, Compute, OutputFile
 from ckptkit.plan.weight_kinds import explain_random_weights
 from ckptkit.storage.places import is_url
 from ckptkit_cli._output import Output, counted, escaped, first_of, table, wrapped
+
+if TYPE_CHECKING:
+    from ckptkit_cli._progress import Progress
 
 _HEAD = "lm_head.weight"  # for configurations that name no architecture
 _EMBEDDING = "model.embed_tokens.weight"  # of a model whose head is tied to it, and is not written
@@ -88,6 +91,20 @@ def manifest_json(out: str, manifest: Manifest, seconds: float) -> dict[str, Any
         "bytes": manifest.size_bytes,
         "seconds": round(seconds, 6),
     }
+
+
+def show_output(
+    output: Output,
+    progress: Progress,
+    out: str,
+    manifest: Manifest,
+    facts: Mapping[str, Any],
+    notes: Iterable[str] | None = None,
+) -> None:
+    """Shows the notes of a command that wrote an output, and its JSON document."""
+    notes = list(progress.notes if notes is None else notes)
+    progress.warn(notes)
+    output.document({**manifest_json(out, manifest, progress.seconds), **facts, "notes": notes})
 
 
 def consolidation_page(output: Output, done: Consolidated) -> Iterator[str]:

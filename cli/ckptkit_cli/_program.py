@@ -1,8 +1,8 @@
 """The program: how commands are declared and found, what their help shows, how a line is run.
 
-A command is a function under `@command(...)` in any module of this package, and nothing else knows
-of it. A module is imported for the command of its own name, and for any other command that is in no
-module of its name; so modules import what a command needs when it runs.
+A command is a function under `@command(...)` in the module of this package that bears its name, and
+nothing else knows of it. A line imports the module of its command alone, and modules import what a
+command needs when it runs.
 
 click serves, whose classes are made to be derived from. Values reach us as text and flags.
 """
@@ -103,6 +103,7 @@ class Option(Struct, frozen=True):
         default: Its value, as text, if it is not passed.
         parse: Turns the text, or all texts of a repeated option, into the value that the
             command's function gets.
+        count: An example, of an option whose value is a positive whole number.
         repeated: Whether it can be passed several times.
         required: Whether it has to be passed.
         hidden: Whether the help leaves it out.
@@ -117,6 +118,7 @@ class Option(Struct, frozen=True):
     choices: tuple[str, ...] = ()
     default: str | None = None
     parse: Callable[[Any], Any] | None = None
+    count: int = 0
     repeated: bool = False
     required: bool = False
     hidden: bool = False
@@ -163,6 +165,10 @@ class Option(Struct, frozen=True):
             return None
         if self.parse is not None:
             return self.parse(typed)
+        if self.count:
+            from ckptkit.options import positive_number
+
+            return positive_number(typed, option=self.flag, example=self.count)
         if self.choices:
             from ckptkit.options import check_choice
 
@@ -424,7 +430,7 @@ class Program(Group):
         self.commands = dict(found)
         return super().list_commands(ctx)
 
-    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:  # noqa: ARG002
         module = name.replace("-", "_")
         if name not in self.commands and module.isidentifier():
             try:
@@ -432,8 +438,6 @@ class Program(Group):
             except ModuleNotFoundError as error:
                 if error.name != f"ckptkit_cli.{module}":
                     raise
-        if name not in self.commands:
-            self.list_commands(ctx)
         return self.commands.get(name)
 
     def _add_commands_of(self, module: str) -> None:

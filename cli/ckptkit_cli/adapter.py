@@ -75,7 +75,7 @@ def extract(output: Output, **values: Any) -> None:
     from ckptkit.adapters.extract import prepare_extraction, run_extraction
     from ckptkit.adapters.sources import AdapterRequest
     from ckptkit.conversion.write import check_destination
-    from ckptkit_cli._pages import manifest_json, plan_json, plan_page
+    from ckptkit_cli._pages import plan_json, plan_page, show_output
     from ckptkit_cli._progress import Progress
 
     values = values_with_places(values)
@@ -94,17 +94,13 @@ def extract(output: Output, **values: Any) -> None:
         manifest, found = run_extraction(
             src, out, request, overwrite=overwrite, listener=progress.listen
         )
-    progress.warn(found.notes)
-    output.document(
-        {
-            **manifest_json(out, manifest, progress.seconds),
-            "adapter": found.adapter.name,
-            "config": found.config_path or None,
-            "unverified": manifest.unverified,
-            "layers": _adapter_layers(found.rows, found.norms),
-            "notes": list(found.notes),
-        }
-    )
+    facts = {
+        "adapter": found.adapter.name,
+        "config": found.config_path or None,
+        "unverified": manifest.unverified,
+        "layers": _adapter_layers(found.rows, found.norms),
+    }
+    show_output(output, progress, out, manifest, facts, found.notes)
     output.lines(_extraction_page(output, manifest, found, out, progress.seconds))
     if values["report"]:
         output.lines(_adapter_table(output, found.rows, found.norms))
@@ -381,7 +377,15 @@ def _merge_table(output: Output, layers: Sequence[MergedLayer]) -> list[str]:
     options.EVENTS,
     of=ADAPTER,
 )
-def from_diff(output: Output, tuned: str, overwrite: bool, report: bool, **values: Any) -> None:
+def from_diff(
+    output: Output,
+    tuned: str,
+    out: str,
+    report: bool,
+    src_option: Mapping[str, Any],
+    dst_option: Mapping[str, Any],
+    **values: Any,
+) -> None:
     """Make a LoRA adapter of the change that full training made.
 
         ckptkit adapter from-diff runs/llama adapters/llama --base Llama-3.2-1B --rank 64
@@ -390,34 +394,24 @@ def from_diff(output: Output, tuned: str, overwrite: bool, report: bool, **value
     the factors miss is measured layer by layer. Changes of norms, biases and embeddings, which
     have no factors, are listed.
     """
-    from ckptkit.adapters.from_diff import DiffRequest, run_adapter_from_diff
-    from ckptkit_cli._pages import manifest_json
+    from ckptkit import api
+    from ckptkit_cli._pages import show_output
     from ckptkit_cli._progress import Progress
 
-    names = ("rank", "dtype", "include", "exclude", "full", "select")
-    request = DiffRequest(**{name: values[name] for name in names})
-    values = values_with_places({**values, "src": tuned})
-    out = values["out"]
     with Progress(output, "adapter from-diff") as progress:
-        manifest = run_adapter_from_diff(
-            values["src"],
+        manifest = api.adapter_from_diff(
+            tuned,
             out,
-            request,
-            base=values["base"],
-            overwrite=overwrite,
+            src_options=src_option,
+            dst_options=dst_option,
             listener=progress.listen,
+            **values,
         )
-    progress.warn(progress.notes)
     difference = manifest.source["difference"]
-    output.document(
-        {
-            **manifest_json(out, manifest, progress.seconds),
-            "source": {k: v for k, v in manifest.source.items() if k != "difference"},
-            "difference": difference,
-            "notes": list(progress.notes),
-        }
-    )
-    output.lines(_difference_page(output, manifest, out, progress.seconds, int(request.rank)))
+    source = {k: v for k, v in manifest.source.items() if k != "difference"}
+    facts = {"source": source, "difference": difference}
+    show_output(output, progress, out, manifest, facts)
+    output.lines(_difference_page(output, manifest, out, progress.seconds))
     if report:
         output.lines(_difference_table(output, difference))
     output.lines(_loading_line(output, manifest, out))
@@ -428,10 +422,8 @@ _DIFFERENCE_HEADER = (
 )
 
 
-def _difference_page(
-    output: Output, manifest: Manifest, out: str, seconds: float, rank: int
-) -> Iterator[str]:
-    difference = manifest.source["difference"]
+def _difference_page(output: Output, manifest: Manifest, out: str, seconds: float) -> Iterator[str]:
+    difference, rank = manifest.source["difference"], manifest.options["rank"]
     size = size_text(manifest.size_bytes)
     yield output.styled(escaped(out), "bold")
     yield f"  wrote      {counted(len(manifest.tensors), 'tensor')}, {size}, in {seconds:.2f} s"

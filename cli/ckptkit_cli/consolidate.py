@@ -1,4 +1,4 @@
-"""`ckptkit consolidate`, `convert` and `average`: shards become a model, whole or averaged."""
+"""`ckptkit consolidate`: shards become a model; also what commands of its kind show."""
 
 from __future__ import annotations
 
@@ -8,19 +8,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.core.text import size_text
-from ckptkit.options import GGUF, Layout, positive_number, refuse_gguf
-from ckptkit.storage.locations import Sources
-from ckptkit_cli._options import (
-    AVERAGED,
-    CONVERSION,
-    READ,
-    TO,
-    make_job,
-    parse_number,
-    parse_weights,
-)
+from ckptkit_cli._options import CONVERSION, make_job
 from ckptkit_cli._output import Output, counted, escaped, first_of
-from ckptkit_cli._program import Argument, Option, command
+from ckptkit_cli._program import command
 
 if TYPE_CHECKING:
     from ckptkit.conversion.delete_source import SourceRemoval
@@ -41,94 +31,13 @@ def consolidate(output: Output, **values: Any) -> None:
     Every byte of the source is checked against its stored checksum. OUT appears when it is
     complete and durable, or not at all.
     """
-    _run_command(output, "consolidate", make_job("hf", values), values)
+    run_conversion(output, "consolidate", make_job("hf", values), values)
 
 
-@command(*CONVERSION, TO, order=3)
-def convert(output: Output, to: Layout, **values: Any) -> None:
-    """Write a model in another layout.
-
-        ckptkit convert runs/llama shards/llama --to dcp
-
-    'hf' is a folder that Transformers loads, 'torch' a pytorch_model.bin, and 'dcp' a sharded
-    checkpoint that FSDP training starts from. 'megatron' is one that Megatron-LM starts from at
-    any parallel size, 'torchtitan' one for torchtitan. Checks and options are those of consolidate.
-    GGUF is made of a model folder by llama.cpp.
-    """
-    if str(to) == GGUF:
-        refuse_gguf(values["src"], values["out"])
-    _run_command(output, "convert", make_job(to, values), values)
-
-
-_NOT_AVERAGED = {"src", "also", "optimizer", "delete_source"}
-AVERAGE = (
-    Argument(
-        "sources",
-        "SRC...",
-        "Steps, folders or URLs, the oldest first; with --last, one run.",
-        repeated=True,
-    ),
-    *(entry for entry in CONVERSION if entry.name not in _NOT_AVERAGED),
-    Option(
-        "--last",
-        READ,
-        "Average the newest K complete steps of the run SRC.",
-        "K",
-        parse=partial(positive_number, option="--last", example=5),
-    ),
-    Option(
-        "--weights",
-        AVERAGED,
-        "How much each source counts, such as 0.5,0.3,0.2; they are divided by their sum. By"
-        " default, all count the same.",
-        "W,W,...",
-        parse=parse_weights,
-    ),
-    Option(
-        "--ema",
-        AVERAGED,
-        "Average exponentially: begin with the oldest source x, and for each newer one take DECAY"
-        " times the average plus (1 - DECAY) times x.",
-        "DECAY",
-        parse=partial(parse_number, option="--ema", example="0.9"),
-    ),
-    Option(
-        "--take-last",
-        AVERAGED,
-        "Take tensors whose names match from the last source. Integers need it where they differ."
-        " Can be repeated.",
-        "GLOB",
-        repeated=True,
-    ),
-)
-
-
-@command(*AVERAGE, order=4)
-def average(output: Output, sources: Sequence[str], **values: Any) -> None:
-    """Average the weights of several steps.
-
-        ckptkit average runs/llama models/soup --last 5
-        ckptkit average runs/a/checkpoint-900 runs/a/checkpoint-1000 models/soup --weights 1,3
-
-    Floats are averaged in float32, float64 in float64, and rounded once. All sources need the same
-    tensors. Configuration and tokenizer are those of the last source. Checks are those of
-    consolidate.
-    """
-    from ckptkit.conversion.average import AverageJob, Weighting
-
-    places = Sources(sources[0], values["src_option"])
-    left_out = {"src": sources[-1], "also": (), "optimizer": False, "delete_source": False}
-    job = AverageJob.of(
-        make_job("hf", {**values, **left_out}),
-        [places.first, *places.further(sources[1:])],
-        Weighting.from_options(values["weights"], values["ema"]),
-        last=values["last"],
-        take_last=values["take_last"],
-    )
-    _run_command(output, "average", job, values)
-
-
-def _run_command(output: Output, title: str, job: ConversionJob, values: Mapping[str, Any]) -> None:
+def run_conversion(
+    output: Output, title: str, job: ConversionJob, values: Mapping[str, Any]
+) -> None:
+    """Runs the job of a command, or shows its plan."""
     if values["dry_run"]:
         _show_plan(job, output)
         return

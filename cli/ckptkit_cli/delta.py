@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from msgspec.structs import replace
 
 from ckptkit.core.text import size_text
-from ckptkit.options import ChecksumFormat, DTypeChoice, Encoding, choose_dtype, positive_number
+from ckptkit.options import ChecksumFormat, DTypeChoice, Encoding, choose_dtype
 from ckptkit.storage.locations import Sources, place_of
 from ckptkit_cli import _options as options
 from ckptkit_cli._options import CONVERSION, WRITTEN
@@ -80,7 +80,7 @@ _SIDE = (
         "Number of the version that the delta leads to; it is made for the version before. By"
         " default it is taken from an OUT such as weight_v000002, else it is 1.",
         "N",
-        parse=partial(positive_number, option="--version", example=1),
+        count=1,
     ),
     Option(
         "--encoding",
@@ -109,7 +109,7 @@ def create(output: Output, before: str, after: str, out: str, **values: Any) -> 
     durable, or not at all.
     """
     from ckptkit.deltas.create import DeltaRequest, create_delta, make_job
-    from ckptkit_cli._pages import manifest_json
+    from ckptkit_cli._pages import show_output
     from ckptkit_cli._progress import Progress
 
     sources, place, values = _places(before, out, values)
@@ -118,10 +118,7 @@ def create(output: Output, before: str, after: str, out: str, **values: Any) -> 
         manifest = create_delta(
             sides[0], sides[1], DeltaRequest.from_options(values), progress.listen
         )
-    progress.warn(progress.notes)
-    output.document(
-        {**manifest_json(out, manifest, progress.seconds), "notes": list(progress.notes)}
-    )
+    show_output(output, progress, out, manifest, {})
     output.lines(_creation_page(output, manifest, out, progress.seconds))
 
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.core.text import counted
-from ckptkit.options import positive_number
 from ckptkit_cli._options import JSON, KEPT, LIMITS, OUTPUT, READ, SRC_OPTION
 from ckptkit_cli._output import Output, Style, escaped, exit_unless, wrapped
 from ckptkit_cli._program import Argument, Option, command
@@ -17,11 +15,6 @@ if TYPE_CHECKING:
     from ckptkit.diagnosis.findings import Diagnosis, Finding, Severity
 
 _STYLES: Mapping[Severity, Style] = {"error": "red", "warning": "yellow", "ok": "green"}
-
-
-def _count(flag: str, help_text: str) -> Option:
-    parse = partial(positive_number, option=flag, example=4)
-    return Option(flag, KEPT if flag.startswith("--keep") else LIMITS, help_text, "N", parse=parse)
 
 
 @command(
@@ -40,10 +33,10 @@ def _count(flag: str, help_text: str) -> Option:
         " for each: weights in float32, and two moments of Adam.",
         "N",
     ),
-    _count("--ranks", "Ranks of the job; by default those of CONFIG."),
-    _count("--nodes", "Nodes of the job; by default those of CONFIG, or 1."),
-    _count("--keep-last", "How many steps will stay."),
-    _count("--steps", "How many more steps will be saved."),
+    Option("--ranks", LIMITS, "Ranks of the job; by default those of CONFIG.", "N", count=4),
+    Option("--nodes", LIMITS, "Nodes of the job; by default those of CONFIG, or 1.", "N", count=4),
+    Option("--keep-last", KEPT, "How many steps will stay.", "N", count=4),
+    Option("--steps", LIMITS, "How many more steps will be saved.", "N", count=4),
     Option(
         "--local", READ, "The directory on the node's own disk where steps are saved first.", "DIR"
     ),

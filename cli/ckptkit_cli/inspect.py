@@ -17,6 +17,7 @@ from ckptkit.name_maps.shipped import describe_map_names
 from ckptkit.options import SOME_MODEL, matches
 from ckptkit.storage.locations import Sources
 from ckptkit_cli._options import (
+    ALL,
     ALSO,
     BASE,
     HTML,
@@ -29,6 +30,7 @@ from ckptkit_cli._options import (
     SELECT,
     SRC,
     SRC_OPTION,
+    limit_list,
 )
 from ckptkit_cli._output import (
     Output,
@@ -54,7 +56,6 @@ if TYPE_CHECKING:
     from ckptkit.storage.places import Place
 
 
-_MOST_LISTED = 200
 _STORED = "stored"
 _SORTS: Mapping[str, Callable[[TensorLine], Any]] = {
     "name": lambda line: line.name,
@@ -89,7 +90,7 @@ _SORTS: Mapping[str, Callable[[TensorLine], Any]] = {
         choices=(_STORED, *_SORTS),
         default=_STORED,
     ),
-    Option("--all", OUTPUT, "List all tensors; without it, a terminal shows the first 200."),
+    ALL,
     HTML,
     Option(
         "--stats",
@@ -151,8 +152,7 @@ def inspect(
     inspection = replace(inspection, tensors=_choose(inspection.tensors, tensors, sort))
     typed = InspectArguments(src, select, tuple(also), base, map, model_config)
     output.document(inspection.to_json())
-    limit = None if all or output.width is None else _MOST_LISTED
-    page_lines = inspection_page(output, inspection, typed, pattern=listed, limit=limit)
+    page_lines = inspection_page(output, inspection, typed, pattern=listed, shows_all=all)
     output.lines([*page_lines, *written])
 
 
@@ -188,16 +188,14 @@ def _measure(
 
     A checkpoint that is damaged still gets a page, which shows the damage.
     """
-    from ckptkit.conversion.stats import run_stats
-    from ckptkit.options import ConsolidateRequest
+    from ckptkit import api
     from ckptkit_cli._progress import Progress
 
     if not any(tree.part == "model" for tree in inspection.trees):
         return None, "There are no statistics, since there is no model."
-    request = ConsolidateRequest.from_options({"map": "none", "select": select})
     with Progress(output, "stats") as progress:
         try:
-            return run_stats(source, request, also=also, listener=progress.listen), ""
+            return api.stats(source, select=select, also=also, listener=progress.listen), ""
         except InputError as error:
             output.warn(f"the page has no statistics: {error}")
             return None, f"There are no statistics: {error}"
@@ -490,20 +488,20 @@ def inspection_page(
     typed: InspectArguments,
     *,
     pattern: str | None,
-    limit: int | None = None,
+    shows_all: bool = False,
 ) -> Iterator[str]:
     """Yields the lines of the page."""
     page = _Page(output, inspection)
     yield output.styled(escaped(inspection.path), "bold")
     if inspection.checkpoints:
-        yield from page.checkpoints(limit)
+        yield from page.checkpoints(shows_all=shows_all)
         yield from page.problems()
         yield from page.notes()
         yield from page.next(typed)
         return
     yield from page.facts(typed)
     if pattern is not None:
-        yield from page.matches(pattern, limit)
+        yield from page.matches(pattern, shows_all=shows_all)
         return
     yield from page.trees()
     yield from page.splits()
@@ -536,18 +534,18 @@ class _Page:
             yield f"  {self._output.styled(step.command, 'cyan')}"
         yield from self.prose([step.remark] if step.remark else [])
 
-    def checkpoints(self, limit: int | None) -> Iterator[str]:
-        """Lists what there is where none is chosen; at most so many."""
+    def checkpoints(self, *, shows_all: bool) -> Iterator[str]:
+        """Lists what there is where none is chosen."""
         found = self._inspection.checkpoints
+        shown, rest = limit_list(self._output, found, shows_all=shows_all)
         rows = [("NAME", "FORMAT", "STEP", "STATE")]
-        for one in found[:limit]:
+        for one in shown:
             step = "" if one.step is None else f"{one.step:,}"
             state = "not whole" if one.problem else "whole"
             rows.append((escaped(one.select), one.format, step, state))
         yield from self.heading(counted(len(found), "checkpoint"))
         yield from self._table(rows, right=(2,), elastic=())
-        if limit is not None and len(found) > limit:
-            yield f"  ... and {len(found) - limit:,} more (--all)"
+        yield from rest
 
     def facts(self, typed: InspectArguments) -> Iterator[str]:
         inspection, metrics = self._inspection, self._inspection.metrics
@@ -722,8 +720,8 @@ class _Page:
         if len(lines) > len(chosen):
             yield self._output.styled("  --tensors '*' lists all of them", "dim")
 
-    def matches(self, pattern: str, limit: int | None) -> Iterator[str]:
-        """Lists tensors with their full names, however wide that is; at most so many."""
+    def matches(self, pattern: str, *, shows_all: bool) -> Iterator[str]:
+        """Lists tensors with their full names, however wide that is."""
         if not self._inspection.tensors:
             yield from self.heading(f"No tensor matches {escaped(repr(pattern))}")
         for tree in self._trees:
@@ -736,10 +734,10 @@ class _Page:
                 count = f"{len(lines):,} of {counted(tree.tensors, 'tensor')}"
                 size = size_text(sum(line.size_bytes for line in lines))
                 yield from self.heading(f"{self._title(tree)}: {count}, {size}")
-                rows = [_TENSOR_HEADER, *map(_tensor_row, lines[:limit])]
+                shown, rest = limit_list(self._output, lines, shows_all=shows_all)
+                rows = [_TENSOR_HEADER, *map(_tensor_row, shown)]
                 yield from self._table(rows, right=_TENSOR_RIGHT, elastic=())
-                if limit is not None and len(lines) > limit:
-                    yield f"  ... and {len(lines) - limit:,} more (--all)"
+                yield from rest
 
     def _table(
         self,

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from ckptkit.core.errors import OutputError
 from ckptkit.core.text import size_text
-from ckptkit.options import BestMode, parse_total
+from ckptkit.options import parse_total
 from ckptkit.storage.locations import place_of
-from ckptkit_cli._options import BEST_MODE, JSON, KEPT, OUTPUT, RETENTION, RUN, SRC_OPTION, STATE
+from ckptkit_cli._options import JSON, KEPT, OUTPUT, RETENTION, RUN, SRC_OPTION, STATE
 from ckptkit_cli._output import Output, counted, escaped, exit_unless, table, wrapped
 from ckptkit_cli._program import Option, command
 from ckptkit_cli.ls import RIGHT, find_the_run, step_facts
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 @command(
     RUN,
     *RETENTION,
-    BEST_MODE,
     Option(
         "--max-total-size",
         KEPT,
@@ -47,16 +46,13 @@ if TYPE_CHECKING:
 def prune(
     output: Output,
     run: str,
-    keep_last: int | None,
-    keep_every: int | None,
-    keep_best: str | None,
-    best_mode: BestMode,
-    max_total_size: int | None,
     *,
+    max_total_size: int | None,
     incomplete: bool,
     dry_run: bool,
     state: str | None,
     src_option: Mapping[str, Any],
+    **rules: Any,
 ) -> None:
     """Remove the steps of a run that no rule keeps.
 
@@ -71,12 +67,11 @@ def prune(
     from ckptkit.runs.retention import Retention
     from ckptkit_cli._progress import Progress
 
-    retention = Retention(keep_last, keep_every, keep_best, best_mode)
     place = find_the_run(output, place_of(run, src_option))
     with Progress(output, "prune") as progress:
         pruned = prune_run(
             place,
-            retention,
+            Retention(**rules),
             dry_run=dry_run,
             state=state,
             incomplete=incomplete,

@@ -1,4 +1,4 @@
-"""`ckptkit push` and `ckptkit pull`: a model folder goes to the Hub, or comes from it."""
+"""`ckptkit push`: a model folder goes to the Hub."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from ckptkit_cli._options import (
     NAMED,
     PRIVATE,
     QUIET,
-    READ,
     REPO_ID,
     REVISION,
 )
@@ -21,7 +20,6 @@ from ckptkit_cli._output import Output, counted, escaped, first_of
 from ckptkit_cli._program import Argument, Option, command
 
 if TYPE_CHECKING:
-    from ckptkit.hub.download import Pulled
     from ckptkit.hub.publish import Pushed
 
 
@@ -87,33 +85,6 @@ def push(output: Output, folder: str, repo_id: str, dry_run: bool, **options: An
     output.lines(_push_page(output, pushed, dry_run=dry_run))
 
 
-@command(
-    REPO_ID,
-    Argument("folder", "DIR", "A directory that does not exist or is empty."),
-    Option("--revision", READ, "Branch, tag or commit.  [default: main]", "R"),
-    JSON,
-    QUIET,
-    order=13,
-)
-def pull(output: Output, repo_id: str, folder: str, revision: str | None) -> None:
-    """Download a model from the Hub, completely or not at all.
-
-        ckptkit pull org/llama models/llama
-
-    Every file is compared with the Hub's hash, and what ckptkit pushed with the digests of its
-    manifest too. To resume an interrupted pull, run it again. Other commands accept the folder as
-    SRC: `ckptkit convert --to dcp` makes shards of it that training starts from.
-    """
-    from ckptkit.hub.download import pull as pull_repository
-    from ckptkit_cli._progress import Progress
-
-    with Progress(output, "pull") as progress:
-        pulled = pull_repository(repo_id, folder, revision=revision, listener=progress.listen)
-    progress.warn(pulled.notes)
-    output.document(pulled.to_json())
-    output.lines(_pull_page(output, pulled))
-
-
 def _push_page(output: Output, pushed: Pushed, *, dry_run: bool) -> Iterator[str]:
     yield output.styled(escaped(pushed.url), "bold")
     if pushed.new_repository:
@@ -143,14 +114,3 @@ def _push_page(output: Output, pushed: Pushed, *, dry_run: bool) -> Iterator[str
 def _listed(lines: tuple[str, ...] | list[str]) -> Iterator[str]:
     for line in first_of([escaped(line) for line in lines], _LISTED):
         yield f"    {line}"
-
-
-def _pull_page(output: Output, pulled: Pulled) -> Iterator[str]:
-    yield output.styled(escaped(pulled.path), "bold")
-    size = size_text(pulled.size_bytes)
-    yield f"  {'pulled':<12} {counted(len(pulled.files), 'file')}, {size}"
-    yield f"  {'commit':<12} {escaped(pulled.repo_id)} at {escaped(pulled.commit)}"
-    yield f"  {'checked':<12} the Hub's hash of every file"
-    if pulled.tensors:
-        count = counted(pulled.tensors, "tensor")
-        yield f"  {'':<12} {count} against the digests of the manifest"

@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import time
+from functools import partial
 from pathlib import Path
 
-from ckptkit.core.errors import InputError, OutputError, RefusedError, UsageError
+from ckptkit.core.errors import InputError, OutputError, RefusedError
 from ckptkit.storage.locations import local_path
-from ckptkit_cli._options import JSON, OUTPUT
+from ckptkit_cli._options import JSON, OUTPUT, parse_number
 from ckptkit_cli._output import Output, escaped
 from ckptkit_cli._program import Argument, Option, command
 
 _POLL_SECONDS = 0.5
-
-
-def _parse_wait(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise UsageError(
-            f"{text!r} is not a number of seconds above 0", where="--wait", hint="pass --wait 600"
-        )
-    return seconds
 
 
 @command(
@@ -33,7 +23,13 @@ def _parse_wait(text: str) -> float:
         OUTPUT,
         "Wait until the step is saved, for at most SECONDS, and print its path.",
         "SECONDS",
-        parse=_parse_wait,
+        parse=partial(
+            parse_number,
+            option="--wait",
+            hint="pass --wait 600",
+            expected="a number of seconds above 0",
+            fits=lambda seconds: 0 < seconds < math.inf,
+        ),
     ),
     JSON,
     order=8,

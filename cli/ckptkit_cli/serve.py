@@ -124,12 +124,7 @@ def _parse_secret(name: str) -> str:
     Option("--no-auth", _PLACE, "Accept requests without a signature, from this machine only."),
     *(replace(one, group=_MERGE) for one in _OF_MERGES),
     replace(options.MEMORY_BUDGET, default="96MB"),
-    Option(
-        "--json",
-        options.OUTPUT,
-        "Print one JSON document per event, on one line.",
-        keyword="json_lines",
-    ),
+    options.JSON_LINES,
     options.QUIET,
     order=15,
 )

@@ -19,10 +19,10 @@ from msgspec.structs import replace
 
 from ckptkit.core.errors import AmbiguousSourceError, CkptkitError, NotACheckpointError, UsageError
 from ckptkit.core.text import counted, size_text
-from ckptkit.options import ConsolidateRequest, PushKind, Resources, positive_number
+from ckptkit.options import ConsolidateRequest, PushKind, Resources
 from ckptkit.storage.locations import Place, is_url, local_path, place_of
 from ckptkit_cli import _options as options
-from ckptkit_cli._options import HUB, OUTPUT, WRITTEN
+from ckptkit_cli._options import HUB, WRITTEN
 from ckptkit_cli._output import Output, Stopped, escaped, exit_with, find_stop, first_of, stamped
 from ckptkit_cli._program import Option, command, parse_values
 
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
 _PUSHED = "Which steps are pushed"
 _TIMING = "When"
-_LOCAL_SECONDS, _REMOTE_SECONDS = 5.0, 30.0
 _ONCE_TRIES = 2  # with --once, cron or a person runs the watch again
 _FOLDER_NAME = re.compile(r"(?!ckptkit)[A-Za-z0-9_{][A-Za-z0-9_{}.-]*")
 
@@ -84,18 +83,12 @@ _OPTIONS = (
         "With --into: make one of EVERY versions a whole model, and the others deltas to the"
         " version before.",
         "EVERY",
-        parse=partial(positive_number, option="--delta", example=20),
+        count=20,
     ),
     options.PRIVATE,
     options.REVISION,
     Option("--tag-prefix", HUB, "Beginning of tags, before the step.", "TEXT", default="step-"),
-    Option(
-        "--every",
-        _PUSHED,
-        "Push only steps divisible by N.",
-        "N",
-        parse=partial(positive_number, option="--every", example=1000),
-    ),
+    Option("--every", _PUSHED, "Push only steps divisible by N.", "N", count=1000),
     Option(
         "--best",
         _PUSHED,
@@ -172,10 +165,6 @@ _OPTIONS = (
         parse=options.parse_interval,
     ),
     *options.RETENTION,
-    replace(
-        options.BEST_MODE,
-        help="Whether the smallest or the largest value is best, for --best too.",
-    ),
     Option(
         "--state",
         WRITTEN,
@@ -193,9 +182,7 @@ _OPTIONS = (
         "VARIABLE",
         parse=_parse_variable,
     ),
-    Option(
-        "--json", OUTPUT, "Print one JSON document per event, on one line.", keyword="json_lines"
-    ),
+    options.JSON_LINES,
     options.QUIET,
 )
 
@@ -231,6 +218,7 @@ def watch(output: Output, json_lines: bool, **typed: Any) -> None:
 def _make_request(values: Mapping[str, Any]) -> WatchRequest:
     from ckptkit.hub.watch.build import PushChoice
     from ckptkit.hub.watch.watch import WATCH_RETRIES, WatchRequest
+    from ckptkit.hub.watch.watched_steps import default_poll_seconds
     from ckptkit.runs.retention import RETENTION_OPTIONS, Retention
 
     run = Place(values["run"], values["src_option"] | (values["src_options_from"] or {}))
@@ -247,7 +235,6 @@ def _make_request(values: Mapping[str, Any]) -> WatchRequest:
     # first step.
     of_training = _is_of_training(values)
     named = {"--best": values["best"], "--keep-best": values["keep_best"]}
-    default_seconds = _REMOTE_SECONDS if is_url(run) else _LOCAL_SECONDS
     retries = replace(WATCH_RETRIES, attempts=_ONCE_TRIES) if values["once"] else WATCH_RETRIES
     return WatchRequest(
         run=run,
@@ -264,7 +251,7 @@ def _make_request(values: Mapping[str, Any]) -> WatchRequest:
         versions=versions,
         whole_every=values["delta"] or 1,
         retention=Retention(**{name: values[name] for name in RETENTION_OPTIONS}),
-        poll_seconds=default_seconds if values["interval"] is None else values["interval"],
+        poll_seconds=values["interval"] or default_poll_seconds(run),
         retries=retries,
         at_end=values["at_end"],
         metrics={} if of_training else {k: v for k, v in named.items() if v is not None},

@@ -397,33 +397,22 @@ def write_steps(folder: Path, rows: int) -> Path:
     return folder
 
 
-def copied_steps(folder: Path, to: Path) -> list[Path]:
-    shutil.copytree(folder, to)
-    return [to / f"checkpoint-{step}" for step in (1, 2, 3)]
-
-
-@pytest.fixture(scope="module")
-def small_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_steps(tmp_path_factory.mktemp("small") / "run", rows=40)
-
-
-@pytest.fixture(scope="module")
-def large_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_steps(tmp_path_factory.mktemp("large") / "run", rows=1_000)
+@pytest.fixture(scope="module", params=[1_000])
+def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_steps(tmp_path_factory.mktemp("steps") / "run", rows=request.param)
 
 
 @pytest.fixture
-def small_shards(small_steps: Path, tmp_path: Path) -> list[Path]:
-    return copied_steps(small_steps, tmp_path / "shards")
+def shards(written: Path, tmp_path: Path) -> list[Path]:
+    shutil.copytree(written, tmp_path / "shards")
+    return [tmp_path / "shards" / f"checkpoint-{step}" for step in (1, 2, 3)]
 
 
-@pytest.fixture
-def shards(large_steps: Path, tmp_path: Path) -> list[Path]:
-    return copied_steps(large_steps, tmp_path / "shards")
+small = pytest.mark.parametrize("written", [40], indirect=True, scope="module")
 
 
-def test_a_damaged_source_leaves_nothing(small_shards: list[Path], tmp_path: Path) -> None:
-    shards = small_shards
+@small
+def test_a_damaged_source_leaves_nothing(shards: list[Path], tmp_path: Path) -> None:
     shard = shards[1] / "__1_0.distcp"
     flip_bit(shard, shard.stat().st_size // 2)
     with pytest.raises(ChecksumError, match="checkpoint-2"):
@@ -431,8 +420,8 @@ def test_a_damaged_source_leaves_nothing(small_shards: list[Path], tmp_path: Pat
     assert [path.name for path in tmp_path.iterdir()] == ["shards"]
 
 
-def test_a_source_that_changes_meanwhile_is_found(small_shards: list[Path], tmp_path: Path) -> None:
-    shards = small_shards
+@small
+def test_a_source_that_changes_meanwhile_is_found(shards: list[Path], tmp_path: Path) -> None:
 
     def listen(event: Event) -> None:
         if isinstance(event, Started):
@@ -483,10 +472,10 @@ def test_a_killed_average_is_resumed(shards: list[Path], tmp_path: Path) -> None
     assert contents(out) == contents(tmp_path / "whole")
 
 
+@small
 def test_steps_and_the_output_can_be_at_urls(
-    small_shards: list[Path], tmp_path: Path, object_store: ObjectStore
+    shards: list[Path], tmp_path: Path, object_store: ObjectStore
 ) -> None:
-    shards = small_shards
     bucket = object_store.bucket("averages")
     url = bucket.put_tree(shards[0].parent, "run")
     stores: Any = {"src_options": object_store.options, "dst_options": object_store.options}
@@ -501,8 +490,8 @@ def test_steps_and_the_output_can_be_at_urls(
     ).read_bytes()
 
 
-def test_other_weights_are_another_plan(small_shards: list[Path], tmp_path: Path) -> None:
-    shards = small_shards
+@small
+def test_other_weights_are_another_plan(shards: list[Path], tmp_path: Path) -> None:
     job = ConversionJob(shards[-1], tmp_path / "out", ConsolidateRequest())
     prints = set()
     for decay in (None, 0.5, 0.6):

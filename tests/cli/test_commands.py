@@ -81,11 +81,6 @@ def test_help_names_exactly_the_commands_that_exist() -> None:
     "arguments",
     [
         [],
-        ["bogus"],
-        ["inspect"],
-        ["inspect", "a", "b"],
-        ["inspect", "a", "--bogus"],
-        ["consolidate", "a"],
         ["consolidate", LLAMA, "o", "--dtype", "int3"],
         ["consolidate", LLAMA, "o", "--names", "disk"],
         ["convert", LLAMA, "o", "--to", "dcp", "--names", "hub"],
@@ -254,17 +249,11 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(tmp_path: Path) -> None:
 
 def test_verify_exits_6_and_lists_what_is_wrong(flipped: Path) -> None:
     result = run("verify", flipped)
-    assert result.returncode == 6
+    assert (result.returncode, result.stderr) == (6, "")
     assert result.stdout.startswith(f"damaged: {flipped}")
-    assert not result.stderr
     report = document(run("verify", flipped, "--json"))
     assert not report["ok"]
     assert report["problems"]
-
-
-def test_verify_quietly_says_only_what_is_wrong(flipped: Path) -> None:
-    whole = run("verify", PLAIN, "--quiet")
-    assert (whole.returncode, whole.stdout, whole.stderr) == (0, "", "")
     damaged = run("verify", flipped, "--quiet")
     assert (damaged.returncode, damaged.stdout) == (6, "")
     assert damaged.stderr.startswith("problem[checksum-mismatch]: ")
@@ -314,20 +303,25 @@ def test_a_reader_that_leaves_is_no_error() -> None:
     assert (result.returncode, result.stderr) == (0, "")
 
 
+BUG = """
+import os, sys, ckptkit.conversion.inspect as inspecting
+def broken(*_, **__): raise RuntimeError('no \\x1b[31m idea' * 500)
+inspecting.run_inspection = broken
+from ckptkit_cli.main import main
+"""
+
+
 def test_a_bug_exits_1_with_a_traceback_and_asks_for_a_report() -> None:
-    code = (
-        "import sys, ckptkit.conversion.inspect as inspecting\n"
-        "def broken(*_, **__): raise RuntimeError('no \\x1b[31m idea')\n"
-        "inspecting.run_inspection = broken\n"
-        "from ckptkit_cli.main import main\n"
-        "sys.exit(main(sys.argv[1:]))\n"
-    )
-    result = run("inspect", PLAIN, "--json", code=code)
+    result = run("inspect", PLAIN, "--json", code=f"{BUG}\nsys.exit(main(sys.argv[1:]))")
     assert result.returncode == 1
     assert "Traceback" in result.stderr
     assert "please report it" in result.stderr
     assert "\x1b" not in result.stderr
     assert document(result)["error"]["code"] == "internal-error"
+    if Path("/dev/full").exists():
+        full = "os.dup2(os.open('/dev/full', os.O_WRONLY), 2)"
+        result = run("inspect", PLAIN, code=f"{BUG}\n{full}\nsys.exit(main(sys.argv[1:]))")
+        assert result.returncode == 1
 
 
 def test_the_directory_of_the_shell_is_filled_and_stays_that_of_the_shell(tmp_path: Path) -> None:
@@ -444,19 +438,6 @@ def test_a_full_disk_behind_stderr_changes_nothing_but_the_messages(tmp_path: Pa
     ]
     assert statuses == [0, 5, 3, 2]
     assert (out / "ckptkit.json").exists()
-
-
-def test_a_bug_exits_1_with_a_full_disk_behind_stderr_too() -> None:
-    code = (
-        "import os, sys, ckptkit.conversion.inspect as inspecting\n"
-        "def broken(*_, **__): raise RuntimeError('no idea' * 2000)\n"
-        "inspecting.run_inspection = broken\n"
-        "os.dup2(os.open('/dev/full', os.O_WRONLY), 2)\n"
-        "from ckptkit_cli.main import main\n"
-        "sys.exit(main(sys.argv[1:]))\n"
-    )
-    if Path("/dev/full").exists():
-        assert run("inspect", PLAIN, code=code).returncode == 1
 
 
 @pytest.mark.parametrize("flags", [[], ["--json"]])

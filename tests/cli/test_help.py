@@ -182,7 +182,7 @@ def say_hello(output, who):
 
 
 def test_a_module_in_the_package_is_a_command(tmp_path: Path) -> None:
-    (tmp_path / "greetings.py").write_text(ADDED)
+    (tmp_path / "say_hello.py").write_text(ADDED)
     code = (
         f"import sys, ckptkit_cli; ckptkit_cli.__path__.append({str(tmp_path)!r})\n"
         "from ckptkit_cli.main import main; sys.exit(main())"

@@ -139,25 +139,20 @@ def test_a_terminal_that_cannot_draw_gets_lines_as_a_log_does(tmp_path: Path) ->
     assert "|" not in screen.sent
 
 
-def test_an_interrupted_command_leaves_a_clean_terminal(tmp_path: Path) -> None:
-    with Screen(80, "consolidate", LLAMA, tmp_path / "out", *SLOWLY[:-1], "1KB") as screen:
+@pytest.mark.parametrize("more", [(), ("--resume",)])
+def test_an_interrupted_command_leaves_a_clean_terminal(
+    tmp_path: Path, more: tuple[str, ...]
+) -> None:
+    """With `--resume`, a warning says in the middle of the end which files stay."""
+    words = (*SLOWLY[:-1], "1KB", *more)
+    with Screen(100, "consolidate", LLAMA, tmp_path / "out", *words) as screen:
         screen.wait_for("of 12 files")
         screen.interrupt()
         assert screen.finish() == 130
-    assert screen.shown() == ["interrupted: stopped by SIGINT"]
+    *warnings, last = screen.shown()
+    assert last == "interrupted: stopped by SIGINT"
+    assert all(row.startswith("warning: ") for row in warnings), warnings
     assert not (tmp_path / "out").exists()
-
-
-def test_a_warning_in_the_middle_has_a_line_of_its_own(tmp_path: Path) -> None:
-    """`--resume` says in the middle of its end which files stay."""
-    words = ("consolidate", LLAMA, tmp_path / "out", *SLOWLY[:-1], "1KB", "--resume")
-    with Screen(100, *words) as screen:
-        screen.wait_for("of 12 files")
-        screen.interrupt()
-        assert screen.finish() == 130
-    left = screen.shown()
-    assert left[-1] == "interrupted: stopped by SIGINT"
-    assert all(row.startswith(("warning: ", "interrupted: ")) for row in left), left
 
 
 def test_a_watch_shows_what_it_does_and_what_is_done(tmp_path: Path) -> None:

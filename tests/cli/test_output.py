@@ -257,62 +257,57 @@ def test_a_long_list_says_how_much_it_leaves_out() -> None:
     assert first_of(["a", "b", "c"], 1) == ["a", "... and 2 more"]
 
 
-def test_what_transformers_would_fill_with_random_numbers_is_not_said_to_be_loaded_by_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "config.json").write_text('{"model_type": "llama"}')
+def line_of(kind: str, files: list[str], out: str = "out", **of: Any) -> str:
+    """Returns the line that loads an output with these files and tensors."""
+    names = of.pop("names", {})
+    tensors = {
+        name: TensorRecord(dtype, shape, "model.safetensors", "", "crc32")
+        for name, (dtype, shape) in names.items()
+    }
+    records = {name: FileRecord(2) for name in files}
+    manifest = Manifest(kind, {}, of.get("options", {}), {}, tensors, files=records)
+    return loading_line(Consolidated(out, manifest, 1.0, ()))
 
-    def line(name: str, dtype: str = "float32", shape: tuple[int, ...] = (1,)) -> str:
-        record = TensorRecord(dtype, shape, "model.safetensors", "", "crc32")
-        files = {"config.json": FileRecord(2), "model.safetensors": FileRecord(9)}
-        manifest = Manifest("model", {}, {}, {}, {name: record}, files=files)
-        return loading_line(Consolidated("out", manifest, 1.0, ()))
 
-    assert line("lm_head.weight") == "transformers.AutoModelForCausalLM.from_pretrained('out')"
-    adapted = line("base_model.model.q_proj.base_layer.weight")
-    assert adapted == "safetensors.torch.load_file('out/model.safetensors')"
-    assert line("fc1.weight", "int8", (8, 8)) == line("q_proj.weight", shape=(32, 1)) == adapted
+EMBEDDING = (
+    "model.embed_tokens.weight"  # of our own output: neither head nor tie is in its manifest
+)
+HEAD: dict[str, Any] = {"lm_head.weight": ("float32", (1,))}
 
 
 @pytest.mark.parametrize(
     ("names", "options", "config", "loaded_by"),
     [
-        # Our own output of a tied model, again: neither the head nor the tie is in its manifest.
-        (["model.embed_tokens.weight"], {}, {"tie_word_embeddings": True}, "AutoModelForCausalLM"),
-        (["model.embed_tokens.weight"], {}, {"tie_word_embeddings": False}, "AutoModel"),
-        (["lm_head.weight"], {"include": ["lm_head*"]}, {}, "load_file"),
-        (["lm_head.weight"], {"exclude": ["model*"]}, {}, "load_file"),
+        (HEAD, {}, {}, "AutoModelForCausalLM"),
+        ({EMBEDDING: ("float32", (1,))}, {}, {"tie_word_embeddings": True}, "AutoModelForCausalLM"),
+        ({EMBEDDING: ("float32", (1,))}, {}, {"tie_word_embeddings": False}, "AutoModel"),
+        (HEAD, {"include": ["lm_head*"]}, {}, "load_file"),
+        (HEAD, {"exclude": ["model*"]}, {}, "load_file"),
+        # What Transformers would fill with random numbers is not said to be loaded by it.
+        ({"base_model.model.q_proj.base_layer.weight": ("float32", (1,))}, {}, {}, "load_file"),
+        ({"fc1.weight": ("int8", (8, 8))}, {}, {}, "load_file"),
+        ({"q_proj.weight": ("float32", (32, 1))}, {}, {}, "load_file"),
     ],
 )
 def test_the_line_that_loads_an_output_fits_what_is_in_it(
-    names: list[str],
+    names: dict[str, Any],
     options: dict[str, Any],
     config: dict[str, Any],
     loaded_by: str,
     tmp_path: Path,
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **config}))
-    tensors = {name: TensorRecord("float32", (1,), "x", "", "crc32") for name in names}
-    files = {"config.json": FileRecord(2), "model.safetensors": FileRecord(9)}
-    manifest = Manifest("model", {}, options, {}, tensors, files=files)
-    line = loading_line(Consolidated(str(tmp_path), manifest, 1.0, ()))
-    assert f".{loaded_by}{'(' if loaded_by == 'load_file' else '.'}" in line
+    files, out = ["config.json", "model.safetensors"], str(tmp_path)
+    expected = f"transformers.{loaded_by}.from_pretrained({out!r})"
+    if loaded_by == "load_file":
+        expected = f"safetensors.torch.load_file('{out}/model.safetensors')"
+    assert line_of("model", files, out, names=names, options=options) == expected
 
 
-def test_a_file_of_torch_is_said_to_be_loaded_by_torch() -> None:
-    files = {name: FileRecord(2) for name in ("optimizer.bin", "pytorch_model.bin")}
-    line = loading_line(
-        Consolidated("out", Manifest("torch", {}, {}, {}, {}, files=files), 1.0, ())
+def test_torch_files_and_shards_are_not_said_to_be_loaded_by_transformers() -> None:
+    assert line_of("torch", ["optimizer.bin", "pytorch_model.bin"]) == (
+        "torch.load('out/pytorch_model.bin', weights_only=True)"
     )
-    assert line == "torch.load('out/pytorch_model.bin', weights_only=True)"
-
-
-def test_shards_for_training_are_not_said_to_be_loaded_by_transformers() -> None:
-    files = {name: FileRecord(2) for name in ("config.json", "folder/.metadata")}
-    manifest = Manifest("dcp", {}, {}, {}, {}, files=files)
-    line = loading_line(Consolidated("out", manifest, 1.0, ()))
-    assert line == (
+    assert line_of("dcp", ["config.json", "folder/.metadata"]) == (
         "torch.distributed.checkpoint.load({'model': model.state_dict()}, 'out/folder')"
     )

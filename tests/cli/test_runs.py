@@ -9,7 +9,6 @@ import pytest
 
 import ckptkit
 from ckptkit.core.manifest import MANIFEST_NAME
-from ckptkit.runs.local_run import hold_step
 from tests.command_line import run_command as run
 from tests.made_up_runs import save_step
 from tests.object_store import ObjectStore
@@ -49,7 +48,7 @@ def test_a_run_one_folder_down_is_listed_by_python_as_by_the_command(training: P
 
 
 def test_prune_shows_the_same_table_in_a_dry_run_and_tells_what_it_freed(training: Path) -> None:
-    with hold_step(training / "checkpoint-100"):
+    with ckptkit.open(training / "checkpoint-100"):
         kept = run("prune", training, "--keep-last", "1", "--dry-run")
     assert "checkpoint-100  stays" in kept.stdout
     assert "it is being read" in kept.stdout

@@ -7,12 +7,13 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from ckptkit.core.manifest import MANIFEST_NAME
-from ckptkit.runs.marks import RunLock, take_request, take_run_lock
+from ckptkit.runs.marks import take_request, take_run_lock
 from tests.command_line import Result, run_command
 
 ROOT = Path(__file__).parents[2]
@@ -22,10 +23,13 @@ def save_now(*arguments: str | Path) -> Result:
     return run_command("save-now", *arguments)
 
 
-def taken_lock(run: Path) -> RunLock:
-    lock = take_run_lock(run)
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Path]:
+    """A run whose lock a job has."""
+    lock = take_run_lock(tmp_path)
     assert lock is not None
-    return lock
+    yield tmp_path
+    lock.close()
 
 
 def commit(run: Path, step: int) -> Path:
@@ -42,7 +46,7 @@ def serve(run: Path, step: int) -> threading.Thread:
         deadline = time.monotonic() + 30
         while take_request(run) is None and time.monotonic() < deadline:
             time.sleep(0.05)
-        (run / f".checkpoint-{step}.ckptkit-abcd-1").mkdir()
+        (run / f".checkpoint-{step}.ckptkit-abcd-1").mkdir(exist_ok=True)
         commit(run, step)
 
     thread = threading.Thread(target=work)
@@ -50,56 +54,42 @@ def serve(run: Path, step: int) -> threading.Thread:
     return thread
 
 
-def test_a_request_is_left_for_the_job_that_holds_the_lock(tmp_path: Path) -> None:
-    lock = taken_lock(tmp_path)
-    result = save_now(tmp_path)
+def test_a_request_is_left_for_the_job_that_holds_the_lock(run: Path) -> None:
+    result = save_now(run)
     assert result.returncode == 0
-    expected = f"requested a save of {tmp_path}; the run saves at its next step\n"
+    expected = f"requested a save of {run}; the run saves at its next step\n"
     assert (result.stdout, result.stderr) == (expected, "")
-    owner = take_request(tmp_path)
+    owner = take_request(run)
     assert owner is not None
     assert owner.pid > 0
-    assert sorted(path.name for path in (tmp_path / ".ckptkit").iterdir()) == ["lock"]
-    lock.close()
+    assert sorted(path.name for path in (run / ".ckptkit").iterdir()) == ["lock"]
 
 
-def test_with_wait_the_new_step_is_printed(tmp_path: Path) -> None:
-    lock = taken_lock(tmp_path)
-    commit(tmp_path, 900)
-    job = serve(tmp_path, 1000)
-    result = save_now(tmp_path, "--wait", "30", "--json")
-    job.join()
-    assert result.returncode == 0
-    assert json.loads(result.stdout) == {
-        "run": str(tmp_path),
-        "asked": True,
-        "saved": str(tmp_path / "checkpoint-1000"),
-    }
-    lock.close()
+@pytest.mark.parametrize("before", [900, 1000])  # a step that is saved again is new
+def test_with_wait_the_new_step_is_printed(run: Path, before: int) -> None:
+    commit(run, before)
+    for words in ((), ("--json",)):
+        job = serve(run, 1000)
+        result = save_now(run, "--wait", "30", *words)
+        job.join()
+        assert result.returncode == 0
+        saved = str(run / "checkpoint-1000")
+        if words:
+            found = json.loads(result.stdout)
+            assert found == {"run": str(run), "asked": True, "saved": saved}
+        else:
+            assert result.stdout == f"saved {saved}\n"
 
 
-def test_a_step_that_is_saved_again_counts_as_new(tmp_path: Path) -> None:
-    lock = taken_lock(tmp_path)
-    commit(tmp_path, 1000)
-    job = serve(tmp_path, 1000)
-    result = save_now(tmp_path, "--wait", "30")
-    job.join()
-    assert result.stdout == f"saved {tmp_path / 'checkpoint-1000'}\n"
-    lock.close()
-
-
-def test_a_save_that_does_not_come_in_time_is_refused(tmp_path: Path) -> None:
-    lock = taken_lock(tmp_path)
-    result = save_now(tmp_path, "--wait", "0.2", "--json")
+def test_a_save_that_does_not_come_in_time_is_refused(run: Path) -> None:
+    result = save_now(run, "--wait", "0.2", "--json")
     assert result.returncode == 4
     error = json.loads(result.stdout)["error"]
     assert error["message"] == "no new step was complete within 0.2 s of the request"
     assert error["hint"]
-    lock.close()
 
 
 def test_without_a_job_nothing_is_left_behind(tmp_path: Path) -> None:
-    taken_lock(tmp_path).close()
     result = save_now(tmp_path)
     assert result.returncode == 4
     assert "error[refused]: " in result.stderr

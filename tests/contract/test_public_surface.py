@@ -11,6 +11,7 @@ import importlib
 import inspect
 import io
 import json
+import os
 import re
 import shutil
 import sys
@@ -182,5 +183,21 @@ def test_what_users_rely_on_is_as_it_was(part: str) -> None:
     ]() == pinned
 
 
+def write() -> None:
+    """Writes the file again. What the commands print meanwhile, such as an error, is not shown."""
+    before = PINNED.read_text(encoding="utf-8")
+    with tempfile.TemporaryFile() as rest:
+        stderr = os.dup(2)
+        os.dup2(rest.fileno(), 2)
+        try:
+            now = json.dumps(surface(), indent=1, sort_keys=True) + "\n"
+        finally:
+            os.dup2(stderr, 2)
+            os.close(stderr)
+    PINNED.write_text(now, encoding="utf-8")
+    changed = "it is as it was" if now == before else "`git diff` shows what changed"
+    sys.stdout.write(f"wrote {PINNED.relative_to(ROOT)}: {changed}\n")
+
+
 if __name__ == "__main__":
-    PINNED.write_text(json.dumps(surface(), indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    write()

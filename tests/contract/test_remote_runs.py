@@ -19,7 +19,7 @@ from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.engine.outcome import Event, Started
 from ckptkit.options import ConsolidateRequest
 from ckptkit.plan.plan import Share
-from ckptkit.runs.local_run import hold_step
+from ckptkit.runs.local_run import hold_at_stores
 from ckptkit.storage.places import Place
 from tests.made_up_runs import save_step
 from tests.object_store import Bucket, Fault, ObjectStore
@@ -76,7 +76,7 @@ def test_a_run_on_a_store_is_listed_and_pruned_like_a_local_one(
 
 
 def test_a_step_that_is_being_read_stays(bucket: Bucket, run: Place, tmp_path: Path) -> None:
-    with hold_step(step_of(run, 1)):
+    with hold_at_stores([step_of(run, 1)]):
         assert ckptkit.prune(run, keep_last=1, dry_run=True).steps[0].why == "it is being read"
         assert ckptkit.prune(run, keep_last=1).steps[0].why == "it is being read"
         assert left(bucket) == [".ckptkit", "checkpoint-1", "checkpoint-3"]
@@ -117,7 +117,7 @@ def test_who_may_only_read_reads_without_a_mark(
     bucket: Bucket, run: Place, object_store: ObjectStore
 ) -> None:
     denied = object_store.proxy.fail("^PUT", 403, "AccessDenied", times=None)
-    with hold_step(step_of(run, 1)):
+    with hold_at_stores([step_of(run, 1)]):
         assert left(bucket) == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
     assert denied.met == 1
     pruned = ckptkit.prune(run, keep_last=1)
@@ -133,7 +133,7 @@ def test_a_reader_that_comes_during_a_removal_is_told(
 
     def read() -> None:
         try:
-            with hold_step(step_of(run, 1)):
+            with hold_at_stores([step_of(run, 1)]):
                 pass
         except MissingFileError as error:
             told.append(type(error))

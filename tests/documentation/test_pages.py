@@ -41,7 +41,7 @@ PAGES = (
 )
 SLOW_PAGES = (
     "how-to/disk-space.md",
-    *(f"reference/{name}.md" for name in ("hub", "runs", "storage")),
+    *(f"reference/{name}.md" for name in ("deltas", "hub", "runs", "storage")),
 )
 TRAINERS = (
     *("how-to/accelerate-fsdp.md", "how-to/deepspeed.md", "how-to/hub.md", "how-to/megatron.md"),
@@ -175,7 +175,6 @@ def test_each_page_with_code_is_run() -> None:
 
 BY_OTHER_TESTS = (
     "tutorial/demo.md",  # the test of the demo above
-    "reference/deltas.md",  # test_deltas_page.py
     "reference/formats.md",
     "reference/integrations.md",  # the examples have the same lines
     "reference/loading.md",  # test_live_models.py, deferred_run.py
@@ -224,3 +223,16 @@ def free_port() -> int:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return int(found.getsockname()[1])
+
+
+@pytest.mark.parametrize("writes", [True, False])
+def test_a_block_that_leaves_lines_out_is_edited_by_hand(
+    monkeypatch: pytest.MonkeyPatch, writes: bool
+) -> None:
+    monkeypatch.setattr(pages, "WRITES", writes)
+    whole = pages.Command("ckptkit ls run", "one\ntwo\n")
+    cut = pages.Command("ckptkit ls run", f"one\n{pages.ANYTHING}\nthree\n")
+    assert pages.is_written(whole, "one\ntwo\n") == writes
+    assert not pages.is_written(cut, "one\ntwo\nthree\n")
+    with pytest.raises(AssertionError, match="edit this block by hand"):
+        pages.is_written(cut, "one\ntwo\nfour\n")

@@ -29,7 +29,6 @@ RULES = st.builds(
     keep_every=COUNTS,
     keep_best=st.none() | st.sampled_from(["loss", "accuracy"]),
     best_mode=st.sampled_from(["min", "max"]),
-    best_count=st.integers(1, 3),
 )
 
 

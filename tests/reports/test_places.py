@@ -19,10 +19,10 @@ from torch.distributed import checkpoint as dcp
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 import ckptkit
+from ckptkit.conversion.source.open import open_checkpoint
 from ckptkit.core.errors import AmbiguousSourceError, CkptkitError, NotACheckpointError
 from ckptkit.runs.find_run import find_run
 from ckptkit.runs.listing import list_run
-from ckptkit.runs.local_run import hold_step
 from ckptkit.storage.places import PathLike, Place
 from tests.command_line import Result, run_command
 from tests.compared_models import model_of, trained
@@ -521,7 +521,7 @@ def test_a_step_that_is_files_of_several_ranks_is_removed_as_a_whole(tmp_path: P
 
 def test_a_step_that_is_being_read_stays_though_it_is_a_file(tmp_path: Path) -> None:
     run = RUNS["composer, files"][0](tmp_path / "exp")
-    with hold_step(run / "ep0-ba9-rank0.pt"):
+    with open_checkpoint(run / "ep0-ba9-rank0.pt"):
         pruned = ckptkit.prune(run, keep_last=1)
     assert "ep0-ba9-rank0.pt" not in [step.name for step in pruned.removed]
 

@@ -6,8 +6,10 @@ import ast
 import re
 from collections.abc import Iterator, Mapping
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 
+from ckptkit_cli._program import make_application
 from tests.source_trees import parse_source
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -72,6 +74,14 @@ def _reached(start: str) -> set[str]:
 def test_no_module_imports_itself_by_way_of_others() -> None:
     assert "ckptkit.core.text" in imports()["ckptkit.core.errors"]
     assert in_circles() == []
+
+
+def test_a_command_is_in_the_module_of_its_name() -> None:
+    commands = make_application().commands
+    assert len(commands) > 15
+    for name, command in commands.items():
+        module = import_module(f"ckptkit_cli.{name.replace('-', '_')}")
+        assert any(value is command for value in vars(module).values()), name
 
 
 def test_files_that_the_documentation_names_are_there() -> None:

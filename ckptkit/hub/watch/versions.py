@@ -171,7 +171,7 @@ class PublishedVersions:
         if deltas + 1 >= self._every:
             return None
         newest = versions[-1]
-        for step in self._run.look():
+        for step in self._run.list_steps():
             if (step.step, step.digest) == (newest.step, newest.digest):
                 return step
         return None

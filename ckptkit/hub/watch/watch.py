@@ -286,7 +286,7 @@ class _Watch:
 
     def _advance(self, *, ending: bool) -> bool:
         """Does the next piece of work; returns whether there was none."""
-        steps = self._run.look()
+        steps = self._run.list_steps()
         waiting = self._find_waiting(steps)
         if self._request.repeats_pushes and not self._has_repeated:
             self._has_repeated = True
@@ -573,7 +573,7 @@ def _open_hub(request: WatchRequest, state: Path, pauses: Pauses, listener: Watc
         except CkptkitError as error:
             pushed = {push.step for push in read_journals(state) if push.state == "pushed"}
             with suppress(InputError):
-                complete = (step.step for step in WatchedRun(request.run, state).look())
+                complete = (step.step for step in WatchedRun(request.run, state).list_steps())
                 waiting = tuple(step for step in complete if step not in pushed)
                 why = _text_of(error)
                 write_status(state, WatchStatus(request.repo_id, waiting, problem=why))

@@ -51,6 +51,11 @@ _DIGEST_LENGTH = 16  # hexadecimal digits
 _LISTED = 5
 
 
+def default_poll_seconds(run: PathLike) -> float:
+    """Returns the time between two looks at a run; each costs requests in a store."""
+    return 30.0 if is_url(run) else 5.0
+
+
 class WatchedRun:
     """Lists a run repeatedly, and reads no manifest twice."""
 
@@ -63,7 +68,7 @@ class WatchedRun:
         self._taken: set[str] = set()
         self.absence: InputError | None = None  # why the last listing had no complete step
 
-    def look(self) -> tuple[RunStep, ...]:
+    def list_steps(self) -> tuple[RunStep, ...]:
         """Returns the complete steps, the lowest number first; none if the run does not exist yet.
 
         A step without a manifest is included once it has not changed for a while.
@@ -103,7 +108,9 @@ class WatchedRun:
     def is_there(self, step: RunStep) -> bool:
         """Returns whether a step is still in the run, and was not replaced."""
         try:
-            return any(now.digest == step.digest for now in self.look() if now.step == step.step)
+            return any(
+                now.digest == step.digest for now in self.list_steps() if now.step == step.step
+            )
         except InputError:
             return True  # the run cannot be listed now
 

@@ -28,7 +28,7 @@ from ckptkit.formats.dcp.reader import METADATA
 from ckptkit.integrations.checkpointers import naming_options, register
 from ckptkit.integrations.patches import saves_whole_models
 from ckptkit.integrations.scalars import values_of
-from ckptkit.runs.retention import Retention, steps_to_remove
+from ckptkit.runs.retention import RETENTION_OPTIONS, Retention, steps_to_remove
 from ckptkit.runs.steps import RunStep, abandoned
 from ckptkit.storage.manifests import read_local_manifest
 from ckptkit.training import step_names
@@ -223,8 +223,7 @@ def _log_report(trainer: Any, report: SaveReport) -> None:
 _SET_BY_ARGUMENTS = {
     "layout": "it is the Trainer's own",
     "prefix": "it is the Trainer's own",
-    "keep_last": "set save_total_limit in the arguments of the Trainer",
-    "keep_every": "set save_total_limit in the arguments of the Trainer",
+    **dict.fromkeys(RETENTION_OPTIONS, "set save_total_limit in the arguments of the Trainer"),
     "keep_best": "set metric_for_best_model in the arguments of the Trainer",
     "best_mode": "set greater_is_better in the arguments of the Trainer",
 }

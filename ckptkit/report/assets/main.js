@@ -83,10 +83,11 @@ function inspectionPage() {
   if (Object.keys(R.parameters).length) columns.push({ key: "parameters", title: "parameters", number: true, width: 7, value: parametersOf, text: (i) => countText(parametersOf(i)) });
   if (R.trees.length > 1) columns.push({ key: "tree", title: "state dict", width: 8, long: true, value: treeOf, text: treeOf });
   if (R.stats) {
-    const s = R.stats, positive = (column) => (i) => column[i] > 0;
-    columns.push(numberColumn("norm", "norm", s.norm), numberColumn("minimum", "min", s.minimum), numberColumn("maximum", "max", s.maximum),
-      numberColumn("mean", "mean", s.mean), numberColumn("zeros", "zeros", s.zeros, 6),
-      numberColumn("nan", "NaN", s.nan, 4.4, { bad: positive(s.nan) }), numberColumn("infinite", "inf", s.infinite, 4.4, { bad: positive(s.infinite) }));
+    const titles = { minimum: "min", maximum: "max", nan: "NaN", infinite: "inf" }, widths = { zeros: 6, nan: 4.4, infinite: 4.4 };
+    for (const [key, column] of Object.entries(R.stats)) {
+      const more = key === "nan" || key === "infinite" ? { bad: (i) => column[i] > 0 } : {};
+      columns.push(numberColumn(key, titles[key] || key, column, widths[key], more));
+    }
   }
   const filters = [["all", "all tensors", () => true]];
   if (R.trees.length > 1) R.trees.forEach(([tree, part], number) => filters.push([`tree${number}`, tree ? `${tree} (${part})` : part, (i) => R.tree[i] === number]));

@@ -16,7 +16,7 @@ import ckptkit
 from ckptkit.conversion.source.open import open_checkpoint
 from ckptkit.core.errors import MissingFileError, RefusedError, UsageError
 from ckptkit.core.manifest import MANIFEST_NAME
-from ckptkit.runs.local_run import LocalRun, hold_step
+from ckptkit.runs.local_run import LocalRun
 from ckptkit.runs.marks import claim, hold
 from ckptkit.runs.pruning import Pruned, prune_run
 from ckptkit.runs.push_journal import WATCH_FOLDER, StepPush, open_journal
@@ -114,8 +114,8 @@ def test_a_step_that_is_open_stays_and_goes_once_it_is_closed(run: Path) -> None
 
 def test_a_step_that_another_process_uses_stays_until_that_is_killed(run: Path) -> None:
     program = (
-        "import sys, time; from ckptkit.runs.local_run import hold_step\n"
-        "with hold_step(sys.argv[1]):\n    print('held', flush=True); time.sleep(600)"
+        "import sys, time; from ckptkit.conversion.source.open import open_checkpoint\n"
+        "with open_checkpoint(sys.argv[1]):\n    print('held', flush=True); time.sleep(600)"
     )
     command = [sys.executable, "-c", program, str(run / "checkpoint-300")]
     with started(command, stdout=subprocess.PIPE) as reader:
@@ -129,7 +129,7 @@ def test_a_step_that_another_process_uses_stays_until_that_is_killed(run: Path) 
 
 
 def test_the_retention_of_training_leaves_a_step_that_is_being_read(run: Path) -> None:
-    with hold_step(run / "checkpoint-100"):
+    with open_checkpoint(run / "checkpoint-100"):
         removed, notes = remove_steps([run / "checkpoint-100", run / "checkpoint-200"])
     assert removed == [run / "checkpoint-200"]
     assert "being read" in notes[0]
@@ -168,11 +168,11 @@ def test_a_step_whose_push_has_begun_stays(run: Path) -> None:
     assert names(run) == ["checkpoint-600"]
 
 
-def test_the_best_of_a_trainer_and_what_is_asked_for_stay(tmp_path: Path) -> None:
+def test_the_best_of_a_trainer_stays(tmp_path: Path) -> None:
     for step in (2, 4, 6, 8):
         save_stock_step(tmp_path, step, best="checkpoint-4")
-    pruned = prune_run(tmp_path, Retention(keep_last=1), protected={6})
-    assert names(tmp_path) == ["checkpoint-4", "checkpoint-6", "checkpoint-8"]
+    pruned = prune_run(tmp_path, Retention(keep_last=1))
+    assert names(tmp_path) == ["checkpoint-4", "checkpoint-8"]
     assert reasons(pruned)[4] == ("keep", "the Trainer calls it the best")
 
 

@@ -49,11 +49,6 @@ def test_of_equal_values_the_newer_is_better_and_nan_never_is() -> None:
     assert steps_to_remove(found, Retention(keep_best="loss")) == (10, 30)
 
 
-def test_several_of_the_best_stay() -> None:
-    found = rated({10: 3.0, 20: 1.0, 30: 2.0, 40: 9.0})
-    assert steps_to_remove(found, Retention(keep_best="loss", best_count=2)) == (10,)
-
-
 def test_without_the_metric_anywhere_only_the_newest_stays() -> None:
     assert steps_to_remove(steps(10, 20), Retention(keep_best="loss")) == (10,)
 
@@ -100,7 +95,6 @@ def test_any_rule_is_enough_to_stay() -> None:
         {"keep_every": 0},
         {"keep_last": 1.5},
         {"keep_last": True},
-        {"best_count": 0},
         {"keep_best": "x", "best_mode": "least"},
         {"keep_best": 3},
         {"keep_best": ""},

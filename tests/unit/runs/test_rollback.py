@@ -117,8 +117,8 @@ def test_an_incomplete_step_of_the_live_branch_proves_nothing(went_back: Path) -
 
 def test_a_watch_pushes_the_live_branch_and_its_best(went_back: Path, tmp_path: Path) -> None:
     seen = WatchedRun(went_back, tmp_path / "state")
-    seen.look()
-    steps = seen.look()
+    seen.list_steps()
+    steps = seen.list_steps()
     digests = {step.step: step.digest for step in steps}
     assert choose_steps(steps, digests, {}, PushChoice()) == (100, 200, 210, 220)
     best = PushChoice(best="eval_loss")
