@@ -7,6 +7,7 @@ small checkpoint. One that fails is reported with the name of its distribution, 
 
 from __future__ import annotations
 
+import os
 import posixpath
 import re
 from collections import defaultdict
@@ -14,7 +15,7 @@ from collections.abc import Collection, Iterator, Sequence
 from functools import cache
 from importlib import import_module
 from operator import attrgetter, itemgetter
-from pkgutil import walk_packages
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -43,9 +44,12 @@ _MOST_CHARACTERS = 300  # of the message of a reader's own failure
 
 def _load_readers() -> tuple[FormatReader, ...]:
     """Returns a reader of each class in the modules of `ckptkit.formats`; no list names them."""
-    for module in walk_packages(formats.__path__, f"{formats.__name__}."):
-        if not module.ispkg and module.name != __name__:
-            import_module(module.name)
+    for folder in formats.__path__:
+        for below, _, files in os.walk(folder):  # pkgutil takes longer than all imports below
+            package = Path(below).relative_to(folder).parts
+            for module in (Path(file).stem for file in files if file.endswith(".py")):
+                if module not in {"__init__", "registry"}:
+                    import_module(".".join((formats.__name__, *package, module)))
     return tuple(sorted((cls() for cls in FormatReader.__subclasses__()), key=attrgetter("order")))
 
 

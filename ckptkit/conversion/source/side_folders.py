@@ -754,10 +754,12 @@ def _open_if_there(
     Of a store it is a part of a listing. Above the root, only side folders are listed; `above` has
     these listings.
     """
+    if not is_url(path):
+        return stack.enter_context(LocalSource(Path(path))) if Path(path).is_dir() else None
     from ckptkit.storage.remote.source import RemoteSource  # late: local ones do not need it
 
     if not isinstance(root, RemoteSource):
-        return stack.enter_context(LocalSource(Path(path))) if Path(path).is_dir() else None
+        return None
     inside = _rest_of(path, root.location)
     if inside is None:
         run = next((run for run in above if _rest_of(path, run) is not None), path)
