@@ -195,7 +195,7 @@ class Inspection(Displayed, Struct, frozen=True):
         document = {n: value for n, value in plain.items() if n not in {"shards", "tensors"}}
         document["tensors"] = []
         for line in self.tensors:
-            tensor = plain_fields(line)
+            tensor = plain_fields(line) | {"shape": list(line.shape)}
             role, tensor["bytes"] = tensor.pop("role"), tensor.pop("size_bytes")
             document["tensors"].append(tensor | ({"role": role} if role else {}))
         return document

@@ -646,7 +646,10 @@ class Arrangement(Struct, frozen=True):
 
     def padded(self, dim: int, size: int) -> Arrangement:
         """Returns it with further indices at the end of a dimension, whose elements are zero."""
-        return Arrangement((*self.shape[:dim], size, *self.shape[dim + 1 :]), self.parts)
+        shape = (*self.shape[:dim], size, *self.shape[dim + 1 :])
+        # A source without elements is a part of a tensor without elements alone.
+        parts = (part for part in self.parts if 0 in shape or part[1].elements)
+        return Arrangement(shape, tuple(parts))
 
     def selected(self, dim: int, index: int) -> Arrangement:
         """Returns one index of a dimension, without the dimension."""

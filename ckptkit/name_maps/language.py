@@ -112,8 +112,8 @@ class NameTemplate(Struct, frozen=True):
             elif token["alternatives"]:
                 parts.append(token["alternatives"].partition("|")[0])
             else:
-                is_joined = parts[-1:] == [""] and token["text"].startswith(".")
-                parts.append(token["text"][1:] if is_joined else token["text"])
+                is_joined = parts[-1:] == [""] and token[0].startswith(".")
+                parts.append(token[0][1:] if is_joined else token[0])
         return "".join(parts)
 
 

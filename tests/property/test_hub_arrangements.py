@@ -238,3 +238,10 @@ def _compare(torch: Any, function: Callable[..., Any], live: Live) -> None:
     assert np.array_equal(realised(tensor, live), real.numpy())
     for block in (1, 7, 1000):
         assert np.array_equal(computed(tensor, live, block), real.numpy())
+
+
+def test_zeros_beside_nothing_have_no_source() -> None:
+    nothing = Arrangement.of(Fqn("live.0"), (0, 3))
+    assert nothing.padded(0, 0).parts == nothing.parts
+    assert nothing.padded(0, 4).viewed((2, 6)).parts == ()
+    assert nothing.padded(0, 1).selected(0, 0) == Arrangement((3,), ())

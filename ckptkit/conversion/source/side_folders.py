@@ -88,6 +88,7 @@ from ckptkit.formats.pickle.torch_zip import open_archive
 from ckptkit.formats.safetensors.hf_shards import METADATA_FOLDER
 from ckptkit.lora.config import PEFT_PREFIX
 from ckptkit.options import ConsolidateRequest, TokenizerOrigin, check_choice
+from ckptkit.plan.plan import OutputFile, literal_file
 from ckptkit.runs.step_manifests import check_file, step_folder
 from ckptkit.storage.base import Source, is_there
 from ckptkit.storage.local.source import LocalSource
@@ -96,10 +97,6 @@ from ckptkit.storage.overlay import MemorySource
 from ckptkit.storage.places import PathLike, Place, is_url
 
 if TYPE_CHECKING:
-    from ckptkit.plan.plan import (
-        OutputFile,
-        literal_file,
-    )
     from ckptkit.storage.remote.source import RemoteSource
 
 # Below weights: of the training hooks, of NeMo Automodel, and of verl. Below steps: of VeOmni.

@@ -32,6 +32,9 @@ _IMPORTED = frozenset(
     {"ckptkit", "fsspec", "blake3", "botocore", "huggingface_hub", "regex", "torch", "yaml"}
 )
 
+# msgspec evaluates the annotations of a class when it is decoded into for the first time.
+_MAKE_CLASSES = ("dataclasses.py", "collections/__init__.py", "msgspec/_utils.py")
+
 
 @dataclass(frozen=True)
 class Target:
@@ -91,10 +94,10 @@ class _Actions:
 
 
 def _is_of_python(frame: FrameType | None) -> bool:
-    """Says whether it happens in a late import of ours, or in the making of a class."""
+    """Says whether it happens in a late import of ours, or in the making or reading of a class."""
     while frame is not None:
         name = frame.f_code.co_filename
-        if "importlib" in name or name.endswith(("dataclasses.py", "collections/__init__.py")):
+        if "importlib" in name or name.endswith(_MAKE_CLASSES):
             return True
         frame = frame.f_back
     return False
