@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import Generator, Iterator
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import certifi
 import pytest
@@ -172,6 +174,20 @@ def memory_disk() -> Iterator[Path]:
     """A folder where syncing costs nothing, so that hundreds of saves can be tried."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         yield Path(folder)
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
+    """The processes that a test starts."""
+    processes: list[subprocess.Popen[bytes]] = []
+
+    class Noted(subprocess.Popen[bytes]):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            processes.append(self)
+
+    monkeypatch.setattr(subprocess, "Popen", Noted)
+    return processes
 
 
 @pytest.fixture

@@ -123,7 +123,7 @@ def open_base(
 
 
 def list_weights(checkpoint: OpenedCheckpoint) -> Sequence[TensorEntry]:
-    """Returns the tensors of the model, of which none lacks a part."""
+    """Returns the tensors of the model; each is whole."""
     request = ConsolidateRequest(select=checkpoint.select)
     entries = select_model(checkpoint.index, request, location=checkpoint.path)
     refuse_problems(checkpoint.index, entries, checkpoint.path)

@@ -994,7 +994,7 @@ def _report_layers(
     """Describes the changes of each tensor; norms are measured only for `--report`."""
     present = {live for tensor in tensors for live in tensor.live}
     paths = [adapter.opened.path for adapter in adapters]
-    squares: dict[str, float] = {}  # of the norms of live weights, each of which is read once
+    squares: dict[str, float] = {}  # of norms, by live weight; a weight is read once
     lost: dict[str, float] = {}
     if request.report:
         for tensor in (t for t in tensors if any(live in changes for live in t.live)):

@@ -596,7 +596,7 @@ def find_settings(
 def list_likely_settings(
     known: FourBitSettings, storage: DType, original: DType
 ) -> Iterator[_Settings]:
-    """Yields types, block sizes and element types of which a packing may be, the likeliest first.
+    """Yields the types, block sizes and element types that a packing may have, the likeliest first.
 
     FSDP takes parameters of one type only, so a float type of storage is that of the model.
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -24,7 +24,7 @@ from ckptkit.core.text import counted
 from ckptkit.core.threads import usable_cores
 from ckptkit.engine.outcome import Listener, ignore
 from ckptkit.engine.reader import Origin
-from ckptkit.engine.values import Measures, combine, describe_not_finite, finite, measure
+from ckptkit.engine.values import COUNTS, Measures, combine, describe_not_finite, finite, measure
 from ckptkit.options import ConsolidateRequest, NotFinite
 from ckptkit.plan.coverage import refuse_problems
 from ckptkit.plan.optimizer_states import OPTIMIZER
@@ -93,6 +93,12 @@ class TensorStatistics(Struct, frozen=True):
 _ABOUT = {"name", "dtype", "shape", "elements", "parameters", "label", "role"}
 STATISTICS = tuple(name for name in TensorStatistics.__struct_fields__ if name not in _ABOUT)
 """What is measured: the columns of `ckptkit stats`, and of the page of a checkpoint."""
+
+
+def sum_counts(tensors: Iterable[TensorStatistics]) -> dict[str, int]:
+    """Returns the counts among what is measured, of several tensors together."""
+    listed = tuple(tensors)
+    return {n: sum(getattr(one, n) for one in listed) for n in STATISTICS if n in COUNTS}
 
 
 class Statistics(Displayed, Struct, frozen=True):
@@ -179,9 +185,7 @@ class Statistics(Displayed, Struct, frozen=True):
             "parameters": self.parameters,
             "norm": self.norm,
             "norms": dict(self.norms),
-            "zeros": self.zeros,
-            "nan": self.nan,
-            "infinite": self.infinite,
+            **sum_counts(self.tensors),
             "tensors": [tensor.to_json() for tensor in self.tensors],
         }
 

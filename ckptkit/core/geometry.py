@@ -384,7 +384,7 @@ class Loop(Struct, frozen=True):
 class Tile(Struct, frozen=True):
     """Elements that two tensors share; mostly the second one is the source of the first.
 
-    A source of which only the row-major order of its elements matters is a tensor of one dimension.
+    A source may be a tensor of one dimension: its elements in row-major order.
     """
 
     corners: tuple[Shape, Shape]  # the first of the elements in both tensors
@@ -611,7 +611,7 @@ def _follow(loop: Loop, corner: Shape, shape: Shape, strides: Shape) -> tuple[li
 # Arrangements
 
 Part = tuple[Fqn, Tile]
-"""A source, of which the order of its elements matters alone, and what a tensor has of it."""
+"""A source, as a tensor of one dimension, and the elements that a tensor takes from it."""
 
 
 class Arrangement(Struct, frozen=True):

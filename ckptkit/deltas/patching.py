@@ -140,7 +140,7 @@ class PatchKernel(Kernel, Struct, frozen=True, eq=False):
 
 
 def _open_chain(stack: ExitStack, places: Sequence[PathLike]) -> list[OpenedDelta]:
-    """Opens deltas in their order, each of which begins with the version that the last leads to.
+    """Opens deltas in their order. Each begins with the version that the one before leads to.
 
     The files of those with a manifest are proven.
     """

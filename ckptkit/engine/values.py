@@ -53,8 +53,8 @@ def _table(dtype: np.dtype[Any]) -> Array:
         return bits.view(dtype).astype(np.float32)
 
 
-class Measures(Struct, frozen=True):
-    """What was measured of some elements of a tensor."""
+class Measures(Struct, frozen=True, kw_only=True):
+    """What was measured of some elements of a tensor. Whole numbers are counts."""
 
     elements: int = 0  # how many there are
     norm: float = 0.0  # the Euclidean norm of those that are finite
@@ -75,20 +75,21 @@ class Measures(Struct, frozen=True):
         return self.total / finite
 
 
+COUNTS = frozenset(name for name, kind in Measures.__annotations__.items() if kind == "int")
+"""The measures of all parts together have the sums of these."""
+
+
 def combine(parts: Sequence[Measures]) -> Measures:
     """Returns the measures of all parts together, whatever their order."""
     totals = [part.total for part in parts if part.total is not None]
     lows = [part.minimum for part in parts if part.minimum is not None]
     highs = [part.maximum for part in parts if part.maximum is not None]
     return Measures(
-        elements=sum(part.elements for part in parts),
+        **{name: sum(getattr(part, name) for part in parts) for name in COUNTS},
         norm=math.hypot(*sorted(part.norm for part in parts)),
         total=add_exactly(totals) if len(totals) == len(parts) else None,
         minimum=min(lows, default=None),
         maximum=max(highs, default=None),
-        zeros=sum(part.zeros for part in parts),
-        nan=sum(part.nan for part in parts),
-        infinite=sum(part.infinite for part in parts),
     )
 
 
@@ -154,7 +155,9 @@ def _measure_block(values: Array, scratch: _Scratch) -> Measures:
         least, most = int(whole.min()), int(whole.max())
         norm, total = _norm_and_total(scratch.doubles(whole), float(max(most, -least)))
         zeros = whole.size - int(np.count_nonzero(whole))
-        return Measures(whole.size, norm, total, least, most, zeros)
+        return Measures(
+            elements=whole.size, norm=norm, total=total, minimum=least, maximum=most, zeros=zeros
+        )
     wide = scratch.widen(values)
     zeros = scratch.count_zeros(wide)
     low, high = float(wide.min()), float(wide.max())  # NaN where any element is
@@ -163,11 +166,19 @@ def _measure_block(values: Array, scratch: _Scratch) -> Measures:
         nan, infinite = count_nan(wide), count_infinite(wide)
         wide = wide[np.isfinite(wide)]
         if not wide.size:
-            return Measures(values.size, zeros=zeros, nan=nan, infinite=infinite)
+            return Measures(elements=values.size, zeros=zeros, nan=nan, infinite=infinite)
         low, high = float(wide.min()), float(wide.max())
     norm, total = _norm_and_total(scratch.doubles(wide), max(high, -low))
-    low, high = low + 0.0, high + 0.0  # minus zero is zero
-    return Measures(values.size, norm, total, low, high, zeros, nan, infinite)
+    return Measures(
+        elements=values.size,
+        norm=norm,
+        total=total,
+        minimum=low + 0.0,  # minus zero is zero
+        maximum=high + 0.0,
+        zeros=zeros,
+        nan=nan,
+        infinite=infinite,
+    )
 
 
 def _measure_complex(values: Array) -> Measures:

@@ -56,7 +56,8 @@ class Retention(Struct, frozen=True, kw_only=True):
 
     @property
     def keeps_all(self) -> bool:
-        return self.keep_last is None and self.keep_every is None and self.keep_best is None
+        rules = (name for name in RETENTION_OPTIONS if name.startswith("keep_"))
+        return all(getattr(self, name) is None for name in rules)
 
     def as_arguments(self) -> list[str]:
         """Returns the arguments of a command that prunes by these rules.

@@ -116,7 +116,7 @@ def _statistics_page(
     output: Output, statistics: Statistics, tensors: Sequence[TensorStatistics], *, shows_all: bool
 ) -> Iterator[str]:
     """Yields a line for each tensor, or for the first ones, and one for all together."""
-    from ckptkit.conversion.stats import STATISTICS
+    from ckptkit.conversion.stats import STATISTICS, sum_counts
 
     step = "" if statistics.step is None else f", step {statistics.step:,}"
     listed = f"{counted(len(tensors), 'tensor')}, {counted(statistics.elements, 'element')}"
@@ -137,8 +137,7 @@ def _statistics_page(
     totals = [(str(role), norm) for role, norm in statistics.norms.items()] if is_apart else []
     for role, norm in [*totals, ("", statistics.norm)]:
         own = [tensor for tensor in statistics.tensors if role in {"", tensor.role}]
-        sums = {name: sum(getattr(t, name) for t in own) for name in ("zeros", "nan", "infinite")}
-        numbers = {"norm": norm, **sums}
+        numbers = {"norm": norm, **sum_counts(own)}
         cells = dict(zip(numbers, _cells(numbers, sum(t.elements for t in own)), strict=True))
         title = f"total of the {role}" if role else "total"
         rows.append((title, "", "", *(cells.get(name, "") for name in STATISTICS)))
@@ -148,10 +147,12 @@ def _statistics_page(
 
 
 def _cells(numbers: Mapping[str, float | None], elements: int) -> Iterator[str]:
+    from ckptkit.engine.values import COUNTS
+
     for name, number in numbers.items():
         if name == "zeros":
             yield f"{(number or 0) / elements if elements else 0:.2%}"
-        elif name in {"nan", "infinite"}:
+        elif name in COUNTS:
             yield f"{number:,}"
         else:
             yield number_text(number)

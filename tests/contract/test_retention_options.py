@@ -32,6 +32,12 @@ def read_by(command: str, words: list[str]) -> dict[str, Any]:
     return make_application().commands[command].make_context(command, words).params
 
 
+@pytest.mark.parametrize("rule", [name for name in RETENTION_OPTIONS if name != "best_mode"])
+def test_each_rule_alone_is_one_by_which_steps_go(rule: str) -> None:
+    assert Retention().keeps_all
+    assert not Retention(**{rule: RULES[rule]}).keeps_all
+
+
 def test_each_rule_has_a_value_here_that_is_not_the_usual_one() -> None:
     usual = Retention()
     assert [name for name in RETENTION_OPTIONS if getattr(ALL, name) != getattr(usual, name)] == [

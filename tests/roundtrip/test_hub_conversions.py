@@ -103,19 +103,6 @@ def source(model: Any, tmp_path: Path) -> Path:
     return tmp_path / "source"
 
 
-@pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
-    processes: list[subprocess.Popen[bytes]] = []
-
-    class Noted(subprocess.Popen[bytes]):
-        def __init__(self, *args: Any, **options: Any) -> None:
-            super().__init__(*args, **options)
-            processes.append(self)
-
-    monkeypatch.setattr(subprocess, "Popen", Noted)
-    return processes
-
-
 @pytest.mark.parametrize(
     "asked", ["here", pytest.param("a program", marks=pytest.mark.slow)], indirect=True
 )

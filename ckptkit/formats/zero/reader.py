@@ -393,8 +393,8 @@ def _find_sliced(
             raise UnsupportedError(
                 f"has no {_SLICES!r}, the slices of parameters in its vectors",
                 where=state.where,
-                hint="DeepSpeed has written them since 0.8; convert the checkpoint with the"
-                " 'zero_to_fp32.py' beside it",
+                hint="DeepSpeed writes them since 0.8; convert the checkpoint with"
+                " 'zero_to_fp32.py', which DeepSpeed puts into its folder",
             )
         mappings = state.inner_list(_SLICES)
         if not len(vectors) == len(mappings) == len(groups):

@@ -9,7 +9,6 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -40,20 +39,6 @@ def program(monkeypatch: pytest.MonkeyPatch) -> Program:
         monkeypatch.setattr(naming_program, "_PROGRAM", "roots = {!r}; " + code)
 
     return replace
-
-
-@pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
-    """The processes that were started."""
-    processes: list[subprocess.Popen[bytes]] = []
-
-    class Noted(subprocess.Popen[bytes]):
-        def __init__(self, *args: Any, **options: Any) -> None:
-            super().__init__(*args, **options)
-            processes.append(self)
-
-    monkeypatch.setattr(subprocess, "Popen", Noted)
-    return processes
 
 
 def test_a_failure_is_told_by_the_last_line_of_the_log(program: Program) -> None:

@@ -18,6 +18,8 @@ from ckptkit.core.arrays import numpy_dtype
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.engine.values import (
     BLOCK_ELEMENTS,
+    COUNTS,
+    Measures,
     combine,
     count_not_finite,
     measure,
@@ -171,3 +173,11 @@ def test_nothing_has_an_angle_to_zero() -> None:
     assert measure_gaps(zeros, ones, rtol=0, atol=0).cosine is None
     assert measure_gaps(-ones, ones, rtol=0, atol=0).cosine == -1.0
     assert measure_gaps(ones, zeros, rtol=9, atol=0).relative == 0.0
+
+
+def test_every_count_of_the_parts_is_in_their_sum() -> None:
+    part = Measures(**dict.fromkeys(COUNTS, 3))
+    assert {"elements", "zeros", "nan", "infinite"} <= COUNTS
+    assert {name: getattr(combine([part, part]), name) for name in COUNTS} == dict.fromkeys(
+        COUNTS, 6
+    )
