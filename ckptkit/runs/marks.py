@@ -47,10 +47,10 @@ _TRY_SECONDS = 0.1
 
 
 class Owner(Struct, frozen=True):
-    """The process that left a mark; `host` is empty if the mark does not name it."""
+    """The process that left a mark; `host` is empty if the mark does not name one."""
 
-    host: str = ""
-    pid: int = 0
+    host: str
+    pid: int
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host:.100}" if self.host else "an unknown process"
@@ -195,7 +195,7 @@ def _owner(path: Path) -> Owner:
         finally:
             file.close()
     except (OSError, MsgspecError, RecursionError):
-        return Owner()
+        return Owner(host="", pid=0)
 
 
 _MARK_TRIES = 10
