@@ -503,17 +503,8 @@ class Resources(Struct, frozen=True, kw_only=True):
             size = options.get(name)
             return None if size is None else parse_size(size, option=f"--{name.replace('_', '-')}")
 
-        workers = options.get("workers")
-        try:
-            workers = int(workers) if isinstance(workers, str) else workers
-        except ValueError as error:
-            raise UsageError(
-                f"{workers!r} is not a whole number",
-                where="--workers",
-                hint="leave it out, or pass 4",
-            ) from error
         return cls(
-            workers=workers,
+            workers=options.get("workers"),
             memory_budget_bytes=size_of("memory_budget") or DEFAULT_BUDGET_BYTES,
             memory_limit_bytes=size_of("memory_limit"),
             bytes_per_second=size_of("bandwidth"),

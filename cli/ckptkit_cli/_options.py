@@ -237,8 +237,23 @@ MEMORY_BUDGET = Option(
 MEMORY_LIMIT = Option(
     "--memory-limit", LIMITS, "Memory for the whole process, including the plan.", "SIZE"
 )
+
+
+def _parse_workers(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError as error:
+        raise UsageError(
+            f"{text!r} is not a whole number", where="--workers", hint="leave it out, or pass 4"
+        ) from error
+
+
 WORKERS = Option(
-    "--workers", LIMITS, "Number of threads; by default, it depends on the cores.", "N"
+    "--workers",
+    LIMITS,
+    "Number of threads; by default, it depends on the cores.",
+    "N",
+    parse=_parse_workers,
 )
 
 SRC_OPTION = Option(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -10,7 +10,6 @@ from msgspec.structs import replace
 
 from ckptkit.core.text import size_text
 from ckptkit.options import ChecksumFormat, DTypeChoice, Encoding, choose_dtype
-from ckptkit.storage.locations import Sources, place_of
 from ckptkit_cli import _options as options
 from ckptkit_cli._options import CONVERSION, WRITTEN
 from ckptkit_cli._output import Output, counted, escaped
@@ -18,6 +17,7 @@ from ckptkit_cli._program import Argument, Option, command, make_group
 
 if TYPE_CHECKING:
     from ckptkit.core.manifest import Manifest
+    from ckptkit_cli._progress import Progress
 
 DELTA = make_group(
     "delta",
@@ -108,16 +108,12 @@ def create(output: Output, before: str, after: str, out: str, **values: Any) -> 
     that slime writes and SGLang's /pull_weights receives. OUT appears when it is complete and
     durable, or not at all.
     """
-    from ckptkit.deltas.create import DeltaRequest, create_delta, make_job
+    from ckptkit import api
     from ckptkit_cli._pages import show_output
     from ckptkit_cli._progress import Progress
 
-    sources, place, values = _places(before, out, values)
-    sides = [make_job(side, place, values) for side in (sources.first, sources.place(after))]
     with Progress(output, "delta create") as progress:
-        manifest = create_delta(
-            sides[0], sides[1], DeltaRequest.from_options(values), progress.listen
-        )
+        manifest = api.create_delta(before, after, out, **_for_api(values, progress))
     show_output(output, progress, out, manifest, {})
     output.lines(_creation_page(output, manifest, out, progress.seconds))
 
@@ -139,30 +135,22 @@ def apply(output: Output, before: str, deltas: list[str], out: str, **values: An
     BASE is read once, however many deltas there are. Every changed tensor is proven by the
     checksum in its delta. OUT appears when it is complete and durable, or not at all.
     """
-    from ckptkit.deltas.create import make_job
-    from ckptkit.deltas.patching import apply_deltas
+    from ckptkit import api
     from ckptkit_cli._pages import Consolidated, consolidation_page
     from ckptkit_cli._progress import Progress
 
-    sources, place, values = _places(before, out, values)
-    job = make_job(sources.first, place, values)
     with Progress(output, "delta apply") as progress:
-        manifest = apply_deltas(job, sources.further(deltas), progress.listen)
+        manifest = api.apply_delta(before, deltas, out, **_for_api(values, progress))
     done = Consolidated(out, manifest, progress.seconds, progress.notes)
     progress.warn(done.notes)
     output.document(done.to_json())
     output.lines(consolidation_page(output, done))
 
 
-def _places(
-    before: str, out: str, values: Mapping[str, Any]
-) -> tuple[Sources, str, dict[str, Any]]:
-    stores = {"src_options": values["src_option"], "dst_options": values["dst_option"]}
-    return (
-        Sources(before, values["src_option"]),
-        place_of(out, values["dst_option"]),
-        {**values, **stores},
-    )
+def _for_api(values: dict[str, Any], progress: Progress) -> Any:
+    stores = {f"{side}_options": values.pop(f"{side}_option") for side in ("src", "dst")}
+    given = {name: value for name, value in values.items() if value is not None}
+    return {**given, **stores, "listener": progress.listen}
 
 
 def _creation_page(output: Output, manifest: Manifest, out: str, seconds: float) -> Iterator[str]:
