@@ -1,14 +1,12 @@
 """Runs commands as a shell would, as forks of a process that has imported what they import.
 
-Started as a program, this module is that process. What a command asks transformers is answered by
-the process that runs the tests, which has imported it. Tests of how a command starts, ends on
+What a command asks transformers is answered by the process that runs the tests, which has imported
+it. Tests of how a command starts, ends on
 signals, imports or asks start commands themselves.
 """
 
 from __future__ import annotations
 
-import atexit
-import gc
 import importlib
 import json
 import os
@@ -19,19 +17,16 @@ import socket
 import subprocess
 import sys
 import threading
-import traceback
 import warnings
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeoutError
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from ckptkit.conversion.naming_program import NamingProgram
-from tests.s3_client import prepare_clients
+from tests.fork_host import ForkHost
 
-_ROOT = Path(__file__).resolve().parents[1]
 _IMPORTED = ("numpy", "s3fs", "ckptkit.api")
 _PACKAGES = (
     *("ckptkit_cli", "ckptkit.conversion", "ckptkit.engine", "ckptkit.formats"),
@@ -39,6 +34,7 @@ _PACKAGES = (
     *("ckptkit.runs", "ckptkit.hub.watch"),
 )
 LIMIT_SECONDS = 240  # below pytest's limit of a test
+ASKER = 3  # the descriptor at which a command asks for names
 ENTRIES = ("main", "parameters")  # of the program that is asked for names
 Result = subprocess.CompletedProcess[str]
 
@@ -51,76 +47,6 @@ def started(command: Sequence[str | Path], **options: Any) -> Iterator[subproces
             yield process
         finally:
             process.kill()
-
-
-class _CommandHost:
-    """The process, which is started with the first command."""
-
-    def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
-        self._lock = threading.Lock()
-        self.command = 0  # the number of its process, once one was started
-
-    def run(self, command: dict[str, Any], given: str) -> Result:
-        with self._lock:
-            if self._process is None:
-                self._start()
-            return self._run(command, given)
-
-    def close(self) -> None:
-        if self._process is not None:
-            self._answers.close()
-            self._socket.close()
-            self._process.wait(60)
-            self._process = None
-
-    def _start(self) -> None:
-        self._socket, theirs = socket.socketpair()
-        self._answers = self._socket.makefile("r")
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.command_line", str(theirs.fileno())],
-                cwd=_ROOT,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-            )
-
-    def _run(self, command: dict[str, Any], given: str) -> Result:
-        (stdin, to_stdin), (from_stdout, stdout), (from_stderr, stderr) = (
-            os.pipe() for _ in range(3)
-        )
-        questions, asker = socket.socketpair()
-        try:
-            socket.send_fds(self._socket, [b"\n"], [stdin, stdout, stderr, asker.fileno()])
-            self._socket.sendall(json.dumps(command).encode() + b"\n")
-        finally:
-            asker.close()
-            for descriptor in (stdin, stdout, stderr):
-                os.close(descriptor)
-        process = self.command = int(self._answers.readline())
-        with ThreadPoolExecutor(4) as pool:
-            pool.submit(_answer_questions, questions)
-            pool.submit(_write, to_stdin, given)
-            said = [pool.submit(_read, descriptor) for descriptor in (from_stdout, from_stderr)]
-            try:
-                texts = [text.result(LIMIT_SECONDS) for text in said]
-            except FutureTimeoutError:
-                os.kill(process, signal.SIGKILL)
-                self._answers.readline()
-                raise subprocess.TimeoutExpired(command["words"], LIMIT_SECONDS) from None
-        status = int(self._answers.readline())
-        return subprocess.CompletedProcess(command["words"], status, *texts)
-
-
-def _write(descriptor: int, text: str) -> None:
-    with suppress(BrokenPipeError), os.fdopen(descriptor, "w", encoding="utf-8") as pipe:
-        pipe.write(text)
-
-
-def _read(descriptor: int) -> str:
-    with os.fdopen(descriptor, encoding="utf-8") as pipe:
-        return pipe.read()
 
 
 def answer_question(entry: str, question: bytes) -> bytes:
@@ -159,73 +85,50 @@ def _ask_worker(questions: socket.socket) -> None:
     setattr(NamingProgram, "ask", ask)  # noqa: B010
 
 
-_HOST = _CommandHost()
+_HOST: list[ForkHost] = []  # started with the first command
 
 
 def run_command(*words: object, given: str = "", **environment: str) -> Result:
     """Runs `ckptkit` with these words; `given` is its standard input."""
-    command = {
-        "words": [str(word) for word in words],
-        "environment": os.environ | {"OMP_NUM_THREADS": "1"} | environment,
-        "folder": str(Path.cwd()),
-    }
-    return _HOST.run(command, given)
+    if not _HOST:
+        _HOST.append(ForkHost(prepare=import_commands))
+    questions, asker = socket.socketpair()
+    answers = threading.Thread(target=_answer_questions, args=(questions,))
+    answers.start()
+    try:
+        return _HOST[0].capture(
+            *(_be_command, [str(word) for word in words], str(Path.cwd())),
+            given=given,
+            streams=(asker.fileno(),),
+            environment=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
+            limit_seconds=LIMIT_SECONDS,
+        )
+    finally:
+        asker.close()
+        answers.join()
 
 
 def kill_command() -> None:
-    os.kill(_HOST.command, signal.SIGKILL)
+    """Kills the command that is running."""
+    assert _HOST[0].newest is not None
+    os.kill(_HOST[0].newest.pid, signal.SIGKILL)
 
 
 def close_host() -> None:
-    _HOST.close()
+    while _HOST:
+        _HOST.pop().close()
 
 
-def _become_command(
-    command: dict[str, Any], streams: list[int], questions: socket.socket
-) -> NoReturn:
-    for number, stream in enumerate(streams):
-        os.dup2(stream, number)
-        os.close(stream)
-    _ask_worker(questions)
-    os.environ.clear()
-    os.environ |= command["environment"]
-    os.chdir(command["folder"])
-    sys.argv = ["ckptkit", *command["words"]]
-    status = 1
-    try:
-        runpy.run_module("ckptkit_cli", run_name="__main__")
-        status = 0
-    except SystemExit as end:
-        status = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:  # noqa: BLE001  shown, and visible in the status
-        traceback.print_exc()
-    finally:  # as at the end of any program
-        threading._shutdown()  # type: ignore[attr-defined]
-        atexit._run_exitfuncs()
-        for output in (sys.stdout, sys.stderr):
-            with suppress(OSError, ValueError):
-                output.flush()
-        os._exit(status)
+def _be_command(words: list[str], folder: str) -> None:
+    os.set_inheritable(ASKER, False)
+    _ask_worker(socket.socket(fileno=ASKER))
+    os.chdir(folder)
+    sys.argv = ["ckptkit", *words]
+    runpy.run_module("ckptkit_cli", run_name="__main__")
 
 
-def _serve(commands: socket.socket) -> None:
-    with commands.makefile("r") as lines:
-        while found := socket.recv_fds(commands, 1, 4)[1]:
-            *streams, asker = found
-            os.set_inheritable(asker, False)
-            command = json.loads(lines.readline())
-            with socket.socket(fileno=asker) as questions:
-                process = os.fork()
-                if process == 0:
-                    _become_command(command, streams, questions)
-            commands.sendall(f"{process}\n".encode())
-            for stream in streams:
-                os.close(stream)
-            status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
-            commands.sendall(f"{status}\n".encode())
-
-
-def _main() -> None:
+def import_commands() -> None:
+    """Imports what commands import, but for what looks at the environment when it is imported."""
     for name in _IMPORTED:
         importlib.import_module(name)
     for name in _PACKAGES:
@@ -233,12 +136,13 @@ def _main() -> None:
         for module in pkgutil.walk_packages(package.__path__, f"{name}."):
             if not module.name.endswith("__main__"):
                 importlib.import_module(module.name)
-    prepare_clients()
     assert "torch" not in sys.modules
-    assert threading.active_count() == 1, threading.enumerate()  # no lock may be held by another
-    gc.freeze()
-    _serve(socket.socket(fileno=int(sys.argv[1])))
 
 
-if __name__ == "__main__":
-    _main()
+def import_commands_and_hub() -> None:
+    """Imports that too; the environment of the host is that of its commands then."""
+    import_commands()
+    for name in ("hf_xet", "huggingface_hub.hf_api"):
+        importlib.import_module(name)
+    for module in pkgutil.iter_modules(importlib.import_module("ckptkit.hub").__path__):
+        importlib.import_module(f"ckptkit.hub.{module.name}")

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+
+from tests.fork_host import ForkHost
+from tests.rank_host import IMPORTED, run_script
 
 LIMIT_SECONDS = 600
 SETTINGS = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}
@@ -24,53 +24,21 @@ class RankHost:
     def __init__(self, *imported: str) -> None:
         """Starts nothing yet; modules to import can be named, beside those of all ranks."""
         self._imported = imported
-        self._process: subprocess.Popen[str] | None = None
+        self._host: ForkHost | None = None
 
     def run(
         self, script: Path, processes: int, *arguments: object, limit_seconds: float
     ) -> subprocess.CompletedProcess[str]:
-        words = [str(script), *map(str, arguments)]
-        with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
-            command = {
-                "arguments": words,
-                "processes": processes,
-                "environment": os.environ | SETTINGS,
-                "folder": folder,
-                "limit_seconds": limit_seconds,
-            }
-            status = self._ask(command)
-            output = [
-                (Path(folder) / name).read_text(errors="replace") for name in ("stdout", "stderr")
-            ]
-        return subprocess.CompletedProcess(words, status, *output)
-
-    def _ask(self, command: dict[str, Any]) -> int:
-        if self._process is None:
-            self._process = subprocess.Popen(
-                [
-                    *(sys.executable, str(Path(__file__).with_name("rank_host.py"))),
-                    *self._imported,
-                ],
-                env=os.environ | SETTINGS,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            self._answer()
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(command) + "\n")
-        self._process.stdin.flush()
-        return int(self._answer())
-
-    def _answer(self) -> Any:
-        assert self._process is not None
-        assert self._process.stdout is not None
-        return json.loads(self._process.stdout.readline())
+        if self._host is None:
+            self._host = ForkHost(*IMPORTED, *self._imported, prepare=None, **SETTINGS)
+        return self._host.capture(
+            *(run_script, [str(script), *map(str, arguments)], processes, limit_seconds),
+            environment=os.environ | SETTINGS,
+        )
 
     def close(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.communicate()
+        if self._host is not None:
+            self._host.close()
 
 
 def _run_torchrun(

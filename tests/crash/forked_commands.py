@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.fork_host import ForkHost
+from tests.fork_host import Child, ForkHost
 
 _WRITES = {"os.rename", "os.remove", "os.rmdir", "shutil.rmtree", "os.mkdir"}
 IMPORTED = (
@@ -24,23 +24,23 @@ IMPORTED = (
 class ForkedCommands:
     def __init__(self, host: ForkHost) -> None:
         self.host = host
-        self.wait = host.wait
 
     def start(
-        self, arguments: Sequence[str], log: Path, *, die_at: int = 0, folder: Path | None = None
-    ) -> int:
-        """Starts a command; returns the number of its process.
+        self,
+        arguments: Sequence[str],
+        log: Path,
+        *,
+        die_at: int = 0,
+        folder: Path | None = None,
+        streams: Sequence[int] = (),
+    ) -> Child:
+        """Starts a command.
 
         It is killed when it changes something in the folder, that is `all` beside the log unless
         given, for the nth time.
         """
         place = str(folder or log.parent / "all")
-        return self.host.start(command, [*arguments], die_at, place, log=log)
-
-    def run(
-        self, arguments: Sequence[str], log: Path, *, die_at: int = 0, folder: Path | None = None
-    ) -> int:
-        return self.wait(self.start(arguments, log, die_at=die_at, folder=folder))
+        return self.host.start(command, [*arguments], die_at, place, log=log, streams=streams)
 
 
 @contextmanager

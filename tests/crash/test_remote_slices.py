@@ -130,8 +130,8 @@ def kill_at(gate: Fault, bucket: Bucket, forks: ForkedCommands, log: Path) -> No
     try:
         wait_until(lambda: gate.met)
     finally:
-        os.kill(process, signal.SIGKILL)
-    assert forks.wait(process) == -signal.SIGKILL, log.read_text()
+        process.signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL, log.read_text()
     bucket.store.proxy.reset()
 
 
@@ -141,7 +141,7 @@ def test_of_processes_that_run_at_a_time_one_commits(
 ) -> None:
     log = tmp_path / "log"
     processes = [forks.start(words(bucket, f"{number}/2"), log) for number in range(2)]
-    assert [forks.wait(process) for process in processes] == [0, 0], log.read_text()
+    assert [process.wait() for process in processes] == [0, 0], log.read_text()
     assert is_whole(bucket, weights)
     assert bucket.unfinished_uploads() == []
 

@@ -29,6 +29,7 @@ from ckptkit.storage.remote import store as store_module
 from ckptkit.storage.remote.store import CLAIM_NAME
 from tests.crash.forked_commands import ForkedCommands, consolidate_in_parts
 from tests.faulty_proxy import Fault, Proxy
+from tests.fork_host import Child
 from tests.object_store import KEY, SECRET, Bucket, ObjectStore
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -288,7 +289,7 @@ def test_two_processes_at_once_leave_one_output(
         time.sleep(delay)
         options = "--max-shard-size", "64KB"
         second = forks.start(_words(bucket, bucket.store.endpoint, *options), logs[1])
-        statuses = forks.wait(first), forks.wait(second)
+        statuses = first.wait(), second.wait()
         ends = [log.read_text() for log in logs]
         assert set(statuses) <= {0, 1, 3, 4, 5}
         assert 1 not in statuses, ends
@@ -334,8 +335,8 @@ def test_a_kill_in_the_commit_blocks_nothing_and_is_seen(
         time.sleep(0.02)
     with pytest.raises(RefusedError, match="another run is putting its output there"):
         ckptkit.consolidate(STEP / "checkpoint", by_way_of(bucket), names="live", overwrite=True)
-    os.kill(process, signal.SIGKILL)
-    assert forks.wait(process) == -signal.SIGKILL
+    process.signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
     assert f"{OUT}/{CLAIM_NAME}" in set(bucket.keys())
     assert f"{OUT}/{MANIFEST_NAME}" not in set(bucket.keys())
     with pytest.raises(NotACheckpointError, match="not finished"):
@@ -358,11 +359,11 @@ def run_and_die(
     """Kills the process at a request, which the server then sees or not; returns its end."""
     proxy.reset()
     place = by_way_of(bucket, proxy.url)
-    child, left = Future[int](), itertools.count()
+    child, left = Future[Child](), itertools.count()
 
     def come() -> None:
         if next(left) == number:
-            os.kill(child.result(), signal.SIGKILL)
+            os.kill(child.result().pid, signal.SIGKILL)
             if not is_done:
                 raise OSError("the request was not sent")
 
@@ -370,7 +371,9 @@ def run_and_die(
     options = {"names": "live", "overwrite": True, **FIRST}
     given = (str(STEP / "checkpoint"), place.location, dict(place.options), options)
     child.set_result(forks.host.start(consolidate_in_parts, *given))
-    return forks.wait(child.result())
+    status = child.result().wait()
+    assert status is not None
+    return status
 
 
 @pytest.mark.slow

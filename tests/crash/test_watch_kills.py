@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.crash.forked_commands import ForkedCommands, running_forks
+from tests.fork_host import Child
 from tests.hub_models import add_step
 from tests.hub_server import HubServer
 
@@ -26,19 +27,20 @@ LEAST_KILLS = 20
 def run_and_die(
     forks: ForkedCommands, hub: HubServer, folder: Path, *, at_request: int = 0, at_write: int = 0
 ) -> int:
-    run, child, left = folder / "run", Future[int](), [at_request]
+    run, child, left = folder / "run", Future[Child](), [at_request]
 
     def count() -> None:
         left[0] -= 1
         if left[0] == 0:
-            os.kill(child.result(), signal.SIGKILL)
+            os.kill(child.result().pid, signal.SIGKILL)
 
     answered = len(hub.log)
     hub.before[:] = [(re.compile(""), count)] if at_request else []
     words = ["watch", str(run), "--push", REPO, "--once", "--adapter", "default"]
     log, marks = folder / "log", run / ".ckptkit"
     child.set_result(forks.start(words, log, die_at=at_write, folder=marks))
-    status = forks.wait(child.result())
+    status = child.result().wait()
+    assert status is not None
     while at_request and len(hub.log) < answered + at_request - left[0]:
         time.sleep(0.005)  # what was asked before the kill is still being done
     hub.before.clear()

@@ -18,6 +18,7 @@ import ckptkit
 from ckptkit.core.manifest import MANIFEST_NAME, TRAINING, FileRecord, Manifest
 from tests.command_line import run_command
 from tests.crash.forked_commands import ForkedCommands
+from tests.fork_host import Child
 from tests.object_store import Bucket, Fault, ObjectStore
 from tests.sampled import sampled
 from tests.sharded import write_sharded
@@ -307,14 +308,14 @@ def test_a_watch_that_is_killed_while_a_store_shows_its_files_goes_on(
     bucket.clear()
     into, options = f"{bucket.url}/weights", object_store.arguments("--dst-option")
     words = ["watch", str(run), "--into", into, "--once", "--weights-only", "--delta", "10"]
-    child: Future[int] = Future()
+    child: Future[Child] = Future()
     kill = Fault(
-        f"^PUT .*{file}", status=500, before=lambda: os.kill(child.result(60), signal.SIGKILL)
+        f"^PUT .*{file}", status=500, before=lambda: os.kill(child.result(60).pid, signal.SIGKILL)
     )
     object_store.proxy.add(kill)
     log = tmp_path / "log"
     child.set_result(forks.start([*words, *options], log))
-    assert forks.wait(child.result()) == -signal.SIGKILL, log.read_text()
+    assert child.result().wait() == -signal.SIGKILL, log.read_text()
     assert kill.met == 1
     watch(run, into, "--delta", "10", *options)
     pulled = pull(bucket, tmp_path)
@@ -337,16 +338,17 @@ def test_a_place_that_another_machine_may_still_write_to_is_waited_for(
     bucket.put(f"{place}/model.safetensors", b"of a commit that was killed")
     words = ["watch", str(run), "--into", into, "--once", "--weights-only", "--json"]
     log = tmp_path / "log"
-    os.mkfifo(log)
-    child = forks.start([*words, *options], log)
-    with log.open() as output:
+    readable, writable = os.pipe()
+    child = forks.start([*words, *options], log, streams=(writable,) * 3)
+    os.close(writable)
+    with os.fdopen(readable) as output:
         lines = (json.loads(line) for line in output)
         waited = next(event for event in lines if event["event"] in {"retrying", "failed"})
         assert waited["error"]["code"] == "output-busy"
         assert waited["event"] == "retrying"
         bucket.put(f"{place}/.ckptkit-commit", json.dumps(claim | {"writer": ""}).encode())
         rest = [event["event"] for event in lines]
-    assert forks.wait(child) == 0, rest
+    assert child.wait() == 0, rest
     assert "failed" not in rest
     pulled = pull(bucket, tmp_path)
     assert versions(pulled) == [(1, False, 1), (2, False, 2)]
@@ -364,10 +366,10 @@ def test_kills_at_every_write_leave_a_chain_without_a_gap(
     for die_at in range(2, 60, 3):
         steps += 1
         add_step(run, steps)
-        status = forks.run(arguments, tmp_path / "log", die_at=die_at)
+        status = forks.start(arguments, tmp_path / "log", die_at=die_at).wait()
         assert status in {0, -signal.SIGKILL}, (tmp_path / "log").read_text()
-        kills += status != 0
-    assert forks.run(arguments, tmp_path / "log", die_at=0) == 0, (tmp_path / "log").read_text()
+        kills += bool(status)
+    assert forks.start(arguments, tmp_path / "log").wait() == 0, (tmp_path / "log").read_text()
     assert kills > 10
     found = versions(into)
     assert [number for number, _, _ in found] == list(range(1, steps + 1))

@@ -10,14 +10,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import ckptkit
 from ckptkit.core.manifest import MANIFEST_NAME
-from tests.campaigns.chaos.command_host import command, import_all
 from tests.campaigns.chaos.scenes import contents, require
-from tests.campaigns.chaos.system_calls import ERRORS, KILL, TERM, Fault, Reached, struck
+from tests.campaigns.chaos.system_calls import ERRORS, KILL, TERM, Fault, Reached, arm, struck
 from tests.campaigns.chaos.writers import check_reported
-from tests.fork_host import ForkHost
+from tests.command_line import import_commands_and_hub
+from tests.fork_host import Child, ForkHost
 from tests.made_up_runs import save_step
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -27,24 +28,28 @@ KILLED, TERMINATED = -signal.SIGKILL, 128 + signal.SIGTERM
 LIMIT_SECONDS = 120
 
 
+def command(fault: dict[str, Any], arguments: list[str]) -> int:
+    from ckptkit_cli.main import main
+
+    arm(Fault(**fault))
+    return main(arguments)
+
+
 class CommandHost:
     """Commands as forks of one process, each with a fault in the middle of it."""
 
     def __init__(self, forks: ForkHost) -> None:
         self._forks = forks
         self.output = forks.folder / "output"
-        self._child = 0
 
-    def start(self, function: Callable[..., object], fault: Fault, *arguments: object) -> None:
+    def start(self, function: Callable[..., object], fault: Fault, *arguments: object) -> Child:
         self.output.write_text("")
-        self._child = self._forks.start(function, vars(fault), *arguments, log=self.output)
-
-    def status(self) -> int:
-        return self._forks.wait(self._child)
+        return self._forks.start(function, vars(fault), *arguments, log=self.output)
 
     def run(self, fault: Fault, arguments: Sequence[object]) -> int:
-        self.start(command, fault, [str(word) for word in arguments])
-        return self.status()
+        status = self.start(command, fault, [str(word) for word in arguments]).wait()
+        assert status is not None
+        return status
 
 
 @contextmanager
@@ -53,7 +58,7 @@ def command_host(**environment: str) -> Iterator[CommandHost]:
         homes = {"HF_HOME": f"{scratch}/hf", "XDG_CACHE_HOME": f"{scratch}/cache"}
         settings = {"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_TELEMETRY": "1"}
         settings |= {"PYTHONWARNINGS": "ignore"} | environment | homes
-        with ForkHost(prepare=import_all, **settings) as forks:
+        with ForkHost(prepare=import_commands_and_hub, **settings) as forks:
             yield CommandHost(forks)
 
 

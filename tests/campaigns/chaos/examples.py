@@ -16,12 +16,14 @@ import shlex
 import socket
 import subprocess
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from tests.campaigns.chaos.example_host import IMPORTED
+from tests.fork_host import ForkHost
 
 ROOT = Path(__file__).resolve().parents[3]
 HERE = Path(__file__).resolve().parent
@@ -76,27 +78,14 @@ class Verdicts:
 def example_host() -> Iterator[Path]:
     """Starts the process whose forks the ranks are; yields its socket."""
     settings = {
-        "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
         "PYTHONHASHSEED": "0",  # PEFT's configuration has sets
-        "PYTHONPATH": str(ROOT),
         "PYTHONWARNINGS": "ignore",
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
     }
-    with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
-        place = Path(folder) / "host"
-        with subprocess.Popen(
-            [sys.executable, str(HERE / "example_host.py"), str(place)],
-            env=os.environ | settings,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        ) as host:
-            assert host.stdout is not None
-            assert host.stdin is not None
-            assert host.stdout.readline() == b"ready\n"
-            yield place
-            host.stdin.close()
+    with ForkHost(*IMPORTED, prepare=None, **settings) as host:
+        yield host.place
 
 
 def run_example(

@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 import shutil
 import socket
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import ckptkit
 from ckptkit.core.manifest import MANIFEST_NAME, parse_manifest
@@ -32,10 +34,9 @@ from ckptkit.writer.upload.run_store import (
     take_run,
     unfinished_steps,
 )
-from tests.campaigns.chaos.command_host import upload
-from tests.campaigns.chaos.commands import CommandHost, check_status, undisturbed
+from tests.campaigns.chaos.commands import ROOT, CommandHost, check_status, undisturbed
 from tests.campaigns.chaos.scenes import LossError, require
-from tests.campaigns.chaos.system_calls import ERRORS, KILL, Fault, Reached
+from tests.campaigns.chaos.system_calls import ERRORS, KILL, Fault, Reached, arm
 from tests.campaigns.chaos.writers import (
     BEFORE,
     RANKS,
@@ -53,6 +54,7 @@ from tests.sharded import write_sharded
 
 JOB = "0123abcd"
 PULLED = "me/pulled"
+WATCHED = ROOT / "fixtures/peft_checkpointer/checkpoint/checkpoint-2"
 
 
 def settings_for(hub: HubServer) -> dict[str, str]:
@@ -63,17 +65,27 @@ def settings_for(hub: HubServer) -> dict[str, str]:
 OLD_STEP, NEW_STEP = f"checkpoint-{BEFORE}", f"checkpoint-{STEP}"
 
 
+def upload(fault: dict[str, Any], place: str) -> None:
+    """Is the process that uploads."""
+    from ckptkit.writer.upload.uploader import main
+
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(place)
+    sys.argv = ["uploader", str(connection.detach()), "0"]
+    arm(Fault(**fault))
+    main()
+
+
 class Connection:
     """The trainer's end of the connection to a process that uploads."""
 
     def __init__(self, host: CommandHost, fault: Fault, scratch: Path) -> None:
-        self._host = host
         with socket.socket(socket.AF_UNIX) as listener:
             place = scratch.with_suffix(".socket")
             place.unlink(missing_ok=True)
             listener.bind(str(place))
             listener.listen()
-            host.start(upload, fault, str(place))
+            self._child = host.start(upload, fault, str(place))
             self._socket, _ = listener.accept()
             place.unlink()
         self._socket.settimeout(120)
@@ -91,9 +103,9 @@ class Connection:
         assert isinstance(answer, Written | StepCommitted | Failed)
         return answer
 
-    def close(self) -> int:
+    def close(self) -> None:
         self._socket.close()
-        return self._host.status()
+        self._child.wait()
 
 
 @contextmanager
@@ -394,13 +406,12 @@ class Watching:
     status: int = 0
 
     def prepare(self, folder: Path) -> None:
-        from tests.crash.test_watch_kills import STEP
         from tests.hub_models import add_step
 
         folder.mkdir()
         self.hub.clear()
         for step in (1, 2):
-            add_step(folder, step, STEP)
+            add_step(folder, step, WATCHED)
 
     def play(self, folder: Path, fault: Fault) -> None:
         self.status = self._run(folder, fault)

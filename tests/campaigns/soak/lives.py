@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.core import errors as known_errors
-from tests.campaigns.soak import leftovers
-from tests.campaigns.soak.forks import Child
+from tests.campaigns.soak import forks, leftovers
 from tests.campaigns.soak.ledger import Ledger, Saved
 from tests.campaigns.soak.models import Shadow, place_of, random_numbers, sow
 from tests.campaigns.soak.plan import Chapter, Harm, Life, Tool
 from tests.campaigns.soak.ranks import digest_of
 from tests.campaigns.soak.services import Services
 from tests.campaigns.soak.steps import adapter_of, difference, output_tensors, size_of
+from tests.fork_host import Child
 from tests.object_store import Fault
 
 POLL_SECONDS = 0.005
@@ -97,7 +97,7 @@ class LifeRun:
 
     def _start(self, folder: Path) -> Child:
         port_file = folder / "port"
-        store = self._fork(kind="store", file=str(port_file), log=str(folder / "store.log"))
+        store = self._fork(forks.store, port_file, log=folder / "store.log")
         while not port_file.exists():
             time.sleep(POLL_SECONDS)
         spec = {
@@ -117,16 +117,15 @@ class LifeRun:
         file = folder / "spec.json"
         file.write_text(json.dumps(spec))
         for rank in range(self.life.world):
-            log = str(folder / f"rank-{rank}.log")
-            self._ranks.append(self._fork(kind="rank", spec=str(file), rank=rank, log=log))
+            log = folder / f"rank-{rank}.log"
+            self._ranks.append(self._fork(forks.rank, file, rank, log=log))
         self._heard = time.monotonic()
         return store
 
-    def _fork(self, **command: Any) -> Child:
-        marked = {ALL_OF_A_LIFE: self._mark}
-        return self.stage.services.fork_rank(
-            self.stage.chapter.model, environment=marked, **command
-        )
+    def _fork(self, function: Callable[..., int], file: Path, *more: int, log: Path) -> Child:
+        host = self.stage.services.rank_host(self.stage.chapter.model)
+        marked = host.environment | {ALL_OF_A_LIFE: self._mark}
+        return host.start(function, str(file), *more, log=log, environment=marked)
 
     @property
     def _mark(self) -> str:

@@ -11,9 +11,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from tests.campaigns.soak.forks import MARK, Child, Forks
+from tests.campaigns.soak import forks
+from tests.campaigns.soak.forks import MARK
+from tests.fork_host import Child, ForkHost
 from tests.hub_server import TOKEN, HubServer
 from tests.object_store import Bucket, ObjectStore, running_object_store
 
@@ -54,8 +55,8 @@ class Services:
         self.mark = uuid.uuid4().hex[:12]
         self.count = Count()
         self._stack = stack
-        self._ranks: dict[bool, Forks] = {}
-        self._tools: Forks | None = None
+        self._ranks: dict[bool, ForkHost] = {}
+        self._tools: ForkHost | None = None
         self._store: ObjectStore | None = None
         self._hub: HubServer | None = None
         for name in ("tmp", "cache", "hf", "mounts"):
@@ -65,22 +66,22 @@ class Services:
     def temporary(self) -> Path:
         return self.folder / "tmp"
 
-    def fork_rank(self, model: str, **command: Any) -> Child:
-        """Starts a rank, or the store that ranks meet in."""
+    def rank_host(self, model: str) -> ForkHost:
+        """Returns what forks ranks, and the stores that they meet in."""
         large = model in {"llama", "lora"}
         if large not in self._ranks:
             packages = RANK_PACKAGES + (HUGGING_FACE if large else ())
-            self._ranks[large] = self._forks(*packages)
-        return self._ranks[large].start(**command)
+            self._ranks[large] = self._host(*packages)
+        return self._ranks[large]
 
-    def fork_tool(self, **command: Any) -> Child:
+    def start_tool(self, words: list[str], log: Path) -> Child:
         if self._tools is None:
-            self._tools = self._forks(*TOOL_PACKAGES, **self._hub_environment())
-        return self._tools.start(kind="tool", **command)
+            self._tools = self._host(*TOOL_PACKAGES, **self._hub_environment())
+        return self._tools.start(forks.tool, words, log=log)
 
     @property
     def spared(self) -> set[int]:
-        found = {forks.pid for forks in self._ranks.values()}
+        found = {host.pid for host in self._ranks.values()}
         return found | ({self._tools.pid} if self._tools else set())
 
     @property
@@ -99,10 +100,9 @@ class Services:
     def bucket(self) -> Bucket:
         return self.store.bucket("soak")
 
-    def _forks(self, *packages: str, **environment: str) -> Forks:
-        forks = Forks(*packages, environment=self._environment() | environment)
-        self._stack.callback(forks.close)
-        return forks
+    def _host(self, *packages: str, **environment: str) -> ForkHost:
+        settings = self._environment() | environment
+        return self._stack.enter_context(ForkHost(*packages, prepare=None, **settings))
 
     def _environment(self) -> dict[str, str]:
         return {

@@ -15,12 +15,12 @@ from pathlib import Path
 
 from safetensors.torch import load
 
-from tests.campaigns.soak.forks import Child
 from tests.campaigns.soak.ledger import Ledger, folder_of
 from tests.campaigns.soak.models import Shadow, Tensors
 from tests.campaigns.soak.plan import Chapter, Tool
 from tests.campaigns.soak.services import Services
 from tests.campaigns.soak.steps import MANIFEST, adapter_of, difference, output_tensors, size_of
+from tests.fork_host import Child
 from tests.hub_server import Fault
 
 LIMIT_SECONDS = 300.0
@@ -208,8 +208,8 @@ class Desk:
 
     def _run(self, tool: Tool, place: Path, words: list[str]) -> int | None:
         """Runs a command to its end, where it is to be killed once more; returns its status."""
-        log = str(place / "log")
-        child = self.services.fork_tool(arguments=words, log=log)
+        log = place / "log"
+        child = self.services.start_tool(words, log)
         if tool.dies_after:
             if child.wait(tool.dies_after) is None:
                 self.services.count.faults["SIGKILL of a command"] += 1
@@ -218,7 +218,7 @@ class Desk:
                 self.has_killed = True
                 if (place / "out" / MANIFEST).exists():
                     return 0  # the kill came after its end
-                child = self.services.fork_tool(arguments=words, log=log)
+                child = self.services.start_tool(words, log)
         if child.wait(LIMIT_SECONDS) is None:
             child.signal(signal.SIGUSR1)  # where it hangs
             child.wait(1.0)
