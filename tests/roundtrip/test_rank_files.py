@@ -299,6 +299,22 @@ def test_the_rank_of_an_adapter_is_not_that_of_a_process(tmp_path: Path) -> None
     assert (report.format, report.world_size) == ("rank-files", 2)
 
 
+def test_shards_that_are_numbered_of_all_are_one_checkpoint_and_each_is_needed(
+    tmp_path: Path,
+) -> None:
+    case, source = "rank_files_torch_2_9", tmp_path / "ranks"
+    source.mkdir()
+    for rank in range(4):
+        own = FIXTURES / case / "checkpoint" / f"model_rank{rank}.pt"
+        shutil.copy(own, source / f"shard_000{rank}_of_0004.pt")
+    report = ckptkit.inspect(source)
+    assert (report.format, report.world_size) == ("rank-files", 4)
+    assert written(source, tmp_path / "out") == truth_of(case)
+    (source / "shard_0003_of_0004.pt").unlink()
+    with pytest.raises(MissingFileError, match="rank 3 of 4 are not there"):
+        ckptkit.inspect(source)
+
+
 def test_a_name_may_tell_of_any_number_of_ranks(tmp_path: Path) -> None:
     torch.save({"a.weight": torch.ones(3)}, tmp_path / "model_world_size_9999999_rank_1.pt")
     text = r"rank 0, 2, 3, 4, 5, 6, 7 and 9,999,991 more of 9999999 are not there"

@@ -47,6 +47,11 @@ _OTHER = re.compile(
     r"(?P<stem>.*?)[-_.]?rank[-_.]?(?P<rank>\d{1,7})(?:[-_.]?of[-_.]?(?P<size>\d{1,7}))?"
     r"\.(?:pt|pth|bin|ckpt)"
 )
+# Without the number of shards, it would be the number of anything.
+_SHARD_OF = re.compile(
+    r"(?P<stem>.*?)[-_.]?shard[-_.]?(?P<rank>\d{1,7})[-_.]?of[-_.]?(?P<size>\d{1,7})"
+    r"\.(?:pt|pth|bin|ckpt)"
+)
 _OPTIMIZER = re.compile(r".*optim.*", re.IGNORECASE)
 _METADATA = re.compile(r".*meta.*", re.IGNORECASE)  # a file that users of FairScale save
 # Files of ranks that hold no state of a model.
@@ -116,7 +121,7 @@ def _parse_name(path: str) -> tuple[_SetName, RankFile] | None:
         return (folder, ACCELERATE, match["number"] or "0"), file
     if match := _FAIRSEQ.fullmatch(name):
         return (folder, FAIRSEQ, match["stem"]), RankFile(path, "model", int(match["rank"]))
-    match = _OTHER.fullmatch(name)
+    match = _OTHER.fullmatch(name) or _SHARD_OF.fullmatch(name)
     # A name with nothing but the rank is described by its folder, as `extra_state/rank_0.pt`.
     if match is None or _NEITHER.fullmatch(match["stem"] or posixpath.basename(folder)):
         return None
