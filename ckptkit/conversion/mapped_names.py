@@ -25,7 +25,7 @@ from ckptkit.core.dtypes import dtype_named
 from ckptkit.core.errors import CkptkitError, FormatError, RefusedError, UsageError
 from ckptkit.core.index import ChunkTable, Fqn, Key, Shape, TensorEntry
 from ckptkit.core.manifest import MAP_VERSION
-from ckptkit.core.text import Aside, quote
+from ckptkit.core.text import Aside, join_first, quote
 from ckptkit.engine.kernels import (
     AddedOperand,
     ComputedOperand,
@@ -34,7 +34,6 @@ from ckptkit.engine.kernels import (
     StoredOperand,
 )
 from ckptkit.engine.reader import Origin, TensorReader, same_values
-from ckptkit.formats.parsing import list_first
 from ckptkit.hub_names.disk_tensors import (
     HubNames,
     NamingRequest,
@@ -90,7 +89,7 @@ class MappedModel(Struct, frozen=True):
         for name, reason in self.names.dropped.items():
             by_reason.setdefault(reason, []).append(name)
         for reason, left in by_reason.items():
-            listed = list_first(map(quote, left), len(left), _SHOWN)
+            listed = join_first(map(quote, left), len(left), _SHOWN)
             notes.append(f"left out: {listed}: {reason}")
         return tuple(notes)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice, pairwise
 from typing import Literal, Self
 
 _END = r"[^\s'\"<>\\]*"
@@ -84,8 +84,13 @@ def list_first(names: Sequence[str], most: int = 5) -> str:
     >>> list_first(["a", "b", "c"], 2)
     "'a', 'b' and 1 more"
     """
-    more = len(names) - most
-    return ", ".join(map(repr, names[:most])) + (f" and {more:,} more" if more > 0 else "")
+    return join_first(map(repr, names), len(names), most)
+
+
+def join_first(items: Iterable[str], count: int, most: int) -> str:
+    """Joins the first of `count` items, and says how many more there are."""
+    more = f" and {count - most:,} more" if count > most else ""
+    return ", ".join(islice(items, most)) + more
 
 
 _LIST = re.compile(r"(?:[^\s,;`]+, ){7,}(?:(?:and|or) )?[^\s,;`]+")

@@ -15,7 +15,6 @@ import re
 import shlex
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import islice
 from typing import Any, TypeGuard
 
 from ckptkit.core.dtypes import DType
@@ -28,7 +27,7 @@ from ckptkit.core.errors import (
     UnsafePathError,
 )
 from ckptkit.core.index import FileRef, Key, Record, RecordTable, Shape, TensorEntry, TensorIndex
-from ckptkit.core.text import counted
+from ckptkit.core.text import counted, join_first
 from ckptkit.formats.base import Candidate
 from ckptkit.storage.base import Source
 
@@ -114,12 +113,6 @@ def is_count(value: object, most: int = MAX_BYTES) -> TypeGuard[int]:
 def overflows(shape: Shape, dtype: DType) -> bool:
     """Returns whether a size in bytes exceeds int64, sizes of 0 counted as 1."""
     return math.prod(size or 1 for size in shape) * dtype.itemsize > MAX_BYTES
-
-
-def list_first(items: Iterable[str], count: int, most: int) -> str:
-    """Returns the first items of a list for a message, and how many more there are."""
-    more = f" and {count - most:,} more" if count > most else ""
-    return ", ".join(islice(items, most)) + more
 
 
 def parse_json(data: bytes, *, where: str) -> object:
@@ -282,7 +275,7 @@ def find_data_files(
         names = (repr(posixpath.basename(path)) for path in missing)
         raise MissingFileError(
             f"index names {len(paths):,} files; missing are"
-            f" {list_first(names, len(missing), _LISTED_NAMES)}",
+            f" {join_first(names, len(missing), _LISTED_NAMES)}",
             hint="copy the missing files as well",
         )
     unnamed = []
@@ -339,7 +332,7 @@ def refuse_missing_ranks(ranks: Collection[int | None], world_size: int, what: s
     if absent:
         # A hostile file may claim any number of ranks, so no list of them is made.
         names = (str(rank) for rank in range(world_size) if rank not in ranks)
-        missing = list_first(names, absent, _LISTED_RANKS)
+        missing = join_first(names, absent, _LISTED_RANKS)
         raise MissingFileError(
             f"the {what} of rank {missing} of {world_size} are not there", hint=COPY_BACK
         )

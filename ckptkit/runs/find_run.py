@@ -14,12 +14,12 @@ from ckptkit.core.errors import (
     MissingFileError,
     NotACheckpointError,
 )
+from ckptkit.core.text import join_first
 from ckptkit.formats.discovery import (
     find_step,
     parse_step,
     step_of_files,
 )
-from ckptkit.formats.parsing import list_first
 from ckptkit.formats.registry import (
     READERS,
     SEARCH_DEPTH,
@@ -156,9 +156,9 @@ def describe_links(folders: Sequence[Source], *, as_run: bool = False) -> tuple[
             targets[name] = posixpath.dirname(target) if is_step else target
     if not targets:
         return "", ""
-    text = f"{list_first(targets, len(targets), _LISTED)}: links, which are not followed"
+    text = f"{join_first(targets, len(targets), _LISTED)}: links, which are not followed"
     places = sorted(set(targets.values()))
-    return text, f"pass what they lead to: {list_first(places, len(places), _LISTED)}"
+    return text, f"pass what they lead to: {join_first(places, len(places), _LISTED)}"
 
 
 def make_not_found(
@@ -175,7 +175,7 @@ def make_not_found(
     ]
     closed = list(list_closed(folders))
     if closed:
-        texts.append(f"may not be entered: {list_first(closed, len(closed), _LISTED)}")
+        texts.append(f"may not be entered: {join_first(closed, len(closed), _LISTED)}")
         hints.insert(0, ENTER_HINT)
     links, targets = describe_links(folders)
     if links:

@@ -56,22 +56,7 @@ class Owner(Struct, frozen=True):
         return f"process {self.pid} on {self.host:.100}" if self.host else "an unknown process"
 
 
-class RunLock:
-    """The lock of a run, held until it is closed or the process ends."""
-
-    def __init__(self, file: OpenFile) -> None:
-        self._file = file
-        if hasattr(os, "register_at_fork"):
-            # A forked child, such as a worker of a DataLoader, shares the lock while it has the
-            # descriptor, and may outlive this process.
-            os.register_at_fork(after_in_child=weak_callback(self.close))
-
-    def close(self) -> None:
-        """Releases the lock; a second call does nothing."""
-        self._file.close()
-
-
-def take_run_lock(run: Path, disk: Disk = LOCAL_DISK) -> RunLock | None:
+def take_run_lock(run: Path, disk: Disk = LOCAL_DISK) -> FileLocks | None:
     """Takes the lock of a run for this process; None if the file system has no locks."""
     path = run / MARKS_FOLDER / _LOCK
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -85,7 +70,12 @@ def take_run_lock(run: Path, disk: Disk = LOCAL_DISK) -> RunLock | None:
     except BaseException:
         file.close()
         raise
-    return RunLock(file)
+    lock = FileLocks([file])
+    if hasattr(os, "register_at_fork"):
+        # A forked child, such as a worker of a DataLoader, shares the lock while it has the
+        # descriptor, and may outlive this process.
+        os.register_at_fork(after_in_child=weak_callback(lock.close))
+    return lock
 
 
 def _locked(path: Path, disk: Disk) -> OpenFile | None:

@@ -29,6 +29,7 @@ from ckptkit.core.arguments import check_names
 from ckptkit.core.errors import CkptkitError, SaveError, UsageError
 from ckptkit.core.manifest import Manifest
 from ckptkit.core.text import a_kind
+from ckptkit.runs.marks import FileLocks
 from ckptkit.runs.retention import Retention
 from ckptkit.storage.local.disk import Closable
 from ckptkit.storage.locations import MARKS_FOLDER
@@ -40,7 +41,7 @@ from ckptkit.training.export.export import Exporter, ExportHandle, ExportOptions
 from ckptkit.training.handle import SaveHandle, SaveReport, SkippedError
 from ckptkit.training.pushing import FollowedPushes, Pushing
 from ckptkit.training.resume.resume import decline, resume, resume_from
-from ckptkit.training.run_folders import RunFolder, RunLock, TrainingRun
+from ckptkit.training.run_folders import RunFolder, TrainingRun
 from ckptkit.training.save.frozen import FrozenFiles
 from ckptkit.training.save.saver import Save, SaveSlot
 from ckptkit.training.save.writer_process import WriterTimeouts
@@ -695,9 +696,9 @@ def _listen(
 
 def open_run(
     run: str | PathLike[str], peers: Peers, settings: Settings
-) -> tuple[TrainingRun[Any], RunLock | None, int]:
+) -> tuple[TrainingRun[Any], FileLocks | None, int]:
     """Opens a run on all ranks, which rank 0 creates, locks and sweeps; see `Checkpointer`."""
-    held: list[RunLock] = []  # on rank 0, unless the file system has no locks
+    held: list[FileLocks] = []  # on rank 0, unless the file system has no locks
     undo = ExitStack()
     try:
         place = _check_place(run, settings)

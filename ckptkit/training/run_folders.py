@@ -18,8 +18,8 @@ from ckptkit.core.errors import CkptkitError, OutputError, UsageError
 from ckptkit.core.manifest import Manifest
 from ckptkit.runs.marks import (
     STEP_PREFIXES,
+    FileLocks,
     Owner,
-    RunLock,
     is_step_folder,
     run_identity,
     step_folders,
@@ -41,7 +41,7 @@ from ckptkit.storage.manifests import read_local_manifest
 from ckptkit.storage.places import Place
 from ckptkit.training.save.writer_process import WriterProcess, WriterTimeouts, writer_command
 
-__all__ = ["RunFolder", "RunLock", "TrainingRun", "saved_steps"]
+__all__ = ["RunFolder", "TrainingRun", "saved_steps"]
 logger = logging.getLogger(__name__)
 
 PlaceT = TypeVar("PlaceT", Path, Place)
@@ -162,7 +162,7 @@ class RunFolder(TrainingRun[Path]):
         with _translate_errors(self.path):
             return run_identity(self.path)
 
-    def lock(self) -> RunLock | None:
+    def lock(self) -> FileLocks | None:
         """Locks the run against other jobs until the lock is closed or this process ends.
 
         On a file system without locks it logs a warning and returns None.

@@ -28,12 +28,12 @@ from ckptkit.core.errors import (
     UnsupportedError,
 )
 from ckptkit.core.index import Fqn, KeyPath, Shape, TensorEntry, TensorIndex
-from ckptkit.core.text import counted
+from ckptkit.core.text import counted, join_first
 from ckptkit.formats.base import Candidate
 from ckptkit.formats.dcp.reader import BlobRef, open_blob
 from ckptkit.formats.optimizer_names import NUMBERED
 from ckptkit.formats.others.fairseq2 import HINT_AT_PARTS, UNPROVEN_PARTS
-from ckptkit.formats.parsing import list_first, read_weight_map
+from ckptkit.formats.parsing import read_weight_map
 from ckptkit.formats.pickle.torch_values import parse_values
 from ckptkit.formats.pickle.torch_zip import open_archive
 from ckptkit.formats.registry import read_index, recognise
@@ -300,7 +300,7 @@ class Filling(Struct):
     def describe(self) -> str:
         """Returns a note on the tensors that are taken."""
         names = [repr(str(entry.name)) for entry in self.taken]
-        listed = list_first(names, len(names), _LISTED)
+        listed = join_first(names, len(names), _LISTED)
         return f"{counted(len(names), 'tensor')} taken from {self.opened.path}: {listed}"
 
 
@@ -389,7 +389,7 @@ def _with_plain_values(
     notes = []
     if odd:
         notes.append(
-            f"{list_first(map(repr, odd), len(odd), _LISTED)} of the optimizer hold more than"
+            f"{join_first(map(repr, odd), len(odd), _LISTED)} of the optimizer hold more than"
             " numbers and texts, and are left out"
         )
     return replace(states, values=kept), notes

@@ -53,12 +53,11 @@ from ckptkit.core.index import (
     TensorIndex,
 )
 from ckptkit.core.manifest import MANIFEST_NAME, TRAINING, Manifest, TensorRecord
-from ckptkit.core.text import Aside, counted
+from ckptkit.core.text import Aside, counted, join_first
 from ckptkit.formats.base import Candidate
 from ckptkit.formats.dcp.reader import METADATA
 from ckptkit.formats.discovery import ITSELF, parse_step, step_of_files
 from ckptkit.formats.optimizer_names import name_states
-from ckptkit.formats.parsing import list_first
 from ckptkit.formats.ranks.flat import (
     SLICES,
     ModelParameter,
@@ -455,7 +454,7 @@ def _choose_average(
         elif entry.part == "model" and models == [entry.tree] and entry.name not in own:
             tensors[key] = replace(entry, tree=select)
             rest.append(entry.name)
-    shown = list_first(map(repr, rest), len(rest), _SHOWN)
+    shown = join_first(map(repr, rest), len(rest), _SHOWN)
     note = f"{counted(len(rest), 'tensor')} without an average are as training has them: {shown}"
     return replace(index, tensors=tensors), select, [note] if rest else []
 

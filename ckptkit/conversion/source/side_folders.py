@@ -79,10 +79,10 @@ from ckptkit.core.errors import (
 from ckptkit.core.index import MOST_WRAPPERS, KeyPath, Shape
 from ckptkit.core.manifest import MANIFEST_NAME, RUN_FACTS, SIDE_FOLDER, Manifest
 from ckptkit.core.model_configs import parse_json_object, parse_model_config, to_json
-from ckptkit.core.text import Aside
+from ckptkit.core.text import Aside, join_first
 from ckptkit.formats.dcp.reader import BlobRef, DcpReader, open_blob
 from ckptkit.formats.discovery import RELEASE, find_step, is_unit_folder, parse_step
-from ckptkit.formats.parsing import list_first, parse_json
+from ckptkit.formats.parsing import parse_json
 from ckptkit.formats.pickle.torch_values import parse_values
 from ckptkit.formats.pickle.torch_zip import open_archive
 from ckptkit.formats.safetensors.hf_shards import METADATA_FOLDER
@@ -353,7 +353,7 @@ class SideFolders:
             if taken:
                 notes.append(Aside(f"from {folder}{where}: {', '.join(taken)}"))
         if code:
-            text = f"python files were left out: {list_first(code, len(code), _NAMED)}"
+            text = f"python files were left out: {join_first(code, len(code), _NAMED)}"
             notes.append(f"{text}; pass --allow-code to copy them")
         return chosen, tuple(notes)
 

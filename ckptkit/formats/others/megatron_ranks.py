@@ -37,10 +37,10 @@ from msgspec import Struct
 
 from ckptkit.core.errors import FormatError, MissingFileError, UnsupportedError
 from ckptkit.core.index import Box, Chunk, KeyPath, Problem, RunFacts, Shape, TensorIndex
-from ckptkit.core.text import quote
+from ckptkit.core.text import join_first, quote
 from ckptkit.formats.base import Candidate, FormatReader, errors_at
 from ckptkit.formats.dcp.megatron import compare_iterations, find_arguments, is_size, read_common
-from ckptkit.formats.parsing import COPY_BACK, MIXED_SAVES, TWO_SAVES, is_count, list_first
+from ckptkit.formats.parsing import COPY_BACK, MIXED_SAVES, TWO_SAVES, is_count
 from ckptkit.formats.pickle.machine import InertObject, class_of
 from ckptkit.formats.pickle.objects import find_unread
 from ckptkit.formats.pickle.torch_archives import ArchiveTable, TorchArchive, find_differing_copies
@@ -267,7 +267,7 @@ def _check_positions(files: Sequence[ModelFile], sizes: Parallelism) -> None:
     expected = islice(sizes.positions(), len(files) + _LISTED_FILES)
     missing = [_name(position, sizes) for position in expected if position not in there]
     if missing:
-        names = list_first(missing, count - len(files), _LISTED_FILES)
+        names = join_first(missing, count - len(files), _LISTED_FILES)
         raise MissingFileError(
             f"{len(files):,} of the files of {count:,} ranks are there; missing are {names}",
             hint=COPY_BACK,
@@ -388,7 +388,7 @@ def _count_layers(
         other, of_stage = first.setdefault((stage, virtual), (file, set(names)))
         differing = of_stage ^ set(names)
         if differing:
-            shown = list_first(map(quote, sorted(differing)), len(differing), _LISTED_NAMES)
+            shown = join_first(map(quote, sorted(differing)), len(differing), _LISTED_NAMES)
             raise FormatError(
                 f"has other tensors than {other.archive.path!r} of the same stage: {shown}",
                 where=file.archive.where,

@@ -12,8 +12,7 @@ from typing import TypeGuard
 
 from ckptkit.core.errors import UnsafePickleError
 from ckptkit.core.index import KeyPath
-from ckptkit.core.text import counted, make_printable, quote
-from ckptkit.formats.parsing import list_first
+from ckptkit.core.text import counted, join_first, make_printable, quote
 from ckptkit.formats.pickle.machine import Global, InertDict, InertKey, InertObject, class_of
 from ckptkit.formats.pickle.torch_values import (
     VALUE_CLASSES,
@@ -125,7 +124,7 @@ def describe_objects(
         f"{_printable('.'.join(map(str, path)))} ({_describe(value)})"
         for path, value in objects.items()
     )
-    listed = list_first(lines, len(objects), _SHOWN)
+    listed = join_first(lines, len(objects), _SHOWN)
     return (f"left out, since they are objects of other code: {listed}",)
 
 

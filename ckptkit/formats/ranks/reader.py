@@ -57,14 +57,13 @@ from ckptkit.core.index import (
     TensorEntry,
     TensorIndex,
 )
-from ckptkit.core.text import quote
+from ckptkit.core.text import join_first, quote
 from ckptkit.formats.base import Candidate, FormatReader
 from ckptkit.formats.parsing import (
     MIXED_SAVES,
     TWO_SAVES,
     group_by_folder,
     is_count,
-    list_first,
     refuse_mixed_sizes,
     stat_or_missing,
 )
@@ -506,7 +505,7 @@ class RankAssembly:
         entries = make_entries(held_tensors, values=values)
         problems, drifted = self._compare_ranks(tensors, entries.values())
         if drifted:
-            names = list_first(drifted, len(drifted), _LISTED_NAMES)
+            names = join_first(drifted, len(drifted), _LISTED_NAMES)
             notes.append(f"statistics differ between ranks, rank 0's are taken: {names}")
         return self._table.index(
             RankFilesReader.name,

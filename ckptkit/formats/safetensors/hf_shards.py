@@ -42,13 +42,12 @@ from ckptkit.core.index import (
     TensorIndex,
 )
 from ckptkit.core.model_configs import parse_model_config
-from ckptkit.core.text import counted
+from ckptkit.core.text import counted, join_first
 from ckptkit.formats.base import Candidate, FormatReader
 from ckptkit.formats.parsing import (
     INDEX_ENDING,
     FileTable,
     group_by_folder,
-    list_first,
     overflows,
     read_limited,
     read_weight_map,
@@ -257,7 +256,7 @@ class HfShardsReader(FormatReader):
         is_proven = extents.proves(shapes)
         notes = [] if is_proven else [UNPROVEN]
         if absent:
-            names = list_first(map(repr, absent), len(absent), _LISTED_NAMES)
+            names = join_first(map(repr, absent), len(absent), _LISTED_NAMES)
             notes.insert(0, f"{_INDEX!r} names tensors that no shard has: {names}")
         held: dict[KeyPath, Stored] = {
             (name,): (

@@ -67,13 +67,12 @@ from ckptkit.core.index import (
     TensorEntry,
     TensorIndex,
 )
-from ckptkit.core.text import quote
+from ckptkit.core.text import join_first, quote
 from ckptkit.formats.base import Candidate, FormatReader, errors_at
 from ckptkit.formats.parsing import (
     MIXED_SAVES,
     group_by_folder,
     is_count,
-    list_first,
     refuse_missing_ranks,
     refuse_mixed_sizes,
     refuse_stale_ranks,
@@ -245,7 +244,7 @@ def _check_experts(model: PickledDict, experts: Sequence[TagFile]) -> None:
         count = sum(counts)
         raise MissingFileError(
             f"{len(there):,} of the files of {count:,} experts are there; missing are"
-            f" {list_first(names, count - len(there), _LISTED_EXPERTS)}",
+            f" {join_first(names, count - len(there), _LISTED_EXPERTS)}",
             hint="copy 'layer_L_expert_E_mp_rank_00_model_states.pt' of every rank's node beside"
             " them; layers with experts are counted from 0",
         )

@@ -33,7 +33,7 @@ from ckptkit.core.errors import (
 from ckptkit.core.manifest import NODE_RANKS, NODE_RUN, Manifest, source_of_all
 from ckptkit.core.threads import WorkerThread
 from ckptkit.engine.progress import Stage
-from ckptkit.runs.marks import is_step_folder
+from ckptkit.runs.marks import FileLocks, is_step_folder
 from ckptkit.runs.steps import save_number_of
 from ckptkit.storage.local.durable import remove_folder
 from ckptkit.storage.local.ownership import make_private, refuse_planted
@@ -42,7 +42,7 @@ from ckptkit.storage.manifests import read_local_manifest
 from ckptkit.training.agree.barrier import SaveBarrier
 from ckptkit.training.agree.peers import Peers, name_ranks
 from ckptkit.training.handle import SaveReport
-from ckptkit.training.run_folders import RunFolder, RunLock, TrainingRun
+from ckptkit.training.run_folders import RunFolder, TrainingRun
 from ckptkit.training.save.saver import OURS, Retire, Save, SaveCommitter, discard_folder, fail
 from ckptkit.training.save.writer_process import WriterProcess, WriterTimeouts
 from ckptkit.training.settings import Settings
@@ -98,7 +98,7 @@ class LocalTier(Struct, frozen=True):
     run: TrainingRun[Any]  # the run that its steps are drained to
     identity: str  # of that run; a later one in the same place has another
     leads: bool  # whether this rank, the first of them, acts for all
-    lock: RunLock | None  # of the directory; None on other ranks, and on file systems without locks
+    lock: FileLocks | None  # of the directory; None on other ranks, and where files have no locks
 
     def final(self, save: Save) -> Path:
         """Returns the folder of this node's part of a step once it is committed."""
@@ -173,7 +173,7 @@ def open_tier(
             mark.unlink(missing_ok=True)
 
     ranks: list[int] = []
-    locks: list[RunLock] = []  # on the leading rank, unless the file system has none
+    locks: list[FileLocks] = []  # on the leading rank, unless the file system has none
 
     def find_ranks() -> None:
         marks = mark.parent.glob(f"{_MARK}{peers.nonce}-*")
@@ -216,7 +216,7 @@ def _create_directory(path: Path, run: TrainingRun[Any], mark: Path) -> None:
     mark.touch()
 
 
-def _take_directory(path: Path, run: TrainingRun[Any], identity: str) -> RunLock | None:
+def _take_directory(path: Path, run: TrainingRun[Any], identity: str) -> FileLocks | None:
     """Locks and sweeps a node's directory, and removes what other runs have drained from it."""
     lock = RunFolder(path, prefix=run.prefix).lock()
     try:
