@@ -37,8 +37,8 @@ Function = Callable[..., Any]
 class Child:
     """A process that was forked for a call."""
 
-    def __init__(self, host: ForkHost, pid: int, answer: Path) -> None:
-        self.pid = pid
+    def __init__(self, host: ForkHost, answer: Path) -> None:
+        self.pid = 0  # until it is known
         self.ended: int | None = None
         self._host = host
         self._answer = answer
@@ -91,8 +91,8 @@ class ForkHost:
         self._unread = b""
         self._lock = threading.RLock()
         self._started = 0
-        self._new: list[int] = []
-        self._children: dict[int, Child] = {}
+        self._children: dict[int, Child] = {}  # by number, those that have not ended
+        self._asked: Child | None = None
         self.newest: Child | None = None
 
     def __enter__(self) -> Self:
@@ -129,11 +129,11 @@ class ForkHost:
                 streams = null.fileno(), file.fileno(), file.fileno()
             words = {"function": _name_of(function), "arguments": arguments, "answer": str(answer)}
             data = json.dumps({**words, "environment": environment and {**environment}}).encode()
+            self._asked = child = Child(self, answer)
             socket.send_fds(self._socket, [len(data).to_bytes(8, "little")], streams)
             self._socket.sendall(data)
-            self.listen(lambda: bool(self._new))
-            pid = self._new.pop()
-            self.newest = child = self._children[pid] = Child(self, pid, answer)
+            self.listen(lambda: child.pid > 0)
+            self.newest = child
             return child
 
     def run(self, function: Function, *arguments: Any, log: Path | None = None) -> int:
@@ -187,8 +187,9 @@ class ForkHost:
 
     def _note(self, pid: int, status: int | None = None) -> None:
         if status is None:
-            self._new.append(pid)
-        else:
+            assert self._asked is not None
+            self._asked.pid, self._children[pid] = pid, self._asked
+        else:  # which may be in the same message, where a child ends at once
             self._children.pop(pid).ended = status
 
 
