@@ -219,7 +219,7 @@ def _align(
     found = find_disk_names(untied, None, base=folder)
     hub = found.names  # a given base may have either kind of names
     if as_stored is not None and (hub is None or lost.isdisjoint(list_owners(hub.live))):
-        return as_stored  # the adapter adds these modules, such as a head
+        return as_stored  # the adapter adds these modules
     if hub is None or sum(n in hub.tensors for n in names) < sum(n in hub.live for n in names):
         return _align_live(names, found)
     return Alignment(
@@ -238,7 +238,8 @@ def _align_as_stored(
 ) -> tuple[Alignment | None, set[str]]:
     """Finds all `modules` in a base by its own names, but for a prefix; None without one of them.
 
-    Returns those of `saved` that are not there, too.
+    Returns those of `saved` that are not there, too, but for new heads, which are beside the
+    modules of the base.
     """
     for before_base, before_adapter in dict.fromkeys([("", ""), find_prefixes(modules, names)]):
         renamed = [Fqn(before_base + name) for name in names]
@@ -246,7 +247,13 @@ def _align_as_stored(
         owners = list_owners(names_with_tied)
         if not all(before_adapter + module in owners for module in modules):
             continue
-        lost = {module for module in saved if before_adapter + module not in owners}
+        held = {".".join(p[:end]) for p in (o.split(".") for o in owners) for end in range(len(p))}
+        lost = {
+            module
+            for module in saved
+            if before_adapter + module not in owners
+            and before_adapter + module.partition(".")[0] in held
+        }
         if not before_base or before_base.removesuffix(".") in BASE_PREFIXES:
             placed = place_as_stored(names, before_base)
             return Alignment(placed, {}, Renaming("", before_adapter)), lost
