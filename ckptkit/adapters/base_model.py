@@ -175,14 +175,16 @@ def align(
     config: Mapping[str, Any] | None,
     *,
     folder: str | None,
+    saved: Collection[str] = (),
 ) -> Alignment:
     """Finds how the base's tensors correspond to the adapters' modules, and to the output.
 
     Where names differ, a prefix may be missing, Transformers may have other tensors in memory than
     on disk, or the adapters may be of the text model in a multimodal base. `folder` is a model
-    folder with the names on disk.
+    folder with the names on disk. `saved` are modules that the adapters have whole, which the base
+    may lack.
     """
-    alignment = _align(base, modules, config, folder=folder)
+    alignment = _align(base, modules, saved, config, folder=folder)
     live = [name for placed in alignment.placed for name in placed.live]
     owners = list_owners([*live, *find_absent_tied_names(config, live)])
     renaming = find_text_model(modules, owners, config)
@@ -200,6 +202,7 @@ def align(
 def _align(
     base: BaseSource,
     modules: Collection[str],
+    saved: Collection[str],
     config: Mapping[str, Any] | None,
     *,
     folder: str | None,
@@ -208,24 +211,15 @@ def _align(
     if base.is_live:
         specs = {name: (entry.dtype, entry.shape) for name, entry in base.entries.items()}
         return _align_live(names, find_disk_names(config, specs, base=folder))
-    for before_base, before_adapter in dict.fromkeys([("", ""), find_prefixes(modules, names)]):
-        renamed = [Fqn(before_base + name) for name in names]
-        names_with_tied = [*renamed, *find_absent_tied_names(config, renamed)]
-        owners = list_owners(names_with_tied)
-        if not all(before_adapter + module in owners for module in modules):
-            continue
-        if not before_base or before_base.removesuffix(".") in BASE_PREFIXES:
-            placed = place_as_stored(names, before_base)
-            return Alignment(placed, {}, Renaming("", before_adapter))
-        note = (
-            f"the modules of the adapter begin with {before_base!r}, which those of the base do"
-            " not: merged without it"
-        )
-        return Alignment(place_as_stored(names), {}, Renaming(before_base), notes=(note,))
+    as_stored, lost = _align_as_stored(names, modules, saved, config)
+    if as_stored is not None and not lost:
+        return as_stored
     # An untied model has names for all tensors that a merge may have to write.
     untied = None if config is None else untie_config(config)
     found = find_disk_names(untied, None, base=folder)
     hub = found.names  # a given base may have either kind of names
+    if as_stored is not None and (hub is None or lost.isdisjoint(list_owners(hub.live))):
+        return as_stored  # the adapter adds these modules
     if hub is None or sum(n in hub.tensors for n in names) < sum(n in hub.live for n in names):
         return _align_live(names, found)
     return Alignment(
@@ -234,6 +228,42 @@ def _align(
         called=map_to_disk_names(hub),  # tensors that only transformers would write are left out
         versions={"transformers": hub.library},
     )
+
+
+def _align_as_stored(
+    names: Collection[Fqn],
+    modules: Collection[str],
+    saved: Collection[str],
+    config: Mapping[str, Any] | None,
+) -> tuple[Alignment | None, set[str]]:
+    """Finds all `modules` in a base by its own names, but for a prefix; None without one of them.
+
+    Returns those of `saved` that are not there, too, but for new heads, which are beside the
+    modules of the base.
+    """
+    for before_base, before_adapter in dict.fromkeys([("", ""), find_prefixes(modules, names)]):
+        renamed = [Fqn(before_base + name) for name in names]
+        names_with_tied = [*renamed, *find_absent_tied_names(config, renamed)]
+        owners = list_owners(names_with_tied)
+        if not all(before_adapter + module in owners for module in modules):
+            continue
+        held = {".".join(p[:end]) for p in (o.split(".") for o in owners) for end in range(len(p))}
+        lost = {
+            module
+            for module in saved
+            if before_adapter + module not in owners
+            and before_adapter + module.partition(".")[0] in held
+        }
+        if not before_base or before_base.removesuffix(".") in BASE_PREFIXES:
+            placed = place_as_stored(names, before_base)
+            return Alignment(placed, {}, Renaming("", before_adapter)), lost
+        note = (
+            f"the modules of the adapter begin with {before_base!r}, which those of the base do"
+            " not: merged without it"
+        )
+        placed = place_as_stored(names)
+        return Alignment(placed, {}, Renaming(before_base), notes=(note,)), lost
+    return None, set()
 
 
 def _align_live(names: Collection[Fqn], found: DiskNames) -> Alignment:
@@ -346,13 +376,15 @@ class PlacedTensor(Struct, frozen=True):
     is_stored_so: bool = True  # the base stores it as it is written, not as training holds it
 
 
-def list_modules(adapter: Adapter) -> list[str]:
-    """Returns the modules of the base that an adapter changes, without those that it adds."""
+def list_modules(adapter: Adapter) -> tuple[list[str], list[str]]:
+    """Returns the modules of the base that an adapter changes, and those that it may add."""
     table = build_table(adapter.tensors)
-    saved = adapter.settings.modules_to_save
-    whole = (make_plain_name(name).rpartition(".")[0] for name in table.whole)
-    kept = (module for module in whole if not any(name in module for name in saved))
-    return list(dict.fromkeys([*(layer.module for layer in table.layers), *table.tokens, *kept]))
+    names = adapter.settings.modules_to_save
+    whole = dict.fromkeys(make_plain_name(name).rpartition(".")[0] for name in table.whole)
+    saved = [module for module in whole if any(name in module for name in names)]
+    kept = (module for module in whole if module not in saved)
+    changed = [*(layer.module for layer in table.layers), *table.tokens, *kept]
+    return list(dict.fromkeys(changed)), saved
 
 
 def find_prefixes(modules: Collection[str], names: Collection[Fqn]) -> tuple[str, str]:

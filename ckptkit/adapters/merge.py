@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -319,8 +320,10 @@ class _Planning:
         request, adapters = self._request, self._adapters
         # The base is known: names are paired.
         self._checks.check_identity()
-        modules = dict.fromkeys(m for adapter in adapters for m in list_modules(adapter.adapter))
-        alignment = align(self._base, list(modules), self._config, folder=self._folders.base)
+        listed = [list_modules(adapter.adapter) for adapter in adapters]
+        modules, saved = (list(dict.fromkeys(chain(*each))) for each in zip(*listed, strict=True))
+        folder = self._folders.base
+        alignment = align(self._base, modules, self._config, folder=folder, saved=saved)
         quantized = self._plan_quantized(alignment)
         if self._given is not None:
             given = take_plain_weights(self._given, alignment)

@@ -306,6 +306,20 @@ def test_experts_on_disk_are_merged_with_the_parts_of_fused_ones(
     assert_same(loaded, trained.merged())
 
 
+@pytest.mark.parametrize("saved", ["gate", "experts"])
+def test_saved_modules_replace_those_that_have_other_names_on_disk(
+    saved: str, tmp_path: Path
+) -> None:
+    """The modules with LoRA have the same names in both, and tell nothing of the others."""
+    options = {**_LM, "target_modules": ["q_proj"], "modules_to_save": [saved]}
+    trained = _trained(partial(model_of, "Mixtral"), options, tmp_path)
+    out = tmp_path / "out"
+    ckptkit.merge_adapter(trained.adapter, out, base=trained.base)
+    assert tensors_in(out).keys() == tensors_in(trained.base).keys()
+    loaded = AutoModelForCausalLM.from_pretrained(out).state_dict()
+    assert_same(loaded, trained.merged())
+
+
 @pytest.mark.parametrize(
     "case", ["rslora_and_patterns", "modules_and_tokens", "biases", "lora_bias", "conv1d_of_gpt2"]
 )

@@ -138,6 +138,27 @@ def test_a_prefix_that_explains_some_modules_only_is_not_taken(
     assert len(asked) == 1
 
 
+@pytest.mark.parametrize(
+    ("module", "times"), [("score", 0), ("classifier.dense", 0), ("model.layers.0.mlp.gate", 1)]
+)
+def test_names_on_disk_are_asked_for_modules_inside_the_model_and_not_for_a_new_head(
+    module: str, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[object] = []
+
+    def disk_names(config: object, *_arguments: object, **_options: object) -> DiskNames:
+        asked.append(config)
+        return DiskNames(None, ())
+
+    monkeypatch.setattr(base_model, "find_disk_names", disk_names)
+    names = ["model.layers.0.q_proj.weight", "model.layers.0.block_sparse_moe.gate.weight"]
+    base = SimpleNamespace(entries=dict.fromkeys(names), is_live=False)
+    config, saved = {"model_type": "mixtral"}, [module]
+    given = cast("base_model.BaseSource", base)
+    base_model.align(given, ["model.layers.0.q_proj"], config, folder=None, saved=saved)
+    assert len(asked) == times
+
+
 def test_tied_names_are_changed_alike_where_their_changes_have_the_same_numbers() -> None:
     """The factors of a tied head may be those of the embedding, transposed."""
     noise = np.random.default_rng(1).standard_normal

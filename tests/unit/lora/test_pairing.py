@@ -230,7 +230,7 @@ class TestNames:
         renaming = Renaming("", "model.")
         shapes = {str(n): s for n, s in renaming.to_adapter(dict.fromkeys(names, (6, 8))).items()}
         given = adapter(lora("layers.0.q", 6, 8), target_modules=["layers.0.q"])
-        assert list_modules(given) == ["layers.0.q"]
+        assert list_modules(given) == (["layers.0.q"], [])
         change = only(paired(given, shapes))
         assert renaming.to_base(change.weight) == "model.layers.0.q.weight"
 
