@@ -569,16 +569,18 @@ def _refusals(
     lacking: Sequence[str], damaged: Source, manifest: Manifest | None, others: Sequence[Source]
 ) -> list[Problem]:
     """Says of each file why no copy replaces it."""
-    reason = "no copy of --from has it undamaged"
+    what, reason = "is missing or damaged", "no copy of --from has it undamaged"
     if not others:
         reason = "pass --from with another copy of the step"
     elif manifest is None:
         reason = f"without {MANIFEST_NAME} nothing shows that a copy is of the same save"
-        readable = ((copy, own) for copy in others if (own := _manifest_of(copy)) is not None)
-        lacking = next((_differing(damaged, copy, own.files) for copy, own in readable), lacking)
+        for copy in others:
+            if (theirs := _manifest_of(copy)) is not None:
+                what, lacking = "differs from the copy", _differing(damaged, copy, theirs.files)
+                break
     elif not any(_is_same_save(manifest, copy) for copy in others):
         reason = "no manifest shows that a copy of --from is of the same save"
-    return [Problem(NOT_MENDED, path, f"is missing or damaged: {reason}") for path in lacking]
+    return [Problem(NOT_MENDED, path, f"{what}: {reason}") for path in lacking]
 
 
 def _differing(first: Source, second: Source, paths: Collection[str]) -> list[str]:
