@@ -162,6 +162,7 @@ class UploadFiles(Struct, frozen=True, tag=True, tag_field="kind"):
     attempt: str
     remote: Remote
     step: str  # the name of the step's folder there
+    job: str  # see `FinishUpload`
     folder: str
     records: tuple[str, ...]
     further: tuple[str, ...] = ()

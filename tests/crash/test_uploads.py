@@ -219,10 +219,24 @@ def test_what_could_not_be_uploaded_fails_loudly_and_is_uploaded_by_the_next_job
         with opened(bucket, tmp_path, local=tmp_path / "other"):
             refused = checkpointer.save(4, state)
             troubles.fails(refused, RefusedError, "another job has opened the run")
-    assert steps_of(bucket) == {"checkpoint-2": True, "checkpoint-3": True, "checkpoint-4": False}
+    assert steps_of(bucket) == {"checkpoint-2": True, "checkpoint-3": True}
     # What was uploaded already is not uploaded again.
     assert before > 1 << 20 > sent(bucket, WEIGHT)[f"/uploads/{quote(RUN)}/checkpoint-3/{WEIGHT}"]
     tells_no_secret(bucket, tmp_path, told)
+
+
+def test_a_job_leaves_alone_what_a_later_job_saved_under_the_same_step(
+    bucket: Bucket, tmp_path: Path
+) -> None:
+    state = fresh(1)
+    earlier = opened(bucket, tmp_path, local=tmp_path / "earlier")
+    later = opened(bucket, tmp_path)
+    with later:
+        saved(later, 7, state)
+        before = bucket.files_below(RUN)
+        troubles.fails(earlier.save(7, fresh(2)), RefusedError, "another job has opened the run")
+        assert bucket.files_below(RUN) == before
+        earlier.close()
 
 
 def tells_no_secret(bucket: Bucket, folder: Path, told: list[str]) -> None:

@@ -83,7 +83,7 @@ class Uploader:
             check_relative(path, str(folder))
             with naming(folder / path):
                 listed.append(WrittenFile(path, (folder / path).stat().st_size, None))
-        claim_step(store, request.step, request.attempt)
+        claim_step(store, request.step, request.attempt, request.job)
         uploaded = UploadedFiles.of(folder, request.records[0])
         sent_bytes = copied_bytes = 0
         notes: list[str] = []
