@@ -274,7 +274,7 @@ class Persister:
         parents = {os.path.dirname(path) for path in paths}  # noqa: PTH120  a key, not a place
         made = make_folders(folder, parents, self._disk)
         link_kept(request.links, folder, self._disk)
-        replica_sums += self._sums(request.replicas, counter)
+        sums = self._sums(request.replicas, counter)
         notes = self._write_images(request, folder, counter)
         note = keep_links(request.keeps, folder, self._disk)
         new = [WrittenFile(image.path, image.size_bytes, None) for image in request.images]
@@ -285,7 +285,8 @@ class Persister:
         for parent in made:
             self._disk.sync_directory(parent)
         linked = [WrittenFile(link.path, link.size_bytes, None) for link in request.links]
-        files += [*new, *linked]
+        files += [*new, *linked]  # not before all succeeded: the request may be repeated
+        replica_sums += sums
         proof = self._record(request) if request.record is not None else None
         size_bytes = sum(file.size_bytes for file in new)
         return Written(
