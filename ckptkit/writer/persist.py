@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Self
 
 from ckptkit.core.crc import crc32
-from ckptkit.core.errors import SaveError
+from ckptkit.core.errors import SaveError, WriterError
 from ckptkit.core.threads import WorkerThread
 from ckptkit.storage.local.disk import BLOCK_BYTES, Disk, OpenFile, is_refused
 from ckptkit.storage.local.durable import make_folders, naming, put_file
@@ -260,6 +260,11 @@ class Persister:
         """Writes the files of a wave durably, then the record if the request has one."""
         began, processor = time.monotonic(), time.process_time()
         folder = Path(request.folder)
+        if request.waves_before and request.attempt not in self._parts:
+            raise WriterError(
+                "the writer ended in the middle of the save, and does not know what it had written",
+                where=unstaged_path(request.folder),
+            )
         if request.attempt not in self._parts and len(self._parts) >= _MOST_ATTEMPTS:
             del self._parts[next(iter(self._parts))]
         files, replica_sums = self._parts.setdefault(request.attempt, ([], []))
