@@ -98,6 +98,7 @@ class Persist(Struct, frozen=True, tag=True, tag_field="kind"):
     # what the record has to.
     ranges: tuple[tuple[int, int], ...] = ()
     replicas: tuple[tuple[int, int], ...] = ()
+    waves_before: int = 0  # which this writer has to have written
 
 
 class RecordProof(Struct, frozen=True):
@@ -162,6 +163,7 @@ class UploadFiles(Struct, frozen=True, tag=True, tag_field="kind"):
     attempt: str
     remote: Remote
     step: str  # the name of the step's folder there
+    job: str  # see `FinishUpload`
     folder: str
     records: tuple[str, ...]
     further: tuple[str, ...] = ()

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Self
 
 from ckptkit.core.crc import crc32
-from ckptkit.core.errors import SaveError
+from ckptkit.core.errors import SaveError, WriterError
 from ckptkit.core.threads import WorkerThread
 from ckptkit.storage.local.disk import BLOCK_BYTES, Disk, OpenFile, is_refused
 from ckptkit.storage.local.durable import make_folders, naming, put_file
@@ -260,6 +260,11 @@ class Persister:
         """Writes the files of a wave durably, then the record if the request has one."""
         began, processor = time.monotonic(), time.process_time()
         folder = Path(request.folder)
+        if request.waves_before and request.attempt not in self._parts:
+            raise WriterError(
+                "the writer ended in the middle of the save, and does not know what it had written",
+                where=unstaged_path(request.folder),
+            )
         if request.attempt not in self._parts and len(self._parts) >= _MOST_ATTEMPTS:
             del self._parts[next(iter(self._parts))]
         files, replica_sums = self._parts.setdefault(request.attempt, ([], []))
@@ -274,7 +279,7 @@ class Persister:
         parents = {os.path.dirname(path) for path in paths}  # noqa: PTH120  a key, not a place
         made = make_folders(folder, parents, self._disk)
         link_kept(request.links, folder, self._disk)
-        replica_sums += self._sums(request.replicas, counter)
+        sums = self._sums(request.replicas, counter)
         notes = self._write_images(request, folder, counter)
         note = keep_links(request.keeps, folder, self._disk)
         new = [WrittenFile(image.path, image.size_bytes, None) for image in request.images]
@@ -285,7 +290,8 @@ class Persister:
         for parent in made:
             self._disk.sync_directory(parent)
         linked = [WrittenFile(link.path, link.size_bytes, None) for link in request.links]
-        files += [*new, *linked]
+        files += [*new, *linked]  # not before all succeeded: the request may be repeated
+        replica_sums += sums
         proof = self._record(request) if request.record is not None else None
         size_bytes = sum(file.size_bytes for file in new)
         return Written(

@@ -128,6 +128,36 @@ def test_a_disk_that_is_full(mount: Callable[..., Path], log: Any) -> None:
     assert len(log.lines(logging.ERROR)) == 2
 
 
+@pytest.mark.parametrize("tiers", [1, 2])
+def test_a_writer_that_dies_between_two_waves_of_a_save(
+    run: Path, log: Any, monkeypatch: pytest.MonkeyPatch, tiers: int
+) -> None:
+    node = {"local": run.parent / "node"} if tiers == 2 else {}
+    with Checkpointer(run, staging_limit="1MiB", **node) as saver:
+        state = fresh(width=4_000)
+        truth = troubles.saved(saver, 1, state)
+        writer, persist, dead = saver._slots[0]._writer, saves.SaveSlot._persist, list[int]()
+
+        def persist_and_die(*arguments: Any) -> None:
+            persist(*arguments)
+            if not dead:
+                assert writer._process is not None
+                dead.append(writer._process.pid)
+                writer._process.kill()
+                writer._process.wait()
+
+        with monkeypatch.context() as patch:
+            patch.setattr(saves.SaveSlot, "_persist", persist_and_die)
+            handle = saver.save(2, state)
+            troubles.fails(handle, WriterError, "ended in the middle of the save")
+        with pytest.raises(WriterError):
+            handle.local_result()
+        troubles.resumes(saver, 1, truth, fresh(2, width=4_000))
+        truth = troubles.saved(saver, 3, state)
+        troubles.resumes(saver, 3, truth, fresh(3, width=4_000))
+    assert len(log.lines(logging.ERROR)) == 1
+
+
 @contextmanager
 def read_only(folder: Path) -> Iterator[None]:
     """Puts a read-only view of a folder in its place; files that are open stay as they are."""

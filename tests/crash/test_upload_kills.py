@@ -65,7 +65,7 @@ class Step:
         name, remote = self.saves[0].final.name, Remote(store.location)
         for rank, save in enumerate(self.saves):
             records = (f".ranks/{rank}.json",)
-            request = UploadFiles(save.attempt, remote, name, str(save.folder), records)
+            request = UploadFiles(save.attempt, remote, name, JOB, str(save.folder), records)
             Uploader(NATIVE).upload(request, store, ByteCounter())
         whole = self.saves[0].commit(self.proofs)
         made = FinishUpload(

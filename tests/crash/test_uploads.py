@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -30,6 +32,7 @@ from ckptkit.training import Checkpointer
 from ckptkit.training.tiers.save import TieredCommitter
 from ckptkit.writer.messages import ByteCounter, Remote
 from ckptkit.writer.upload.run_store import RunStore, send_file
+from ckptkit.writer.upload.uploader import upload_command
 from tests.crash import troubles
 from tests.object_store import KEY, SECRET, Bucket, Fault, ObjectStore
 
@@ -219,10 +222,42 @@ def test_what_could_not_be_uploaded_fails_loudly_and_is_uploaded_by_the_next_job
         with opened(bucket, tmp_path, local=tmp_path / "other"):
             refused = checkpointer.save(4, state)
             troubles.fails(refused, RefusedError, "another job has opened the run")
-    assert steps_of(bucket) == {"checkpoint-2": True, "checkpoint-3": True, "checkpoint-4": False}
+    assert steps_of(bucket) == {"checkpoint-2": True, "checkpoint-3": True}
     # What was uploaded already is not uploaded again.
     assert before > 1 << 20 > sent(bucket, WEIGHT)[f"/uploads/{quote(RUN)}/checkpoint-3/{WEIGHT}"]
     tells_no_secret(bucket, tmp_path, told)
+
+
+def test_a_job_leaves_alone_what_a_later_job_saved_under_the_same_step(
+    bucket: Bucket, tmp_path: Path
+) -> None:
+    state = fresh(1)
+    earlier = opened(bucket, tmp_path, local=tmp_path / "earlier")
+    later = opened(bucket, tmp_path)
+    with later:
+        saved(later, 7, state)
+        before = bucket.files_below(RUN)
+        troubles.fails(earlier.save(7, fresh(2)), RefusedError, "another job has opened the run")
+        assert bucket.files_below(RUN) == before
+        earlier.close()
+
+
+def test_the_process_that_uploads_takes_packages_from_where_the_trainer_has_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("msgspec", "json"):  # one of site-packages, one of the standard library
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    command = [
+        part.replace("from ckptkit.writer.upload.uploader import main; main()", SHOW)
+        for part in upload_command(0)
+    ]
+    shown = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert shown.split("\n")[:2] == [str(tmp_path / "msgspec/__init__.py"), json.__file__]
+
+
+SHOW = "import msgspec, json; print(msgspec.__file__); print(json.__file__)"
 
 
 def tells_no_secret(bucket: Bucket, folder: Path, told: list[str]) -> None:

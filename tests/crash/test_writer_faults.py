@@ -44,6 +44,7 @@ from ckptkit.writer.messages import (
     Written,
 )
 from ckptkit.writer.persist import STRIDE_BYTES, Persister
+from ckptkit.writer.record import parse_record
 from tests.crash import writing as writing_module
 from tests.files import mounted, remount, tmpfs
 
@@ -144,6 +145,25 @@ def test_waves_of_one_attempt_end_in_one_record(tmp_path: Path) -> None:
     assert last.proof is not None
     committed(save.commit([last.proof]))
     assert ckptkit.verify(save.final).ok
+
+
+def test_a_request_that_failed_is_repeated_whole(tmp_path: Path) -> None:
+    save = writing.Save(tmp_path)
+    memory, request = save.persist(0, writing.usual_units(0, 1))
+    record = {**(request.record or {}), "replicas": [["", ["w"], [0], True]]}
+    request = replace(request, record=record, replicas=((0, 4),))
+    size_bytes = memory.share().size_bytes
+    persister = Persister(NATIVE)
+    persister.attach(memory.descriptor, size_bytes)
+    in_the_way = save.folder / request.images[0].path
+    in_the_way.parent.mkdir(parents=True)
+    in_the_way.touch()
+    with pytest.raises(FileExistsError):
+        persister.persist(request, ByteCounter())
+    in_the_way.unlink()
+    proof = persister.persist(request, ByteCounter()).proof
+    assert proof is not None
+    parse_record((save.folder / proof.path).read_bytes(), where=proof.path)
 
 
 def test_a_step_saved_again_is_replaced_and_retired_steps_go(tmp_path: Path) -> None:

@@ -537,6 +537,7 @@ class SaveSlot:
                     keeps=files.keeps,
                     ranges=files.ranges,
                     replicas=tuple((sample.start, sample.stop) for sample in samples),
+                    waves_before=len(save.answers),
                 ),
                 stage if self._peers.rank == 0 else None,
             )

@@ -176,6 +176,7 @@ class UploadProcess(WriterProcess):
                 attempt=request.attempt,
                 remote=self._remote,
                 step=_name(request.folder),
+                job=self._job,
                 folder=request.folder,
                 records=request.records,
                 further=request.further,

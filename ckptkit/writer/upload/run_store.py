@@ -204,11 +204,14 @@ MARK_SECONDS = 3600.0
 """A mark that was not renewed for so long belongs to a dead process."""
 
 
-def claim_step(store: RunStore, step: str, attempt: str) -> None:
+def claim_step(store: RunStore, step: str, attempt: str, job: str) -> None:
     """Prepares a step's folder for the objects of a save; every rank may call this.
 
-    The manifest of a step that is replaced is removed here, before any of its objects change.
+    The manifest of a step that is replaced is removed here, before any of its objects change. A job
+    after which another one has opened the run changes nothing, since that one may have saved the
+    same step.
     """
+    _refuse_earlier_job(store, job)
     manifest, mark = f"{step}/{MANIFEST_NAME}", f"{step}/{UPLOADING}"
     is_whole = store.look_up(manifest) is not None
     if not is_whole and store.entries(step) and store.look_up(mark) is None:
@@ -255,6 +258,15 @@ def run_identity(store: RunStore) -> str:
 def take_run(store: RunStore, nonce: str) -> None:
     """Stores which job writes to a run, so that an earlier one is refused from now on."""
     store.put(_JOB, nonce.encode())
+
+
+def _refuse_earlier_job(store: RunStore, job: str) -> None:
+    if store.get(_JOB) not in {None, job.encode()}:
+        raise RefusedError(
+            "another job has opened the run since and saves to it",
+            where=store.location,
+            hint="give every job a URL of its own; this job's steps stay on the nodes' disks",
+        )
 
 
 _SUFFIX = ".uploaded"
@@ -325,12 +337,7 @@ def finish(request: FinishUpload, store: RunStore, counter: ByteCounter) -> Step
     manifest = manifest_bytes(
         {**request.manifest, "source": source}, attempt.files, store.where(path)
     )
-    if store.get(_JOB) not in {None, request.job.encode()}:
-        raise RefusedError(
-            "another job has opened the run since and saves to it",
-            where=store.location,
-            hint="give every job a URL of its own; this job's steps stay on the nodes' disks",
-        )
+    _refuse_earlier_job(store, request.job)
     store.put(path, manifest)
     # A step with lost values must not retire a complete one.
     kept = {f"{step}/{path}" for path in (*attempt.files, MANIFEST_NAME)}

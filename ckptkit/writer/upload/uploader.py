@@ -83,7 +83,7 @@ class Uploader:
             check_relative(path, str(folder))
             with naming(folder / path):
                 listed.append(WrittenFile(path, (folder / path).stat().st_size, None))
-        claim_step(store, request.step, request.attempt)
+        claim_step(store, request.step, request.attempt, request.job)
         uploaded = UploadedFiles.of(folder, request.records[0])
         sent_bytes = copied_bytes = 0
         notes: list[str] = []
@@ -163,8 +163,11 @@ def main() -> None:
 
 
 NICENESS = 19  # the step is durable already
+# The trainer's folders come before site-packages, which may have another version of a package, and
+# after the standard library, of which nothing may replace a module.
 _PROGRAM = (
-    "import sys; sys.path.extend({!r}); from ckptkit.writer.upload.uploader import main; main()"
+    "import sys; sys.path.extend({!r}); import site; site.main();"
+    " from ckptkit.writer.upload.uploader import main; main()"
 )
 
 
@@ -176,6 +179,6 @@ def upload_command(descriptor: int, niceness: int = NICENESS) -> list[str]:
     """
     folders = [folder for folder in sys.path if folder]
     return [
-        *(sys.executable, "-I", "-c", _PROGRAM.format(folders)),
+        *(sys.executable, "-I", "-S", "-c", _PROGRAM.format(folders)),
         *(str(descriptor), str(niceness)),
     ]

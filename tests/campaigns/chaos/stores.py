@@ -190,7 +190,7 @@ class Uploading:
         for rank in range(RANKS):
             source = str(part_of(folder / str(rank)).final)
             records = (f".ranks/{rank}.json",)
-            request = UploadFiles(attempt, self.remote, NEW_STEP, source, records)
+            request = UploadFiles(attempt, self.remote, NEW_STEP, JOB, source, records)
             if isinstance(process.ask(request), Failed):
                 assert fault.act in ERRORS
                 return False
