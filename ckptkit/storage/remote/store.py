@@ -406,7 +406,7 @@ def _open_filesystem(protocol: str, options: Mapping[str, Any], where: str) -> A
             where=where,
             hint=f"run `pip install {client}`" if client else "install what it names",
         ) from None
-    except (KeyError, TypeError, ValueError) as error:
+    except Exception as error:  # noqa: BLE001  clients raise what they like
         raise UsageError(
             f"no storage was opened: {describe_error(error, options)}",
             where=where,
