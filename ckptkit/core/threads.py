@@ -14,7 +14,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from queue import SimpleQueue
@@ -104,6 +104,16 @@ def repeat(seconds: float, call: Callable[[], object], name: str) -> threading.E
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return ended
+
+
+def call_to_end(call: Callable[[], T]) -> T:
+    """Calls a function in a thread, so that a signal is raised after its end and not within it.
+
+    For requests that change something in a store: one that is interrupted while its answer is on
+    the way has been done, or will be, and what cleans up would not know.
+    """
+    with ThreadPoolExecutor(1, thread_name_prefix="ckptkit-call") as thread:
+        return thread.submit(call).result()
 
 
 def run_crew(

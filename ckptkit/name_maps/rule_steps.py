@@ -182,6 +182,12 @@ def _concat(step: Step, tensors: Sequence[Made], sizes: Sizes) -> list[Made]:
             raise step.misfit(made.shape, expected, "a part ")
         split = (*before, groups, count, *behind)
         pieces.append(made.arrangement.viewed(split) if groups != 1 else made.arrangement)
+    if len({made.added for made in tensors}) > 1:
+        raise UsageError(
+            "joins tensors to which different constants were added, which is not supported",
+            where=step.where,
+            hint="write these tensors one by one, or add the same constant to all of them",
+        )
     joined = replace(tensors[0], arrangement=join(pieces, axis + (groups != 1)))
     return [joined.viewed((*before, groups * sum(counts), *behind))]
 
@@ -247,6 +253,13 @@ def _pad(step: Step, made: Made, sizes: Sizes) -> Made:
     if len(made.shape) <= axis or made.shape[axis] != count:
         raise step.misfit(made.shape, f"expected {count:,} along axis {axis}")
     whole = -(-count // multiple) * multiple
+    if made.added and whole != count:
+        raise UsageError(
+            "fills with zeros a tensor to which a constant was added, which is not supported",
+            where=step.where,
+            hint="leave the padding out; or put it before that step, which fills it with the"
+            " constant",
+        )
     return replace(made, arrangement=made.arrangement.padded(axis, whole))
 
 

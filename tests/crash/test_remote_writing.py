@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -288,6 +289,51 @@ def test_a_signal_removes_what_was_sent(bucket: Bucket) -> None:
         process.communicate(timeout=60)
     assert process.returncode == 143
     assert bucket.keys("out/") == bucket.unfinished_uploads() == []
+
+
+def _stop_within(bucket: Bucket, request: str, *options: str) -> None:
+    """Stops a command while such a request is on its way, which the store then serves."""
+    proxy, gate = bucket.store.proxy, threading.Event()
+    fault = proxy.add(Fault(request, times=None, wait=gate))
+    with started(bucket, *options) as process:
+        wait_until(lambda: fault.met)
+        process.send_signal(signal.SIGTERM)
+        threading.Timer(0.5, gate.set).start()
+        process.communicate(timeout=60)
+    assert process.returncode == 143
+    served = re.compile(request)
+    wait_until(
+        lambda: (
+            sum(bool(served.search(f"{one.method} {one.path}")) for one in proxy.log) >= fault.met
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    "request_sent",
+    [
+        pytest.param(r"POST .*-probe\?uploads", id="probe"),
+        pytest.param(r"PUT .*/\.ckptkit-commit", id="claim", marks=pytest.mark.slow),
+        pytest.param(r"PUT .*/ckptkit\.json", id="manifest"),
+    ],
+)
+def test_a_signal_while_a_request_is_on_its_way_leaves_nothing(
+    bucket: Bucket, request_sent: str
+) -> None:
+    _stop_within(bucket, request_sent)
+    assert bucket.keys("out/") == bucket.unfinished_uploads() == []
+
+
+def test_a_signal_while_the_manifest_of_an_earlier_output_is_removed_keeps_that_output(
+    bucket: Bucket,
+) -> None:
+    consolidate(bucket, bucket.place("out"))
+    earlier = bucket.files_below("out")
+    bucket.store.proxy.reset()
+    other = "config_kwargs.user_agent_extra=other"
+    _stop_within(bucket, r"POST .*\?delete", "--overwrite", "--dst-option", other)
+    assert bucket.files_below("out") == earlier
+    assert bucket.unfinished_uploads() == []
 
 
 def test_what_a_kill_leaves_is_seen_by_nobody_and_removed_by_the_next_run(bucket: Bucket) -> None:

@@ -27,6 +27,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -36,6 +37,7 @@ from ckptkit.core.crc import crc32
 from ckptkit.core.errors import OutputError, OutputExistsError, UsageError
 from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.core.object_parts import CopiedRange, ObjectPart
+from ckptkit.core.threads import call_to_end
 from ckptkit.storage.base import (
     CopySource,
     Cut,
@@ -208,8 +210,8 @@ class S3Commit:
                 left = [key for key, _ in _list_unfinished(store, f"{prefix}{WORK_INFIX}")]
             if all(kept and key.startswith(kept) for key in left):
                 return
-            self.claim.take()
             try:
+                self.claim.take()
                 sweep_uploads(store, prefix, kept=kept)
             finally:
                 self.claim.release(is_clean=not self.claim.names)
@@ -268,13 +270,14 @@ class S3Commit:
     ) -> None:
         if manifest is not None:
             self.claim.check()
-            self._store.delete([self._manifest])
         begun: list[bool] = []
         try:
+            if manifest is not None:
+                call_to_end(lambda: self._store.delete([self._manifest]))
             self._publish(items, begun)
             self._check_published(items)
             self.claim.check()
-            self._put_last(last)
+            call_to_end(lambda: self._put_last(last))
         except BaseException:
             if manifest is not None and not begun:  # the earlier output is whole
                 put = self._store.put_new
@@ -398,27 +401,10 @@ class S3Target(_S3Output, Target):
     def why_no_copies(self, source: CopySource) -> str:
         if source.store is not self._store.store:
             return "source and output are not in one store, with the same options"
-        store, key, upload = self._store, f"{self._folder.rstrip('/')}-probe", ""
+        store, key = self._store, f"{self._folder.rstrip('/')}-probe"
         if not store.has_checksums:
             return "checksums are switched off in the options of the store"
-        try:
-            upload = store.begin(key)
-            part = store.copy(key, upload, 1, source, (0, PROBE_BYTES))
-            expected = crc32(store.get(source.path, 0, PROBE_BYTES))
-            store.complete(key, upload, [SentPart(1, part.etag, expected)])
-            checksum, upload = store.head(key).checksum, ""
-            store.delete([key])
-        except Exception as error:  # noqa: BLE001  whatever it is, the bytes can go through here
-            logger.debug("the store was asked for a copy: %s", type(error).__name__)
-            try:
-                if upload:
-                    store.abort(key, upload)
-            except Exception as left:  # noqa: BLE001  it holds next to nothing
-                logger.debug("an upload of %s was left: %s", key, type(left).__name__)
-            return f"the store does not copy parts of objects ({type(error).__name__})"
-        if checksum is None or not ObjectSums.of([(expected, PROBE_BYTES)]).matches(checksum):
-            return "the store reports no CRC-32 of what it copied"
-        return ""
+        return call_to_end(partial(_try_to_copy, store, key, source))
 
     def commit(self, last: str) -> None:
         """Makes everything visible, the file `last` after all others.
@@ -440,6 +426,9 @@ class S3Target(_S3Output, Target):
         self.abandon()
 
     def abandon(self) -> None:
+        call_to_end(self._remove_unpublished)
+
+    def _remove_unpublished(self) -> None:
         objects = list(self._objects.values())
         self._objects.clear()
         for item in objects:
@@ -460,6 +449,29 @@ class S3Target(_S3Output, Target):
         """Says whether the notes exist: another run removes them together with the uploads."""
         left = self.notes.left
         return not left or self._store.store.look_up(self._store.path(left[0])) is not None
+
+
+def _try_to_copy(store: S3Uploads, key: str, source: CopySource) -> str:
+    """Returns why the store does not copy a part into an object, empty if it does."""
+    upload = ""
+    try:
+        upload = store.begin(key)
+        part = store.copy(key, upload, 1, source, (0, PROBE_BYTES))
+        expected = crc32(store.get(source.path, 0, PROBE_BYTES))
+        store.complete(key, upload, [SentPart(1, part.etag, expected)])
+        checksum, upload = store.head(key).checksum, ""
+        store.delete([key])
+    except Exception as error:  # noqa: BLE001  whatever it is, the bytes can go through here
+        logger.debug("the store was asked for a copy: %s", type(error).__name__)
+        try:
+            if upload:
+                store.abort(key, upload)
+        except Exception as left:  # noqa: BLE001  it holds next to nothing
+            logger.debug("an upload of %s was left: %s", key, type(left).__name__)
+        return f"the store does not copy parts of objects ({type(error).__name__})"
+    if checksum is None or not ObjectSums.of([(expected, PROBE_BYTES)]).matches(checksum):
+        return "the store reports no CRC-32 of what it copied"
+    return ""
 
 
 _ATTEMPTS = 10
@@ -607,7 +619,7 @@ class S3SharedTarget(_S3Output):
             self._commit.seen = agreed
         try:
             self._commit.run(list(self._objects.values()), data, self._has_uploads)
-            clean_up(self._translate_errors, self._remove)
+            call_to_end(lambda: clean_up(self._translate_errors, self._remove))
         except OutputExistsError:
             if self._attempt.overwrite:  # else each further try would be refused
                 self.abandon()

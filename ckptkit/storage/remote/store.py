@@ -25,7 +25,7 @@ import msgspec
 from msgspec import Struct
 
 from ckptkit.core.errors import CkptkitError, OutputBusyError, RefusedError, UsageError
-from ckptkit.core.threads import repeat
+from ckptkit.core.threads import call_to_end, repeat
 from ckptkit.storage.locations import S3_PROTOCOLS, check_below
 from ckptkit.storage.remote.errors import (
     ErrorTranslator,
@@ -406,7 +406,7 @@ def _open_filesystem(protocol: str, options: Mapping[str, Any], where: str) -> A
             where=where,
             hint=f"run `pip install {client}`" if client else "install what it names",
         ) from None
-    except (KeyError, TypeError, ValueError) as error:
+    except Exception as error:  # noqa: BLE001  clients raise what they like
         raise UsageError(
             f"no storage was opened: {describe_error(error, options)}",
             where=where,
@@ -508,10 +508,13 @@ class OutputClaim:
         return frozenset() if claim is None else claim.claim.names
 
     def take(self) -> None:
-        """Claims the place. Waits briefly for another run, and takes over a dead one's claim."""
+        """Claims the place. Waits briefly for another run, and takes over a dead one's claim.
+
+        After a signal, the claim may be held.
+        """
         for _ in range(_TRIES):
             claim = self._wait_for_end()
-            if self._try_to_claim(claim):
+            if call_to_end(partial(self._try_to_claim, claim)):
                 return
         raise self._taken_error()
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptkit.core.errors import OutputError, RefusedError, UsageError
 from ckptkit.core.manifest import MANIFEST_NAME
+from ckptkit.core.threads import call_to_end
 from ckptkit.storage.base import Target
 from ckptkit.storage.locations import S3_PROTOCOLS, check_relative, is_work_folder
 from ckptkit.storage.manifests import EarlierOutput, refuse_newer, refuse_unnamed
@@ -197,7 +198,7 @@ class StreamTarget(Target):
                 for path in sorted(self._streams, key=lambda path: (path == last, path)):
                     self._claim.check()
                     self._published.append(path)
-                    self._streams[path].publish()
+                    call_to_end(self._streams[path].publish)
         except BaseException:
             self.abandon()
             raise

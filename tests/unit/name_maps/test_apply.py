@@ -312,6 +312,32 @@ def test_a_constant_is_added_to_floats_only() -> None:
         apply_map(own, CONFIG, {Fqn("a"): (dtype_named("int64"), (3,))}, where="run")
 
 
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        (
+            rule('"a"', '"b"', "steps = [{ add = 1 }, { pad = 8, rows = 12 }]"),
+            "rule 1, step 2: fills with zeros",
+        ),
+        *(
+            (
+                rule(
+                    '["a", "b"]',
+                    '"c"',
+                    f"steps = [{{ add = 1, only = [{i}] }}, {{ concat = [12, 12] }}]",
+                ),
+                "rule 1, step 2: joins tensors",
+            )
+            for i in (0, 1)
+        ),
+    ],
+)
+def test_a_constant_that_some_elements_alone_would_get_is_refused(rules: str, message: str) -> None:
+    arrays = {name: X for name in "ab" if f'"{name}"' in rules.partition("to =")[0]}
+    with pytest.raises(CkptkitError, match=message):
+        apply(made(rules), arrays)
+
+
 def test_the_inverse_writes_zeros_for_what_is_left_out() -> None:
     left_out = (
         'from = "a.{layer}.bias"\ndrop = "not part of it"\n'

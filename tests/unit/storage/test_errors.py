@@ -13,12 +13,14 @@ from ckptkit.core.errors import (
     StorageError,
     UsageError,
 )
+from ckptkit.storage.places import Place
 from ckptkit.storage.remote.errors import (
     RetryPolicy,
     as_input_error,
     call_with_retries,
     is_transient,
 )
+from ckptkit.storage.remote.store import get_store
 
 
 class AnswerError(Exception):
@@ -114,3 +116,9 @@ def test_no_secret_is_in_an_error_that_a_client_wrote() -> None:
     error = AnswerError(500, f"no answer for my-secret-key from {url}\nsecond line")
     told = as_input_error(error, where="s3://b/k", options={"a": {"b": "my-secret-key"}})
     assert str(told) == "s3://b/k: cannot be read: no answer for *** from https://cdn.example/x?…"
+
+
+@pytest.mark.parametrize("url", ["zip://out", "tar://out", "dir://out", "foo://out"])
+def test_a_client_that_does_not_open_from_a_url_alone_is_an_error_of_usage(url: str) -> None:
+    with pytest.raises(UsageError, match=f"^{url}: no storage was opened"):
+        get_store(Place(url))
