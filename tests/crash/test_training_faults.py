@@ -132,8 +132,8 @@ def test_a_disk_that_is_full(mount: Callable[..., Path], log: Any) -> None:
 def test_a_writer_that_dies_between_two_waves_of_a_save(
     run: Path, log: Any, monkeypatch: pytest.MonkeyPatch, tiers: int
 ) -> None:
-    node = {"local": run.parent / "node"} if tiers == 2 else {}
-    with Checkpointer(run, staging_limit="1MiB", **node) as saver:
+    node = run.parent / "node" if tiers == 2 else None
+    with Checkpointer(run, staging_limit="1MiB", local=node) as saver:
         state = fresh(width=4_000)
         truth = troubles.saved(saver, 1, state)
         writer, persist, dead = saver._slots[0]._writer, saves.SaveSlot._persist, list[int]()
