@@ -267,8 +267,9 @@ class _Listing:
         else:
             apart = sorted(name for name in self._candidates if parse_step(name) is None)
             if apart:
-                names = ", ".join(name or "." for name in apart[:_NAMED])
-                message += f"; checkpoints whose names have no step: {names}"
+                names = ", ".join(name for name in apart[:_NAMED] if name)
+                named = f"checkpoints whose names have no step: {names}"
+                message += f"; {named}" if names else "; it is itself a checkpoint or a model"
             walked = (path.split("/", 1)[0] for path in self._source.walk(2) if "/" in path)
             below = sorted({name for name in walked if not name.startswith(".")})
             hint += f"; below it are {', '.join(below[:_NAMED])}" if below else ""
