@@ -98,7 +98,7 @@ class Persist(Struct, frozen=True, tag=True, tag_field="kind"):
     # what the record has to.
     ranges: tuple[tuple[int, int], ...] = ()
     replicas: tuple[tuple[int, int], ...] = ()
-    waves_before: int = 0  # which this writer has to have written
+    waves_before: int = 0  # waves of this save that this writer has written
 
 
 class RecordProof(Struct, frozen=True):

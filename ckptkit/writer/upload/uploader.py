@@ -163,8 +163,8 @@ def main() -> None:
 
 
 NICENESS = 19  # the step is durable already
-# The trainer's folders come before site-packages, which may have another version of a package, and
-# after the standard library, of which nothing may replace a module.
+# The order of folders: first the standard library, so that no module of it is replaced; then those
+# of the trainer; then site-packages, which may hold another version of a package.
 _PROGRAM = (
     "import sys; sys.path.extend({!r}); import site; site.main();"
     " from ckptkit.writer.upload.uploader import main; main()"

@@ -119,17 +119,21 @@ def test_a_bias_of_lora_is_added_to_the_bias_that_was_trained_beside_it(tmp_path
     assert np.allclose(merged, trained + added, rtol=1e-6)
 
 
-def test_a_prefix_that_explains_some_modules_only_is_not_taken(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Half of a vision model differs from its files by a prefix, the other half by more."""
-    asked: list[object] = []
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """The configurations for which Transformers was asked for names; it knows none."""
+    configs: list[object] = []
 
     def disk_names(config: object, *_arguments: object, **_options: object) -> DiskNames:
-        asked.append(config)
+        configs.append(config)
         return DiskNames(None, ())
 
     monkeypatch.setattr(base_model, "find_disk_names", disk_names)
+    return configs
+
+
+def test_a_prefix_that_explains_some_modules_only_is_not_taken(asked: list[object]) -> None:
+    """Half of a vision model differs from its files by a prefix, the other half by more."""
     names = ["vision_tower.fc1.weight", "language_model.model.layers.0.q_proj.weight"]
     base = SimpleNamespace(entries=dict.fromkeys(names), is_live=False)
     modules = ["model.vision_tower.fc1", "model.language_model.layers.0.q_proj"]
@@ -142,15 +146,8 @@ def test_a_prefix_that_explains_some_modules_only_is_not_taken(
     ("module", "times"), [("score", 0), ("classifier.dense", 0), ("model.layers.0.mlp.gate", 1)]
 )
 def test_names_on_disk_are_asked_for_modules_inside_the_model_and_not_for_a_new_head(
-    module: str, times: int, monkeypatch: pytest.MonkeyPatch
+    module: str, times: int, asked: list[object]
 ) -> None:
-    asked: list[object] = []
-
-    def disk_names(config: object, *_arguments: object, **_options: object) -> DiskNames:
-        asked.append(config)
-        return DiskNames(None, ())
-
-    monkeypatch.setattr(base_model, "find_disk_names", disk_names)
     names = ["model.layers.0.q_proj.weight", "model.layers.0.block_sparse_moe.gate.weight"]
     base = SimpleNamespace(entries=dict.fromkeys(names), is_live=False)
     config, saved = {"model_type": "mixtral"}, [module]
