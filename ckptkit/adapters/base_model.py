@@ -30,11 +30,12 @@ from ckptkit.core.errors import (
     NotACheckpointError,
     RefusedError,
 )
+from ckptkit.core.frameworks import recognise_by_tensors
 from ckptkit.core.index import Fqn, Shape, TensorEntry
 from ckptkit.engine.kernels import Operand, StoredOperand
 from ckptkit.engine.reader import Origin
 from ckptkit.hub_names.disk_tensors import HubNames, HubTensor, find_whole
-from ckptkit.hub_names.known_models import BASE_PREFIXES, recognise_framework
+from ckptkit.hub_names.known_models import BASE_PREFIXES
 from ckptkit.lora.config import PEFT_PREFIX, Adapter
 from ckptkit.lora.dialects import build_table, make_plain_name, rename_plainly, sort_entries
 from ckptkit.lora.pairing import SAME_NAMES, Renaming, find_text_model, list_owners
@@ -144,7 +145,7 @@ def convert_names(
     checkpoint: OpenedCheckpoint, choice: str, config: Mapping[str, Any] | None
 ) -> OpenedCheckpoint:
     """Converts the names of a model, if a map is for them; see `convert_checkpoint`."""
-    is_foreign = choice != "auto" or recognise_framework(
+    is_foreign = choice != "auto" or recognise_by_tensors(
         entry.name for entry in checkpoint.index.of_part("model")
     )
     if choice == "none" or not is_foreign:

@@ -40,10 +40,11 @@ from ckptkit.core.errors import (
     UsageError,
     VerificationError,
 )
+from ckptkit.core.frameworks import is_unit_folder
 from ckptkit.core.index import FileRef, Key, TensorEntry
 from ckptkit.core.manifest import MANIFEST_NAME, Manifest
 from ckptkit.engine.outcome import Listener, OutputKept, Planned
-from ckptkit.formats.discovery import is_unit_folder, name_step, parse_step
+from ckptkit.formats.discovery import name_step, parse_step
 from ckptkit.options import changed_options
 from ckptkit.plan.plan import SOURCE, Compute, Copy
 from ckptkit.runs.local_run import marker, open_run

@@ -23,6 +23,7 @@ from ckptkit.conversion.source.side_folders import SideFolders
 from ckptkit.core.arrays import numpy_dtype
 from ckptkit.core.display import Displayed, Facts, plain_fields
 from ckptkit.core.errors import AmbiguousSourceError, CannotPlanError, UsageError
+from ckptkit.core.frameworks import recognise_by_tensors
 from ckptkit.core.index import Fqn, TensorEntry
 from ckptkit.core.text import counted
 from ckptkit.core.threads import usable_cores
@@ -30,7 +31,7 @@ from ckptkit.engine.outcome import Listener, ignore
 from ckptkit.engine.reader import Origin, TensorReader, same_bytes
 from ckptkit.engine.values import Gaps, combine_gaps, finite, measure_gaps
 from ckptkit.formats.discovery import ITSELF
-from ckptkit.hub_names.known_models import determine_need, recognise_framework
+from ckptkit.hub_names.known_models import determine_need
 from ckptkit.options import ConsolidateRequest
 from ckptkit.plan.coverage import refuse_problems
 from ckptkit.plan.ties import find_tie_candidates
@@ -330,7 +331,7 @@ def _convert_names(sides: tuple[_Side, _Side], choice: str, base: PathLike | Non
     names = [[str(entry.name) for entry in s.checkpoint.index.of_part("model")] for s in sides]
     wanted = ["", ""]
     if choice == "auto":
-        wanted = [recognise_framework(listed) for listed in names]
+        wanted = [recognise_by_tensors(listed) for listed in names]
     elif choice != "none":
         from ckptkit.name_maps.language import load_map
 

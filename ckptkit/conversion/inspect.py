@@ -41,6 +41,7 @@ from ckptkit.core.errors import (
     MissingFileError,
     NotACheckpointError,
 )
+from ckptkit.core.frameworks import recognise_by_tensors
 from ckptkit.core.geometry import distinct
 from ckptkit.core.index import Fqn, Part, Problem, Shape, TensorEntry
 from ckptkit.core.manifest import MANIFEST_NAME, RUN_FACTS
@@ -48,7 +49,6 @@ from ckptkit.core.text import counted, size_text
 from ckptkit.engine.locate import Locator
 from ckptkit.formats.discovery import TRACKERS, parse_step
 from ckptkit.formats.registry import FileGroup, group_files
-from ckptkit.hub_names.known_models import recognise_framework
 from ckptkit.options import ConsolidateRequest
 from ckptkit.plan.coverage import find_problems_by_key
 from ckptkit.plan.selection import model_trees, select_model
@@ -289,7 +289,7 @@ def _add_map(
     request = ConsolidateRequest(select=checkpoint.select)
     entries = select_model(checkpoint.index, request, location=checkpoint.path)
     tensors = {entry.name: (entry.dtype, entry.shape) for entry in entries}
-    framework = recognise_framework(tensors)
+    framework = recognise_by_tensors(tensors)
     report = replace(report, framework=framework)
     if choice == "none" or not (framework or choice not in {None, "auto"}):
         return report

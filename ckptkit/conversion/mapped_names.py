@@ -23,6 +23,7 @@ from ckptkit.conversion.names_on_disk import (
 from ckptkit.conversion.source.open import OpenedCheckpoint
 from ckptkit.core.dtypes import dtype_named
 from ckptkit.core.errors import CkptkitError, FormatError, RefusedError, UsageError
+from ckptkit.core.frameworks import recognise_by_tensors
 from ckptkit.core.index import ChunkTable, Fqn, Key, Shape, TensorEntry
 from ckptkit.core.manifest import MAP_VERSION
 from ckptkit.core.text import Aside, join_first, quote
@@ -40,7 +41,6 @@ from ckptkit.hub_names.disk_tensors import (
     find_run,
     find_whole,
 )
-from ckptkit.hub_names.known_models import recognise_framework
 from ckptkit.lora.config import PEFT_PREFIX
 from ckptkit.lora.dialects import BASE_LAYER, LORA_A, LORA_B
 from ckptkit.lora.foreign import OF_TINKER, TINKER, Factor, ForeignAdapter, name_plainly
@@ -171,7 +171,7 @@ def convert_checkpoint(
     whole = replace(request, select=checkpoint.select)
     selected = select_model(index, whole, location=where, everything=True)
     entries = {entry.name: entry for entry in selected}
-    framework = recognise_framework(entries)
+    framework = recognise_by_tensors(entries)
     if choice == "none" or (choice == "auto" and not framework):
         return checkpoint
     tensors = {name: (entry.dtype, entry.shape) for name, entry in entries.items()}

@@ -76,13 +76,14 @@ from ckptkit.conversion.write import (
 )
 from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import InputError, RefusedError, UsageError
+from ckptkit.core.frameworks import recognise_by_tensors
 from ckptkit.core.index import Fqn, TensorEntry
 from ckptkit.core.text import Aside, counted, list_first
 from ckptkit.core.wrapper_names import list_wrappers
 from ckptkit.engine.kernels import Preparations, first_rows, make_products, recast
 from ckptkit.engine.reader import Origin
 from ckptkit.engine.segment_reader import Inputs, SegmentReader
-from ckptkit.hub_names.known_models import determine_need, recognise_framework
+from ckptkit.hub_names.known_models import determine_need
 from ckptkit.options import (
     FRAMEWORKS_BY_LAYOUT,
     ConsolidateRequest,
@@ -477,7 +478,7 @@ def _convert_names(draft: _Draft, config: Mapping[str, Any] | None) -> None:
     if request.names == "live" or request.map == "none":
         return
     names = (entry.name for entry in before.index.of_part("model"))
-    if request.map == "auto" and not recognise_framework(names):
+    if request.map == "auto" and not recognise_by_tensors(names):
         return
     from ckptkit.conversion.mapped_names import convert_checkpoint  # few models need it
 

@@ -17,9 +17,9 @@ import re
 from collections.abc import Iterable
 
 from ckptkit.core.errors import InputError
+from ckptkit.core.frameworks import is_unit_folder
 from ckptkit.formats.base import Candidate
 from ckptkit.formats.ranks.reader import RankFilesReader
-from ckptkit.formats.safetensors.hf_shards import CONSOLIDATED_FOLDER
 from ckptkit.storage.base import Source
 
 # What frameworks count: Composer `ep` and `ba`, NeMo Automodel `epoch` and `step`.
@@ -120,14 +120,6 @@ def name_step(path: str) -> str:
 
 
 _RANK_IN_FILE = re.compile(r"([-_.]rank[-_.]?)\d{1,7}(?=\.\w+$)")
-OF_VERL = "dist_ckpt"  # its folder for Megatron-Core's files
-# Folders below a step, which are no step: of accelerate, verl, NeMo-RL, VeOmni, LeRobot and others.
-_UNIT_FOLDER = re.compile(
-    r"(pytorch_model_fsdp|optimizer|model|base_model)_\d+|model|actor|critic|state\.ckpt|optim(izer)?"
-    rf"|{OF_VERL}|policy|value|weights|ckpt|pretrained_model|hf_ckpt|huggingface|{CONSOLIDATED_FOLDER}"
-    r"|pytorch_model(_\d+)?"  # accelerate's tags for DeepSpeed
-)
-_OPTIMIZER_FOLDER = re.compile(r"optim(izer)?s?(_\d+)?")
 # In the folder of a run: Megatron-LM's, and that of nanotron, whose steps are numbers only.
 TRACKERS = ("latest_checkpointed_iteration.txt", "latest.txt")
 _MAX_TAG_BYTES = 4096
@@ -135,14 +127,6 @@ UNFINISHED = "the save was not finished"  # in what a step lacks, which then is 
 RELEASE = "release"  # the folder of weights that no training of the run has changed
 ITSELF = "."
 """What selects the model in a folder itself, as `.` or `FOLDER/.`; never a step below it."""
-
-
-def is_unit_folder(name: str) -> bool:
-    return _UNIT_FOLDER.fullmatch(name) is not None
-
-
-def is_optimizer_folder(name: str) -> bool:
-    return _OPTIMIZER_FOLDER.fullmatch(name) is not None
 
 
 def parse_step(folder: str) -> int | None:

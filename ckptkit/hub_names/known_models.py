@@ -325,42 +325,6 @@ def explain_doubt(config: Mapping[str, Any], dtypes: Iterable[DType]) -> str:
     return "the weights are packed in 8 bits or fewer" if is_packed else ""
 
 
-FRAMEWORKS = {
-    "Megatron-Core": re.compile(r"(?:^|\.)decoder\.layers\..*self_attention\.linear_"),
-    "nanotron": re.compile(r"(?:^|\.)decoder\.\d+\.pp_block\."),
-    # Also Meta's own Llama, whose names torchtitan took over.
-    "torchtitan": re.compile(
-        r"^layers\.\d+\.att(?:entio)?n\.(?:(?:qkv_linear\.)?w[qkv]|wkv_[ab])\.(?:weight|bias)$"
-    ),
-    # VeOmni's models of Transformers 4; Transformers itself stacks gate and up into one.
-    "stacked experts": re.compile(r"(?:^|\.)experts\.gate_proj$"),
-    "torchtune": re.compile(r"^layers\.\d+\.sa_norm\.scale$"),
-}
-"""Frameworks with names of their own, each by a part of a name that only its models have."""
-# The same by modules that are adapted; models of users may have such names, too.
-_MODULES = {
-    "Megatron-Core": re.compile(r"^decoder\.layers\.(?:\d+\.)?(?:self_attention|mlp)\."),
-    "torchtitan": re.compile(r"^layers\.\d+\.(?:attention|feed_forward|moe)\."),
-    "torchtune": re.compile(r"^layers\.\d+\.(?:attn\.(?:[qkv]|output)_proj|mlp\.w[123])$"),
-}
-
-
-def recognise_framework(names: Iterable[str]) -> str:
-    """Returns the framework whose names these are; empty where none is known by its names."""
-    listed = list(names)
-    for framework, pattern in FRAMEWORKS.items():
-        if any(map(pattern.search, listed)):
-            return framework
-    return ""
-
-
-def recognise_framework_of(modules: Iterable[str]) -> str:
-    """Returns the framework that calls the modules of an adapter so; empty where none is known."""
-    listed = list(modules)
-    found = (name for name, pattern in _MODULES.items() if any(map(pattern.search, listed)))
-    return next(found, "")
-
-
 # --- names and shapes by the keys of a configuration ---
 
 # `model_shapes.jsonl` describes a class by its sizes, its switches, the keys that change nothing,

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
 
+from ckptkit.core.frameworks import recognise_by_modules
 from ckptkit.core.index import Fqn, TensorEntry
-from ckptkit.hub_names.known_models import recognise_framework_of
 from ckptkit.lora.config import PEFT_PREFIX
 from ckptkit.lora.dialects import (
     BASE_LAYER,
@@ -111,7 +111,7 @@ def find_foreign(entries: Sequence[TensorEntry]) -> ForeignAdapter | None:
         if not any(factor.part in {LORA_A, LORA_B} for factor in factors.values()):
             continue
         rest = tuple(name for name in plain if name not in factors)
-        framework = recognise_framework_of(factor.module for factor in factors.values())
+        framework = recognise_by_modules(factor.module for factor in factors.values())
         if form != PEFT or framework:
             return ForeignAdapter(form, framework, factors, rest)
         if any(_is_of_tinker(factor, plain[name]) for name, factor in factors.items()):

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from ckptkit.core.errors import InputError, OutputError
+from ckptkit.core.frameworks import is_unit_folder
 from ckptkit.formats.base import Candidate
-from ckptkit.formats.discovery import is_unit_folder, parse_step
+from ckptkit.formats.discovery import parse_step
 from ckptkit.formats.registry import find_candidates
 from ckptkit.runs.find_run import ENTER_HINT, absent_run
 from ckptkit.runs.marks import FileLocks, claim, hold, run_is_live

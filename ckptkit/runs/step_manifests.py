@@ -20,6 +20,7 @@ from ckptkit.core.errors import (
     MissingFileError,
     TruncatedFileError,
 )
+from ckptkit.core.frameworks import is_unit_folder
 from ckptkit.core.index import FileRange, Problem, RunFacts, TensorIndex
 from ckptkit.core.manifest import (
     MANIFEST_NAME,
@@ -30,7 +31,7 @@ from ckptkit.core.manifest import (
     Manifest,
 )
 from ckptkit.formats.base import Candidate
-from ckptkit.formats.discovery import UNFINISHED, is_unit_folder, parse_step
+from ckptkit.formats.discovery import UNFINISHED, parse_step
 from ckptkit.formats.registry import list_paths, read_index, recognise
 from ckptkit.formats.safetensors.reader import SafetensorsReader
 from ckptkit.storage.base import Source, is_there

@@ -37,10 +37,10 @@ from ckptkit.core.errors import (
     MissingFileError,
     RefusedError,
 )
+from ckptkit.core.frameworks import is_optimizer_folder, is_unit_folder
 from ckptkit.core.index import Fqn, Key, TensorEntry
 from ckptkit.core.manifest import MANIFEST_NAME, SIDE_FOLDER
 from ckptkit.core.model_configs import parse_json_object
-from ckptkit.formats.discovery import is_optimizer_folder, is_unit_folder
 from ckptkit.lora.config import (
     ALPHA,
     MAKE_CONFIG,

@@ -43,6 +43,7 @@ from ckptkit.core.errors import (
     MissingFileError,
     UsageError,
 )
+from ckptkit.core.frameworks import MARKS
 from ckptkit.core.index import (
     Key,
     KeyPath,
@@ -78,12 +79,6 @@ from ckptkit.storage.overlay import OverlaySource
 from ckptkit.storage.places import PathLike, Place, is_url, place_of
 
 _TRIES = 5  # a job may remove steps of its run while they are searched
-_MARKS = {
-    "trainer_state.json": "Transformers Trainer",
-    "run_config.yaml": "Megatron-Bridge",
-    "context/io.json": "NeMo 2",
-    "transformer_config.json": "verl",
-}
 _ACCELERATE = "pytorch_model_fsdp_"
 _ACCELERATE_STATE = "random_states_0.pkl"  # which `save_state` always writes
 _SHOWN = 3
@@ -267,7 +262,7 @@ def _find_frameworks(search: Search, found: ResolvedSource) -> Iterator[str]:
     """Yields the frameworks whose files are beside the weights, outermost first."""
     folders = {found.folder, *(unit.candidate.folder for unit in found.units)}
     folders |= {posixpath.dirname(folder) for folder in folders}
-    for file, framework in _MARKS.items():
+    for file, framework in MARKS.items():
         if any(posixpath.join(folder, file) in search.paths for folder in folders):
             yield framework
     is_named = any(_ACCELERATE in (u.candidate.folder or search.location) for u in found.units)

@@ -37,6 +37,13 @@ from ckptkit.core.errors import (
     NoSpaceError,
     NotACheckpointError,
 )
+from ckptkit.core.frameworks import (
+    COPIES,
+    COUNTERS,
+    MEGATRON_OF_VERL,
+    is_optimizer_folder,
+    is_unit_folder,
+)
 from ckptkit.core.index import Problem, TensorIndex
 from ckptkit.core.manifest import (
     MANIFEST_NAME,
@@ -50,18 +57,14 @@ from ckptkit.core.model_configs import parse_json_object
 from ckptkit.core.text import Aside, counted, list_first, quote
 from ckptkit.core.threads import memory_in_use_bytes
 from ckptkit.formats.base import Candidate
-from ckptkit.formats.dcp.megatron import RUN_CONFIG
 from ckptkit.formats.discovery import (
     ITSELF,
-    OF_VERL,
     RELEASE,
     TRACKERS,
     UNFINISHED,
     find_step,
     find_step_files,
     is_called_last,
-    is_optimizer_folder,
-    is_unit_folder,
     names_step,
     parse_step,
     parse_step_name,
@@ -100,9 +103,6 @@ _SECONDARY = {ForeignReader.name, ZeroReader.name, UniversalReader.name}  # igno
 _SHARDS = HfShardsReader.name  # noted where they are compared with the model next to them
 _OF_RANKS = RankFilesReader.name
 _OF_OPTIMIZER = TorchOptimizerReader.name
-_COPY_OF_RANKS = "huggingface"  # verl's folder for the same weights, gathered
-_COPY_OF_BRIDGE = "hf"  # Megatron-Bridge's, below the step
-_COPY_OF_DCP = "hf_ckpt"  # VeOmni's, below the step
 _MODEL_FORMATS = {"safetensors", "torch", _SHARDS}  # which `save_model` of a framework writes
 _FINAL = re.compile(r"final", re.IGNORECASE)
 # Of Trainer and accelerate.
@@ -126,11 +126,6 @@ _NEMO_UNFINISHED = "-unfinished"  # its file has the name of the folder with thi
 _LOST = "lost+found"  # of ext4, which root alone may enter
 _MOST_POINTER_BYTES = 4096
 _NAMED_RANKS = 8
-# Of LeRobot and of the Trainer: where a step that is named as the last has its number.
-_STEP_IN_FILE = (
-    ("training_state/training_step.json", "step"),
-    ("trainer_state.json", "global_step"),
-)
 
 
 class CheckpointUnit(Struct, frozen=True):
@@ -302,7 +297,7 @@ class Search:
         except InputError:
             return None
         above = posixpath.dirname(candidate.folder)
-        for folder, (file, key) in product((candidate.folder, above), _STEP_IN_FILE):
+        for folder, (file, key) in product((candidate.folder, above), COUNTERS):
             path = posixpath.join(folder, file)
             if step is None and path in self._known:
                 with suppress(InputError):
@@ -794,18 +789,17 @@ def drop_companions(candidates: Sequence[Candidate]) -> list[Candidate]:
         c.format in {"dcp", _SHARDS} or (c.format == "torch" and is_model(c)) for c in candidates
     )
     of_ranks = {c.folder for c in candidates if c.format == _OF_RANKS}
-    of_dcp = [c.folder for c in candidates if c.format == "dcp"]
-    of_bridge = {c.folder for c in candidates if RUN_CONFIG in map(posixpath.basename, c.files)}
     by_transformers = {c.folder for c in candidates if main_file(c).startswith(_TRANSFORMERS)}
 
     def is_kept(candidate: Candidate) -> bool:
         above, name = posixpath.split(candidate.folder)
-        if name == _COPY_OF_RANKS and above in of_ranks:
-            return False
-        if name == _COPY_OF_BRIDGE and above in of_bridge:
-            return False
-        is_dcp = candidate.format == "dcp"
-        if name == _COPY_OF_DCP and not is_dcp and any(_is_below(f, above) for f in of_dcp):
+        original = COPIES.get(name)
+        if any(
+            candidate.format != one.format
+            and _is_below(one.folder, above)
+            and _is_of(one, original)
+            for one in candidates
+        ):
             return False
         if _is_state(candidate):
             return all(map(_is_state, candidates))
@@ -871,6 +865,11 @@ def is_leftover(candidate: Candidate, models: Collection[str]) -> bool:
 
 def _is_primary(candidate: Candidate) -> bool:
     return is_certain(candidate) and candidate.format not in _SECONDARY
+
+
+def _is_of(candidate: Candidate, original: str | None) -> bool:
+    """Returns whether a candidate has a format, or a file of a name."""
+    return original in {candidate.format, *map(posixpath.basename, candidate.files)}
 
 
 def _is_below(folder: str, above: str) -> bool:
@@ -945,7 +944,11 @@ def _units(candidates: Sequence[Candidate], base: str) -> tuple[CheckpointUnit, 
     units = []
     for candidate in candidates:
         above, name = posixpath.split(candidate.folder)
-        home = above if name == OF_VERL and above not in (*folders, base) else candidate.folder
+        home = (
+            above
+            if name == MEGATRON_OF_VERL and above not in (*folders, base)
+            else candidate.folder
+        )
         relative = relative_path(home, base)
         is_optimizer = candidate.format == _OF_OPTIMIZER
         label = "" if relative == ITSELF else relative

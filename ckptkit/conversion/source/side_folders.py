@@ -76,16 +76,16 @@ from ckptkit.core.errors import (
     NotACheckpointError,
     UsageError,
 )
+from ckptkit.core.frameworks import BESIDE_RUNS, COPIES, PLAIN_FOLDERS, SETTINGS, is_unit_folder
 from ckptkit.core.index import MOST_WRAPPERS, KeyPath, Shape
 from ckptkit.core.manifest import MANIFEST_NAME, RUN_FACTS, SIDE_FOLDER, Manifest
 from ckptkit.core.model_configs import parse_json_object, parse_model_config, to_json
 from ckptkit.core.text import Aside, join_first
 from ckptkit.formats.dcp.reader import BlobRef, DcpReader, open_blob
-from ckptkit.formats.discovery import RELEASE, find_step, is_unit_folder, parse_step
+from ckptkit.formats.discovery import RELEASE, find_step, parse_step
 from ckptkit.formats.parsing import parse_json
 from ckptkit.formats.pickle.torch_values import parse_values
 from ckptkit.formats.pickle.torch_zip import open_archive
-from ckptkit.formats.safetensors.hf_shards import METADATA_FOLDER
 from ckptkit.lora.config import PEFT_PREFIX
 from ckptkit.options import ConsolidateRequest, TokenizerOrigin, check_choice
 from ckptkit.plan.plan import OutputFile, literal_file
@@ -99,21 +99,14 @@ from ckptkit.storage.places import PathLike, Place, is_url
 if TYPE_CHECKING:
     from ckptkit.storage.remote.source import RemoteSource
 
-# Below weights: of the training hooks, of NeMo Automodel, and of verl. Below steps: of VeOmni.
-_NESTED = (SIDE_FOLDER, METADATA_FOLDER, "huggingface", "hf_ckpt")
-_BESIDE_RUNS = {"checkpoints": "model_assets"}  # VeOmni's folder, by the name of that with steps
 _SHARDED_FORMATS = {"dcp", "dcp-hf", "megatron"}
-# Folders of Megatron-LM, Megatron-Bridge and NeMo-RL, and of NeMo.
-_OF_MEGATRON = ("hf", "tokenizer", "context/artifacts", "context/nemo_tokenizer")
-_WEIGHTS = "weights"  # NeMo's folder, beside `context`
-SIDE_FOLDERS = (*_NESTED, *_OF_MEGATRON, *_BESIDE_RUNS.values())
+SIDE_FOLDERS = (SIDE_FOLDER, *SETTINGS, *BESIDE_RUNS.values())
 """Folders that hold configurations and tokenizers, and no model of their own."""
 _SHALLOW = (*SIDE_FOLDERS, "additional_chat_templates")
 _HUB, _REPOSITORY = "hf://", 3  # slashes before the end of hf://org/name
 _AUTO_MAP = "auto_map"
-_COPIES = ("huggingface", "hf_ckpt", "pretrained_model", "consolidated")
 # Units of steps, and names of any folder.
-_ANY_MODEL = {"model", "actor", "critic", "policy", "value", "ckpt", _WEIGHTS, *_COPIES}
+_ANY_MODEL = {*PLAIN_FOLDERS, *COPIES, "pretrained_model", "consolidated"}
 # Files and folders of a training step, which a model folder does not have.
 _OF_STEPS = (
     *("trainer_state.json", "random_states_0.pkl", "optimizer.pt", "optimizer.bin", RUN_FACTS),
@@ -174,7 +167,10 @@ class SideFolders:
             base_folders = self._open_base(stack, self.base, checkpoint, asked)
         # What the state dict itself holds comes first, then what is beside the weights.
         formats = {unit.candidate.format for unit in checkpoint.units}
-        names = (*_NESTED, *(() if formats.isdisjoint(_SHARDED_FORMATS) else _OF_MEGATRON), "")
+        # Others, such as the pipelines of diffusers, have folders of these names as well.
+        is_sharded = not formats.isdisjoint(_SHARDED_FORMATS)
+        of_models = [name for name in SETTINGS if name in COPIES or name.startswith(".")]
+        names = (SIDE_FOLDER, *(SETTINGS if is_sharded else of_models), "")
         models = [unit.candidate.folder for unit in checkpoint.units if not unit.is_optimizer]
         for place, files in _list_embedded(checkpoint):
             self.sources[place] = MemorySource(files, place)
@@ -192,7 +188,7 @@ class SideFolders:
             paths += [
                 (_in(_parent(home), name), "assets")
                 for home in homes
-                if (name := _BESIDE_RUNS.get(posixpath.basename(home))) is not None
+                if (name := BESIDE_RUNS.get(posixpath.basename(home))) is not None
             ]
             for path, name in dict(paths).items():
                 if path not in self.sources:

@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 
 from ckptkit.core.dtypes import BY_NAME, DType, dtype_named
 from ckptkit.core.errors import FormatError, UnsafePathError, UnsupportedError
+from ckptkit.core.frameworks import PACKAGES
 from ckptkit.core.geometry import distinct
 from ckptkit.core.text import quote
 from ckptkit.formats.dcp.shortcuts import (
@@ -75,9 +76,7 @@ _MEGATRON_FIELDS = {"all_local_plans", "mcore_data"}
 # dtype, layout, requires_grad, memory_format, pin_memory; since torch 2.15 also stride, which is
 # that of the tensor in memory. The archive of a chunk has the strides of its stored bytes.
 _PROPERTIES = range(5, 7)
-# Libraries with classes of their own for torch's, of the same names and fields, by their packages.
-# ByteCheckpoint stores bare elements.
-_LIBRARIES = {"olmo_core": "OLMo-core", "bytecheckpoint": "ByteCheckpoint"}
+_BARE = PACKAGES["bytecheckpoint"]  # which stores bare elements
 Transforms = tuple[tuple[str, ...], ...]
 Columns = tuple[Ints, Ints, NDArray[np.int32], Ints, Ints]  # as in DcpTensor, `offsets` to `length`
 StoredRange = tuple[int, int, int]  # file, start, length
@@ -162,7 +161,7 @@ def parse_metadata(data: bytes, *, where: str, shortcuts: bool = True) -> DcpMet
 def _join_tables(tables: _Tables) -> DcpMetadata:
     tables.read_tensors()
     tables.read_storage()
-    is_raw = tables.library == _LIBRARIES["bytecheckpoint"]
+    is_raw = tables.library == _BARE
     if is_raw:
         tables.check_strides()
     plans = tables.fields.pop("all_local_plans", None)
@@ -221,7 +220,8 @@ class _Tables:
         is_megatron = isinstance(root, InertObject) and root.cls.name == _MEGATRON_METADATA.name
         self.fields = _fields_of(root, _MEGATRON_METADATA if is_megatron else _METADATA, where)
         packages = {module.partition(".")[0] for module, _ in machine.globals}
-        self.library = next((_LIBRARIES[name] for name in _LIBRARIES if name in packages), "")
+        # Libraries have classes of their own for torch's, of the same names and fields.
+        self.library = next((PACKAGES[name] for name in PACKAGES if name in packages), "")
         self.is_megatron = is_megatron or not _MEGATRON_FIELDS.isdisjoint(self.fields)
         self.sizes: list[tuple[int, ...]] = []
         self.texts: list[str] = []

@@ -42,6 +42,7 @@ from ckptkit.core.errors import (
     SourceChangedError,
     UnsupportedError,
 )
+from ckptkit.core.frameworks import recognise_by_tensors
 from ckptkit.core.geometry import Walk, slices_of, walk_boxes
 from ckptkit.core.index import Box, Fqn, Key, Shape, TensorEntry
 from ckptkit.core.text import Closing, counted, list_first
@@ -59,7 +60,6 @@ from ckptkit.engine.checksum_tracker import NumberedRecord
 from ckptkit.engine.outcome import BytesWritten, Listener, Started, ignore
 from ckptkit.engine.progress import report_to
 from ckptkit.engine.reader import BoxMemory, ChunkRead, Origin
-from ckptkit.hub_names.known_models import recognise_framework
 from ckptkit.options import FACTOR_DTYPES, ConsolidateRequest, choose_dtype
 from ckptkit.plan.coverage import refuse_problems
 from ckptkit.plan.selection import select_model
@@ -545,7 +545,7 @@ def _find_sources(
     if name_map is None:
         stored = _stored_tensors(opened)
         sources = SourceSearch(live, stored).find()
-        if not sources.rest or not recognise_framework(stored):
+        if not sources.rest or not recognise_by_tensors(stored):
             return opened, stored, sources
     request = ConsolidateRequest.from_options({"map": "auto" if name_map is None else name_map})
     checkpoint = convert_checkpoint(opened, request, live.config)

@@ -1,0 +1,209 @@
+"""What training frameworks leave behind, as data: a profile of each.
+
+Readers know how bytes are stored (DCP, torch files, files of ranks, safetensors, ZeRO), and no
+framework. What differs between frameworks is here: how folders and tensors are called, which files
+show who wrote them, which folders hold a copy of the model, where the configuration is. A framework
+that stores its weights in a known form costs one profile, a fixture, and a name map if its names
+are its own. Formats that are known and not read are profiles too.
+
+Patterns are regular expressions: those of folders and files for a whole name, those of tensors and
+modules for a part of it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+
+from msgspec import Struct, field
+
+PLAIN_FOLDERS = frozenset({"model", "actor", "critic", "policy", "value", "ckpt", "weights"})
+"""Folders of weights that any program may have called so."""
+MEGATRON_OF_VERL = "dist_ckpt"
+"""The folder in which verl has Megatron-Core save; `--select` names the one above."""
+
+
+class Profile(Struct, frozen=True):
+    """How a framework calls what it writes.
+
+    Attributes:
+        name: The framework, as its users write it.
+        source: Where the facts are from: files or functions of it, and versions.
+        fixtures: Folders of `fixtures/` that it wrote.
+        package: The package of the classes that only its own files name.
+        mark: A file beside the weights, or in the folder above, that no other framework writes.
+        tensors: A part of a name that only its own models have.
+        modules: The same for a module that is adapted; models of users may have such names, too.
+        weights: Folders below a step that hold a state dict.
+        copies: Folders of the same model in another form, below the weights or their step. Each
+            has the format of the weights, or a file that is one of theirs.
+        settings: Folders with configuration and tokenizer, below the weights or the step.
+        counters: Files below a step with its number, each with the key of that.
+        beside_run: The folder of the steps, and one beside it with what `settings` have.
+    """
+
+    name: str
+    source: str = ""
+    fixtures: tuple[str, ...] = ()
+    package: str = ""
+    mark: str = ""
+    tensors: str = ""
+    modules: str = ""
+    weights: tuple[str, ...] = ()
+    copies: Mapping[str, str] = field(default_factory=dict)
+    settings: tuple[str, ...] = ()
+    counters: tuple[tuple[str, str], ...] = ()
+    beside_run: tuple[str, str] | tuple[()] = ()
+
+
+# A name or a file that fits several profiles is of the first of them.
+PROFILES = (
+    Profile(
+        "Transformers Trainer",
+        "transformers/trainer.py, transformers 4.36 and 5.23",
+        ("trainer_fsdp1", "trainer_fsdp2", "trainer_4_36_fsdp1"),
+        mark="trainer_state.json",
+        counters=(("trainer_state.json", "global_step"),),
+    ),
+    Profile(
+        "accelerate",
+        "accelerate/utils/fsdp_utils.py (`save_fsdp_model`), accelerate 0.26 to 1.15",
+        ("accelerate_0_26_fsdp1", "accelerate_fsdp1_flat", "accelerate_fsdp2_tied_with_config"),
+        weights=(r"pytorch_model_fsdp_\d+", r"pytorch_model(_\d+)?"),  # the latter for DeepSpeed
+    ),
+    Profile(
+        "Megatron-Bridge",
+        "megatron/bridge/training/checkpointing.py, Megatron-Bridge 0.5",
+        mark="run_config.yaml",
+        copies={"hf": "run_config.yaml"},
+        settings=("hf", "tokenizer"),
+    ),
+    Profile(
+        "NeMo 2",
+        "nemo/lightning/pytorch/callbacks/model_checkpoint.py, NeMo 2",
+        mark="context/io.json",
+        settings=("context/artifacts", "context/nemo_tokenizer"),
+    ),
+    Profile(
+        "verl",
+        "verl/utils/checkpoint/fsdp_checkpoint_manager.py, verl 0.5 to 0.9",
+        ("verl_fsdp2", "verl_fsdp1", "verl_hsdp"),
+        mark="transformer_config.json",
+        weights=(MEGATRON_OF_VERL,),
+        copies={"huggingface": "rank-files"},
+        settings=("huggingface",),
+    ),
+    Profile(
+        "NeMo-RL",
+        "nemo_rl/utils/checkpoint.py",
+        settings=("tokenizer",),
+    ),
+    Profile(
+        "NeMo Automodel",
+        "nemo_automodel/components/checkpoint/addons.py, Automodel 0.3",
+        weights=("consolidated",),
+        settings=(".hf_metadata",),
+    ),
+    Profile(
+        "VeOmni",
+        "veomni/checkpoint, VeOmni 0.1.12",
+        weights=("hf_ckpt",),
+        copies={"hf_ckpt": "dcp"},
+        settings=("hf_ckpt",),
+        beside_run=("checkpoints", "model_assets"),
+    ),
+    Profile(
+        "LeRobot",
+        "lerobot/utils/train_utils.py, lerobot 0.4",
+        weights=("pretrained_model",),
+        counters=(("training_state/training_step.json", "step"),),
+    ),
+    Profile(
+        "OLMo-core",
+        "olmo_core/distributed/checkpoint, OLMo-core 3",
+        package="olmo_core",
+    ),
+    Profile(
+        "ByteCheckpoint",
+        "bytecheckpoint 0.0.2",
+        package="bytecheckpoint",
+    ),
+    Profile(
+        "Megatron-Core",
+        "megatron/core/dist_checkpointing, Megatron-Core 0.12 to 0.19",
+        ("megatron_model_llama_tp2_pp2", "megatron_model_gemma3"),
+        tensors=r"(?:^|\.)decoder\.layers\..*self_attention\.linear_",
+        modules=r"^decoder\.layers\.(?:\d+\.)?(?:self_attention|mlp)\.",
+    ),
+    Profile(
+        "nanotron",
+        "nanotron/serialize, nanotron 0.2 and 0.4",
+        ("nanotron_llama_tp2_pp2", "nanotron_qwen2_moe"),
+        tensors=r"(?:^|\.)decoder\.\d+\.pp_block\.",
+    ),
+    Profile(
+        "torchtitan",  # Meta's own Llama, whose names it took over, is recognised by them too
+        "torchtitan/components/checkpoint.py, torchtitan 0.2 and 0.3",
+        ("torchtitan_steps", "torchtitan_family_llama"),
+        tensors=r"^layers\.\d+\.att(?:entio)?n\.(?:(?:qkv_linear\.)?w[qkv]|wkv_[ab])\.(?:weight|bias)$",
+        modules=r"^layers\.\d+\.(?:attention|feed_forward|moe)\.",
+    ),
+    # VeOmni's models of Transformers 4; Transformers itself stacks gate and up into one.
+    Profile("stacked experts", tensors=r"(?:^|\.)experts\.gate_proj$"),
+    Profile(
+        "torchtune",
+        "torchtune/training/checkpointing, torchtune 0.6",
+        ("torchtune_qwen2_lora", "torchtune_llama_dora"),
+        tensors=r"^layers\.\d+\.sa_norm\.scale$",
+        modules=r"^layers\.\d+\.(?:attn\.(?:[qkv]|output)_proj|mlp\.w[123])$",
+    ),
+)
+
+
+def _any_of(patterns: Iterable[str]) -> re.Pattern[str]:
+    return re.compile("|".join(dict.fromkeys(patterns)))
+
+
+# Units of steps of any framework, with numbers where there are several models.
+_WEIGHTS = _any_of(
+    [
+        *(r"(model|base_model)_\d+", r"state\.ckpt", *sorted(PLAIN_FOLDERS)),
+        *(pattern for profile in PROFILES for pattern in (*profile.weights, *profile.copies)),
+    ]
+)
+_OPTIMIZERS = re.compile(r"optim(izer)?s?(_\d+)?")
+
+
+def is_unit_folder(name: str) -> bool:
+    """Returns whether a folder below a step is called as those with a state dict are."""
+    return _WEIGHTS.fullmatch(name) is not None or is_optimizer_folder(name)
+
+
+def is_optimizer_folder(name: str) -> bool:
+    return _OPTIMIZERS.fullmatch(name) is not None
+
+
+PACKAGES = {profile.package: profile.name for profile in PROFILES if profile.package}
+MARKS = {profile.mark: profile.name for profile in PROFILES if profile.mark}
+"""Frameworks by a file that they alone write."""
+COPIES = {folder: original for p in PROFILES for folder, original in p.copies.items()}
+BESIDE_RUNS = dict(profile.beside_run for profile in PROFILES if profile.beside_run)
+COUNTERS = tuple(counter for profile in PROFILES for counter in profile.counters)
+SETTINGS = tuple(dict.fromkeys(folder for p in PROFILES for folder in p.settings))
+"""Folders with configuration and tokenizer, and no model of their own but for copies."""
+
+
+def recognise_by_tensors(names: Iterable[str]) -> str:
+    """Returns the framework whose models have tensors of these names; empty for others."""
+    listed = list(names)
+    return next((p.name for p in PROFILES if p.tensors and _has(p.tensors, listed)), "")
+
+
+def recognise_by_modules(names: Iterable[str]) -> str:
+    """Returns the framework that calls the modules of an adapter so; empty for others."""
+    listed = list(names)
+    return next((p.name for p in PROFILES if p.modules and _has(p.modules, listed)), "")
+
+
+def _has(pattern: str, names: Iterable[str]) -> bool:
+    return any(map(re.compile(pattern).search, names))
