@@ -78,6 +78,11 @@ class MappedModel(Struct, frozen=True):
         return {f"{MAP_VERSION}{self.name_map.name}": self.name_map.digest}
 
     @property
+    def rules(self) -> Mapping[str, str]:
+        """Where the rules of the map stand, by the templates of the names that they make."""
+        return {name.text: rule.where for rule in self.name_map.rules for name in rule.targets}
+
+    @property
     def notes(self) -> tuple[str, ...]:
         """What a user is to know of the conversion."""
         notes = [f"names were converted by map {self.name_map.name!r}"]
@@ -205,7 +210,7 @@ def convert_checkpoint(
         index=replace(index, tensors={**index.tensors, **held}),
         notes=(*checkpoint.notes, *mapped.notes),
         maps=mapped.versions,
-        rules={name.text: rule.where for rule in mapped.name_map.rules for name in rule.targets},
+        mapped=mapped,
     )
 
 

@@ -50,6 +50,7 @@ from ckptkit.conversion.names_on_disk import (
     reserve_for_conversions,
 )
 from ckptkit.conversion.naming_program import NamingProgram, ask_kept
+from ckptkit.conversion.optimizer_files import plan_optimizer_files
 from ckptkit.conversion.source.adapters import (
     build_selection_options,
     describe_adapters,
@@ -60,7 +61,6 @@ from ckptkit.conversion.source.model_folders import (
     Filling,
     check_reach,
     open_filling,
-    plan_optimizer_files,
     read_entries,
     read_entries_if_any,
     read_file_map,
@@ -484,13 +484,6 @@ def _convert_names(draft: _Draft, config: Mapping[str, Any] | None) -> None:
 
     draft.checkpoint = convert_checkpoint(before, request, config)
     if draft.checkpoint.maps:
-        if request.optimizer:
-            raise RefusedError(
-                "states of an optimizer have the names of training, and a map gives the weights"
-                " others",
-                where="--optimizer",
-                hint="leave it out, or keep all names with --names live",
-            )
         draft.notes += draft.checkpoint.notes[len(before.notes) :]
         draft.request = replace(draft.request, strip_prefix=())
 
@@ -779,7 +772,8 @@ def _compare_names(
     if request.names == "live":
         draft.notes.append(LIVE_NAMES)
         return None, False, ()
-    advice, rules = job.advice, draft.checkpoint.rules
+    advice, mapped = job.advice, draft.checkpoint.mapped
+    rules = {} if mapped is None else mapped.rules
     if request.layout in FRAMEWORKS_BY_LAYOUT:  # whose names cannot stay
         advice = replace(advice, anyway="")
     specs = {str(p.spec.name): (p.spec.dtype, p.spec.shape) for p in products}

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptkit.core.errors import RefusedError
 from ckptkit.core.index import Fqn, Key, KeyPath, TensorEntry, TensorIndex
@@ -20,9 +21,9 @@ from ckptkit.options import ConsolidateRequest
 from ckptkit.plan.plan import SOURCE, Copy, Product, TensorSpec
 
 OPTIMIZER = "optimizer"  # its name in an output
-_STATE = "state"
-_GROUPS = "param_groups"
-_MEMBERS = "params"
+STATE = "state"
+GROUPS = "param_groups"
+MEMBERS = "params"
 _NUMBER = re.compile(r".*_(\d{1,7})")
 
 
@@ -97,7 +98,7 @@ def _find_unwrapped(index: TensorIndex, model: str) -> dict[str, str]:
 
 
 def _rename(path: KeyPath, unwrapped: Mapping[str, str]) -> KeyPath:
-    if path[0] != _STATE or len(path) == 1:
+    if path[0] != STATE or len(path) == 1:
         return path
     return (path[0], unwrapped.get(str(path[1]), path[1]), *path[2:])
 
@@ -108,7 +109,7 @@ def _refuse_numbers(
     """Refuses an optimizer whose states have numbers instead of the names of parameters."""
     paths = ((entry, own_paths[entry.key]) for entry in entries)
     numbered = next(
-        (e for e, p in paths if p[0] == _STATE and len(p) > 1 and isinstance(p[1], int)), None
+        (e for e, p in paths if p[0] == STATE and len(p) > 1 and isinstance(p[1], int)), None
     )
     if numbered is not None:
         raise RefusedError(
@@ -157,7 +158,7 @@ def _find_path(entry: TensorEntry) -> KeyPath | None:
 
 
 def _is_wanted(path: KeyPath, request: ConsolidateRequest) -> bool:
-    return path[0] != _STATE or len(path) == 1 or request.wants(str(path[1]))
+    return path[0] != STATE or len(path) == 1 or request.wants(str(path[1]))
 
 
 def _join_members(values: Mapping[KeyPath, Any]) -> dict[KeyPath, Any]:
@@ -166,13 +167,22 @@ def _join_members(values: Mapping[KeyPath, Any]) -> dict[KeyPath, Any]:
     single: dict[KeyPath, dict[int, Any]] = {}
     for path, value in values.items():
         *above, last = path
-        if path[0] == _GROUPS and above[-1:] == [_MEMBERS] and isinstance(last, int):
+        if path[0] == GROUPS and above[-1:] == [MEMBERS] and isinstance(last, int):
             single.setdefault(tuple(above), {})[last] = value
         else:
             joined[path] = value
     for path, members in single.items():
         joined[path] = [members[position] for position in sorted(members)]
     return joined
+
+
+def keep_wanted(states: OptimizerStates, request: ConsolidateRequest) -> OptimizerStates:
+    """Leaves out the states of parameters that are not wanted, and these of their groups."""
+    tensors = tuple(item for item in states.tensors if _is_wanted(item[0], request))
+    values = {path: value for path, value in states.values.items() if _is_wanted(path, request)}
+    return replace(
+        states, tensors=tensors, values=drop_unwanted_members(values, states.unwrapped, request)
+    )
 
 
 def drop_unwanted_members(
@@ -184,7 +194,7 @@ def drop_unwanted_members(
     """
     kept = dict(values)
     for path, value in values.items():
-        if path[0] == _GROUPS and path[-1] == _MEMBERS and isinstance(value, (list, tuple)):
+        if path[0] == GROUPS and path[-1] == MEMBERS and isinstance(value, (list, tuple)):
             names = [unwrapped.get(m, m) if isinstance(m, str) else m for m in value]
             kept[path] = [m for m in names if not isinstance(m, str) or request.wants(m)]
     return kept
@@ -208,7 +218,7 @@ def restore_groups(
         # A flattened key is `param_groups.<parameter>.<setting>`.
         start, _, rest = str(path[0]).partition(".")
         name, _, kind = rest.rpartition(".")
-        if start != _GROUPS or not name:
+        if start != GROUPS or not name:
             kept[path] = value
         elif wants(name):
             settings.setdefault(name, {})[kind, *path[1:]] = value
@@ -216,6 +226,6 @@ def restore_groups(
     for name, own in settings.items():
         groups.setdefault(repr(sorted(own.items(), key=repr)), (own, []))[1].append(name)
     for number, (shared, members) in enumerate(groups.values()):
-        kept |= {(_GROUPS, number, *path): value for path, value in shared.items()}
-        kept[_GROUPS, number, _MEMBERS] = members
+        kept |= {(GROUPS, number, *path): value for path, value in shared.items()}
+        kept[GROUPS, number, MEMBERS] = members
     return kept

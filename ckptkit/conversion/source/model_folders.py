@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import posixpath
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import ExitStack
-from typing import Any
 
 from msgspec import Struct
-from msgspec.structs import replace
 
 from ckptkit.consumers.table import CONSUMERS
 from ckptkit.conversion.source.open import OpenedCheckpoint, open_checkpoint
@@ -24,34 +22,18 @@ from ckptkit.core.errors import (
     InputError,
     NotACheckpointError,
     RefusedError,
-    UnsafePickleError,
-    UnsupportedError,
 )
-from ckptkit.core.index import Fqn, KeyPath, Shape, TensorEntry, TensorIndex
+from ckptkit.core.index import Fqn, Shape, TensorEntry, TensorIndex
 from ckptkit.core.text import counted, join_first
 from ckptkit.formats.base import Candidate
-from ckptkit.formats.dcp.reader import BlobRef, open_blob
-from ckptkit.formats.optimizer_names import NUMBERED
 from ckptkit.formats.others.fairseq2 import HINT_AT_PARTS, UNPROVEN_PARTS
 from ckptkit.formats.parsing import read_weight_map
-from ckptkit.formats.pickle.torch_values import parse_values
-from ckptkit.formats.pickle.torch_zip import open_archive
 from ckptkit.formats.registry import read_index, recognise
 from ckptkit.formats.safetensors.hf_shards import UNPROVEN, HfShardsReader
 from ckptkit.formats.safetensors.reader import UNPROVEN_WHOLE
-from ckptkit.formats.torch_files import TorchOptimizerReader, read_optimizer_file
 from ckptkit.hub_names.known_models import BASE_PREFIXES, is_made_by_model
-from ckptkit.options import ConsolidateRequest
-from ckptkit.plan.coverage import refuse_problems
 from ckptkit.plan.layouts.hf import INDEX_NAME, SINGLE_NAME, FileMap
 from ckptkit.plan.load_report import take_only
-from ckptkit.plan.optimizer_states import (
-    OptimizerStates,
-    drop_unwanted_members,
-    restore_groups,
-    select_optimizer_states,
-)
-from ckptkit.plan.plan import OutputFile
 from ckptkit.plan.vocabulary import is_embedding, is_head
 from ckptkit.runs.step_manifests import StepManifests
 from ckptkit.storage.base import Source
@@ -258,6 +240,9 @@ def _prove_parts(
         )
 
 
+_LISTED = 5
+
+
 class Filling(Struct):
     """A model that an output takes tensors from which the source lacks."""
 
@@ -317,113 +302,3 @@ def open_filling(stack: ExitStack, path: PathLike, option: str) -> Filling:
         )
     opened = OpenedCheckpoint(place, OverlaySource([folder]), "", (), index, None, ())
     return Filling(opened, option)
-
-
-_MAX_BLOB_BYTES = 64 << 20
-_MAX_VALUES = 10_000_000  # names of parameters, and settings, over all groups
-_MAX_DEPTH = 20
-_LISTED = 5
-
-
-def plan_optimizer_files(
-    checkpoint: OpenedCheckpoint, request: ConsolidateRequest, model: Sequence[TensorEntry]
-) -> tuple[list[OutputFile], int, list[str]]:
-    """Plans the files of the optimizer; none where they were not asked for.
-
-    Returns:
-        The files, the bytes of the source that they are made from, and notes for the user.
-    """
-    if not request.optimizer:
-        return [], 0, []
-    from ckptkit.plan.layouts.torch import (  # few outputs need it
-        layout_optimizer_file,
-        layout_optimizer_folder,
-    )
-
-    tree = model[0].tree if model else ""
-    if next(checkpoint.index.of_part("optimizer"), None) is None:
-        for unit in checkpoint.units:  # raises the error that is ignored without --optimizer
-            if unit.candidate.format == TorchOptimizerReader.name:
-                read_optimizer_file(checkpoint.source, unit.candidate)
-    stored, entries = select_optimizer_states(
-        checkpoint.index, tree, request, location=checkpoint.path
-    )
-    refuse_problems(checkpoint.index, entries, checkpoint.path)
-    states, notes = _with_plain_values(stored, checkpoint.source)
-    values = drop_unwanted_members(states.values, states.unwrapped, request)
-    states = replace(states, values=restore_groups(values, request.wants))
-    _check_names(states, model, checkpoint.path)
-    if request.layout == "dcp":
-        files = layout_optimizer_folder(states, request.max_file_bytes)
-    else:
-        files = [layout_optimizer_file(states)]
-    notes += [note for note in checkpoint.index.run.notes if note.endswith(NUMBERED)]
-    return files, sum(entry.size_bytes for entry in entries), notes
-
-
-def _check_names(states: OptimizerStates, model: Sequence[TensorEntry], location: str) -> None:
-    names = {str(entry.name) for entry in model}
-    twice = next((made for _, made in states.tensors if made.spec.name in names), None)
-    if twice is not None:
-        raise RefusedError(
-            f"a weight of the model and a state of its optimizer are both called"
-            f" {twice.spec.name!r}",
-            where=f"--optimizer {location}",
-            hint="write them one by one: once without --optimizer",
-        )
-
-
-def _with_plain_values(
-    states: OptimizerStates, source: Source
-) -> tuple[OptimizerStates, list[str]]:
-    """Reads values from the source, and leaves out those that are not plain."""
-    kept: dict[KeyPath, Any] = {}
-    odd: list[str] = []
-    left = iter(range(_MAX_VALUES))
-    for path, value in states.values.items():
-        try:
-            stored = _value_at(value, source, path) if isinstance(value, BlobRef) else value
-            kept[path] = _copy_plain(stored, left)
-        except (UnsafePickleError, UnsupportedError, TypeError, UnicodeEncodeError):  # not plain
-            odd.append(".".join(map(str, path)))
-    notes = []
-    if odd:
-        notes.append(
-            f"{join_first(map(repr, odd), len(odd), _LISTED)} of the optimizer hold more than"
-            " numbers and texts, and are left out"
-        )
-    return replace(states, values=kept), notes
-
-
-def _value_at(blob: BlobRef, source: Source, path: KeyPath) -> object:
-    """Parses a python object of the source."""
-    where = f"{blob.path}, object {'.'.join(map(str, path))!r}"
-    size = blob.stop - blob.start
-    if size > _MAX_BLOB_BYTES:
-        raise FormatError(
-            f"has {size:,} bytes, more than the {_MAX_BLOB_BYTES:,} that a setting may have",
-            where=where,
-        )
-    archive = open_archive(*open_blob(source, blob, where=where), where=where)
-    return parse_values(archive.pickle(), where=where)
-
-
-def _copy_plain(value: object, left: Iterator[int], depth: int = 0) -> Any:
-    """Returns a value made of python's own types, or raises a `TypeError`.
-
-    `left` has an item for each value that an optimizer may still have.
-    """
-    if next(left, None) is None or depth > _MAX_DEPTH:
-        raise TypeError
-    if isinstance(value, str):
-        value.encode()  # half of a surrogate pair is no text
-        return value
-    if value is None or type(value) in {bool, int, float}:
-        return value
-    if isinstance(value, Mapping):
-        items = value.items()
-        return {_copy_plain(k, left, depth + 1): _copy_plain(v, left, depth + 1) for k, v in items}
-    if isinstance(value, (list, tuple)):
-        made = [_copy_plain(item, left, depth + 1) for item in value]
-        return tuple(made) if isinstance(value, tuple) else made
-    raise TypeError

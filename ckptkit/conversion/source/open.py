@@ -15,7 +15,7 @@ import posixpath
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xxhash
@@ -78,6 +78,9 @@ from ckptkit.storage.manifests import read_manifest
 from ckptkit.storage.overlay import OverlaySource
 from ckptkit.storage.places import PathLike, Place, is_url, place_of
 
+if TYPE_CHECKING:
+    from ckptkit.conversion.mapped_names import MappedModel
+
 _TRIES = 5  # a job may remove steps of its run while they are searched
 _ACCELERATE = "pytorch_model_fsdp_"
 _ACCELERATE_STATE = "random_states_0.pkl"  # which `save_state` always writes
@@ -101,7 +104,7 @@ class OpenedCheckpoint(Struct, frozen=True):
         manifest: The manifest of a step that ckptkit saved, else None.
         paths: All files of the source, relative to its root.
         maps: The map that converted the names of the model, if there is one, with its digest.
-        rules: Its rules, by the templates of the names that they make.
+        mapped: What the map makes of the model.
     """
 
     location: str
@@ -117,7 +120,7 @@ class OpenedCheckpoint(Struct, frozen=True):
     manifest: Manifest | None = None
     paths: Sequence[str] = ()
     maps: Mapping[str, str] = field(default_factory=dict)
-    rules: Mapping[str, str] = field(default_factory=dict)
+    mapped: MappedModel | None = None
 
     @property
     def path(self) -> str:

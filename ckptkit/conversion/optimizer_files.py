@@ -1,0 +1,319 @@
+"""The states of an optimizer beside the weights of an output, under the names of these.
+
+Under a map, a state that has an element for each of a parameter, such as a moment of Adam or the
+momentum of SGD and Muon, is split, joined and transposed as the parameter is. A number for each
+parameter, such as the step, is that of all parameters that a tensor is made of, which have the
+same. Groups have the new names of their members.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from msgspec.structs import replace
+
+from ckptkit.conversion.mapped_names import MappedModel
+from ckptkit.conversion.names_on_disk import make_disk_products
+from ckptkit.conversion.source.open import OpenedCheckpoint
+from ckptkit.core.errors import (
+    FormatError,
+    RefusedError,
+    UnsafePickleError,
+    UnsupportedError,
+)
+from ckptkit.core.index import Fqn, KeyPath, Shape, TensorEntry
+from ckptkit.core.text import join_first, quote
+from ckptkit.engine.reader import Origin, TensorReader, same_values
+from ckptkit.formats.dcp.reader import BlobRef, open_blob
+from ckptkit.formats.optimizer_names import NUMBERED
+from ckptkit.formats.pickle.torch_values import parse_values
+from ckptkit.formats.pickle.torch_zip import open_archive
+from ckptkit.formats.torch_files import TorchOptimizerReader, read_optimizer_file
+from ckptkit.hub_names.disk_tensors import HubNames, HubTensor, NamingRequest, find_whole
+from ckptkit.options import ConsolidateRequest
+from ckptkit.plan.coverage import refuse_problems
+from ckptkit.plan.optimizer_states import (
+    GROUPS,
+    MEMBERS,
+    OPTIMIZER,
+    STATE,
+    OptimizerStates,
+    drop_unwanted_members,
+    keep_wanted,
+    restore_groups,
+    select_optimizer_states,
+)
+from ckptkit.plan.plan import SOURCE, Copy, OutputFile, Product
+from ckptkit.storage.base import Source
+
+_MAX_BLOB_BYTES = 64 << 20
+_MAX_VALUES = 10_000_000  # names of parameters, and settings, over all groups
+_MAX_DEPTH = 20
+_LISTED = 5
+
+
+def plan_optimizer_files(
+    checkpoint: OpenedCheckpoint, request: ConsolidateRequest, model: Sequence[TensorEntry]
+) -> tuple[list[OutputFile], int, list[str]]:
+    """Plans the files of the optimizer; none where they were not asked for.
+
+    Returns:
+        The files, the bytes of the source that they are made from, and notes for the user.
+    """
+    if not request.optimizer:
+        return [], 0, []
+    from ckptkit.plan.layouts.torch import (  # few outputs need it
+        layout_optimizer_file,
+        layout_optimizer_folder,
+    )
+
+    tree = model[0].tree if model else ""
+    if next(checkpoint.index.of_part("optimizer"), None) is None:
+        for unit in checkpoint.units:  # raises the error that is ignored without --optimizer
+            if unit.candidate.format == TorchOptimizerReader.name:
+                read_optimizer_file(checkpoint.source, unit.candidate)
+    # Under a map, options see the names that it makes.
+    mapped = checkpoint.mapped
+    chosen = request if mapped is None else replace(request, include=(), exclude=())
+    stored, entries = select_optimizer_states(
+        checkpoint.index, tree, chosen, location=checkpoint.path
+    )
+    refuse_problems(checkpoint.index, entries, checkpoint.path)
+    states, notes = _with_plain_values(stored, checkpoint.source)
+    values = drop_unwanted_members(states.values, states.unwrapped, chosen)
+    states = replace(states, values=restore_groups(values, chosen.wants))
+    if mapped is not None:
+        origin = Origin(SOURCE, checkpoint.source, checkpoint.index)
+        states = map_states(states, mapped, origin, where=checkpoint.path)
+        states = keep_wanted(states, request)
+    _check_names(states, model, checkpoint.path)
+    if request.layout == "dcp":
+        files = layout_optimizer_folder(states, request.max_file_bytes)
+    else:
+        files = [layout_optimizer_file(states)]
+    notes += [note for note in checkpoint.index.run.notes if note.endswith(NUMBERED)]
+    return files, sum(entry.size_bytes for entry in entries), notes
+
+
+def _check_names(states: OptimizerStates, model: Sequence[TensorEntry], location: str) -> None:
+    names = {str(entry.name) for entry in model}
+    twice = next((made for _, made in states.tensors if made.spec.name in names), None)
+    if twice is not None:
+        raise RefusedError(
+            f"a weight of the model and a state of its optimizer are both called"
+            f" {twice.spec.name!r}",
+            where=f"--optimizer {location}",
+            hint="write them one by one: once without --optimizer",
+        )
+
+
+def _with_plain_values(
+    states: OptimizerStates, source: Source
+) -> tuple[OptimizerStates, list[str]]:
+    """Reads values from the source, and leaves out those that are not plain."""
+    kept: dict[KeyPath, Any] = {}
+    odd: list[str] = []
+    left = iter(range(_MAX_VALUES))
+    for path, value in states.values.items():
+        try:
+            stored = _value_at(value, source, path) if isinstance(value, BlobRef) else value
+            kept[path] = _copy_plain(stored, left)
+        except (UnsafePickleError, UnsupportedError, TypeError, UnicodeEncodeError):  # not plain
+            odd.append(".".join(map(str, path)))
+    notes = []
+    if odd:
+        notes.append(
+            f"{join_first(map(repr, odd), len(odd), _LISTED)} of the optimizer hold more than"
+            " numbers and texts, and are left out"
+        )
+    return replace(states, values=kept), notes
+
+
+def _value_at(blob: BlobRef, source: Source, path: KeyPath) -> object:
+    """Parses a python object of the source."""
+    where = f"{blob.path}, object {'.'.join(map(str, path))!r}"
+    size = blob.stop - blob.start
+    if size > _MAX_BLOB_BYTES:
+        raise FormatError(
+            f"has {size:,} bytes, more than the {_MAX_BLOB_BYTES:,} that a setting may have",
+            where=where,
+        )
+    archive = open_archive(*open_blob(source, blob, where=where), where=where)
+    return parse_values(archive.pickle(), where=where)
+
+
+def _copy_plain(value: object, left: Iterator[int], depth: int = 0) -> Any:
+    """Returns a value made of python's own types, or raises a `TypeError`.
+
+    `left` has an item for each value that an optimizer may still have.
+    """
+    if next(left, None) is None or depth > _MAX_DEPTH:
+        raise TypeError
+    if isinstance(value, str):
+        value.encode()  # half of a surrogate pair is no text
+        return value
+    if value is None or type(value) in {bool, int, float}:
+        return value
+    if isinstance(value, Mapping):
+        items = value.items()
+        return {_copy_plain(k, left, depth + 1): _copy_plain(v, left, depth + 1) for k, v in items}
+    if isinstance(value, (list, tuple)):
+        made = [_copy_plain(item, left, depth + 1) for item in value]
+        return tuple(made) if isinstance(value, tuple) else made
+    raise TypeError
+
+
+_HINT = "leave --optimizer out, or keep all names with --names live"
+
+
+def map_states(
+    states: OptimizerStates, mapped: MappedModel, origin: Origin, *, where: str
+) -> OptimizerStates:
+    """Returns the states of the tensors that a map makes.
+
+    Args:
+        states: With plain values, and groups that list their members.
+        mapped: The map, as it was applied to the weights.
+        origin: What the states are read from: numbers of several parameters are compared.
+        where: The place for errors.
+    """
+    live = {name: shape for name, (_, shape) in mapped.live.items()}
+    targets = mapped.names.tensors
+    kinds: dict[str, dict[Fqn, Product]] = defaultdict(dict)  # of states, by parameter
+    values: dict[str, dict[Fqn, Any]] = defaultdict(dict)
+    kept: dict[KeyPath, Any] = {}
+
+    def parameter(saved: object) -> Fqn:
+        name = Fqn(str(saved).removeprefix(mapped.wrapper))
+        if name not in live:
+            raise RefusedError(
+                f"holds states of {quote(str(saved))}, which is no tensor of the model",
+                where=f"--optimizer {where}",
+                hint=_HINT,
+            )
+        return name
+
+    for path, product in states.tensors:
+        match path:
+            case (str() as key, name, kind) if key == STATE:
+                kinds[str(kind)][parameter(name)] = product
+            case _:
+                raise RefusedError(
+                    f"state {quote('.'.join(map(str, path)))} is not that of one parameter",
+                    where=f"--optimizer {where}",
+                    hint=_HINT,
+                )
+    for path, value in states.values.items():
+        if path[0] == STATE and path[2:]:
+            values[".".join(map(str, path[2:]))][parameter(path[1])] = value
+        elif path[-1] == MEMBERS:
+            kept[path] = list(value)
+        else:
+            kept[path] = value
+    for path in [path for path in kept if path[0] == GROUPS and path[-1] == MEMBERS]:
+        kept[path] = _map_members(kept[path], targets, mapped.wrapper, where)
+    tensors: list[tuple[KeyPath, Product]] = []
+    for kind, own in kinds.items():
+        made = _map_kind(kind, own, targets, live, origin, where)
+        tensors += [((STATE, name, kind), product) for name, product in made.items()]
+    for kind, numbers in values.items():
+        for name, tensor in _of(targets, numbers, f"state {kind!r}", where).items():
+            first, *others = (numbers[source] for source in tensor.sources)
+            if any(other != first for other in others):
+                raise _differing(kind, tensor, where)
+            kept[STATE, name, kind] = first
+    return replace(states, tensors=tuple(tensors), values=kept)
+
+
+def _of(
+    targets: Mapping[Fqn, HubTensor], held: Mapping[Fqn, object], what: str, where: str
+) -> dict[Fqn, HubTensor]:
+    """Returns the tensors all of whose parameters are held; refuses one with some that are not."""
+    found = {}
+    for name, tensor in targets.items():
+        missing = [source for source in tensor.sources if source not in held]
+        if missing and len(missing) < len(tensor.sources):
+            there = next(source for source in tensor.sources if source in held)
+            raise RefusedError(
+                f"tensor {quote(name)} is made of {quote(there)} and {quote(missing[0])}, and the"
+                f" second has no {what}",
+                where=f"--optimizer {where}",
+                hint=_HINT,
+            )
+        if tensor.sources and not missing:
+            found[name] = tensor
+    return found
+
+
+def _map_kind(
+    kind: str,
+    held: Mapping[Fqn, Product],
+    targets: Mapping[Fqn, HubTensor],
+    live: Mapping[Fqn, Shape],
+    origin: Origin,
+    where: str,
+) -> dict[Fqn, Product]:
+    """Returns one kind of state of each tensor that is made of parameters with such a state."""
+    made: dict[Fqn, Product] = {}
+    moved: dict[Fqn, HubTensor] = {}
+    for name, tensor in _of(targets, held, f"state {kind!r}", where).items():
+        states = [held[source] for source in tensor.sources]
+        first = states[0]
+        # A parameter that has another name alone keeps states of any shape.
+        is_renamed = find_whole(tensor, live) == tensor.sources[0] and (
+            tensor.shape == live[tensor.sources[0]]
+        )
+        if is_renamed:
+            made[name] = _named(first, name, kind)
+            continue
+        if all(not state.spec.shape for state in states):
+            if not all(_is_same(first, other, origin) for other in states[1:]):
+                raise _differing(kind, tensor, where)
+            made[name] = _named(first, name, kind)
+            continue
+        for source, state in zip(tensor.sources, states, strict=True):
+            if (state.spec.shape, state.spec.dtype) != (live[source], first.spec.dtype):
+                raise RefusedError(
+                    f"state {kind!r} of {quote(source)} is {state.spec.dtype.name}"
+                    f" {list(state.spec.shape)}, and the parameter {list(live[source])}: only"
+                    " states of the parameter's own shape, of one type, can be rearranged with it",
+                    where=f"--optimizer {where}",
+                    hint=_HINT,
+                )
+        moved[name] = tensor
+    names = HubNames("", live, moved)
+    products, _ = make_disk_products(names, NamingRequest({}, None), held)
+    return made | {p.spec.name: _named(p, p.spec.name, kind) for p in products}
+
+
+def _named(product: Product, name: Fqn, kind: str) -> Product:
+    full = Fqn(f"{OPTIMIZER}.{STATE}.{name}.{kind}")
+    return replace(product, spec=replace(product.spec, name=full))
+
+
+def _is_same(first: Product, other: Product, origin: Origin) -> bool:
+    index = origin.index
+    bodies = [p.body for p in (first, other)]
+    keys = [body.key for body in bodies if isinstance(body, Copy)]
+    if len(keys) < len(bodies):
+        return False
+    one, two = (index.tensors[key] for key in keys)
+    return one.dtype == two.dtype and same_values(TensorReader(origin), one, two)
+
+
+def _differing(kind: str, tensor: HubTensor, where: str) -> FormatError:
+    return FormatError(
+        f"state {kind!r} differs between {quote(tensor.sources[0])} and other parameters that"
+        f" tensor {quote(tensor.name)} is made of",
+        where=f"--optimizer {where}",
+        hint=_HINT,
+    )
+
+
+def _map_members(
+    members: Sequence[Any], targets: Mapping[Fqn, HubTensor], wrapper: str, where: str
+) -> list[str]:
+    own = {Fqn(str(member).removeprefix(wrapper)): True for member in members}
+    return [str(name) for name in _of(targets, own, "place in the same group", where)]
