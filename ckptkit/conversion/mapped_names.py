@@ -57,7 +57,7 @@ from ckptkit.name_maps.language import (
 from ckptkit.name_maps.rule_steps import Step
 from ckptkit.options import ConsolidateRequest, matches
 from ckptkit.plan.coverage import refuse_problems
-from ckptkit.plan.plan import SOURCE, Compute, Product, StackedPart, TensorSpec
+from ckptkit.plan.plan import SOURCE, Compute, Product, TensorSpec
 from ckptkit.plan.selection import select_model
 from ckptkit.plan.weight_kinds import PEFT
 
@@ -264,19 +264,15 @@ def choose_map(
     return name_map
 
 
-def name_for_framework(
+def map_for_framework(
     framework: str,
     choice: str,
     config: Mapping[str, Any] | None,
     products: Sequence[Product],
     *,
     where: str,
-) -> tuple[NamedProducts, Mapping[Fqn, StackedPart]]:
-    """Gives tensors with the names of Transformers those of a framework.
-
-    Returns:
-        The tensors, stacked ones in parts, and where these parts are.
-    """
+) -> MappedModel:
+    """Maps tensors of Transformers to those of a framework, where stacked ones are in parts."""
     is_auto = choice == "auto"
     name_map = find_map(framework, config, where=where) if is_auto else load_map(choice)
     if name_map.source != framework:
@@ -288,8 +284,7 @@ def name_for_framework(
     inverse = invert(name_map)
     specs = {product.spec.name: (product.spec.dtype, product.spec.shape) for product in products}
     names = apply_map(inverse, config or {}, specs, where=where, in_parts=True)
-    named = MappedModel(inverse, names, specs).convert(products)
-    return named, names.parts
+    return MappedModel(inverse, names, specs)
 
 
 _NUMBER = re.compile(r"(?<!\d)(0|[1-9]\d{0,8})(?!\d)")

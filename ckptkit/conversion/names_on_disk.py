@@ -30,7 +30,13 @@ from ckptkit.core.text import Closing, list_first
 from ckptkit.core.threads import memory_in_use_bytes
 from ckptkit.engine import kernels
 from ckptkit.engine.executor import WORKER_BYTES
-from ckptkit.engine.kernels import ComputedOperand, ConstantKernel, Operand, RearrangeKernel
+from ckptkit.engine.kernels import (
+    ComputedOperand,
+    ConstantKernel,
+    Operand,
+    OperandKernel,
+    RearrangeKernel,
+)
 from ckptkit.hub_names.disk_tensors import HubNames, HubTensor, NamingRequest, find_whole
 from ckptkit.hub_names.known_models import determine_need, explain_doubt
 from ckptkit.options import NameChoice, Resources
@@ -361,8 +367,10 @@ def make_disk_products(
             spec = next(spec for spec in group.outputs if spec.name == tensor.name)
             made.append(Product(spec, Compute(Converted(group, spec), group.reads)))
         elif whole is not None:
-            spec = replace(live[whole].spec, name=tensor.name, shape=tensor.shape)
-            made.append(Product(spec, live[whole].body))
+            spec, body = live[whole].spec, live[whole].body
+            if isinstance(body, Compute) and spec.shape != tensor.shape:
+                body = OperandKernel(operand_of(live[whole])).compute()  # keeps its own shape
+            made.append(Product(replace(spec, name=tensor.name, shape=tensor.shape), body))
         else:
             joined = join_sources(tensor, [operand_of(live[source]) for source in tensor.sources])
             made.append(Product(joined.spec, Compute(joined.kernel, joined.reads)))

@@ -45,7 +45,7 @@ from ckptkit.plan.optimizer_states import (
     restore_groups,
     select_optimizer_states,
 )
-from ckptkit.plan.plan import SOURCE, Copy, OutputFile, Product
+from ckptkit.plan.plan import SOURCE, Copy, Product, StackedPart
 from ckptkit.storage.base import Source
 
 _MAX_BLOB_BYTES = 64 << 20
@@ -54,21 +54,14 @@ _MAX_DEPTH = 20
 _LISTED = 5
 
 
-def plan_optimizer_files(
+def find_states(
     checkpoint: OpenedCheckpoint, request: ConsolidateRequest, model: Sequence[TensorEntry]
-) -> tuple[list[OutputFile], int, list[str]]:
-    """Plans the files of the optimizer; none where they were not asked for.
+) -> tuple[OptimizerStates, int, list[str]]:
+    """Finds the states of the optimizer of a model, under the names of the model.
 
     Returns:
-        The files, the bytes of the source that they are made from, and notes for the user.
+        The states, the bytes of the source that they are made from, and notes for the user.
     """
-    if not request.optimizer:
-        return [], 0, []
-    from ckptkit.plan.layouts.torch import (  # few outputs need it
-        layout_optimizer_file,
-        layout_optimizer_folder,
-    )
-
     tree = model[0].tree if model else ""
     if next(checkpoint.index.of_part("optimizer"), None) is None:
         for unit in checkpoint.units:  # raises the error that is ignored without --optimizer
@@ -89,12 +82,8 @@ def plan_optimizer_files(
         states = map_states(states, mapped, origin, where=checkpoint.path)
         states = keep_wanted(states, request)
     _check_names(states, model, checkpoint.path)
-    if request.layout == "dcp":
-        files = layout_optimizer_folder(states, request.max_file_bytes)
-    else:
-        files = [layout_optimizer_file(states)]
     notes += [note for note in checkpoint.index.run.notes if note.endswith(NUMBERED)]
-    return files, sum(entry.size_bytes for entry in entries), notes
+    return states, sum(entry.size_bytes for entry in entries), notes
 
 
 def _check_names(states: OptimizerStates, model: Sequence[TensorEntry], location: str) -> None:
@@ -212,19 +201,65 @@ def map_states(
             kept[path] = list(value)
         else:
             kept[path] = value
+    parts = mapped.names.parts
+
+    def stacked(name: Fqn) -> Fqn:
+        return parts[name].name if name in parts else name
+
     for path in [path for path in kept if path[0] == GROUPS and path[-1] == MEMBERS]:
-        kept[path] = _map_members(kept[path], targets, mapped.wrapper, where)
-    tensors: list[tuple[KeyPath, Product]] = []
-    for kind, own in kinds.items():
-        made = _map_kind(kind, own, targets, live, origin, where)
-        tensors += [((STATE, name, kind), product) for name, product in made.items()]
-    for kind, numbers in values.items():
-        for name, tensor in _of(targets, numbers, f"state {kind!r}", where).items():
-            first, *others = (numbers[source] for source in tensor.sources)
-            if any(other != first for other in others):
-                raise _differing(kind, tensor, where)
-            kept[STATE, name, kind] = first
-    return replace(states, tensors=tuple(tensors), values=kept)
+        own = {Fqn(str(member).removeprefix(mapped.wrapper)): True for member in kept[path]}
+        made = _of(targets, own, "place in the same group", where)
+        kept[path] = list(dict.fromkeys(str(stacked(name)) for name in made))
+    tensors: dict[str, tuple[KeyPath, Product]] = {}
+    of_states: dict[Fqn, StackedPart] = {}
+    numbers: dict[tuple[Fqn, str], Product] = {}
+    for kind, held in kinds.items():
+        made_of_kind = _map_kind(kind, held, targets, live, origin, where)
+        whole = {parts[name].name for name in made_of_kind if name in parts}
+        lacking = [n for n in parts if parts[n].name in whole and n not in made_of_kind]
+        if lacking:
+            raise RefusedError(
+                f"{quote(lacking[0])}, a part of {quote(stacked(lacking[0]))}, has no state"
+                f" {kind!r}, and other parts have one",
+                where=f"--optimizer {where}",
+                hint=_HINT,
+            )
+        for name, product in made_of_kind.items():
+            path = (STATE, stacked(name), kind)
+            if not product.spec.shape and name in parts:
+                first = numbers.setdefault((stacked(name), kind), product)
+                if first is product:
+                    tensors[product.spec.name] = path, product
+                elif not _is_same(first, product, origin):
+                    raise _differing(kind, stacked(name), where)
+                continue
+            tensors[product.spec.name] = path, product
+            if name in parts:
+                full = Fqn(f"{OPTIMIZER}.{STATE}.{stacked(name)}.{kind}")
+                of_states[product.spec.name] = replace(parts[name], name=full)
+    for kind, own_values in values.items():
+        for name, tensor in _of(targets, own_values, f"state {kind!r}", where).items():
+            first_value, *others = (own_values[source] for source in tensor.sources)
+            before = kept.setdefault((STATE, stacked(name), kind), first_value)
+            if any(other != before for other in (first_value, *others)):
+                raise _differing(kind, stacked(name), where)
+    _check_groups(kept, where)
+    return replace(states, tensors=tuple(tensors.values()), values=kept, parts=of_states)
+
+
+def _check_groups(values: Mapping[KeyPath, Any], where: str) -> None:
+    """Refuses a tensor whose parts are in several groups."""
+    seen: set[str] = set()
+    for path, members in values.items():
+        if path[0] == GROUPS and path[-1] == MEMBERS:
+            twice = next((name for name in members if name in seen), None)
+            if twice is not None:
+                raise RefusedError(
+                    f"tensor {quote(twice)} is made of parameters of several groups",
+                    where=f"--optimizer {where}",
+                    hint=_HINT,
+                )
+            seen.update(members)
 
 
 def _of(
@@ -270,7 +305,7 @@ def _map_kind(
             continue
         if all(not state.spec.shape for state in states):
             if not all(_is_same(first, other, origin) for other in states[1:]):
-                raise _differing(kind, tensor, where)
+                raise _differing(kind, name, where)
             made[name] = _named(first, name, kind)
             continue
         for source, state in zip(tensor.sources, states, strict=True):
@@ -303,17 +338,9 @@ def _is_same(first: Product, other: Product, origin: Origin) -> bool:
     return one.dtype == two.dtype and same_values(TensorReader(origin), one, two)
 
 
-def _differing(kind: str, tensor: HubTensor, where: str) -> FormatError:
+def _differing(kind: str, name: str, where: str) -> FormatError:
     return FormatError(
-        f"state {kind!r} differs between {quote(tensor.sources[0])} and other parameters that"
-        f" tensor {quote(tensor.name)} is made of",
+        f"state {kind!r} differs between the parameters that tensor {quote(name)} is made of",
         where=f"--optimizer {where}",
         hint=_HINT,
     )
-
-
-def _map_members(
-    members: Sequence[Any], targets: Mapping[Fqn, HubTensor], wrapper: str, where: str
-) -> list[str]:
-    own = {Fqn(str(member).removeprefix(wrapper)): True for member in members}
-    return [str(name) for name in _of(targets, own, "place in the same group", where)]

@@ -50,7 +50,6 @@ from ckptkit.conversion.names_on_disk import (
     reserve_for_conversions,
 )
 from ckptkit.conversion.naming_program import NamingProgram, ask_kept
-from ckptkit.conversion.optimizer_files import plan_optimizer_files
 from ckptkit.conversion.source.adapters import (
     build_selection_options,
     describe_adapters,
@@ -97,6 +96,7 @@ from ckptkit.options import (
 from ckptkit.plan.coverage import refuse_problems
 from ckptkit.plan.layouts.hf import FileMap, distribute, layout_hf_files, layout_hf_weights
 from ckptkit.plan.load_report import CONSOLIDATE, Advice, MisfitError
+from ckptkit.plan.optimizer_states import OptimizerStates
 from ckptkit.plan.plan import FILLING, SOURCE, OutputFile, Plan, Product, Share
 from ckptkit.plan.selection import (
     DTypePolicy,
@@ -396,7 +396,8 @@ def _plan(stack: ExitStack, job: ConversionJob, notes: Sequence[str]) -> Planned
         products = _fill(draft, filling, products, names, config, policy)
     config = _config_to_write(draft, config, products, ties, trim)
     comparison, is_complete, lacking = _compare_names(draft, config, side, products, names)
-    weights, names = _lay_out(draft, products, config, names, like)
+    states, states_bytes, state_notes = _find_states(draft, entries)
+    weights, names = _lay_out(draft, products, config, names, like, states, origin)
 
     # What the base has besides was said already.
     said = [*(str(product.spec.name) for product in products), *lacking]
@@ -409,9 +410,8 @@ def _plan(stack: ExitStack, job: ConversionJob, notes: Sequence[str]) -> Planned
         side = [file for file in side if file.name not in old]
     changed = {**truth.changed, **module_files}
     files = folders.outputs(side, changed, allow_code=request.allow_code)
-    states, states_bytes, state_notes = plan_optimizer_files(checkpoint, draft.request, entries)
     draft.notes += (*(*side_notes, *names.notes, *draft.option_notes, *truth.notes, *state_notes),)
-    plan = Plan((*weights, *states, *files), names.dropped, tuple(draft.notes))
+    plan = Plan((*weights, *files), names.dropped, tuple(draft.notes))
 
     sources, of_source = [checkpoint], job.origins[0]
     origins = {of_source: Origin(of_source, checkpoint.source, checkpoint.index)}
@@ -827,48 +827,74 @@ def _compare_names(
     return comparison, is_complete, lacking
 
 
+def _find_states(
+    draft: _Draft, entries: Sequence[TensorEntry]
+) -> tuple[OptimizerStates | None, int, list[str]]:
+    """Returns the states of the optimizer, the bytes that they are made from, and notes."""
+    if not draft.request.optimizer:
+        return None, 0, []
+    from ckptkit.conversion.optimizer_files import find_states  # few outputs have one
+
+    return find_states(draft.checkpoint, draft.request, entries)
+
+
 def _lay_out(
     draft: _Draft,
     products: Sequence[Product],
     config: Mapping[str, Any] | None,
     names: NamedProducts,
     like: FileMap | None,
+    states: OptimizerStates | None,
+    origin: Origin,
 ) -> tuple[list[OutputFile], NamedProducts]:
-    """Returns the weight files, and the names with what converted them for these files."""
+    """Returns the files of weights and of the optimizer, and the names with what converted them."""
     request, consumer, limit = draft.request, draft.folders.consumer, draft.request.max_file_bytes
     framework = FRAMEWORKS_BY_LAYOUT.get(request.layout)
     if framework is not None:
         # Few outputs need these. A source with names of a framework was converted by its own map.
-        from ckptkit.conversion.mapped_names import name_for_framework
+        from ckptkit.conversion.mapped_names import map_for_framework
         from ckptkit.plan.layouts.torch import layout_megatron, layout_torchtitan
 
         where = draft.checkpoint.path
-        named, parts = name_for_framework(framework, request.map, config, products, where=where)
+        mapped = map_for_framework(framework, request.map, config, products, where=where)
+        named, parts = mapped.convert(products), mapped.names.parts
+        if states is not None:
+            from ckptkit.conversion.optimizer_files import map_states
+
+            states = map_states(states, mapped, origin, where=where)
         files = (
             layout_megatron(named.products, parts, limit, config)
             if request.layout == "megatron"
-            else layout_torchtitan(named.products, parts, limit)
+            else layout_torchtitan(named.products, parts, limit, states)
         )
         notes, versions = (*names.notes, *named.notes), {**names.versions, **named.versions}
         return files, replace(names, notes=notes, versions=versions)
+    of_optimizer: list[OutputFile] = []
+    if states is not None:  # few outputs have one
+        from ckptkit.plan.layouts.torch import layout_optimizer_file, layout_optimizer_folder
+
+        is_dcp = request.layout == "dcp"
+        of_optimizer = (
+            layout_optimizer_folder(states, limit) if is_dcp else [layout_optimizer_file(states)]
+        )
     if like is not None:
         written = {product.spec.name for product in products}
         tied = {*names.dropped, *find_absent_tied_names(config, written)}
         groups, notes_of_map = distribute(products, like, is_wanted=request.wants, tied=tied)
         draft.option_notes += notes_of_map
-        return layout_hf_files(groups, consumer.stem), names
+        return layout_hf_files(groups, consumer.stem) + of_optimizer, names
     if request.layout != "hf":
         from ckptkit.plan.layouts.torch import layout_dcp, layout_torch_full
 
         lay_out = layout_dcp if request.layout == "dcp" else layout_torch_full
-        return lay_out(products, limit), names
+        return lay_out(products, limit) + of_optimizer, names
     if not consumer.is_split:
         size = sum(product.spec.size_bytes for product in products)
         if size > limit:
             note = f"{consumer.name} reads one file: all tensors are written into it"
             draft.option_notes.append(note)
         limit = max(limit, size)
-    return layout_hf_weights(products, limit, consumer.stem), names
+    return layout_hf_weights(products, limit, consumer.stem) + of_optimizer, names
 
 
 def _write_modules(

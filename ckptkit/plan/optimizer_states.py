@@ -12,13 +12,13 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from msgspec import Struct
+from msgspec import Struct, field
 from msgspec.structs import replace
 
 from ckptkit.core.errors import RefusedError
 from ckptkit.core.index import Fqn, Key, KeyPath, TensorEntry, TensorIndex
 from ckptkit.options import ConsolidateRequest
-from ckptkit.plan.plan import SOURCE, Copy, Product, TensorSpec
+from ckptkit.plan.plan import SOURCE, Copy, Product, StackedPart, TensorSpec
 
 OPTIMIZER = "optimizer"  # its name in an output
 STATE = "state"
@@ -36,6 +36,8 @@ class OptimizerStates(Struct, frozen=True):
     # The names in the output of parameters whose names in training had wrapper segments, by those
     # names.
     unwrapped: Mapping[str, str]
+    # Where tensors are in stacked ones, as for the weights; by their names.
+    parts: Mapping[Fqn, StackedPart] = field(default_factory=dict)
 
 
 def select_optimizer_states(

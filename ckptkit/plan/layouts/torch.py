@@ -46,7 +46,7 @@ from ckptkit.plan.layouts.dcp_metadata import (
     push_tuple,
 )
 from ckptkit.plan.layouts.hf import make_index_file
-from ckptkit.plan.optimizer_states import OPTIMIZER, OptimizerStates
+from ckptkit.plan.optimizer_states import GROUPS, MEMBERS, OPTIMIZER, OptimizerStates
 from ckptkit.plan.plan import (
     Body,
     Literal,
@@ -406,14 +406,30 @@ _LAYER = re.compile(r"(?:^|\.)layers\.\d+\.")
 
 
 def layout_torchtitan(
-    products: Sequence[Product], parts: Mapping[Fqn, StackedPart], max_file_bytes: int
+    products: Sequence[Product],
+    parts: Mapping[Fqn, StackedPart],
+    max_file_bytes: int,
+    states: OptimizerStates | None = None,
 ) -> list[OutputFile]:
     """Lays tensors out as torchtitan's `checkpoint.initial_load_path` takes them.
 
     `products`: by torchtitan's names; stacked ones in parts. `parts`: where these are in the
-    stacked tensors. `max_file_bytes`: the most bytes of tensors in a file.
+    stacked tensors. `max_file_bytes`: the most bytes of tensors in a file. `states`: those of the
+    optimizer, which torchtitan flattens: each parameter has the settings of its group.
     """
-    return lay_out_dcp("", _with_keys(products, parts), max_file_bytes, parts=parts)
+    keys: list[tuple[KeyPath, Product]] = [*_with_keys(products, parts)]
+    values: dict[KeyPath, Any] = {}
+    if states is not None:
+        parts = {**parts, **states.parts}
+        keys += [((OPTIMIZER, ".".join(map(str, p))), product) for p, product in states.tensors]
+        for path, value in states.values.items():
+            group, setting = path[:2], ".".join(map(str, path[2:]))
+            if path[0] != GROUPS:
+                values[OPTIMIZER, ".".join(map(str, path))] = value
+            elif setting != MEMBERS:
+                for name in states.values[*group, MEMBERS]:
+                    values[OPTIMIZER, f"{GROUPS}.{name}.{setting}"] = value
+    return lay_out_dcp("", keys, max_file_bytes, values=values, parts=parts)
 
 
 def layout_megatron(

@@ -1,0 +1,176 @@
+"""`--optimizer` where a map converts the names: states go where their weights go.
+
+The states are made of the weights, so that a state in a wrong place differs from its weight.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+
+import ckptkit
+from ckptkit.core.errors import CkptkitError
+from tests.sampled import sampled
+from tests.tensor_images import stored_in_dcp
+
+FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
+TITAN = sorted(path.parent.name for path in FIXTURES.glob("torchtitan_family_*/config.json"))
+MEGATRON = sorted(path.name for path in FIXTURES.glob("megatron_model_*"))
+LLAMA, MOE = "torchtitan_family_llama", "torchtitan_family_qwen3_moe"
+MEGATRON_LLAMA, GEMMA = "megatron_model_llama_tp2_pp2", "megatron_model_gemma3"
+Tensors = dict[str, torch.Tensor]
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
+
+
+def weights_of(case: str) -> Tensors:
+    return stored_in_dcp(next((FIXTURES / case).rglob(".metadata")).parent)
+
+
+def states_of(weights: Tensors) -> dict[str, Any]:
+    """AdamW's states of all parameters, in two groups as is usual: norms do not decay."""
+    trained = {n: t for n, t in weights.items() if "expert_bias" not in n}  # which are buffers
+    state = {
+        name: {
+            "step": torch.tensor(7.0),
+            "exp_avg": tensor.float() * 2,
+            "exp_avg_sq": tensor.float() ** 2,
+        }
+        for name, tensor in trained.items()
+    }
+    norms = [name for name in trained if "norm" in name]
+    others = [name for name in trained if "norm" not in name]
+    groups = [
+        {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": decay, "params": members}
+        for decay, members in ((0.1, others), (0.0, norms))
+    ]
+    return {"state": state, "param_groups": groups}
+
+
+def saved(
+    weights: Tensors, optimizer: dict[str, Any], place: Path, *, is_flat: bool = False
+) -> Path:
+    if is_flat:  # as torchtitan has torch flatten it
+        flat = {
+            f"state.{name}.{kind}": value
+            for name, own in optimizer["state"].items()
+            for kind, value in own.items()
+        }
+        for group in optimizer["param_groups"]:
+            for name in group["params"]:
+                settings = {key: value for key, value in group.items() if key != "params"}
+                flat |= {f"param_groups.{name}.{key}": value for key, value in settings.items()}
+        optimizer = flat
+    dcp.save({**weights, "optimizer": optimizer}, checkpoint_id=place, no_dist=True)
+    return place
+
+
+def refusal(source: Path, case: str, out: Path) -> str:
+    with pytest.raises(CkptkitError) as caught:
+        ckptkit.consolidate(source, out, base=FIXTURES / case, optimizer=True)
+    assert not out.exists()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("case", sampled([*TITAN, *MEGATRON], [LLAMA, MOE, MEGATRON_LLAMA, GEMMA]))
+def test_states_are_rearranged_as_their_weights(case: str, tmp_path: Path) -> None:
+    weights = weights_of(case)
+    source, out = saved(weights, states_of(weights), tmp_path / "run"), tmp_path / "out"
+    ckptkit.consolidate(source, out, base=FIXTURES / case, optimizer=True)
+    model = load_file(out / "model.safetensors")
+    optimizer = torch.load(out / "optimizer.bin")  # noqa: TID251
+    # Maps add constants to some norms, such as Gemma's; moments have none of them.
+    truth = load_file(FIXTURES / case / "truth.safetensors")
+    added = {name for name in model if "norm" in name and "gemma" in case}
+    state = optimizer["state"]
+    buffers = {name for name in model if name.endswith("e_score_correction_bias")}
+    tied = {"lm_head.weight"} - model.keys()
+    assert state.keys() - tied == model.keys() - buffers
+    for name in state.keys() - added - tied:
+        assert torch.equal(state[name]["exp_avg"], model[name].float() * 2), name
+        assert torch.equal(state[name]["exp_avg_sq"], truth[name].float() ** 2), name
+        assert state[name]["step"] == 7
+    decaying, norms = optimizer["param_groups"]
+    assert (decaying["weight_decay"], norms["weight_decay"]) == (0.1, 0.0)
+    assert sorted([*decaying["params"], *norms["params"]]) == sorted(state)
+
+
+@pytest.mark.parametrize("case", sampled(TITAN, [LLAMA, MOE]))
+def test_torchtitan_gets_back_what_it_saved(case: str, tmp_path: Path) -> None:
+    weights = weights_of(case)
+    source = saved(weights, states_of(weights), tmp_path / "run", is_flat=True)
+    ckptkit.convert(source, tmp_path / "out", to="torchtitan", base=FIXTURES / case, optimizer=True)
+    ours, theirs = stored_in_dcp(tmp_path / "out"), stored_in_dcp(source)
+    assert ours.keys() == theirs.keys()
+    made = {name for name in ours if "expert_bias" in name and not ours[name].any()}
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours.keys() - made)
+    read = [dcp.FileSystemReader(place).read_metadata() for place in (source, tmp_path / "out")]
+    settings = [{key for key in one.state_dict_metadata if ".param_groups." in key} for one in read]
+    assert settings[0] == settings[1] != set()
+
+
+def test_a_run_of_megatron_goes_on_in_torchtitan(tmp_path: Path) -> None:
+    """Both keep Llama in other forms; the way is by the names of Transformers."""
+    weights = weights_of(MEGATRON_LLAMA)
+    source = saved(weights, states_of(weights), tmp_path / "run")
+    base = FIXTURES / MEGATRON_LLAMA
+    ckptkit.convert(source, tmp_path / "out", to="torchtitan", base=base, optimizer=True)
+    ours = stored_in_dcp(tmp_path / "out")
+    moments = {name for name in ours if name.endswith(".exp_avg")}
+    assert len(moments) > 8
+    for name in moments:
+        weight = ours[name.removeprefix("optimizer.state.").removesuffix(".exp_avg")]
+        assert torch.equal(ours[name], weight.float() * 2), name
+
+
+def test_options_see_the_names_that_are_written(tmp_path: Path) -> None:
+    weights = weights_of(LLAMA)
+    source, out = saved(weights, states_of(weights), tmp_path / "run"), tmp_path / "out"
+    only = "model.layers.0.*"
+    ckptkit.consolidate(source, out, base=FIXTURES / LLAMA, optimizer=True, include=[only])
+    optimizer = torch.load(out / "optimizer.bin")  # noqa: TID251
+    assert optimizer["state"].keys() == load_file(out / "model.safetensors").keys()
+    members = [name for group in optimizer["param_groups"] for name in group["params"]]
+    assert sorted(members) == sorted(optimizer["state"])
+
+
+class TestRefused:
+    @pytest.fixture
+    def weights(self) -> Tensors:
+        return weights_of(MEGATRON_LLAMA)
+
+    def test_states_of_another_shape(self, weights: Tensors, tmp_path: Path) -> None:
+        optimizer = states_of(weights)
+        for own in optimizer["state"].values():  # as Adafactor keeps them
+            if own["exp_avg"].ndim > 1:
+                own["exp_avg_sq_row"] = own.pop("exp_avg_sq").mean(-1)
+        source = saved(weights, optimizer, tmp_path / "run")
+        text = refusal(source, MEGATRON_LLAMA, tmp_path / "out")
+        assert "'exp_avg_sq_row'" in text
+        assert "the parameter's own shape" in text
+
+    def test_a_state_that_one_expert_lacks(self, tmp_path: Path) -> None:
+        model = tmp_path / "model"
+        shutil.copytree(FIXTURES / MOE, model, ignore=shutil.ignore_patterns("checkpoint"))
+        (model / "truth.safetensors").rename(model / "model.safetensors")
+        names = load_file(model / "model.safetensors")
+        optimizer = states_of(dict(names))
+        dropped = next(name for name in names if ".experts.1.gate_proj" in name)
+        del optimizer["state"][dropped]
+        source = tmp_path / "run"
+        dcp.save({"model": names, "optimizer": optimizer}, checkpoint_id=source, no_dist=True)
+        with pytest.raises(CkptkitError, match=r"has no state '(step|exp_avg)', and other parts"):
+            ckptkit.convert(source, tmp_path / "out", to="torchtitan", base=model, optimizer=True)
+        assert not (tmp_path / "out").exists()
+
+    def test_states_of_no_parameter(self, weights: Tensors, tmp_path: Path) -> None:
+        optimizer = states_of(weights)
+        optimizer["state"]["other.weight"] = {"exp_avg": torch.ones(3)}
+        source = saved(weights, optimizer, tmp_path / "run")
+        text = refusal(source, MEGATRON_LLAMA, tmp_path / "out")
+        assert "'other.weight', which is no tensor of the model" in text
