@@ -26,7 +26,7 @@ OutputDType = Literal[DTypeChoice, "base"]
 CountLike = int | str  # as a user gives it; see `positive_number`
 DTypeLike = Any  # a name or alias, or a dtype of torch or numpy; see `choose_dtype`
 FACTOR_DTYPES = ("float32", "bfloat16", "float16")
-Layout = Literal["hf", "torch", "dcp", "megatron", "torchtitan"]
+Layout = Literal["hf", "torch", "dcp", "megatron", "torchtitan", "universal"]
 FRAMEWORKS_BY_LAYOUT = {"megatron": "Megatron-Core", "torchtitan": "torchtitan"}
 """The framework whose names a layout has, as name maps call it."""
 NameChoice = Literal["auto", "live", "hub"]
@@ -300,6 +300,8 @@ class ConsolidateRequest(Struct, frozen=True, kw_only=True):
                 where=f"--strip-prefix {self.strip_prefix[0]}",
                 hint="leave one of the two out",
             )
+        if self.layout == "universal":
+            self._choose_for_universal()
         force_setattr(self, "dtype", choose_dtype(self.dtype, get_args(OutputDType)))
         check_choice("--names", self.names, get_args(NameChoice))
         check_choice("--generation-config", self.generation_config, get_args(GenerationChoice))
@@ -331,6 +333,17 @@ class ConsolidateRequest(Struct, frozen=True, kw_only=True):
                 where=f"--like {self.like}",
                 hint="leave --like out",
             )
+
+    def _choose_for_universal(self) -> None:
+        """DeepSpeed takes weights from float32 copies, beside the states of the optimizer."""
+        if self.dtype not in {"keep", "float32"}:
+            raise UsageError(
+                "a universal checkpoint has float32 copies of the weights",
+                where=f"--dtype {self.dtype}",
+                hint="leave it out: the engine that loads them has the type of its own settings",
+            )
+        force_setattr(self, "dtype", "float32")
+        force_setattr(self, "optimizer", True)  # noqa: FBT003
 
     def _refuse_names_of_training(self) -> None:
         wrong = {

@@ -12,20 +12,22 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from msgspec.structs import replace
 
 from ckptkit.conversion.mapped_names import MappedModel
 from ckptkit.conversion.names_on_disk import make_disk_products
 from ckptkit.conversion.source.open import OpenedCheckpoint
+from ckptkit.core.arrays import numpy_dtype
 from ckptkit.core.errors import (
     FormatError,
     RefusedError,
     UnsafePickleError,
     UnsupportedError,
 )
-from ckptkit.core.index import Fqn, KeyPath, Shape, TensorEntry
+from ckptkit.core.index import Fqn, KeyPath, Shape, Span, TensorEntry
 from ckptkit.core.text import join_first, quote
-from ckptkit.engine.reader import Origin, TensorReader, same_values
+from ckptkit.engine.reader import Origin, TensorReader, read_span, same_values
 from ckptkit.formats.dcp.reader import BlobRef, open_blob
 from ckptkit.formats.optimizer_names import NUMBERED
 from ckptkit.formats.pickle.torch_values import parse_values
@@ -39,6 +41,7 @@ from ckptkit.plan.optimizer_states import (
     MEMBERS,
     OPTIMIZER,
     STATE,
+    STEP,
     OptimizerStates,
     drop_unwanted_members,
     keep_wanted,
@@ -152,6 +155,17 @@ def _copy_plain(value: object, left: Iterator[int], depth: int = 0) -> Any:
         made = [_copy_plain(item, left, depth + 1) for item in value]
         return tuple(made) if isinstance(value, tuple) else made
     raise TypeError
+
+
+def read_steps(states: OptimizerStates, origin: Origin) -> float:
+    """Returns how many steps the optimizer took, as it counted them for a parameter; or 0."""
+    for path, product in states.tensors:
+        if path[-1] == STEP and isinstance(product.body, Copy) and not product.spec.shape:
+            entry = origin.index.tensors[product.body.key]
+            data = read_span(origin, entry, Span(0, 1))
+            return float(np.frombuffer(data, numpy_dtype(entry.dtype))[0])
+    counted = (value for path, value in states.values.items() if path[-1] == STEP)
+    return next((value for value in counted if isinstance(value, int | float)), 0)
 
 
 _HINT = "leave --optimizer out, or keep all names with --names live"

@@ -118,7 +118,7 @@ from ckptkit.storage.places import PathLike
 _LISTED = 3
 _TIE = "tie_word_embeddings"  # that of a whole model decides for its text model too
 _MOST_MODULE_BYTES = 1 << 28
-_TORCH_LAYOUTS = ("torch", "dcp")
+_TORCH_LAYOUTS = ("torch", "dcp", "universal")
 
 
 class ConversionJob(Struct, frozen=True):
@@ -869,6 +869,18 @@ def _lay_out(
         )
         notes, versions = (*names.notes, *named.notes), {**names.versions, **named.versions}
         return files, replace(names, notes=notes, versions=versions)
+    if states is not None and request.layout == "universal":
+        from ckptkit.conversion.optimizer_files import read_steps
+        from ckptkit.plan.layouts.universal import layout_universal, list_groups
+
+        if len(list_groups(states)) > 1:
+            draft.option_notes.append(
+                "ZeRO 3 of DeepSpeed gives all groups the settings of the first, and counts a step"
+                " of torch's optimizers once for each group; stages 1 and 2 do not"
+            )
+        step, where = draft.checkpoint.index.run.step, draft.checkpoint.path
+        taken = read_steps(states, origin)
+        return layout_universal(products, states, step, taken, where=where), names
     of_optimizer: list[OutputFile] = []
     if states is not None:  # few outputs have one
         from ckptkit.plan.layouts.torch import layout_optimizer_file, layout_optimizer_folder

@@ -118,6 +118,7 @@ _FORMATS = {
     "dcp": "dcp",
     "megatron": "dcp",
     "torchtitan": "dcp",
+    "universal": "universal",
 }  # by kind of output
 
 

@@ -24,6 +24,7 @@ OPTIMIZER = "optimizer"  # its name in an output
 STATE = "state"
 GROUPS = "param_groups"
 MEMBERS = "params"
+STEP = "step"  # what an optimizer counts for each parameter, or group
 _NUMBER = re.compile(r".*_(\d{1,7})")
 
 

@@ -159,6 +159,11 @@ def loading_line(done: Consolidated) -> str:
         return f"{_STARTS[done.manifest.kind]} {shlex.quote(place)}"
     if is_url(done.out):
         return by_ckptkit
+    if done.manifest.kind == "universal":
+        return (
+            f"engine.load_checkpoint({str(done.out)!r}, load_lr_scheduler_states=False), with"
+            ' {"checkpoint": {"load_universal": True}} in the configuration of DeepSpeed'
+        )
     if done.manifest.kind == "dcp":
         index = next(name for name in files if Path(name).name == ".metadata")
         shards = str((folder / index).parent)

@@ -105,6 +105,10 @@ _UNIVERSAL = re.compile(
 _MASTER = "fp32"  # the state dict of the master copies, and their kind among universal files
 _STATES = "optimizer_state_dict"
 _PARTITIONED_STAGE = 3
+UNIVERSAL_MODELS = (
+    "mp_rank_00_model_states.pt",
+    "zero_pp_rank_0_mp_rank_00_model_states.pt",
+)
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _STEP = "step"
 
@@ -883,7 +887,11 @@ class _UniversalFiles(Struct):
     @classmethod
     def open(cls, table: ArchiveTable, source: Source, paths: Sequence[str]) -> _UniversalFiles:
         """Opens the files, and checks that they are of one save that is supported."""
-        tag = sort_tag_files([p for p in paths if parse_universal_path(p) is None])
+        own = [path for path in paths if parse_universal_path(path) is None]
+        if len({posixpath.basename(path) for path in own} & set(UNIVERSAL_MODELS)) > 1:
+            # One for each stage, as ckptkit writes them: that of stage 3 has tensors.
+            own = [path for path in own if posixpath.basename(path) != UNIVERSAL_MODELS[0]]
+        tag = sort_tag_files(own)
         if tag["optim"]:
             raise FormatError(
                 f"{posixpath.basename(tag['optim'][0].path)!r}, of a rank's optimizer states, is"

@@ -225,20 +225,36 @@ def build_tensor_archive(product: Product, first_segment: int) -> ZipParts:
     return _build(parts, push_tensor(product.spec, "0"), [product])
 
 
-def _build(parts: ZipParts, content: bytes, products: Sequence[Product]) -> ZipParts:
+def _build(
+    parts: ZipParts,
+    content: bytes,
+    products: Sequence[Product],
+    storages: Mapping[str, bytes] | None = None,
+) -> ZipParts:
     parts.add_bytes("data.pkl", make_pickle(content))
     parts.add_bytes("byteorder", b"little")
     for number, product in enumerate(products):
         spec = product.spec
         parts.add(f"data/{number}", spec.size_bytes, product.body, spec=spec)
+    for storage, data in (storages or {}).items():
+        parts.add_bytes(f"data/{storage}", data)
     parts.add_bytes("version", b"3\n")
     parts.finish()
     return parts
 
 
-def build_archive(name: str, content: bytes) -> Sequence[Row]:
-    """Builds the archive of plain values."""
-    return _build(ZipParts(name), content, []).rows
+def build_archive(
+    name: str,
+    content: bytes,
+    products: Sequence[Product] = (),
+    storages: Mapping[str, bytes] | None = None,
+) -> Sequence[Row]:
+    """Builds the archive of plain values, and of the tensors in them.
+
+    `products`: in the order of their storages, which are numbered. `storages`: the bytes of others,
+    by name.
+    """
+    return _build(ZipParts(name), content, products, storages).rows
 
 
 INDEX_NAME = "pytorch_model.bin.index.json"
@@ -285,9 +301,7 @@ def layout_optimizer_file(states: OptimizerStates) -> OutputFile:
         if isinstance(inside, dict) and set(inside) == set(range(len(inside))):
             tree[key] = [inside[position] for position in range(len(inside))]
     products = [product for _, product in states.tensors]
-    return lay_out_file(
-        OPTIMIZER_FILE, _build(ZipParts("optimizer"), push_value(tree), products).rows
-    )
+    return lay_out_file(OPTIMIZER_FILE, build_archive("optimizer", push_value(tree), products))
 
 
 def _put(tree: dict[Any, Any], path: KeyPath, value: Any) -> None:
