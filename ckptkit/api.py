@@ -289,7 +289,8 @@ def convert(src: PathLike, out: PathLike, *, to: Layout, **options: Unpack[Optio
         out: A directory that does not exist, or is empty.
         to: `hf` for safetensors, `torch` for `pytorch_model.bin`, `dcp` for a sharded checkpoint
             that FSDP training loads, `megatron` for one that Megatron-LM starts from at any
-            parallel size, `torchtitan` for one that torchtitan starts from.
+            parallel size, `torchtitan` for one that torchtitan starts from, `universal` for one
+            that DeepSpeed loads with `load_universal`.
         **options: See `Options`.
 
     Returns:

@@ -67,7 +67,7 @@ def train(
 def main() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        import deepspeed  # type: ignore[import-untyped]
+        import deepspeed
     folder, stage = Path(sys.argv[1]), int(sys.argv[2])
     dist.init_process_group("gloo")
     deepspeed.init_distributed("gloo")
