@@ -1,0 +1,58 @@
+"""The table of frameworks beside fixtures and pages, and that no two rows claim the same."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ckptkit.core.frameworks import (
+    PLAIN_FOLDERS,
+    PROFILES,
+    Profile,
+    is_optimizer_folder,
+    is_unit_folder,
+)
+
+ROOT = Path(__file__).resolve().parents[3]
+PAGES = [*(ROOT / "docs/reference").glob("*.md"), *(ROOT / "docs/how-to").glob("*.md")]
+UNNAMED = {"stacked experts"}  # what several frameworks do
+
+
+@pytest.mark.parametrize("profile", PROFILES, ids=lambda profile: profile.name)
+def test_a_profile_has_a_page_its_source_and_real_checkpoints(profile: Profile) -> None:
+    pages = "\n".join(page.read_text() for page in PAGES)
+    assert profile.name.split()[-1] in pages or profile.name in UNNAMED
+    assert profile.source or profile.name in UNNAMED
+    for fixture in profile.fixtures:
+        assert (ROOT / "fixtures" / fixture / "checkpoint").is_dir()
+
+
+@pytest.mark.parametrize(
+    "claims",
+    [
+        lambda p: [p.name],
+        lambda p: [p.mark] if p.mark else [],
+        lambda p: [p.package] if p.package else [],
+        lambda p: [p.tensors] if p.tensors else [],
+        lambda p: [p.modules] if p.modules else [],
+        lambda p: list(p.copies),
+        lambda p: list(p.weights),
+        lambda p: [counter[0] for counter in p.counters],
+    ],
+    ids=["name", "mark", "package", "tensors", "modules", "copies", "weights", "counters"],
+)
+def test_no_two_profiles_claim_the_same(claims: Callable[[Profile], list[str]]) -> None:
+    claimed = Counter(one for profile in PROFILES for one in claims(profile))
+    assert claimed
+    assert [one for one, count in claimed.items() if count > 1] == []
+
+
+def test_folders_of_steps_are_told_from_those_of_runs() -> None:
+    units = ["pytorch_model_fsdp_0", "optimizer_0", "dist_ckpt", "hf_ckpt", "model_1", "optim"]
+    assert all(map(is_unit_folder, [*PLAIN_FOLDERS, *units]))
+    assert [name for name in units if is_optimizer_folder(name)] == ["optimizer_0", "optim"]
+    runs = ["checkpoints", "runs", "step_100", "global_step_5", "llama", "final", "iter_0000005"]
+    assert not any(map(is_unit_folder, runs))
