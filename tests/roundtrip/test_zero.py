@@ -290,11 +290,11 @@ WRONG: dict[str, tuple[int, str, Change, type[CkptkitError], str]] = {
     ),
     "tensor parallel": (
         *(2, WEIGHTS, lambda d: d.update(mp_world_size=2)),
-        *(UnsupportedError, "slices of a model-parallel run"),
+        *(MissingFileError, "model-parallel weights of rank 1 of 2 are not there"),
     ),
     "pipeline": (
         *(2, WEIGHTS, lambda d: d.update(module=None)),
-        *(UnsupportedError, "the layers of a pipeline"),
+        *(MissingFileError, "the layers of the pipeline"),
     ),
     "experts": (
         *(2, WEIGHTS, lambda d: d.update(num_experts=[4])),
