@@ -94,6 +94,10 @@ from ckptkit.formats.zero.layouts import Layout, read_layouts
 from ckptkit.storage.base import Source
 
 _MODULE = "module"
+_SLICES = "param_slice_mappings"
+_FLAT_SLICES = "single_partition_of_fp32_groups"
+_FLAT = "fp32_flat_groups"
+_TIED = re.compile(r"(tied_modules\.[^.]+\.)(.+)")
 Kind = Literal["model", "optim", "expert", "layer"]
 _NAME = re.compile(
     r"(bf16_)?(?:zero_pp_rank_(?P<rank>\d{1,7})_|layer_(?P<layer>\d{1,7})_expert_(?P<expert>\d{1,7})_)?"
@@ -296,7 +300,7 @@ def _check_same_run(models: Sequence[ZeroFile]) -> None:
     """Refuses files of weights of several steps, or of several runs."""
     for key in ("global_steps", "dp_world_size", "mp_world_size"):
         if len({file.content.count(key) for file in models}) > 1:
-            raise FormatError(f"the files of ranks have several {key!r}")
+            raise FormatError(f"the files of ranks have several {key!r}", hint=MIXED_SAVES)
 
 
 def _read_groups(model: PickledDict) -> list[dict[str, Shape]]:
@@ -310,6 +314,41 @@ def _read_groups(model: PickledDict) -> list[dict[str, Shape]]:
             raise document.error(f"has {quote(twice)} in two groups")
         seen.update(group)
         groups.append(group)
+    return groups
+
+
+def _infer_groups(
+    model: PickledDict, ranks: Sequence[ZeroFile], layers: Sequence[ZeroFile]
+) -> list[dict[str, Shape]]:
+    """Returns the shapes of what is trained where no file has them: `BF16_Optimizer` without ZeRO.
+
+    It cuts its vectors as ZeRO 1 does; tensors of the module have the shapes.
+    """
+    counts: list[dict[str, int]] = []
+    for mappings in (file.states().inner_list(_SLICES) for file in ranks):
+        counts += [{} for _ in mappings[len(counts) :]]
+        for mapping, group in zip(mappings, counts, strict=False):
+            for name in mapping.values:
+                group[str(name)] = group.get(str(name), 0) + (
+                    mapping.inner(name).count("numel") or 0
+                )
+    named: dict[str, set[Shape]] = defaultdict(set)
+    for prefix, values in (
+        ("", model.inner(_MODULE).values),
+        *((f"{file.info.layer}.", file.content.values) for file in layers),
+    ):
+        for name, tensor in values.items():
+            if isinstance(tensor, TensorRef):
+                named[f"{prefix}{name}"].add(tensor.shape)
+                named[f"tied.{name}"].add(tensor.shape)
+    groups: list[dict[str, Shape]] = [{} for _ in counts]
+    for number, group in enumerate(counts):
+        for name, count in group.items():
+            shapes = named[_TIED.sub(r"tied.\2", name)]
+            fitting = [shape for shape in shapes if math.prod(shape) == count]
+            if len(fitting) != 1:
+                raise model.error(f"has no shape of {quote(name)}, which is trained")
+            groups[number][name] = fitting[0]
     return groups
 
 
@@ -353,23 +392,27 @@ class _Save(Struct, frozen=True):
     layouts: Mapping[str, Layout] | None
 
     @classmethod
-    def open(cls, table: ArchiveTable, source: Source, files: TagFiles) -> _Save:
+    def open(
+        cls, table: ArchiveTable, source: Source, files: TagFiles, *, is_universal: bool = False
+    ) -> _Save:
         """Opens the files, and checks that those of all ranks are there, of one save."""
-        slices = []
-        for kinds in files.ranks.values():
-            models = [open_zero_file(table, source, file) for file in kinds["model"]]
-            # Beside experts without ZeRO, each group of ranks has its own.
-            ranks = [open_zero_file(table, source, file) for file in kinds["optim"]]
-            slices.append(_Slice(models, ranks, _read_groups(models[0].content)))
         experts, layers = (
             [open_zero_file(table, source, file) for file in found]
             for found in (files.experts, files.layers)
         )
+        slices = []
+        for kinds in files.ranks.values():
+            models = [open_zero_file(table, source, file) for file in kinds["model"]]
+            ranks = [open_zero_file(table, source, file) for file in kinds["optim"]]
+            groups = _read_groups(models[0].content)
+            if ranks and not groups:
+                groups = _infer_groups(models[0].content, ranks, layers)
+            slices.append(_Slice(models, ranks, groups))
         _check_experts(slices[0].content, files.experts)
         _check_same_run([model for each in slices for model in each.models])
-        is_pipeline = _check_model_parallelism(slices, files)
+        is_pipeline = _check_model_parallelism(slices, files, needs_layers=not is_universal)
         for each in slices:
-            _check_ranks_of(each, has_experts=bool(experts))
+            _check_ranks_of(each, has_experts=bool(experts), has_states=not is_universal)
         layouts = None if is_pipeline or len(slices) == 1 else _find_layouts(slices)
         return cls(slices, experts, layers, layouts)
 
@@ -380,6 +423,15 @@ class _Save(Struct, frozen=True):
     @property
     def is_partitioned(self) -> bool:
         return self.slices[0].is_partitioned
+
+    @property
+    def is_pipeline(self) -> bool:
+        return self.content.values.get(_MODULE) is None
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether weights are nowhere, and have to be rounded from master copies."""
+        return self.is_partitioned or (self.is_pipeline and not self.layers)
 
     def shared(self) -> dict[str, str]:
         """Returns the further names of tied parameters, each with the first name."""
@@ -392,7 +444,9 @@ class _Save(Struct, frozen=True):
         return shared
 
 
-def _check_model_parallelism(slices: Sequence[_Slice], files: TagFiles) -> bool:
+def _check_model_parallelism(
+    slices: Sequence[_Slice], files: TagFiles, *, needs_layers: bool
+) -> bool:
     """Refuses saves that lack a model-parallel rank; returns whether it is a pipeline."""
     content = slices[0].content
     degrees = content.inner("checkpoint_parallel_dimensions")
@@ -414,7 +468,7 @@ def _check_model_parallelism(slices: Sequence[_Slice], files: TagFiles) -> bool:
         raise FormatError(
             "holds a module beside layers of a pipeline", where=content.where, hint=MIXED_SAVES
         )
-    if wholes == {True} and not files.layers:
+    if wholes == {True} and not files.layers and needs_layers:
         raise MissingFileError(
             "the layers of the pipeline ('layer_00-model_states.pt') are not there",
             where=content.where,
@@ -425,7 +479,7 @@ def _check_model_parallelism(slices: Sequence[_Slice], files: TagFiles) -> bool:
         raise unsupported_part_error(f"experts beside {beside}", files.experts[0].path)
     if files.layers and ((tensor or 1) > 1 or any(file.slice for file in files.layers)):
         raise unsupported_part_error("slices of the layers of a pipeline", files.layers[-1].path)
-    return bool(files.layers)
+    return wholes == {True}
 
 
 def _find_layouts(slices: Sequence[_Slice]) -> Mapping[str, Layout]:
@@ -462,7 +516,7 @@ def _find_layouts(slices: Sequence[_Slice]) -> Mapping[str, Layout]:
     return {**(found or {}), **wholes}
 
 
-def _check_ranks_of(each: _Slice, *, has_experts: bool) -> None:
+def _check_ranks_of(each: _Slice, *, has_experts: bool, has_states: bool) -> None:
     """Checks that the files of all ranks are there, and that all are of one save."""
     counts: set[int] = set()
     for file in each.ranks:
@@ -486,7 +540,7 @@ def _check_ranks_of(each: _Slice, *, has_experts: bool) -> None:
     world_size = counts.pop() if counts else recorded or 1
     if each.is_partitioned:
         _check_ranks(each.models, world_size, "weights")
-    if each.ranks or each.is_partitioned:
+    if each.ranks or (each.is_partitioned and has_states):
         _check_ranks(each.ranks, world_size, "optimizer states")
     stages = {file.states().count("zero_stage") for file in each.ranks}
     if stages and (len(stages) > 1 or (_PARTITIONED_STAGE in stages) != each.is_partitioned):
@@ -495,11 +549,6 @@ def _check_ranks_of(each: _Slice, *, has_experts: bool) -> None:
             " of another",
             hint=MIXED_SAVES,
         )
-
-
-_SLICES = "param_slice_mappings"
-_FLAT_SLICES = "single_partition_of_fp32_groups"
-_FLAT = "fp32_flat_groups"
 
 
 class VectorSlice(Struct, frozen=True):
@@ -933,6 +982,7 @@ class _Weights(Struct, frozen=True):
     values: Mapping[KeyPath, Any]  # of the module's state dict that are not tensors
     shared: Mapping[str, str]  # the further names of tied parameters, each with the first name
     notes: Sequence[str]
+    warnings: Sequence[str]
     problems: Sequence[Problem]
 
     def index(
@@ -953,7 +1003,7 @@ class _Weights(Struct, frozen=True):
                 tied[keys[1]] |= {*keys}
         version = content.text("ds_version")
         said = "" if stage is None else f"ZeRO stage {stage}"
-        parallel = "pipeline" if self.save.layers else "tensor"
+        parallel = "pipeline" if self.save.is_pipeline else "tensor"
         count = len(self.save.slices)
         mesh = ((parallel, count),) if count > 1 else ()
         run = RunFacts(
@@ -963,7 +1013,10 @@ class _Weights(Struct, frozen=True):
             version=version,
             mesh=mesh,
             notes=(*self.notes, *notes),
-            warnings=describe_objects_in(self.save.slices[0].models[0].archive),
+            warnings=(
+                *describe_objects_in(self.save.slices[0].models[0].archive),
+                *self.warnings,
+            ),
         )
         entries, values, _ = states
         return self.table.index(
@@ -1000,9 +1053,6 @@ def _collect_tensors(
             else:
                 values[_MODULE, f"{prefix}{name}"] = value
     return dict(stored), values
-
-
-_TIED = re.compile(r"(tied_modules\.[^.]+\.)(.+)")
 
 
 def _name_layers(save: _Save) -> list[str]:
@@ -1133,6 +1183,15 @@ def _place_tensors(
     return layout.shape, chunks
 
 
+def _find_live_dtype(content: PickledDict) -> DType:
+    """Returns the element type of the weights in training, by the run's settings."""
+    settings = content.inner("ds_config")
+    for key, name in (("bf16", "bfloat16"), ("bfloat16", "bfloat16"), ("fp16", "float16")):
+        if settings.inner(key).values.get("enabled"):
+            return BY_NAME[name]
+    return BY_NAME["float32"]
+
+
 def _read_weights(
     table: ArchiveTable, source: Source, save: _Save, masters: Mapping[str, FlatParameter]
 ) -> _Weights:
@@ -1143,45 +1202,55 @@ def _read_weights(
         tensors = _find_expert(file, stored, layers)
         stored |= {name: [(file, tensor)] for name, tensor in tensors.items()}
     for name in masters:
-        if name not in stored:
+        if name not in stored and (stored or not save.is_rounded):
             raise content.error(f"holds a master copy of {quote(name)} but not the parameter")
     groups = [group for each in save.slices for group in each.groups]
     for name in (name for group in groups for name in group):
-        if name not in stored and not _EXPERT.fullmatch(name):
+        if name not in (stored or masters) and not _EXPERT.fullmatch(name):
             raise content.error(f"trains {quote(name)}, which is in no file")
     # What stage 3 partitions is stored here as an empty tensor; its ranks have the parts.
     frozen: Mapping[str, FlatParameter] = {}
     if save.is_partitioned:
         found = [_find_frozen(each.models) for each in save.slices]
         frozen = _join_ranks(found, save.layouts)
-    partitioned = {**masters, **frozen} if save.is_partitioned else {}
+    partitioned = {**masters, **frozen} if save.is_rounded else {}
+    notes: list[str] = []
+    warnings: list[str] = []
+    live_dtypes: dict[str, DType] = {name: held[0][1].dtype for name, held in stored.items()}
+    if save.is_rounded and not stored:
+        live_dtypes = dict.fromkeys(masters, _find_live_dtype(content))
+        warnings.append(
+            "ds_to_universal.py leaves out the layers of a pipeline: the weights are rounded from"
+            " master copies, and what is not trained is in no file"
+        )
     held: dict[KeyPath, Stored] = {}
-    for name, tensors_of_ranks in stored.items():
-        owner = shared.get(name, name)
-        file, tensor = tensors_of_ranks[0]
-        dtype, shape = tensor.dtype, tensor.shape
+    for name, live_dtype in live_dtypes.items():
+        owner, dtype = shared.get(name, name), live_dtype
         if owner in partitioned:
             parameter = partitioned[owner]
             dtype = parameter.dtype if owner in frozen else dtype
             shape, chunks = parameter.shape, _place_slices(table, parameter)
-        elif save.is_partitioned and shape == (0,) and name not in content.sequence("buffer_names"):
+        elif (
+            save.is_partitioned
+            and stored[name][0][1].shape == (0,)
+            and name not in content.sequence("buffer_names")
+        ):
             raise IncompleteCheckpointError(
                 f"weight {quote(name)} is empty here, and no rank has a part of it",
                 where=content.where,
             )
         else:
             layout = save.layouts.get(owner) if save.layouts else None
-            shape, chunks = _place_tensors(table, name, tensors_of_ranks, layout)
+            shape, chunks = _place_tensors(table, name, stored[name], layout)
         held[_MODULE, name] = dtype, shape, chunks
     problems: list[Problem] = []
-    notes: list[str] = []
     if len(save.slices) > 1 and not save.is_partitioned:
         problems, unread = _find_copies(table, source, stored, save.layouts, shared)
         if unread:
             notes.append(f"{unread:,} copies on other ranks were not compared")
     live: dict[Key, TensorEntry] = {}
     copies: dict[Key, TensorEntry] = {}
-    for name, entry in zip(stored, make_entries(held).values(), strict=True):
+    for name, entry in zip(live_dtypes, make_entries(held).values(), strict=True):
         live[entry.key] = entry
         master = masters.get(shared.get(name, name))
         if master is not None and master.shape != entry.shape:
@@ -1202,11 +1271,12 @@ def _read_weights(
             )
             live[entry.key] = replace(
                 entry,
-                rounded_from=master.dtype if save.is_partitioned else None,
+                rounded_from=master.dtype if save.is_rounded else None,
                 master=Master(key, master.dtype),
             )
-    names = {name: entry.name for name, entry in zip(stored, live.values(), strict=True)}
-    return _Weights(table, save, {**live, **copies}, names, values, shared, notes, problems)
+    names = {name: entry.name for name, entry in zip(live_dtypes, live.values(), strict=True)}
+    entries = {**live, **copies}
+    return _Weights(table, save, entries, names, values, shared, notes, warnings, problems)
 
 
 _EXPERT = re.compile(r"(.*\.deepspeed_moe\.experts\.deepspeed_experts)\.(\d{1,7})\.(.+)")
@@ -1292,7 +1362,7 @@ class _UniversalFiles(Struct):
             )
         for file in tag.experts:
             raise unsupported_part_error("experts in files of their own", file.path)
-        save = _Save.open(table, source, tag)
+        save = _Save.open(table, source, tag, is_universal=True)
         files: dict[str, dict[str, _ParameterFile]] = defaultdict(dict)
         common = None
         for path in paths:
