@@ -41,7 +41,11 @@ _COLUMNS = (
 )
 _SEVERAL, _WIDTHS = "parameter_with_sub_params", "sub_param_shard_widths"
 _COMPLETE = (0, 19, 4)  # the first release whose patterns name all that ranks hold whole
-SAVE_AGAIN = (
+_GATHER = (
+    "load it where it was trained, and save the gathered state dict of the whole model with"
+    " `torch.save`"
+)
+_SAVE_AGAIN = (
     "load it on as many ranks with DeepSpeed 0.19.7 or later and save it again: such a checkpoint"
     " has the map of its slices"
 )
@@ -182,8 +186,7 @@ def read_layouts(
             raise UnsupportedError(
                 f"the slices of {quote(name)} are not described: {quote(str(reasons[pattern]))}",
                 where=info.where,
-                hint="DeepSpeed cannot gather it either; train it without cutting this layer, by"
-                " `partition_config`",
+                hint=_GATHER,
             )
         if pattern in maps.values:
             layout, count = _read_map(maps.inner(pattern), left)
@@ -230,7 +233,7 @@ def _read_piece(piece: PickledDict, whole: Shape, own: Shape) -> Piece:
         raise UnsupportedError(
             "a map has a scaled piece, whose values are not those of the parameter",
             where=piece.where,
-            hint=SAVE_AGAIN,
+            hint=_GATHER,
         )
     offsets = []
     for key, outer in (("source", whole), ("dest", own)):
@@ -249,7 +252,7 @@ def _read_piece(piece: PickledDict, whole: Shape, own: Shape) -> Piece:
             raise UnsupportedError(
                 f"a piece of a map is no block of its {key}",
                 where=piece.where,
-                hint=SAVE_AGAIN,
+                hint=_GATHER,
             )
         at = []
         for size, stride in zip(outer, expected, strict=True):
@@ -309,7 +312,7 @@ class _Patterns(Struct, frozen=True):
                 f" {INFO!r} has no map, and DeepSpeed before 0.19.4 does not write which"
                 " parameters every rank holds whole",
                 where=self.info.where,
-                hint=SAVE_AGAIN,
+                hint=_SAVE_AGAIN,
             )
         entry = self.several.get(pattern)
         axis = 1 if pattern in self.columns else 0
@@ -355,6 +358,6 @@ class _Patterns(Struct, frozen=True):
                 f"nothing shows how the parts of {quote(pattern)} are cut: {_SEVERAL!r} has no"
                 " widths, and equal ones do not fit",
                 where=self.info.where,
-                hint=SAVE_AGAIN,
+                hint=_SAVE_AGAIN,
             )
         return [[size // ranks] * ranks for size in sizes]

@@ -1,9 +1,12 @@
 """The readers of DeepSpeed's checkpoints, and the choice of a tag.
 
-ZeRO checkpoints are of stages 1 to 3, or without ZeRO. Of a model with experts the weights are
-read, up to stage 2: optimizer states of experts belong to groups of ranks. Experts of
-`deepspeed.moe` have a file each, with the number of the layer that has experts and the number of
-the expert among those of all ranks, which is also in the names of its tensors.
+ZeRO checkpoints are of stages 1 to 3, or without ZeRO. Experts of `deepspeed.moe` have a file each,
+with the number of the layer that has experts and the number of the expert among those of all ranks,
+which is also in the names of its tensors. In the files of optimizer states a rank counts its own
+experts from 0; its vectors of experts are shared by the ranks that have the same ones.
+
+`mp_rank` in a name is the model-parallel rank: a slice of every tensor (`layouts`), or the stage of
+a pipeline, whose layers have a file each and whose stages have optimizer states of their own.
 
 Universal checkpoints are made of them by `ds_to_universal.py`: every parameter has a folder below
 `zero/`, with its master copy and the optimizer's states in a file each; the files of weights of the
@@ -26,7 +29,8 @@ universal checkpoint, whose folder usually is next to its tag's, with a suffix i
 
 Source: deepspeed/runtime/engine.py (`save_checkpoint`, which writes `latest` last,
 `_get_zero_ckpt_name`, `_get_ckpt_name`, `_save_moe_checkpoint`, `_get_expert_ckpt_name`),
-deepspeed/runtime/pipe/module.py (`ckpt_layer_path`), deepspeed/checkpoint/ds_to_universal.py
+deepspeed/runtime/pipe/module.py (`_build`, `ckpt_layer_path`), deepspeed/utils/groups.py
+(`_create_expert_and_data_parallel`), deepspeed/checkpoint/ds_to_universal.py
 (`main`, `merge_tp_slices`, `merge_zero3_slices`, `_save_optimizer_state`), deepspeed 0.14 to 0.19;
 deepspeed/utils/zero_to_fp32.py, deepspeed/runtime/zero/stage_1_and_2.py (`_create_param_mapping`,
 `state_dict`, `_get_base_optimizer_state`), deepspeed/runtime/zero/stage3.py (`_rigid_state_dict`),
