@@ -168,15 +168,7 @@ def read_layouts(
         most: How many pieces a map may have, of any parameter.
     """
     info = content.inner(INFO)
-    listed = info.inner(_MAP)
-    version = listed.count("version")
-    if version is not None and version > _FORMAT:
-        raise UnsupportedError(
-            f"{_MAP!r} has version {version}, read is {_FORMAT}",
-            where=listed.where,
-            hint="a later release of ckptkit may read it",
-        )
-    maps, reasons = listed.inner("params"), info.inner(_UNSUPPORTED).values
+    maps, reasons = _listed_maps(info.inner(_MAP)), info.inner(_UNSUPPORTED).values
     found: dict[str, Layout] = {}
     left = most
     patterns = _Patterns.read(content, info)
@@ -200,6 +192,27 @@ def read_layouts(
             )
         found[name] = layout
     return found
+
+
+def read_maps(listed: PickledDict, *, most: int) -> dict[str, Layout]:
+    """Returns the layouts of a list of maps by name, of at most so many pieces."""
+    maps = _listed_maps(listed)
+    found: dict[str, Layout] = {}
+    for name in maps.values:
+        found[str(name)], count = _read_map(maps.inner(name), most)
+        most -= count
+    return found
+
+
+def _listed_maps(listed: PickledDict) -> PickledDict:
+    version = listed.count("version")
+    if version is not None and version > _FORMAT:
+        raise UnsupportedError(
+            f"has maps of version {version}, read is {_FORMAT}",
+            where=listed.where,
+            hint="a later release of ckptkit may read it",
+        )
+    return listed.inner("params")
 
 
 def _read_map(entry: PickledDict, most: int) -> tuple[Layout, int]:

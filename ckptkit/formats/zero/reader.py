@@ -43,7 +43,7 @@ import math
 import posixpath
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import accumulate, islice
 from typing import Any, Literal
 
@@ -60,6 +60,7 @@ from ckptkit.core.errors import (
 )
 from ckptkit.core.geometry import flat_offset, row_major_strides
 from ckptkit.core.index import (
+    Box,
     Chunk,
     ChunkTable,
     Fqn,
@@ -94,7 +95,7 @@ from ckptkit.formats.pickle.torch_archives import (
 )
 from ckptkit.formats.pickle.torch_values import ALLOWED, TensorRef
 from ckptkit.formats.trees import Membership, Stored, describe_objects_in, join_path, make_entries
-from ckptkit.formats.zero.layouts import Layout, read_layouts
+from ckptkit.formats.zero.layouts import Layout, read_layouts, read_maps
 from ckptkit.storage.base import Source
 
 _MODULE = "module"
@@ -114,7 +115,7 @@ _NOT_MODELLED = {
     ),
     "layers of a pipeline with an axis of its own": re.compile(r"layer_\d+-.*model_states\.pt"),
 }
-_AUTO_EXPERTS = "experts of AutoEP, in files of their own or in the optimizer's states"
+_AUTO_EXPERTS = "experts of AutoEP, of its first form or beside slices of tensor parallelism"
 _LISTED_EXPERTS = 4
 _UNIVERSAL = re.compile(
     r"(?:(?P<folder>.*)/)?zero/"
@@ -388,12 +389,14 @@ class _Save(Struct, frozen=True):
         experts: One file for each expert.
         layers: One file for each layer of a pipeline.
         layouts: How parameters are cut into slices of tensor parallelism, by name; else None.
+        stacked: How the experts of a layer, which AutoEP makes one parameter, are cut, by name.
     """
 
     slices: Sequence[_Slice]
     experts: Sequence[ZeroFile]
     layers: Sequence[ZeroFile]
     layouts: Mapping[str, Layout] | None
+    stacked: Mapping[str, Layout]
 
     @classmethod
     def open(
@@ -412,13 +415,16 @@ class _Save(Struct, frozen=True):
             if ranks and not groups:
                 groups = _infer_groups(models[0].content, ranks, layers)
             slices.append(_Slice(models, ranks, groups))
-        _check_experts(slices[0].content, files.experts)
         _check_same_run([model for each in slices for model in each.models])
         is_pipeline = _check_model_parallelism(slices, files, needs_layers=not is_universal)
+        stacked = _find_stacked(slices)
+        if experts or not (stacked and slices[0].is_partitioned):  # their parts are of ranks
+            _check_experts(slices[0].content, files.experts)
+        has_experts = bool(experts or stacked)
         for each in slices:
-            _check_ranks_of(each, has_experts=bool(experts), has_states=not is_universal)
+            _check_ranks_of(each, has_experts=has_experts, has_states=not is_universal)
         layouts = None if is_pipeline or len(slices) == 1 else _find_layouts(slices)
-        return cls(slices, experts, layers, layouts)
+        return cls(slices, experts, layers, layouts, stacked)
 
     @property
     def content(self) -> PickledDict:
@@ -445,7 +451,22 @@ class _Save(Struct, frozen=True):
             if not all(isinstance(name, str) for pair in pairs.items() for name in pair):
                 raise each.content.error("'shared_params' names something that is not a text")
             shared |= pairs
+        if self.stacked and self.is_partitioned:
+            shared |= _find_routers(self.slices[0])
         return shared
+
+
+def _find_routers(each: _Slice) -> Iterator[tuple[str, str]]:
+    """Yields the old names of AutoEP's routers, which files do not note, each with the new one."""
+    module = each.content.inner(_MODULE).values
+    trained = {name for group in each.groups for name in group}
+    for layer in each.content.inner_list("ds_autoep_layers"):
+        prefix = layer.text("module_path") + "."
+        for name in map(str, module):
+            rest = name.removeprefix(prefix).partition(".")[2]
+            router = f"{prefix}router.{rest}"
+            if name.startswith(prefix) and name not in trained and router in trained:
+                yield name, router
 
 
 def _check_model_parallelism(
@@ -465,7 +486,9 @@ def _check_model_parallelism(
     refuse_stale_ranks(
         ((number, kinds["model"][0].path) for number, kinds in files.ranks.items()), count
     )
-    if content.values.get("autoep_layers") or content.values.get("ds_autoep_layers"):
+    if content.values.get("autoep_layers") or (
+        content.values.get("ds_autoep_layers") and count > 1
+    ):
         raise unsupported_part_error(_AUTO_EXPERTS, path)
     wholes = {each.content.values.get(_MODULE) is None for each in slices}
     if len(wholes) > 1 or (files.layers and not wholes == {True}):
@@ -484,6 +507,24 @@ def _check_model_parallelism(
     if files.layers and ((tensor or 1) > 1 or any(file.slice for file in files.layers)):
         raise unsupported_part_error("slices of the layers of a pipeline", files.layers[-1].path)
     return wholes == {True}
+
+
+def _find_stacked(slices: Sequence[_Slice]) -> Mapping[str, Layout]:
+    """Returns how ranks share the experts that AutoEP stacked, as the files of all say alike."""
+    found: dict[str, Layout] | None = None
+    for file in slices[0].models:
+        layouts: dict[str, Layout] = {}
+        for layer in file.content.inner_list("ds_autoep_layers"):
+            layouts |= read_maps(layer.inner("affine_maps"), most=file.archive.most_values)
+            prefix = layer.text("expert_key_prefix")
+            if not any(name.startswith(f"{prefix}.") for name in layouts):
+                raise unsupported_part_error(_AUTO_EXPERTS, file.info.path)
+        if found is not None and found != layouts:
+            raise FormatError(
+                "has other experts than the first rank", where=file.content.where, hint=MIXED_SAVES
+            )
+        found = layouts
+    return found or {}
 
 
 def _find_layouts(slices: Sequence[_Slice]) -> Mapping[str, Layout]:
@@ -525,7 +566,7 @@ def _check_ranks_of(each: _Slice, *, has_experts: bool, has_states: bool) -> Non
     counts: set[int] = set()
     for file in each.ranks:
         state = file.states()
-        if state.values.get("ds_zero_partition_groups"):
+        if state.values.get("ds_zero_partition_groups") and not has_experts:
             raise unsupported_part_error("expert groups", file.info.path)
         value = state.values.get("partition_count")  # each group may have its own
         own: Sequence[Any] = value if isinstance(value, (list, tuple)) else [value]
@@ -622,13 +663,15 @@ class _ExpertGroups(Struct, frozen=True):
     `use_data_before_expert_parallelism`.
     """
 
+    groups: Sequence[Mapping[str, Shape]]  # the shapes of what the first rank trains
     sizes: Sequence[int]  # of the groups, for each vector; 1 where it has no experts
     is_data_first: bool
     world_size: int
     own: Mapping[str, int]  # how many experts of a layer a rank has, by the layer's prefix
+    stacked: Mapping[str, Layout]  # how the ranks of a group share what AutoEP stacked
 
     @classmethod
-    def of(cls, each: _Slice) -> _ExpertGroups:
+    def of(cls, each: _Slice, stacked: Mapping[str, Layout]) -> _ExpertGroups:
         sizes = []
         own: dict[str, int] = {}
         world_size = len(each.ranks)
@@ -639,8 +682,13 @@ class _ExpertGroups(Struct, frozen=True):
                 own[match[1]] = max(own.get(match[1], 0), int(match[2]) + 1)
             counts = each.ranks[0].states().values.get("partition_count")
             count = counts[number] if isinstance(counts, list) and number < len(counts) else None
-            if not experts:
+            shared = {len(stacked[name].slices) for name in group if name in stacked}
+            if not experts and (not shared or each.is_partitioned):
                 sizes.append(1)
+            elif shared and world_size != (count or 0) * max(shared):
+                raise each.content.error("has experts in a vector of another group of ranks")
+            elif shared:
+                sizes.append(max(shared))
             elif len(experts) < len(group) or not count or world_size % count:
                 raise each.content.error("has experts in a vector of no group of ranks")
             else:
@@ -649,7 +697,16 @@ class _ExpertGroups(Struct, frozen=True):
         is_data_first = isinstance(settings, dict) and bool(
             settings.get("use_data_before_expert_parallelism")
         )
-        return cls(sizes, is_data_first, world_size, own)
+        return cls(each.groups, sizes, is_data_first, world_size, own, stacked)
+
+    def find(self, position: int, mapping: PickledDict) -> int:
+        """Returns which vector of the first rank has the parameters of a rank's vector.
+
+        DeepSpeed goes through names of groups in the order of a set, which ranks may disagree on.
+        """
+        order = (position, *range(len(self.groups)))
+        fitting = (n for n in order if all(name in self.groups[n] for name in mapping.values))
+        return next(fitting, position)
 
     def name(self, name: str, number: int) -> str:
         """Returns the name of an expert in the model, by that in the files of a rank."""
@@ -659,16 +716,36 @@ class _ExpertGroups(Struct, frozen=True):
         expert = number * self.own[match[1]] + int(match[2])
         return f"{match[1]}.{expert}.{match[3]}"
 
-    def number(self, rank: int, group: int) -> int:
-        """Returns which of the groups' ranks a rank is."""
-        size = self.sizes[group]
+    def number(self, rank: int, size: int) -> int:
+        """Returns which rank of its group a rank is, if groups have a size."""
         return rank // (self.world_size // size) if self.is_data_first else rank % size
+
+    def part(self, name: str, rank: int) -> tuple[int, int, int]:
+        """Returns whose slice of a parameter a rank has a part of, which part, and of how many."""
+        size = len(self.stacked[name].slices) if name in self.stacked else 1
+        count = max(1, self.world_size // size)
+        return self.number(rank, size), rank % count if self.is_data_first else rank // size, count
+
+    def join(
+        self, name: str, shape: Shape, parts: Mapping[int, Sequence[VectorSlice]]
+    ) -> FlatParameter:
+        """Returns a parameter of the slices that each rank of a group has of it."""
+        layout = self.stacked.get(name)
+        if layout is None:
+            return _join_slices(name, shape, parts.get(0, ()))
+        slices: list[VectorSlice] = []
+        dtype = BY_NAME["float32"]
+        for number, own in enumerate(layout.slices):
+            joined = _join_slices(name, own, parts.get(number, ()))
+            slices += [replace(part, slice=number) for part in joined.slices]
+            dtype = joined.dtype
+        return FlatParameter(layout.shape, dtype, tuple(slices), layout)
 
     def whole(self, groups: Sequence[Mapping[str, Shape]]) -> list[dict[str, Shape]]:
         """Returns the shapes of what all ranks train, for each vector."""
         return [
             {
-                self.name(name, number): shape
+                self.name(name, number): self.stacked[name].shape if name in self.stacked else shape
                 for number in range(self.sizes[position])
                 for name, shape in group.items()
             }
@@ -680,7 +757,7 @@ def _find_sliced(
     groups: Sequence[Mapping[str, Shape]], ranks: Sequence[ZeroFile], experts: _ExpertGroups
 ) -> dict[str, FlatParameter]:
     """Finds the master copies of parameters in the vectors of stages 1 and 2."""
-    slices: dict[str, list[VectorSlice]] = {name: [] for group in groups for name in group}
+    slices: dict[str, dict[int, list[VectorSlice]]] = {n: {} for group in groups for n in group}
     for rank, file in enumerate(ranks):
         state = file.states()
         vectors = state.vectors(_FLAT_SLICES)
@@ -697,8 +774,9 @@ def _find_sliced(
                 f"has {len(vectors)} vectors and slices for {len(mappings)} groups of parameters,"
                 f" where the weights have {len(groups)}"
             )
-        for group, (vector, mapping) in enumerate(zip(vectors, mappings, strict=True)):
-            number = experts.number(rank, group)
+        for position, (vector, mapping) in enumerate(zip(vectors, mappings, strict=True)):
+            group = experts.find(position, mapping)
+            number = experts.number(rank, experts.sizes[group])
             for own_name in mapping.values:
                 if not isinstance(own_name, str):
                     raise mapping.error("names a parameter by something that is not a text")
@@ -713,30 +791,32 @@ def _find_sliced(
                     raise mapping.error(
                         f"has a slice of {quote(name)}, and that group has no shape of it"
                     )
-                start = slices[name][-1].start + slices[name][-1].count if slices[name] else 0
-                slices[name].append(file.slice(vector, group, first, start, count))
+                held = slices[name].setdefault(number if name in experts.stacked else 0, [])
+                start = held[-1].start + held[-1].count if held else 0
+                held.append(file.slice(vector, position, first, start, count))
     with errors_at(ranks[0].states().where):
         return {
-            name: _join_slices(name, shape, slices[name])
+            name: experts.join(name, shape, slices[name])
             for group in groups
             for name, shape in group.items()
         }
 
 
 def _find_partitioned(
-    groups: Sequence[Mapping[str, Shape]], ranks: Sequence[ZeroFile]
+    groups: Sequence[Mapping[str, Shape]], ranks: Sequence[ZeroFile], experts: _ExpertGroups
 ) -> dict[str, FlatParameter]:
     """Finds the master copies of parameters in the vectors of stage 3."""
     shapes = {name: shape for group in groups for name, shape in group.items()}
-    slices: dict[str, list[VectorSlice]] = {name: [] for name in shapes}
+    slices: dict[str, dict[int, list[VectorSlice]]] = {name: {} for name in shapes}
     for rank, file in enumerate(ranks):
         state = file.states()
         vectors = state.vectors(_FLAT)
         sizes = [vector.shape[0] for vector in vectors]
         group = first = 0  # the next element
         for name, shape in shapes.items():
+            number, own, parts = experts.part(name, rank)
             elements = math.prod(shape)
-            part = -(-elements // len(ranks))
+            part = -(-elements // parts)
             while part and group < len(sizes) and first == sizes[group]:
                 group, first = group + 1, 0
             if group == len(sizes):
@@ -746,10 +826,14 @@ def _find_partitioned(
                     f"{_FLAT!r} has {sizes[group] - first:,} elements where the part of"
                     f" {quote(name)} has {part:,}: sizes do not add up"
                 )
-            start = rank * part
+            start = own * part
             count = max(0, min(part, elements - start))
+            of_vectors = state.inner_list("ds_zero_partition_groups")[group : group + 1]
+            if of_vectors and of_vectors[0].count("partition_rank") != own:
+                raise of_vectors[0].error(f"says that {quote(name)} is shared by other ranks")
             if count:
-                slices[name].append(file.slice(vectors[group], group, first, start, count))
+                held = slices[name].setdefault(number, [])
+                held.append(file.slice(vectors[group], group, first, start, count))
             first += part
         left = sum(sizes[group:]) - first
         if left:
@@ -757,7 +841,7 @@ def _find_partitioned(
                 f"{_FLAT!r} has {left:,} elements more than its parameters: sizes do not add up"
             )
     with errors_at(ranks[0].states().where):
-        return {name: _join_slices(name, shape, slices[name]) for name, shape in shapes.items()}
+        return {name: experts.join(name, shape, slices[name]) for name, shape in shapes.items()}
 
 
 def _find_frozen(models: Sequence[ZeroFile]) -> dict[str, FlatParameter]:
@@ -1149,7 +1233,7 @@ def _find_copies(
     problems = {
         names[position]: Problem(
             FormatError.code,
-            names[position],
+            f"{_MODULE}.{names[position]}",
             f"{pairs[position][0][0].path!r} and {pairs[position][1][0].path!r} hold different"
             f" values of {quote(names[position])}, which ranks have as copies: files of two saves"
             " are in one folder, or training let them drift apart",
@@ -1196,22 +1280,51 @@ def _find_live_dtype(content: PickledDict) -> DType:
     return BY_NAME["float32"]
 
 
+def _check_names(save: _Save, stored: Collection[str], masters: Collection[str]) -> None:
+    """Refuses parameters that are trained and in no file, and master copies of others."""
+    content, elsewhere = save.content, save.stacked if save.is_partitioned else ()
+    trained = {name for each in save.slices for group in each.groups for name in group}
+    lost = next((n for n in trained.difference(stored) if save.layers), None)
+    if lost is not None:
+        raise MissingFileError(
+            f"the file of the layer with {quote(lost)} ('layer_{lost.partition('.')[0]:0>2}-…') is"
+            " not there",
+            where=content.where,
+            hint=COPY_BACK,
+        )
+    for name in masters:
+        if name not in stored and name not in elsewhere and (stored or not save.is_rounded):
+            raise content.error(f"holds a master copy of {quote(name)} but not the parameter")
+    for name in trained:
+        held = stored or masters
+        if name not in held and name not in elsewhere and not _EXPERT.fullmatch(name):
+            raise content.error(f"trains {quote(name)}, which is in no file")
+
+
+def _add_experts(
+    table: ArchiveTable, save: _Save, stored: dict[str, list[tuple[ZeroFile, TensorRef]]]
+) -> Mapping[str, list[Chunk]]:
+    """Adds the tensors of experts; returns the chunks of those that several files make up."""
+    layers: dict[int, dict[str, Shape]] = {}
+    stacks: dict[str, list[Chunk]] = defaultdict(list)
+    for file in save.experts:
+        if not save.stacked:
+            tensors = _find_expert(file, stored, layers)
+            stored |= {name: [(file, tensor)] for name, tensor in tensors.items()}
+        for name, tensor, chunk in _place_expert(table, file, save.stacked) if save.stacked else ():
+            stacks[name].append(chunk)
+            if stored.setdefault(name, [(file, tensor)])[0][1].dtype != tensor.dtype:
+                raise file.content.error(f"holds {quote(name)} in another element type")
+    return stacks
+
+
 def _read_weights(
     table: ArchiveTable, source: Source, save: _Save, masters: Mapping[str, FlatParameter]
 ) -> _Weights:
     content, shared = save.content, save.shared()
     stored, values = _collect_tensors(save)
-    layers: dict[int, dict[str, Shape]] = {}
-    for file in save.experts:
-        tensors = _find_expert(file, stored, layers)
-        stored |= {name: [(file, tensor)] for name, tensor in tensors.items()}
-    for name in masters:
-        if name not in stored and (stored or not save.is_rounded):
-            raise content.error(f"holds a master copy of {quote(name)} but not the parameter")
-    groups = [group for each in save.slices for group in each.groups]
-    for name in (name for group in groups for name in group):
-        if name not in (stored or masters) and not _EXPERT.fullmatch(name):
-            raise content.error(f"trains {quote(name)}, which is in no file")
+    stacks = _add_experts(table, save, stored)
+    _check_names(save, stored, masters)
     # What stage 3 partitions is stored here as an empty tensor; its ranks have the parts.
     frozen: Mapping[str, FlatParameter] = {}
     if save.is_partitioned:
@@ -1221,6 +1334,8 @@ def _read_weights(
     notes: list[str] = []
     warnings: list[str] = []
     live_dtypes: dict[str, DType] = {name: held[0][1].dtype for name, held in stored.items()}
+    for name in save.stacked if save.is_partitioned else ():
+        live_dtypes.setdefault(name, _find_live_dtype(content))
     if save.is_rounded and not stored:
         live_dtypes = dict.fromkeys(masters, _find_live_dtype(content))
         warnings.append(
@@ -1243,6 +1358,8 @@ def _read_weights(
                 f"weight {quote(name)} is empty here, and no rank has a part of it",
                 where=content.where,
             )
+        elif name in stacks:
+            shape, chunks = save.stacked[name].shape, stacks[name]
         else:
             layout = save.layouts.get(owner) if save.layouts else None
             shape, chunks = _place_tensors(table, name, stored[name], layout)
@@ -1284,6 +1401,29 @@ def _read_weights(
 
 
 _EXPERT = re.compile(r"(.*\.deepspeed_moe\.experts\.deepspeed_experts)\.(\d{1,7})\.(.+)")
+
+
+def _place_expert(
+    table: ArchiveTable, file: ZeroFile, stacked: Mapping[str, Layout]
+) -> Iterator[tuple[str, TensorRef, Chunk]]:
+    """Yields what a file has of experts that are one parameter: its name, and the place in it."""
+    _, number = file.info.expert or (0, 0)
+    for key, tensor in file.content.values.items():
+        name, _, expert = str(key).rpartition(".")
+        layout = stacked.get(name)
+        if (
+            layout is None
+            or expert != str(number)
+            or not isinstance(tensor, TensorRef)
+            or tensor.shape != layout.shape[1:]
+            or number >= layout.shape[0]
+        ):
+            raise file.content.error(
+                f"holds {quote(str(key))}, which is no tensor of expert {number}"
+            )
+        place = Box((number, *(0 for _ in tensor.shape)), (1, *tensor.shape))
+        view = replace(tensor, strides=(math.prod(tensor.shape), *tensor.strides))
+        yield name, tensor, table.chunk(file.archive, view, None, place)
 
 
 def _find_expert(
@@ -1536,10 +1676,10 @@ class ZeroReader(FormatReader):
             groups = each.groups
             if not each.ranks:
                 continue
+            experts = _ExpertGroups.of(each, save.stacked)
             if each.is_partitioned:
-                found.append(_find_partitioned(groups, each.ranks))
+                found.append(_find_partitioned(groups, each.ranks, experts))
             else:
-                experts = _ExpertGroups.of(each)
                 groups = experts.whole(groups)
                 found.append(_find_sliced(groups, each.ranks, experts))
             states = [_find_rank_states(file.archive, file.states()) for file in each.ranks]
