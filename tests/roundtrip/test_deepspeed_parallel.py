@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -101,6 +103,8 @@ def test_a_universal_pipeline_has_what_is_trained_and_says_what_it_lacks(tmp_pat
 def test_ranks_slices_and_stages_are_listed() -> None:
     found = ckptkit.inspect(FIXTURES / "autotp_zero1" / "checkpoint")
     assert (found.format, found.world_size, found.step) == ("zero", 4, 2)
+    notes = ckptkit.inspect(FIXTURES / "pipeline_zero1" / "checkpoint").notes
+    assert any("no file of layer 2 of the pipeline" in note for note in notes)
 
 
 def test_a_layer_that_stages_share_is_one_tensor_if_both_wrote_it(tmp_path: Path) -> None:
@@ -306,6 +310,18 @@ def test_patterns_that_leave_open_what_is_cut_are_refused() -> None:
     with pytest.raises(UnsupportedError, match=r"nothing shows how .* is cut") as caught:
         ckptkit.inspect(FIXTURES / "autotp_deepspeed_0_18" / "checkpoint")
     assert "save it again" in caught.value.hint
+
+
+@pytest.mark.slow
+def test_what_is_refused_for_its_patterns_is_read_once_saved_again(tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    case = FIXTURES / "autotp_deepspeed_0_18"
+    program = Path(__file__).with_name("deepspeed_again.py")
+    ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    folders = map(str, (case / "base", case / "checkpoint", tmp_path / "again"))
+    subprocess.run([*ranks, str(program), *folders], check=True, timeout=300)
+    again = written(tmp_path / "again", tmp_path / "out")
+    assert again == truth_of("autotp_deepspeed_0_18", "truth")
 
 
 def _only_patterns(info: dict[str, Any], **more: Any) -> None:

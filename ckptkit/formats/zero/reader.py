@@ -116,7 +116,7 @@ _NOT_MODELLED = {
     "layers of a pipeline with an axis of its own": re.compile(r"layer_\d+-.*model_states\.pt"),
 }
 _AUTO_EXPERTS = "experts of AutoEP, of its first form or beside slices of tensor parallelism"
-_LISTED_EXPERTS = 4
+_LISTED = 4
 _UNIVERSAL = re.compile(
     r"(?:(?P<folder>.*)/)?zero/"
     r"(?:(?P<parameter>[^/]+)/(?P<kind>fp32|exp_avg|exp_avg_sq|step)|optimizer_state)\.pt"
@@ -274,14 +274,14 @@ def _check_experts(model: PickledDict, experts: Sequence[TagFile]) -> None:
         )
     # A hostile file may claim any number of experts, so that no list of them is made.
     expected = ((layer, n) for layer, count in enumerate(counts) for n in range(count))
-    some = islice(expected, len(there) + _LISTED_EXPERTS)
+    some = islice(expected, len(there) + _LISTED)
     absent = [place for place in some if place not in there]
     if absent:
         names = (f"expert {expert} of layer {layer}" for layer, expert in absent)
         count = sum(counts)
         raise MissingFileError(
             f"{len(there):,} of the files of {count:,} experts are there; missing are"
-            f" {join_first(names, count - len(there), _LISTED_EXPERTS)}",
+            f" {join_first(names, count - len(there), _LISTED)}",
             hint="copy 'layer_L_expert_E_mp_rank_00_model_states.pt' of every rank's node beside"
             " them; layers with experts are counted from 0",
         )
@@ -1283,8 +1283,8 @@ def _find_live_dtype(content: PickledDict) -> DType:
 def _check_names(save: _Save, stored: Collection[str], masters: Collection[str]) -> None:
     """Refuses parameters that are trained and in no file, and master copies of others."""
     content, elsewhere = save.content, save.stacked if save.is_partitioned else ()
-    trained = {name for each in save.slices for group in each.groups for name in group}
-    lost = next((n for n in trained.difference(stored) if save.layers), None)
+    trained = [name for each in save.slices for group in each.groups for name in group]
+    lost = next((name for name in trained if save.layers and name not in stored), None)
     if lost is not None:
         raise MissingFileError(
             f"the file of the layer with {quote(lost)} ('layer_{lost.partition('.')[0]:0>2}-…') is"
@@ -1333,6 +1333,14 @@ def _read_weights(
     partitioned = {**masters, **frozen} if save.is_rounded else {}
     notes: list[str] = []
     warnings: list[str] = []
+    if save.layers:
+        numbers = {file.info.layer for file in save.layers}
+        gaps = [*islice((n for n in range(max(numbers)) if n not in numbers), _LISTED)]
+        if gaps:
+            warnings.append(
+                f"there is no file of layer {' and '.join(map(str, gaps))} of the pipeline: it is a"
+                " function, or frozen weights are lost, which nothing shows"
+            )
     live_dtypes: dict[str, DType] = {name: held[0][1].dtype for name, held in stored.items()}
     for name in save.stacked if save.is_partitioned else ():
         live_dtypes.setdefault(name, _find_live_dtype(content))
