@@ -309,19 +309,22 @@ def test_patterns_that_leave_open_what_is_cut_are_refused() -> None:
     """DeepSpeed 0.18 does not write which parameters every rank holds whole."""
     with pytest.raises(UnsupportedError, match=r"nothing shows how .* is cut") as caught:
         ckptkit.inspect(FIXTURES / "autotp_deepspeed_0_18" / "checkpoint")
-    assert "save it again" in caught.value.hint
+    assert "_consolidated_16bit_state_dict()" in caught.value.hint
 
 
 @pytest.mark.slow
-def test_what_is_refused_for_its_patterns_is_read_once_saved_again(tmp_path: Path) -> None:
+def test_what_is_refused_for_lack_of_a_map_is_read_once_gathered(tmp_path: Path) -> None:
+    """The remedy of the message, with the installed release as the one that wrote it."""
     pytest.importorskip("deepspeed")
-    case = FIXTURES / "autotp_deepspeed_0_18"
-    program = Path(__file__).with_name("deepspeed_again.py")
+    source = changed("autotp_zero0", tmp_path, FIRST, _no_map)
+    with pytest.raises(UnsupportedError, match="nothing shows how") as caught:
+        written(source, tmp_path / "out")
+    assert "_consolidated_16bit_state_dict()" in caught.value.hint
+    program = Path(__file__).with_name("deepspeed_gathered.py")
     ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    folders = map(str, (case / "base", case / "checkpoint", tmp_path / "again"))
+    folders = map(str, (FIXTURES / "autotp_zero0" / "base", source, tmp_path / "whole.pt"))
     subprocess.run([*ranks, str(program), *folders], check=True, timeout=300)
-    again = written(tmp_path / "again", tmp_path / "out")
-    assert again == truth_of("autotp_deepspeed_0_18", "truth")
+    assert written(tmp_path / "whole.pt", tmp_path / "out") == truth_of("autotp_zero0", "truth")
 
 
 def _only_patterns(info: dict[str, Any], **more: Any) -> None:

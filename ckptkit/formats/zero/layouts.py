@@ -45,9 +45,10 @@ _GATHER = (
     "load it where it was trained, and save the gathered state dict of the whole model with"
     " `torch.save`"
 )
-_SAVE_AGAIN = (
-    "load it on as many ranks with DeepSpeed 0.19.7 or later and save it again: such a checkpoint"
-    " has the map of its slices"
+_SAVE_WHOLE = (
+    "load it with the DeepSpeed that wrote it, on as many ranks, with"
+    " `engine.load_checkpoint(folder, load_module_only=True)`; then call"
+    " `engine._consolidated_16bit_state_dict()` on all ranks, and `torch.save` what rank 0 gets"
 )
 
 
@@ -325,7 +326,7 @@ class _Patterns(Struct, frozen=True):
                 f" {INFO!r} has no map, and DeepSpeed before 0.19.4 does not write which"
                 " parameters every rank holds whole",
                 where=self.info.where,
-                hint=_SAVE_AGAIN,
+                hint=_SAVE_WHOLE,
             )
         entry = self.several.get(pattern)
         axis = 1 if pattern in self.columns else 0
@@ -371,6 +372,6 @@ class _Patterns(Struct, frozen=True):
                 f"nothing shows how the parts of {quote(pattern)} are cut: {_SEVERAL!r} has no"
                 " widths, and equal ones do not fit",
                 where=self.info.where,
-                hint=_SAVE_AGAIN,
+                hint=_SAVE_WHOLE,
             )
         return [[size // ranks] * ranks for size in sizes]

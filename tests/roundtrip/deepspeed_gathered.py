@@ -1,6 +1,6 @@
-"""Runs under torchrun: loads an AutoTP checkpoint with the installed DeepSpeed, and saves it again.
+"""Runs under torchrun: loads a model cut by AutoTP, and saves its gathered weights.
 
-    python -m torch.distributed.run --nproc_per_node=2 deepspeed_again.py CONFIG SOURCE TARGET
+python -m torch.distributed.run --nproc_per_node=2 deepspeed_gathered.py CONFIG SOURCE TARGET
 """
 
 from __future__ import annotations
@@ -22,12 +22,9 @@ def main() -> None:
     known.update(dict.fromkeys(known, False))  # else one is compiled, for minutes
     deepspeed.init_distributed(dist_backend="gloo")
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config))
-    model = model.to(torch.bfloat16)
-    wide = [p for p in model.parameters() if p.dim() > 1]
-    narrow = [p for p in model.parameters() if p.dim() <= 1]
     engine, *_ = deepspeed.initialize(
-        model=model,
-        optimizer=torch.optim.AdamW([{"params": wide}, {"params": narrow}]),
+        model=model.to(torch.bfloat16),
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
         config={
             "train_micro_batch_size_per_gpu": 4,
             "zero_optimization": {"stage": 1},
@@ -38,8 +35,10 @@ def main() -> None:
         },
         dist_init_required=False,
     )
-    engine.load_checkpoint(source)
-    engine.save_checkpoint(target)
+    engine.load_checkpoint(source, load_module_only=True)
+    state = engine._consolidated_16bit_state_dict()
+    if dist.get_rank() == 0:
+        torch.save(state, target)
     dist.destroy_process_group()
 
 
