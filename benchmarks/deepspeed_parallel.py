@@ -5,9 +5,9 @@ Usage: python benchmarks/deepspeed_parallel.py autotp|experts [--gigabytes 0.3] 
 
 Two ranks saved the checkpoint, with ZeRO-1 and Adam's states. `cp` copies the files of weights
 alone. DeepSpeed's own way is `ds_to_universal.py`, the only one of its tools that puts slices of
-tensor parallelism together; it takes the optimizer's states along, and ends with an error on the
-experts of two ranks, which no tool of DeepSpeed 0.19.8 puts together. PYTHON is an interpreter of an environment with DeepSpeed. How it is measured stands in
-README.md.
+tensor parallelism together; it takes the optimizer's states along. None of 0.19.8 puts the experts
+of two ranks together. PYTHON is an interpreter of an environment with DeepSpeed. How it is measured
+stands in README.md.
 """
 
 from __future__ import annotations
