@@ -246,9 +246,22 @@ def _other_slices(document: dict[str, Any]) -> None:
     document["checkpoint_parallel_dimensions"] = {"pp_degree": 1, "tp_degree": 3}
 
 
+def _other_trainer(document: dict[str, Any]) -> None:
+    _no_map(document)
+    del document["ds_config"]["tensor_parallel"]
+
+
+def _no_settings(document: dict[str, Any]) -> None:
+    document["ds_config"] = "settings.json"
+
+
 SLICE, FIRST = "mp_rank_01_model_states.pt", "mp_rank_00_model_states.pt"
 WRONG_FILES: dict[str, tuple[str, str, Change, type[CkptkitError], str]] = {
     "no map": ("autotp_zero1", SLICE, _no_map, UnsupportedError, "nothing shows how"),
+    "no map of others": (
+        *("autotp_zero1", FIRST, _other_trainer),
+        *(UnsupportedError, r"nothing shows how [^;]*$|nothing shows how [^;]*\n"),
+    ),
     "another map": ("autotp_zero1", SLICE, _other_map, FormatError, "another map of '.*q_proj"),
     "another step": ("autotp_zero1", SLICE, _other_step, FormatError, "several 'global_steps'"),
     "other slices": ("autotp_zero1", FIRST, _other_slices, FormatError, "2 model-parallel ranks"),
@@ -271,6 +284,22 @@ def test_files_of_ranks_that_do_not_belong_together_are_refused(what: str, tmp_p
         written(source, tmp_path / "out")
     assert "damaged" not in str(caught.value) or what in {"experts of a rank", "other slices"}
     assert not (tmp_path / "out").exists()
+
+
+def test_states_of_experts_are_left_out_where_nothing_shows_whose_they_are(tmp_path: Path) -> None:
+    """DeepSpeed before 0.18.9 keeps the path of its settings where it was given one."""
+    source = changed("experts_zero1", tmp_path, FIRST, _no_settings)
+    assert written(source, tmp_path / "out") == truth_of("experts_zero1", "truth")
+    assert any(
+        "nothing shows which ranks share experts" in n for n in ckptkit.inspect(source).notes
+    )
+    with pytest.raises(CkptkitError, match="optimizer"):
+        ckptkit.convert(source, tmp_path / "states", to="torch", optimizer=True)
+    alone = changed("experts_zero2_float16", tmp_path / "one group", FIRST, _no_settings)
+    ckptkit.convert(alone, tmp_path / "all", to="torch", names="live", optimizer=True)
+    path = tmp_path / "all" / "optimizer.bin"
+    optimizer = torch.load(path, weights_only=True)  # noqa: TID251 - the oracle
+    assert images(states_in(optimizer)) == truth_of("experts_zero2_float16", "truth_optimizer")
 
 
 def test_copies_that_differ_are_named(tmp_path: Path) -> None:

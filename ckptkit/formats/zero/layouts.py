@@ -52,6 +52,9 @@ _SAVE_WHOLE = (
 )
 
 
+_MOST_PARTS = 64  # of a fused parameter
+
+
 class Piece(Struct, frozen=True):
     """A block of a parameter that a rank has."""
 
@@ -228,11 +231,13 @@ def _read_map(entry: PickledDict, most: int) -> tuple[Layout, int]:
     for rank in ranks.values:
         held = ranks.inner(rank)
         own = _sizes(held, "shard_shape")
+        listed = held.inner_list("pieces") if len(held.sequence("pieces")) <= most else []
         count += len(held.sequence("pieces"))
+        count += sum(len(piece.sequence("locations")) for piece in listed)
         if count > most:
             raise LimitError("a map has more pieces than its file can hold", where=held.where)
         slices.append(own)
-        pieces.append(tuple(_read_piece(piece, shape, own) for piece in held.inner_list("pieces")))
+        pieces.append(tuple(_read_piece(piece, shape, own) for piece in listed))
     layout = Layout(shape, (*slices,), (*pieces,))
     try:
         layout.check()
@@ -295,6 +300,7 @@ class _Patterns(Struct, frozen=True):
     """What the patterns of a save say of its parameters."""
 
     info: PickledDict
+    is_automatic: bool  # whether AutoTP cut the model, or what trained it did
     are_complete: bool
     whole: frozenset[str]
     columns: frozenset[str]
@@ -303,11 +309,13 @@ class _Patterns(Struct, frozen=True):
     @classmethod
     def read(cls, content: PickledDict, info: PickledDict) -> _Patterns:
         release = re.match(r"(\d{1,4})\.(\d{1,4})\.(\d{1,4})", content.text("ds_version"))
+        settings = content.values.get("ds_config")
         several: dict[str, PickledDict] = {}
         for entry in info.inner_list(_SEVERAL):
             several |= {str(pattern): entry for pattern in entry.sequence("patterns")}
         return cls(
             info,
+            isinstance(settings, dict) and "tensor_parallel" in settings,
             bool(info.values)
             and release is not None
             and (*map(int, release.groups()),) >= _COMPLETE,
@@ -321,12 +329,16 @@ class _Patterns(Struct, frozen=True):
         if pattern in self.whole and len({*slices}) == 1:
             return Layout.whole(slices[0], len(slices))
         if not self.are_complete:
+            why = (
+                "; DeepSpeed before 0.19.4 does not write which parameters every rank holds whole"
+                if self.is_automatic
+                else ""
+            )
             raise UnsupportedError(
                 f"nothing shows how {quote(name)} is cut into slices of tensor parallelism:"
-                f" {INFO!r} has no map, and DeepSpeed before 0.19.4 does not write which"
-                " parameters every rank holds whole",
+                f" {INFO!r} has no map of it{why}",
                 where=self.info.where,
-                hint=_SAVE_WHOLE,
+                hint=_SAVE_WHOLE if self.is_automatic else _GATHER,
             )
         entry = self.several.get(pattern)
         axis = 1 if pattern in self.columns else 0
@@ -361,8 +373,8 @@ class _Patterns(Struct, frozen=True):
         spec: Any = entry.sequence("shape")[axis : axis + 1]
         total, ranks = sum(held), len(held)
         sizes = spec[0] if spec else None
-        if is_count(sizes) and sizes and total % sizes == 0:
-            sizes = [total // sizes] * sizes if sizes <= total else None
+        if is_count(sizes, _MOST_PARTS) and sizes and total % sizes == 0:
+            sizes = [total // sizes] * sizes
         if (
             not isinstance(sizes, (list, tuple))
             or not all(is_count(size) and size % ranks == 0 for size in sizes)

@@ -670,6 +670,10 @@ class _ExpertGroups(Struct, frozen=True):
     own: Mapping[str, int]  # how many experts of a layer a rank has, by the layer's prefix
     stacked: Mapping[str, Layout]  # how the ranks of a group share what AutoEP stacked
 
+    @property
+    def is_ambiguous(self) -> bool:
+        return bool({*self.sizes} - {1, self.world_size})
+
     @classmethod
     def of(cls, each: _Slice, stacked: Mapping[str, Layout]) -> _ExpertGroups:
         sizes = []
@@ -1167,14 +1171,16 @@ def _name_layers(save: _Save) -> list[str]:
             loose[position] = {n: v.shape for n, v in values if isinstance(v, TensorRef)}
     for prefix, shapes in tied.items():
         fitting = [n for n, held in loose.items() if shapes.items() <= held.items()]
-        rivals = [p for p, other in tied.items() if p != prefix and other.items() >= shapes.items()]
         if not fitting:
             raise MissingFileError(
                 f"no file has the layer that is called {quote(prefix[:-1])}",
                 where=save.content.where,
                 hint=COPY_BACK,
             )
-        if len(fitting) > 1 and (rivals or not _are_copies(save, fitting)):
+        if len(fitting) > 1 and (
+            any(p != prefix and other.items() >= shapes.items() for p, other in tied.items())
+            or not _are_copies(save, fitting)
+        ):
             names = (posixpath.basename(save.layers[n].info.path) for n in fitting)
             raise UnsupportedError(
                 f"nothing shows which of {' and '.join(map(repr, names))} is the layer that is"
@@ -1273,7 +1279,8 @@ def _place_tensors(
 
 def _find_live_dtype(content: PickledDict) -> DType:
     """Returns the element type of the weights in training, by the run's settings."""
-    settings = content.inner("ds_config")
+    known = content.values.get("ds_config")
+    settings = PickledDict(known if isinstance(known, dict) else {}, content.where)
     for key, name in (("bf16", "bfloat16"), ("bfloat16", "bfloat16"), ("fp16", "float16")):
         if settings.inner(key).values.get("enabled"):
             return BY_NAME[name]
@@ -1680,11 +1687,19 @@ class ZeroReader(FormatReader):
         found: list[Mapping[str, FlatParameter]] = []
         of_ranks: list[tuple[int, RankStates]] = []
         of_stages: list[tuple[RankStates, Sequence[Mapping[str, Shape]]]] = []
+        unread: list[str] = []
         for stage, each in enumerate(save.slices):
             groups = each.groups
             if not each.ranks:
                 continue
             experts = _ExpertGroups.of(each, save.stacked)
+            has_settings = isinstance(each.content.values.get("ds_config"), dict)
+            if experts.is_ambiguous and not has_settings:  # but the path of a file
+                unread.append(
+                    "nothing shows which ranks share experts, as the run's settings are not in its"
+                    " files: optimizer states and master copies are left out"
+                )
+                continue
             if each.is_partitioned:
                 found.append(_find_partitioned(groups, each.ranks, experts))
             else:
@@ -1701,13 +1716,13 @@ class ZeroReader(FormatReader):
         weights = _read_weights(table, source, save, masters)
         entries, values, notes = _collect_states(table, of_ranks, masters, weights.names)
         of_groups, more = _join_group_values(of_stages if save.layers else of_stages[:1], weights)
-        notes = [*notes, *more]
+        notes = [*notes, *more, *unread]
         if not found and any(each.content.values.get("optimizer") for each in save.slices):
             notes.append(
                 "without ZeRO, DeepSpeed keeps optimizer states and master copies by number:"
                 " nothing proves which parameter has which, and they are left out"
             )
-        elif not found:
+        elif not found and not unread:
             notes.append("there are no optimizer states, and so no master copies")
         if save.layers and not any(each.groups for each in save.slices):
             notes.append(
