@@ -35,7 +35,7 @@ AUTOTP = (
 EXPERTS = (
     *("experts_zero1", "experts_zero1_bf16_optimizer", "experts_zero1_one_rank"),
     *("experts_zero2_data_first", "experts_zero2_float16", "experts_zero2_pyramid"),
-    *("autoep_zero1", "autoep_zero3"),
+    *("autoep_zero1", "autoep_zero3", "autoep_universal_zero1", "autoep_universal_zero3"),
 )
 PIPELINES = (
     *("pipeline_zero0", "pipeline_zero1", "pipeline_zero1_tied", "pipeline_zero1_four"),

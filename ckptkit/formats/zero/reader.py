@@ -418,7 +418,8 @@ class _Save(Struct, frozen=True):
         _check_same_run([model for each in slices for model in each.models])
         is_pipeline = _check_model_parallelism(slices, files, needs_layers=not is_universal)
         stacked = _find_stacked(slices)
-        if experts or not (stacked and slices[0].is_partitioned):  # their parts are of ranks
+        # In stage 3 ranks have parts of what AutoEP stacked; ds_to_universal.py joins it.
+        if experts or not stacked or not (slices[0].is_partitioned or is_universal):
             _check_experts(slices[0].content, files.experts)
         has_experts = bool(experts or stacked)
         for each in slices:
@@ -437,6 +438,11 @@ class _Save(Struct, frozen=True):
     @property
     def is_pipeline(self) -> bool:
         return self.content.values.get(_MODULE) is None
+
+    @property
+    def elsewhere(self) -> Mapping[str, Layout]:
+        """What AutoEP stacked and no file of weights has."""
+        return {} if self.experts else self.stacked
 
     @property
     def is_rounded(self) -> bool:
@@ -1289,7 +1295,7 @@ def _find_live_dtype(content: PickledDict) -> DType:
 
 def _check_names(save: _Save, stored: Collection[str], masters: Collection[str]) -> None:
     """Refuses parameters that are trained and in no file, and master copies of others."""
-    content, elsewhere = save.content, save.stacked if save.is_partitioned else ()
+    content, elsewhere = save.content, save.elsewhere
     trained = [name for each in save.slices for group in each.groups for name in group]
     lost = next((name for name in trained if save.layers and name not in stored), None)
     if lost is not None:
@@ -1337,7 +1343,9 @@ def _read_weights(
     if save.is_partitioned:
         found = [_find_frozen(each.models) for each in save.slices]
         frozen = _join_ranks(found, save.layouts)
-    partitioned = {**masters, **frozen} if save.is_rounded else {}
+    partitioned = {**masters, **frozen}
+    if not save.is_rounded:
+        partitioned = {name: masters[name] for name in save.elsewhere if name in masters}
     notes: list[str] = []
     warnings: list[str] = []
     if save.layers:
@@ -1349,7 +1357,7 @@ def _read_weights(
                 " function, or frozen weights are lost, which nothing shows"
             )
     live_dtypes: dict[str, DType] = {name: held[0][1].dtype for name, held in stored.items()}
-    for name in save.stacked if save.is_partitioned else ():
+    for name in save.elsewhere:
         live_dtypes.setdefault(name, _find_live_dtype(content))
     if save.is_rounded and not stored:
         live_dtypes = dict.fromkeys(masters, _find_live_dtype(content))
@@ -1407,7 +1415,7 @@ def _read_weights(
             )
             live[entry.key] = replace(
                 entry,
-                rounded_from=master.dtype if save.is_rounded else None,
+                rounded_from=master.dtype if shared.get(name, name) in partitioned else None,
                 master=Master(key, master.dtype),
             )
     names = {name: entry.name for name, entry in zip(live_dtypes, live.values(), strict=True)}
@@ -1553,12 +1561,13 @@ class _UniversalFiles(Struct):
                 "files of weights and files of parameters are of different stages",
                 hint="take away the files of one of the two checkpoints",
             )
+        whole = {**(save.layouts or {}), **save.stacked}
         groups: list[dict[str, Shape]] = []
         for each in save.slices[:1] if save.layouts else save.slices:
             for number, group in enumerate(each.groups):
                 groups += [{}] * (number + 1 - len(groups))
                 groups[number] = groups[number] | {
-                    name: save.layouts[name].shape if save.layouts else shape
+                    name: whole[name].shape if name in whole else shape
                     for name, shape in group.items()
                 }
         return cls(save, groups, files, common)
