@@ -72,6 +72,11 @@ PROFILES = (
         weights=(r"pytorch_model_fsdp_\d+", r"pytorch_model(_\d+)?"),  # the latter for DeepSpeed
     ),
     Profile(
+        "DeepSpeed",
+        "deepspeed/runtime/engine.py (`save_checkpoint`), DeepSpeed 0.14 to 0.19",
+        ("zero1_adam", "autotp_zero1", "experts_zero1", "pipeline_zero1"),
+    ),
+    Profile(
         "Megatron-Bridge",
         "megatron/bridge/training/checkpointing.py, Megatron-Bridge 0.5",
         mark="run_config.yaml",

@@ -147,6 +147,15 @@ ZERO = (
     _zero("zero3_bf16", step=2),
     _zero("zero1_adam", step=2, options=_WITH_OPTIMIZER),
     _zero("zero3_adam", step=2, options=_WITH_OPTIMIZER),
+    _zero("autotp_zero1", step=2, options=_WITH_OPTIMIZER),
+    _zero("experts_zero1", step=2, options=_WITH_OPTIMIZER),
+    FaultCase(
+        "pipeline_zero1_tied",
+        options=_WITH_OPTIMIZER,
+        ranks=("*optim_states.pt", "*mp_rank_0?_model_states.pt", "*layer_0[0145]*"),
+        advisory={"*layer_03*": "nothing names a layer that is not trained"},
+        archives=("*_states.pt",),
+    ),
     _universal("universal_small_zero1"),
     _universal("universal_small_zero3"),
 )

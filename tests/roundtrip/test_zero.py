@@ -290,11 +290,11 @@ WRONG: dict[str, tuple[int, str, Change, type[CkptkitError], str]] = {
     ),
     "tensor parallel": (
         *(2, WEIGHTS, lambda d: d.update(mp_world_size=2)),
-        *(UnsupportedError, "slices of a model-parallel run"),
+        *(MissingFileError, "model-parallel weights of rank 1 of 2 are not there"),
     ),
     "pipeline": (
         *(2, WEIGHTS, lambda d: d.update(module=None)),
-        *(UnsupportedError, "the layers of a pipeline"),
+        *(MissingFileError, "the layers of the pipeline"),
     ),
     "experts": (
         *(2, WEIGHTS, lambda d: d.update(num_experts=[4])),
@@ -330,11 +330,12 @@ def test_files_that_contradict_each_other_are_refused(what: str, tmp_path: Path)
         ("bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt", FormatError, "of a rank that a run"),
         ("zero_pp_rank_1_mp_rank_00_optim_states.pt", FormatError, "are of two checkpoints"),
         ("zero_pp_rank_0_mp_rank_00_model_states.pt", FormatError, "are of two checkpoints"),
-        ("mp_rank_01_model_states.pt", UnsupportedError, "slices of tensor parallelism"),
+        ("mp_rank_01_model_states.pt", FormatError, "have several 'global_steps'"),
         ("layer_0_expert_1_mp_rank_00_model_states.pt", FormatError, "a model without experts"),
         ("expert_1_mp_rank_00_model_states.pt", UnsupportedError, "experts in files"),
         ("expp_rank_0_mp_rank_00_optim_states.pt", UnsupportedError, "experts in files"),
-        ("layer_01-model_00-model_states.pt", UnsupportedError, "layers of a pipeline"),
+        ("layer_01-model_00-model_states.pt", FormatError, "a module beside layers of a pipeline"),
+        ("layer_01-x_00-model_states.pt", UnsupportedError, "pipeline with an axis of its own"),
         ("zero/a.weight/fp32.pt", FormatError, "beside the files of a universal checkpoint"),
         ("zero/optimizer_state.pt", FormatError, "beside the files of a universal checkpoint"),
     ],
