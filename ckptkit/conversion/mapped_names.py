@@ -253,7 +253,7 @@ def choose_map(
     stated |= text if isinstance(text, dict) else {}
     halved = settings.pop(HYBRID_LAYERS, None)
     if halved is not None:
-        settings["num_hidden_layers"] = halved / 2 if name_map.halves else halved
+        settings["num_hidden_layers"] = (halved + 1) // 2 if name_map.halves else halved
     for key, value in settings.items():
         other = stated.get(key)
         if other is not None and other != value:

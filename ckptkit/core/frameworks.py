@@ -134,7 +134,10 @@ PROFILES = (
     Profile(
         "Megatron-Core",
         "megatron/core/dist_checkpointing, Megatron-Core 0.12 to 0.19",
-        ("megatron_model_llama_tp2_pp2", "megatron_model_gemma3"),
+        (
+            *("megatron_model_llama_tp2_pp2", "megatron_model_gemma3"),
+            *("megatron_hybrid_nemotron_h_pp2", "megatron_mtp_qwen3_next"),
+        ),
         tensors=r"(?:^|\.)decoder\.layers\..*(?:self_attention\.linear_|\.mixer\.in_proj\.)",
         modules=r"^decoder\.layers\.(?:\d+\.)?(?:self_attention|mlp)\.",
     ),

@@ -188,12 +188,12 @@ def _number_halves(
             continue
         first, second = halves
         pattern = "".join(next(iter(kinds.get(n, "?"))) for n in range(max(kinds) + 1))
-        wrong = (n for n, s in enumerate(pattern) if s != (second if n % 2 else first))
+        wrong = [n for n, s in enumerate(pattern) if s != (second if n % 2 else first)]
         if extent != "model":
-            wrong = (n for n in wrong if pattern[n] != "?")
+            wrong = [n for n in wrong if pattern[n] != "?"]
         elif len(pattern) % 2:
-            wrong = iter([*wrong, len(pattern)])
-        if (at := next(wrong, None)) is not None:
+            wrong.append(len(pattern))
+        for at in wrong[:1]:
             there = pattern[at : at + 1].replace("?", "")
             raise CannotPlanError(
                 f"numbers the halves of layers in the pattern {pattern[:_MOST_SHOWN]!r}: {at} is"
@@ -231,7 +231,7 @@ def _take_tensors(
             continue
         number, numbers, position = _find_rule(name_map, name, where, firsts)
         numbers = {
-            capture: layers[capture][n] if n in layers.get(capture, ()) else n
+            capture: n if n is None else layers.get(capture, {}).get(n, n)
             for capture, n in numbers.items()
         }
         rule = name_map.rules[number]
@@ -261,7 +261,7 @@ def _find_rule(
 
     `firsts`: by capture of further layers, the number from which on a layer of the target is one.
     """
-    found = [
+    found: list[tuple[int, Mapping[str, int | None], int]] = [
         (number, numbers, position)
         for number, rule in enumerate(name_map.rules)
         for position, template in enumerate(rule.sources)
@@ -269,15 +269,11 @@ def _find_rule(
     ]
     if name_map.is_inverse:
         shifted = [
-            (
-                rule,
-                {c: n - firsts.get(c, 0) if n is not None else n for c, n in numbers.items()},
-                at,
-            )
+            (rule, {c: None if n is None else n - firsts.get(c, 0) for c, n in numbers.items()}, at)
             for rule, numbers, at in found
         ]
-        shifted = [one for one in shifted if all((n or 0) >= 0 for n in one[1].values())]
-        found = [one for one in shifted if any(firsts.get(c) for c in one[1])] or shifted
+        found = [one for one in shifted if all((n or 0) >= 0 for n in one[1].values())]
+        found = [one for one in found if any(firsts.get(c) for c in one[1])] or found
     if len(found) == 1:
         return found[0]
     if found:
@@ -401,8 +397,8 @@ def _check_counts(
     absent = name_map.further.keys() - captured  # no tensor is of these layers
     for one in taken if is_whole else ():
         rule = one.rule
-        captures = {c for template in rule.sources for c in template.captures}
-        is_absent = not absent.isdisjoint({*captures, rule.with_further})
+        of_rule = {rule.with_further, *(c for t in rule.sources for c in t.captures)}
+        is_absent = not absent.isdisjoint(of_rule)
         is_needed = not rule.is_optional or bool(rule.with_further)
         if not (one.sets or rule.drop or is_absent) and is_needed:
             raise CannotPlanError(
