@@ -436,10 +436,10 @@ def _check_counts(
             _check_numbers(capture, numbers, sizes, where, (), may_lack=may_lack)
     for capture, further in name_map.further.items() if is_whole else ():
         stated, count = sizes.configured(further.count), len(seen.get(capture, ()))
-        if count and stated not in (count, None):
+        if count and further.count and stated != count:
+            says = "is not in" if stated is None else f"is {stated} in"
             raise CannotPlanError(
-                f"has {count} {capture} layers, and {further.count} of the configuration is"
-                f" {stated}",
+                f"has {count} {capture} layers, and {further.count} {says} the configuration",
                 where=f"{where}, map {name_map.name}",
                 hint=f"leave them out with --exclude '{capture}.*', or name the model that was"
                 " trained with --base",

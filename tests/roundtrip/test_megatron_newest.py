@@ -129,11 +129,15 @@ WRONG: dict[str, tuple[Path, dict[str, Any], str]] = {
     ),
     "more layers for further tokens": (
         *(GLM, {"num_nextn_predict_layers": 2}),
-        "has 1 mtp layers, and num_nextn_predict_layers of the configuration is 2",
+        "has 1 mtp layers, and num_nextn_predict_layers is 2 in the configuration",
     ),
     "no layers for further tokens": (
         *(DEEPSEEK, {"num_nextn_predict_layers": 0}),
-        "has 1 mtp layers, and num_nextn_predict_layers of the configuration is 0",
+        "has 1 mtp layers, and num_nextn_predict_layers is 0 in the configuration",
+    ),
+    "layers for further tokens that it does not count": (
+        *(DEEPSEEK, {"num_nextn_predict_layers": None}),
+        "has 1 mtp layers, and num_nextn_predict_layers is not in the configuration",
     ),
     "other heads of keys": (
         *(QWEN, {"linear_num_key_heads": 4}),
@@ -149,11 +153,12 @@ def test_a_configuration_of_another_model_is_refused(what: str, tmp_path: Path) 
     refuse(f"(?s){message}", case / "checkpoint", tmp_path / "out", base=base)
 
 
+@pytest.mark.parametrize("count", [0, None])
 @pytest.mark.parametrize("case", [GLM, DEEPSEEK])
 def test_layers_for_further_tokens_are_left_out_as_the_message_says(
-    case: Path, tmp_path: Path
+    case: Path, count: int | None, tmp_path: Path
 ) -> None:
-    base = base_with(tmp_path / "base", case, num_nextn_predict_layers=0)
+    base = base_with(tmp_path / "base", case, num_nextn_predict_layers=count)
     caught = refuse(
         "leave them out with --exclude 'mtp.*'", case / "checkpoint", tmp_path / "out", base=base
     )
@@ -213,3 +218,26 @@ def test_a_pattern_that_no_model_of_the_family_has_is_refused(tmp_path: Path) ->
     refuse(message, source, tmp_path / "out", base=LLAMA)
     ckptkit.consolidate(source, tmp_path / "kept", map="none")
     assert load_file(tmp_path / "kept/model.safetensors").keys() == moved.keys()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("case", [QWEN, GLM])
+def test_any_family_is_read_with_a_number_for_each_half_of_a_layer(
+    case: Path, tmp_path: Path
+) -> None:
+    def in_halves(name: str) -> str:
+        second = re.search(r"\.(pre_)?mlp", name) is not None
+        name = re.sub(
+            r"^decoder\.layers\.(\d+)",
+            lambda found: f"decoder.layers.{2 * int(found[1]) + second}",
+            name.replace("decoder.final_layernorm", "decoder.final_norm"),
+        )
+        return name.replace(".transformer_layer.", f".mtp_model_layer.layers.{second:d}.")
+
+    tensors = stored_in_dcp(case / "checkpoint/iter_0000007")
+    source = tmp_path / "source"
+    moved = {in_halves(name): tensor for name, tensor in tensors.items()}
+    torch.distributed.checkpoint.save(moved, checkpoint_id=source, no_dist=True)
+    (source / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    ckptkit.consolidate(source, tmp_path / "out", base=case)
+    assert is_truth(tmp_path / "out", case)

@@ -20,7 +20,7 @@ from tests.property.tiles import positions
 FLOAT = dtype_named("float32")
 HEAD = 'name = "own"\nsource = "A"\ntarget = "B"\n'
 SIZES = '[sizes]\nlayer = "layers"\nheads = "heads"\nexpert = "experts"\nhalf = "width / 2"\n'
-CONFIG = {"layers": 2, "heads": 3, "experts": 2, "width": 4, "inner": {"rows": 5}}
+CONFIG = {"layers": 2, "further": 1, "heads": 3, "experts": 2, "width": 4, "inner": {"rows": 5}}
 Arrays = Mapping[str, NDArray[Any]]
 
 
@@ -430,7 +430,7 @@ def test_a_further_layer_without_a_tensor_is_refused(lost: str) -> None:
 def test_another_count_of_further_layers_than_the_configuration_has_is_refused(count: int) -> None:
     arrays = {"a.0.w": X, "a.1.w": X, **MORE}
     specs = {Fqn(name): (FLOAT, array.shape) for name, array in arrays.items()}
-    message = f"has 1 more layers, and further of the configuration is {count}"
+    message = f"has 1 more layers, and further is {count} in the configuration"
     with pytest.raises(CkptkitError, match=message):
         apply_map(made(FURTHER), CONFIG | {"further": count}, specs, where="run")
 
