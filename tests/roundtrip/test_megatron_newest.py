@@ -97,6 +97,24 @@ def test_transformers_computes_what_megatron_core_computed(case: str, tmp_path: 
         assert (logits - of_megatron).abs().max() < 1e-5 * of_megatron.abs().max(), name
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("pattern", ["'*-|*-'", '"*-*-"', "*-*-*-"])
+def test_a_pattern_in_a_run_configuration_counts_the_layers(pattern: str, tmp_path: Path) -> None:
+    tensors = stored_in_dcp(LLAMA / "checkpoint/iter_0000007")
+    source = tmp_path / "iter_0000007"
+    torch.distributed.checkpoint.save(tensors, checkpoint_id=source, no_dist=True)
+    (source / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    text = f"model:\n  hybrid_layer_pattern: {pattern}\n  num_layers: 4\n"
+    (source / "run_config.yaml").write_text(text)
+    out = tmp_path / "out"
+    if pattern == "*-*-*-":
+        message = "num_hidden_layers is 3 in the checkpoint's own settings, 2 in the configuration"
+        refuse(message, source, out, base=LLAMA)
+    else:
+        ckptkit.consolidate(source, out, base=LLAMA)
+        assert is_truth(out, LLAMA)
+
+
 def test_a_common_state_inside_of_the_checkpoint_and_digests_are_read(tmp_path: Path) -> None:
     source = tmp_path / "run"
     shutil.copytree(LLAMA / "checkpoint", source)

@@ -396,6 +396,28 @@ def test_halves_that_make_no_whole_layers_are_refused(pattern: str, message: str
         apply(made(HALVES), in_halves(pattern))
 
 
+@pytest.mark.parametrize(
+    ("lost", "layers"),
+    [((), [0, 0, 1, 1]), ((1, 2), [0, 1]), ((0, 3), [0, 1])],
+)
+def test_halves_of_some_modules_are_joined_where_both_show_their_turn(
+    lost: tuple[int, ...], layers: list[int]
+) -> None:
+    arrays = {n: a for n, a in in_halves("*-*-").items() if int(n.split(".")[1]) not in lost}
+    specs = {Fqn(name): (FLOAT, array.shape) for name, array in arrays.items()}
+    names = apply_map(made(HALVES), CONFIG, specs, where="run", extent="layers")
+    assert sorted(int(name.split(".")[1]) for name in names.tensors) == layers
+
+
+def test_modules_of_one_half_keep_their_numbers() -> None:
+    specs = {Fqn(f"a.{i}.attention.w"): (FLOAT, X.shape) for i in range(2)}
+    names = apply_map(made(HALVES), CONFIG, specs, where="run", extent="modules")
+    assert set(names.tensors) == {"b.0.attention", "b.1.attention"}
+    moved = {Fqn(f"a.{2 * i}.attention.w"): (FLOAT, X.shape) for i in range(2)}
+    with pytest.raises(CkptkitError, match=r"layer 1 is missing|layer 2 is one too many"):
+        apply_map(made(HALVES), CONFIG, moved, where="run", extent="modules")
+
+
 FURTHER = (
     '[further.more]\nafter = "layer"\ncount = "further"\n'
     'rules = { "a.{layer}." = "more.{more}.block.", "b.{layer}." = "b.{more}." }\n'
