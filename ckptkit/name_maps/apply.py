@@ -197,7 +197,7 @@ def _number_halves(
             there = pattern[at : at + 1].replace("?", "")
             raise CannotPlanError(
                 f"numbers the halves of layers in the pattern {pattern[:_MOST_SHOWN]!r}: {at} is"
-                f" {repr(there) if there else 'missing'}, expected"
+                f" {repr(there) if there else 'missing or of another kind'}, expected"
                 f" {second if at % 2 else first!r}",
                 where=f"{where}, map {name_map.name}",
                 hint="a part is missing, or the model is of another family: keep its names with"

@@ -30,6 +30,7 @@ CASES = sorted(
 LLAMA = FIXTURES / "megatron_hybrid_llama_pp2"
 GLM = FIXTURES / "megatron_mtp_glm4_moe_pp2"
 DEEPSEEK = FIXTURES / "megatron_hybrid_deepseek_v3"
+BAMBA = FIXTURES / "megatron_hybrid_bamba"
 NEMOTRON = FIXTURES / "megatron_hybrid_nemotron_h_pp2"
 QWEN = FIXTURES / "megatron_mtp_qwen3_next"
 
@@ -145,9 +146,17 @@ WRONG: dict[str, tuple[Path, dict[str, Any], str]] = {
         *(NEMOTRON, {"layers_block_type": ["full_attention", "mlp", "linear_attention", "moe"]}),
         "would be missing",
     ),
+    "more layers of Mamba": (
+        *(BAMBA, {"num_hidden_layers": 3}),
+        "num_hidden_layers is 2 in the checkpoint's own settings, 3",
+    ),
     "more layers for further tokens": (
         *(GLM, {"num_nextn_predict_layers": 2}),
         "has 1 mtp layers, and num_nextn_predict_layers is 2 in the configuration",
+    ),
+    "no Mamba": (
+        *(NEMOTRON, {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}),
+        r"pattern '\?-\*-': 0 is missing or of another kind, expected '\*'",
     ),
     "no layers for further tokens": (
         *(DEEPSEEK, {"num_nextn_predict_layers": 0}),
