@@ -16,9 +16,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 
 import ckptkit
+from ckptkit.training import load_into
 from tests.command_line import run_command
 from tests.live_truth import base_with, is_truth, refuse
 from tests.tensor_images import stored_in_dcp
@@ -71,6 +73,20 @@ def test_the_way_back_has_the_tensors_that_megatron_core_stored(case: Path, tmp_
             torch.testing.assert_close(ours[name], theirs[name])
         else:
             assert torch.equal(ours[name], theirs[name][rows]), name
+
+
+@pytest.mark.parametrize("case", [DEEPSEEK, QWEN, NEMOTRON])
+def test_a_live_model_is_filled_without_layers_for_further_tokens(
+    case: Path, tmp_path: Path
+) -> None:
+    ckptkit.consolidate(case / "checkpoint", tmp_path / "out", base=case)
+    auto = transformers.AutoModelForCausalLM
+    expected = auto.from_pretrained(tmp_path / "out", dtype="auto")
+    with torch.device("meta"):
+        model = auto.from_config(expected.config, dtype=expected.dtype)
+    load_into(model, case / "checkpoint")
+    found = model.state_dict()
+    assert all(torch.equal(found[n], value) for n, value in expected.state_dict().items())
 
 
 def logits_of_megatron() -> ModuleType:
