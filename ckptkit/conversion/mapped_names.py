@@ -23,7 +23,7 @@ from ckptkit.conversion.names_on_disk import (
 from ckptkit.conversion.source.open import OpenedCheckpoint
 from ckptkit.core.dtypes import dtype_named
 from ckptkit.core.errors import CkptkitError, FormatError, RefusedError, UsageError
-from ckptkit.core.frameworks import recognise_by_tensors
+from ckptkit.core.frameworks import HYBRID_LAYERS, recognise_by_tensors
 from ckptkit.core.index import ChunkTable, Fqn, Key, Shape, TensorEntry
 from ckptkit.core.manifest import MAP_VERSION
 from ckptkit.core.text import Aside, join_first, quote
@@ -226,7 +226,11 @@ def map_names(
     where, name_map = checkpoint.path, choose_map(choice, framework, config, checkpoint)
     wrapper = name_map.find_wrapper(tensors)
     tensors = {Fqn(name.removeprefix(wrapper)): spec for name, spec in tensors.items()}
-    left = {name for name in tensors if matches(name, exclude) and not name_map.takes_any([name])}
+    left = {
+        name
+        for name in tensors
+        if matches(name, exclude) and (name_map.is_further(name) or not name_map.takes_any([name]))
+    }
     kept = {name: spec for name, spec in tensors.items() if name not in left}
     names = apply_map(name_map, config or {}, kept, where=where)
     further = {name for pair in names.same.items() for name in pair if matches(name, exclude)}
@@ -252,6 +256,9 @@ def choose_map(
     stated = dict(config or {})
     text = stated.get("text_config")
     stated |= text if isinstance(text, dict) else {}
+    halved = settings.pop(HYBRID_LAYERS, None)
+    if halved is not None:
+        settings["num_hidden_layers"] = (halved + 1) // 2 if name_map.halves else halved
     for key, value in settings.items():
         other = stated.get(key)
         if other is not None and other != value:

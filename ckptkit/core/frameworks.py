@@ -22,6 +22,9 @@ PLAIN_FOLDERS = frozenset({"model", "actor", "critic", "policy", "value", "ckpt"
 MEGATRON_OF_VERL = "dist_ckpt"
 """The folder in which verl has Megatron-Core save; `--select` names the one above."""
 
+HYBRID_LAYERS = "hybrid_layers"
+"""Of a checkpoint's settings: how many layers a pattern of Megatron-Core's HybridModel has."""
+
 
 class Profile(Struct, frozen=True):
     """How a framework calls what it writes.
@@ -136,8 +139,11 @@ PROFILES = (
     Profile(
         "Megatron-Core",
         "megatron/core/dist_checkpointing, Megatron-Core 0.12 to 0.19",
-        ("megatron_model_llama_tp2_pp2", "megatron_model_gemma3"),
-        tensors=r"(?:^|\.)decoder\.layers\..*self_attention\.linear_",
+        (
+            *("megatron_model_llama_tp2_pp2", "megatron_model_gemma3"),
+            *("megatron_hybrid_nemotron_h_pp2", "megatron_mtp_qwen3_next"),
+        ),
+        tensors=r"(?:^|\.)decoder\.layers\..*(?:self_attention\.linear_|\.mixer\.in_proj\.)",
         modules=r"^decoder\.layers\.(?:\d+\.)?(?:self_attention|mlp)\.",
     ),
     Profile(

@@ -32,6 +32,7 @@ Specs = Mapping[Fqn, tuple[DType, Shape]]
 Extent = Literal["model", "modules", "layers"]
 """Whether tensors are those of a whole model, of some modules in all layers, or of some layers."""
 _SHOWN = 3
+_MOST_SHOWN = 200  # characters
 
 
 class MappedNames(Struct, frozen=True):
@@ -80,13 +81,16 @@ def apply_map(
     inner = config.get("text_config")
     settings = {**config, **(inner if isinstance(inner, dict) else {})}
     sizes = Sizes(name_map.sizes, settings, f"map {name_map.name}")
-    taken, dropped, same = _take_tensors(name_map, sizes, tensors, where)
+    layers = _number_halves(name_map, tensors, where, extent)
+    firsts = {capture: sizes.of(further.after) for capture, further in name_map.further.items()}
+    taken, dropped, same = _take_tensors(name_map, sizes, tensors, where, layers, firsts)
     _check_counts(taken, name_map, sizes, where, extent)
     absent = _find_stacked(name_map, taken, sizes) if in_parts else frozenset[str]()
     made: dict[Fqn, tuple[StackedPart, Made, HubTensor]] = {}
     made_by: dict[Fqn, Rule] = {}
     for one in taken:
-        for name, members in _run_rule(one, sizes, where, absent):
+        shifts = {} if name_map.is_inverse else firsts
+        for name, members in _run_rule(one, sizes, where, absent, shifts):
             if name in made_by:
                 raise CannotPlanError(
                     f"{quote(name)} is made by {made_by[name].where} and by {one.rule.where}",
@@ -164,8 +168,52 @@ def _stack(members: Mapping[Shape, Made]) -> Made:
     return replace(first, arrangement=join(slabs, 0))
 
 
+def _number_halves(
+    name_map: NameMap, tensors: Specs, where: str, extent: Extent
+) -> dict[str, dict[int, int]]:
+    """Returns the number of the layer by that of its half, by capture; none where layers are whole.
+
+    Refuses halves that do not follow one another in turn.
+    """
+    found: dict[str, dict[int, int]] = {}
+    for capture, halves in name_map.halves.items():
+        kinds: dict[int, set[str]] = defaultdict(set)
+        for name in tensors:
+            for symbol, template in halves.items():
+                if (number := template.match(name)) is not None:
+                    kinds[number[capture] or 0].add(symbol)
+        is_whole = any(len(symbols) > 1 for symbols in kinds.values())
+        # Of one half in some layers nothing shows whose numbers these are.
+        if is_whole or len(set().union(*kinds.values())) < (1 if extent == "model" else 2):
+            continue
+        first, second = halves
+        pattern = "".join(next(iter(kinds.get(n, "?"))) for n in range(max(kinds) + 1))
+        wrong = [n for n, s in enumerate(pattern) if s != (second if n % 2 else first)]
+        if extent != "model":
+            wrong = [n for n in wrong if pattern[n] != "?"]
+        elif len(pattern) % 2:
+            wrong.append(len(pattern))
+        for at in wrong[:1]:
+            there = pattern[at : at + 1].replace("?", "")
+            raise CannotPlanError(
+                f"numbers the halves of layers in the pattern {pattern[:_MOST_SHOWN]!r}: {at} is"
+                f" {repr(there) if there else 'missing or of another kind'}, expected"
+                f" {second if at % 2 else first!r}",
+                where=f"{where}, map {name_map.name}",
+                hint="a part is missing, or the model is of another family: keep its names with"
+                " --map none",
+            )
+        found[capture] = {number: number // 2 for number in kinds}
+    return found
+
+
 def _take_tensors(
-    name_map: NameMap, sizes: Sizes, tensors: Specs, where: str
+    name_map: NameMap,
+    sizes: Sizes,
+    tensors: Specs,
+    where: str,
+    layers: Mapping[str, Mapping[int, int]],
+    firsts: Mapping[str, int],
 ) -> tuple[list[_Taken], dict[Fqn, str], dict[Fqn, Fqn]]:
     """Finds the rule of every tensor.
 
@@ -181,7 +229,11 @@ def _take_tensors(
             kept.sets[()][0], kept.names[()][0] = Made(Arrangement.of(name, shape)), name
             taken.append(kept)
             continue
-        number, numbers, position = _find_rule(name_map, name, where)
+        number, numbers, position = _find_rule(name_map, name, where, firsts)
+        numbers = {
+            capture: n if n is None else layers.get(capture, {}).get(n, n)
+            for capture, n in numbers.items()
+        }
         rule = name_map.rules[number]
         if rule.drop:
             dropped[name] = rule.drop
@@ -203,15 +255,25 @@ def _take_tensors(
 
 
 def _find_rule(
-    name_map: NameMap, name: Fqn, where: str
+    name_map: NameMap, name: Fqn, where: str, firsts: Mapping[str, int]
 ) -> tuple[int, Mapping[str, int | None], int]:
-    """Returns the number of the one rule that takes a tensor, its numbers, and its position."""
-    found = [
+    """Returns the number of the one rule that takes a tensor, its numbers, and its position.
+
+    `firsts`: by capture of further layers, the number from which on a layer of the target is one.
+    """
+    found: list[tuple[int, Mapping[str, int | None], int]] = [
         (number, numbers, position)
         for number, rule in enumerate(name_map.rules)
         for position, template in enumerate(rule.sources)
         if (numbers := template.match(name)) is not None
     ]
+    if name_map.is_inverse:
+        shifted = [
+            (rule, {c: None if n is None else n - firsts.get(c, 0) for c, n in numbers.items()}, at)
+            for rule, numbers, at in found
+        ]
+        found = [one for one in shifted if all((n or 0) >= 0 for n in one[1].values())]
+        found = [one for one in found if any(firsts.get(c) for c in one[1])] or found
     if len(found) == 1:
         return found[0]
     if found:
@@ -262,7 +324,11 @@ def _unstack(
 
 
 def _run_rule(
-    taken: _Taken, sizes: Sizes, where: str, left_out: Collection[str]
+    taken: _Taken,
+    sizes: Sizes,
+    where: str,
+    left_out: Collection[str],
+    shifts: Mapping[str, int],
 ) -> Iterator[tuple[Fqn, Mapping[Shape, Made]]]:
     """Yields what a rule makes, by name; stacked tensors by the indices of their first axes."""
     rule = taken.rule
@@ -294,7 +360,7 @@ def _run_rule(
                 hint="list one name in 'to' for each tensor",
             )
         numbers = dict(key)
-        shown = {c: numbers[c] for c in named}
+        shown = {c: numbers[c] + shifts.get(c, 0) for c in named}
         index = tuple(numbers[c] for c in axes)
         for template, one in zip(rule.targets, made, strict=True):
             for form in template.forms() if rule.in_all_forms else (template,):
@@ -326,8 +392,15 @@ def _check_counts(
 ) -> None:
     """Refuses rules that took nothing, and numbers that are missing or too large."""
     is_whole, may_lack = extent == "model", extent == "layers"
+    captured = {c for one in taken if one.sets for t in one.rule.sources for c in t.captures}
+    captured |= {one.rule.with_further for one in taken if one.sets}
+    absent = name_map.further.keys() - captured  # no tensor is of these layers
     for one in taken if is_whole else ():
-        if not one.sets and not one.rule.is_optional and not one.rule.drop:
+        rule = one.rule
+        of_rule = {rule.with_further, *(c for t in rule.sources for c in t.captures)}
+        is_absent = not absent.isdisjoint(of_rule)
+        is_needed = not rule.is_optional or bool(rule.with_further)
+        if not (one.sets or rule.drop or is_absent) and is_needed:
             raise CannotPlanError(
                 f"has no tensor for {one.rule.where}: {one.rule.sources[0].text!r}",
                 where=where,
@@ -361,6 +434,16 @@ def _check_counts(
         is_partial = all(capture in rule.partial for rule in having)
         if not (name_map.keeps_others and is_partial):
             _check_numbers(capture, numbers, sizes, where, (), may_lack=may_lack)
+    for capture, further in name_map.further.items() if is_whole else ():
+        stated, count = sizes.configured(further.count), len(seen.get(capture, ()))
+        if count and further.count and stated != count:
+            says = "is not in" if stated is None else f"is {stated} in"
+            raise CannotPlanError(
+                f"has {count} {capture} layers, and {further.count} {says} the configuration",
+                where=f"{where}, map {name_map.name}",
+                hint=f"leave them out with --exclude '{capture}.*', or name the model that was"
+                " trained with --base",
+            )
 
 
 def _check_numbers(

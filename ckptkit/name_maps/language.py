@@ -29,6 +29,17 @@ left out; only there a name may end with `*`, for any rest; with `zeros = { shap
 beside = "layers.{layer}.router" }` the inverse writes zeros for them. The inverse of a map leaves
 `{layer?}` out, and stacks, where all layers have the same tensors; `unstacked = ["layer"]` keeps it
 in the names. `others = "keep"` is for a source whose other names are those of the target.
+
+    [halves]                           # each a layer of its own in some models, in this order
+    layer = { "*" = "decoder.layers.{layer}.attention.*", "-" = "decoder.layers.{layer}.mlp.*" }
+
+    [further.mtp]                      # layers that a checkpoint may have besides, or lack
+    after = "layer"                    # a size: numbers in `to` go on from there
+    count = "num_nextn_predict_layers" # the key that counts them, where a configuration has it
+    rules = { "decoder.layers.{layer?}." = "mtp.layers.{mtp}.", "model.layers." = "model.layers." }
+
+Where each number of `layer` has tensors of one half only, two numbers are one layer. Rules whose
+names all begin as in `rules` hold a second time, with these beginnings replaced.
 """
 
 from __future__ import annotations
@@ -54,7 +65,7 @@ from ckptkit.name_maps.shipped import describe_map_names, list_map_names, read_m
 
 _KEYS = (
     *("name", "source", "target", "model_types", "extends", "unstacked", "others", "sizes", "when"),
-    "rule",
+    *("halves", "further", "rule"),
 )
 _RULE_KEYS = ("from", "to", "steps", "optional", "partial", "inverse", "drop", "zeros")
 _MOST_BYTES = 1 << 20
@@ -177,6 +188,7 @@ class Rule(Struct, frozen=True):
     targets: tuple[NameTemplate, ...]
     steps: tuple[Step, ...] = ()  # what is done to one set of sources, in order
     is_optional: bool = False  # whether the source may have no tensor for it
+    with_further: str = ""  # if so only where it has none of these further layers
     partial: tuple[str, ...] = ()  # the captures whose numbers need not all be there
     # Whether the inverse of the map contains it; not where another rule makes the same tensors from
     # another form of the source.
@@ -189,6 +201,13 @@ class Rule(Struct, frozen=True):
     zeros: tuple[str, ...] = ()
     # The source's name of a tensor beside which it does so; None if it does not.
     beside: NameTemplate | None = None
+
+
+class Further(Struct, frozen=True):
+    """Layers that a checkpoint may have besides, or lack."""
+
+    after: str = "0"  # an expression: the number of the first of them in names of Transformers
+    count: str = ""  # the key of the configuration that counts them
 
 
 class NameMap(Struct, frozen=True):
@@ -209,11 +228,22 @@ class NameMap(Struct, frozen=True):
     # What the checkpoint says of its model, by key, if it says it at all.
     when: Mapping[str, int] = field(default_factory=dict)
     keeps_others: bool = False  # whether tensors that no rule takes keep their names
+    # Templates of two halves of a layer, by the capture that may number halves; with their symbols.
+    halves: Mapping[str, Mapping[str, NameTemplate]] = field(default_factory=dict)
+    further: Mapping[str, Further] = field(default_factory=dict)
+    is_inverse: bool = False
 
     def takes_any(self, names: Iterable[str]) -> bool:
         """Returns whether a rule takes one of the names."""
         templates = [template for rule in self.rules for template in rule.sources]
         return any(template.match(name) is not None for name in names for template in templates)
+
+    def is_further(self, name: str) -> bool:
+        """Returns whether a tensor of the source is of layers that a checkpoint may lack."""
+        templates = [
+            t for rule in self.rules for t in rule.sources if {*t.captures} & {*self.further}
+        ]
+        return any(template.match(name) is not None for template in templates)
 
     def find_wrapper(self, names: Collection[str]) -> str:
         """Returns what a wrapper put before all names, without which rules take some of them."""
@@ -256,13 +286,35 @@ def parse_map(text: str, *, where: str, parent: NameMap | None = None) -> NameMa
     digest = text
     if parent is not None:
         when = {**parent.when, **when}
-        replaced = {template.text for rule in own for template in rule.sources}
-        own += [r for r in parent.rules if not replaced & {t.text for t in r.sources}]
+        replaced = {form for rule in own for form in _list_forms(rule)}
+        own += [r for r in parent.rules if replaced.isdisjoint(_list_forms(r))]
         expressions = {**parent.sizes, **expressions}
         inherited = {"source": parent.source, "target": parent.target}
         inherited |= {"others": "keep" if parent.keeps_others else "refuse"}
         inherited |= {"unstacked": list(parent.unstacked)}
         digest += parent.digest
+    halves = dict(parent.halves) if parent else {}
+    for capture, both in _tables(document, "halves", where, dict):
+        texts = _tables({capture: both}, capture, where, str)
+        halves[capture] = {symbol: parse_template(text, where=where) for symbol, text in texts}
+        is_known = all(t.captures == (capture,) for t in halves[capture].values())
+        if [len(symbol) for symbol in both] != [1, 1] or not is_known:
+            raise UsageError(
+                f"'halves' has {both!r}; expected two names with {{{capture}}} by one character",
+                where=where,
+            )
+    further = dict(parent.further) if parent else {}
+    for capture, table in _tables(document, "further", where, dict):
+        _check_keys(table, ("after", "count", "rules"), where)
+        further[capture] = Further(str(table.get("after", "0")), str(table.get("count", "")))
+        own = _repeat_rules(own, capture, dict(_tables(table, "rules", where, str)), where)
+    for rule in own:
+        if rule.with_further and rule.with_further not in further:
+            raise UsageError(
+                f"'optional' is {rule.with_further!r}; expected 'optional' true or false, or a key"
+                " of [further]",
+                where=rule.where,
+            )
     document = inherited | document
     others = document.get("others", "refuse")
     if others not in ("keep", "refuse"):
@@ -282,8 +334,53 @@ def parse_map(text: str, *, where: str, parent: NameMap | None = None) -> NameMa
         unstacked=tuple(_texts(document.get("unstacked", []), f"{where}, unstacked")),
         when=when,
         keeps_others=others == "keep",
+        halves=halves,
+        further=further,
         digest=sha256(digest.encode()).hexdigest()[:16],
     )
+
+
+def _list_forms(rule: Rule) -> list[str]:
+    return [form.text for template in rule.sources for form in template.forms()]
+
+
+def _tables(
+    document: Mapping[str, Any], key: str, where: str, kind: type
+) -> Iterable[tuple[str, Any]]:
+    """Returns the entries of a table, which have values of one kind."""
+    table = document.get(key, {})
+    if not isinstance(table, dict) or not all(isinstance(v, kind) and v for v in table.values()):
+        raise UsageError(
+            f"{key!r} is {table!r}",
+            where=where,
+            hint="see [halves] and [further] in docs/reference/name-maps.md",
+        )
+    return table.items()
+
+
+def _repeat_rules(
+    rules: Sequence[Rule], capture: str, swaps: Mapping[str, str], where: str
+) -> list[Rule]:
+    """Adds rules for further layers, and takes out a rule that leaves these layers out."""
+
+    def swap(template: NameTemplate) -> NameTemplate:
+        start = next((s for s in swaps if template.text.startswith(s)), "")
+        return parse_template(swaps.get(start, "") + template.text.removeprefix(start), where=where)
+
+    taken, more = {t.text for rule in rules for t in (*rule.sources, *rule.targets)}, []
+    for rule in rules:
+        sources, targets = tuple(map(swap, rule.sources)), tuple(map(swap, rule.targets))
+        if taken.isdisjoint(template.text for template in (*sources, *targets)):
+            partial = tuple(capture if c not in sources[0].captures else c for c in rule.partial)
+            again = replace(rule, sources=sources, targets=targets, partial=partial)
+            more.append(replace(again, where=f"{rule.where}, {capture}"))
+    made = [t.render(dict.fromkeys(t.captures, 0)) for rule in more for t in rule.sources]
+    left_out = [
+        r
+        for r in rules
+        if r.drop and any(t.match(name) is not None for t in r.sources for name in made)
+    ]
+    return [*(rule for rule in rules if rule not in left_out), *more]
 
 
 def read_document(text: str, *, where: str) -> dict[str, Any]:
@@ -323,8 +420,12 @@ def _parse_rule(rule: Any, where: str) -> Rule:
         hint = 'write to = "NAME", or drop = "REASON"'
     elif inverse not in (True, False, "all"):
         wrong, hint = f"'inverse' is {inverse!r}", 'write true, false or "all"'
-    elif not isinstance(steps, list) or not isinstance(drop, str) or type(optional) is not bool:
-        wrong = "'steps' is a list of tables, 'drop' a text, 'optional' true or false"
+    elif (
+        not isinstance(steps, list)
+        or not isinstance(drop, str)
+        or type(optional) not in {bool, str}
+    ):
+        wrong = "'steps' is a list of tables, 'drop' a text, 'optional' true, false or a capture"
     elif not captures.issuperset(partial):
         known = ", ".join(sorted(captures)) or "none"
         wrong = f"'partial' is {', '.join(partial)}; captures of the rule are {known}"
@@ -342,7 +443,8 @@ def _parse_rule(rule: Any, where: str) -> Rule:
         sources=sources,
         targets=targets,
         steps=tuple(parse_step(step, f"{where}, step {n}") for n, step in enumerate(steps, 1)),
-        is_optional=optional,
+        is_optional=optional is not False,
+        with_further=optional if isinstance(optional, str) else "",
         partial=partial,
         has_inverse=inverse is not False,
         in_all_forms=inverse == "all",
@@ -405,7 +507,14 @@ def invert(map_: NameMap) -> NameMap:
         if rule.has_inverse and not rule.drop
     )
     zeros = tuple(replace(r, sources=(), targets=r.sources[:1]) for r in map_.rules if r.zeros)
-    return replace(map_, source=map_.target, target=map_.source, rules=(*rules, *zeros))
+    return replace(
+        map_,
+        source=map_.target,
+        target=map_.source,
+        rules=(*rules, *zeros),
+        halves={},
+        is_inverse=not map_.is_inverse,
+    )
 
 
 # --- the map for a checkpoint: a file, one that comes with ckptkit by its name, or by itself ---

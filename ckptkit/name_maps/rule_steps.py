@@ -431,6 +431,13 @@ class Sizes(Struct, frozen=True):
             raise known
         return known
 
+    def configured(self, key: str) -> int | None:
+        """Returns the number that a key of the configuration has; None where it has none."""
+        try:
+            return self._configured(key)
+        except _AbsentError:
+            return None
+
     def _configured(self, name: str) -> int:
         value: Any = self.config
         for key in name.split("."):

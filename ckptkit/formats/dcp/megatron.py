@@ -32,6 +32,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ckptkit.core.errors import FormatError, InputError, LimitError, UnsupportedError
+from ckptkit.core.frameworks import HYBRID_LAYERS
 from ckptkit.core.index import Fqn, Key, KeyPath, Problem, RunFacts, TensorEntry
 from ckptkit.core.threads import run_crew, usable_cores
 from ckptkit.formats.parsing import (
@@ -70,9 +71,14 @@ _STATED = {
     "hidden_size": "hidden_size",
     "num_attention_heads": "num_attention_heads",
 }
+_PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")  # the latter up to 0.16
 _ZERO_CENTRED = "layernorm_zero_centered_gamma"
 _FLAGS = ("rotary_interleaved", _ZERO_CENTRED)
 _CONFIGURED = (*_STATED, *_FLAGS, "kv_channels", "num_query_groups", "multi_latent_attention")
+# A pattern of layers in YAML or in indented JSON.
+_PATTERN = re.compile(
+    rf"""(?m)^[ \t]+"?({"|".join(_PATTERNS)})"?:[ \t]*["']?([MGDE*+\-|/]+)["']?,?\r?$"""
+)
 _PEFT = re.compile(r"(?m)^peft:[ \t]*\r?\n(?:[ \t-].*\n?|\r?\n)*")  # a section of YAML
 _ADAPTER = {"dim": "r", "alpha": "lora_alpha"}
 _MAX_SIZE = 1 << 20
@@ -154,6 +160,10 @@ def _find_settings(fields: Mapping[str, Any]) -> tuple[tuple[str, int], ...]:
     default. Multi-latent attention uses neither it nor `kv_channels`.
     """
     found = {key: fields.get(name) for name, key in _STATED.items()}
+    pattern = next((fields[name] for name in _PATTERNS if isinstance(fields.get(name), str)), "")
+    if pattern:  # `num_layers` counts its layers, of which other frameworks may see two as one
+        layers = pattern.partition("/")[0].replace("|", "")
+        found |= {"num_hidden_layers": None, HYBRID_LAYERS: len(layers)}
     if fields.get("multi_latent_attention") is not True:
         found["head_dim"] = fields.get("kv_channels")
         grouped = fields.get("group_query_attention")
@@ -231,7 +241,8 @@ def read_facts(
             adapter = _find_adapter(text)
             values = {kind: _find_number(text, name) for kind, name in _SIZES.items()}
             sizes = {**{kind: size for kind, size in values.items() if is_size(size)}, **sizes}
-        stated = {name: _find_number(text, name) for name in _CONFIGURED}
+        stated: dict[str, Any] = {name: _find_number(text, name) for name in _CONFIGURED}
+        stated |= dict(_PATTERN.findall(text))
         # Only Megatron-LM has this argument: without groups, others have no number of them.
         grouped = {"group_query_attention": True} if is_size(stated["num_query_groups"]) else {}
         settings = settings or _find_settings({**stated, **grouped})

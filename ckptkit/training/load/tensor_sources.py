@@ -30,6 +30,7 @@ from ckptkit.core.model_configs import parse_model_config
 from ckptkit.core.text import a_kind
 from ckptkit.formats.trees import EXTRA_STATE
 from ckptkit.hub_names.disk_tensors import HubNames, HubTensor
+from ckptkit.hub_names.known_models import is_counted_beyond_layers
 from ckptkit.lora.dialects import holds_adapters, make_plain_name
 from ckptkit.plan.ties import find_absent_tied_names
 from ckptkit.training.load.materialise import is_wide_float, materialise
@@ -133,7 +134,10 @@ class LiveModel:
     def ignores(self, name: str, kind: str) -> bool:
         """Whether `from_pretrained` ignores a tensor that is `missing` or `unexpected`."""
         patterns = getattr(self.base, f"_keys_to_ignore_on_load_{kind}", None) or ()
-        return any(re.search(pattern, name) for pattern in patterns)
+        if any(re.search(pattern, name) for pattern in patterns):
+            return True
+        # Classes list layers for further tokens by the numbers of released models.
+        return kind == "unexpected" and is_counted_beyond_layers(name, self.config or {})
 
     def ask_disk_names(self, stored: Sequence[Fqn]) -> tuple[HubNames | None, str]:
         """Asks transformers for the names on disk; see `step_names.ask_disk_names`."""

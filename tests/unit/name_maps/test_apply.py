@@ -20,7 +20,7 @@ from tests.property.tiles import positions
 FLOAT = dtype_named("float32")
 HEAD = 'name = "own"\nsource = "A"\ntarget = "B"\n'
 SIZES = '[sizes]\nlayer = "layers"\nheads = "heads"\nexpert = "experts"\nhalf = "width / 2"\n'
-CONFIG = {"layers": 2, "heads": 3, "experts": 2, "width": 4, "inner": {"rows": 5}}
+CONFIG = {"layers": 2, "further": 1, "heads": 3, "experts": 2, "width": 4, "inner": {"rows": 5}}
 Arrays = Mapping[str, NDArray[Any]]
 
 
@@ -356,7 +356,127 @@ def test_tensors_of_any_rest_of_a_name_are_dropped() -> None:
     assert names.dropped == {"mtp.layers.0.x": "not part of it", "mtp.y": "not part of it"}
 
 
+HALVES = (
+    '[halves]\nlayer = { "*" = "a.{layer}.attention.*", "-" = "a.{layer}.mlp.*" }\n'
+    + rule('"a.{layer}.attention.w"', '"b.{layer}.attention"')
+    + rule('"a.{layer}.mlp.w"', '"b.{layer}.mlp"')
+)
+WHOLE = {f"a.{i}.{half}.w": X * i for i in range(2) for half in ("attention", "mlp")}
+
+
+def in_halves(pattern: str) -> dict[str, NDArray[Any]]:
+    named = {"*": "attention", "-": "mlp"}
+    return {f"a.{i}.{named[s]}.w": X + i for i, s in enumerate(pattern) if s in named}
+
+
+def test_halves_of_layers_that_have_numbers_of_their_own_become_layers() -> None:
+    found = build(apply(made(HALVES), in_halves("*-*-")), in_halves("*-*-"))
+    names = ("b.0.attention", "b.0.mlp", "b.1.attention", "b.1.mlp")
+    assert {name: array[0, 0] for name, array in found.items()} == dict(
+        zip(names, range(4), strict=True)
+    )
+    of_whole = build(apply(made(HALVES), WHOLE), WHOLE)
+    assert [of_whole[name][0, 1] for name in names] == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        ("*--*", r"pattern '\*--\*': 2 is '-', expected '\*'"),
+        ("-*-*", r"0 is '-', expected '\*'"),
+        ("**", r"1 is '\*', expected '-'"),
+        ("*-*", r"3 is missing or of another kind, expected '-'"),
+        ("*- -", r"2 is missing or of another kind, expected '\*'"),
+        ("*-*-*-", r"layer 2 is one too many"),
+        ("*-", r"layer 1 is missing"),
+    ],
+)
+def test_halves_that_make_no_whole_layers_are_refused(pattern: str, message: str) -> None:
+    with pytest.raises(CkptkitError, match=message):
+        apply(made(HALVES), in_halves(pattern))
+
+
+@pytest.mark.parametrize(
+    ("lost", "layers"),
+    [((), [0, 0, 1, 1]), ((1, 2), [0, 1]), ((0, 3), [0, 1])],
+)
+def test_halves_of_some_modules_are_joined_where_both_show_their_turn(
+    lost: tuple[int, ...], layers: list[int]
+) -> None:
+    arrays = {n: a for n, a in in_halves("*-*-").items() if int(n.split(".")[1]) not in lost}
+    specs = {Fqn(name): (FLOAT, array.shape) for name, array in arrays.items()}
+    names = apply_map(made(HALVES), CONFIG, specs, where="run", extent="layers")
+    assert sorted(int(name.split(".")[1]) for name in names.tensors) == layers
+
+
+def test_modules_of_one_half_keep_their_numbers() -> None:
+    specs = {Fqn(f"a.{i}.attention.w"): (FLOAT, X.shape) for i in range(2)}
+    names = apply_map(made(HALVES), CONFIG, specs, where="run", extent="modules")
+    assert set(names.tensors) == {"b.0.attention", "b.1.attention"}
+    moved = {Fqn(f"a.{2 * i}.attention.w"): (FLOAT, X.shape) for i in range(2)}
+    with pytest.raises(CkptkitError, match=r"layer 1 is missing|layer 2 is one too many"):
+        apply_map(made(HALVES), CONFIG, moved, where="run", extent="modules")
+
+
+FURTHER = (
+    '[further.more]\nafter = "layer"\ncount = "further"\n'
+    'rules = { "a.{layer}." = "more.{more}.block.", "b.{layer}." = "b.{more}." }\n'
+    + rule('"a.{layer}.w"', '"b.{layer}.v"')
+    + rule('"more.{more}.norm"', '"b.{more}.norm"')
+    + rule('"more.0.first"', '"first"', 'optional = "more"')
+)
+MORE = {"more.0.norm": X + 2, "more.0.block.w": X + 3, "more.0.first": X}
+
+
+def test_further_layers_go_on_from_the_last_one_and_may_be_absent() -> None:
+    of_model = {"a.0.w": X, "a.1.w": X + 1}
+    own = made(FURTHER)
+    found = build(apply(own, of_model | MORE), of_model | MORE)
+    assert set(found) == {"b.0.v", "b.1.v", "b.2.norm", "b.2.v", "first"}
+    assert [found[name][0, 0] for name in ("b.1.v", "b.2.norm", "b.2.v")] == [1, 2, 3]
+    assert set(build(apply(own, of_model), of_model)) == {"b.0.v", "b.1.v"}
+    back = build(apply(invert(own), found), found)
+    assert back.keys() == (of_model | MORE).keys()
+    assert all((back[name] == array).all() for name, array in (of_model | MORE).items())
+
+
+@pytest.mark.parametrize("lost", MORE)
+def test_a_further_layer_without_a_tensor_is_refused(lost: str) -> None:
+    arrays = {"a.0.w": X, "a.1.w": X, **MORE}
+    del arrays[lost]
+    with pytest.raises(CkptkitError, match=r"has no tensor for own.toml, rule"):
+        apply(made(FURTHER), arrays)
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_another_count_of_further_layers_than_the_configuration_has_is_refused(count: int) -> None:
+    arrays = {"a.0.w": X, "a.1.w": X, **MORE}
+    specs = {Fqn(name): (FLOAT, array.shape) for name, array in arrays.items()}
+    message = f"has 1 more layers, and further is {count} in the configuration"
+    with pytest.raises(CkptkitError, match=message):
+        apply_map(made(FURTHER), CONFIG | {"further": count}, specs, where="run")
+
+
 TYPOS = {
+    "halves that are a list": (f"[halves]\nlayer = [1]\n{ONE}", "'halves' is"),
+    "a half that is a number": (f"[halves]\nlayer = {{ a = 1, b = 2 }}\n{ONE}", "'layer' is"),
+    "three halves": (
+        '[halves]\nlayer = { a = "{layer}.a", b = "{layer}.b", c = "{layer}.c" }\n' + ONE,
+        "expected two names with {layer}",
+    ),
+    "halves of another capture": (
+        '[halves]\nlayer = { a = "{other}.a", b = "{layer}.b" }\n' + ONE,
+        "expected two names with {layer}",
+    ),
+    "further layers without a table": (f"[further]\nmtp = 1\n{ONE}", "'further' is"),
+    "further layers with a list": (
+        f"[further.mtp]\nrules = [1]\n{ONE}",
+        "'rules' is",
+    ),
+    "further layers with another key": (
+        f'[further.mtp]\nrule = {{ "a" = "b" }}\n{ONE}',
+        "has the key 'rule'",
+    ),
     "no TOML": ("[[rule", "is not TOML"),
     "no rules": ("", r"has no \[\[rule\]\]"),
     "a key that is unknown": ('[[rule]]\nfrm = "a"', "has the key 'frm'.*did you mean 'from'"),
