@@ -136,6 +136,12 @@ PROFILES = (
         modules=r"^decoder\.layers\.(?:\d+\.)?(?:self_attention|mlp)\.",
     ),
     Profile(
+        "LitGPT",
+        "litgpt/model.py, litgpt/lora.py, LitGPT 0.5",
+        tensors=r"(?:^|\.)transformer\.h\.\d+\.attn\.(?:qkv|attn)\.weight$",
+        modules=r"^transformer\.h\.\d+\.(?:attn\.(?:qkv|attn|proj)|mlp\.(?:fc(?:_[12])?|proj))$",
+    ),
+    Profile(
         "nanotron",
         "nanotron/serialize, nanotron 0.2 and 0.4",
         ("nanotron_llama_tp2_pp2", "nanotron_qwen2_moe"),
