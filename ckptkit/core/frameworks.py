@@ -40,6 +40,13 @@ class Profile(Struct, frozen=True):
         settings: Folders with configuration and tokenizer, below the weights or the step.
         counters: Files below a step with its number, each with the key of that.
         beside_run: The folder of the steps, and one beside it with what `settings` have.
+        options: Files of plain YAML beside the weights with what decided their form, and what each
+            of their keys is called here: by Transformers, by PEFT, or by `joined`.
+        merged: Files with an adapter that the model beside them has merged already, whatever else
+            the framework writes.
+        joined: Modules of several matrices whose adapter has a part for each that is adapted: how
+            `options` name these.
+        own_tool: What else makes a model of an adapter, as a sentence.
     """
 
     name: str
@@ -54,8 +61,13 @@ class Profile(Struct, frozen=True):
     settings: tuple[str, ...] = ()
     counters: tuple[tuple[str, str], ...] = ()
     beside_run: tuple[str, str] | tuple[()] = ()
+    options: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    merged: str = ""
+    joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    own_tool: str = ""
 
 
+_OF_LITGPT = ("lora_query", "lora_key", "lora_value")
 # A name or a file that fits several profiles is of the first of them.
 PROFILES = (
     Profile(
@@ -137,9 +149,29 @@ PROFILES = (
     ),
     Profile(
         "LitGPT",
-        "litgpt/model.py, litgpt/lora.py, LitGPT 0.5",
+        "litgpt/model.py, litgpt/config.py, litgpt/lora.py, litgpt/finetune/lora.py, LitGPT 0.5",
+        ("litgpt_llama", "litgpt_llama_old", "litgpt_llama_pretrain", "litgpt_llama_lora"),
         tensors=r"(?:^|\.)transformer\.h\.\d+\.attn\.(?:qkv|attn)\.weight$",
-        modules=r"^transformer\.h\.\d+\.(?:attn\.(?:qkv|attn|proj)|mlp\.(?:fc(?:_[12])?|proj))$",
+        modules=r"^transformer\.h\.\d+\.(?:attn|mlp)\.(?:experts\.\d+\.)?"
+        r"(?:qkv|attn|proj|fc|fc_[12]|gate)$",
+        options={
+            "model_config.yaml": {
+                "n_layer": "num_hidden_layers",
+                "n_embd": "hidden_size",
+                "n_head": "num_attention_heads",
+                "n_query_groups": "num_key_value_heads",
+                "head_size": "head_dim",
+            },
+            "hyperparameters.yaml": {
+                "lora_r": "r",
+                "lora_alpha": "lora_alpha",
+                **{key: key for key in _OF_LITGPT},
+            },
+        },
+        merged=r"lit_model\.pth\.lora",
+        joined={"attn.qkv": _OF_LITGPT, "attn.attn": _OF_LITGPT},
+        own_tool="`litgpt merge_lora` makes a `lit_model.pth` of it, which `ckptkit consolidate`"
+        " reads",
     ),
     Profile(
         "nanotron",
@@ -162,6 +194,7 @@ PROFILES = (
         ("torchtune_qwen2_lora", "torchtune_llama_dora"),
         tensors=r"^layers\.\d+\.sa_norm\.scale$",
         modules=r"^layers\.\d+\.(?:attn\.(?:[qkv]|output)_proj|mlp\.w[123])$",
+        merged=r"adapter_(?:model|\d+)\.pt",
     ),
 )
 
@@ -178,11 +211,17 @@ _WEIGHTS = _any_of(
     ]
 )
 _OPTIMIZERS = re.compile(r"optim(izer)?s?(_\d+)?")
+_MERGED = _any_of(profile.merged for profile in PROFILES if profile.merged)
 
 
 def is_unit_folder(name: str) -> bool:
     """Returns whether a folder below a step is called as those with a state dict are."""
     return _WEIGHTS.fullmatch(name) is not None or is_optimizer_folder(name)
+
+
+def is_merged_beside(file: str) -> bool:
+    """Returns whether a file has an adapter that the model beside it has merged already."""
+    return _MERGED.fullmatch(file) is not None
 
 
 def is_optimizer_folder(name: str) -> bool:
@@ -193,6 +232,12 @@ PACKAGES = {profile.package: profile.name for profile in PROFILES if profile.pac
 MARKS = {profile.mark: profile.name for profile in PROFILES if profile.mark}
 """Frameworks by a file that they alone write."""
 COPIES = {folder: original for p in PROFILES for folder, original in p.copies.items()}
+OPTIONS = {file: keys for p in PROFILES for file, keys in p.options.items()}
+OPTIONS_OF = {
+    p.name: file for p in PROFILES for file, keys in p.options.items() if "r" in keys.values()
+}
+"""The file with the options of an adapter, by the framework."""
+BY_NAME = {profile.name: profile for profile in PROFILES}
 BESIDE_RUNS = dict(profile.beside_run for profile in PROFILES if profile.beside_run)
 COUNTERS = tuple(counter for profile in PROFILES for counter in profile.counters)
 SETTINGS = tuple(dict.fromkeys(folder for p in PROFILES for folder in p.settings))

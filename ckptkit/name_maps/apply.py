@@ -77,9 +77,7 @@ def apply_map(
     names of the source. `in_parts`: whether stacked tensors are made in parts, and optional
     captures stacked too. `extent`: what the tensors are those of.
     """
-    inner = config.get("text_config")
-    settings = {**config, **(inner if isinstance(inner, dict) else {})}
-    sizes = Sizes(name_map.sizes, settings, f"map {name_map.name}")
+    sizes = sizes_of(name_map, config)
     taken, dropped, same = _take_tensors(name_map, sizes, tensors, where)
     _check_counts(taken, name_map, sizes, where, extent)
     absent = _find_stacked(name_map, taken, sizes) if in_parts else frozenset[str]()
@@ -115,6 +113,13 @@ def apply_map(
         same=same,
         zeros=zeros,
     )
+
+
+def sizes_of(name_map: NameMap, config: Mapping[str, Any]) -> Sizes:
+    """Returns the sizes of the model of a configuration."""
+    inner = config.get("text_config")
+    settings = {**config, **(inner if isinstance(inner, dict) else {})}
+    return Sizes(name_map.sizes, settings, f"map {name_map.name}")
 
 
 def _find_stacked(name_map: NameMap, taken: Sequence[_Taken], sizes: Sizes) -> frozenset[str]:

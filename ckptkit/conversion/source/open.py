@@ -12,6 +12,7 @@ model is taken only where it is complete and equals the shards; else the user ch
 from __future__ import annotations
 
 import posixpath
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -43,7 +44,7 @@ from ckptkit.core.errors import (
     MissingFileError,
     UsageError,
 )
-from ckptkit.core.frameworks import MARKS
+from ckptkit.core.frameworks import MARKS, OPTIONS, is_merged_beside
 from ckptkit.core.index import (
     Key,
     KeyPath,
@@ -70,7 +71,7 @@ from ckptkit.formats.ranks.flat import (
 from ckptkit.formats.registry import list_plug_in_problems
 from ckptkit.plan.coverage import error_of
 from ckptkit.plan.selection import model_trees, plain_trees, propose_trees
-from ckptkit.plan.weight_kinds import ADAPTER_OF_TORCHTUNE, MERGED_BESIDE
+from ckptkit.plan.weight_kinds import MERGED_BESIDE
 from ckptkit.runs.local_run import hold_candidates, marker
 from ckptkit.runs.step_manifests import list_files, step_folder
 from ckptkit.storage.locations import relative_path
@@ -221,12 +222,11 @@ def _parse(search: Search, found: ResolvedSource, select: str | None) -> OpenedC
     if select not in {None, ITSELF} and chosen is None:
         is_inside = not found.folder or f"{select}/".startswith(f"{found.folder}/")
         selected = str(select) if is_inside else found.folder
-    is_merged_beside = (
+    has_merged = (
         select is None
         and 0 < len(plain_trees(index)) < len(model_trees(index))
         and any(
-            ADAPTER_OF_TORCHTUNE.fullmatch(posixpath.basename(path))
-            and posixpath.dirname(path) == found.folder
+            is_merged_beside(posixpath.basename(path)) and posixpath.dirname(path) == found.folder
             for path in search.paths
         )
     )
@@ -237,8 +237,9 @@ def _parse(search: Search, found: ResolvedSource, select: str | None) -> OpenedC
             index.run,
             step=step,
             selected=selected,
-            warnings=(*index.run.warnings, *([Aside(MERGED_BESIDE)] if is_merged_beside else [])),
+            warnings=(*index.run.warnings, *([Aside(MERGED_BESIDE)] if has_merged else [])),
             writer=", ".join(filter(None, [*_find_frameworks(search, found), index.run.writer])),
+            settings=(*index.run.settings, *_read_options(search, found)),
         ),
     )
     problems = (*index.problems, *steps.problems(saved))
@@ -270,6 +271,23 @@ def _find_frameworks(search: Search, found: ResolvedSource) -> Iterator[str]:
     is_ours = any(search.steps.is_output(step_folder(folder)) for folder in folders)
     if not is_ours and (is_named or any(path in search.paths for path in states)):
         yield "accelerate"
+
+
+_OPTION = re.compile(r"(?m)^(\w+):[ \t]*(\d{1,9}|true|false)[ \t]*\r?$")
+_MOST_OPTIONS_BYTES = 1 << 20
+
+
+def _read_options(search: Search, found: ResolvedSource) -> Iterator[tuple[str, int]]:
+    """Yields what files of frameworks beside the weights say of them."""
+    for folder in dict.fromkeys(unit.candidate.folder for unit in found.units):
+        for file, keys in OPTIONS.items():
+            path = posixpath.join(folder, file)
+            if path in search.paths:
+                size = min(search.source.stat(path).size_bytes, _MOST_OPTIONS_BYTES)
+                text = search.source.read(path, 0, size).decode(errors="replace")
+                for key, value in _OPTION.findall(text):
+                    if key in keys:
+                        yield keys[key], int(value) if value.isdigit() else value == "true"
 
 
 def _compare_leftovers(search: Search, found: ResolvedSource, select: str | None) -> ResolvedSource:
