@@ -19,6 +19,7 @@ from msgspec import Struct, field
 
 PLAIN_FOLDERS = frozenset({"model", "actor", "critic", "policy", "value", "ckpt", "weights"})
 """Folders of weights that any program may have called so."""
+OLMO_CORE = "OLMo-core"
 MEGATRON_OF_VERL = "dist_ckpt"
 """The folder in which verl has Megatron-Core save; `--select` names the one above."""
 
@@ -131,9 +132,11 @@ PROFILES = (
         counters=(("training_state/training_step.json", "step"),),
     ),
     Profile(
-        "OLMo-core",
-        "olmo_core/distributed/checkpoint, OLMo-core 3",
+        OLMO_CORE,
+        "olmo_core/distributed/checkpoint, olmo_core/nn/transformer/config.py, OLMo-core 3",
+        ("olmo_core_olmo2", "olmo_core_olmo3", "olmo_core_flex_olmo"),
         package="olmo_core",
+        tensors=r"(?:^|\.)blocks\.\d+\.attention\.w_out\.weight$",
     ),
     Profile(
         "ByteCheckpoint",
@@ -191,7 +194,7 @@ PROFILES = (
     Profile(
         "torchtune",
         "torchtune/training/checkpointing, torchtune 0.6",
-        ("torchtune_qwen2_lora", "torchtune_llama_dora"),
+        ("torchtune_qwen2_lora", "torchtune_llama_dora", "torchtune_family_llama"),
         tensors=r"^layers\.\d+\.sa_norm\.scale$",
         modules=r"^layers\.\d+\.(?:attn\.(?:[qkv]|output)_proj|mlp\.w[123])$",
         merged=r"adapter_(?:model|\d+)\.pt",

@@ -250,8 +250,11 @@ def _unstack(
     for capture in stacked:
         count = sizes.count(capture) if sizes.has(capture) else None
         longer = []
-        for before, arrangement in found:
-            here = arrangement.shape
+        for before, whole in found:
+            arrangement, here = whole, whole.shape
+            if capture in rule.joined and count and here and here[0] % count == 0:
+                arrangement = whole.viewed((count, here[0] // count, *here[1:]))
+                here = arrangement.shape
             if not here or (count is not None and here[0] != count):
                 raise FormatError(
                     f"tensor {quote(name)} has shape {list(shape)}; expected"

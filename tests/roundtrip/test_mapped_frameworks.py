@@ -6,6 +6,7 @@ the names of Transformers, `logits.safetensors` what the framework's own model c
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import ckptkit
+from ckptkit.core import olmo_core
 from ckptkit.core.errors import CkptkitError, RefusedError
 from tests.command_line import run_command
 
@@ -25,7 +27,7 @@ CASES = sorted(
     path.parent.name
     for path in FIXTURES.glob("*/logits.safetensors")
     if Path(path.parent, "truth.safetensors").exists()
-    if path.parent.name.startswith("litgpt_")
+    if path.parent.name.startswith(("litgpt_", "olmo_core_", "torchtune_family_", "stacked_"))
     if not Path(path.parent, "merged.pth").exists()
 )
 LLAMA, LORA = FIXTURES / "litgpt_llama", FIXTURES / "litgpt_llama_lora"
@@ -48,8 +50,9 @@ def assert_logits(folder: Path, case: Path, model: Any = None) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_model_is_the_one_that_the_framework_computes_with(name: str, tmp_path: Path) -> None:
+    """That of OLMo-core says enough of the model, so that it needs no configuration."""
     case, out = FIXTURES / name, tmp_path / "out"
-    has_base = Path(case, "base").exists()
+    has_base = Path(case, "base").exists() and "olmo_core" not in name
     ckptkit.consolidate(case / "checkpoint", out, base=case / "base" if has_base else None)
     found, truth = load_file(out / "model.safetensors"), load_file(case / "truth.safetensors")
     assert {n: t.dtype for n, t in found.items()} == {n: t.dtype for n, t in truth.items()}
@@ -201,3 +204,71 @@ class TestAdaptersOfLitGPT:
         shutil.copy(case / "merged.pth", folder / "lit_model.pth")  # which it made
         ckptkit.consolidate(folder, tmp_path / "out")
         assert_logits(tmp_path / "out", case)
+
+
+class TestOlmoCore:
+    CASE = FIXTURES / "olmo_core_flex_olmo"
+
+    @pytest.fixture
+    def folder(self, tmp_path: Path) -> Path:
+        return Path(shutil.copytree(self.CASE / "checkpoint", tmp_path / "run"))
+
+    @staticmethod
+    def change(folder: Path, *keys: str, value: Any) -> None:
+        file = folder / "step1/config.json"
+        document = json.loads(file.read_text())
+        inner = document
+        for key in keys[:-1]:
+            inner = inner[key]
+        inner[keys[-1]] = value
+        file.write_text(json.dumps(document))
+
+    def test_a_configuration_that_says_too_little_needs_a_base(
+        self, folder: Path, tmp_path: Path
+    ) -> None:
+        self.change(folder, "model", "block_overrides", value={"1": {}})
+        with pytest.raises(RefusedError, match="names of OLMo-core are converted by the sizes"):
+            ckptkit.consolidate(folder, tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+        ckptkit.consolidate(folder, tmp_path / "out", base=self.CASE / "base")
+        assert_logits(tmp_path / "out", self.CASE)
+
+    def test_without_its_configuration_the_layout_of_experts_is_asked_for(
+        self, folder: Path, tmp_path: Path
+    ) -> None:
+        (folder / "step1/config.json").unlink()
+        given: Any = {"base": self.CASE / "base"}
+        with pytest.raises(RefusedError, match="does not say dropless, by which the maps") as e:
+            ckptkit.consolidate(folder, tmp_path / "out", **given)
+        assert "pass --map olmo-core-flex-olmo, or the other one" in str(e.value.hint)
+        ckptkit.consolidate(folder, tmp_path / "out", map="olmo-core-flex-olmo", **given)
+        assert_logits(tmp_path / "out", self.CASE)
+        with pytest.raises(CkptkitError, match=r"shape \[48, 8\]; expected|axis 0|would not load"):
+            ckptkit.consolidate(
+                folder, tmp_path / "other", map="olmo-core-flex-olmo-dropless", **given
+            )
+        assert not (tmp_path / "other").exists()
+
+    @pytest.mark.parametrize(
+        ("keys", "value", "words"),
+        [
+            (("model", "block", "name"), "moe", "map 'olmo-core-flex-olmo' is for norms_after"),
+            (("model", "block", "sequence_mixer", "rope", "name"), "complex", "rope_interleaved"),
+            (("model", "block", "feed_forward_moe", "name"), "dropless", "shape"),
+        ],
+    )
+    def test_a_form_that_is_not_that_of_the_map_is_refused(
+        self, keys: tuple[str, ...], value: str, words: str, folder: Path, tmp_path: Path
+    ) -> None:
+        """Names and shapes are the same where norms or rotary embeddings are others."""
+        self.change(folder, *keys, value=value)
+        with pytest.raises(CkptkitError, match=words):
+            ckptkit.consolidate(folder, tmp_path / "out", base=self.CASE / "base")
+        assert not (tmp_path / "out").exists()
+
+    @pytest.mark.parametrize("name", [None, 3, [], "reordered_norm"])
+    def test_a_hostile_configuration_is_none(self, name: Any) -> None:
+        assert (
+            olmo_core.make_config({"model": {"block": {"name": name, "sequence_mixer": 3}}}) is None
+        )
+        olmo_core.read_settings({"model": {"block": {"name": name, "feed_forward_moe": 3}}})

@@ -23,6 +23,7 @@ import xxhash
 from msgspec import Struct, field
 from msgspec.structs import replace
 
+from ckptkit.consumers.table import CONFIG
 from ckptkit.conversion.source.paths import (
     check_path,
     make_absolute,
@@ -37,6 +38,7 @@ from ckptkit.conversion.source.search import (
     Search,
     is_leftover,
 )
+from ckptkit.core import olmo_core
 from ckptkit.core.errors import (
     AmbiguousSourceError,
     ChecksumError,
@@ -44,7 +46,7 @@ from ckptkit.core.errors import (
     MissingFileError,
     UsageError,
 )
-from ckptkit.core.frameworks import MARKS, OPTIONS, is_merged_beside
+from ckptkit.core.frameworks import MARKS, OLMO_CORE, OPTIONS, is_merged_beside
 from ckptkit.core.index import (
     Key,
     KeyPath,
@@ -55,6 +57,7 @@ from ckptkit.core.index import (
     TensorIndex,
 )
 from ckptkit.core.manifest import MANIFEST_NAME, TRAINING, Manifest, TensorRecord
+from ckptkit.core.model_configs import parse_json_object
 from ckptkit.core.text import Aside, counted, join_first
 from ckptkit.formats.base import Candidate
 from ckptkit.formats.dcp.reader import METADATA
@@ -239,7 +242,7 @@ def _parse(search: Search, found: ResolvedSource, select: str | None) -> OpenedC
             selected=selected,
             warnings=(*index.run.warnings, *([Aside(MERGED_BESIDE)] if has_merged else [])),
             writer=", ".join(filter(None, [*_find_frameworks(search, found), index.run.writer])),
-            settings=(*index.run.settings, *_read_options(search, found)),
+            settings=(*index.run.settings, *_read_options(search, found, index.run.writer)),
         ),
     )
     problems = (*index.problems, *steps.problems(saved))
@@ -277,17 +280,24 @@ _OPTION = re.compile(r"(?m)^(\w+):[ \t]*(\d{1,9}|true|false)[ \t]*\r?$")
 _MOST_OPTIONS_BYTES = 1 << 20
 
 
-def _read_options(search: Search, found: ResolvedSource) -> Iterator[tuple[str, int]]:
-    """Yields what files of frameworks beside the weights say of them."""
+def _read_options(search: Search, found: ResolvedSource, writer: str) -> Iterator[tuple[str, int]]:
+    """Yields what files of frameworks beside the weights, or in the step, say of them."""
+
+    def read(path: str) -> bytes:
+        size = search.source.stat(path).size_bytes
+        return search.source.read(path, 0, min(size, _MOST_OPTIONS_BYTES))
+
     for folder in dict.fromkeys(unit.candidate.folder for unit in found.units):
         for file, keys in OPTIONS.items():
             path = posixpath.join(folder, file)
             if path in search.paths:
-                size = min(search.source.stat(path).size_bytes, _MOST_OPTIONS_BYTES)
-                text = search.source.read(path, 0, size).decode(errors="replace")
-                for key, value in _OPTION.findall(text):
+                for key, value in _OPTION.findall(read(path).decode(errors="replace")):
                     if key in keys:
                         yield keys[key], int(value) if value.isdigit() else value == "true"
+        path = posixpath.join(posixpath.dirname(folder), CONFIG)
+        if writer.startswith(OLMO_CORE) and path in search.paths:
+            document = parse_json_object(read(path), where=posixpath.join(search.location, path))
+            yield from olmo_core.read_settings(document).items()
 
 
 def _compare_leftovers(search: Search, found: ResolvedSource, select: str | None) -> ResolvedSource:
