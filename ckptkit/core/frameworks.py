@@ -189,6 +189,11 @@ PROFILES = (
         tensors=r"^layers\.\d+\.att(?:entio)?n\.(?:(?:qkv_linear\.)?w[qkv]|wkv_[ab])\.(?:weight|bias)$",
         modules=r"^layers\.\d+\.(?:attention|feed_forward|moe)\.",
     ),
+    Profile(
+        "prime-rl",
+        "src/prime_rl/trainer/models of PrimeIntellect-ai/prime-rl at commit 2965fdfc",
+        tensors=r"(?:^|\.)layers\.\d+\.mlp\.experts\.w1$",
+    ),
     # VeOmni's models of Transformers 4; Transformers itself stacks gate and up into one.
     Profile("stacked experts", tensors=r"(?:^|\.)experts\.gate_proj$"),
     Profile(
