@@ -223,11 +223,12 @@ def map_names(
     tensors = {Fqn(name.removeprefix(wrapper)): spec for name, spec in tensors.items()}
     left = {name for name in tensors if matches(name, exclude) and not name_map.takes_any([name])}
     kept = {name: spec for name, spec in tensors.items() if name not in left}
-    names = apply_map(name_map, config or {}, kept, where=where)
+    known = {**dict(checkpoint.index.run.settings), **(config or {})}
+    names = apply_map(name_map, known, kept, where=where)
     further = {name for pair in names.same.items() for name in pair if matches(name, exclude)}
     if further:
         kept = {name: spec for name, spec in kept.items() if name not in further}
-        names = apply_map(name_map, config or {}, kept, where=where)
+        names = apply_map(name_map, known, kept, where=where)
     return MappedModel(name_map, names, tensors, wrapper)
 
 

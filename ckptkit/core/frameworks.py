@@ -164,6 +164,9 @@ PROFILES = (
                 "n_head": "num_attention_heads",
                 "n_query_groups": "num_key_value_heads",
                 "head_size": "head_dim",
+                "intermediate_size": "intermediate_size",
+                "padded_vocab_size": "padded_vocab_size",
+                "n_expert": "num_experts",
             },
             "hyperparameters.yaml": {
                 "lora_r": "r",

@@ -108,7 +108,7 @@ def make_config(document: Mapping[str, Any]) -> dict[str, Any] | None:
         return None
     config: dict[str, Any] = {}
     if window:
-        layers = _list_windows(window, sizes["num_hidden_layers"])
+        layers = _list_windows(window, int(sizes["num_hidden_layers"] or 0))
         if not all(type(size) is int for size in layers):
             return None
         found = {size for size in layers if size > 0}

@@ -472,8 +472,14 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "Glm4Moe": {"n_routed_experts": 4, "first_k_dense_replace": 1, "head_dim": 8},
     "Olmoe": {"num_experts": 4},
     "DeepseekV3": {
-        **{"n_routed_experts": 4, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
-        **{"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4},
+        "n_routed_experts": 4,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "kv_lora_rank": 8,
+        "q_lora_rank": 8,
+        "qk_rope_head_dim": 4,
+        "qk_nope_head_dim": 4,
         "v_head_dim": 4,
     },
 }

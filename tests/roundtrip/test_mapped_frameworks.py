@@ -73,6 +73,11 @@ class TestLitGPT:
             ckptkit.consolidate(folder, tmp_path / "out")
         assert "--base" in str(e.value.hint)
         assert not (tmp_path / "out").exists()
+        truth = load_file(LLAMA / "truth.safetensors")  # with a map, its own sizes are enough
+        ckptkit.consolidate(folder, tmp_path / "weights", map="litgpt-llama")
+        found = load_file(tmp_path / "weights/model.safetensors")
+        assert found.keys() == truth.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in truth.items())
         ckptkit.consolidate(folder, tmp_path / "out", base=LLAMA / "checkpoint")
         assert_logits(tmp_path / "out", LLAMA)
 
