@@ -13,6 +13,7 @@ MARK = b'"_CLASS_"'
 """A key of it, which no configuration of Transformers has."""
 _INTERLEAVED = "complex"  # rotary embeddings of pairs of neighbours
 _DROPLESS = "dropless"
+_RMS = frozenset({"rms", "cute_rms", "fused_rms", "qwen_rms"})  # LayerNorm has other values
 _MOST = 1 << 32
 _WITHOUT_EFFECT = frozenset(
     (
@@ -81,6 +82,8 @@ def make_config(document: Mapping[str, Any]) -> dict[str, Any] | None:
     if (
         name is None
         or not rope
+        or mixer.get("name", "default") != "default"
+        or any(part.get("name") not in _RMS for part in (norm, *([normed] if normed else [])))
         or bool(experts) == bool(feed)
         or rope.get("partial_rotary_factor", 1.0) != 1.0
         or feed.get("activation", "silu") != "silu"

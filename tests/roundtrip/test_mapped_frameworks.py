@@ -228,10 +228,23 @@ class TestOlmoCore:
         inner[keys[-1]] = value
         file.write_text(json.dumps(document))
 
-    def test_a_configuration_that_says_too_little_needs_a_base(
-        self, folder: Path, tmp_path: Path
+    @pytest.mark.parametrize(
+        ("keys", "value"),
+        [
+            (("block_overrides",), {"1": {}}),
+            (("embed_scale",), 2.0),
+            (("block", "layer_norm", "name"), "default"),
+            (("block", "sequence_mixer", "rope", "scaling"), {"factor": 8}),
+            (("block", "sequence_mixer", "n_heads"), "4"),
+            (("block", "sequence_mixer", "name"), "normalized"),
+            (("block", "feed_forward_moe", "shared_mlp"), {"hidden_size": 4}),
+            (("block", "feed_forward_moe", "router", "normalize_expert_weights"), 1.0),
+        ],
+    )
+    def test_a_configuration_that_says_more_or_less_than_transformers_needs_a_base(
+        self, keys: tuple[str, ...], value: Any, folder: Path, tmp_path: Path
     ) -> None:
-        self.change(folder, "model", "block_overrides", value={"1": {}})
+        self.change(folder, "model", *keys, value=value)
         with pytest.raises(RefusedError, match="names of OLMo-core are converted by the sizes"):
             ckptkit.consolidate(folder, tmp_path / "out")
         assert not (tmp_path / "out").exists()
