@@ -13,8 +13,8 @@ MARK = b'"_CLASS_"'
 """A key of it, which no configuration of Transformers has."""
 _INTERLEAVED = "complex"  # rotary embeddings of pairs of neighbours
 _DROPLESS = "dropless"
-_RMS = frozenset({"rms", "cute_rms", "fused_rms", "qwen_rms"})  # LayerNorm has other values
-_MOST = 1 << 32
+_RMS = ("rms", "cute_rms", "fused_rms", "qwen_rms")  # other norms compute other values
+_MOST, _MOST_LAYERS = 1 << 32, 10_000
 _WITHOUT_EFFECT = frozenset(
     (
         *("_CLASS_", "type", "name", "dtype", "backend", "use_flash", "full_precision"),
@@ -92,7 +92,7 @@ def make_config(document: Mapping[str, Any]) -> dict[str, Any] | None:
         or any(_has_more(table, keys) for table, keys in known)
     ):
         return None
-    sizes = {
+    sizes: dict[str, Any] = {
         "vocab_size": model.get("vocab_size"),
         "hidden_size": model.get("d_model"),
         "intermediate_size": (experts or feed).get("hidden_size"),
@@ -107,11 +107,12 @@ def make_config(document: Mapping[str, Any]) -> dict[str, Any] | None:
         sizes["head_dim"] = mixer["head_dim"]
     theta, eps = rope.get("theta", 500_000), norm.get("eps", 1e-5)
     is_sized = all(type(size) is int and 0 < size < _MOST for size in sizes.values())
-    if not is_sized or type(theta) not in {int, float} or type(eps) not in {int, float}:
+    is_sized = is_sized and sizes["num_hidden_layers"] <= _MOST_LAYERS
+    if not is_sized or not all(type(n) in {int, float} and 0 < n < _MOST for n in (theta, eps)):
         return None
     config: dict[str, Any] = {}
     if window:
-        layers = _list_windows(window, int(sizes["num_hidden_layers"] or 0))
+        layers = _list_windows(window, sizes["num_hidden_layers"])
         if not all(type(size) is int for size in layers):
             return None
         found = {size for size in layers if size > 0}
