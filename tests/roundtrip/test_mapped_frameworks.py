@@ -290,3 +290,41 @@ class TestOlmoCore:
             olmo_core.make_config({"model": {"block": {"name": name, "sequence_mixer": 3}}}) is None
         )
         olmo_core.read_settings({"model": {"block": {"name": name, "feed_forward_moe": 3}}})
+
+
+class TestTorchtune:
+    def test_the_newest_of_its_distributed_saves_is_taken(self, tmp_path: Path) -> None:
+        case = FIXTURES / "torchtune_family_llama"
+        for epoch in (2, 10):
+            shutil.copytree(
+                case / "checkpoint/dist_epoch_0", tmp_path / "run" / f"dist_epoch_{epoch}"
+            )
+        ckptkit.consolidate(tmp_path / "run", tmp_path / "out", base=case / "base")
+        assert_logits(tmp_path / "out", case)
+        assert ckptkit.inspect(tmp_path / "run", base=case / "base").step == 10
+
+    def test_the_model_beside_its_own_adapter_has_it_already(self, tmp_path: Path) -> None:
+        """`FullModelTorchTuneCheckpointer` writes both into one folder."""
+        case = FIXTURES / "torchtune_family_qwen2"
+        folder = Path(shutil.copytree(case / "checkpoint/epoch_0", tmp_path / "epoch_0"))
+        adapter = FIXTURES / "torchtune_qwen2_lora/checkpoint/epoch_0/adapter_0.pt"
+        shutil.copy(adapter, folder / "adapter_model.pt")
+        result = run_command("consolidate", folder, tmp_path / "out", "--base", case / "base")
+        assert "has it merged already" in result.stderr
+        assert_logits(tmp_path / "out", case)
+
+    @pytest.mark.parametrize(
+        ("name", "other", "words"),
+        [
+            ("gemma2", "gemma", "no rule of map 'torchtune-llama' takes tensor"),
+            ("gemma", "gemma2", "has no tensor for map torchtune-gemma2"),
+        ],
+    )
+    def test_a_model_of_another_family_is_refused(
+        self, name: str, other: str, words: str, tmp_path: Path
+    ) -> None:
+        base = FIXTURES / f"torchtune_family_{other}" / "base"
+        source = FIXTURES / f"torchtune_family_{name}" / "checkpoint"
+        with pytest.raises(CkptkitError, match=words):
+            ckptkit.consolidate(source, tmp_path / "out", base=base)
+        assert not (tmp_path / "out").exists()
