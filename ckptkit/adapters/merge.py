@@ -69,6 +69,7 @@ from ckptkit.conversion.write import (
 )
 from ckptkit.core.checksums import digest_of, join_leaves, leaf_digest
 from ckptkit.core.errors import AdapterError, AmbiguousSourceError, RefusedError, UsageError
+from ckptkit.core.frameworks import is_merged_beside
 from ckptkit.core.index import Fqn, Shape, Span
 from ckptkit.core.manifest import LEAF_BYTES, MANIFEST_NAME, Manifest
 from ckptkit.core.text import counted
@@ -117,7 +118,6 @@ from ckptkit.plan.selection import (
 )
 from ckptkit.plan.ties import choose_ties_to_drop, untie_config
 from ckptkit.plan.vocabulary import is_head
-from ckptkit.plan.weight_kinds import ADAPTER_OF_TORCHTUNE
 from ckptkit.storage.base import is_there
 from ckptkit.storage.locations import Sources
 from ckptkit.storage.manifests import read_manifest
@@ -257,15 +257,15 @@ def _split_weight(named: Any) -> tuple[Any, float]:
 
 
 def _refuse_merged(base: BaseSource, adapters: Sequence[OpenedAdapter]) -> None:
-    """Refuses the model that torchtune writes beside an adapter, which has it merged already."""
+    """Refuses a model beside an adapter that has it merged already."""
     folder = find_folder(base)
     own = (resolve_path(adapter.opened.path) for adapter in adapters)
     if resolve_path(folder) not in own or not is_folder(folder):
         return
     with open_source(folder) as source:
-        if any(map(ADAPTER_OF_TORCHTUNE.fullmatch, source.walk(0))):
+        if any(map(is_merged_beside, source.walk(0))):
             raise RefusedError(
-                "the model beside the adapter has it merged already: torchtune writes both",
+                "the model beside the adapter has it merged already: its framework writes both",
                 where=f"--base {folder}",
                 hint="take that model as it is, or pass the one that training began from as --base",
             )

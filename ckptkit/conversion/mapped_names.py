@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
+from itertools import combinations, pairwise
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ from ckptkit.conversion.names_on_disk import (
 from ckptkit.conversion.source.open import OpenedCheckpoint
 from ckptkit.core.dtypes import dtype_named
 from ckptkit.core.errors import CkptkitError, FormatError, RefusedError, UsageError
-from ckptkit.core.frameworks import HYBRID_LAYERS, recognise_by_tensors
+from ckptkit.core.frameworks import BY_NAME, HYBRID_LAYERS, OPTIONS_OF, recognise_by_tensors
 from ckptkit.core.index import ChunkTable, Fqn, Key, Shape, TensorEntry
 from ckptkit.core.manifest import MAP_VERSION
 from ckptkit.core.text import Aside, join_first, quote
@@ -44,7 +44,7 @@ from ckptkit.hub_names.disk_tensors import (
 from ckptkit.lora.config import PEFT_PREFIX
 from ckptkit.lora.dialects import BASE_LAYER, LORA_A, LORA_B
 from ckptkit.lora.foreign import OF_TINKER, TINKER, Factor, ForeignAdapter, name_plainly
-from ckptkit.name_maps.apply import Extent, MappedNames, apply_map
+from ckptkit.name_maps.apply import Extent, MappedNames, apply_map, sizes_of
 from ckptkit.name_maps.language import (
     NameMap,
     Rule,
@@ -232,11 +232,12 @@ def map_names(
         if matches(name, exclude) and (name_map.is_further(name) or not name_map.takes_any([name]))
     }
     kept = {name: spec for name, spec in tensors.items() if name not in left}
-    names = apply_map(name_map, config or {}, kept, where=where)
+    known = {**dict(checkpoint.index.run.settings), **(config or {})}
+    names = apply_map(name_map, known, kept, where=where)
     further = {name for pair in names.same.items() for name in pair if matches(name, exclude)}
     if further:
         kept = {name: spec for name, spec in kept.items() if name not in further}
-        names = apply_map(name_map, config or {}, kept, where=where)
+        names = apply_map(name_map, known, kept, where=where)
     return MappedModel(name_map, names, tensors, wrapper)
 
 
@@ -471,7 +472,10 @@ def convert_adapter(
         done = [text for part, text in said.items() if any(match[part] for match in found)]
         notes = (f"the adapter has Tinker's form: {', and '.join(done)}",)
     else:
-        mapped = _map_factors(checkpoint, foreign, factors, config, extent)
+        with _hinting(foreign):
+            name_map = choose_map("auto", foreign.framework, config, checkpoint)
+        foreign, factors = _separate(checkpoint, foreign, factors, name_map, config)
+        mapped = _map_factors(checkpoint, foreign, factors, name_map, config, extent)
         made, notes, maps = list(mapped.derive(factors)), mapped.notes, mapped.versions
     origins: dict[str, str] = {}
     for entry in made:
@@ -577,12 +581,11 @@ def _map_factors(
     checkpoint: OpenedCheckpoint,
     foreign: ForeignAdapter,
     entries: Mapping[Fqn, TensorEntry],
+    name_map: NameMap,
     config: Mapping[str, Any] | None,
     extent: Extent,
 ) -> MappedModel:
     where = checkpoint.path
-    with _hinting(foreign):
-        name_map = choose_map("auto", foreign.framework, config, checkpoint)
     ranks = _count_ranks(checkpoint, foreign, entries)
     rules: dict[str, Rule] = {}
     for name, factor in foreign.factors.items():
@@ -602,6 +605,81 @@ def _map_factors(
     with _hinting(foreign):
         names = apply_map(of_adapter, config or {}, specs, where=where, extent=extent)
     return MappedModel(of_adapter, names, specs)
+
+
+def _separate(
+    checkpoint: OpenedCheckpoint,
+    foreign: ForeignAdapter,
+    entries: dict[Fqn, TensorEntry],
+    name_map: NameMap,
+    config: Mapping[str, Any] | None,
+) -> tuple[ForeignAdapter, dict[Fqn, TensorEntry]]:
+    """Separates factors of several matrices; those that training left out have no part.
+
+    Of A, the rank's rows of each matrix follow one another, of B the rows of the matrices.
+
+    Source: `LoRAQKVLinear` in litgpt/lora.py, LitGPT 0.5.
+    """
+    joined = BY_NAME[foreign.framework].joined if foreign.framework in BY_NAME else {}
+    factors, made = dict(foreign.factors), dict(entries)
+    sizes, stated = sizes_of(name_map, config or {}), dict(checkpoint.index.run.settings)
+    for name, factor in foreign.factors.items():
+        options = next((o for module, o in joined.items() if factor.module.endswith(module)), ())
+        other = Fqn(f"{factor.module}.{LORA_B if factor.part == LORA_A else LORA_A}")
+        if not options or other not in entries:
+            continue
+        pair = entries[name], entries[other]
+        a, b = pair if factor.part == LORA_A else pair[::-1]
+        weight = Fqn(factor.module + _WEIGHT)
+        split = next(
+            (
+                rule.steps[0]
+                for rule in name_map.rules
+                if rule.steps and any(t.match(weight) is not None for t in rule.sources)
+                if len(rule.targets) == len(options)
+            ),
+            None,
+        )
+        rows = [] if split is None else [sizes.of(f"({p}) * {split.groups}") for p in split.parts]
+        fits = [
+            chosen
+            for count in range(1, len(rows) + 1)
+            for chosen in combinations(range(len(rows)), count)
+            if [count * b.shape[-1], sum(rows[at] for at in chosen)] == [a.shape[0], b.shape[0]]
+        ]
+        if len(fits) > 1:
+            fits = [
+                c for c in fits if all(stated.get(o) == (i in c) for i, o in enumerate(options))
+            ]
+        if len(fits) != 1:
+            raise RefusedError(
+                f"tensor {quote(name)} has factors of some of {len(options)} matrices, and neither"
+                f" shapes nor {', '.join(options)} of the run say of which"
+                if rows
+                else f"tensor {quote(name)} has factors of some of {len(options)} matrices, which"
+                f" Transformers has in one that map {name_map.name!r} makes",
+                where=checkpoint.path,
+                hint=f"copy {OPTIONS_OF[foreign.framework]!r} of the run beside the adapter"
+                if rows
+                else foreign.own_tool,
+            )
+        entry, start = made.pop(name), 0
+        del factors[name]
+        for at in fits[0]:
+            size = b.shape[-1] if factor.part == LORA_A else rows[at]
+            part = _BRANCHES[0][at]
+            own = Fqn(f"{name}.{part}")
+            made[own] = replace(
+                entry,
+                name=own,
+                shape=(size, *entry.shape[1:]),
+                chunks=ChunkTable.of((), len(entry.shape)),
+                derivation=StoredOperand(SOURCE, entry.key, entry.dtype, start),
+                stored_names=(name,),
+            )
+            factors[own] = replace(factor, branch=part, ending=f"{factor.ending}.{part}")
+            start += size * entry.shape[1]
+    return replace(foreign, factors=factors), made
 
 
 def _make_rule(rule: Rule, factor: Factor, ranks: int) -> Rule | None:

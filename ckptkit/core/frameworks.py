@@ -19,6 +19,7 @@ from msgspec import Struct, field
 
 PLAIN_FOLDERS = frozenset({"model", "actor", "critic", "policy", "value", "ckpt", "weights"})
 """Folders of weights that any program may have called so."""
+OLMO_CORE = "OLMo-core"
 MEGATRON_OF_VERL = "dist_ckpt"
 """The folder in which verl has Megatron-Core save; `--select` names the one above."""
 
@@ -43,6 +44,13 @@ class Profile(Struct, frozen=True):
         settings: Folders with configuration and tokenizer, below the weights or the step.
         counters: Files below a step with its number, each with the key of that.
         beside_run: The folder of the steps, and one beside it with what `settings` have.
+        options: Files of plain YAML beside the weights with what decided their form, and what each
+            of their keys is called here: by Transformers, by PEFT, or by `joined`.
+        merged: Files with an adapter that the model beside them has merged already, whatever else
+            the framework writes.
+        joined: Modules of several matrices whose adapter has a part for each that is adapted: how
+            `options` name these.
+        own_tool: What else makes a model of an adapter, as a sentence.
     """
 
     name: str
@@ -57,8 +65,13 @@ class Profile(Struct, frozen=True):
     settings: tuple[str, ...] = ()
     counters: tuple[tuple[str, str], ...] = ()
     beside_run: tuple[str, str] | tuple[()] = ()
+    options: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    merged: str = ""
+    joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    own_tool: str = ""
 
 
+_OF_LITGPT = ("lora_query", "lora_key", "lora_value")
 # A name or a file that fits several profiles is of the first of them.
 PROFILES = (
     Profile(
@@ -127,9 +140,11 @@ PROFILES = (
         counters=(("training_state/training_step.json", "step"),),
     ),
     Profile(
-        "OLMo-core",
-        "olmo_core/distributed/checkpoint, OLMo-core 3",
+        OLMO_CORE,
+        "olmo_core/distributed/checkpoint, olmo_core/nn/transformer/config.py, OLMo-core 3",
+        ("olmo_core_olmo2", "olmo_core_olmo3", "olmo_core_flex_olmo"),
         package="olmo_core",
+        tensors=r"(?:^|\.)blocks\.\d+\.attention\.w_out\.weight$",
     ),
     Profile(
         "ByteCheckpoint",
@@ -147,6 +162,35 @@ PROFILES = (
         modules=r"^decoder\.layers\.(?:\d+\.)?(?:self_attention|mlp)\.",
     ),
     Profile(
+        "LitGPT",
+        "litgpt/model.py, litgpt/config.py, litgpt/lora.py, litgpt/finetune/lora.py, LitGPT 0.5",
+        ("litgpt_llama", "litgpt_llama_old", "litgpt_llama_pretrain", "litgpt_llama_lora"),
+        tensors=r"(?:^|\.)transformer\.h\.\d+\.attn\.(?:qkv|attn)\.weight$",
+        modules=r"^transformer\.h\.\d+\.(?:attn|mlp)\.(?:experts\.\d+\.)?"
+        r"(?:qkv|attn|proj|fc|fc_[12]|gate)$",
+        options={
+            "model_config.yaml": {
+                "n_layer": "num_hidden_layers",
+                "n_embd": "hidden_size",
+                "n_head": "num_attention_heads",
+                "n_query_groups": "num_key_value_heads",
+                "head_size": "head_dim",
+                "intermediate_size": "intermediate_size",
+                "padded_vocab_size": "padded_vocab_size",
+                "n_expert": "num_experts",
+            },
+            "hyperparameters.yaml": {
+                "lora_r": "r",
+                "lora_alpha": "lora_alpha",
+                **{key: key for key in _OF_LITGPT},
+            },
+        },
+        merged=r"lit_model\.pth\.lora",
+        joined={"attn.qkv": _OF_LITGPT, "attn.attn": _OF_LITGPT},
+        own_tool="`litgpt merge_lora` makes a `lit_model.pth` of it, which `ckptkit consolidate`"
+        " reads",
+    ),
+    Profile(
         "nanotron",
         "nanotron/serialize, nanotron 0.2 and 0.4",
         ("nanotron_llama_tp2_pp2", "nanotron_qwen2_moe"),
@@ -159,14 +203,20 @@ PROFILES = (
         tensors=r"^layers\.\d+\.att(?:entio)?n\.(?:(?:qkv_linear\.)?w[qkv]|wkv_[ab])\.(?:weight|bias)$",
         modules=r"^layers\.\d+\.(?:attention|feed_forward|moe)\.",
     ),
+    Profile(
+        "prime-rl",
+        "src/prime_rl/trainer/models of PrimeIntellect-ai/prime-rl at commit 2965fdfc",
+        tensors=r"(?:^|\.)layers\.\d+\.mlp\.experts\.w1$",
+    ),
     # VeOmni's models of Transformers 4; Transformers itself stacks gate and up into one.
     Profile("stacked experts", tensors=r"(?:^|\.)experts\.gate_proj$"),
     Profile(
         "torchtune",
         "torchtune/training/checkpointing, torchtune 0.6",
-        ("torchtune_qwen2_lora", "torchtune_llama_dora"),
+        ("torchtune_qwen2_lora", "torchtune_llama_dora", "torchtune_family_llama"),
         tensors=r"^layers\.\d+\.sa_norm\.scale$",
         modules=r"^layers\.\d+\.(?:attn\.(?:[qkv]|output)_proj|mlp\.w[123])$",
+        merged=r"adapter_(?:model|\d+)\.pt",
     ),
 )
 
@@ -183,11 +233,17 @@ _WEIGHTS = _any_of(
     ]
 )
 _OPTIMIZERS = re.compile(r"optim(izer)?s?(_\d+)?")
+_MERGED = _any_of(profile.merged for profile in PROFILES if profile.merged)
 
 
 def is_unit_folder(name: str) -> bool:
     """Returns whether a folder below a step is called as those with a state dict are."""
     return _WEIGHTS.fullmatch(name) is not None or is_optimizer_folder(name)
+
+
+def is_merged_beside(file: str) -> bool:
+    """Returns whether a file has an adapter that the model beside it has merged already."""
+    return _MERGED.fullmatch(file) is not None
 
 
 def is_optimizer_folder(name: str) -> bool:
@@ -198,6 +254,12 @@ PACKAGES = {profile.package: profile.name for profile in PROFILES if profile.pac
 MARKS = {profile.mark: profile.name for profile in PROFILES if profile.mark}
 """Frameworks by a file that they alone write."""
 COPIES = {folder: original for p in PROFILES for folder, original in p.copies.items()}
+OPTIONS = {file: keys for p in PROFILES for file, keys in p.options.items()}
+OPTIONS_OF = {
+    p.name: file for p in PROFILES for file, keys in p.options.items() if "r" in keys.values()
+}
+"""The file with the options of an adapter, by the framework."""
+BY_NAME = {profile.name: profile for profile in PROFILES}
 BESIDE_RUNS = dict(profile.beside_run for profile in PROFILES if profile.beside_run)
 COUNTERS = tuple(counter for profile in PROFILES for counter in profile.counters)
 SETTINGS = tuple(dict.fromkeys(folder for p in PROFILES for folder in p.settings))

@@ -7,7 +7,8 @@ Source: lightning/pytorch/callbacks/model_checkpoint.py (`format_checkpoint_name
 megatron/training/checkpointing.py (`get_checkpoint_tracker_filename`, `read_metadata`),
 mmengine/hooks/checkpoint_hook.py, fairseq/checkpoint_utils.py,
 composer/callbacks/checkpoint_saver.py, lerobot/utils/train_utils.py (`get_step_checkpoint_dir`),
-nemo_automodel/recipes/base_recipe.py (`epoch_E_step_S`), nemo_rl/utils/checkpoint.py (`step_N`).
+nemo_automodel/recipes/base_recipe.py (`epoch_E_step_S`), nemo_rl/utils/checkpoint.py (`step_N`),
+torchtune/training/checkpointing/_checkpointer.py (`DistributedCheckpointer`: `dist_epoch_N`).
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from ckptkit.formats.ranks.reader import RankFilesReader
 from ckptkit.storage.base import Source
 
 # What frameworks count: Composer `ep` and `ba`, NeMo Automodel `epoch` and `step`.
-_EPOCHS = frozenset({"epoch", "ep"})
-_WORD = r"checkpoint|ckpt|step|global_?step|iter(?:ation)?|epoch"
+_EPOCHS = frozenset({"epoch", "dist_epoch", "ep"})
+_WORD = r"checkpoint|ckpt|step|global_?step|iter(?:ation)?|(?:dist_)?epoch"
 _COUNTER = rf"(?P<kind>{_WORD}|ep|batch|ba)[-_=]?0*(?P<number>\d{{1,15}})"
 _EACH_COUNTER = re.compile(_COUNTER, re.IGNORECASE)
 _ANY_COUNTER = re.sub(r"\?P<\w+>", "?:", _COUNTER)

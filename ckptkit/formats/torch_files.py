@@ -76,7 +76,7 @@ from ckptkit.formats.trees import (
 )
 from ckptkit.storage.base import Source
 
-ENDINGS = (".pt", ".pth", ".bin", ".ckpt", ".pth.tar")
+ENDINGS = (".pt", ".pth", ".bin", ".ckpt", ".pth.tar", ".pth.lora")
 # Files that accelerate, the Trainer, DeepSpeed, torchtune and others write next to a model.
 _NOT_A_MODEL = re.compile(
     r"optim.*|scheduler.*|lr_scheduler.*|scaler.*|sampler.*|rng_state.*|random_states.*|dl_state_dict.*"
@@ -96,7 +96,7 @@ class TorchFileReader(FormatReader):
     name = "torch"
     order = 140
     expected = "'*.pt', '*.pth', '*.bin' or '*.ckpt'"
-    endings = r"\.(?:pt|pth|bin|ckpt|tar)(?:\.index\.json)?"
+    endings = r"\.(?:pt|pth|bin|ckpt|tar|lora)(?:\.index\.json)?"
 
     def find(self, paths: Sequence[str]) -> list[Candidate]:
         own = [path for path in paths if not _NOT_A_MODEL.fullmatch(posixpath.basename(path))]

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
 
-from ckptkit.core.frameworks import recognise_by_modules
+from ckptkit.core.frameworks import BY_NAME, recognise_by_modules
 from ckptkit.core.index import Fqn, TensorEntry
 from ckptkit.lora.config import PEFT_PREFIX
 from ckptkit.lora.dialects import (
@@ -73,7 +73,8 @@ class ForeignAdapter(Struct, frozen=True):
     @property
     def own_tool(self) -> str:
         """What else converts it, as a sentence."""
-        return _OWN_TOOLS[self.form]
+        profile = BY_NAME.get(self.framework)
+        return (profile and profile.own_tool) or _OWN_TOOLS[self.form]
 
     @property
     def is_handled(self) -> bool:

@@ -78,9 +78,7 @@ def apply_map(
     names of the source. `in_parts`: whether stacked tensors are made in parts, and optional
     captures stacked too. `extent`: what the tensors are those of.
     """
-    inner = config.get("text_config")
-    settings = {**config, **(inner if isinstance(inner, dict) else {})}
-    sizes = Sizes(name_map.sizes, settings, f"map {name_map.name}")
+    sizes = sizes_of(name_map, config)
     layers = _number_halves(name_map, tensors, where, extent)
     firsts = {capture: sizes.of(further.after) for capture, further in name_map.further.items()}
     taken, dropped, same = _take_tensors(name_map, sizes, tensors, where, layers, firsts)
@@ -119,6 +117,13 @@ def apply_map(
         same=same,
         zeros=zeros,
     )
+
+
+def sizes_of(name_map: NameMap, config: Mapping[str, Any]) -> Sizes:
+    """Returns the sizes of the model of a configuration."""
+    inner = config.get("text_config")
+    settings = {**config, **(inner if isinstance(inner, dict) else {})}
+    return Sizes(name_map.sizes, settings, f"map {name_map.name}")
 
 
 def _find_stacked(name_map: NameMap, taken: Sequence[_Taken], sizes: Sizes) -> frozenset[str]:
@@ -307,8 +312,11 @@ def _unstack(
     for capture in stacked:
         count = sizes.count(capture) if sizes.has(capture) else None
         longer = []
-        for before, arrangement in found:
-            here = arrangement.shape
+        for before, whole in found:
+            arrangement, here = whole, whole.shape
+            if capture in rule.joined and count and here and here[0] % count == 0:
+                arrangement = whole.viewed((count, here[0] // count, *here[1:]))
+                here = arrangement.shape
             if not here or (count is not None and here[0] != count):
                 raise FormatError(
                     f"tensor {quote(name)} has shape {list(shape)}; expected"

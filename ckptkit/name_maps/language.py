@@ -20,15 +20,17 @@
 A rule takes the tensors whose names fit `from`, and makes those of `to`. If a capture of `to` is
 not in the name of the source, the first axis of the source is unstacked and gives its numbers; a
 capture that `to` does not have is stacked. `steps` apply in between, to the tensors of one set of
-numbers. In a name, `{layer?}` is a capture that may be absent together with its dot, as where
-layers are stacked, and `(mlp|ffn)` are alternatives. `optional = true` lets a rule match nothing,
-`partial = "layer"` lets numbers of that capture be missing where other rules have them. `inverse =
-false` is for a further form of the source, which the inverse does not write; `inverse = "all"` has
-it write the same tensor under each of the alternatives. `drop = "reason"` takes tensors that are
-left out; only there a name may end with `*`, for any rest; with `zeros = { shape = ["experts"],
-beside = "layers.{layer}.router" }` the inverse writes zeros for them. The inverse of a map leaves
-`{layer?}` out, and stacks, where all layers have the same tensors; `unstacked = ["layer"]` keeps it
-in the names. `others = "keep"` is for a source whose other names are those of the target.
+numbers. `joined = "expert"` is for a first axis that has the numbers of this capture one below the
+other; the inverse of a map does not write it. In a name, `{layer?}` is a capture that may be absent
+together with its dot, as where layers are stacked, and `(mlp|ffn)` are alternatives. `optional =
+true` lets a rule match nothing, `partial = "layer"` lets numbers of that capture be missing where
+other rules have them. `inverse = false` is for a further form of the source, which the inverse does
+not write; `inverse = "all"` has it write the same tensor under each of the alternatives. `drop =
+"reason"` takes tensors that are left out; only there a name may end with `*`, for any rest; with
+`zeros = { shape = ["experts"], beside = "layers.{layer}.router" }` the inverse writes zeros for
+them. The inverse of a map leaves `{layer?}` out, and stacks, where all layers have the same
+tensors; `unstacked = ["layer"]` keeps it in the names. `others = "keep"` is for a source whose
+other names are those of the target.
 
     [halves]                           # each a layer of its own in some models, in this order
     layer = { "*" = "decoder.layers.{layer}.attention.*", "-" = "decoder.layers.{layer}.mlp.*" }
@@ -67,7 +69,7 @@ _KEYS = (
     *("name", "source", "target", "model_types", "extends", "unstacked", "others", "sizes", "when"),
     *("halves", "further", "rule"),
 )
-_RULE_KEYS = ("from", "to", "steps", "optional", "partial", "inverse", "drop", "zeros")
+_RULE_KEYS = ("from", "to", "steps", "optional", "partial", "joined", "inverse", "drop", "zeros")
 _MOST_BYTES = 1 << 20
 _MOST_FORMS = 256
 
@@ -190,6 +192,9 @@ class Rule(Struct, frozen=True):
     is_optional: bool = False  # whether the source may have no tensor for it
     with_further: str = ""  # if so only where it has none of these further layers
     partial: tuple[str, ...] = ()  # the captures whose numbers need not all be there
+    # Captures whose tensors are one below the other along the first axis of the source, and have no
+    # axis of their own.
+    joined: tuple[str, ...] = ()
     # Whether the inverse of the map contains it; not where another rule makes the same tensors from
     # another form of the source.
     has_inverse: bool = True
@@ -405,6 +410,7 @@ def _parse_rule(rule: Any, where: str) -> Rule:
     )
     drop, steps, inverse = rule.get("drop", ""), rule.get("steps", []), rule.get("inverse", True)
     optional, partial = rule.get("optional", False), tuple(_texts(rule.get("partial", []), where))
+    joined = tuple(_texts(rule.get("joined", []), where))
     captures = {capture for name in (*sources, *targets) for capture in name.captures}
     made = [name.render(dict.fromkeys(name.captures, 0)) for name in targets]
     twice = next((name for name in made if made.count(name) > 1), None)
@@ -430,6 +436,9 @@ def _parse_rule(rule: Any, where: str) -> Rule:
         known = ", ".join(sorted(captures)) or "none"
         wrong = f"'partial' is {', '.join(partial)}; captures of the rule are {known}"
         hint = "write the name of a capture, without braces"
+    elif joined and not (targets and {*targets[0].captures} - {*sources[0].captures} == {*joined}):
+        wrong = f"'joined' is {', '.join(joined)}, expected the capture that only 'to' has"
+        hint = "write the name of that capture, without braces"
     elif unlike:
         wrong = f"{unlike[0].text!r} and {unlike[-1].text!r} do not have the same captures"
         hint = "the names of one side of a rule stand for one set of tensors each"
@@ -446,7 +455,8 @@ def _parse_rule(rule: Any, where: str) -> Rule:
         is_optional=optional is not False,
         with_further=optional if isinstance(optional, str) else "",
         partial=partial,
-        has_inverse=inverse is not False,
+        joined=joined,
+        has_inverse=inverse is not False and not joined,
         in_all_forms=inverse == "all",
         drop=drop,
         zeros=zeros,
@@ -586,7 +596,8 @@ def find_map(
     if len(left) == 1:
         return left[0]
     if left:
-        keys = sorted({key for one in left for key in one.when})
+        said = {key for one in left for key in one.when}
+        keys = sorted(key for key in said if len({one.when.get(key) for one in left}) > 1)
         raise RefusedError(
             f"the checkpoint does not say {', '.join(keys)}, by which the maps"
             f" {' and '.join(one.name for one in left)} differ",

@@ -52,13 +52,8 @@ class AdapterSign(Struct, frozen=True):
         return title_of(self.method)
 
 
-ADAPTER_OF_TORCHTUNE = re.compile(r"adapter_(?:model|\d+)\.pt")
-"""Files that torchtune writes beside a model that has the adapter merged, whatever else it writes.
-
-Source: torchtune 0.6, `FullModelHFCheckpointer.save_checkpoint`, and the LoRA recipes.
-"""
 MERGED_BESIDE = (
-    "the model beside the adapter has it merged already, as torchtune writes both: a conversion"
+    "the model beside the adapter has it merged already, as its framework writes both: a conversion"
     " takes that model alone"
 )
 

@@ -34,6 +34,7 @@ FOLDERS: dict[str, Callable[[int, int], str]] = {
     "Composer": lambda epoch, step: f"ep{epoch}-ba{step}",
     "llm-foundry": lambda _, step: f"ba{step}",
     "LeRobot": lambda _, step: f"{step:06}",
+    "torchtune": lambda _, step: f"dist_epoch_{step}",
     "nanotron": lambda _, step: str(step),
     "Lightning": lambda epoch, step: f"epoch={epoch}-step={step}.ckpt",
     "NeMo": lambda epoch, step: f"epoch={epoch}-step={step}-val_loss=0.25-last",

@@ -471,6 +471,27 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "Qwen2Moe": {"num_experts": 3, "shared_expert_intermediate_size": 16},
     "Glm4Moe": {"n_routed_experts": 4, "first_k_dense_replace": 1, "head_dim": 8},
     "Olmoe": {"num_experts": 4},
+    "DeepseekV3": {
+        "n_routed_experts": 4,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "kv_lora_rank": 8,
+        "q_lora_rank": 8,
+        "qk_rope_head_dim": 4,
+        "qk_nope_head_dim": 4,
+        "v_head_dim": 4,
+    },
+}
+_OF_PRIME_RL = {
+    "experts.gate_proj": "experts.w1",
+    "experts.down_proj": "experts.w2",
+    "experts.up_proj": "experts.w3",
+    "shared_experts.gate_proj.weight": "shared_expert.w1",
+    "shared_experts.down_proj.weight": "shared_expert.w2",
+    "shared_experts.up_proj.weight": "shared_expert.w3",
+    "mlp.gate.weight": "mlp.router.gate.weight",
+    "mlp.gate.e_score_correction_bias": "mlp.expert_bias",
 }
 
 
@@ -490,6 +511,24 @@ def test_experts_of_related_families_are_unstacked(tmp_path: Path, family: str) 
     }
     error = refused(trained(tmp_path / "fewer", fewer, model.config), tmp_path / "none")
     assert isinstance(error, (FormatError, IncompleteCheckpointError))
+
+
+@pytest.mark.parametrize("family", ["Qwen3Moe", "Glm4Moe", "DeepseekV3"])
+def test_layers_of_experts_of_prime_rl_get_the_names_of_transformers(
+    tmp_path: Path, family: str
+) -> None:
+    """Its trainer needs a GPU: names and stacks are those of its conversion."""
+    values = {"num_experts_per_tok": 2, "moe_intermediate_size": 12, **EXPERTS[family]}
+    model = model_of(family, **values)
+    model.save_pretrained(tmp_path / "saved")
+    saved, state = tensors_of(tmp_path / "saved"), Tensors()
+    for name, value in stacked(saved).items():
+        ending = next((end for end in _OF_PRIME_RL if name.endswith(f".{end}")), "")
+        state[name.removesuffix(ending) + _OF_PRIME_RL.get(ending, "")] = value
+    assert any(name.endswith("mlp.experts.w1") for name in state)
+    tensors, notes = converted(trained(tmp_path / "src", state, model.config), tmp_path / "out")
+    assert_same(tensors, saved)
+    assert "names were converted by map 'prime-rl-moe'" in notes
 
 
 def test_stacked_experts_of_a_family_without_a_map_are_refused_by_that_name(tmp_path: Path) -> None:

@@ -88,9 +88,13 @@ def test_lightnings_checkpoints_with_objects_give_the_weights(
 def test_olmo_cores_classes_have_the_meaning_of_torchs(tmp_path: Path) -> None:
     source = REPORTS / "13-olmo-core" / "ckpt"
     truth = load_file(REPORTS / "13-olmo-core" / "truth.safetensors")
-    tensors, _ = converted(source, tmp_path / "out")
+    tensors, _ = converted(source, tmp_path / "out", map="none")
     assert_same(tensors, truth)
     assert not (tmp_path / "out" / "config.json").exists()  # OLMo-core's own is no model's
+    tensors, _ = converted(source, tmp_path / "mapped")
+    query = truth["blocks.0.attention.w_q.weight"]
+    assert torch.equal(tensors["model.layers.0.self_attn.q_proj.weight"], query)
+    assert (tmp_path / "mapped" / "config.json").exists()  # made of it
     assert "OLMo-core" in ckptkit.inspect(source).writer
     base = tmp_path / "base"
     base.mkdir()

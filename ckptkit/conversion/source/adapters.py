@@ -37,7 +37,7 @@ from ckptkit.core.errors import (
     MissingFileError,
     RefusedError,
 )
-from ckptkit.core.frameworks import is_optimizer_folder, is_unit_folder
+from ckptkit.core.frameworks import OPTIONS_OF, is_optimizer_folder, is_unit_folder
 from ckptkit.core.index import Fqn, Key, TensorEntry
 from ckptkit.core.manifest import MANIFEST_NAME, SIDE_FOLDER
 from ckptkit.core.model_configs import parse_json_object
@@ -685,10 +685,12 @@ def find_values(
     Source: verl 0.6, `_get_lora_train_meta` of `FSDPCheckpointManager` and of `SFTTrainer`.
     """
     scaling = {RSLORA: False}
-    if foreign is not None and foreign.form != PEFT:
+    options = OPTIONS_OF.get(foreign.framework) if foreign is not None else None
+    if foreign is not None and (foreign.form != PEFT or options):
         stated = dict(checkpoint.index.run.settings)
         own = {key: stated[key] for key in (RANK, ALPHA) if key in stated}
-        path = posixpath.join(checkpoint.path, "run_config.yaml") if own else ""
+        folder = posixpath.join(checkpoint.location, checkpoint.units[0].candidate.folder)
+        path = posixpath.join(folder, options or "run_config.yaml") if own else ""
         return RecordedValues({**own, **scaling}, path)
     if is_of_pipeline(checkpoint):
         return _read_header(checkpoint, tree)

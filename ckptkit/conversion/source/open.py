@@ -12,6 +12,7 @@ model is taken only where it is complete and equals the shards; else the user ch
 from __future__ import annotations
 
 import posixpath
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -22,6 +23,7 @@ import xxhash
 from msgspec import Struct, field
 from msgspec.structs import replace
 
+from ckptkit.consumers.table import CONFIG
 from ckptkit.conversion.source.paths import (
     check_path,
     make_absolute,
@@ -36,6 +38,7 @@ from ckptkit.conversion.source.search import (
     Search,
     is_leftover,
 )
+from ckptkit.core import olmo_core
 from ckptkit.core.errors import (
     AmbiguousSourceError,
     ChecksumError,
@@ -43,7 +46,7 @@ from ckptkit.core.errors import (
     MissingFileError,
     UsageError,
 )
-from ckptkit.core.frameworks import MARKS
+from ckptkit.core.frameworks import MARKS, OLMO_CORE, OPTIONS, is_merged_beside
 from ckptkit.core.index import (
     Key,
     KeyPath,
@@ -54,6 +57,7 @@ from ckptkit.core.index import (
     TensorIndex,
 )
 from ckptkit.core.manifest import MANIFEST_NAME, TRAINING, Manifest, TensorRecord
+from ckptkit.core.model_configs import parse_json_object
 from ckptkit.core.text import Aside, counted, join_first
 from ckptkit.formats.base import Candidate
 from ckptkit.formats.dcp.reader import METADATA
@@ -70,7 +74,7 @@ from ckptkit.formats.ranks.flat import (
 from ckptkit.formats.registry import list_plug_in_problems
 from ckptkit.plan.coverage import error_of
 from ckptkit.plan.selection import model_trees, plain_trees, propose_trees
-from ckptkit.plan.weight_kinds import ADAPTER_OF_TORCHTUNE, MERGED_BESIDE
+from ckptkit.plan.weight_kinds import MERGED_BESIDE
 from ckptkit.runs.local_run import hold_candidates, marker
 from ckptkit.runs.step_manifests import list_files, step_folder
 from ckptkit.storage.locations import relative_path
@@ -224,12 +228,11 @@ def _parse(search: Search, found: ResolvedSource, select: str | None) -> OpenedC
     if select not in {None, ITSELF} and chosen is None:
         is_inside = not found.folder or f"{select}/".startswith(f"{found.folder}/")
         selected = str(select) if is_inside else found.folder
-    is_merged_beside = (
+    has_merged = (
         select is None
         and 0 < len(plain_trees(index)) < len(model_trees(index))
         and any(
-            ADAPTER_OF_TORCHTUNE.fullmatch(posixpath.basename(path))
-            and posixpath.dirname(path) == found.folder
+            is_merged_beside(posixpath.basename(path)) and posixpath.dirname(path) == found.folder
             for path in search.paths
         )
     )
@@ -240,8 +243,9 @@ def _parse(search: Search, found: ResolvedSource, select: str | None) -> OpenedC
             index.run,
             step=step,
             selected=selected,
-            warnings=(*index.run.warnings, *([Aside(MERGED_BESIDE)] if is_merged_beside else [])),
+            warnings=(*index.run.warnings, *([Aside(MERGED_BESIDE)] if has_merged else [])),
             writer=", ".join(filter(None, [*_find_frameworks(search, found), index.run.writer])),
+            settings=(*index.run.settings, *_read_options(search, found, index.run.writer)),
         ),
     )
     problems = (*index.problems, *steps.problems(saved))
@@ -273,6 +277,30 @@ def _find_frameworks(search: Search, found: ResolvedSource) -> Iterator[str]:
     is_ours = any(search.steps.is_output(step_folder(folder)) for folder in folders)
     if not is_ours and (is_named or any(path in search.paths for path in states)):
         yield "accelerate"
+
+
+_OPTION = re.compile(r"(?m)^(\w+):[ \t]*(\d{1,9}|true|false)[ \t]*\r?$")
+_MOST_OPTIONS_BYTES = 1 << 20
+
+
+def _read_options(search: Search, found: ResolvedSource, writer: str) -> Iterator[tuple[str, int]]:
+    """Yields what files of frameworks beside the weights, or in the step, say of them."""
+
+    def read(path: str) -> bytes:
+        size = search.source.stat(path).size_bytes
+        return search.source.read(path, 0, min(size, _MOST_OPTIONS_BYTES))
+
+    for folder in dict.fromkeys(unit.candidate.folder for unit in found.units):
+        for file, keys in OPTIONS.items():
+            path = posixpath.join(folder, file)
+            if path in search.paths:
+                for key, value in _OPTION.findall(read(path).decode(errors="replace")):
+                    if key in keys:
+                        yield keys[key], int(value) if value.isdigit() else value == "true"
+        path = posixpath.join(posixpath.dirname(folder), CONFIG)
+        if writer.startswith(OLMO_CORE) and path in search.paths:
+            document = parse_json_object(read(path), where=posixpath.join(search.location, path))
+            yield from olmo_core.read_settings(document).items()
 
 
 def _compare_leftovers(search: Search, found: ResolvedSource, select: str | None) -> ResolvedSource:

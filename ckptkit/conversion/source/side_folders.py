@@ -67,6 +67,7 @@ from ckptkit.conversion.source.paths import (
     open_folder,
     open_root,
 )
+from ckptkit.core import olmo_core
 from ckptkit.core.errors import (
     AmbiguousSourceError,
     FormatError,
@@ -76,7 +77,14 @@ from ckptkit.core.errors import (
     NotACheckpointError,
     UsageError,
 )
-from ckptkit.core.frameworks import BESIDE_RUNS, COPIES, PLAIN_FOLDERS, SETTINGS, is_unit_folder
+from ckptkit.core.frameworks import (
+    BESIDE_RUNS,
+    COPIES,
+    OLMO_CORE,
+    PLAIN_FOLDERS,
+    SETTINGS,
+    is_unit_folder,
+)
 from ckptkit.core.index import MOST_WRAPPERS, KeyPath, Shape
 from ckptkit.core.manifest import MANIFEST_NAME, RUN_FACTS, SIDE_FOLDER, Manifest
 from ckptkit.core.model_configs import parse_json_object, parse_model_config, to_json
@@ -113,7 +121,6 @@ _OF_STEPS = (
     *("optimizer", "optim", "optimizer_0", "context"),
 )
 _NAMED = 3
-_OF_OLMO = b'"_CLASS_"'  # a key of OLMo-core's config.json, which is not one of Transformers
 
 
 class SideChoice(Struct, frozen=True):
@@ -162,8 +169,8 @@ class SideFolders:
         self._noted: dict[str, str] = {}  # folders that are not those of the weights, and where
         self._proofs: dict[str, tuple[Manifest, str] | None] = {}  # and what names begin with
         base_folders: list[Source] = []
+        asked = request or ConsolidateRequest()
         if self.base is not None:
-            asked = request or ConsolidateRequest()
             base_folders = self._open_base(stack, self.base, checkpoint, asked)
         # What the state dict itself holds comes first, then what is beside the weights.
         formats = {unit.candidate.format for unit in checkpoint.units}
@@ -199,6 +206,15 @@ class SideFolders:
                             self._noted[path] = ", above the source"
                         elif name not in {"", SIDE_FOLDER}:
                             self._noted[path] = ""
+        keeps_names = asked.map == "none" or asked.names == "live"
+        is_described = self._writer.startswith(OLMO_CORE) and not base_folders and not keeps_names
+        for location, source in list(self.sources.items()) if is_described else ():
+            made = _make_config(source)
+            if made is not None:
+                place = f"{_in(location, CONFIG)}: model"
+                self.sources[place] = MemorySource({CONFIG: to_json(made)}, place)
+                self._noted[place] = ""
+                self.notes.append(f"config.json was made from OLMo-core's own in {location}")
         # The base is asked last; what options name is taken before all of these.
         self._base_location = base_folders[-1].location if base_folders else None
         for base_folder in base_folders:
@@ -308,7 +324,8 @@ class SideFolders:
         for origin in self._searched:
             with suppress(InputError):
                 size = self.sources[origin].stat(CONFIG).size_bytes
-                listed.append((origin, {CONFIG: size}))
+                if _read_of_olmo_core(self.sources[origin], size) is None:
+                    listed.append((origin, {CONFIG: size}))
         chosen, _ = choose_side_files(listed, allow_code=False, config=self._config)
         path = self._lone_config or CONFIG
         return self.config([replace(file, path=path) for file in chosen if file.name == CONFIG])
@@ -443,7 +460,7 @@ class SideFolders:
         sizes = _list_sizes(source)
         size = sizes.get(CONFIG, MAX_JSON_BYTES + 1)
         with suppress(InputError):
-            if size <= MAX_JSON_BYTES and _OF_OLMO in source.read(CONFIG, 0, size):
+            if _read_of_olmo_core(source, size) is not None:
                 del sizes[CONFIG]
         return sizes
 
@@ -552,6 +569,21 @@ class SideFolders:
             return None
         where = posixpath.join(self.sources[file.origin].location, file.path)
         return parse_model_config(self.read(file), where=where)
+
+
+def _read_of_olmo_core(source: Source, size: int) -> bytes | None:
+    """Returns OLMo-core's own `config.json` of a folder; None for others."""
+    data = source.read(CONFIG, 0, size) if size <= MAX_JSON_BYTES else b""
+    return data if olmo_core.MARK in data else None
+
+
+def _make_config(source: Source) -> dict[str, Any] | None:
+    """Returns the configuration of the model that OLMo-core's own in a folder describes."""
+    with suppress(InputError):
+        data = _read_of_olmo_core(source, source.stat(CONFIG).size_bytes)
+        if data is not None:
+            return olmo_core.make_config(parse_json_object(data, where=source.location))
+    return None
 
 
 def find_component(place: Place, tensors: Mapping[str, Shape]) -> Place:

@@ -77,6 +77,17 @@ MOVES: Mapping[str, tuple[str, Arrays, Arrays]] = {
         {f"a.{i}.{j}.w": numbered(2, 2, 5, 3)[i, j] for i in range(2) for j in range(2)},
         {f"b.{i}.v": numbered(2, 2, 5, 3)[i].transpose(0, 2, 1) for i in range(2)},
     ),
+    "experts below one another": (
+        rule(
+            '"a.{layer}"', '"b.{layer}.{half}"', 'steps = [{ transpose = [1, 0] }]\njoined = "half"'
+        ),
+        {"a.0": X, "a.1": -X},
+        {
+            f"b.{i}.{j}": sign * X[6 * j : 6 * j + 6].T
+            for i, sign in ((0, 1), (1, -1))
+            for j in (0, 1)
+        },
+    ),
     "a split": (
         rule('"a"', '["b", "c"]', "steps = [{ split = [5, 7] }]"),
         {"a": X},
@@ -146,6 +157,9 @@ MOVES: Mapping[str, tuple[str, Arrays, Arrays]] = {
 }
 
 
+BELOW = "experts below one another"
+
+
 @pytest.mark.parametrize("what", MOVES)
 def test_a_rule_moves_elements(what: str) -> None:
     rules, before, after = MOVES[what]
@@ -155,7 +169,7 @@ def test_a_rule_moves_elements(what: str) -> None:
         np.testing.assert_array_equal(result[name], array)
 
 
-@pytest.mark.parametrize("what", [w for w in MOVES if w != "padding is cut"])
+@pytest.mark.parametrize("what", [w for w in MOVES if w not in ("padding is cut", BELOW)])
 def test_the_inverse_of_a_rule_restores_the_source(what: str) -> None:
     rules, before, after = MOVES[what]
     result = build(apply(invert(made(rules)), after), after)
@@ -219,6 +233,10 @@ WRONG: Mapping[str, tuple[str, Arrays, str, str]] = {
     "stacked layers that the configuration does not have": (
         *(rule('"a.{layer?}.w"', '"b.{layer}.v"'), {"a.w": numbered(3, 2)}, "bad-format"),
         r"shape \[3, 2\]; expected 2 along the axis of 'layer'",
+    ),
+    "rows that are not those of all": (
+        *(rule('"a"', '"b.{half}"', 'joined = "half"'), {"a": numbered(3, 2)}, "bad-format"),
+        r"shape \[3, 2\]; expected 2 along the axis of 'half'",
     ),
     "sizes that do not divide": (
         *(rule('"a"', '["b", "c"]', 'steps = [{ split = ["width / heads", 5] }]'), {"a": X}),
@@ -293,6 +311,10 @@ def test_what_does_not_add_up_is_refused(what: str) -> None:
     with pytest.raises(CkptkitError, match=message) as caught:
         apply(made(rules), arrays)
     assert caught.value.code == code
+
+
+def test_the_inverse_leaves_out_what_lies_below_one_another() -> None:
+    assert not invert(made(MOVES[BELOW][0])).rules
 
 
 def test_a_number_of_layers_that_no_model_has_is_refused_at_once() -> None:
@@ -524,6 +546,10 @@ TYPOS = {
     "a capture that the rule does not have": (
         *(rule('"a.{layer}"', '"b.{layer}"', 'partial = "layr"'),),
         "'partial' is layr; captures of the rule are layer",
+    ),
+    "a capture of both sides below one another": (
+        rule('"a.{layer}"', '"b.{layer}.{half}"', 'joined = "layer"'),
+        "'joined' is layer, expected the capture that only 'to' has",
     ),
     "positions of a split": (
         *(rule('"a"', '["b", "c"]', "steps = [{ split = [1, 2], only = [0] }]"),),
