@@ -148,6 +148,13 @@ PROFILES = (
         tensors=r"^layers\.\d+\.att(?:entio)?n\.(?:(?:qkv_linear\.)?w[qkv]|wkv_[ab])\.(?:weight|bias)$",
         modules=r"^layers\.\d+\.(?:attention|feed_forward|moe)\.",
     ),
+    Profile(
+        "Orbax",  # of Flax, MaxText and others
+        "orbax/checkpoint/checkpoint_manager.py (`DEFAULT_ITEM_NAME`), orbax-checkpoint 0.12;"
+        " MaxText/checkpointing.py (`items`)",
+        ("orbax_manager", "orbax_zarr3_chunks", "orbax_folders", "orbax_two_hosts"),
+        weights=("default", "items", "state", "params"),
+    ),
     # VeOmni's models of Transformers 4; Transformers itself stacks gate and up into one.
     Profile("stacked experts", tensors=r"(?:^|\.)experts\.gate_proj$"),
     Profile(
