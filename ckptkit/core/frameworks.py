@@ -40,6 +40,7 @@ class Profile(Struct, frozen=True):
         settings: Folders with configuration and tokenizer, below the weights or the step.
         counters: Files below a step with its number, each with the key of that.
         beside_run: The folder of the steps, and one beside it with what `settings` have.
+        wrapper: A class that a whole state dict is in, and the attribute that has it.
         unread: Files of a format that is not read; a group `stem` is what its library takes.
         starts: How such files begin, where others have these names; a regular expression.
         advice: What makes of them what is read: a command, or Python, with `{path}`, the `{stem}`,
@@ -58,6 +59,7 @@ class Profile(Struct, frozen=True):
     settings: tuple[str, ...] = ()
     counters: tuple[tuple[str, str], ...] = ()
     beside_run: tuple[str, str] | tuple[()] = ()
+    wrapper: tuple[str, str] | tuple[()] = ()
     unread: str = ""
     starts: bytes = b""
     advice: str = ""
@@ -162,6 +164,15 @@ PROFILES = (
         modules=r"^layers\.\d+\.(?:attention|feed_forward|moe)\.",
     ),
     Profile(
+        "nvidia-resiliency-ext",
+        "checkpointing/local/basic_state_dict.py, nvidia-resiliency-ext 0.4",
+        ("nvrx_local_fsdp2",),
+        wrapper=(
+            "nvidia_resiliency_ext.checkpointing.local.basic_state_dict.BasicTensorAwareStateDict",
+            "state_dict",
+        ),
+    ),
+    Profile(
         "Orbax",  # of Flax, MaxText and others
         "orbax/checkpoint/checkpoint_manager.py (`DEFAULT_ITEM_NAME`), orbax-checkpoint 0.12;"
         " MaxText/checkpointing.py (`items`)",
@@ -218,8 +229,8 @@ PROFILES = (
         unread=r".+\.(?:h5|hdf5)",
         starts=rb"\x89HDF\r\n\x1a\n",
         advice=f"import h5py; {_SAVE}; d = {{}}; h5py.File({{path}}).visititems(lambda n, o:"
-        " d.update({n.replace('/', '.'): o[()]}) if isinstance(o, h5py.Dataset) else None); save_file(d,"
-        f" {_INTO}",
+        " d.update({n.replace('/', '.'): o[()]}) if isinstance(o, h5py.Dataset) else None);"
+        f" save_file(d, {_INTO}",
     ),
     Profile(
         "Keras",
@@ -317,6 +328,7 @@ MARKS = {profile.mark: profile.name for profile in PROFILES if profile.mark}
 """Frameworks by a file that they alone write."""
 COPIES = {folder: original for p in PROFILES for folder, original in p.copies.items()}
 BESIDE_RUNS = dict(profile.beside_run for profile in PROFILES if profile.beside_run)
+WRAPPERS = dict(profile.wrapper for profile in PROFILES if profile.wrapper)
 UNREAD = tuple(profile for profile in PROFILES if profile.unread)
 COUNTERS = tuple(counter for profile in PROFILES for counter in profile.counters)
 SETTINGS = tuple(dict.fromkeys(folder for p in PROFILES for folder in p.settings))

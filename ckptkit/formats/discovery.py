@@ -35,7 +35,7 @@ _LIGHTNING = re.compile(
     r"(?:.*[-_])?(?P<kind>step|epoch)=0*(?P<number>\d{1,15})(?:-\D.*)?", re.IGNORECASE
 )
 _ENDING = re.compile(r"(\.pth\.tar|\.ckpt|\.pth|\.pt|\.bin)$")
-_OF_ONE_RANK = re.compile(r"[-_.]rank[-_.]?\d{1,7}$")
+_OF_ONE_RANK = re.compile(r"[-_.]rank[-_.]?\d{1,7}$|_\d{1,7}_local$")  # the latter of NVRx
 _LAST = re.compile(r"(checkpoint_)?(last|latest)(-v\d+)?", re.IGNORECASE)
 _FOLDER = re.compile(
     rf"(?:.*\bstep=|(?:{_WORD})?[-_=]?)"

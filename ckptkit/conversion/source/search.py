@@ -389,7 +389,7 @@ class Search:
     ) -> ResolvedSource:
         """Decides among candidates that are all in the folder `base`, or are that file."""
         if len(candidates) == 1 and base in candidates[0].files:
-            folder = posixpath.dirname(base)
+            folder = candidates[0].folder
             return ResolvedSource(folder, _units(candidates, folder), select)
         all_steps, others = self._split_steps(candidates, base)
         kept = drop_companions(others)
