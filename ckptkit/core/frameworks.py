@@ -22,6 +22,8 @@ PLAIN_FOLDERS = frozenset({"model", "actor", "critic", "policy", "value", "ckpt"
 MEGATRON_OF_VERL = "dist_ckpt"
 """The folder in which verl has Megatron-Core save; `--select` names the one above."""
 
+ROW_MAJOR = "row-major"
+
 
 class Profile(Struct, frozen=True):
     """How a framework calls what it writes.
@@ -31,6 +33,8 @@ class Profile(Struct, frozen=True):
         source: Where the facts are from: files or functions of it, and versions.
         fixtures: Folders of `fixtures/` that it wrote.
         package: The package of the classes that only its own files name.
+        bare: Of its own writer of DCP, which stores elements without a container: the table of
+            the metadata that has their order, or `row-major`.
         mark: A file beside the weights, or in the folder above, that no other framework writes.
         tensors: A part of a name that only its own models have.
         modules: The same for a module that is adapted; models of users may have such names, too.
@@ -51,6 +55,7 @@ class Profile(Struct, frozen=True):
     source: str = ""
     fixtures: tuple[str, ...] = ()
     package: str = ""
+    bare: str = ""
     mark: str = ""
     tensors: str = ""
     modules: str = ""
@@ -142,6 +147,14 @@ PROFILES = (
         "ByteCheckpoint",
         "bytecheckpoint 0.0.2",
         package="bytecheckpoint",
+        bare="all_tensor_metadata",
+    ),
+    Profile(
+        "DLRover",
+        "dlrover/trainer/torch/flash_checkpoint/fsdp_engine.py, DLRover 0.6",
+        ("dlrover_fsdp",),
+        package="dlrover",
+        bare=ROW_MAJOR,  # it copies each tensor into shared memory
     ),
     Profile(
         "Megatron-Core",
@@ -171,6 +184,17 @@ PROFILES = (
             "nvidia_resiliency_ext.checkpointing.local.basic_state_dict.BasicTensorAwareStateDict",
             "state_dict",
         ),
+    ),
+    Profile(
+        "TorchRec",
+        "torchrec/distributed/embeddingbag.py, TorchRec 1.9: ShardedTensors in DCP",
+        ("torchrec_tables",),
+    ),
+    Profile(
+        "ColossalAI",
+        "colossalai/checkpoint_io/hybrid_parallel_checkpoint_io.py, ColossalAI 0.5",
+        ("colossalai_stages",),
+        weights=("modeling",),
     ),
     Profile(
         "Orbax",  # of Flax, MaxText and others
@@ -324,6 +348,7 @@ def is_optimizer_folder(name: str) -> bool:
 
 
 PACKAGES = {profile.package: profile.name for profile in PROFILES if profile.package}
+BARE = {profile.name: profile.bare for profile in PROFILES if profile.bare}
 MARKS = {profile.mark: profile.name for profile in PROFILES if profile.mark}
 """Frameworks by a file that they alone write."""
 COPIES = {folder: original for p in PROFILES for folder, original in p.copies.items()}

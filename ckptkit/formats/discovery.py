@@ -120,8 +120,8 @@ def name_step(path: str) -> str:
 
 
 _RANK_IN_FILE = re.compile(r"([-_.]rank[-_.]?)\d{1,7}(?=\.\w+$)")
-# In the folder of a run: Megatron-LM's, and that of nanotron, whose steps are numbers only.
-TRACKERS = ("latest_checkpointed_iteration.txt", "latest.txt")
+# In the folder of a run: Megatron-LM's, and those of nanotron and DLRover, whose steps are numbers.
+TRACKERS = ("latest_checkpointed_iteration.txt", "latest.txt", "dlrover_latest.txt")
 _MAX_TAG_BYTES = 4096
 UNFINISHED = "the save was not finished"  # in what a step lacks, which then is not damaged
 RELEASE = "release"  # the folder of weights that no training of the run has changed
