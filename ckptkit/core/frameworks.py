@@ -191,6 +191,11 @@ PROFILES = (
         ("torchrec_tables",),
     ),
     Profile(
+        "Composer",
+        "composer/core/state.py, Composer 0.32",
+        ("composer_monolithic",),
+    ),
+    Profile(
         "ColossalAI",
         "colossalai/checkpoint_io/hybrid_parallel_checkpoint_io.py, ColossalAI 0.5",
         ("colossalai_stages",),

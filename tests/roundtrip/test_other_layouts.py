@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
 
 import ckptkit
 from ckptkit.core.errors import FormatError
@@ -60,6 +61,27 @@ def test_the_step_that_dlrover_committed_is_taken(tmp_path: Path) -> None:
     assert "'dlrover_latest.txt' names 10" in " ".join(ckptkit.inspect(run).notes)
     (run / "dlrover_latest.txt").unlink()
     assert ckptkit.inspect(run).path == str(run / "20")
+
+
+def test_a_file_of_composer_has_configuration_and_tokenizer_inside(tmp_path: Path) -> None:
+    source = FIXTURES / "composer_monolithic" / "checkpoint"
+    ckptkit.consolidate(source, tmp_path / "out")
+    assert images(tmp_path / "out" / "model.safetensors") == truth_of("composer_monolithic")
+    assert (tmp_path / "out" / "tokenizer.json").exists()
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.num_hidden_layers == 2
+    found = ckptkit.inspect(source)
+    assert (found.writer, found.version, found.step) == ("Composer", "0.32.1", 2)
+
+
+def test_what_is_proposed_with_an_optimizer_works_with_it(tmp_path: Path) -> None:
+    source = FIXTURES / "composer_monolithic" / "checkpoint"
+    caught = refuse("names begin with 'model.'", source, tmp_path / "out", optimizer=True)
+    assert str(caught.value.hint) == (
+        "leave out --optimizer to have the weights alone; or pass --names live to write the tensors"
+        " as they are"
+    )
+    ckptkit.consolidate(source, tmp_path / "out", optimizer=True, names="live")
+    assert len(ckptkit.inspect(tmp_path / "out").trees) >= 1
 
 
 def test_a_stage_whose_file_is_lost_is_missed(tmp_path: Path) -> None:
