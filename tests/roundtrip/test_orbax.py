@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import ckptkit
-from ckptkit.core.errors import ChecksumError, IncompleteCheckpointError
+from ckptkit.core.errors import ChecksumError, IncompleteCheckpointError, RefusedError
 from tests.live_truth import FIXTURES, copied, refuse, truth_of, written
 from tests.tensor_images import image_of, images
 
@@ -120,11 +120,19 @@ def test_every_bit_of_nodes_and_manifests_is_proven(tmp_path: Path) -> None:
 
 
 def test_what_it_is_not_compressed_with_is_named(tmp_path: Path) -> None:
+    """What the hint says to do was run by hand, with what `fixtures/PROVENANCE.md` names."""
     run = copied("orbax_folders", tmp_path / "run")
     path = run / "10" / "default" / "params.layers_0.kernel" / ".zarray"
     path.write_text(path.read_text().replace('"zstd"', '"gzip"'))
     caught = refuse("compressed with 'gzip'", run, tmp_path / "out")
-    assert "safetensors.numpy.save_file" in str(caught.value.hint)
+    assert f"c.restore('{run}/10/default'" in str(caught.value.hint)
+
+
+def test_the_source_stays_while_states_in_its_tree_are_not_in_the_output(tmp_path: Path) -> None:
+    run = copied("orbax_manager", tmp_path / "run")
+    with pytest.raises(RefusedError, match="hold what is not in the output: optimizer tensor"):
+        ckptkit.consolidate(run / "10", tmp_path / "out", delete_source=True)
+    assert written(run, tmp_path / "again") == truth_of("orbax_manager")
 
 
 def test_names_and_values_of_a_plain_save_are_kept(tmp_path: Path) -> None:

@@ -95,9 +95,11 @@ _OPTIMIZER = re.compile(r"opt(imizer)?(_?states?)?")
 _AVERAGES = re.compile(r"ema(_params)?|params_ema|ema_state")
 _COPY_AGAIN = "the file was damaged after it was saved; copy it again, or take an earlier step"
 _RESTORE = (
-    "restore it with Orbax and save what it returns: `safetensors.numpy.save_file({'.'.join(str("
-    "getattr(k, 'key', getattr(k, 'idx', getattr(k, 'name', k)))) for k in path): np.asarray(a) for"
-    " path, a in jax.tree_util.tree_leaves_with_path(params)}, 'model.safetensors')`"
+    "in Python: import jax, numpy as np, orbax.checkpoint as ocp; from safetensors.numpy import"
+    " save_file; c = ocp.PyTreeCheckpointer(); m = c.metadata({path}).item_metadata.tree; t ="
+    " c.restore({path}, restore_args=jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray"
+    "), m)); save_file({'.'.join(str(getattr(k, 'key', getattr(k, 'idx', None))) for k in p):"
+    " np.asarray(a) for p, a in jax.tree_util.tree_leaves_with_path(t)}, 'model.safetensors')"
 )
 
 
@@ -180,7 +182,7 @@ def _read_node(data: bytes, magic: int, where: str) -> _Cursor:
     version, method = cursor.numbers(2)
     if version or method > 1:
         text = f"is of version {version} with compression {method}, not modelled"
-        raise UnsupportedError(text, where=where, hint=_RESTORE)
+        raise UnsupportedError(text, where=where)
     body = cursor.data[cursor.at :]
     if method:
         read = lambda start, stop: body[start:stop]  # noqa: E731
@@ -224,7 +226,7 @@ def _read_database(source: Source, folder: str) -> _Values:
     cursor.take(16)
     if cursor.number():
         text = "keeps its versions in numbered files, not modelled"
-        raise UnsupportedError(text, where=where, hint=_RESTORE)
+        raise UnsupportedError(text, where=where)
     cursor.numbers(2)
     cursor.take(1)
     if cursor.number():
@@ -352,7 +354,7 @@ def _parse_array(data: bytes, name: str, where: str) -> _Array:
 
 
 def _unsupported(what: str) -> UnsupportedError:
-    return UnsupportedError(f"array has {what}, not modelled", hint=_RESTORE)
+    return UnsupportedError(f"array has {what}, not modelled")
 
 
 def _sizes(value: Sequence[object], least: int = 0) -> Shape:
@@ -545,6 +547,13 @@ class OrbaxReader(FormatReader):
         ]
 
     def parse(self, source: Source, candidate: Candidate) -> TensorIndex:
+        try:
+            return self._parse(source, candidate)
+        except UnsupportedError as error:
+            folder = posixpath.join(source.location, candidate.folder)
+            raise error.hinted(_RESTORE.replace("{path}", repr(folder))) from None
+
+    def _parse(self, source: Source, candidate: Candidate) -> TensorIndex:
         folder, there = candidate.folder, frozenset(candidate.files)
         where = posixpath.join(source.location, folder)
         if _is_unfinished(folder or source.location):
