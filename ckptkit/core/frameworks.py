@@ -208,6 +208,12 @@ PROFILES = (
         ("orbax_manager", "orbax_zarr3_chunks", "orbax_folders", "orbax_two_hosts"),
         weights=("default", "items", "state", "params"),
     ),
+    Profile(
+        "MaxText",
+        "maxtext/checkpoint_conversion/utils/param_mapping.py, MaxText of August 2026",
+        ("maxtext_qwen3_scanned", "maxtext_qwen2_layers"),
+        tensors=r"^params\.(?:params\.)?decoder\.layers(?:_\d+)?\.(?:self_attention|mlp)\.",
+    ),
     # VeOmni's models of Transformers 4; Transformers itself stacks gate and up into one.
     Profile("stacked experts", tensors=r"(?:^|\.)experts\.gate_proj$"),
     Profile(

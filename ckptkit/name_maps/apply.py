@@ -247,14 +247,17 @@ def _unstack(
         longer = []
         for before, arrangement in found:
             here = arrangement.shape
-            if not here or (count is not None and here[0] != count):
+            axis = rule.axis
+            if axis >= len(here) or (count is not None and here[axis] != count):
                 raise FormatError(
                     f"tensor {quote(name)} has shape {list(shape)}; expected"
                     f" {'' if count is None else f'{count:,}'} along the axis of {capture!r}",
                     where=rule.where,
                     hint="the configuration is of another model, or the checkpoint lacks some",
                 )
-            longer += [({**before, capture: i}, arrangement.selected(0, i)) for i in range(here[0])]
+            longer += [
+                ({**before, capture: i}, arrangement.selected(axis, i)) for i in range(here[axis])
+            ]
         found = longer
     for each, arrangement in found:
         key = tuple(sorted((c, n) for c, n in each.items() if n is not None))
