@@ -211,7 +211,7 @@ PROFILES = (
     Profile(
         "MaxText",
         "maxtext/checkpoint_conversion/utils/param_mapping.py, MaxText of August 2026",
-        ("maxtext_qwen3_scanned", "maxtext_qwen2_layers"),
+        ("maxtext_qwen3_scanned", "maxtext_qwen2_layers", "maxtext_llama_layers"),
         tensors=r"^params\.(?:params\.)?decoder\.layers(?:_\d+)?\.(?:self_attention|mlp)\.",
     ),
     # VeOmni's models of Transformers 4; Transformers itself stacks gate and up into one.

@@ -14,7 +14,12 @@ import ckptkit
 from tests.live_truth import FIXTURES, base_with, refuse, truth_of
 from tests.tensor_images import images
 
-CASES = ("maxtext_qwen3_scanned", "maxtext_qwen2_layers")
+CASES = (
+    "maxtext_qwen3_scanned",
+    "maxtext_qwen2_layers",
+    "maxtext_llama_scanned",
+    "maxtext_llama_layers",
+)
 
 
 @pytest.mark.parametrize("case", CASES)
