@@ -48,7 +48,7 @@ class Profile(Struct, frozen=True):
         unread: Files of a format that is not read; a group `stem` is what its library takes.
         starts: How such files begin, where others have these names; a regular expression.
         advice: What makes of them what is read: a command, or Python, with `{path}`, the `{stem}`,
-            and `{paths}` as a list of Python.
+            the `{folder}` that was searched, and `{paths}` as a list of Python.
     """
 
     name: str
@@ -285,6 +285,16 @@ PROFILES = (
         "nemo/core/connectors/save_restore_connector.py, NeMo 1.23",
         unread=r".+\.nemo",
         advice="run `mkdir -p unpacked && tar -xf {path} -C unpacked`, and pass that folder",
+    ),
+    Profile(
+        "zarr arrays of JAX",
+        "t5x/checkpoints.py; levanter/tensorstore_serialization.py; Orbax has a tree beside them",
+        unread=r".+/(?:\.zarray|zarr\.json)",
+        advice=f"import glob, os, tensorstore; {_SAVE}; f = {{folder}}; ps = [(os.path.dirname(p),"
+        " d) for n, d in (('.zarray', 'zarr'), ('zarr.json', 'zarr3')) for p in glob.glob(f +"
+        " '/**/' + n, recursive=True)]; save_file({os.path.relpath(p, f).replace('/', '.'):"
+        " tensorstore.open({'driver': d, 'kvstore': {'driver': 'file', 'path': p}}).result()"
+        f".read().result() for p, d in ps}}, {_INTO}",
     ),
     Profile(
         "ONNX",

@@ -362,7 +362,9 @@ def read_index(source: Source, candidate: Candidate) -> TensorIndex:
     except InputError as error:
         pointer = next((path for path in candidate.files if _is_pointer(source, path)), None)
         if pointer is None:
-            unread = find_unread(source, candidate.files)
+            # Any program may call its files like torch's; other formats have names of their own.
+            is_common = candidate.format == "torch"
+            unread = find_unread(source, candidate.files) if is_common else None
             if unread is None:
                 raise
             raise unread from error
@@ -390,8 +392,8 @@ def find_unread(source: Source, paths: Iterable[str]) -> NotACheckpointError | N
         found = [match[0] for match in named]
         whole = [posixpath.join(source.location, path) for path in found]
         stem = posixpath.join(source.location, named[0].groupdict().get("stem") or found[0])
-        advice = profile.advice
-        for place, value in (("{path}", whole[0]), ("{stem}", stem), ("{paths}", whole)):
+        advice, folder = profile.advice, [("{folder}", source.location)]
+        for place, value in (("{path}", whole[0]), ("{stem}", stem), ("{paths}", whole), *folder):
             advice = advice.replace(place, repr(value))
         return NotACheckpointError(
             f"{join_first(found, len(found), _LISTED)}: {profile.name}, which is not read",

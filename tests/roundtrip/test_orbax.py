@@ -42,6 +42,28 @@ def test_an_item_of_a_step_may_be_named_itself(tmp_path: Path) -> None:
     assert written(source, tmp_path / "out") == truth_of("orbax_zarr3_chunks")
 
 
+def test_a_database_without_a_description_of_its_tree_has_the_names_of_its_keys(
+    tmp_path: Path,
+) -> None:
+    """As JAX's own serialization writes it, and Orbax did before it had `_METADATA`."""
+    run = copied("orbax_two_hosts", tmp_path / "run")
+    (run / "10" / "state" / "_METADATA").unlink()
+    assert written(run, tmp_path / "out") == truth_of("orbax_two_hosts")
+
+
+def test_a_tree_without_containers_is_a_model(tmp_path: Path) -> None:
+    run = copied("orbax_folders", tmp_path / "run") / "10" / "default"
+    for path in list(run.iterdir()):
+        if not path.name.startswith("params.layers_0."):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        else:
+            path.rename(run / path.name.removeprefix("params.layers_0."))
+    (run / "_METADATA").write_text("{}")
+    found = written(run, tmp_path / "out")
+    truth = truth_of("orbax_folders")
+    assert found == {name: truth[f"params.layers_0.{name}"] for name in ("bias", "kernel")}
+
+
 def test_states_of_the_optimizer_are_known_as_such() -> None:
     found = ckptkit.inspect(FIXTURES / "orbax_manager" / "checkpoint")
     parts = {tree.name: (tree.part, tree.tensors) for tree in found.trees}

@@ -164,6 +164,25 @@ def test_the_python_of_a_message_makes_the_model(case: str, python: str, tmp_pat
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("driver", ["zarr", "zarr3"])
+def test_arrays_without_a_tree_are_named_and_their_python_makes_the_model(
+    driver: str, python: str, tmp_path: Path
+) -> None:
+    """As T5X and Levanter write them: a folder for each parameter, with tensorstore."""
+    code = (
+        "import tensorstore as ts; from safetensors.numpy import load_file;"
+        " [ts.open({'driver': " + repr(driver) + ", 'kvstore': {'driver': 'file', 'path':"
+        f" {str(tmp_path / 'run')!r} + '/' + n.replace('.', '/')" + "}}, create=True,"
+        f" dtype=a.dtype, shape=a.shape).result().write(a).result() for n, a in"
+        f" load_file({str(TRUTH)!r}).items()]"
+    )
+    _run(f"in Python: {code}", python, tmp_path)
+    refuse("zarr arrays of JAX, which is not read", tmp_path / "run", tmp_path / "out")
+    _run(_advice(tmp_path / "run"), python, tmp_path)
+    assert images(tmp_path / "model.safetensors") == images(TRUTH)
+
+
+@pytest.mark.slow
 def test_a_file_of_tensorizer_is_named_and_its_python_makes_the_model(
     python: str, tmp_path: Path
 ) -> None:

@@ -616,9 +616,7 @@ def _list_arrays(
 ) -> dict[str, tuple[KeyPath, str]]:
     """Returns the arrays by name, each with its path in the tree and the name of its metadata."""
     stored = {
-        folder: name
-        for folder, name in map(posixpath.split, values.places)
-        if name in _ARRAYS and "/" not in folder
+        folder: name for folder, name in map(posixpath.split, values.places) if name in _ARRAYS
     }
     paths: dict[str, KeyPath] = {}
     described = tree.get("tree_metadata", {})
@@ -642,7 +640,7 @@ def _list_arrays(
             hint=_COPY_AGAIN,
         )
     return {
-        name: (paths.get(name) or tuple(name.split(".")), key)
+        name: (paths.get(name) or tuple(re.split(r"[./]", name)), key)
         for name, key in sorted(stored.items())
     }
 
@@ -654,8 +652,12 @@ def _make_entries(held: Mapping[KeyPath, tuple[_Array, ChunkTable]]) -> dict[Key
     it `batch_stats` and others, which belong to the model. An average has the model's own names.
     """
     entries: dict[Key, TensorEntry] = {}
+    parts = {path: _part_of(path) for path in held}
+    has_model = any(part == "model" for _, part, _ in parts.values())
     for path, (array, chunks) in held.items():
-        tree, part, name = _part_of(path)
+        tree, part, name = parts[path]
+        if not has_model and array.shape and len(path) == 1:  # a tree without any container
+            part = "model"
         member = Membership(join_path(tree), part, Fqn(join_path(name)))
         entry = member.entry(path, array.dtype, array.shape, chunks)
         if entries.setdefault(entry.key, entry) is not entry:
