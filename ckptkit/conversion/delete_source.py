@@ -323,7 +323,9 @@ def _choose_files(planned: PlannedOutput, job: ConversionJob) -> SourceRemoval:
     used = {path for key in read for path in holding.get(key, ())}
     units = [unit for unit in checkpoint.units if used & set(unit.candidate.files)]
     paths = {path for unit in units for path in unit.candidate.files}
-    held = [entry for entry in index.tensors.values() if paths & holding[entry.key]]
+    # What no unit has was made of a part of its files, such as small arrays in a tree of Orbax.
+    there = {path for unit in checkpoint.units for path in unit.candidate.files}
+    held = [e for e in index.tensors.values() if paths & holding[e.key] or holding[e.key] - there]
     _refuse_lost(held, planned, read, root)
     for unit in checkpoint.units:
         is_optimizer = unit.is_optimizer

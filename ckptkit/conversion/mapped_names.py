@@ -117,9 +117,9 @@ class MappedModel(Struct, frozen=True):
         live = {product.spec.name: product for product in products}
         made, _ = make_disk_products(names, NamingRequest({}, None), live)
         for at, product in enumerate(made):
-            constant = self.names.added.get(product.spec.name)
-            if constant is not None:
-                operand = AddedOperand(operand_of(product), constant)
+            change = self.names.changed.get(product.spec.name)
+            if change is not None:
+                operand = AddedOperand(operand_of(product), *change)
                 made[at] = replace(product, body=OperandKernel(operand).compute())
         for name, shape in self.names.zeros.items():
             kernel = RearrangeKernel((), {}, has_padding=True)
@@ -138,8 +138,8 @@ class MappedModel(Struct, frozen=True):
         )
         for name, tensor in self.names.tensors.items():
             sources = [entries[source] for source in tensor.sources]
-            first, constant = sources[0], self.names.added.get(name)
-            is_alone = uses[first.name] == len(sources) and constant is None
+            first, change = sources[0], self.names.changed.get(name)
+            is_alone = uses[first.name] == len(sources) and change is None
             if is_alone and find_whole(tensor, live) and first.shape == tensor.shape:
                 yield replace(first, name=name, stored_names=(first.name,))
                 continue
@@ -159,7 +159,7 @@ class MappedModel(Struct, frozen=True):
                 dtype=first.dtype,
                 shape=tensor.shape,
                 chunks=ChunkTable.of((), len(tensor.shape)),
-                derivation=made if constant is None else AddedOperand(made, constant),
+                derivation=made if change is None else AddedOperand(made, *change),
                 stored_names=tensor.sources,
             )
 

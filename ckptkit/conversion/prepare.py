@@ -776,6 +776,8 @@ def _compare_names(
     rules = {} if mapped is None else mapped.rules
     if request.layout in FRAMEWORKS_BY_LAYOUT:  # whose names cannot stay
         advice = replace(advice, anyway="")
+    if request.optimizer:  # whose states keep their names
+        advice = replace(advice, strip="leave out --optimizer to have the weights alone")
     specs = {str(p.spec.name): (p.spec.dtype, p.spec.shape) for p in products}
     left_out = {str(name): spec for name, spec in names.left_out.items()}
     base = None if draft.is_text else folders.base_of_config(side)

@@ -26,8 +26,9 @@ Key = NewType("Key", str)  # unique within one index; the flat key of the format
 Fqn = NewType("Fqn", str)  # the model's own fully qualified name
 KeyPath = tuple[str | int, ...]
 Part = Literal["model", "average", "optimizer", "other"]
-Container = Literal["raw", "torch_zip", "safetensors", "zstd_torch_zip"]
-CONTAINERS: tuple[Container, ...] = ("raw", "torch_zip", "safetensors", "zstd_torch_zip")
+Container = Literal["raw", "torch_zip", "safetensors", "zstd_torch_zip", "zstd"]
+CONTAINERS: tuple[Container, ...] = ("raw", "torch_zip", "safetensors", "zstd_torch_zip", "zstd")
+COMPRESSED: frozenset[Container] = frozenset({"zstd_torch_zip", "zstd"})
 UNKNOWN = -1
 
 
@@ -56,7 +57,7 @@ class Record(Struct, frozen=True):
         start: First byte, from the start of the file.
         stop: First byte after it.
         container: `raw` when the range is the data itself; otherwise what the range has to be
-            parsed as to find the data inside; `zstd_…` can be read from front to back only.
+            parsed as to find the data inside; `zstd…` can be read from front to back only.
         crc32: Checksum of a raw record's bytes, or None where none was stored or where it has
             to be read from the container first.
     """

@@ -8,6 +8,7 @@ decoded again from its start: that is slow, and the result is the same.
 
 from __future__ import annotations
 
+import math
 import posixpath
 import threading
 from collections import OrderedDict
@@ -20,12 +21,14 @@ from msgspec.structs import replace
 from ckptkit.core.crc import crc32
 from ckptkit.core.errors import (
     ChecksumError,
+    FormatError,
     InputError,
     LimitError,
     TruncatedFileError,
     UnsupportedError,
 )
-from ckptkit.core.index import CONTAINERS, ChunkTable, TensorEntry, TensorIndex
+from ckptkit.core.geometry import row_major_strides
+from ckptkit.core.index import COMPRESSED, CONTAINERS, ChunkTable, Shape, TensorEntry, TensorIndex
 from ckptkit.engine.locate import Located
 from ckptkit.formats.dcp.compression import (
     HEAD_BYTES,
@@ -49,8 +52,8 @@ _MOST_TURNED_BYTES = KEPT_BYTES // 2
 
 def decoding_bytes(index: TensorIndex) -> int:
     """Returns how much memory decoding takes, without that of the workers; 0 if nothing is."""
-    compressed = index.records.container == CONTAINERS.index("zstd_torch_zip")
-    count = int(np.count_nonzero(compressed))
+    kinds = [CONTAINERS.index(kind) for kind in COMPRESSED]
+    count = int(np.count_nonzero(np.isin(index.records.container, kinds)))
     content = sum(entry.size_bytes for entry in index.tensors.values()) if count else 0
     return min(KEPT_BYTES, content) + min(MOST_DECODERS, count) * min(_DECODER_BYTES, content)
 
@@ -86,7 +89,10 @@ class DecodedRecords:
                 where = f"{posixpath.join(self._source.location, path)}, tensor {entry.key!r}"
                 sizes = tuple(chunks.sizes[row].tolist())
                 expected = ExpectedTensor(entry.stored_dtype, sizes, where)
-                stream = self._streams[number] = _Stream(self, number, expected, unproven)
+                stream = _Stream(self, number, expected, unproven)
+                if self._index.records[number].container == "zstd":
+                    stream = _BareStream(self, number, expected, unproven, chunks.strides.get(row))
+                self._streams[number] = stream
         ahead = stream.ahead()
         if ahead.strides is not None and ahead.stop - ahead.start > _MOST_TURNED_BYTES:
             raise UnsupportedError(
@@ -313,4 +319,39 @@ class _Stream:
                 )
             self.is_settled = True
             self._ahead = replace(ahead, head=b"")
+        self._close()
+
+
+class _BareStream(_Stream):
+    """A compressed record that holds the elements alone, such as a chunk of zarr."""
+
+    def __init__(
+        self,
+        pool: DecodedRecords,
+        number: int,
+        expected: ExpectedTensor,
+        unproven: Callable[[], None],
+        strides: Shape | None,
+    ) -> None:
+        super().__init__(pool, number, expected, unproven)
+        sizes, whole = expected.sizes, strides or row_major_strides(expected.sizes)
+        elements = math.prod(sizes) and 1 + sum(
+            (size - 1) * step for size, step in zip(sizes, whole, strict=True)
+        )
+        self._ahead = ArchiveFront(0, elements * expected.dtype.itemsize, strides, b"")
+
+    def _open(self) -> _Decoder:
+        self._decoder = _Decoder(self._pool.content_of(self), memoryview(b""))
+        return self._decoder
+
+    def _prove(self, decoder: _Decoder, ahead: ArchiveFront) -> None:
+        """Checks that the stream ends with the elements; a checksum in it was compared by then."""
+        if not self.is_settled:
+            if ahead.strides is None and decoder.take(1):
+                raise FormatError(
+                    f"zstd stream holds more than the {ahead.stop:,} bytes of its chunk",
+                    where=self.expected.where,
+                )
+            self._unproven()
+            self.is_settled = True
         self._close()

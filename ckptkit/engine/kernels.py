@@ -157,9 +157,10 @@ class CastOperand(WrappingOperand, frozen=True):
 
 
 class AddedOperand(WrappingOperand, frozen=True):
-    """Another tensor with a constant added, computed in float32 or wider, rounded to its type."""
+    """Another tensor, multiplied and with a constant added, in float32 or wider, then rounded."""
 
     constant: float  # what is added to each element
+    factor: float = 1.0  # what each is multiplied by before that
 
     @property
     def dtype(self) -> DType:
@@ -169,6 +170,7 @@ class AddedOperand(WrappingOperand, frozen=True):
         """The other one's elements, with the constant."""
         values = self.operand.values(span, inputs)
         wide = values.astype(np.promote_types(values.dtype, np.float32))
+        wide *= self.factor
         wide += self.constant
         return wide.astype(values.dtype)
 

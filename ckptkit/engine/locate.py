@@ -35,6 +35,7 @@ from ckptkit.core.geometry import (
     slabs,
 )
 from ckptkit.core.index import (
+    COMPRESSED,
     ChunkTable,
     FileRange,
     Key,
@@ -141,7 +142,7 @@ class Locator:
                 crc32=self._crc32_of(record, chunk.record, entry.key),
                 origin=record.start + (chunk.byte_offset or 0),
                 strides=chunk.strides,
-                compressed=chunk.record if record.container == "zstd_torch_zip" else None,
+                compressed=chunk.record if record.container in COMPRESSED else None,
             )
         sizes = tuple(chunks.sizes[row].tolist())
         where = f"{posixpath.join(self._source.location, path)}, tensor {entry.key!r}"
@@ -369,7 +370,7 @@ def ranges_of(
                 yield FileRange(place.path, start, start + size)
             continue
         record = index.records[int(lookup.chunks.record[overlap.row])]
-        if record.container == "zstd_torch_zip":
+        if record.container in COMPRESSED:
             continue  # its decoder reads it, from front to back
         path = index.files[record.file].path
         if record.container != "torch_zip":

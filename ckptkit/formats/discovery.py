@@ -36,7 +36,7 @@ _LIGHTNING = re.compile(
     r"(?:.*[-_])?(?P<kind>step|epoch)=0*(?P<number>\d{1,15})(?:-\D.*)?", re.IGNORECASE
 )
 _ENDING = re.compile(r"(\.pth\.tar|\.ckpt|\.pth|\.pt|\.bin)$")
-_OF_ONE_RANK = re.compile(r"[-_.]rank[-_.]?\d{1,7}$")
+_OF_ONE_RANK = re.compile(r"[-_.]rank[-_.]?\d{1,7}$|_\d{1,7}_local$")  # the latter of NVRx
 _LAST = re.compile(r"(checkpoint_)?(last|latest)(-v\d+)?", re.IGNORECASE)
 _FOLDER = re.compile(
     rf"(?:.*\bstep=|(?:{_WORD})?[-_=]?)"
@@ -121,8 +121,8 @@ def name_step(path: str) -> str:
 
 
 _RANK_IN_FILE = re.compile(r"([-_.]rank[-_.]?)\d{1,7}(?=\.\w+$)")
-# In the folder of a run: Megatron-LM's, and that of nanotron, whose steps are numbers only.
-TRACKERS = ("latest_checkpointed_iteration.txt", "latest.txt")
+# In the folder of a run: Megatron-LM's, and those of nanotron and DLRover, whose steps are numbers.
+TRACKERS = ("latest_checkpointed_iteration.txt", "latest.txt", "dlrover_latest.txt")
 _MAX_TAG_BYTES = 4096
 UNFINISHED = "the save was not finished"  # in what a step lacks, which then is not damaged
 RELEASE = "release"  # the folder of weights that no training of the run has changed

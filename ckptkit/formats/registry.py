@@ -11,7 +11,7 @@ import os
 import posixpath
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cache
 from importlib import import_module
 from operator import attrgetter, itemgetter
@@ -23,8 +23,10 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ckptkit import formats
-from ckptkit.core.errors import CkptkitError, InputError, MissingFileError
+from ckptkit.core.errors import CkptkitError, InputError, MissingFileError, NotACheckpointError
+from ckptkit.core.frameworks import UNREAD
 from ckptkit.core.index import TensorIndex
+from ckptkit.core.text import join_first
 from ckptkit.formats.base import Candidate, CheckpointReader, FormatReader
 from ckptkit.storage.base import Source
 from ckptkit.storage.locations import MARKS_FOLDER
@@ -360,12 +362,52 @@ def read_index(source: Source, candidate: Candidate) -> TensorIndex:
     except InputError as error:
         pointer = next((path for path in candidate.files if _is_pointer(source, path)), None)
         if pointer is None:
-            raise
+            # Any program may call its files like torch's; other formats have names of their own.
+            is_common = candidate.format == "torch"
+            unread = find_unread(source, candidate.files) if is_common else None
+            if unread is None:
+                raise
+            raise unread from error
         raise MissingFileError(
             "is a pointer of Git LFS, which was cloned without the file itself",
             where=posixpath.join(source.location, pointer),
             hint="run `git lfs pull` in the clone, or download the files with `hf download`",
         ) from error
+
+
+_MOST_START_BYTES = 64
+_LISTED = 5
+
+
+def find_unread(source: Source, paths: Iterable[str]) -> NotACheckpointError | None:
+    """Returns an error that names a known format that is not read, with what to do; or None."""
+    listed = sorted(paths)
+    for profile in UNREAD:
+        named = [match for path in listed if (match := re.fullmatch(profile.unread, path))]
+        if profile.starts:
+            starts = re.compile(profile.starts, re.DOTALL)
+            named = [match for match in named if starts.match(_start(source, match[0]))]
+        if not named:
+            continue
+        found = [match[0] for match in named]
+        whole = [posixpath.join(source.location, path) for path in found]
+        stem = posixpath.join(source.location, named[0].groupdict().get("stem") or found[0])
+        advice, folder = profile.advice, [("{folder}", source.location)]
+        for place, value in (("{path}", whole[0]), ("{stem}", stem), ("{paths}", whole), *folder):
+            advice = advice.replace(place, repr(value))
+        return NotACheckpointError(
+            f"{join_first(found, len(found), _LISTED)}: {profile.name}, which is not read",
+            where=source.location,
+            hint=f"in Python: {advice}" if advice.startswith(("from ", "import ")) else advice,
+        )
+    return None
+
+
+def _start(source: Source, path: str) -> bytes:
+    try:
+        return source.read(path, 0, min(source.stat(path).size_bytes, _MOST_START_BYTES))
+    except InputError:
+        return b""
 
 
 def _is_pointer(source: Source, path: str) -> bool:

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from msgspec import Struct, field
+from msgspec.structs import replace
 
 from ckptkit.core.dtypes import BY_NAME, DType
 from ckptkit.core.errors import (
@@ -56,6 +57,7 @@ from ckptkit.formats.pickle.objects import (
     find_unread,
     is_array,
     is_object,
+    unwrap,
     whole_object_error,
 )
 from ckptkit.formats.pickle.pickles import MAX_KEY_CHARACTERS, walk_values
@@ -144,6 +146,7 @@ class TorchContents(Struct):
     def add_file(self, source: Source, path: str, under: KeyPath = ()) -> None:
         """Adds the tensors and values of one file, with `under` in front of all paths."""
         file = self._table.open(source, path, TRAINING_VALUES)
+        file = replace(file, root=unwrap(file.root))
         if isinstance(file.root, InertObject):
             raise whole_object_error(file.root, file.where)
         if not self._framework.name:

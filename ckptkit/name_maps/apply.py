@@ -40,8 +40,8 @@ class MappedNames(Struct, frozen=True):
 
     # The tensors of the target, by name, in the order of the source.
     tensors: Mapping[Fqn, HubTensor]
-    # The constant that is added to all elements of a tensor, by its name.
-    added: Mapping[Fqn, float]
+    # By the name of a tensor, what is added to its elements, and their factor before that.
+    changed: Mapping[Fqn, tuple[float, float]]
     dropped: Mapping[Fqn, str]  # the tensors of the source that are left out, with the reason
     # By the name of a tensor of the source, the rows after its last that are left out as padding:
     # the first of them, and the number of rows with them.
@@ -98,7 +98,7 @@ def apply_map(
             made_by[name] = one.rule
             for part, member in _split_or_stack(name, members, in_parts=in_parts):
                 tensor = HubTensor.of(part.part_name, member.arrangement)
-                _check_dtypes(tensor, tensors, one.rule, adds=bool(member.added))
+                _check_dtypes(tensor, tensors, one.rule, changes=_is_changed(member))
                 made[part.part_name] = part, member, tensor
     zeros: dict[Fqn, Shape] = {}
     for rule in name_map.rules:
@@ -109,7 +109,7 @@ def apply_map(
             zeros[Fqn(rule.targets[0].render(shown))] = tuple(map(sizes.of, rule.zeros))
     return MappedNames(
         tensors={name: tensor for name, (_, _, tensor) in made.items()},
-        added={name: member.added for name, (_, member, _) in made.items() if member.added},
+        changed={n: (m.added, m.factor) for n, (_, m, _) in made.items() if _is_changed(m)},
         dropped=dropped,
         padding={t.sources[0]: m.padding for _, m, t in made.values() if m.padding is not None},
         made_by=made_by,
@@ -313,18 +313,20 @@ def _unstack(
         count = sizes.count(capture) if sizes.has(capture) else None
         longer = []
         for before, whole in found:
-            arrangement, here = whole, whole.shape
+            arrangement, here, axis = whole, whole.shape, rule.axis
             if capture in rule.joined and count and here and here[0] % count == 0:
                 arrangement = whole.viewed((count, here[0] // count, *here[1:]))
                 here = arrangement.shape
-            if not here or (count is not None and here[0] != count):
+            if axis >= len(here) or (count is not None and here[axis] != count):
                 raise FormatError(
                     f"tensor {quote(name)} has shape {list(shape)}; expected"
                     f" {'' if count is None else f'{count:,}'} along the axis of {capture!r}",
                     where=rule.where,
                     hint="the configuration is of another model, or the checkpoint lacks some",
                 )
-            longer += [({**before, capture: i}, arrangement.selected(0, i)) for i in range(here[0])]
+            longer += [
+                ({**before, capture: i}, arrangement.selected(axis, i)) for i in range(here[axis])
+            ]
         found = longer
     for each, arrangement in found:
         key = tuple(sorted((c, n) for c, n in each.items() if n is not None))
@@ -482,9 +484,13 @@ def _check_numbers(
         )
 
 
-def _check_dtypes(tensor: HubTensor, tensors: Specs, rule: Rule, *, adds: bool) -> None:
+def _is_changed(made: Made) -> bool:
+    return bool(made.added) or made.factor != 1.0
+
+
+def _check_dtypes(tensor: HubTensor, tensors: Specs, rule: Rule, *, changes: bool) -> None:
     first, *others = tensor.sources or (None,)
-    if adds and first is not None and tensors[first][0].kind != "float":
+    if changes and first is not None and tensors[first][0].kind != "float":
         raise FormatError(
             f"{quote(first)} is {tensors[first][0].name}; a constant is added to floats only",
             where=rule.where,

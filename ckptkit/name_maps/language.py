@@ -18,19 +18,20 @@
     steps = [{ split = ["ffn", "ffn"] }]
 
 A rule takes the tensors whose names fit `from`, and makes those of `to`. If a capture of `to` is
-not in the name of the source, the first axis of the source is unstacked and gives its numbers; a
-capture that `to` does not have is stacked. `steps` apply in between, to the tensors of one set of
-numbers. `joined = "expert"` is for a first axis that has the numbers of this capture one below the
-other; the inverse of a map does not write it. In a name, `{layer?}` is a capture that may be absent
-together with its dot, as where layers are stacked, and `(mlp|ffn)` are alternatives. `optional =
-true` lets a rule match nothing, `partial = "layer"` lets numbers of that capture be missing where
-other rules have them. `inverse = false` is for a further form of the source, which the inverse does
-not write; `inverse = "all"` has it write the same tensor under each of the alternatives. `drop =
-"reason"` takes tensors that are left out; only there a name may end with `*`, for any rest; with
-`zeros = { shape = ["experts"], beside = "layers.{layer}.router" }` the inverse writes zeros for
-them. The inverse of a map leaves `{layer?}` out, and stacks, where all layers have the same
-tensors; `unstacked = ["layer"]` keeps it in the names. `others = "keep"` is for a source whose
-other names are those of the target.
+not in the name of the source, the first axis of the source, or that which `axis` names, is
+unstacked and gives its numbers; the inverse of a map has no rule with `axis`. A capture that `to`
+does not have is stacked. `steps` apply in between, to the tensors of one set of numbers. `joined =
+"expert"` is for a first axis that has the numbers of this capture one below the other; the inverse
+of a map does not write it. In a name, `{layer?}` is a capture that may be absent together with its
+dot, as where layers are stacked, and `(mlp|ffn)` are alternatives. `optional = true` lets a rule
+match nothing, `partial = "layer"` lets numbers of that capture be missing where other rules have
+them. `inverse = false` is for a further form of the source, which the inverse does not write;
+`inverse = "all"` has it write the same tensor under each of the alternatives. `drop = "reason"`
+takes tensors that are left out; only there a name may end with `*`, for any rest; with `zeros = {
+shape = ["experts"], beside = "layers.{layer}.router" }` the inverse writes zeros for them. The
+inverse of a map leaves `{layer?}` out, and stacks, where all layers have the same tensors;
+`unstacked = ["layer"]` keeps it in the names. `others = "keep"` is for a source whose other names
+are those of the target.
 
     [halves]                           # each a layer of its own in some models, in this order
     layer = { "*" = "decoder.layers.{layer}.attention.*", "-" = "decoder.layers.{layer}.mlp.*" }
@@ -69,9 +70,12 @@ _KEYS = (
     *("name", "source", "target", "model_types", "extends", "unstacked", "others", "sizes", "when"),
     *("halves", "further", "rule"),
 )
-_RULE_KEYS = ("from", "to", "steps", "optional", "partial", "joined", "inverse", "drop", "zeros")
+_RULE_KEYS = (
+    *("from", "to", "steps", "optional", "partial", "joined", "inverse", "drop", "zeros", "axis"),
+)
 _MOST_BYTES = 1 << 20
 _MOST_FORMS = 256
+_MOST_AXES = 64
 
 
 _TOKEN = re.compile(
@@ -204,6 +208,7 @@ class Rule(Struct, frozen=True):
     drop: str = ""  # why the sources are left out; empty if they are not
     # The sizes of a tensor of float32 zeros that the inverse writes for what is left out.
     zeros: tuple[str, ...] = ()
+    axis: int = 0  # that which is unstacked
     # The source's name of a tensor beside which it does so; None if it does not.
     beside: NameTemplate | None = None
 
@@ -411,6 +416,7 @@ def _parse_rule(rule: Any, where: str) -> Rule:
     drop, steps, inverse = rule.get("drop", ""), rule.get("steps", []), rule.get("inverse", True)
     optional, partial = rule.get("optional", False), tuple(_texts(rule.get("partial", []), where))
     joined = tuple(_texts(rule.get("joined", []), where))
+    axis = rule.get("axis", 0)
     captures = {capture for name in (*sources, *targets) for capture in name.captures}
     made = [name.render(dict.fromkeys(name.captures, 0)) for name in targets]
     twice = next((name for name in made if made.count(name) > 1), None)
@@ -426,6 +432,8 @@ def _parse_rule(rule: Any, where: str) -> Rule:
         hint = 'write to = "NAME", or drop = "REASON"'
     elif inverse not in (True, False, "all"):
         wrong, hint = f"'inverse' is {inverse!r}", 'write true, false or "all"'
+    elif type(axis) is not int or not 0 <= axis < _MOST_AXES:
+        wrong, hint = f"'axis' is {axis!r}", "write the number of an axis, counted from 0"
     elif (
         not isinstance(steps, list)
         or not isinstance(drop, str)
@@ -456,10 +464,11 @@ def _parse_rule(rule: Any, where: str) -> Rule:
         with_further=optional if isinstance(optional, str) else "",
         partial=partial,
         joined=joined,
-        has_inverse=inverse is not False and not joined,
+        has_inverse=inverse is not False and not joined and not axis,
         in_all_forms=inverse == "all",
         drop=drop,
         zeros=zeros,
+        axis=axis,
         beside=beside,
     )
 

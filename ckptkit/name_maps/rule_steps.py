@@ -11,6 +11,7 @@
 - `{ rows = "vocab", axis = 0 }`: the first indices of an axis; the rest is padding up to a
   multiple of some number. The inverse adds none, or with `multiple = 128` zeros up to that.
 - `{ pad = 128, rows = "vocab", axis = 0 }`: zeros up to a multiple; the inverse of the former.
+- `{ root = "head_dim" }`: multiplied by the square root of a size, in float32; it has no inverse.
 - `{ add = 1 }`: a constant is added, in float32; the result has the element type of the source.
 
 With `only = [0, 1]`, a step that makes one tensor of one applies to those tensors alone, counted
@@ -55,6 +56,7 @@ class Made(Struct, frozen=True):
 
     arrangement: Arrangement  # the elements of the source that it consists of
     added: float = 0.0
+    factor: float = 1.0  # that it is multiplied by, before the constant is added
     # The first row that was left out as padding, and the number of rows with the padding; None
     # where there is none.
     padding: tuple[int, int] | None = None
@@ -136,6 +138,7 @@ class Step(Struct, frozen=True):
             "unflatten": f"split axis {axis} into the axes {' x '.join(self.parts)}",
             "flatten": f"join {len(self.parts)} axes from {axis} on",
             "add": f"add {self.value:g}",
+            "root": f"multiply by the square root of {''.join(self.parts)}",
         }
         only = f", of tensors {', '.join(map(str, self.only))} only" if self.only else ""
         return f"{words.get(self.kind, self.kind)}{only}"
@@ -182,11 +185,12 @@ def _concat(step: Step, tensors: Sequence[Made], sizes: Sizes) -> list[Made]:
             raise step.misfit(made.shape, expected, "a part ")
         split = (*before, groups, count, *behind)
         pieces.append(made.arrangement.viewed(split) if groups != 1 else made.arrangement)
-    if len({made.added for made in tensors}) > 1:
+    if len({(made.added, made.factor) for made in tensors}) > 1:
         raise UsageError(
-            "joins tensors to which different constants were added, which is not supported",
+            "joins tensors to which different constants were added, or that were multiplied by"
+            " different numbers, which is not supported",
             where=step.where,
-            hint="write these tensors one by one, or add the same constant to all of them",
+            hint="write these tensors one by one, or change all of them alike",
         )
     joined = replace(tensors[0], arrangement=join(pieces, axis + (groups != 1)))
     return [joined.viewed((*before, groups * sum(counts), *behind))]
@@ -267,6 +271,16 @@ def _add(step: Step, made: Made, _sizes: Sizes) -> Made:
     return replace(made, added=made.added + step.value)
 
 
+def _multiply_by_root(step: Step, made: Made, sizes: Sizes) -> Made:
+    if made.added or made.factor != 1.0:
+        raise UsageError(
+            "multiplies what was changed before, which is not supported",
+            where=step.where,
+            hint="multiply once, and add after it",
+        )
+    return replace(made, factor=math.sqrt(sizes.count(step.parts[0])))
+
+
 _COUNTS = {"split": _split, "concat": _concat}  # which change the number of tensors
 _CHANGES = {
     "reorder": _reorder,
@@ -276,10 +290,22 @@ _CHANGES = {
     "pad": _pad,
     "rows": _keep_rows,
     "add": _add,
+    "root": _multiply_by_root,
 }
 _INVERSES = {"split": "concat", "unflatten": "flatten", "rows": "pad"}
 _INVERSES |= {undoing: kind for kind, undoing in _INVERSES.items()}
-_KINDS = ("split", "concat", "reorder", "unflatten", "flatten", "transpose", "pad", "rows", "add")
+_KINDS = (
+    "split",
+    "concat",
+    "reorder",
+    "unflatten",
+    "flatten",
+    "transpose",
+    "pad",
+    "rows",
+    "add",
+    "root",
+)
 
 
 def parse_step(step: Any, where: str) -> Step:
@@ -334,6 +360,9 @@ def _parse_fields(kind: str, value: Any, more: dict[str, Any]) -> dict[str, Any]
             count, multiple = (value, other) if is_rows else (other, value)
             if _is_size(count) and ((is_rows and multiple == "") or _is_size(multiple)):
                 return {"parts": (str(count),), "multiple": str(multiple)}
+        case "root":
+            if _is_size(value):
+                return {"parts": (str(value),)}
         case "add":
             if type(value) in {int, float} and abs(value) <= _MOST_ADDED:  # which no NaN is
                 return {"value": float(value)}

@@ -104,7 +104,11 @@ def find_run(run: PathLike) -> PathLike:
     closed = {folder for folder in closed if not posixpath.basename(folder).isdigit()}
     folders = {candidate.folder for candidate in candidates} | closed
     found = {step for folder in folders if (step := find_step(folder)) is not None}
-    found |= {candidate.files[0] for candidate in candidates if step_of_files(candidate)}
+    found |= {
+        posixpath.join(candidate.folder, posixpath.basename(candidate.files[0]))
+        for candidate in candidates
+        if step_of_files(candidate)
+    }
     # Folders of a step may be named like steps, too.
     apart = {posixpath.dirname(step) for step in found}
     steps = {step for step in found if apart.isdisjoint(_runs_above(step))}

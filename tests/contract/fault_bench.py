@@ -94,7 +94,8 @@ class Bench:
             for entry in checkpoint.index.of_part("model"):
                 for row in _stored_once(entry.chunks):
                     at = locator.locate(entry, entry.chunks, row)
-                    found.setdefault(at.path, []).append((at.start, at.stop))
+                    if at.path in self.files:  # and was not made of other files
+                        found.setdefault(at.path, []).append((at.start, at.stop))
         return found
 
     def archives_of(self, path: str) -> list[tuple[int, int]]:

@@ -276,6 +276,26 @@ TORCHSNAPSHOT = (
         },
     ),
 )
+_NO_CHECKSUM_OF_CHUNKS = "neither zarr nor OCDBT has checksums of chunks"
+ORBAX = (
+    FaultCase(
+        "orbax_two_hosts",
+        "checkpoint/10/state",
+        needed=("manifest.ocdbt", "d/*"),
+        advisory={"ocdbt.process_*/d/*": "its end may be of a tree that the merged one replaces"},
+        unproven={
+            "_METADATA": "it names arrays and their paths, and has no checksum",
+            "ocdbt.process_*/d/*": _NO_CHECKSUM_OF_CHUNKS,
+        },
+    ),
+    FaultCase(
+        "orbax_folders",
+        "checkpoint/10/default",
+        needed=("*/.zarray",),
+        ranks=("params.*/0*",),
+        unproven={"*": "zarr has no checksums"},
+    ),
+)
 _LAYER_0 = "model/model/decoder/0/pp_block/attn/qkv_proj/model_weight_pp-rank-0-of-2_tp-rank-"
 NANOTRON = (
     FaultCase(
@@ -390,6 +410,7 @@ CASES = (
     *SAFETENSORS,
     *HF_SHARDS,
     *TORCHSNAPSHOT,
+    *ORBAX,
     *NANOTRON,
     *TORCH_CHECKPOINTING,
     *FRAMEWORKS,

@@ -30,6 +30,7 @@ CASES = (
     "dtensor_column_split/checkpoint",
     "fsdp1_hybrid_shard_flat/checkpoint",
     "hf_sharded/checkpoint",
+    "orbax_two_hosts/checkpoint",
     "torch_bin_sharded/checkpoint",
     "trainer_fsdp2/checkpoint",
     "zero3_float32/checkpoint",

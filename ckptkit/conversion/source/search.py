@@ -77,6 +77,7 @@ from ckptkit.formats.ranks.reader import ForeignReader, RankFilesReader
 from ckptkit.formats.registry import (
     describe_missing_files,
     estimate_parsing_bytes,
+    find_unread,
     is_certain,
     is_model,
     main_file,
@@ -246,7 +247,8 @@ class Search:
         among = self._drop_parts_of_steps(candidates)
         if not among:
             paths = self.paths if self.only is None else (self.only,)
-            raise make_not_found(folders, paths, self.location)
+            unread = find_unread(self.source, paths)
+            raise unread or make_not_found(folders, paths, self.location)
         links = self.source.linked_folders() if self.only is None else ()
         found = self.resolve(among, select, links)
         closed = list_closed(folders) if any(folder.closed_folders for folder in folders) else {}
@@ -387,7 +389,7 @@ class Search:
     ) -> ResolvedSource:
         """Decides among candidates that are all in the folder `base`, or are that file."""
         if len(candidates) == 1 and base in candidates[0].files:
-            folder = posixpath.dirname(base)
+            folder = candidates[0].folder
             return ResolvedSource(folder, _units(candidates, folder), select)
         all_steps, others = self._split_steps(candidates, base)
         kept = drop_companions(others)

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from ckptkit.core.dtypes import BY_NAME, DType, dtype_named
 from ckptkit.core.errors import FormatError, UnsafePathError, UnsupportedError
-from ckptkit.core.frameworks import PACKAGES
+from ckptkit.core.frameworks import BARE, PACKAGES, ROW_MAJOR
 from ckptkit.core.geometry import distinct
 from ckptkit.core.text import quote
 from ckptkit.formats.dcp.shortcuts import (
@@ -76,7 +76,6 @@ _MEGATRON_FIELDS = {"all_local_plans", "mcore_data"}
 # dtype, layout, requires_grad, memory_format, pin_memory; since torch 2.15 also stride, which is
 # that of the tensor in memory. The archive of a chunk has the strides of its stored bytes.
 _PROPERTIES = range(5, 7)
-_BARE = PACKAGES["bytecheckpoint"]  # which stores bare elements
 Transforms = tuple[tuple[str, ...], ...]
 Columns = tuple[Ints, Ints, NDArray[np.int32], Ints, Ints]  # as in DcpTensor, `offsets` to `length`
 StoredRange = tuple[int, int, int]  # file, start, length
@@ -161,9 +160,9 @@ def parse_metadata(data: bytes, *, where: str, shortcuts: bool = True) -> DcpMet
 def _join_tables(tables: _Tables) -> DcpMetadata:
     tables.read_tensors()
     tables.read_storage()
-    is_raw = tables.library == _BARE
+    is_raw = tables.library in BARE
     if is_raw:
-        tables.check_strides()
+        tables.check_strides(BARE[tables.library])
     plans = tables.fields.pop("all_local_plans", None)
     if plans is not None:
         _compare_plans(plans, tables)
@@ -324,13 +323,13 @@ class _Tables:
                     raise _damaged("a transform descriptor is not a string", where)
                 self.transforms.setdefault(number, {})[tuple(names)] = None
 
-    def check_strides(self) -> None:
+    def check_strides(self, table: str) -> None:
         """Refuses bare elements in another order than row by row, as ByteCheckpoint may have them.
 
-        Of each chunk it keeps the tensor as torch pickles it, without the elements.
+        Of each chunk its table has the tensor as torch pickles it, without the elements.
         """
         ordered: set[bytes] = set()
-        for index, pickled in self._table("all_tensor_metadata").items():
+        for index, pickled in () if table == ROW_MAJOR else self._table(table).items():
             key = str(_fields_of(index, INDEX, self.where).get("fqn"))
             where = _at(self.where, key)
             if _is_of_object(self.states.get(key)):

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TypeGuard
 
 from ckptkit.core.errors import UnsafePickleError
+from ckptkit.core.frameworks import WRAPPERS
 from ckptkit.core.index import KeyPath
 from ckptkit.core.text import counted, join_first, make_printable, quote
 from ckptkit.formats.pickle.machine import Global, InertDict, InertKey, InertObject, class_of
@@ -140,6 +141,14 @@ def _describe(value: InertObject | UnreadTensor | Global) -> str:
 
 def _printable(text: str) -> str:
     return make_printable(text[:_SHOWN_CHARACTERS])
+
+
+def unwrap(value: object) -> object:
+    """Returns the state dict in an object of a framework that does nothing but hold one."""
+    if isinstance(value, InertObject) and isinstance(value.state, dict):
+        cls = class_of(value)
+        return value.state.get(WRAPPERS.get(f"{cls.module}.{cls.name}"), value)
+    return value
 
 
 def whole_object_error(value: InertObject, where: str) -> UnsafePickleError:

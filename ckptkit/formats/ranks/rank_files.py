@@ -1,8 +1,9 @@
 """Files that each rank wrote for itself: their names, and checks that all are of one save.
 
 Source: verl/utils/checkpoint/fsdp_checkpoint_manager.py; accelerate/utils/fsdp_utils.py
-(`save_fsdp_model`, `save_fsdp_optimizer`), 1.15. Other programs put the rank at the end of any
-name.
+(`save_fsdp_model`, `save_fsdp_optimizer`), 1.15;
+nvidia_resiliency_ext/checkpointing/local/ckpt_managers/local_manager.py, 0.4. Other programs put
+the rank at the end of any name.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from ckptkit.formats.parsing import (
     refuse_stale_ranks,
 )
 from ckptkit.formats.pickle.machine import InertObject
-from ckptkit.formats.pickle.objects import find_unread, whole_object_error
+from ckptkit.formats.pickle.objects import find_unread, unwrap, whole_object_error
 from ckptkit.formats.pickle.pickles import MAX_KEY_CHARACTERS, walk_values
 from ckptkit.formats.pickle.torch_archives import ArchiveTable, TorchArchive
 from ckptkit.formats.pickle.torch_values import TensorRef
@@ -43,6 +44,8 @@ _ACCELERATE = re.compile(
 )
 # fairseq and metaseq; the parts of a model-parallel run are not those of one model.
 _FAIRSEQ = re.compile(r"(?P<stem>(?!.*model_part-[1-9]).*)-shard(?P<rank>\d{1,7})\.pt")
+# In a folder for each rank, which may hold copies of other ranks' files.
+_LOCAL = re.compile(r"iter_(?P<step>\d{7,15})_(?P<rank>\d{1,7})_local\.pt")
 _OTHER = re.compile(
     r"(?P<stem>.*?)[-_.]?rank[-_.]?(?P<rank>\d{1,7})(?:[-_.]?of[-_.]?(?P<size>\d{1,7}))?"
     r"\.(?:pt|pth|bin|ckpt)"
@@ -62,7 +65,7 @@ _NEITHER = re.compile(
 # `lora_rank8.pt` names the rank of matrices; those of processes begin with 0.
 _LOW_RANK = re.compile(r".*(lora|dora|adapter).*", re.IGNORECASE)
 _VERL_KINDS: Mapping[str, Kind] = {"model": "model", "optim": "optimizer", "extra_state": "extra"}
-VERL, ACCELERATE, FAIRSEQ = "verl", "accelerate", "fairseq"
+VERL, ACCELERATE, FAIRSEQ, LOCAL = "verl", "accelerate", "fairseq", "nvidia-resiliency-ext"
 
 
 class RankFile(Struct, frozen=True):
@@ -109,6 +112,18 @@ def group_rank_files(paths: Sequence[str]) -> list[RankFileSet]:
     return [RankFileSet(*name, tuple(files)) for name, files in groups.items()]
 
 
+def without_copies(files: RankFileSet) -> RankFileSet:
+    """Leaves out what folders of ranks have of other ranks whose own files are there."""
+    if files.writer != LOCAL:
+        return files
+    held: dict[int, RankFile] = {}
+    for file in files.files:
+        is_own = posixpath.basename(posixpath.dirname(file.path)) == str(file.rank)
+        if is_own or file.rank not in held:
+            held[file.rank] = file
+    return replace(files, files=tuple(held.values()))
+
+
 def _parse_name(path: str) -> tuple[_SetName, RankFile] | None:
     folder, name = posixpath.split(path)
     kind: Kind
@@ -121,6 +136,9 @@ def _parse_name(path: str) -> tuple[_SetName, RankFile] | None:
         return (folder, ACCELERATE, match["number"] or "0"), file
     if match := _FAIRSEQ.fullmatch(name):
         return (folder, FAIRSEQ, match["stem"]), RankFile(path, "model", int(match["rank"]))
+    if match := _LOCAL.fullmatch(name):
+        above = posixpath.dirname(folder)
+        return (above, LOCAL, match["step"]), RankFile(path, "model", int(match["rank"]))
     match = _OTHER.fullmatch(name) or _SHARD_OF.fullmatch(name)
     # A name with nothing but the rank is described by its folder, as `extra_state/rank_0.pt`.
     if match is None or _NEITHER.fullmatch(match["stem"] or posixpath.basename(folder)):
@@ -163,6 +181,7 @@ def load_rank_file(
 ) -> RankContents:
     """Opens a file and flattens the value of its pickle, with `under` in front of all paths."""
     archive = table.open(source, file.path, SHARDED_ALLOWED)
+    archive = replace(archive, root=unwrap(archive.root))
     if isinstance(archive.root, InertObject):
         raise whole_object_error(archive.root, archive.where)
     tensors: dict[KeyPath, RankTensor] = {}

@@ -96,6 +96,7 @@ from ckptkit.formats.ranks.flat import (
 from ckptkit.formats.ranks.rank_files import (
     ACCELERATE,
     FAIRSEQ,
+    LOCAL,
     VERL,
     Kind,
     RankContents,
@@ -108,6 +109,7 @@ from ckptkit.formats.ranks.rank_files import (
     group_rank_files,
     load_rank_file,
     split_off_slices,
+    without_copies,
 )
 from ckptkit.formats.trees import (
     EXTRA_STATE,
@@ -368,6 +370,7 @@ _WRITERS = {
     VERL: "verl, one file a rank",
     ACCELERATE: "accelerate, one file a rank",
     FAIRSEQ: "fairseq, one file a rank",
+    LOCAL: "nvidia-resiliency-ext, one file a rank",
     "": "torch.save on every rank",
 }
 
@@ -376,7 +379,7 @@ class RankFilesReader(FormatReader):
     name = "rank-files"
     order = 60  # before readers that would take a rank's file for a model
     expected = "'model_world_size_2_rank_0.pt', 'pytorch_model_fsdp_0_rank0.bin' or 'rank_0.pt'"
-    endings = r"\d\.(?:pt|pth|bin|ckpt)"
+    endings = r"(?:\d|\d_local)\.(?:pt|pth|bin|ckpt)"
 
     def find(self, paths: Sequence[str]) -> list[Candidate]:
         return [
@@ -391,8 +394,14 @@ class RankFilesReader(FormatReader):
 
     def parse(self, source: Source, candidate: Candidate) -> TensorIndex:
         where = posixpath.join(source.location, candidate.folder)
-        (files,) = group_rank_files(candidate.files)
+        (files,) = map(without_copies, group_rank_files(candidate.files))
         check_names(files)
+        if files.writer == LOCAL and "/" not in candidate.files[0]:
+            raise IncompleteCheckpointError(
+                "is the folder of one rank",
+                hint=f"pass the one above it, which has those of all ranks:"
+                f" {posixpath.dirname(source.location.rstrip('/')) or '.'}",
+            )
         table = ArchiveTable()
         contents: dict[Kind, list[RankContents]] = {}
         for kind, prefix in _PREFIXES.items():

@@ -46,7 +46,7 @@ def build(names: MappedNames, arrays: Arrays) -> dict[str, NDArray[Any]]:
             flat = np.ascontiguousarray(arrays[source]).ravel()
             for there, here in zip(*positions(tile), strict=True):
                 out[there] = flat[here]
-        results[str(name)] = out + np.float32(names.added.get(name, 0))
+        results[str(name)] = out + np.float32(names.changed.get(name, (0, 1))[0])
     return results
 
 
