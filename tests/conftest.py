@@ -27,6 +27,7 @@ from tests.hub_server import TOKEN, HubServer
 from tests.object_store import ObjectStore, running_object_store
 from tests.ranks import RankHost, RunRanks, make_runner
 from tests.s3_client import keep_parsed
+from tests.sampled import leave_slow
 
 ROOT = Path(__file__).resolve().parents[1]
 # Else each of the many processes that tests start would compile ckptkit anew.
@@ -224,6 +225,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if any(item.get_closest_marker(name) for name in ("distributed", "slow"))
     }
     items.sort(key=lambda item: (item.path not in slow, item.path.name != "test_pages.py"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pycollect_makeitem() -> Generator[None, Any, Any]:
+    """Marks the cases of a test slow but for those that its mark `quick` has."""
+    found = yield
+    if isinstance(found, list):
+        leave_slow([one for one in found if isinstance(one, pytest.Function)])
+    return found
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:

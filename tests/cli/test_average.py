@@ -178,6 +178,7 @@ def test_a_cast_rounds_once(steps: list[Path], tmp_path: Path) -> None:
         assert_same(found[name], wanted.to(kept) if wanted.is_floating_point() else wanted)
 
 
+@pytest.mark.slow
 def test_large_tensors_are_the_same_in_shards_with_any_number_of_threads(tmp_path: Path) -> None:
     stored, chance = [], torch.Generator().manual_seed(0)
     for step in (1, 2, 3):
@@ -211,6 +212,7 @@ REAL = (
 
 @pytest.mark.parametrize("dtype", ["keep", pytest.param("float32", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", REAL)
+@pytest.mark.quick("dcp_zstd_fsdp2-keep", "hf_tied-keep", "zero3_bf16-keep")
 def test_two_copies_of_a_real_step_have_the_step_as_their_mean(
     name: str, dtype: str, tmp_path: Path
 ) -> None:
@@ -451,6 +453,7 @@ def test_slices_make_what_one_process_makes(shards: list[Path], tmp_path: Path) 
     assert "option average" in other.stderr
 
 
+@pytest.mark.slow
 def test_a_killed_average_is_resumed(shards: list[Path], tmp_path: Path) -> None:
     out = tmp_path / "out"
 
@@ -473,6 +476,7 @@ def test_a_killed_average_is_resumed(shards: list[Path], tmp_path: Path) -> None
 
 
 @small
+@pytest.mark.slow
 def test_steps_and_the_output_can_be_at_urls(
     shards: list[Path], tmp_path: Path, object_store: ObjectStore
 ) -> None:

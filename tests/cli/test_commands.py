@@ -291,6 +291,7 @@ def test_diff_tells_that_training_has_other_names_than_model_folders(tmp_path: P
         assert ("consolidate it first" in " ".join(result.stdout.split())) is is_told
 
 
+@pytest.mark.slow
 def test_a_reader_that_leaves_is_no_error() -> None:
     command = f"{sys.executable} -m ckptkit_cli inspect {PLAIN} --tensors '*' --json | true"
     result = subprocess.run(
@@ -324,6 +325,7 @@ def test_a_bug_exits_1_with_a_traceback_and_asks_for_a_report() -> None:
         assert result.returncode == 1
 
 
+@pytest.mark.slow
 def test_the_directory_of_the_shell_is_filled_and_stays_that_of_the_shell(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     program = [sys.executable, "-m", "ckptkit_cli", "consolidate", str(LLAMA), "."]
@@ -390,6 +392,7 @@ def with_full(stream: str, *words: str | Path) -> Result:
         [["--help"], ["inspect", PLAIN]],
     ),
 )
+@pytest.mark.quick("words1")
 def test_a_full_disk_behind_stdout_is_named_whatever_is_shown(words: list[str]) -> None:
     result = with_full("stdout", *words)
     assert (result.returncode, result.stderr) == (4, NO_ROOM)
@@ -403,6 +406,7 @@ def test_a_full_disk_behind_stdout_is_named_whatever_is_shown(words: list[str]) 
         ["serve", "--help"],
     ],
 )
+@pytest.mark.quick("words2")
 def test_a_full_disk_behind_stdout_is_named_for_texts_larger_than_a_buffer(
     tmp_path: Path, words: list[str]
 ) -> None:
@@ -413,6 +417,7 @@ def test_a_full_disk_behind_stdout_is_named_for_texts_larger_than_a_buffer(
     assert (result.returncode, result.stderr) == (4, NO_ROOM)
 
 
+@pytest.mark.slow
 def test_a_full_disk_behind_stdout_is_an_event_where_stderr_has_events(tmp_path: Path) -> None:
     result = with_full("stdout", "consolidate", LLAMA, tmp_path / "out", "--events")
     *_, committed, failed = map(json.loads, result.stderr.splitlines())
@@ -441,6 +446,7 @@ def test_a_full_disk_behind_stderr_changes_nothing_but_the_messages(tmp_path: Pa
 
 
 @pytest.mark.parametrize("flags", [[], ["--json"]])
+@pytest.mark.quick(1)
 def test_a_command_imports_what_it_needs_and_nothing_that_is_slow_to_import(
     flags: list[str],
 ) -> None:
@@ -503,6 +509,7 @@ sys.exit(main(sys.argv[1:]))
         ([signal.SIGTERM, signal.SIGTERM], 143),
     ],
 )
+@pytest.mark.quick("signals3-143")
 def test_a_signal_leaves_nothing_behind(
     signals: Sequence[signal.Signals], status: int, tmp_path: Path
 ) -> None:

@@ -205,6 +205,7 @@ def test_a_link_leads_to_a_tensor_or_a_module(browser: Browser, page: Path) -> N
     assert crumbs.startswith("all\u203amodel\u203alayers\u203a7")
 
 
+@pytest.mark.slow
 def test_the_theme_follows_the_system_and_the_switch(browser: Browser, page: Path) -> None:
     browser.open(page)
     theme = "return document.documentElement.dataset.theme"

@@ -113,6 +113,7 @@ if "ckptkit.hub_names.transformers.program" in " ".join(sys.orig_argv):
 """
 
 
+@pytest.mark.slow
 def test_a_terminal_shows_what_is_waited_for_once_all_is_copied(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(SLOW_CHILD)
     paths = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
@@ -138,6 +139,7 @@ def test_hostile_text_is_shown_as_what_it_is() -> None:
 
 
 @pytest.mark.parametrize("arguments", [[], ["--tensors", "*"]])
+@pytest.mark.quick(1)
 def test_no_control_character_of_a_checkpoint_reaches_a_terminal(
     hostile: Path, arguments: list[str]
 ) -> None:
@@ -169,6 +171,7 @@ def test_json_is_ascii_and_keeps_the_name(hostile: Path) -> None:
 
 @pytest.mark.parametrize("columns", [80, 120])
 @pytest.mark.parametrize("source", [LLAMA, TWO_MODELS])
+@pytest.mark.quick("source0-80")
 def test_a_page_keeps_to_the_terminal(source: Path, columns: int) -> None:
     lines = without_colour(on_terminal(columns, "inspect", source)).splitlines()
     own = [line for line in lines if str(source) not in line]  # commands and paths stay whole
@@ -176,6 +179,7 @@ def test_a_page_keeps_to_the_terminal(source: Path, columns: int) -> None:
     assert max(map(len, own)) <= columns
 
 
+@pytest.mark.slow
 def test_a_terminal_shows_the_first_200_of_many_tensors(tmp_path: Path) -> None:
     tensors = {f"layers.{n:03}.weight": np.zeros(1, np.int8) for n in range(300)}
     save_file(tensors, tmp_path / "model.safetensors")
@@ -205,6 +209,7 @@ def test_a_pipe_gets_whole_names_and_one_line_for_each_fact() -> None:
     assert "  pytorch_model_fsdp_1  model " in text
 
 
+@pytest.mark.slow
 def test_progress_is_drawn_on_a_terminal_and_wiped_off(tmp_path: Path) -> None:
     slowly = ("--bandwidth", "12KB")  # so that it is drawn
     shown = on_terminal(100, "consolidate", LLAMA, tmp_path / "out", *slowly)

@@ -139,6 +139,7 @@ def test_a_base_without_an_adapted_weight_is_refused(tmp_path: Path) -> None:
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(flips=st.lists(st.tuples(st.integers(0, 1047), st.integers(0, 7)), min_size=1, max_size=3))
+@pytest.mark.slow
 def test_flipped_bits_of_a_header_never_end_in_a_bug(
     flips: list[tuple[int, int]], tmp_path: Path
 ) -> None:

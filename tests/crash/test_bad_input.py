@@ -91,6 +91,7 @@ def test_a_truncated_rank_file_is_named_with_both_lengths(
 
 
 @pytest.mark.parametrize("rank", RANKS)
+@pytest.mark.quick("2", "3")
 def test_a_flipped_bit_in_the_data_of_any_chunk_fails_its_checksum(
     rank: int, copied: Copied, refusal: Refusal, blobs: Blobs
 ) -> None:

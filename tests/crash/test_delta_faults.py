@@ -159,6 +159,7 @@ def test_deltas_of_two_runs_do_not_make_a_chain(tmp_path: Path, models: list[Mod
         pytest.param(False, "overwrite", id="bare-overwrite", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.quick("manifest-overwrite")
 def test_no_flipped_bit_of_a_delta_leads_to_another_model(
     encoding: Any, has_manifest: bool, tmp_path: Path
 ) -> None:
@@ -422,6 +423,7 @@ def test_a_base_with_another_tensor_is_refused(tmp_path: Path, models: list[Mode
     refuse(RefusedError, "without tensor 'more'", tmp_path / "more", tmp_path / "d1")
 
 
+@pytest.mark.slow
 def test_random_bytes_are_never_a_crash(tmp_path: Path) -> None:
     base = write_model(tmp_path / "base", {"w": np.zeros(16, np.float32)})
     random = np.random.default_rng(1)
@@ -573,6 +575,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGKILL]
 )
+@pytest.mark.quick("9-apply_delta")
 def test_a_run_that_is_stopped_leaves_no_output_and_does_not_disturb_the_next(
     name: str, number: signal.Signals, large: Path, tmp_path: Path
 ) -> None:

@@ -288,6 +288,7 @@ def remove(file: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [rewrite, touch, truncate, replace, remove])
+@pytest.mark.quick("remove", "touch", "truncate")
 def test_a_source_that_changes_while_it_is_read_never_becomes_an_output(
     change: Callable[[Path], None], source: Path, out: Path
 ) -> None:

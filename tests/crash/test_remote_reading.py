@@ -54,6 +54,7 @@ def _weights(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("status", [500, 503, 429])
+@pytest.mark.quick("503")
 def test_a_store_that_fails_now_and_then_makes_no_difference(
     place: Place, bucket: Bucket, out: Path, expected: dict[str, bytes], status: int
 ) -> None:

@@ -74,6 +74,7 @@ def leftovers(out: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("layout", ["hf", "torch", "dcp"])
+@pytest.mark.quick("dcp")
 def test_slices_in_any_order_make_what_one_process_makes(
     source: Path, tmp_path: Path, layout: Layout
 ) -> None:
@@ -104,6 +105,7 @@ def test_of_slices_that_finish_together_one_commits(source: Path, tmp_path: Path
 @pytest.mark.parametrize(
     "case", ["zero3_bf16", "fsdp1_full_shard_flat", "dtensor_column_split", "torch_nested"]
 )
+@pytest.mark.quick("torch_nested", "zero3_bf16")
 def test_sources_of_every_kind_can_be_sliced(case: str, tmp_path: Path) -> None:
     checkpoint = FIXTURES / case / "checkpoint"
     request = ConsolidateRequest(max_file_bytes=4_000, names="live")

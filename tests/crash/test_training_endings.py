@@ -137,6 +137,7 @@ def test_a_close_that_is_interrupted_can_be_called_again(
     Checkpointer(run).close()  # the lock was given back
 
 
+@pytest.mark.slow
 def test_all_failures_that_nobody_asked_for_are_raised_at_the_end(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -371,6 +372,7 @@ def test_an_optimizer_that_accelerate_has_wrapped_is_guarded(run: Path) -> None:
         saver.save(1, {"model": model, "optimizer": wrapped}).result(SECONDS)
 
 
+@pytest.mark.slow
 def test_a_writer_that_is_stopped_is_noticed_however_long_the_message(run: Path) -> None:
     model = nn.Module()
     for number in range(2_500):
@@ -406,6 +408,7 @@ def open_inodes() -> Iterator[int]:
             yield path.stat().st_ino
 
 
+@pytest.mark.slow
 def test_a_forked_child_neither_delays_close_nor_keeps_writers_alive(run: Path) -> None:
     saver = Checkpointer(run)
     saver.save(1, {"model": nn.Linear(2, 2)}).result(SECONDS)

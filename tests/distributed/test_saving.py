@@ -35,6 +35,7 @@ def same_as_live(run: Path, truth: Path, out: Path) -> None:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("kind", BY_TWO)
+@pytest.mark.quick("fsdp2", "fsdp1_flat")
 def test_a_save_without_any_collective_consolidates_to_the_live_model(
     kind: str, saved_by_two: Path, tmp_path: Path
 ) -> None:

@@ -102,6 +102,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
+@pytest.mark.quick(
+    "-Llama-model.", "tied-Qwen3Moe-policy.model.", "-Llama-net.", "tied-Llama-module.net."
+)
 def test_any_wrapper_is_taken_off(tmp_path: Path, wrapper: str, family: str, tied: bool) -> None:
     model = model_of(family, tie_word_embeddings=tied, **FAMILIES[family])
     model.save_pretrained(tmp_path / "saved")
@@ -218,6 +221,7 @@ def test_a_copy_is_included_by_its_stored_names(tmp_path: Path) -> None:
         (("online.", "target."), ["target.", "online."]),
     ],
 )
+@pytest.mark.quick("copies0-order0-", "copies1-order1-head")
 def test_copies_of_a_model_of_transformers_are_proposed_and_load(
     tmp_path: Path, copies: tuple[str, ...], order: list[str], head: State
 ) -> None:
@@ -284,6 +288,7 @@ BESIDE: dict[str, State] = {
         ("net.", "Qwen3Moe"),  # whose names on disk are converted
     ],
 )
+@pytest.mark.quick("-Llama-several", "net.-Qwen3Moe-a metric")
 def test_what_a_module_holds_beside_the_model_is_left_out_by_the_hint(
     tmp_path: Path, wrapper: str, family: str, beside: str
 ) -> None:
@@ -315,6 +320,7 @@ def test_what_a_wrapper_put_inside_the_model_is_left_out_by_the_hint(tmp_path: P
 
 @pytest.mark.parametrize("beside", [{}, BESIDE["a metric"]], ids=["", "a metric"])
 @pytest.mark.parametrize("wrapper", ["model.", "net.", "policy.model."])
+@pytest.mark.quick("net.-", "model.-a metric")
 def test_a_wrapped_model_whose_frozen_parts_were_not_saved_is_filled(
     tmp_path: Path, wrapper: str, beside: State
 ) -> None:
@@ -428,6 +434,7 @@ def test_of_several_averages_one_is_chosen(tmp_path: Path) -> None:
     assert "ema.decay_0p9" in missing.hint
 
 
+@pytest.mark.slow
 def test_an_average_without_a_key_is_one_too(tmp_path: Path) -> None:
     weights = titan(tmp_path / "src", {"": 2.0})
     tensors, _ = converted(tmp_path / "src", tmp_path / "out", select="ema")
@@ -475,6 +482,7 @@ EXPERTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("family", EXPERTS)
+@pytest.mark.quick("Qwen3Moe")
 def test_experts_of_related_families_are_unstacked(tmp_path: Path, family: str) -> None:
     values = {"num_experts_per_tok": 2, "moe_intermediate_size": 12, **EXPERTS[family]}
     model = model_of(family, **values)
@@ -534,6 +542,7 @@ def test_patterns_fit_what_is_unwanted_and_nothing_else() -> None:
         assert pattern in {*found, pattern.replace(".1.", ".*.")} or len(found) == 1
 
 
+@pytest.mark.slow
 def test_a_numbered_module_is_not_proposed_to_be_left_out(tmp_path: Path) -> None:
     """A dense layer behind an encoder, as sentence-transformers has one, makes the vectors."""
     config = transformers.BertConfig(

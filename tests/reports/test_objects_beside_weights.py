@@ -350,6 +350,7 @@ def read(data: bytes) -> tuple[TensorIndex, dict[str, bytes]]:
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(value=OBJECTS, protocol=st.integers(1, 5), zipped=st.booleans())
+@pytest.mark.slow
 def test_any_objects_beside_a_state_dict_leave_the_weights_as_they_are(
     value: Any, protocol: int, zipped: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -660,6 +661,7 @@ def test_deepspeeds_client_state_may_hold_objects(tmp_path: Path) -> None:
         (lambda: {"state_dict": Mapped(Net().state_dict())}, "Mapped", "an object in place of"),
     ],
 )
+@pytest.mark.quick("<lambda>-Mapped-an object in place of-False", "Net-Net-a whole module-True")
 def test_a_model_inside_of_an_object_is_refused_with_a_way_out_that_works(
     make: Callable[[], Any], name: str, what: str, zipped: bool, tmp_path: Path
 ) -> None:

@@ -73,6 +73,7 @@ PAIRS = {
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.quick("Mistral3ForConditionalGeneration")
 def test_text_models_of_families_behave_as_they_were_trained(
     name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -120,6 +121,7 @@ WRAPPED: dict[str, tuple[dict[str, torch.Tensor], dict[str, Any]]] = {
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("form", WRAPPED)
+@pytest.mark.quick("alone", "named")
 def test_a_wrapped_text_model_is_found_by_the_names_that_are_written(
     form: str, tmp_path: Path
 ) -> None:
@@ -162,6 +164,7 @@ def test_a_wrapped_text_model_is_found_by_the_names_that_are_written(
         ("Mistral3ForConditionalGeneration", "live"),
     ],
 )
+@pytest.mark.quick("LlavaForConditionalGeneration-live", "Gemma3ForConditionalGeneration-disk")
 def test_the_text_model_is_taken_out_of_a_whole_one(name: str, form: str, tmp_path: Path) -> None:
     whole_class = class_named(name)
     whole = whole_class(small_model_config(whole_class))

@@ -171,6 +171,7 @@ def _file(out: Path) -> Tensors:
     return load_file(out / "adapter_model.safetensors")
 
 
+@pytest.mark.quick("linear", "dora", "experts", "whole modules", "rows of tied ends")
 def test_every_form_of_a_save_gives_the_adapter_bit_for_bit(
     trained: tuple[nn.Module, Any], tmp_path: Path
 ) -> None:
@@ -195,6 +196,7 @@ def test_every_form_of_a_save_gives_the_adapter_bit_for_bit(
 
 
 @pytest.mark.parametrize("case", INFERABLE, indirect=True)
+@pytest.mark.quick("linear", "embeddings", "tokens")
 def test_what_tensors_tell_makes_a_configuration_that_loads_the_same(
     case: Case, trained: tuple[nn.Module, Any], tmp_path: Path
 ) -> None:
@@ -273,6 +275,7 @@ WRITERS = [
 
 
 @pytest.mark.parametrize("write", WRITERS, ids=lambda write: write.__name__[7:])
+@pytest.mark.quick("bin", "stripped_dcp", "wrapped")
 def test_every_dialect_gives_the_same_adapter(
     write: Callable[[Any, Path], None], plain: tuple[nn.Module, Any], tmp_path: Path
 ) -> None:
@@ -364,6 +367,7 @@ def test_folders_of_several_adapters_are_told_apart_by_their_names(
     ],
     ids=["llama", "gpt2", "bert", "t5"],
 )
+@pytest.mark.quick("llama", "t5")
 def test_a_resized_vocabulary_brings_its_embeddings(
     make: Callable[[], Any], target: str, brought: set[str], tmp_path: Path
 ) -> None:
@@ -387,6 +391,7 @@ def test_a_resized_vocabulary_brings_its_embeddings(
 
 
 @pytest.mark.parametrize("saved", [["embed_tokens", "lm_head"], ["lm_head"]], ids=" ".join)
+@pytest.mark.quick("lm_head")
 def test_whole_modules_that_peft_saves_twice_are_taken_once(
     saved: list[str], tmp_path: Path
 ) -> None:

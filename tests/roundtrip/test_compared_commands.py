@@ -126,6 +126,7 @@ def test_what_was_written_as_it_is_is_pushed_with_a_note(
     assert len(own_hub.repo(REPO).commits) == 2
 
 
+@pytest.mark.slow
 def test_a_watch_pushes_no_step_of_another_models_names_and_ends_with_its_status(
     own_hub: HubServer, model: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -152,6 +153,7 @@ def test_a_watch_pushes_no_step_of_another_models_names_and_ends_with_its_status
     assert load_bytes(own_hub.read(REPO, "model.safetensors")) == both.state_dict().keys()
 
 
+@pytest.mark.slow
 def test_a_watch_pushes_a_wrapped_model_without_what_all_names_begin_with(
     own_hub: HubServer, model: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -413,6 +415,7 @@ def test_a_class_of_another_model_type_is_not_what_is_compared(
 
 
 @pytest.mark.parametrize("missing", [[], ["transformers"]], ids=["asked", "not-installed"])
+@pytest.mark.quick("not-installed")
 def test_packed_weights_are_compared_with_a_base_or_by_their_layers(
     saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: list[str]
 ) -> None:

@@ -32,6 +32,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 @pytest.mark.parametrize("case", [*SHARDS, *IN_DISTCP])
+@pytest.mark.quick("dcp_hf_two_files", "dcp_images_grid", "dcp_zstd_grid")
 def test_a_real_checkpoint_is_bit_equal_to_the_live_model(case: str, tmp_path: Path) -> None:
     source, live = FIXTURES / case / "checkpoint", truth_of(case)
     assert written(source, tmp_path / "out") == live

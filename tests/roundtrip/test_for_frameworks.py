@@ -44,6 +44,7 @@ def hub_folder(case: str, place: Path) -> Path:
 
 
 @pytest.mark.parametrize("case", sampled(MODELS, ["megatron_model_gemma3", LLAMA, QWEN2_MOE]))
+@pytest.mark.quick("megatron_model_gemma3")
 def test_the_way_back_gives_the_same_model(case: str, tmp_path: Path) -> None:
     model = hub_folder(case, tmp_path / "model")
     ckptkit.convert(model, tmp_path / "there", to="megatron")
@@ -71,6 +72,7 @@ def test_tensors_are_those_that_megatron_core_stored(case: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("case", sampled(TITAN, TITAN_QUICK))
+@pytest.mark.quick("torchtitan_family_llama_tied", "torchtitan_family_qwen3_moe")
 def test_tensors_are_those_that_torchtitan_stored(case: str, tmp_path: Path) -> None:
     model, out = hub_folder(case, tmp_path / "model"), tmp_path / "out"
     ckptkit.convert(model, out, to="torchtitan")

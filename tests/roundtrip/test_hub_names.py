@@ -271,6 +271,7 @@ def config_of(folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "case", sampled(CASES, QUICK, lambda case: case.model), ids=lambda case: case.model
 )
+@pytest.mark.quick("Dinov2Model", "LlamaForCausalLM", "MixtralForCausalLM", "Mamba2ForCausalLM")
 def test_a_model_is_written_as_save_pretrained_writes_it(
     case: Case,
     made: Callable[[Case], tuple[Any, Path, Path]],
@@ -380,6 +381,7 @@ def test_a_folder_with_the_names_of_disk_keeps_them(
 
 
 @pytest.mark.parametrize("model", ["MixtralForCausalLM", "LlavaForConditionalGeneration"])
+@pytest.mark.quick("MixtralForCausalLM")
 def test_a_base_that_has_live_names_is_followed(
     model: str, tmp_path: Path, asked: list[NamingRequest]
 ) -> None:

@@ -85,6 +85,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("case", FRAMEWORKS)
+@pytest.mark.quick("meta_llama_2", "torchtitan_family_gpt_oss", "megatron_fsdp_gpt_oss_ep2")
 def test_a_live_model_gets_the_values_that_a_map_makes(
     case: str, repository: Path, tmp_path: Path
 ) -> None:
@@ -351,6 +352,7 @@ def test_rows_that_alternate_on_disk_are_read_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # torch warns of tensors without elements
+@pytest.mark.slow
 def test_tensors_without_elements_have_no_counterpart_on_disk_and_are_not_missed(
     tmp_path: Path,
 ) -> None:

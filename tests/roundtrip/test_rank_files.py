@@ -57,6 +57,13 @@ def rank_files(folder: Path, kind: str = "") -> list[Path]:
 
 
 @pytest.mark.parametrize("case", sampled(CASES, QUICK))
+@pytest.mark.quick(
+    "fairscale_fairseq",
+    "rank_files_local_orig",
+    "rank_files_tensor_parallel",
+    "rank_files_torch_2_1",
+    "verl_one_rank",
+)
 def test_the_files_of_all_ranks_are_bit_equal_to_the_live_model(case: str, tmp_path: Path) -> None:
     source = FIXTURES / case / "checkpoint"
     live = truth_of(case)
@@ -124,6 +131,7 @@ def test_inspect_tells_writer_step_ranks_and_mesh() -> None:
         ("rank_files_accelerate_fsdp2", None),
     ],
 )
+@pytest.mark.quick("rank_files_accelerate_fsdp2-None", "verl_hsdp-None")
 def test_optimizer_states_have_the_names_and_values_of_the_live_ones(
     case: str, select: str | None, tmp_path: Path
 ) -> None:
@@ -149,6 +157,7 @@ def test_states_of_flat_parameters_are_told_of_and_keep_nothing_from_being_read(
 
 
 @pytest.mark.parametrize("case", sampled([*CASES, "rank_files_local_flat"], QUICK))
+@pytest.mark.quick("fairscale_apart", "rank_files_placements", "rank_files_torch_2_9")
 def test_each_rank_missing_in_turn_is_refused(case: str, tmp_path: Path) -> None:
     source = copied(case, tmp_path / "copy")
     files = rank_files(source)

@@ -122,6 +122,18 @@ def written(source: Path, out: Path, **options: Any) -> dict[str, Image]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.quick(
+    "accelerate_ddp-model_1.safetensors",
+    "accelerate_fsdp2_full-pytorch_model_fsdp_1.bin",
+    "lightning_fabric_sharded",
+    "lightning_hyperparameters",
+    "lightning_trainer_sharded-last.ckpt0",
+    "torch_legacy_training",
+    "torch_wrapped-net1",
+    "torchtitan_steps-step-10",
+    "trainer_ddp",
+    "trl_ddp",
+)
 def test_what_comes_out_is_bit_equal_to_the_live_state(case: Case, tmp_path: Path) -> None:
     truth = {n: t for n, t in case.truth_of(case.truth).items() if n not in case.absent}
     out = tmp_path / "out"
@@ -151,6 +163,7 @@ def test_what_comes_out_is_bit_equal_to_the_live_state(case: Case, tmp_path: Pat
     ],
 )
 @pytest.mark.parametrize("layout", ["torch", "dcp"])
+@pytest.mark.quick("dcp-torch_legacy-None", "torch-lightning_trainer_sharded-None")
 def test_conversions_hold_the_same(
     folder: str, select: str | None, layout: Literal["torch", "dcp"], tmp_path: Path
 ) -> None:

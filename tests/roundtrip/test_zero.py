@@ -42,6 +42,7 @@ FROZEN: dict[str, tuple[int, ...]] = {"frozen.weight": (3, 3)}
 
 
 @pytest.mark.parametrize("case", [*NETS, *ADAPTERS])
+@pytest.mark.quick("zero1_bf16_optimizer", "zero2_round_robin", "zero3_float32")
 def test_a_real_checkpoint_is_bit_equal_to_the_live_model_and_to_the_masters(
     case: str, tmp_path: Path
 ) -> None:
@@ -183,6 +184,7 @@ class Made:
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.quick("1-2", "2-3", "3-1", "3-4")
 def test_any_stage_on_any_number_of_ranks(stage: int, world: int, tmp_path: Path) -> None:
     made = Made(stage, world)
     source = made.write(tmp_path / "global_step4")
