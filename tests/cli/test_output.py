@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from ckptkit.core.manifest import FileRecord, Manifest, TensorRecord
-from ckptkit.core.text import size_text
 from ckptkit_cli._output import cells, escaped, first_of, shortened, table, wrapped
 from ckptkit_cli._pages import Consolidated, loading_line
 from tests.command_line import run_command
@@ -217,23 +216,6 @@ def test_progress_is_drawn_on_a_terminal_and_wiped_off(tmp_path: Path) -> None:
     assert "B/s" in shown
     silent = on_terminal(100, "consolidate", LLAMA, tmp_path / "quiet", "--quiet")
     assert silent == ""
-
-
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [
-        (0, "0 B"),
-        (999, "999 B"),
-        (1000, "1.00 KB"),
-        (12_345, "12.3 KB"),
-        (999_499, "999 KB"),
-        (999_500, "1.00 MB"),
-        (5_000_000_000, "5.00 GB"),
-        (10**18, "1,000 PB"),
-    ],
-)
-def test_sizes_have_three_digits_and_powers_of_1000(count: int, text: str) -> None:
-    assert size_text(count) == text
 
 
 @given(st.text(), st.integers(5, 60))

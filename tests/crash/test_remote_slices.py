@@ -108,13 +108,6 @@ def test_slices_in_any_order_make_in_a_bucket_what_one_process_makes(
         slice_of(bucket, 1, 3, layout=layout)
 
 
-@pytest.mark.slow
-def test_more_slices_than_parts_are_fine(bucket: Bucket, weights: bytes) -> None:
-    done = [slice_of(bucket, number, 4) for number in range(4)]
-    assert [one.manifest is not None for one in done] == [False] * 3 + [True]
-    assert is_whole(bucket, weights)
-
-
 def words(bucket: Bucket, which: str) -> list[str]:
     store = bucket.store
     return [

@@ -182,30 +182,6 @@ def test_nothing_can_be_asked_of_a_closed_one(run: Path) -> None:
             call()
 
 
-def test_a_new_dict_is_saved_without_looking_at_everything_anew(run: Path) -> None:
-    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
-    models = nn.ModuleList([first])
-    many: list[nn.Module] = [first]
-    with Checkpointer(run, layout="dcp") as saver:
-        saver.save(1, {"model": many, "extra": {"epoch": 1}}).result(SECONDS)
-        bound = saver._binding._bound
-        assert bound is not None
-        beside = saver._sidecars.folder
-        saver.save(2, {"model": many, "extra": {"epoch": 2}}).result(SECONDS)
-        assert saver._binding._bound is not None
-        assert saver._binding._bound._walks is bound._walks
-        assert saver._sidecars.folder == beside
-        many.append(second)
-        path = saver.save(3, {"model": many, "extra": {"epoch": 3}}).result(SECONDS)
-        extra = {"epoch": 0}
-        fresh = [nn.Linear(2, 2), nn.Linear(2, 2)]
-        assert saver.resume({"model": fresh, "extra": extra}) == 3
-    assert path.is_dir()
-    assert extra == {"epoch": 3}
-    assert torch.equal(fresh[1].weight, second.weight)
-    assert len(models) == 1
-
-
 class _Odd:
     def save_pretrained(self, _: str) -> None:
         raise RuntimeError("no tokenizer today")

@@ -183,6 +183,7 @@ def test_a_directory_that_turns_read_only(run: Path, log: Any) -> None:
     assert len(log.lines(logging.ERROR)) == 2
 
 
+@pytest.mark.slow
 def test_a_writer_that_hangs(run: Path, log: Any) -> None:
     with Checkpointer(run, stall_seconds=2.0) as saver:
         drill = Drill(saver, run)

@@ -9,6 +9,7 @@ import os
 import random
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from torch.distributed.fsdp import fully_shard
 
 from ckptkit.core.errors import UsageError
 from ckptkit.training import Checkpointer
-from tests.distributed.cases import FULL, WRAPPERS, names, nobody_talks, run_cases, same
+from tests.distributed.cases import FULL, WRAPPERS, full, names, nobody_talks, run_cases, same
 
 
 class Net(nn.Module):
@@ -47,6 +48,22 @@ class Net(nn.Module):
         return loss
 
 
+KEPT: dict[Any, Any] = {1: 0.5, "1": [{}, {None: torch.Size([2])}], False: Counter({3: 1})}
+
+
+class Average:
+    """An object whose state has tensors, sharded ones too, under keys that are no texts."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.held: Any = {1: {n: p.detach().clone() for n, p in model.named_parameters()}}
+
+    def state_dict(self) -> Any:
+        return self.held
+
+    def load_state_dict(self, state: Any) -> None:
+        self.held = state
+
+
 class Data:
     """A dataloader that knows where it is."""
 
@@ -67,13 +84,14 @@ def make(kind: str, seed: int) -> dict[str, Any]:
     torch.manual_seed(seed)
     model = WRAPPERS[kind](Net())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    return {
+    apart = {"average": Average(model)} if kind == "fsdp2" else {}
+    return apart | {
         "model": model,
         "optimizer": optimizer,
         "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2),
         "scaler": torch.amp.GradScaler("cpu", init_scale=seed + 8.0),
         "dataloader": Data(),
-        "progress": {"tokens": seed},
+        "progress": {"tokens": seed, "kept": KEPT if seed == 1 else None},
     }
 
 
@@ -118,6 +136,7 @@ def save_and_resume(folder: Path, kind: str) -> None:
     train(state, 3)
     truth = gathered(state)
     keep_truth(folder, truth)
+    average = {n: full(t) for n, t in state["average"].held[1].items()} if kind == "fsdp2" else {}
     with Checkpointer(folder / "run") as checkpointer:
         assert checkpointer.resume(make(kind, 2)) is None
         seed_ranks()
@@ -134,7 +153,9 @@ def save_and_resume(folder: Path, kind: str) -> None:
         assert draw() == expected
         same(gathered(other), truth)
         assert other["dataloader"].at == 10 * (dist.get_rank() + 1) + 12
-        assert other["progress"] == {"tokens": 1}
+        assert repr(other["progress"]) == repr({"tokens": 1, "kept": KEPT})
+        for name, tensor in other["average"].held[1].items() if kind == "fsdp2" else ():
+            assert torch.equal(tensor.full_tensor(), average[name]), name
         assert other["scheduler"].last_epoch == 3
         assert other["scaler"].state_dict()["scale"] == 9.0
 

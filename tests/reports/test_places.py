@@ -148,16 +148,6 @@ def test_from_a_store_the_same_is_written(
             assert (tmp_path / "out" / file.name).read_bytes() == file.read_bytes()
 
 
-def test_a_memory_file_system_is_searched_as_a_disk_is(tmp_path: Path) -> None:
-    memory = fsspec.filesystem("memory")
-    memory.put(f"{AUTOMODEL}/ckpt/", "/places/ckpt/", recursive=True)
-    for path in ("ckpt", "ckpt/epoch_0_step_100", "ckpt/epoch_0_step_100/model"):
-        tensors, _ = converted(f"memory://places/{path}", tmp_path / "out", overwrite=True)
-        assert_same(tensors, load_file(AUTOMODEL / "truth.safetensors"))
-        assert config_of(tmp_path / "out")["rope_parameters"]["rope_theta"] == 12345.0
-    memory.rm("/places", recursive=True)
-
-
 def test_no_folder_of_side_files_is_shown_as_ignored() -> None:
     for report in (AUTOMODEL, NEMO_RL, VEOMNI):
         ignored = ckptkit.inspect(report / "ckpt").ignored

@@ -148,13 +148,6 @@ def test_dora_of_all_kinds_of_layers_is_that_which_peft_saves(layers: str, tmp_p
     check(train(Net(), r=4, use_dora=True, target_modules=LAYERS[layers]), tmp_path)
 
 
-@pytest.mark.parametrize("bias", ["none", "all", "lora_only"])
-def test_parameters_that_are_targeted_are_those_that_peft_saves(bias: str, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    targets = {"target_modules": ["linear"], "target_parameters": ["parameter.weight"]}
-    check(train(Net(), r=4, bias=bias, modules_to_save=["classifier"], **targets), tmp_path)
-
-
 @pytest.mark.parametrize("targets", [["attention"], ["linear", "embedding", "conv2"]], ids=str)
 @pytest.mark.parametrize("bias", ["none", "all"])
 @pytest.mark.quick("all-['attention']")
