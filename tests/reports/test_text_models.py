@@ -15,7 +15,7 @@ import transformers
 from safetensors.torch import load_file
 
 import ckptkit
-from ckptkit.consumers.class_facts import find_text_config, place_in_whole
+from ckptkit.consumers.class_facts import find_text_config
 from ckptkit.core.errors import RefusedError, UsageError
 from ckptkit_cli.main import main
 from tests.reports.folders import REPORTS, notes_of, save, tensors_of
@@ -198,18 +198,6 @@ def test_a_whole_model_is_not_taken_for_its_text_model() -> None:
     found = find_text_config(config, ["model.embed_tokens.weight"])
     assert found is not None
     assert found["architectures"] == ["Qwen3_5ForCausalLM"]
-
-
-def test_names_are_placed_where_most_of_them_are() -> None:
-    names = ["model.embed_tokens.weight", "model.layers.0.mlp.weight", "lm_head.weight"]
-    base = [
-        "vision.layers.0.mlp.weight",
-        "language_model.model.embed_tokens.weight",
-        "language_model.model.layers.0.mlp.weight",
-        "language_model.lm_head.weight",
-    ]
-    assert place_in_whole(names, base) == {name: f"language_model.{name}" for name in names}
-    assert place_in_whole(names, ["other.weight"]) is None
 
 
 def test_what_is_no_text_model_of_the_base_is_not_put_into_it(tmp_path: Path) -> None:

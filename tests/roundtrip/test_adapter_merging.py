@@ -333,19 +333,6 @@ def test_saved_modules_replace_those_that_have_other_names_on_disk(
     assert_same(loaded, trained.merged())
 
 
-@pytest.mark.parametrize(
-    "case", ["rslora_and_patterns", "modules_and_tokens", "biases", "lora_bias", "conv1d_of_gpt2"]
-)
-@pytest.mark.quick("rslora_and_patterns", "modules_and_tokens")
-def test_sixteen_bits_are_rounded_where_peft_rounds(case: str, tmp_path: Path) -> None:
-    make, options = EXACT[case]
-    trained = _trained(make, {**options, "use_dora": False}, tmp_path, dtype=torch.bfloat16)
-    ckptkit.merge_adapter(trained.adapter, tmp_path / "out", base=trained.base, match_peft=True)
-    expected = trained.merged()
-    found = tensors_in(tmp_path / "out")
-    assert_same(found, {name: expected[name] for name in found})
-
-
 def test_sixteen_bits_are_rounded_once_or_where_peft_rounds(tmp_path: Path) -> None:
     options = {**_LM, "target_modules": ["q_proj", "down_proj", "embed_tokens"]}
     trained = _trained(_llama, options, tmp_path, dtype=torch.bfloat16)

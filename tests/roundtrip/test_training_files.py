@@ -17,7 +17,6 @@ from safetensors.torch import load_file, save_file
 import ckptkit
 from ckptkit.core.errors import (
     AmbiguousSourceError,
-    FormatError,
     IncompleteCheckpointError,
     InputError,
     RefusedError,
@@ -418,34 +417,12 @@ def test_of_torchtitans_steps_the_newest_is_taken_and_step_0_is_a_step(tmp_path:
     assert ckptkit.inspect(run).step == 0
 
 
-def test_every_missing_rank_is_refused_of_lightnings_and_torchtitans_folders(
-    tmp_path: Path,
-) -> None:
-    for case in (
-        Case("lightning_fabric_sharded", "state.ckpt"),
-        Case("lightning_trainer_sharded", "last.ckpt"),
-        Case("torchtitan_model_only", "step-10"),
-    ):
-        for file in sorted(case.source.glob("__*.distcp")):
-            less = tmp_path / case.folder / file.name / case.inner
-            shutil.copytree(case.source, less, ignore=lambda _f, _n, name=file.name: {name})
-            refuse(file.name, less, tmp_path / "out", kind=InputError)
-
-
 def test_a_finished_model_beside_a_training_file_is_preferred(tmp_path: Path) -> None:
     source = tmp_path / "run"
     source.mkdir()
     torch.save({"model": {"a.weight": torch.ones(1)}}, source / "epoch_3.pt")
     save_file({"x.weight": torch.ones(2)}, source / "model.safetensors")
     assert written(source, tmp_path / "out").keys() == {"x.weight"}
-
-
-def test_truncated_legacy_files_are_refused_wherever_they_end(tmp_path: Path) -> None:
-    data = (Case("torch_legacy_training").source / "model_best.pth.tar").read_bytes()
-    file = tmp_path / "m.pth"
-    for length in range(0, len(data), 97):
-        file.write_bytes(data[:length])
-        refuse(None, file, tmp_path / "out", kind=FormatError)
 
 
 def _loaded(path: Path) -> Any:

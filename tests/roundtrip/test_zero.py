@@ -207,21 +207,6 @@ def test_a_float16_model_becomes_bfloat16_from_its_masters(tmp_path: Path) -> No
         written(source, tmp_path / "float16")
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_every_rank_whose_file_is_missing_is_named(stage: int, tmp_path: Path) -> None:
-    whole = Made(stage, 3).write(tmp_path / "whole")
-    for file in sorted(whole.glob("*zero_pp_rank_*")):
-        less = tmp_path / file.name
-        shutil.copytree(whole, less, ignore=lambda _f, _n, name=file.name: {name})
-        rank = file.name.partition("_rank_")[2][0]
-        with pytest.raises(MissingFileError, match=f"of rank {rank} of 3 are not there"):
-            written(less, tmp_path / "out")
-    if stage == 2:
-        (whole / "mp_rank_00_model_states.pt").unlink()
-        with pytest.raises(MissingFileError, match="no file of weights"):
-            written(whole, tmp_path / "out")
-
-
 def test_weights_whose_optimizer_states_were_deleted_are_read_up_to_stage_2(
     tmp_path: Path,
 ) -> None:
