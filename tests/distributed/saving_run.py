@@ -84,8 +84,7 @@ def make(kind: str, seed: int) -> dict[str, Any]:
     torch.manual_seed(seed)
     model = WRAPPERS[kind](Net())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    apart = {"average": Average(model)} if kind == "fsdp2" else {}
-    return apart | {
+    return {
         "model": model,
         "optimizer": optimizer,
         "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2),
@@ -93,6 +92,10 @@ def make(kind: str, seed: int) -> dict[str, Any]:
         "dataloader": Data(),
         "progress": {"tokens": seed, "kept": KEPT if seed == 1 else None},
     }
+
+
+def with_average(state: dict[str, Any], kind: str) -> dict[str, Any]:
+    return state | ({"average": Average(state["model"])} if kind == "fsdp2" else {})
 
 
 def train(state: dict[str, Any], steps: int) -> None:
@@ -132,7 +135,7 @@ def keep_truth(folder: Path, truth: Mapping[str, torch.Tensor]) -> None:
 
 def save_and_resume(folder: Path, kind: str) -> None:
     """The first save ever, without prepare, with everything that communicates raising."""
-    state = make(kind, 1)
+    state = with_average(make(kind, 1), kind)
     train(state, 3)
     truth = gathered(state)
     keep_truth(folder, truth)
@@ -147,7 +150,7 @@ def save_and_resume(folder: Path, kind: str) -> None:
             path = handle.result(120)
         assert path == folder.absolute() / "run" / "checkpoint-3"
         assert handle.blocked_seconds > 0
-        other = make(kind, 2)
+        other = with_average(make(kind, 2), kind)
         random.seed(0)
         assert checkpointer.resume(other) == 3
         assert draw() == expected
