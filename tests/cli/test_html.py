@@ -20,7 +20,6 @@ from tests.made_up_runs import save_step
 
 ROOT = Path(__file__).parents[2]
 LLAMA = ROOT / "fixtures" / "accelerate_fsdp2_tied_with_config" / "checkpoint"
-DELTA = ROOT / "fixtures" / "written_by_0_1"
 
 
 def data_of(page: Path) -> dict[str, Any]:

@@ -25,7 +25,6 @@ from ckptkit.core.errors import (
     IncompleteCheckpointError,
     RefusedError,
 )
-from ckptkit.options import find_patterns, matches
 from ckptkit.storage.places import PathLike
 from tests.command_line import run_command
 from tests.compared_models import State, model_of, trained
@@ -165,14 +164,6 @@ def test_names_for_training_keep_what_a_wrapper_put_there(tmp_path: Path) -> Non
     assert "model.model.norm.weight" in names
     live, _ = converted(COMPOSER / "ckpt", tmp_path / "live", names="live")
     assert "model.model.norm.weight" in live
-
-
-def test_a_wrapped_model_that_lacks_a_layer_is_refused(tmp_path: Path) -> None:
-    model = model_of()
-    state = {f"net.{n}": v for n, v in model.state_dict().items() if ".layers.1." not in n}
-    error = refused(trained(tmp_path / "src", state, model.config), tmp_path / "out")
-    assert isinstance(error, RefusedError)
-    assert "names begin with 'net.'" in error.message
 
 
 # --- copies of a model ---
@@ -344,9 +335,11 @@ def test_no_hint_proposes_to_write_a_part_of_a_model(tmp_path: Path) -> None:
     model = model_of()
     state = {f"net.{n}": v for n, v in model.state_dict().items() if ".layers.1." not in n}
     src = trained(tmp_path / "src", state, model.config)
-    hint = refused(src, tmp_path / "out").hint
-    assert not commands_in(hint)
-    assert "the model that was trained" in hint
+    error = refused(src, tmp_path / "out")
+    assert isinstance(error, RefusedError)
+    assert "names begin with 'net.'" in error.message
+    assert not commands_in(error.hint)
+    assert "the model that was trained" in error.hint
 
 
 @pytest.mark.parametrize("parts", [("teacher.", "student."), ("net.",)])
@@ -521,25 +514,6 @@ def test_what_like_proposes_leaves_no_tensor_of_the_model_out(tmp_path: Path) ->
     ran("consolidate", GLM / "ckpt", out, "--base", base, "--like", base, *words)
     ran("consolidate", GLM / "ckpt", plain, "--base", base)
     assert_same(tensors_of(out), tensors_of(plain))
-
-
-def test_patterns_fit_what_is_unwanted_and_nothing_else() -> None:
-    wanted = [
-        f"model.layers.{n}.{part}" for n in range(3) for part in ("norm.weight", "mlp.weight")
-    ]
-    cases = {
-        "model.layers.3.*": ["model.layers.3.norm.weight", "model.layers.3.eh_proj.weight"],
-        "model.layers.*.q.bias": [f"model.layers.{n}.q.bias" for n in range(3)],
-        "model.layers.1.norm.bias": ["model.layers.1.norm.bias"],
-        "mtp.*": ["mtp.layers.0.norm.weight", "mtp.fc.weight"],
-        "lm_head.weight": ["lm_head.weight"],
-        "a[[]b].*": ["a[b].weight"],
-    }
-    for pattern, unwanted in cases.items():
-        found = find_patterns(unwanted, wanted)
-        assert all(matches(name, tuple(found)) for name in unwanted), found
-        assert not any(matches(name, tuple(found)) for name in wanted)
-        assert pattern in {*found, pattern.replace(".1.", ".*.")} or len(found) == 1
 
 
 @pytest.mark.slow
