@@ -18,8 +18,6 @@ from safetensors.torch import load_file, save_file
 from torch.optim.swa_utils import get_ema_avg_fn
 
 import ckptkit
-from ckptkit.conversion.average import AverageJob, Weighting
-from ckptkit.conversion.prepare import ConversionJob
 from ckptkit.core.errors import (
     AmbiguousSourceError,
     ArgumentError,
@@ -30,7 +28,6 @@ from ckptkit.core.errors import (
     UsageError,
 )
 from ckptkit.engine.outcome import Event, Started
-from ckptkit.options import ConsolidateRequest
 from tests.command_line import run_command as run
 from tests.files import contents
 from tests.object_store import ObjectStore
@@ -459,18 +456,6 @@ def test_steps_and_the_output_can_be_at_urls(
     assert (tmp_path / "mixed" / "model.safetensors").read_bytes() == (
         tmp_path / "two" / "model.safetensors"
     ).read_bytes()
-
-
-@small
-def test_other_weights_are_another_plan(shards: list[Path], tmp_path: Path) -> None:
-    job = ConversionJob(shards[-1], tmp_path / "out", ConsolidateRequest())
-    prints = set()
-    for decay in (None, 0.5, 0.6):
-        weighting = Weighting.from_options(None, decay)
-        for _ in range(2):
-            with AverageJob.of(job, shards, weighting).plan_output() as planned:
-                prints.add(planned.fingerprint())
-    assert len(prints) == 3
 
 
 @pytest.mark.slow
