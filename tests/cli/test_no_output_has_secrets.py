@@ -38,7 +38,7 @@ from ckptkit.hub.client import Hub
 from ckptkit.hub.watch.watch import WatchRequest
 from ckptkit.options import ConsolidateRequest
 from ckptkit.serving import server
-from ckptkit.serving.server import choose_keys
+from ckptkit.serving.serving import choose_keys
 from ckptkit.storage.places import Place
 from ckptkit.training import Checkpointer
 from ckptkit.training.settings import check_options
@@ -371,7 +371,7 @@ def made_objects() -> Iterator[Callable[[], object]]:
     yield lambda: place
     yield lambda: ConversionJob(src=place, out=place, request=ConsolidateRequest(), also=(place,))
     yield lambda: Remote("s3://bucket/run", options)
-    yield lambda: choose_keys("127.0.0.1", 0, "AK", PLANTED["serve secret"], auth=True)
+    yield lambda: choose_keys("127.0.0.1", ("AK", PLANTED["serve secret"]))
     yield lambda: Hub("me/model", token=TOKEN, endpoint="http://127.0.0.1:9")
     yield lambda: WatchRequest(run=place, repo_id="me/model", token=TOKEN)
     yield lambda: check_options(

@@ -30,8 +30,14 @@ from ckptkit.hub.client import Hub, list_files, pause_before, tree_of
 from ckptkit.hub.secrets import secrets_in
 from ckptkit.plan.plan import OutputFile
 from ckptkit.serving.planned_folder import PlannedFile
-from ckptkit.serving.s3_api import S3Error, answer_error, answer_request, parse_request
-from ckptkit.serving.signatures import AccessKeys, check_signature
+from ckptkit.serving.s3_api import (
+    AccessKeys,
+    S3Error,
+    answer_error,
+    answer_request,
+    check_signature,
+    parse_request,
+)
 from ckptkit.storage.locations import check_relative
 from ckptkit.storage.remote.errors import RetryPolicy, as_input_error
 from ckptkit.storage.remote.s3 import S3Uploads
@@ -276,7 +282,7 @@ def _run_request(data: bytes) -> None:
     try:
         request = parse_request(method, target, headers)
     except S3Error as error:
-        answer_error(error, "id", target.encode("utf-8", "replace").decode(), is_head=False)
+        answer_error(error, "id", target.encode("utf-8", "replace").decode())
         return
     for check in (
         lambda: check_signature(request, _KEYS, _NOW),
@@ -285,7 +291,7 @@ def _run_request(data: bytes) -> None:
         try:
             check()
         except S3Error as error:
-            answer_error(error, "id", request.path, is_head=False)
+            answer_error(error, "id", request.path)
 
 
 def _request_seeds() -> list[bytes]:

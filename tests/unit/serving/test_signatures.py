@@ -18,8 +18,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from ckptkit.serving.s3_api import S3Error, S3Request, parse_request
-from ckptkit.serving.signatures import AccessKeys, check_signature, make_keys
+from ckptkit.serving.s3_api import (
+    AccessKeys,
+    S3Error,
+    S3Request,
+    check_signature,
+    make_keys,
+    parse_request,
+)
 
 KEYS = AccessKeys("CKPT0123", "a-secret")
 HOST = "127.0.0.1:9000"
