@@ -23,7 +23,9 @@ from ckptkit.conversion.write import PlannedOutput
 from ckptkit.core.errors import RefusedError, UsageError
 from ckptkit.engine.outcome import Listener
 from ckptkit.formats.discovery import parse_step
+from ckptkit.hub.watch.watched_steps import WatchedRun
 from ckptkit.lora.changes import MergeRequest
+from ckptkit.runs.steps import RunStep, abandoned
 from ckptkit.storage.places import PathLike, is_url, local_path
 
 DEFAULT_BUDGET = "96MB"
@@ -155,6 +157,14 @@ class ServePlan:
             )
             folders = SideFolders(stack, checkpoint, job.base)
             return describe_adapters(checkpoint, folders) is not None
+
+
+def newest_step(run: WatchedRun) -> RunStep | None:
+    """Returns the step of a run that is served: the newest of those that were not abandoned."""
+    steps = run.list_steps()
+    left = abandoned(steps)
+    current = [step for step in steps if step.step not in left]
+    return max(current, key=lambda step: (step.save_number, step.step), default=None)
 
 
 _NEEDED = ("aiohttp", "botocore")

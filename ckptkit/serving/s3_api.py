@@ -10,7 +10,6 @@ Source: https://docs.aws.amazon.com/AmazonS3/latest/API/API_Operations_Amazon_Si
 from __future__ import annotations
 
 import base64
-import dataclasses
 import hmac
 import re
 import secrets
@@ -60,16 +59,10 @@ class S3Error(Exception):
     Source: https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html
     """
 
-    def __init__(
-        self,
-        code: str,
-        message: str,
-        facts: Mapping[str, str] | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
+    def __init__(self, code: str, message: str, *headers: tuple[str, str], **facts: str) -> None:
         super().__init__(f"{code}: {message}")
         self.code, self.status, self.message = code, _STATUS.get(code, 400), message
-        self.facts, self.headers = dict(facts or {}), dict(headers or {})
+        self.headers, self.facts = dict(headers), facts
 
 
 class S3Request(Struct, frozen=True):
@@ -125,22 +118,21 @@ def answer_request(
         raise S3Error(
             "MethodNotAllowed",
             "The specified method is not allowed against this resource: it can only be read.",
-            {"Method": request.method},
-            {"Allow": "GET, HEAD"},
+            ("Allow", "GET, HEAD"),
+            Method=request.method,
         )
     if not (name or key):
         made = (("Name", BUCKET), ("CreationDate", _format_time(began)))
         buckets: Tree = (("Owner", _OWNER), ("Buckets", (("Bucket", made),)))
         return _make_document("ListAllMyBucketsResult", buckets)
     if name != BUCKET:
-        raise S3Error(
-            "NoSuchBucket", f"The only bucket here is {BUCKET!r}.", {"BucketName": name[:100]}
-        )
+        message = f"The only bucket here is {BUCKET!r}."
+        raise S3Error("NoSuchBucket", message, BucketName=name[:100])
     for one in filter(_OPERATIONS.fullmatch, query):
         raise S3Error("NotImplemented", f"{one[:100]!r} is not implemented by this server.")
     if key:
         if key not in objects:
-            raise S3Error("NoSuchKey", "The specified key does not exist.", {"Key": key[:1024]})
+            raise S3Error("NoSuchKey", "The specified key does not exist.", Key=key[:1024])
         return _read_object(key, objects[key], request.headers)
     if request.method == "HEAD":
         return Answer(200, {"x-amz-bucket-region": REGION})
@@ -215,7 +207,7 @@ def _is_known(asked: Mapping[str, str], entry: PlannedFile) -> bool:
         failed = "If-Unmodified-Since" if _is_newer(entry, asked, "if-unmodified-since") else ""
     if failed:
         message = "At least one of the preconditions you specified did not hold."
-        raise S3Error("PreconditionFailed", message, {"Condition": failed})
+        raise S3Error("PreconditionFailed", message, Condition=failed)
     if etag is not None:
         return _names_etag(etag, entry)
     return _is_newer(entry, asked, "if-modified-since") is False
@@ -255,8 +247,9 @@ def _find_range(header: str, size: int) -> tuple[int, int] | None:
         raise S3Error(
             "InvalidRange",
             "The requested range is not satisfiable",
-            {"RangeRequested": header.strip(), "ActualObjectSize": str(size)},
-            {"Content-Range": f"bytes */{size}"},
+            ("Content-Range", f"bytes */{size}"),
+            RangeRequested=header.strip(),
+            ActualObjectSize=str(size),
         )
     return start, stop
 
@@ -314,32 +307,21 @@ def _list_objects(query: Mapping[str, str], objects: Mapping[str, PlannedFile]) 
 
 def list_names(keys: Sequence[str], prefix: str, delimiter: str, after: str) -> list[str]:
     """Returns keys and common prefixes that a listing has after `after`, in the order of keys."""
-    names: list[str] = []
+    names: dict[str, None] = {}
     for key in keys:
-        if not key.startswith(prefix) or key <= after:
-            continue
-        end = key.find(delimiter, len(prefix)) if delimiter else -1
-        name = key if end < 0 else key[: end + len(delimiter)]
-        is_old = end >= 0 and name == after
-        if not is_old and (not names or names[-1] != name):
-            names.append(name)
-    return names
+        if key.startswith(prefix) and key > after:
+            end = key.find(delimiter, len(prefix)) if delimiter else -1
+            names[key if end < 0 else key[: end + len(delimiter)]] = None
+    names.pop(after, None)  # a common prefix, whose keys come later than itself
+    return list(names)
 
 
 # --- signatures ---
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class AccessKeys:
-    """The keys that clients sign with."""
-
-    access_key: str
-    secret_key: str = dataclasses.field(repr=False)
-
-
-def make_keys() -> AccessKeys:
+def make_keys() -> Credentials:
     """Returns random keys, as long as those of AWS; the secret has 240 bits."""
-    return AccessKeys(f"CKPT{secrets.token_hex(8).upper()}", secrets.token_urlsafe(30))
+    return Credentials(f"CKPT{secrets.token_hex(8).upper()}", secrets.token_urlsafe(30))
 
 
 class _SameAuth(S3SigV4Auth):  # type: ignore[misc]  # botocore has no types
@@ -352,7 +334,7 @@ class _SameAuth(S3SigV4Auth):  # type: ignore[misc]  # botocore has no types
         return request.context["payload"]
 
 
-def check_signature(request: S3Request, keys: AccessKeys, now: datetime) -> None:
+def check_signature(request: S3Request, keys: Credentials, now: datetime) -> None:
     """Refuses a request that is not signed with the keys, or not at about this time.
 
     Source: https://docs.aws.amazon.com/AmazonS3/latest/API/sig-v4-authenticating-requests.html
@@ -393,7 +375,7 @@ def check_signature(request: S3Request, keys: AccessKeys, now: datetime) -> None
     body = "UNSIGNED-PAYLOAD" if is_presigned else headers.get("x-amz-content-sha256", "")
     payload = query.get("X-Amz-Content-Sha256", body)
     made.context |= {"timestamp": timestamp, "payload": payload}
-    auth = _SameAuth(Credentials(keys.access_key, keys.secret_key), "s3", region)
+    auth = _SameAuth(keys, "s3", region)
     expected = auth.signature(auth.string_to_sign(made, auth.canonical_request(made)), made)
     if not hmac.compare_digest(str(expected).encode(), signature.encode()):
         raise _mismatch("check the secret key")
@@ -417,11 +399,9 @@ def _check_time(timestamp: str, expires: str | None, now: datetime) -> None:
         raise S3Error(
             "RequestTimeTooSkewed",
             "The difference between the request time and the current time is too large.",
-            {
-                "RequestTime": timestamp,
-                "ServerTime": now.strftime("%Y-%m-%dT%H:%M:%SZ"),
-                "MaxAllowedSkewMilliseconds": str(int(_MOST_SKEW.total_seconds() * 1000)),
-            },
+            RequestTime=timestamp,
+            ServerTime=now.strftime("%Y-%m-%dT%H:%M:%SZ"),
+            MaxAllowedSkewMilliseconds=str(int(_MOST_SKEW.total_seconds() * 1000)),
         )
 
 

@@ -14,14 +14,16 @@ import re
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, aclosing
 from datetime import UTC, datetime
-from typing import Any, Literal
+from functools import partial
+from typing import Any
 from urllib.parse import urlsplit
 from weakref import WeakSet
 
 from aiohttp import web
+from botocore.credentials import Credentials
 from msgspec import Struct
 
 from ckptkit.core.errors import AccessError, CkptkitError, OutputError, StorageError, UsageError
@@ -29,11 +31,10 @@ from ckptkit.core.text import Closing, event_of_note
 from ckptkit.engine.outcome import Event, Planned
 from ckptkit.hub.watch.watched_steps import WatchedRun, default_poll_seconds
 from ckptkit.runs.find_run import find_run
-from ckptkit.runs.steps import abandoned
 from ckptkit.serving import s3_api
 from ckptkit.serving.planned_folder import TEMPORARY, IdleReaders, PartMaker, PlannedFolder
-from ckptkit.serving.plans import ServePlan
-from ckptkit.serving.s3_api import AccessKeys, Answer, S3Error
+from ckptkit.serving.plans import ServePlan, newest_step
+from ckptkit.serving.s3_api import Answer, S3Error
 from ckptkit.storage.places import is_url
 
 logger = logging.getLogger(__name__)
@@ -47,22 +48,19 @@ _OUTSIDE = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}  # of d
 _AGAIN = "start the server again once the source is complete"
 _HTTP = logging.getLogger(f"{__name__}.http")  # of aiohttp
 _HTTP.setLevel(logging.CRITICAL)  # requests that are no HTTP are errors there: anyone can send them
-ServeEventName = Literal[
-    "serving", "added", "removed", "skipped", "waiting", "failed", "note", "warning"
-]
 
 
 class ServeEvent(Struct, frozen=True):
     """Something that happened, with facts that are JSON values."""
 
-    name: ServeEventName
+    name: str
     facts: Mapping[str, Any]
 
 
 ServeListener = Callable[[ServeEvent], None]
 
 
-def choose_keys(host: str, auth: bool | tuple[str, str]) -> AccessKeys | None:  # noqa: FBT001
+def choose_keys(host: str, auth: bool | tuple[str, str]) -> Credentials | None:  # noqa: FBT001
     """Returns the keys of a server, by default random ones; None for requests without signature."""
     if auth is False and not is_loopback(host):
         raise UsageError(
@@ -78,7 +76,7 @@ def choose_keys(host: str, auth: bool | tuple[str, str]) -> AccessKeys | None:  
             where="--access-key",
             hint="pass letters, digits and any of . _ - + =, and a secret key",
         )
-    return AccessKeys(*auth)
+    return Credentials(*auth)
 
 
 def is_loopback(host: str) -> bool:
@@ -107,7 +105,7 @@ class Serving(Closing):
         *,
         host: str = "127.0.0.1",
         port: int = 0,
-        keys: AccessKeys | None = None,
+        keys: Credentials | None = None,
         name: str | None = None,
         follow: bool = False,
         poll_seconds: float | None = None,
@@ -121,12 +119,9 @@ class Serving(Closing):
         self.prefix = plan.choose_name(name, follow=follow)
         self.folders: dict[str, PlannedFolder] = {}
         self.requests = self.size_bytes = 0
-        self._began, self._failed, self._readers = (
-            datetime.now(UTC),
-            WeakSet[PlannedFolder](),
-            IdleReaders(),
-        )
-        self._lock, self._stopped, self._stack = threading.Lock(), threading.Event(), ExitStack()
+        self._began, self._readers = datetime.now(UTC), IdleReaders()
+        self._failed = WeakSet[PlannedFolder]()  # whose failure was reported
+        self._stopped, self._stack = threading.Event(), ExitStack()
         try:
             if not follow:
                 self._add(self.prefix, plan)
@@ -156,7 +151,7 @@ class Serving(Closing):
     @property
     def environment(self) -> dict[str, str]:
         """The variables by which clients of S3 find the server and its keys."""
-        keys = self._keys or AccessKeys("none", "none")
+        keys = self._keys or Credentials("none", "none")
         named = {"AWS_ACCESS_KEY_ID": keys.access_key, "AWS_SECRET_ACCESS_KEY": keys.secret_key}
         regions = dict.fromkeys(("AWS_REGION", "AWS_DEFAULT_REGION"), s3_api.REGION)
         return {"AWS_ENDPOINT_URL": self.url, **named, **regions}
@@ -180,34 +175,26 @@ class Serving(Closing):
         """Ends all connections at once, and frees the port; a second call does nothing."""
         self._stopped.set()
         self._stack.close()
-        with self._lock:  # what is planned at the moment is not added later
-            while self.folders:
-                self.folders.popitem()[1].close()
+        self._drop(*self.folders)
 
     # --- what is served ---
 
-    def _tell(self, event: ServeEventName, name: str, **facts: Any) -> None:
+    def _tell(self, event: str, name: str, **facts: Any) -> None:
         try:
             if self._listener is not None:
                 self._listener(ServeEvent(event, {"name": name, **facts}))
         except Exception:
             logger.exception("the event %r could not be reported", event)
 
-    def _tell_notes(self, name: str, notes: Iterable[str]) -> None:
-        for note in notes:
+    def _tell_notes(self, name: str, event: Event) -> None:
+        for note in event.notes if isinstance(event, Planned) else ():
             self._tell(event_of_note(note), name, message=note)
 
     def _add(self, name: str, plan: ServePlan) -> None:
         """Plans a source, and serves it instead of what had its name."""
-
-        def listen(event: Event) -> None:
-            self._tell_notes(name, event.notes if isinstance(event, Planned) else ())
-
-        folder = PlannedFolder(plan, listen, _AGAIN, self._readers)
-        with self._lock:
-            before = folder if self._stopped.is_set() else self.folders.get(name)
-            if before is not folder:
-                self.folders[name] = folder
+        listener = partial(self._tell_notes, name)
+        folder = PlannedFolder(plan, listener, _AGAIN, self._readers)
+        before, self.folders[name] = self.folders.get(name), folder
         if before is not None:
             before.close()
         objects = [
@@ -215,7 +202,12 @@ class Serving(Closing):
             for path, file in folder.files.items()
         ]
         self._tell("added", name, source=folder.path, bytes=folder.size_bytes, objects=objects)
-        self._tell_notes(name, folder.notes)
+        listener(Planned(folder.notes))
+
+    def _drop(self, *names: str) -> None:
+        for name in names:
+            if (folder := self.folders.pop(name, None)) is not None:
+                folder.close()
 
     def _follow(self, seconds: float) -> None:
         """Looks for newer steps of the run until the server is closed."""
@@ -226,15 +218,13 @@ class Serving(Closing):
                 self._tell("skipped", self.prefix, error=error.to_json())
             except Exception:
                 logger.exception("the run cannot be followed; it is looked at again")
+        self._drop(*self.folders)  # what was planned when it was closed
 
     def _serve_newest(self) -> None:
         """Adds the newest step, if it is not served yet, and drops old ones."""
-        steps = self._run.list_steps()
-        left = abandoned(steps)
-        current = [step for step in steps if step.step not in left]
-        if not current:
+        newest = newest_step(self._run)
+        if newest is None:
             return
-        newest = max(current, key=lambda step: (step.save_number, step.step))
         name, digest = f"{self.prefix}/{newest.name}", newest.digest
         if digest not in (self._served.get(name), self._refused.get(name)):
             try:
@@ -247,7 +237,7 @@ class Serving(Closing):
             self._served[name] = digest
         for old in list(self._served)[:-_KEPT_STEPS]:
             del self._served[old]
-            self.folders.pop(old).close()
+            self._drop(old)
             self._tell("removed", old)
 
     # --- requests, in the event loop ---
@@ -348,20 +338,15 @@ class Serving(Closing):
 def _listen(host: str, port: int) -> socket.socket:
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except (OSError, UnicodeError) as error:
-        raise OutputError(
-            f"{host!r} is no address of this machine: {getattr(error, 'strerror', None) or error}",
-            where="--host",
-            hint="pass an address such as --host 0.0.0.0, or leave it out for 127.0.0.1",
-        ) from error
-    try:
         return socket.create_server(found[0][4][:2], family=found[0][0], backlog=128)
-    except (OSError, OverflowError) as error:
-        raise OutputError(
-            f"cannot listen on port {port} of {host}: {getattr(error, 'strerror', None) or error}",
-            where="--port",
-            hint="pass another --port, or leave it out for any free one",
-        ) from error
+    except (OSError, OverflowError, UnicodeError) as error:
+        message, where = f"cannot listen on port {port} of {host}", "--port"
+        hint = "pass another --port, or leave it out for any free one"
+        if isinstance(error, socket.gaierror | UnicodeError):
+            message, where = f"{host!r} is no address of this machine", "--host"
+            hint = "pass an address such as --host 0.0.0.0, or leave it out for 127.0.0.1"
+        reason = getattr(error, "strerror", None) or error
+        raise OutputError(f"{message}: {reason}", where=where, hint=hint) from error
 
 
 def _show_address(name: str) -> str:
@@ -411,4 +396,4 @@ def _as_s3_error(error: Exception) -> S3Error:
     if not isinstance(error, CkptkitError):
         return S3Error("InternalError", "The server failed; see its log.")
     code = "ServiceUnavailable" if isinstance(error, TEMPORARY) else "InternalError"
-    return S3Error(code, f"{error}", {"Reason": error.code})
+    return S3Error(code, f"{error}", Reason=error.code)

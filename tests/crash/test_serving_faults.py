@@ -289,9 +289,8 @@ def test_answers_that_nobody_takes_are_given_up(
         with suppress(OSError):  # the server reads no more, or has closed it
             while True:
                 connection.sendall((HEAD + b"\r\n") * 100)
-        answered = unsigned.requests
         wait_until(lambda: is_closed(connection), seconds=15)
-        assert unsigned.requests < answered + 100  # those that it had read
+        assert unsigned.requests < 20_000  # as many answers as the kernel's buffers hold
 
 
 @pytest.mark.slow

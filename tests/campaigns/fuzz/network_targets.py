@@ -22,6 +22,7 @@ from typing import Any
 
 import botocore.parsers
 import botocore.session
+from botocore.credentials import Credentials
 from botocore.parsers import ResponseParserError
 from huggingface_hub.hf_api import RepoFile, RepoFolder
 
@@ -31,7 +32,6 @@ from ckptkit.hub.secrets import secrets_in
 from ckptkit.plan.plan import OutputFile
 from ckptkit.serving.planned_folder import PlannedFile
 from ckptkit.serving.s3_api import (
-    AccessKeys,
     S3Error,
     answer_error,
     answer_request,
@@ -263,7 +263,7 @@ def _hub_seeds() -> list[bytes]:
 
 # --- requests to `serve` ---
 
-_KEYS = AccessKeys("CKPT0123", "a-secret")
+_KEYS = Credentials("CKPT0123", "a-secret")
 _NOW = datetime(2026, 1, 1, tzinfo=UTC)
 
 

@@ -351,9 +351,7 @@ def test_a_listing_has_what_clients_read() -> None:
     assert texts(ask("/ckptkit?delimiter=/"), "CommonPrefixes/Prefix") == ["m/", "n/"]
 
 
-@pytest.mark.parametrize(
-    "query", ["max-keys=x", "max-keys=-1", "encoding-type=xml"]
-)
+@pytest.mark.parametrize("query", ["max-keys=x", "max-keys=-1", "encoding-type=xml"])
 def test_a_listing_with_a_bad_parameter_is_refused(query: str) -> None:
     assert refused(f"/ckptkit?list-type=2&{query}").code == "InvalidArgument"
 
