@@ -37,7 +37,7 @@ from ckptkit.core.errors import (
 from ckptkit.hub.client import Hub
 from ckptkit.hub.watch.watch import WatchRequest
 from ckptkit.options import ConsolidateRequest
-from ckptkit.serving import server
+from ckptkit.serving import s3_api
 from ckptkit.serving.serving import choose_keys
 from ckptkit.storage.places import Place
 from ckptkit.training import Checkpointer
@@ -348,7 +348,7 @@ def test_a_server_that_fails_logs_no_signature(
     def fail(*_: object) -> None:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(server, "answer_request", fail)
+    monkeypatch.setattr(s3_api, "answer_request", fail)
     with ckptkit.serve(STEP, name="m") as serving:
         client = client_of(serving.environment, signature_version="s3v4")
         place = {"Bucket": "ckptkit", "Key": "m/config.json"}
