@@ -1218,11 +1218,8 @@ def serve(
     from ckptkit.serving.plans import ServePlan, refuse_missing_libraries
 
     refuse_missing_libraries()
-    from ckptkit.serving.server import ServeRequest, choose_keys
-    from ckptkit.serving.serving import Serving
+    from ckptkit.serving.serving import Serving, choose_keys
 
-    given = auth if isinstance(auth, tuple) else (None, None)
-    keys = choose_keys(host, port, *given, auth=auth is not False)
+    keys = choose_keys(host, auth)
     plan = ServePlan.from_options(resolve_places(src, None, options))
-    request = ServeRequest(plan, host, port, keys, name=name, follow=follow)
-    return Serving(request, listener)
+    return Serving(plan, listener, host=host, port=port, keys=keys, name=name, follow=follow)

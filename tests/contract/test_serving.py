@@ -30,9 +30,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 import ckptkit
-from ckptkit.serving import server as server_module
+from ckptkit.serving import serving as server_module
 from ckptkit.serving.plans import ServePlan
-from ckptkit.serving.server import ServeRequest
 from ckptkit.serving.serving import Serving
 from ckptkit.storage.locations import resolve_places
 from tests.contract.test_file_system import content, same_content, save_odd_tensors
@@ -475,8 +474,7 @@ def test_a_run_at_a_url_is_followed(bucket: Bucket) -> None:
     url = bucket.put_tree(STEP, "steps/checkpoint-1").rpartition("/")[0]
     options = {"src_options": bucket.store.options}
     plan = ServePlan.from_options(resolve_places(url, None, options))
-    request = ServeRequest(plan, name="m", follow=True, poll_seconds=0.1)
-    with Serving(request) as serving:
+    with Serving(plan, name="m", follow=True, poll_seconds=0.1) as serving:
         client = client_of(serving.environment, signature_version=UNSIGNED)
         wait_for(client, "m/checkpoint-1/model.safetensors")
         bucket.put_tree(STEP, "steps/checkpoint-2")
