@@ -61,6 +61,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", [ODD[:3], pytest.param(ODD, marks=pytest.mark.slow)], ids=len)
 def test_pruning_one_run_on_s3_takes_nothing_from_its_neighbours(
     bucket: Bucket, run: Path, names: list[str]
