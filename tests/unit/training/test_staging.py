@@ -7,7 +7,6 @@ import math
 import mmap
 import os
 import pickle
-import subprocess
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
@@ -43,6 +42,7 @@ from ckptkit.training.save.staging import (
 )
 from ckptkit.training.state.memory_changes import call_before_changes
 from ckptkit.training.state.pieces import Holdings, ObjectValue, Piece
+from tests.files import mounted, tmpfs
 from tests.unit.training.builders import stock_load, whole_piece
 
 UNIT = "model_0"
@@ -479,19 +479,8 @@ def only(memory_folder: Path | None = None, disk_folder: Path | None = None) -> 
 @pytest.fixture
 def small_memory(tmp_path: Path) -> Iterator[Path]:
     """Yields a folder in memory with room for 4 MiB, like Docker's /dev/shm has for 64."""
-    if os.geteuid() != 0:
-        pytest.skip("only root may mount")
-    folder = tmp_path / "shm"
-    folder.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)],  # noqa: S607
-        check=False,
-        capture_output=True,
-    )
-    if mounted.returncode:
-        pytest.skip("mounting is not allowed here")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)  # noqa: S607
+    with mounted(tmp_path / "shm", *tmpfs("4m")) as folder:
+        yield folder
 
 
 def reads_the_same(buffer: SharedBuffer) -> bool:
