@@ -23,6 +23,7 @@ from ckptkit.conversion import naming_program
 from ckptkit.conversion.naming_program import NamingProgram
 from ckptkit.storage.local.disk import OpenFile
 from tests.command_line import ENTRIES, answer_question, close_host
+from tests.forked_writers import forked_writers
 from tests.hub_server import TOKEN, HubServer
 from tests.object_store import ObjectStore, running_object_store
 from tests.ranks import RankHost, RunRanks, make_runner
@@ -153,6 +154,12 @@ def closed_files() -> Iterator[None]:
 def command_host() -> Iterator[None]:
     yield
     close_host()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def writers() -> Iterator[None]:
+    with forked_writers():
+        yield
 
 
 @pytest.fixture(scope="session")

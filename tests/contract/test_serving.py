@@ -37,6 +37,7 @@ from ckptkit.storage.locations import resolve_places
 from tests.contract.test_file_system import content, same_content, save_odd_tensors
 from tests.object_store import Bucket, ObjectStore
 from tests.s3_client import client_of
+from tests.sampled import sampled
 
 ROOT = Path(__file__).resolve().parents[2]
 FIXTURES = ROOT / "fixtures"
@@ -50,7 +51,7 @@ CASES = {
 STEP = FIXTURES / "accelerate_fsdp2_tied_with_config" / "checkpoint"
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(scope="module", params=sampled(CASES, ["several files"]))
 def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
@@ -119,6 +120,7 @@ def test_transfers_of_boto3_in_parts_are_the_file(one: Served, tmp_path: Path) -
     assert copy.read_bytes() == (out / "model.safetensors").read_bytes()
 
 
+@pytest.mark.slow
 def test_the_aws_command_line_reads_what_was_written(one: Served, tmp_path: Path) -> None:
     pytest.importorskip("awscli")
     serving, out = one
