@@ -47,8 +47,9 @@ RANK_IN_NAME = re.compile(
     r"|-shard(?=\d{1,7}\.pt\Z))"  # checkpoint1-shard0.pt, of fairseq and metaseq
     r"(?P<rank>\d{1,7})(?:[-_.]?of[-_.]?(?P<size>\d{1,7}))?(?=\.(?:pt|pth|bin|ckpt|pth\.tar)\Z)"
 )
-"""The end of a name that tells the files of ranks apart; verl and accelerate have names before it."""
-_MODEL_PART = re.compile(r"model_part-[1-9]")  # of a model-parallel run of metaseq: not one model
+"""The end of a name that tells the files of ranks apart, but for those of verl and accelerate."""
+# Of a model-parallel run of metaseq, whose parts are not those of one model.
+_MODEL_PART = re.compile(r"model_part-[1-9]")
 _OPTIMIZER = re.compile(r".*optim.*", re.IGNORECASE)
 _METADATA = re.compile(r".*meta.*", re.IGNORECASE)  # a file that users of FairScale save
 # Files of ranks that hold no state of a model.
