@@ -124,8 +124,8 @@ class Save(Struct):
         }
 
 
-Retire = Callable[[int, Mapping[str, float | None]], Sequence[Path | Place]]
-"""From a step and its metrics to the steps that are removed once it is durable."""
+Retire = Callable[[int, Mapping[str, Any]], Sequence[Path | Place]]
+"""From a step and its manifest's `source` to the steps that are removed once it is durable."""
 
 
 class SaveCommitter:
@@ -248,8 +248,7 @@ class SaveCommitter:
                 rank, document = errors[0]
                 more = f" and {len(errors) - 1} more" if len(errors) > 1 else ""
                 raise error_from_json(document).located(f"rank {rank}{more}")
-            metrics = save.manifest["source"].get("metrics", {})
-            retired = self._retire(save.step, metrics) if save.retires else ()
+            retired = self._retire(save.step, save.manifest["source"]) if save.retires else ()
             answer = self._process.request(
                 Commit(
                     attempt=save.name,
