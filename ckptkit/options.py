@@ -68,6 +68,22 @@ class ProgressOptions(TypedDict, total=False):
     listener: Listener | None
 
 
+class RetentionOptions(TypedDict, total=False):
+    """The rules of which steps of a run stay: those that any rule keeps, and all without a rule.
+
+    Attributes:
+        keep_last: How many of the newest complete steps stay.
+        keep_every: Steps divisible by this stay.
+        keep_best: The metric by which the best step stays; given to `save(…, metrics=…)`.
+        best_mode: Whether the smallest ("min", default) or the largest ("max") is best.
+    """
+
+    keep_last: int | None
+    keep_every: int | None
+    keep_best: str | None
+    best_mode: BestMode
+
+
 def parse_size(text: str | int, *, option: str) -> int:
     """Turns `5GB` into bytes; units are powers of 1,000, `GiB` and the like powers of 1,024.
 
