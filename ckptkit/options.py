@@ -87,6 +87,9 @@ class RetentionOptions(TypedDict, total=False):
 def parse_size(text: str | int, *, option: str) -> int:
     """Turns `5GB` into bytes; units are powers of 1,000, `GiB` and the like powers of 1,024.
 
+    For options that bound what is written, read or listed, where a number without a unit is bytes;
+    where a slip would remove data, `parse_total` is taken.
+
     Returns:
         The size in bytes.
 
@@ -120,7 +123,9 @@ def parse_size(text: str | int, *, option: str) -> int:
 
 
 def parse_total(size: str | int, *, option: str) -> int:
-    """Turns a size of files into bytes; a small text without a unit is refused as a mistake.
+    """Turns a size into bytes as `parse_size` does; a small text without a unit is refused.
+
+    For options such as `prune --max-total-size`, where `500` for `500GB` would remove all steps.
 
     Returns:
         The size in bytes.
