@@ -29,6 +29,9 @@ from tests.object_store import ObjectStore, running_object_store
 from tests.ranks import RankHost, RunRanks, make_runner
 from tests.s3_client import keep_parsed
 from tests.sampled import leave_slow
+from tests.this_checkout import refuse_others
+
+refuse_others()
 
 ROOT = Path(__file__).resolve().parents[1]
 # Else each of the many processes that tests start would compile ckptkit anew.

@@ -260,20 +260,38 @@ def test_the_rank_of_an_adapter_is_not_that_of_a_process(tmp_path: Path) -> None
     assert (report.format, report.world_size) == ("rank-files", 2)
 
 
-def test_shards_that_are_numbered_of_all_are_one_checkpoint_and_each_is_needed(
-    tmp_path: Path,
-) -> None:
-    case, source = "rank_files_torch_2_9", tmp_path / "ranks"
-    source.mkdir()
-    for rank in range(4):
-        own = FIXTURES / case / "checkpoint" / f"model_rank{rank}.pt"
-        shutil.copy(own, source / f"shard_000{rank}_of_0004.pt")
-    report = ckptkit.inspect(source)
+@pytest.mark.parametrize(
+    "form",
+    [
+        "step_{step}.rank{rank}.of4.pt",
+        "step_{step}_shard_000{rank}_of_0004.bin",
+        "checkpoint-{step}-rank{rank}of4.pth.tar",
+    ],
+)
+def test_ranks_of_all_are_one_step_of_a_run_and_each_is_needed(form: str, tmp_path: Path) -> None:
+    case, run = "rank_files_torch_2_9", tmp_path / "run"
+    run.mkdir()
+    for step in (100, 200):
+        for rank in range(4):
+            own = FIXTURES / case / "checkpoint" / f"model_rank{rank}.pt"
+            shutil.copy(own, run / form.format(step=step, rank=rank))
+    steps = ckptkit.list_run(run).steps
+    assert [(one.step, one.complete, len(one.files)) for one in steps] == [
+        (100, True, 4),
+        (200, True, 4),
+    ]
+    report = ckptkit.inspect(run)
     assert (report.format, report.world_size) == ("rank-files", 4)
-    assert written(source, tmp_path / "out") == truth_of(case)
-    (source / "shard_0003_of_0004.pt").unlink()
-    with pytest.raises(MissingFileError, match="rank 3 of 4 are not there"):
-        ckptkit.inspect(source)
+    assert written(run, tmp_path / "out") == truth_of(case)
+    (run / form.format(step=200, rank=0)).unlink()
+    steps = ckptkit.list_run(run).steps
+    assert [(one.step, one.complete, one.name) for one in steps] == [
+        (100, True, form.format(step=100, rank=0)),
+        (200, False, form.format(step=200, rank=0)),
+    ]
+    (run / form.format(step=100, rank=3)).unlink()
+    with pytest.raises(MissingFileError, match="rank 0 of 4 are not there"):
+        ckptkit.inspect(run / form.format(step=200, rank=1))
 
 
 def test_a_name_may_tell_of_any_number_of_ranks(tmp_path: Path) -> None:

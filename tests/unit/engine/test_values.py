@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from ckptkit.core.arrays import numpy_dtype
 from ckptkit.core.dtypes import BY_NAME
+from ckptkit.engine import values
 from ckptkit.engine.values import (
     BLOCK_ELEMENTS,
     COUNTS,
@@ -76,6 +77,10 @@ def test_a_leaf_that_is_cut_elsewhere_or_measured_in_another_order_has_the_same_
     values = RANDOM.standard_normal(5 * BLOCK_ELEMENTS).astype(ml_dtypes.bfloat16)
     parts = [measure(part) for part in np.split(values, 5)]
     assert combine(parts) == combine(parts[::-1]) == measure(values)
+
+
+def test_each_measure_of_parts_is_joined_or_follows_from_others() -> None:
+    assert {*values._JOINED, "mean"} == {*Measures.__struct_fields__}
 
 
 def test_squares_that_leave_the_range_of_float64_do_not_spoil_a_norm() -> None:

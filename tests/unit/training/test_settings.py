@@ -14,6 +14,7 @@ from torch import nn
 from ckptkit.core.errors import UsageError
 from ckptkit.training.environment import slurm_end_time
 from ckptkit.training.settings import Interval, Settings, check_options, check_shared
+from tests.made_up_runs import RULES
 
 
 def checked(**options: Any) -> Settings:
@@ -119,10 +120,7 @@ def test_options_that_differ_between_ranks_are_refused_with_the_ranks() -> None:
     [
         {"layout": "dcp"},
         {"every": "1h"},
-        {"keep_last": 1},
-        {"keep_every": 7},
-        {"keep_best": "loss"},
-        {"best_mode": "max"},
+        *({name: value} for name, value in RULES.items()),
         {"in_flight": "skip"},
         {"max_in_flight": 2},
         {"signals": "SIGTERM"},
