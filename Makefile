@@ -134,7 +134,8 @@ differential: $(VENV)/.dev ## Random models, meshes and savers against all reade
 		--runs $(or $(RUNS),200) --seed $(or $(SEED),1)
 	$(BIN)/python -m tests.campaigns.differential --families \
 		--runs $(or $(RUNS),200) --seed $(or $(SEED),1)
-	CKPTKIT_EXAMPLES=1 $(BIN)/python -m pytest tests/property $(PYTEST_ARGS)
+	CKPTKIT_EXAMPLES=1 $(BIN)/python -m pytest tests/property tests/unit/core tests/unit/engine \
+		$(PYTEST_ARGS)
 	$(BIN)/python fixtures/generators/class_facts.py
 	$(BIN)/python fixtures/generators/model_shapes.py
 

@@ -11,7 +11,6 @@ from ckptkit.core.arguments import check_arguments
 from ckptkit.core.errors import ArgumentError, UsageError
 from ckptkit.core.text import a_kind
 from ckptkit.options import (
-    BestMode,
     ChecksumFormat,
     CountLike,
     DTypeChoice,
@@ -26,6 +25,7 @@ from ckptkit.options import (
     OutputDType,
     ProgressOptions,
     Resources,
+    RetentionOptions,
     TokenizerOrigin,
     positive_number,
 )
@@ -577,15 +577,12 @@ def list_run(run: PathLike, *, state: PathLike | None = None) -> RunListing:
 def prune(
     run: PathLike,
     *,
-    keep_last: int | None = None,
-    keep_every: int | None = None,
-    keep_best: str | None = None,
-    best_mode: BestMode = "min",
     incomplete: bool = False,
     max_total_size: int | str | None = None,
     dry_run: bool = False,
     listener: Listener | None = None,
     progress: bool = False,
+    **rules: Unpack[RetentionOptions],
 ) -> Pruned:
     """Removes the steps of a run that no rule keeps; the rules are those of a `Checkpointer`.
 
@@ -595,17 +592,14 @@ def prune(
 
     Args:
         run: The directory that holds the `checkpoint-N` folders, or its URL.
-        keep_last: How many of the newest complete steps stay.
-        keep_every: Steps divisible by this stay.
-        keep_best: The metric by which the best step stays.
-        best_mode: Whether the smallest or the largest value is best.
         incomplete: Whether incomplete steps are removed too, if a complete one exists and nothing
             was written to them in the last 10 minutes.
         max_total_size: What all steps may take together, in bytes or such as "500GB": the oldest
-            are removed until they fit, though `keep_last` or `keep_every` names them.
+            are removed until they fit, though a rule other than `keep_best` keeps them.
         dry_run: Whether to say only what would be done.
         listener: Receives progress events; their bytes are those that are removed.
         progress: Whether progress is shown, see `Options`.
+        **rules: See `RetentionOptions`.
 
     Returns:
         What became of each step, and what that freed.
@@ -622,13 +616,10 @@ def prune(
 
     size = max_total_size
     total = None if size is None else parse_total(size, option="--max-total-size")
-    retention = Retention(
-        keep_last=keep_last, keep_every=keep_every, keep_best=keep_best, best_mode=best_mode
-    )
     with report_to("prune", {"listener": listener, "progress": progress}) as listen:
         return prune_run(
             run,
-            retention,
+            Retention(**rules),
             dry_run=dry_run,
             incomplete=incomplete,
             most_bytes=total,
@@ -1219,11 +1210,8 @@ def serve(
     from ckptkit.serving.plans import ServePlan, refuse_missing_libraries
 
     refuse_missing_libraries()
-    from ckptkit.serving.server import ServeRequest, choose_keys
-    from ckptkit.serving.serving import Serving
+    from ckptkit.serving.serving import Serving, choose_keys
 
-    given = auth if isinstance(auth, tuple) else (None, None)
-    keys = choose_keys(host, port, *given, auth=auth is not False)
+    keys = choose_keys(host, auth)
     plan = ServePlan.from_options(resolve_places(src, None, options))
-    request = ServeRequest(plan, host, port, keys, name=name, follow=follow)
-    return Serving(request, listener)
+    return Serving(plan, listener, host=host, port=port, keys=keys, name=name, follow=follow)

@@ -68,8 +68,27 @@ class ProgressOptions(TypedDict, total=False):
     listener: Listener | None
 
 
+class RetentionOptions(TypedDict, total=False):
+    """The rules of which steps of a run stay: those that any rule keeps, and all without a rule.
+
+    Attributes:
+        keep_last: How many of the newest complete steps stay.
+        keep_every: Steps divisible by this stay.
+        keep_best: The metric by which the best step stays; given to `save(…, metrics=…)`.
+        best_mode: Whether the smallest ("min", default) or the largest ("max") is best.
+    """
+
+    keep_last: int | None
+    keep_every: int | None
+    keep_best: str | None
+    best_mode: BestMode
+
+
 def parse_size(text: str | int, *, option: str) -> int:
     """Turns `5GB` into bytes; units are powers of 1,000, `GiB` and the like powers of 1,024.
+
+    For options that bound what is written, read or listed, where a number without a unit is bytes;
+    where a slip would remove data, `parse_total` is taken.
 
     Returns:
         The size in bytes.
@@ -104,7 +123,9 @@ def parse_size(text: str | int, *, option: str) -> int:
 
 
 def parse_total(size: str | int, *, option: str) -> int:
-    """Turns a size of files into bytes; a small text without a unit is refused as a mistake.
+    """Turns a size into bytes as `parse_size` does; a small text without a unit is refused.
+
+    For options such as `prune --max-total-size`, where `500` for `500GB` would remove all steps.
 
     Returns:
         The size in bytes.

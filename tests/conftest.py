@@ -23,10 +23,15 @@ from ckptkit.conversion import naming_program
 from ckptkit.conversion.naming_program import NamingProgram
 from ckptkit.storage.local.disk import OpenFile
 from tests.command_line import ENTRIES, answer_question, close_host
+from tests.forked_writers import forked_writers
 from tests.hub_server import TOKEN, HubServer
 from tests.object_store import ObjectStore, running_object_store
 from tests.ranks import RankHost, RunRanks, make_runner
 from tests.s3_client import keep_parsed
+from tests.sampled import leave_slow
+from tests.this_checkout import refuse_others
+
+refuse_others()
 
 ROOT = Path(__file__).resolve().parents[1]
 # Else each of the many processes that tests start would compile ckptkit anew.
@@ -154,6 +159,12 @@ def command_host() -> Iterator[None]:
     close_host()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def writers() -> Iterator[None]:
+    with forked_writers():
+        yield
+
+
 @pytest.fixture(scope="session")
 def run_ranks() -> Iterator[RunRanks]:
     """Runs a script on several ranks; see `make_runner`."""
@@ -224,6 +235,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if any(item.get_closest_marker(name) for name in ("distributed", "slow"))
     }
     items.sort(key=lambda item: (item.path not in slow, item.path.name != "test_pages.py"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pycollect_makeitem() -> Generator[None, Any, Any]:
+    """Marks the cases of a test slow but for those that its mark `quick` has."""
+    found = yield
+    if isinstance(found, list):
+        leave_slow([one for one in found if isinstance(one, pytest.Function)])
+    return found
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:

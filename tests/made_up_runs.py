@@ -6,9 +6,17 @@ import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from ckptkit.core.manifest import MANIFEST_NAME, TRAINING, FileRecord, Manifest
 
+RULES: Mapping[str, Any] = {
+    "keep_last": 3,
+    "keep_every": 1000,
+    "keep_best": "loss",
+    "best_mode": "max",
+}
+"""A value for each rule of retention, which is not the usual one."""
 _ROOT = Path(__file__).resolve().parents[1]
 _SHARDS = _ROOT / "fixtures" / "fsdp2_plain" / "checkpoint"
 _STOCK = _ROOT / "fixtures" / "trainer_fsdp2" / "checkpoint" / "checkpoint-2"

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 from msgspec import Struct, field
-from msgspec.structs import replace
 
 from ckptkit.conversion.source.adapters import ROLES, Role, select_with_base
 from ckptkit.conversion.source.open import OpenedCheckpoint
@@ -24,7 +23,16 @@ from ckptkit.core.text import counted
 from ckptkit.core.threads import usable_cores
 from ckptkit.engine.outcome import Listener, ignore
 from ckptkit.engine.reader import Origin
-from ckptkit.engine.values import COUNTS, Measures, combine, describe_not_finite, finite, measure
+from ckptkit.engine.values import (
+    COUNTS,
+    STATISTICS,
+    Measured,
+    Measures,
+    combine,
+    describe_not_finite,
+    finite,
+    measure,
+)
 from ckptkit.options import ConsolidateRequest, NotFinite
 from ckptkit.plan.coverage import refuse_problems
 from ckptkit.plan.optimizer_states import OPTIMIZER
@@ -35,21 +43,13 @@ from ckptkit.storage.places import PathLike
 _LISTED = 3
 
 
-class TensorStatistics(Struct, frozen=True):
-    """The numbers of one tensor; None stands for what no element has, or no float64 holds.
+class TensorStatistics(Measured, frozen=True):
+    """One tensor, and what was measured of it: the numbers of `Measured`.
 
     Attributes:
         name: The tensor.
         dtype: Its element type.
         shape: Its shape.
-        elements: How many elements it has; of a 4-bit weight, which is measured so, its bytes.
-        norm: The Euclidean norm of those that are finite.
-        minimum: The smallest of them; None for complex numbers.
-        maximum: The largest of them; None for complex numbers.
-        mean: Their mean; None for complex numbers.
-        zeros: How many elements are zero, of either sign.
-        nan: How many are not a number.
-        infinite: How many are infinite.
         parameters: How many parameters of the model it holds: two for each byte of a 4-bit weight,
             none for its scales.
         label: What it is, such as `4-bit`, `scales` or `rank 8`; empty for a plain tensor.
@@ -59,14 +59,6 @@ class TensorStatistics(Struct, frozen=True):
     name: str
     dtype: str
     shape: Shape
-    elements: int
-    norm: float | None
-    minimum: float | None
-    maximum: float | None
-    mean: float | None
-    zeros: int
-    nan: int
-    infinite: int
     parameters: int = 0
     label: str = ""
     role: Role = ""
@@ -88,11 +80,6 @@ class TensorStatistics(Struct, frozen=True):
         if not self.role:
             del plain["role"]
         return plain
-
-
-_ABOUT = {"name", "dtype", "shape", "elements", "parameters", "label", "role"}
-STATISTICS = tuple(name for name in TensorStatistics.__struct_fields__ if name not in _ABOUT)
-"""What is measured: the columns of `ckptkit stats`, and of the page of a checkpoint."""
 
 
 def sum_counts(tensors: Iterable[TensorStatistics]) -> dict[str, int]:
@@ -229,7 +216,6 @@ def run_stats(
                     name=name,
                     dtype=entry.dtype.name,
                     shape=entry.shape,
-                    elements=measured[name].elements,
                     **_numbers(measured[name]),
                     parameters=stored[name].parameters if name in stored else 0,
                     label=stored[name].label if name in stored else "",
@@ -243,7 +229,7 @@ def run_stats(
 
 
 def _numbers(measures: Measures) -> dict[str, Any]:
-    numbers = {name: getattr(measures, name) for name in STATISTICS}
+    numbers = {name: getattr(measures, name) for name in Measured.__struct_fields__}
     return numbers | {"norm": finite(measures.norm)}
 
 
@@ -268,8 +254,7 @@ def _measure(
     errors = scan(origin, entries, visit, workers=usable_cores() + 1, listener=listener)
     for error in errors.values():
         raise error
-    found = {}
-    for name, entry in named.items():
-        whole = combine([part for _, part in sorted(leaves[entry.key].items())])
-        found[name] = whole if entry.dtype.kind != "complex" else replace(whole, total=None)
-    return found
+    return {
+        name: combine([part for _, part in sorted(leaves[entry.key].items())])
+        for name, entry in named.items()
+    }

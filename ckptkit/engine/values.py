@@ -8,7 +8,7 @@ that neither the number of threads nor their order changes a result: sums are ro
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -53,49 +53,71 @@ def _table(dtype: np.dtype[Any]) -> Array:
         return bits.view(dtype).astype(np.float32)
 
 
-class Measures(Struct, frozen=True, kw_only=True):
-    """What was measured of some elements of a tensor. Whole numbers are counts."""
+class Measured(Struct, frozen=True, kw_only=True):
+    """What is measured of elements; None stands for what no element has, or no float64 holds.
 
-    elements: int = 0  # how many there are
-    norm: float = 0.0  # the Euclidean norm of those that are finite
-    total: float | None = 0.0  # their sum; None for complex numbers
-    # The smallest of them; None where there is none, and for complex numbers.
+    Attributes:
+        elements: How many there are; of a 4-bit weight, which is measured so, its bytes.
+        norm: The Euclidean norm of those that are finite.
+        minimum: The smallest of them; None for complex numbers.
+        maximum: The largest of them; None for complex numbers.
+        mean: Their mean; None for complex numbers.
+        zeros: How many elements are zero, of either sign.
+        nan: How many are not a number.
+        infinite: How many are infinite.
+    """
+
+    elements: int = 0
+    norm: float | None = 0.0
     minimum: float | None = None
-    maximum: float | None = None  # the largest of them, likewise
-    zeros: int = 0  # how many are zero, of either sign
-    nan: int = 0  # how many are not a number
-    infinite: int = 0  # how many are infinite
-
-    @property
-    def mean(self) -> float | None:
-        """The mean of the finite elements; None where there is none, or no float64 holds it."""
-        finite = self.elements - self.nan - self.infinite
-        if self.total is None or not finite or not math.isfinite(self.total):
-            return None
-        return self.total / finite
+    maximum: float | None = None
+    mean: float | None = None
+    zeros: int = 0
+    nan: int = 0
+    infinite: int = 0
 
 
-COUNTS = frozenset(name for name, kind in Measures.__annotations__.items() if kind == "int")
-"""The measures of all parts together have the sums of these."""
+STATISTICS = Measured.__struct_fields__[1:]
+"""The columns of `ckptkit stats`, and of the page of a checkpoint."""
+TITLES: Mapping[str, str] = {"minimum": "min", "maximum": "max", "nan": "NaN", "infinite": "inf"}
+"""Of columns that are not called as the statistic."""
+
+
+class Measures(Measured, frozen=True, kw_only=True):
+    """The statistics of some elements of a tensor, and what those of several parts follow from."""
+
+    total: float | None = 0.0  # the sum of those that are finite; None for complex numbers
+
+
+def _known(parts: Iterable[float | None]) -> list[float]:
+    return [part for part in parts if part is not None]
+
+
+_JOINED: Mapping[str, Callable[[list[Any]], Any]] = {
+    "elements": sum,
+    "norm": lambda parts: math.hypot(*sorted(parts)),
+    "total": lambda parts: None if None in parts else add_exactly(parts),
+    "minimum": lambda parts: min(_known(parts), default=None),
+    "maximum": lambda parts: max(_known(parts), default=None),
+    "zeros": sum,
+    "nan": sum,
+    "infinite": sum,
+}
+"""From a measure of each part to that of all parts together; the mean follows from others."""
+COUNTS = frozenset(name for name, join in _JOINED.items() if join is sum)
 
 
 def combine(parts: Sequence[Measures]) -> Measures:
     """Returns the measures of all parts together, whatever their order."""
-    totals = [part.total for part in parts if part.total is not None]
-    lows = [part.minimum for part in parts if part.minimum is not None]
-    highs = [part.maximum for part in parts if part.maximum is not None]
-    return Measures(
-        **{name: sum(getattr(part, name) for part in parts) for name in COUNTS},
-        norm=math.hypot(*sorted(part.norm for part in parts)),
-        total=add_exactly(totals) if len(totals) == len(parts) else None,
-        minimum=min(lows, default=None),
-        maximum=max(highs, default=None),
-    )
+    joined = {name: join([getattr(p, name) for p in parts]) for name, join in _JOINED.items()}
+    total, count = joined["total"], joined["elements"] - joined["nan"] - joined["infinite"]
+    has_mean = total is not None and count and math.isfinite(total)
+    return Measures(**joined, mean=total / count if has_mean else None)
 
 
-def finite(value: float) -> float | None:
+def finite(value: float | None) -> float | None:
     """Returns a number that JSON has, or None."""
-    return value if math.isfinite(value) else None
+    return value if value is not None and math.isfinite(value) else None
 
 
 def add_exactly(values: Iterable[float]) -> float:
@@ -148,51 +170,38 @@ def _blocks(elements: int) -> Iterator[slice]:
 
 
 def _measure_block(values: Array, scratch: _Scratch) -> Measures:
-    if values.dtype.kind == "c":
-        return _measure_complex(values)
-    if values.dtype.kind in "iub":
-        whole = values.view(np.uint8) if values.dtype.kind == "b" else values
-        least, most = int(whole.min()), int(whole.max())
-        norm, total = _norm_and_total(scratch.doubles(whole), float(max(most, -least)))
-        zeros = whole.size - int(np.count_nonzero(whole))
-        return Measures(
-            elements=whole.size, norm=norm, total=total, minimum=least, maximum=most, zeros=zeros
-        )
-    wide = scratch.widen(values)
-    zeros = scratch.count_zeros(wide)
-    low, high = float(wide.min()), float(wide.max())  # NaN where any element is
-    nan = infinite = 0
-    if not (math.isfinite(low) and math.isfinite(high)):
-        nan, infinite = count_nan(wide), count_infinite(wide)
-        wide = wide[np.isfinite(wide)]
-        if not wide.size:
-            return Measures(elements=values.size, zeros=zeros, nan=nan, infinite=infinite)
-        low, high = float(wide.min()), float(wide.max())
-    norm, total = _norm_and_total(scratch.doubles(wide), max(high, -low))
+    kind, nan, infinite = values.dtype.kind, 0, 0
+    if kind == "c":
+        zeros, ends = values.size - int(np.count_nonzero(values)), None
+        nan, infinite = count_nan(values), count_infinite(values)
+        finite = values[np.isfinite(values)]
+        doubles = finite.view(finite.real.dtype).astype(np.float64)
+        peak = _peak(doubles)
+    else:
+        wide = values.view(np.uint8) if kind == "b" else values
+        wide = wide if kind in "iub" else scratch.widen(values)
+        zeros, ends = scratch.count_zeros(wide), _ends(wide)
+        if kind not in "iub" and not all(map(math.isfinite, ends)):  # NaN where any element is
+            nan, infinite = count_nan(wide), count_infinite(wide)
+            wide = wide[np.isfinite(wide)]
+            ends = _ends(wide) if wide.size else None
+        doubles, peak = scratch.doubles(wide), 0.0 if ends is None else max(ends[1], -ends[0])
+    norm, total = _norm_and_total(doubles, float(peak))
     return Measures(
         elements=values.size,
         norm=norm,
-        total=total,
-        minimum=low + 0.0,  # minus zero is zero
-        maximum=high + 0.0,
+        total=None if kind == "c" else total,
+        minimum=None if ends is None else ends[0],
+        maximum=None if ends is None else ends[1],
         zeros=zeros,
         nan=nan,
         infinite=infinite,
     )
 
 
-def _measure_complex(values: Array) -> Measures:
-    finite = values[np.isfinite(values)]
-    parts = finite.view(finite.real.dtype).astype(np.float64)
-    norm = _norm_of(parts)
-    return Measures(
-        elements=values.size,
-        norm=norm,
-        total=None,
-        zeros=values.size - int(np.count_nonzero(values)),
-        nan=count_nan(values),
-        infinite=count_infinite(values),
-    )
+def _ends(values: Array) -> tuple[float, float]:
+    """Returns the smallest and the largest element: integers of integers; minus zero is zero."""
+    return values.min().item() + 0, values.max().item() + 0
 
 
 def _peak(values: Array) -> float:

@@ -20,6 +20,7 @@ from collections.abc import Iterable
 from ckptkit.core.errors import InputError
 from ckptkit.core.frameworks import is_unit_folder
 from ckptkit.formats.base import Candidate
+from ckptkit.formats.ranks.rank_files import RANK_IN_NAME
 from ckptkit.formats.ranks.reader import RankFilesReader
 from ckptkit.storage.base import Source
 
@@ -36,7 +37,6 @@ _LIGHTNING = re.compile(
     r"(?:.*[-_])?(?P<kind>step|epoch)=0*(?P<number>\d{1,15})(?:-\D.*)?", re.IGNORECASE
 )
 _ENDING = re.compile(r"(\.pth\.tar|\.ckpt|\.pth|\.pt|\.bin)$")
-_OF_ONE_RANK = re.compile(r"[-_.]rank[-_.]?\d{1,7}$|_\d{1,7}_local$")  # the latter of NVRx
 _LAST = re.compile(r"(checkpoint_)?(last|latest)(-v\d+)?", re.IGNORECASE)
 _FOLDER = re.compile(
     rf"(?:.*\bstep=|(?:{_WORD})?[-_=]?)"
@@ -86,7 +86,7 @@ def is_called_last(path: str) -> bool:
 
 
 def _stem(path: str) -> str:
-    return _OF_ONE_RANK.sub("", _ENDING.sub("", posixpath.basename(path)))
+    return _ENDING.sub("", RANK_IN_NAME.sub("", posixpath.basename(path)))
 
 
 def step_of_files(candidate: Candidate) -> StepName | None:
@@ -113,14 +113,19 @@ def find_step_files(candidates: Iterable[Candidate]) -> dict[str, tuple[int, Can
 def name_step(path: str) -> str:
     """Returns the step of a run that a file in the run belongs to: a folder, or its first file.
 
+    Of the files of ranks, that is the one of rank 0, even where it is missing.
+
     >>> name_step("ep0-ba10/__0_0.distcp"), name_step("ep0-ba10-rank3.pt")
     ('ep0-ba10', 'ep0-ba10-rank0.pt')
     """
     folder, slash, _ = path.partition("/")
-    return folder if slash else _RANK_IN_FILE.sub(r"\g<1>0", folder)
+    match = RANK_IN_NAME.search(folder)
+    if slash or match is None:
+        return folder
+    start, end = match.span("rank")
+    return folder[:start] + "0" * (end - start) + folder[end:]
 
 
-_RANK_IN_FILE = re.compile(r"([-_.]rank[-_.]?)\d{1,7}(?=\.\w+$)")
 # In the folder of a run: Megatron-LM's, and those of nanotron and DLRover, whose steps are numbers.
 TRACKERS = ("latest_checkpointed_iteration.txt", "latest.txt", "dlrover_latest.txt")
 _MAX_TAG_BYTES = 4096

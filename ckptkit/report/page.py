@@ -114,7 +114,10 @@ def plan_inspection_report(
     if inspection.shards is not None:
         content |= _place(inspection, order)
     if statistics is not None:
+        from ckptkit.engine.values import TITLES  # imported already where there are numbers
+
         content["stats"] = _measure(inspection, order, statistics)
+        content["titles"] = dict(TITLES)
     if run is not None:
         content["run"] = _describe_run(run, inspection)
     return ReportDocument("inspection", shown(inspection.path), content)
@@ -325,7 +328,7 @@ def _measure(
     inspection: Inspection, order: Sequence[int], statistics: Statistics
 ) -> dict[str, list[Any]]:
     """Returns the numbers of the tensors of the model; None for all others."""
-    from ckptkit.conversion.stats import STATISTICS  # imported already where there are numbers
+    from ckptkit.engine.values import STATISTICS  # imported already where there are numbers
 
     by_name = {tensor.name: tensor for tensor in statistics.tensors}
     lines = [inspection.tensors[number] for number in order]

@@ -132,7 +132,8 @@ class _Listing:
         candidates = self._manifests.without_side_folders(candidates)
         right_here = [candidate for candidate in candidates if not candidate.folder]
         as_files = {
-            path: [candidate] for path, (_, candidate) in find_step_files(right_here).items()
+            name_step(first): [candidate]
+            for first, (_, candidate) in find_step_files(right_here).items()
         }
         inside = (c for c in candidates if [c] not in as_files.values())
         self._candidates = _group(inside, lambda candidate: candidate.folder.split("/", 1)[0])

@@ -17,8 +17,10 @@ from ckptkit.engine.outcome import BytesWritten, Listener, Started, ignore
 from ckptkit.runs.listing import OF_SOME_RANKS, RunListing, list_run
 from ckptkit.runs.local_run import RunStore, open_run
 from ckptkit.runs.retention import (
+    BEST,
+    NEWEST,
+    RATING,
     Retention,
-    Rule,
     missing_metric,
     rules_that_keep,
     steps_to_remove,
@@ -199,13 +201,13 @@ class _Verdicts:
                 yield PrunedStep(step, "remove", why)
             elif step.complete:
                 rules, protection = kept[step.step], self._protection(step)
-                first: Rule = rules[0] if rules else "rating"
-                if first == "newest":
+                first = rules[0] if rules else RATING
+                if first == NEWEST:
                     self.newest[step.series] = step
-                elif not protection and "best" not in rules:
+                elif not protection and BEST not in rules:
                     self._movable.add(step.name)
                 why = self._retention.explain(first)
-                yield PrunedStep(step, "keep", why if first == "newest" else protection or why)
+                yield PrunedStep(step, "keep", why if first == NEWEST else protection or why)
             else:
                 stays = self._why_incomplete_stays(step, steps)
                 action: Action = "keep" if stays else "remove"

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, get_args
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, get_args
 
 from msgspec import Struct
 from msgspec.structs import asdict, replace
@@ -20,29 +20,41 @@ from ckptkit.options import BestMode as BestMode  # noqa: PLC0414  part of a ret
 from ckptkit.runs.steps import RunStep, abandoned
 from ckptkit.storage.base import Source, is_there
 
-Rule = Literal["newest", "last", "every", "best", "rating"]
-"""Why a step stays; `rating` is for a step by which an abandoned one is known to be abandoned."""
+NEWEST, BEST, RATING = "newest", "best", "rating"
+"""Why a step stays, beside the rules of `_COUNTS`.
+
+`RATING` is for a step by which an abandoned one is known to be abandoned.
+"""
+_Kept = Callable[[int, Sequence[RunStep], Sequence[RunStep]], Iterable[RunStep]]
+_COUNTS: Mapping[str, tuple[str, _Kept]] = {
+    "keep_last": ("among the last {:,}", lambda count, _, current: current[-count:]),
+    "keep_every": (
+        "every {:,} steps",
+        lambda count, complete, _: (step for step in complete if step.step % count == 0),
+    ),
+}
+"""By each rule that is a number: why a step stays, and which steps do.
+
+These are found among the complete ones, and those of them that are not abandoned.
+"""
 
 
 class Retention(Struct, frozen=True, kw_only=True):
-    """Which steps stay: those that any rule keeps, and all if there is no rule.
+    """Which steps stay, see `RetentionOptions`; each is an option wherever a run is pruned."""
 
-    Each field is an option of training, of `ckptkit.prune`, and of the commands that prune.
-    """
-
-    keep_last: int | None = None  # how many of the newest stay, not counting abandoned ones
-    keep_every: int | None = None  # steps divisible by this stay
-    keep_best: str | None = None  # the metric by which the best ones stay
-    best_mode: BestMode = "min"  # whether the smallest or the largest value is best
+    keep_last: int | None = None
+    keep_every: int | None = None
+    keep_best: str | None = None
+    best_mode: BestMode = "min"
 
     def __post_init__(self) -> None:
-        for name in ("keep_last", "keep_every"):
+        for name in _COUNTS:
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
                 raise UsageError(
                     f"is {value!r}, where a whole number of at least 1 was expected",
                     where=name,
-                    hint="leave it out to keep all" if name == "keep_last" else "",
+                    hint="leave it out to keep no step by it; without any rule, all stay",
                 )
         metric: object = self.keep_best
         if metric is not None and not (isinstance(metric, str) and metric):
@@ -70,21 +82,18 @@ class Retention(Struct, frozen=True, kw_only=True):
         pairs = ((f"--{name.replace('_', '-')}", str(value)) for name, value in given.items())
         return [word for pair in pairs for word in pair]
 
-    def explain(self, rule: Rule) -> str:
+    def explain(self, rule: str) -> str:
         """Says why a step stays that a rule keeps."""
-        return {
-            "newest": "the newest complete step",
-            "last": f"among the last {self.keep_last}",
-            "every": f"every {self.keep_every or 0:,} steps",
-            "best": f"the best {self.keep_best}",
-            "rating": "nothing removes it",
-        }[rule]
+        if rule in _COUNTS:
+            return _COUNTS[rule][0].format(getattr(self, rule))
+        best = f"the best {self.keep_best}"
+        return {NEWEST: "the newest complete step", BEST: best, RATING: "nothing removes it"}[rule]
 
 
 RETENTION_OPTIONS = Retention.__struct_fields__
 
 
-def rules_that_keep(steps: Iterable[RunStep], retention: Retention) -> dict[int, list[Rule]]:
+def rules_that_keep(steps: Iterable[RunStep], retention: Retention) -> dict[int, list[str]]:
     """Returns for each complete step which rules keep it: the one place that knows the rules.
 
     An incomplete step is never counted. The newest complete step, which is the one saved last,
@@ -97,24 +106,24 @@ def rules_that_keep(steps: Iterable[RunStep], retention: Retention) -> dict[int,
     complete = sorted((step for step in steps if step.complete), key=lambda step: step.step)
     left = abandoned(complete)
     current = [step for step in complete if step.step not in left]
-    kept: dict[int, list[Rule]] = {step.step: [] for step in complete}
+    kept: dict[int, list[str]] = {step.step: [] for step in complete}
 
-    def keep(rule: Rule, chosen: Iterable[RunStep]) -> None:
+    def keep(rule: str, chosen: Iterable[RunStep]) -> None:
         for step in chosen:
             kept[step.step].append(rule)
 
-    keep("newest", current[-1:])
-    if retention.keep_last is not None:
-        keep("last", current[-retention.keep_last :])
-    if retention.keep_every is not None:
-        keep("every", (step for step in complete if step.step % retention.keep_every == 0))
-    keep("best", (*_best(complete, retention), *_best(current, retention)))
+    keep(NEWEST, current[-1:])
+    for name, (_, choose) in _COUNTS.items():
+        count = getattr(retention, name)
+        if count is not None:
+            keep(name, choose(count, complete, current))
+    keep(BEST, (*_best(complete, retention), *_best(current, retention)))
     if retention.keep_best is not None:
         # Without it, an abandoned step would be rated among the others the next time, and the best
         # of those would be removed.
         for step in [step for step in complete if step.step in left]:
             if kept[step.step] or step.protected:
-                rule: Rule = "best" if "best" in kept[step.step] else "rating"
+                rule = BEST if BEST in kept[step.step] else RATING
                 keep(rule, [one for one in current if one.step < step.step][-1:])
     return kept
 

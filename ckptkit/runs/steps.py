@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from msgspec import Struct, field
+from msgspec.structs import replace
 
 from ckptkit.core.errors import CkptkitError, InputError
 from ckptkit.core.manifest import MANIFEST_NAME, TRAINING, Manifest
@@ -60,6 +61,11 @@ def freed_bytes(files: Sequence[StoredFile]) -> int:
 class RunStep(Struct, frozen=True):
     """A step of a run.
 
+    What a rule of retention may ask for is known wherever steps are listed: `step`, `complete`,
+    `protected`, and what `step_of_source` reads of a manifest, which in training a new step has
+    before it is durable. `ckptkit ls`, `prune` and `watch` list files too (`ckptkit.runs.listing`):
+    there alone are `writer`, `size_bytes`, `files`, `modified`, `pushes` and `markers`.
+
     Attributes:
         step: Its number.
         name: Of its folder.
@@ -81,6 +87,7 @@ class RunStep(Struct, frozen=True):
         markers: The files that its readers lock, relative to the run.
         digest: Of its manifest, or of what is known of its files: distinguishes it from a step
             that replaces it. Empty where nothing has asked for it.
+        world_size: The ranks of the job that saved it; None where unknown.
     """
 
     step: int
@@ -155,9 +162,9 @@ def _finite(value: float | None) -> float | None:
         return None
 
 
-def save_number_of(manifest: Manifest) -> int:
-    """Returns which save of the run a manifest is of; 0 where it does not say."""
-    number = manifest.source.get("save_number")
+def save_number_of(source: Mapping[str, Any]) -> int:
+    """Returns which save of the run the `source` of a manifest is of; 0 where it does not say."""
+    number = source.get("save_number")
     return number if isinstance(number, int) and number > 0 else 0
 
 
@@ -233,22 +240,21 @@ def step_of_manifest(
     number: int, path: str, manifest: Manifest, size_bytes: Callable[[str], int | None]
 ) -> RunStep:
     """Returns the record of a step with a manifest."""
+    step = replace(step_of_source(number, posixpath.basename(path), manifest.source), path=path)
     problem = _problem_of(number, manifest, size_bytes)
+    return replace(step, complete=False, problem=problem, save_number=0) if problem else step
+
+
+def step_of_source(number: int, name: str, source: Mapping[str, Any]) -> RunStep:
+    """Returns what the `source` of a manifest says of a step, as if all of its files were there."""
+    world_size = source.get("world_size")
     return RunStep(
         number,
-        posixpath.basename(path),
-        path,
-        complete=not problem,
-        problem=problem,
-        metrics=parse_metrics(manifest.source.get("metrics")),
-        save_number=0 if problem else save_number_of(manifest),
-        world_size=_world_size_of(manifest),
+        name,
+        metrics=parse_metrics(source.get("metrics")),
+        save_number=save_number_of(source),
+        world_size=world_size if isinstance(world_size, int) and world_size > 0 else None,
     )
-
-
-def _world_size_of(manifest: Manifest) -> int | None:
-    count = manifest.source.get("world_size")
-    return count if isinstance(count, int) and count > 0 else None
 
 
 def _problem_of(number: int, manifest: Manifest, size_bytes: Callable[[str], int | None]) -> str:

@@ -7,12 +7,15 @@ one that was planned with.
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from bisect import bisect_right
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import AsyncGenerator, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from functools import partial
+from itertools import chain
 
 import xxhash
 from msgspec import Struct
@@ -22,11 +25,12 @@ from ckptkit.conversion.write import (
     refuse_other_files,
     refuse_resized_side_files,
 )
+from ckptkit.core.arrays import aligned_buffer
 from ckptkit.core.crc import crc32
 from ckptkit.core.errors import AccessError, CkptkitError, SourceChangedError, StorageError
 from ckptkit.core.index import FileRange, FileRef
 from ckptkit.core.text import Closing
-from ckptkit.core.threads import memory_in_use_bytes, usable_cores
+from ckptkit.core.threads import Throttle, WorkerThread, memory_in_use_bytes, usable_cores
 from ckptkit.engine.checksum_tracker import READ_BYTES
 from ckptkit.engine.executor import settle_workers
 from ckptkit.engine.kernels import Preparations
@@ -227,6 +231,79 @@ def divide_memory(resources: Resources, *, is_remote: bool) -> tuple[int, int]:
         worker_bytes=each + PART_BYTES,
     )
     return threads, (budget - threads * each) // PART_BYTES
+
+
+class PartMaker(Closing):
+    """Makes parts of folders in threads of its own, as many as fit into memory; for one event loop.
+
+    Attributes:
+        waiting: How many bodies wait for memory.
+    """
+
+    def __init__(self, resources: Resources, *, is_remote: bool) -> None:
+        threads, parts = divide_memory(resources, is_remote=is_remote)
+        self._throttle = Throttle(resources.bytes_per_second)
+        self._parts, self._buffers = asyncio.Semaphore(parts), list[memoryview]()
+        self._workers = [WorkerThread(f"ckptkit-reader-{n}") for n in range(threads)]
+        self._idle: asyncio.LifoQueue[WorkerThread] = asyncio.LifoQueue()
+        for worker in self._workers:
+            self._idle.put_nowait(worker)
+        self.waiting = 0
+
+    def close(self) -> None:
+        """Ends the threads, without waiting for what they read."""
+        self._throttle.stopped.set()
+        for worker in self._workers:
+            worker.stop()
+
+    async def read(
+        self, folder: PlannedFolder, planned: PlannedFile, start: int, stop: int
+    ) -> AsyncGenerator[memoryview, None]:
+        """Yields the proven bytes `[start, stop)` in parts; while one is used, the next are made.
+
+        A part is valid until the next one is asked for.
+        """
+        made: deque[tuple[int, asyncio.Task[memoryview]]] = deque()
+        try:
+            for part in chain(planned.cut(start, stop), [None]):
+                # Who holds a part must not wait for another one.
+                while made and (not part or self._parts.locked() or len(made) > len(self._workers)):
+                    size, task = made[0]
+                    yield (await asyncio.shield(task))[:size]
+                    self._give_back(made.popleft()[1])
+                if part:
+                    self.waiting += 1
+                    try:
+                        await self._parts.acquire()
+                    finally:
+                        self.waiting -= 1
+                    making = self._make(folder, planned, *part)
+                    made.append((part[1] - part[0], asyncio.create_task(making)))
+        finally:
+            for _, task in made:
+                task.add_done_callback(self._give_back)
+
+    def _give_back(self, task: asyncio.Task[memoryview]) -> None:
+        """Frees the buffer of a part; of errors, that of the first part was raised."""
+        if not task.cancelled() and task.exception() is None:
+            self._buffers.append(task.result())
+        self._parts.release()
+
+    async def _make(
+        self, folder: PlannedFolder, planned: PlannedFile, start: int, stop: int
+    ) -> memoryview:
+        buffer = self._buffers.pop() if self._buffers else aligned_buffer(PART_BYTES)
+        worker = await self._idle.get()
+
+        def fill() -> None:
+            self._throttle.take(stop - start)
+            folder.read_into(planned, start, buffer[: stop - start])
+
+        try:
+            await asyncio.wrap_future(worker.submit(fill))
+        finally:
+            self._idle.put_nowait(worker)
+        return buffer
 
 
 class _WatchedSource(Source):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
+from pathlib import PurePosixPath
 from typing import Any, Self
 
 import msgspec.structs
@@ -20,11 +22,15 @@ from ckptkit.conversion.source.side_folders import SideFolders
 from ckptkit.conversion.write import PlannedOutput
 from ckptkit.core.errors import RefusedError, UsageError
 from ckptkit.engine.outcome import Listener
+from ckptkit.formats.discovery import parse_step
+from ckptkit.hub.watch.watched_steps import WatchedRun
 from ckptkit.lora.changes import MergeRequest
-from ckptkit.storage.places import PathLike
+from ckptkit.runs.steps import RunStep, abandoned
+from ckptkit.storage.places import PathLike, is_url, local_path
 
 DEFAULT_BUDGET = "96MB"
 """Memory of the buffers of all clients together."""
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=-]{0,99}")
 
 _OF_MERGES = (
     *("adapter", "adapters", "further", "adapter_config", "allow_untrained", "allow_other_base"),
@@ -71,6 +77,21 @@ class ServePlan:
         if adapters is None:
             adapters = list_adapters(options, job.resources)
         return cls(job, adapters, options, merges)
+
+    def choose_name(self, name: str | None, *, follow: bool) -> str:
+        """Returns the name that is served: the user's, or that of the source and its run."""
+        if name is not None and not _NAME.fullmatch(name):
+            raise UsageError(
+                f"{name!r} is not a name of letters, digits, dots, hyphens and underscores",
+                where="--name",
+                hint="pass a name such as --name llama",
+            )
+        src = self.job.src
+        path = PurePosixPath(str(src) if is_url(src) else local_path(src).absolute().as_posix())
+        default = path.name
+        if parse_step(default) is not None and not follow and path.parent.name:
+            default = f"{path.parent.name}-{default}"  # as its folder alone does not tell its run
+        return name or (default if _NAME.fullmatch(default) else "model")
 
     def of_step(self, place: PathLike) -> ServePlan:
         """Returns the same for another source, a step of the run."""
@@ -136,6 +157,14 @@ class ServePlan:
             )
             folders = SideFolders(stack, checkpoint, job.base)
             return describe_adapters(checkpoint, folders) is not None
+
+
+def newest_step(run: WatchedRun) -> RunStep | None:
+    """Returns the step of a run that is served: the newest of those that were not abandoned."""
+    steps = run.list_steps()
+    left = abandoned(steps)
+    current = [step for step in steps if step.step not in left]
+    return max(current, key=lambda step: (step.save_number, step.step), default=None)
 
 
 _NEEDED = ("aiohttp", "botocore")

@@ -1,7 +1,8 @@
-"""The part of S3 that is served: requests become answers, without I/O.
+"""The part of S3 that is served: signed requests become answers, without I/O.
 
 Listings and reads of one bucket, which cannot be written to. Everything else is refused as S3
-refuses it.
+refuses it. Signatures are made again by botocore's own signer (AWS Signature Version 4, in headers
+and in presigned URLs), for the headers and the credential scope that the client names.
 
 Source: https://docs.aws.amazon.com/AmazonS3/latest/API/API_Operations_Amazon_Simple_Storage_Service.html
 """
@@ -9,53 +10,47 @@ Source: https://docs.aws.amazon.com/AmazonS3/latest/API/API_Operations_Amazon_Si
 from __future__ import annotations
 
 import base64
+import hmac
 import re
+import secrets
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime, parsedate_to_datetime
-from urllib.parse import quote, unquote_to_bytes
+from itertools import chain
+from typing import Any
+from urllib.parse import parse_qsl, quote, unquote
 from xml.sax.saxutils import escape
 
+from botocore.auth import S3SigV4Auth
+from botocore.awsrequest import AWSRequest
+from botocore.credentials import Credentials
 from msgspec import Struct, field
+from msgspec.structs import replace
 
 from ckptkit.serving.planned_folder import PlannedFile
 
 BUCKET, REGION = "ckptkit", "us-east-1"
 MOST_KEYS = 1000
-_STATUS = {  # of codes that are not answered with 400
-    "AccessDenied": 403,
-    "InternalError": 500,
-    "InvalidAccessKeyId": 403,
-    "InvalidRange": 416,
-    "MethodNotAllowed": 405,
-    "NoSuchBucket": 404,
-    "NoSuchKey": 404,
-    "NotImplemented": 501,
-    "PreconditionFailed": 412,
-    "RequestTimeTooSkewed": 403,
-    "ServiceUnavailable": 503,
-    "SignatureDoesNotMatch": 403,
-    "SlowDown": 503,
-}
-_NAMESPACE = "http://s3.amazonaws.com/doc/2006-03-01/"
+_STATUS = (  # of codes that are not answered with 400
+    dict.fromkeys(("AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch"), 403)
+    | {"RequestTimeTooSkewed": 403, "NoSuchBucket": 404, "NoSuchKey": 404}
+    | {"MethodNotAllowed": 405, "PreconditionFailed": 412, "InvalidRange": 416}
+    | {"InternalError": 500, "NotImplemented": 501, "ServiceUnavailable": 503}
+)
+_NAMESPACE = ' xmlns="http://s3.amazonaws.com/doc/2006-03-01/"'
 _NOT_IN_XML = re.compile(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 _RANGE = re.compile(r"bytes=(\d{0,1000})-(\d{0,1000})", re.ASCII)
-_ABSOLUTE = re.compile(r"\Ahttps?://[^/?]*", re.IGNORECASE)
 _TYPES = {".json": "application/json", ".txt": "text/plain", ".jinja": "text/plain"}
-# Each of these parameters asks for something else; none of them is served.
-_OPERATIONS = frozenset(
-    {
-        *("accelerate", "acl", "analytics", "attributes", "cors", "encryption", "inventory"),
-        *("intelligent-tiering", "legal-hold", "lifecycle", "logging", "metrics", "notification"),
-        *("object-lock", "ownershipControls", "partNumber", "policy", "policyStatus"),
-        *("publicAccessBlock", "replication", "requestPayment", "restore", "retention", "select"),
-        *("session", "tagging", "torrent", "uploadId", "uploads", "versioning", "versions"),
-        "website",
-        # Headers of the answer, which S3 lets a signed request choose.
-        *("response-cache-control", "response-content-disposition", "response-content-encoding"),
-        *("response-content-language", "response-content-type", "response-expires"),
-    }
+_OPERATIONS = re.compile(  # parameters that ask for something else, none of which is served
+    "accelerate|acl|analytics|attributes|cors|encryption|intelligent-tiering|inventory|legal-hold"
+    "|lifecycle|logging|metrics|notification|object-lock|ownershipControls|partNumber|policy"
+    "|policyStatus|publicAccessBlock|replication|requestPayment|restore|retention|select|session"
+    "|tagging|torrent|uploadId|uploads|versionId|versioning|versions|website|response-.*",
+    re.DOTALL,
 )
+_ALGORITHM = "AWS4-HMAC-SHA256"
+_CLAIMED = ("Credential", "SignedHeaders", "Signature", "Date")
+_MOST_SKEW, _MOST_EXPIRES = timedelta(minutes=15), 7 * 24 * 3600
 
 
 class S3Error(Exception):
@@ -64,16 +59,10 @@ class S3Error(Exception):
     Source: https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html
     """
 
-    def __init__(
-        self,
-        code: str,
-        message: str,
-        facts: Mapping[str, str] | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
+    def __init__(self, code: str, message: str, *headers: tuple[str, str], **facts: str) -> None:
         super().__init__(f"{code}: {message}")
         self.code, self.status, self.message = code, _STATUS.get(code, 400), message
-        self.facts, self.headers = dict(facts or {}), dict(headers or {})
+        self.headers, self.facts = dict(headers), facts
 
 
 class S3Request(Struct, frozen=True):
@@ -96,32 +85,23 @@ class Answer(Struct, frozen=True):
     start: int = 0
     stop: int = 0
 
-    @property
-    def size_bytes(self) -> int:
-        return self.stop - self.start if self.entry is not None else len(self.body)
-
 
 def parse_request(method: str, target: str, headers: Mapping[str, str]) -> S3Request:
     """Decodes a request, whose target is path and query as they were sent."""
-    path, query = _split_target(target)
+    path, _, sent = _without_host(target).partition("?")
     try:
-        for text in (method, *headers, *headers.values()):
+        query = parse_qsl(sent.replace("+", "%2B"), keep_blank_values=True, errors="strict")
+        path = unquote(path, errors="strict") or "/"
+        for text in (method, path, *chain(*query), *headers, *headers.values()):
             text.encode()  # of bytes that are no UTF-8, nothing could be signed
-        pairs = [pair.partition("=") for pair in query.split("&") if pair]
-        decoded = [(_decode(name), _decode(value)) for name, _, value in pairs]
-        return S3Request(method, _decode(path), decoded, headers)
     except UnicodeError as error:
         raise S3Error("InvalidURI", "Couldn't parse the specified URI.") from error
+    return S3Request(method, path, query, headers)
 
 
-def _split_target(target: str) -> tuple[str, str]:
+def _without_host(target: str) -> str:
     # AWS's client in C sends the absolute form; see https://www.rfc-editor.org/rfc/rfc9112#section-3.2.2
-    path, _, query = _ABSOLUTE.sub("", target, count=1).partition("?")
-    return path or "/", query
-
-
-def _decode(text: str) -> str:
-    return unquote_to_bytes(text.encode("utf-8", "surrogateescape")).decode("utf-8")
+    return re.sub(r"\Ahttps?://[^/?]*", "", target, count=1, flags=re.IGNORECASE)
 
 
 def answer_request(
@@ -138,25 +118,21 @@ def answer_request(
         raise S3Error(
             "MethodNotAllowed",
             "The specified method is not allowed against this resource: it can only be read.",
-            {"Method": request.method},
-            {"Allow": "GET, HEAD"},
+            ("Allow", "GET, HEAD"),
+            Method=request.method,
         )
     if not (name or key):
         made = (("Name", BUCKET), ("CreationDate", _format_time(began)))
         buckets: Tree = (("Owner", _OWNER), ("Buckets", (("Bucket", made),)))
         return _make_document("ListAllMyBucketsResult", buckets)
     if name != BUCKET:
-        raise S3Error(
-            "NoSuchBucket", f"The only bucket here is {BUCKET!r}.", {"BucketName": name[:100]}
-        )
-    if not _OPERATIONS.isdisjoint(query):
-        operation = min(_OPERATIONS & query.keys())
-        raise S3Error("NotImplemented", f"{operation!r} is not implemented by this server.")
+        message = f"The only bucket here is {BUCKET!r}."
+        raise S3Error("NoSuchBucket", message, BucketName=name[:100])
+    for one in filter(_OPERATIONS.fullmatch, query):
+        raise S3Error("NotImplemented", f"{one[:100]!r} is not implemented by this server.")
     if key:
         if key not in objects:
-            raise S3Error("NoSuchKey", "The specified key does not exist.", {"Key": key[:1024]})
-        if query.get("versionId", "null") != "null":
-            raise S3Error("InvalidArgument", "Invalid version id specified")
+            raise S3Error("NoSuchKey", "The specified key does not exist.", Key=key[:1024])
         return _read_object(key, objects[key], request.headers)
     if request.method == "HEAD":
         return Answer(200, {"x-amz-bucket-region": REGION})
@@ -165,16 +141,13 @@ def answer_request(
     return _list_objects(query, objects)
 
 
-def answer_error(error: S3Error, request_id: str, resource: str, *, is_head: bool) -> Answer:
-    """Returns the answer for a refused request; that of HEAD has no body.
-
-    Of the resource, the path is named: the query of a presigned URL has its signature in it.
-    """
-    content: list[tuple[str, Tree]] = [("Code", error.code), ("Message", error.message)]
-    content += error.facts.items()
-    content += [("Resource", _split_target(resource)[0][:1024]), ("RequestId", request_id)]
-    body = b"" if is_head else make_xml("Error", content, named=False)
-    return Answer(error.status, {"Content-Type": "application/xml", **error.headers}, body)
+def answer_error(error: S3Error, request_id: str, target: str) -> Answer:
+    """Returns the answer for a refused request, whose query may have a signature in it."""
+    resource = _without_host(target).partition("?")[0] or "/"
+    rows: list[tuple[str, Tree]] = [("Code", error.code), ("Message", error.message)]
+    rows += [*error.facts.items(), ("Resource", resource[:1024]), ("RequestId", request_id)]
+    answer = _make_document("Error", rows, namespace="")
+    return replace(answer, status=error.status, headers={**answer.headers, **error.headers})
 
 
 Tree = str | Sequence["tuple[str, Tree]"]
@@ -182,22 +155,18 @@ Tree = str | Sequence["tuple[str, Tree]"]
 _OWNER: Tree = (("ID", BUCKET), ("DisplayName", BUCKET))
 
 
-def make_xml(name: str, content: Tree, *, named: bool = True) -> bytes:
-    """Returns a document; `named` says whether it has the namespace of S3, which errors lack."""
-    begin = f'{name} xmlns="{_NAMESPACE}"' if named else name
-    text = f'<?xml version="1.0" encoding="UTF-8"?>\n<{begin}>{_inner_xml(content)}</{name}>'
-    return text.encode()
+def _make_document(name: str, content: Tree, namespace: str = _NAMESPACE) -> Answer:
+    text = (
+        f'<?xml version="1.0" encoding="UTF-8"?>\n<{name}{namespace}>{make_xml(content)}</{name}>'
+    )
+    return Answer(200, {"Content-Type": "application/xml"}, text.encode())
 
 
-def _inner_xml(content: Tree) -> str:
+def make_xml(content: Tree) -> str:
     if isinstance(content, str):
         # Other characters cannot be written in XML 1.0; clients ask for encoded keys instead.
         return escape(_NOT_IN_XML.sub("\ufffd", content))
-    return "".join(f"<{name}>{_inner_xml(inner)}</{name}>" for name, inner in content)
-
-
-def _make_document(name: str, content: Tree) -> Answer:
-    return Answer(200, {"Content-Type": "application/xml"}, make_xml(name, content))
+    return "".join(f"<{name}>{make_xml(inner)}</{name}>" for name, inner in content)
 
 
 def _format_time(time: datetime) -> str:
@@ -226,26 +195,22 @@ def _read_object(key: str, entry: PlannedFile, asked: Mapping[str, str]) -> Answ
     return Answer(200, headers, b"", key, entry, 0, entry.size_bytes)
 
 
-def _is_known(headers: Mapping[str, str], entry: PlannedFile) -> bool:
+def _is_known(asked: Mapping[str, str], entry: PlannedFile) -> bool:
     """Says whether the client has this version already; refuses if it wants another one.
 
     Source: https://www.rfc-editor.org/rfc/rfc9110#section-13.2.2
     """
-    failed = ""
-    if (match := headers.get("if-match")) is not None:
-        failed = "" if _names_etag(match, entry, strongly=True) else "If-Match"
-    elif (unmodified := headers.get("if-unmodified-since")) is not None:
-        failed = "If-Unmodified-Since" if _is_newer(entry, unmodified) else ""
+    wanted, etag = asked.get("if-match"), asked.get("if-none-match")
+    if wanted is not None:
+        failed = "" if _names_etag(wanted, entry, strongly=True) else "If-Match"
+    else:
+        failed = "If-Unmodified-Since" if _is_newer(entry, asked, "if-unmodified-since") else ""
     if failed:
-        raise S3Error(
-            "PreconditionFailed",
-            "At least one of the preconditions you specified did not hold.",
-            {"Condition": failed},
-        )
-    if (none := headers.get("if-none-match")) is not None:
-        return _names_etag(none, entry)
-    since = headers.get("if-modified-since")
-    return since is not None and not _is_newer(entry, since, unreadable=True)
+        message = "At least one of the preconditions you specified did not hold."
+        raise S3Error("PreconditionFailed", message, Condition=failed)
+    if etag is not None:
+        return _names_etag(etag, entry)
+    return _is_newer(entry, asked, "if-modified-since") is False
 
 
 def _names_etag(header: str, entry: PlannedFile, *, strongly: bool = False) -> bool:
@@ -256,11 +221,12 @@ def _names_etag(header: str, entry: PlannedFile, *, strongly: bool = False) -> b
     return "*" in named or entry.etag.strip('"') in {one.strip('"') for one in named}
 
 
-def _is_newer(entry: PlannedFile, header: str, *, unreadable: bool = False) -> bool:
+def _is_newer(entry: PlannedFile, asked: Mapping[str, str], header: str) -> bool | None:
+    """Says whether an object is newer than a header; None if there is no time in it."""
     try:
-        since = parsedate_to_datetime(header)
-    except (ValueError, OverflowError):
-        return unreadable
+        since = parsedate_to_datetime(asked[header])
+    except (KeyError, ValueError, OverflowError):
+        return None
     if since.tzinfo is None:
         since = since.replace(tzinfo=UTC)
     return entry.modified.replace(microsecond=0) > since
@@ -281,8 +247,9 @@ def _find_range(header: str, size: int) -> tuple[int, int] | None:
         raise S3Error(
             "InvalidRange",
             "The requested range is not satisfiable",
-            {"RangeRequested": header.strip(), "ActualObjectSize": str(size)},
-            {"Content-Range": f"bytes */{size}"},
+            ("Content-Range", f"bytes */{size}"),
+            RangeRequested=header.strip(),
+            ActualObjectSize=str(size),
         )
     return start, stop
 
@@ -295,50 +262,43 @@ def _list_objects(query: Mapping[str, str], objects: Mapping[str, PlannedFile]) 
 
     Source: https://docs.aws.amazon.com/AmazonS3/latest/API/API_ListObjectsV2.html
     """
-    if (version := query.get("list-type", "1")) not in {"1", "2"}:
-        raise S3Error("InvalidArgument", "Invalid List Type specified in Request")
-    if query.get("encoding-type", "url") != "url":
-        raise S3Error("InvalidArgument", "Invalid Encoding Method specified in Request")
-    most = query.get("max-keys", "") or str(MOST_KEYS)
-    if not (most.isascii() and most.isdecimal() and len(most) <= len(str(2**31))):
-        raise S3Error("InvalidArgument", "Argument max-keys must be an integer of at least 0.")
-    start, parameter = ("Marker", "marker") if version == "1" else ("StartAfter", "start-after")
-    after, token = query.get(parameter, ""), query.get("continuation-token")
-    if token is not None and version == "2":
-        after = _decode_token(token)
+    version, most = query.get("list-type", "1"), query.get("max-keys", "") or str(MOST_KEYS)
+    for is_right, message in (
+        (version in {"1", "2"}, "Invalid List Type specified in Request"),
+        (query.get("encoding-type", "url") == "url", "Invalid Encoding Method specified"),
+        (re.fullmatch("[0-9]{1,10}", most), "max-keys must be an integer of at least 0."),
+    ):
+        if not is_right:
+            raise S3Error("InvalidArgument", message)
     prefix, delimiter = query.get("prefix", ""), query.get("delimiter", "")
-    names = list_names(list(objects), prefix, delimiter, after)
+    token = query.get("continuation-token") if version == "2" else None
+    start = query.get("marker" if version == "1" else "start-after", "")
+    names = list_names(list(objects), prefix, delimiter, start if token is None else unquote(token))
     page = names[: min(int(most), MOST_KEYS)]
     is_truncated = 0 < len(page) < len(names)
+    is_encoded = "encoding-type" in query
 
     def encode(text: str) -> str:
-        return quote(text, safe="/-_.~") if "encoding-type" in query else text
+        return quote(text, safe="/-_.~") if is_encoded else text
 
-    rows: list[tuple[str, Tree]] = [("Name", BUCKET), ("Prefix", encode(prefix)), ("MaxKeys", most)]
-    for name, key in (("Delimiter", "delimiter"), (start, parameter)):
-        if query.get(key) or key == "marker":
-            rows.append((name, encode(query.get(key, ""))))
-    if "encoding-type" in query:
-        rows.append(("EncodingType", "url"))
-    if version == "2":
-        rows.append(("KeyCount", str(len(page))))
-        rows += [("ContinuationToken", token)] if token is not None else []
-        if is_truncated:
-            last = base64.urlsafe_b64encode(page[-1].encode()).decode()
-            rows.append(("NextContinuationToken", last))
-    elif is_truncated and delimiter:
-        rows.append(("NextMarker", encode(page[-1])))
-    rows.append(("IsTruncated", "true" if is_truncated else "false"))
+    facts = {"Name": BUCKET, "Prefix": encode(prefix), "Delimiter": encode(delimiter)}
+    facts |= {"Marker" if version == "1" else "StartAfter": encode(start), "MaxKeys": most}
+    facts |= {"EncodingType": "url" if is_encoded else "", "ContinuationToken": token or ""}
+    facts |= {"KeyCount": str(len(page)) if version == "2" else ""}
+    facts |= {"IsTruncated": "true" if is_truncated else "false"}
+    if is_truncated and version == "1":
+        facts["NextMarker"] = encode(page[-1])
+    elif is_truncated:
+        facts["NextContinuationToken"] = quote(page[-1], safe="")
+    rows: list[tuple[str, Tree]] = [
+        one for one in facts.items() if one[1] or one[0] in {"Prefix", "Marker"}
+    ]
     joined = [name for name in page if delimiter and delimiter in name[len(prefix) :]]
     for name in (one for one in page if one not in joined):
-        entry = objects[name]
-        described: Tree = (
-            ("Key", encode(name)),
-            ("LastModified", _format_time(entry.modified)),
-            ("ETag", entry.etag),
-            ("Size", str(entry.size_bytes)),
-            ("StorageClass", "STANDARD"),
-            ("Owner", _OWNER),
+        described = (
+            *(("Key", encode(name)), ("LastModified", _format_time(objects[name].modified))),
+            *(("ETag", objects[name].etag), ("Size", str(objects[name].size_bytes))),
+            *(("StorageClass", "STANDARD"), ("Owner", _OWNER)),
         )
         rows.append(("Contents", described))
     rows += [("CommonPrefixes", (("Prefix", encode(name)),)) for name in joined]
@@ -347,20 +307,104 @@ def _list_objects(query: Mapping[str, str], objects: Mapping[str, PlannedFile]) 
 
 def list_names(keys: Sequence[str], prefix: str, delimiter: str, after: str) -> list[str]:
     """Returns keys and common prefixes that a listing has after `after`, in the order of keys."""
-    names: list[str] = []
+    names: dict[str, None] = {}
     for key in keys:
-        if not key.startswith(prefix) or key <= after:
-            continue
-        end = key.find(delimiter, len(prefix)) if delimiter else -1
-        name = key if end < 0 else key[: end + len(delimiter)]
-        is_old = end >= 0 and name == after
-        if not is_old and (not names or names[-1] != name):
-            names.append(name)
-    return names
+        if key.startswith(prefix) and key > after:
+            end = key.find(delimiter, len(prefix)) if delimiter else -1
+            names[key if end < 0 else key[: end + len(delimiter)]] = None
+    names.pop(after, None)  # a common prefix, whose keys come later than itself
+    return list(names)
 
 
-def _decode_token(token: str) -> str:
+# --- signatures ---
+
+
+def make_keys() -> Credentials:
+    """Returns random keys, as long as those of AWS; the secret has 240 bits."""
+    return Credentials(f"CKPT{secrets.token_hex(8).upper()}", secrets.token_urlsafe(30))
+
+
+class _SameAuth(S3SigV4Auth):  # type: ignore[misc]  # botocore has no types
+    """Signs the headers that the client has signed, which are all that its request is given."""
+
+    def headers_to_sign(self, request: Any) -> Any:
+        return request.headers
+
+    def payload(self, request: Any) -> Any:
+        return request.context["payload"]
+
+
+def check_signature(request: S3Request, keys: Credentials, now: datetime) -> None:
+    """Refuses a request that is not signed with the keys, or not at about this time.
+
+    Source: https://docs.aws.amazon.com/AmazonS3/latest/API/sig-v4-authenticating-requests.html
+    """
+    query, headers = dict(request.query), request.headers
+    algorithm, _, claims = headers.get("authorization", "").partition(" ")
+    is_presigned = "X-Amz-Signature" in query or "X-Amz-Algorithm" in query
+    if is_presigned:
+        algorithm = query.get("X-Amz-Algorithm", "")
+        claim = {name: query.get(f"X-Amz-{name}", "") for name in _CLAIMED}
+    elif not algorithm and "Signature" not in query:  # which version 2 has
+        raise S3Error("AccessDenied", "The request has no signature.")
+    else:
+        claim = dict(part.strip().partition("=")[::2] for part in claims.split(","))
+        claim["Date"] = headers.get("x-amz-date", "")
+    if algorithm != _ALGORITHM:
+        message = "The authorization mechanism you have provided is not supported. Please use"
+        raise S3Error("InvalidRequest", f"{message} {_ALGORITHM}.")
+    credential, names, signature, timestamp = (claim.get(name, "") for name in _CLAIMED)
+    key, date, region, *end = (*credential.split("/"), "", "", "")
+    if not (names and signature) or date != timestamp[:8] or end[:2] != ["s3", "aws4_request"]:
+        raise S3Error(
+            "AuthorizationHeaderMalformed",
+            "It needs Credential, with the day of the request and the scope of S3, SignedHeaders"
+            " and Signature.",
+        )
+    if not hmac.compare_digest(key.encode(), keys.access_key.encode()):
+        raise S3Error("InvalidAccessKeyId", "The access key is not the one of this server.")
+    _check_time(timestamp, query.get("X-Amz-Expires", "") if is_presigned else None, now)
+    signed = set(names.split(";"))
+    unsigned = {n for n in headers if n.startswith("x-amz-") and not is_presigned} | {"host"}
+    if wrong := (unsigned - signed) | (signed - headers.keys()):
+        raise _mismatch(f"{min(wrong)!r} was sent and not signed, or signed and not sent")
+    pairs = [pair for pair in request.query if pair[0] != "X-Amz-Signature"]
+    encoded = "&".join("=".join(quote(text, safe="-_.~") for text in pair) for pair in pairs)
+    url = f"http://host{quote(request.path, safe='/-_.~')}?{encoded}"
+    made = AWSRequest(request.method, url, {name: headers[name] for name in signed})
+    body = "UNSIGNED-PAYLOAD" if is_presigned else headers.get("x-amz-content-sha256", "")
+    payload = query.get("X-Amz-Content-Sha256", body)
+    made.context |= {"timestamp": timestamp, "payload": payload}
+    auth = _SameAuth(keys, "s3", region)
+    expected = auth.signature(auth.string_to_sign(made, auth.canonical_request(made)), made)
+    if not hmac.compare_digest(str(expected).encode(), signature.encode()):
+        raise _mismatch("check the secret key")
+
+
+def _check_time(timestamp: str, expires: str | None, now: datetime) -> None:
+    """Refuses a request of another time; a presigned URL is valid for some seconds."""
+    if expires is not None and not (
+        re.fullmatch("[0-9]{1,6}", expires) and 0 < int(expires) <= _MOST_EXPIRES
+    ):
+        message = f"X-Amz-Expires has to be from 1 to {_MOST_EXPIRES}."
+        raise S3Error("AuthorizationQueryParametersError", message)
     try:
-        return base64.b64decode(token, altchars=b"-_", validate=True).decode()
+        age = now - datetime.strptime(timestamp, "%Y%m%dT%H%M%SZ").replace(tzinfo=UTC)
     except ValueError as error:
-        raise S3Error("InvalidArgument", "The continuation token provided is incorrect") from error
+        message = "A signed request needs a valid Date or x-amz-date header."
+        raise S3Error("AccessDenied", message) from error
+    if expires is not None and age > timedelta(seconds=int(expires)):
+        raise S3Error("AccessDenied", "Request has expired")
+    if -age > _MOST_SKEW or (expires is None and age > _MOST_SKEW):
+        raise S3Error(
+            "RequestTimeTooSkewed",
+            "The difference between the request time and the current time is too large.",
+            RequestTime=timestamp,
+            ServerTime=now.strftime("%Y-%m-%dT%H:%M:%SZ"),
+            MaxAllowedSkewMilliseconds=str(int(_MOST_SKEW.total_seconds() * 1000)),
+        )
+
+
+def _mismatch(why: str) -> S3Error:
+    message = f"The request signature we calculated does not match the one that was sent: {why}."
+    return S3Error("SignatureDoesNotMatch", message)

@@ -672,11 +672,11 @@ def _find_retired(
     retention: Retention,
     pushing: _Pushes,
     step: int,
-    metrics: Mapping[str, float | None],
+    source: Mapping[str, Any],
 ) -> Sequence[Path | Place]:
     """Returns the steps to remove once a new one is durable; none if they are unknown."""
     try:
-        retired = run.retired_by(step, metrics, retention)
+        retired = run.retired_by(step, source, retention)
         waiting = {str(run.step_folder(unpushed)) for unpushed in _unpushed(pushing)}
         return [place for place in retired if str(place) not in waiting]
     except CkptkitError as error:

@@ -174,7 +174,7 @@ class SaveReport(Struct, frozen=True):
         committed_seconds: From the call until the step was committed.
         writer_cpu_seconds: Processor time that the writer process took.
         notes: What the user should know, such as that direct I/O was refused.
-        waited_seconds: How much of the blocked time it waited for an earlier save to end.
+        waited_seconds: How much of the blocked time it waited for an earlier save to be freed.
         linked_bytes: Bytes of frozen weights that this rank linked instead of writing them again.
         local_seconds: From the call until the step was durable on the nodes' own disks; 0 without
             such a tier.
@@ -224,18 +224,16 @@ class SaveHandle(BackgroundResult[SaveReport]):
 
     Attributes:
         step: The training step.
-        blocked_seconds: How long `save` blocked the training thread.
-        waited_seconds: How much of that it waited for an earlier save to end.
+        blocked_seconds: As in `SaveReport`, once `save` has returned; so is `waited_seconds`.
     """
 
     def __init__(self, step: int) -> None:
         super().__init__(f"the save of step {step}")
         self.step = step
-        self.blocked_seconds = 0.0
+        self.blocked_seconds = self.waited_seconds = 0.0
         self._freed = threading.Event()
         self._kept = threading.Event()
         self._local_path: Path | None = None
-        self.waited_seconds = 0.0
         self._staged: list[Staged] = []
         self._push: Push | None = None
         self._future.add_done_callback(self._release)

@@ -32,8 +32,8 @@ from ckptkit.runs.steps import (
     LocalStepFiles,
     RunStep,
     list_saved_steps,
-    parse_metrics,
     save_number_of,
+    step_of_source,
 )
 from ckptkit.storage.local.ownership import is_planted
 from ckptkit.storage.locations import MARKS_FOLDER, hidden_name, local_path
@@ -85,12 +85,12 @@ class TrainingRun(Generic[PlaceT]):
     def save_number_of(self, name: str) -> int:
         """Returns the `save_number` of the step in the folder of that name, 0 for none."""
         manifest = self._manifest(name)
-        return 0 if manifest is None else save_number_of(manifest)
+        return 0 if manifest is None else save_number_of(manifest.source)
 
     def retired_by(
-        self, step: int, metrics: Mapping[str, Any], retention: Retention
+        self, step: int, source: Mapping[str, Any], retention: Retention
     ) -> tuple[PlaceT, ...]:
-        """Returns the steps to remove once a new one is durable.
+        """Returns the steps to remove once a new one, by its manifest's `source`, is durable.
 
         Nothing is read if all stay. A warning is logged once if no step has the metric of
         `keep_best`.
@@ -99,7 +99,7 @@ class TrainingRun(Generic[PlaceT]):
             return ()
         earlier: list[RunStep] = [saved for saved in self.steps() if saved.step != step]
         number = 1 + max((saved.save_number for saved in earlier), default=0)
-        every = [*earlier, RunStep(step, metrics=parse_metrics(metrics), save_number=number)]
+        every = [*earlier, replace(step_of_source(step, "", source), save_number=number)]
         problem = missing_metric(every, retention)
         if problem and not self._has_warned:
             self._has_warned = True

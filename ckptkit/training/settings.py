@@ -11,7 +11,7 @@ from datetime import timedelta
 from os import PathLike
 from pathlib import Path
 from signal import Signals
-from typing import Any, Literal, TypedDict, get_args
+from typing import Any, Literal, get_args
 
 from msgspec import Struct
 from msgspec.structs import asdict
@@ -19,9 +19,9 @@ from msgspec.structs import asdict
 from ckptkit.core.arguments import refuse_unknown
 from ckptkit.core.errors import UsageError
 from ckptkit.core.text import a_kind
-from ckptkit.options import parse_size
+from ckptkit.options import RetentionOptions, parse_size
 from ckptkit.runs.marks import STEP_PREFIXES
-from ckptkit.runs.retention import RETENTION_OPTIONS, BestMode, Retention
+from ckptkit.runs.retention import RETENTION_OPTIONS, Retention
 from ckptkit.training.agree.peers import name_ranks
 from ckptkit.training.handle import SaveReport
 from ckptkit.training.pushing import HubSettings, HubStrategy, check_hub
@@ -89,8 +89,10 @@ _MOST_SECONDS = 1e6  # 11 days; system calls accept timeouts of up to about 24 d
 _SIZE_HINT = 'pass staging_limit="16GB"'
 
 
-class Options(TypedDict, total=False):
+class Options(RetentionOptions, total=False):
     """The options of a `Checkpointer`; every rank gives the same.
+
+    Which steps stay: see `RetentionOptions`.
 
     Attributes:
         layout: "accelerate" (default) writes what `accelerator.save_state` writes; "dcp" writes
@@ -103,10 +105,6 @@ class Options(TypedDict, total=False):
         storage_options: Options of fsspec for a run at a URL, such as keys and an endpoint; those
             of the environment are used as well. No file, message or argument has them.
         every: When `should_save` returns True: a number of steps, or a time such as "30min".
-        keep_last: How many of the newest steps stay; all when left out.
-        keep_every: Steps divisible by this stay.
-        keep_best: The metric by which the best step stays; given to `save(…, metrics=…)`.
-        best_mode: Whether the smallest ("min", default) or the largest ("max") is best.
         in_flight: What `save` does while earlier saves are under way: "wait" (default) for one
             to end, or "skip".
         max_in_flight: How many saves may be under way; each needs a copy of the local state.
@@ -145,10 +143,6 @@ class Options(TypedDict, total=False):
     local: str | PathLike[str] | None
     storage_options: Mapping[str, Any] | None
     every: int | str | None
-    keep_last: int | None
-    keep_every: int | None
-    keep_best: str | None
-    best_mode: BestMode
     in_flight: InFlight
     max_in_flight: int
     unfit_optimizer: Unfit

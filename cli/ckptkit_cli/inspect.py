@@ -6,7 +6,7 @@ import posixpath
 import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from ckptkit.conversion.source.adapters import AdapterFacts
     from ckptkit.conversion.stats import Statistics
     from ckptkit.core.index import Part, Problem
-    from ckptkit.deltas.checks import DeltaInspection
+    from ckptkit.deltas.checks import DeltaInspection, DeltaLine
     from ckptkit.runs.listing import RunListing
     from ckptkit.storage.places import Place
 
@@ -149,7 +149,9 @@ def inspect(
     )
     written = _write_page(output, inspection, sources.first, select, sources.further(also), page)
     listed = tensors or ("*" if all or sort != _STORED else None)
-    inspection = replace(inspection, tensors=_choose(inspection.tensors, tensors, sort))
+    chosen = _choose(inspection.tensors, tensors)
+    chosen = chosen if sort == _STORED else tuple(sorted(chosen, key=_SORTS[sort]))
+    inspection = replace(inspection, tensors=chosen)
     typed = InspectArguments(src, select, tuple(also), base, map, model_config)
     output.document(inspection.to_json())
     page_lines = inspection_page(output, inspection, typed, pattern=listed, shows_all=all)
@@ -220,9 +222,7 @@ def _show_delta(output: Output, place: Place, pattern: str | None) -> None:
     from ckptkit.deltas.checks import inspect_delta
 
     delta = inspect_delta(place)
-    if pattern is not None:
-        kept = tuple(line for line in delta.tensors if matches(line.name, (pattern,)))
-        delta = replace(delta, tensors=kept)
+    delta = replace(delta, tensors=_choose(delta.tensors, pattern))
     output.document(delta.to_json())
     if not output.as_json:
         output.lines(_delta_page(output, delta))
@@ -271,12 +271,12 @@ def _delta_page(output: Output, delta: DeltaInspection) -> Iterator[str]:
     yield f"  {output.styled(step, 'cyan')}"
 
 
-def _choose(
-    tensors: Sequence[TensorLine], pattern: str | None, sort: str
-) -> tuple[TensorLine, ...]:
-    """Returns the tensors that match, in the order that was asked for."""
-    chosen = [line for line in tensors if pattern is None or matches(line.name, (pattern,))]
-    return tuple(chosen if sort == _STORED else sorted(chosen, key=_SORTS[sort]))
+_Line = TypeVar("_Line", "TensorLine", "DeltaLine")
+
+
+def _choose(tensors: Sequence[_Line], pattern: str | None) -> tuple[_Line, ...]:
+    """Returns the tensors to be listed, of a checkpoint or a delta: those that match."""
+    return tuple(one for one in tensors if pattern is None or matches(one.name, (pattern,)))
 
 
 class NextStep(Struct, frozen=True):

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
         "--max-total-size",
         KEPT,
         "Remove the oldest steps until all together fit into SIZE, such as 500GB, also those that"
-        " --keep-last and --keep-every name.",
+        " a rule other than --keep-best keeps.",
         "SIZE",
         parse=partial(parse_total, option="--max-total-size"),
     ),

@@ -18,12 +18,11 @@ from ckptkit_cli._output import Output, counted, escaped, stamped, wrapped
 from ckptkit_cli._program import Option, command
 
 if TYPE_CHECKING:
-    from ckptkit.serving.server import ServeRequest
     from ckptkit.serving.serving import ServeEvent, Serving
 
 _PLACE = "Where it is served"
 _MERGE = "Merging an adapter"
-_MOST_DIGITS = 5
+_MOST_PORT = 65_535
 _NOT_SERVED = {
     *("out", "optimizer", "dry_run", "overwrite", "if_exists", "resume", "delete_source", "check"),
     *("engine", "slice", "dst_option", "as_json", "quiet", "events", "base", "memory_budget"),
@@ -42,8 +41,12 @@ _OF_MERGES = (
 
 
 def _parse_port(text: str) -> int:
-    if not (text.isascii() and text.isdecimal() and len(text) <= _MOST_DIGITS):
-        raise UsageError(f"{text!r} is not a port", where="--port", hint="pass --port 9000")
+    if not (text.isascii() and text.isdecimal() and int(text[:6]) <= _MOST_PORT):
+        raise UsageError(
+            f"{text!r} is not a port from 0 to {_MOST_PORT:,}",
+            where="--port",
+            hint="pass --port 9000, or leave it out for any free one",
+        )
     return int(text)
 
 
@@ -144,9 +147,8 @@ def serve(output: Output, json_lines: bool, **values: Any) -> None:
     refuse_missing_libraries()
     from ckptkit.serving.serving import Serving
 
-    request = _make_request(values, is_quiet=output.quiet)
-    page = _ServePage(output, as_json=json_lines, follows=request.follow)
-    with Serving(request, page.listen) as serving:
+    page = _ServePage(output, as_json=json_lines, follows=values["follow"])
+    with Serving(listener=page.listen, **_read_values(values, is_quiet=output.quiet)) as serving:
         try:
             page.show(serving)
             while True:
@@ -155,9 +157,10 @@ def serve(output: Output, json_lines: bool, **values: Any) -> None:
             page.show_totals(serving)
 
 
-def _make_request(values: Mapping[str, Any], *, is_quiet: bool) -> ServeRequest:
+def _read_values(values: Mapping[str, Any], *, is_quiet: bool) -> dict[str, Any]:
+    """Checks the values of the options, and returns the arguments of a server."""
     from ckptkit.serving.plans import ServePlan
-    from ckptkit.serving.server import ServeRequest, choose_keys
+    from ckptkit.serving.serving import choose_keys
 
     if values["interval"] is not None and not values["follow"]:
         raise UsageError(
@@ -180,20 +183,30 @@ def _make_request(values: Mapping[str, Any], *, is_quiet: bool) -> ServeRequest:
             where="--quiet",
             hint="pass --access-key and --secret-key-from",
         )
-    host, port = values["host"], values["port"] or 0
-    keys = choose_keys(host, port, access, secret, auth=auth)
+    if not auth and (access or secret):
+        raise UsageError(
+            "cannot be combined with keys, which sign requests",
+            where="--no-auth",
+            hint="leave one of the two out",
+        )
+    if (access is None) != (secret is None) or "" in (access, secret):
+        raise UsageError(
+            "--access-key and --secret-key belong together, and neither may be empty",
+            where="--access-key" if access else "--secret-key",
+            hint="pass both, or none for random ones",
+        )
+    keys = choose_keys(values["host"], (access, secret) if access else auth)
     placed = options.values_with_places(values)
     adapters = options.choose_adapters(placed, Resources.from_options(placed))
-    plan = ServePlan.from_options(placed, adapters)
-    return ServeRequest(
-        plan,
-        host,
-        port,
-        keys,
-        name=values["label"],
-        follow=values["follow"],
-        poll_seconds=values["interval"],
-    )
+    return {
+        "plan": ServePlan.from_options(placed, adapters),
+        "host": values["host"],
+        "port": values["port"] or 0,
+        "keys": keys,
+        "name": values["label"],
+        "follow": values["follow"],
+        "poll_seconds": values["interval"],
+    }
 
 
 class _ServePage:
@@ -263,10 +276,9 @@ class _ServePage:
 
     def show_totals(self, serving: Serving) -> None:
         """Shows how much was served."""
-        server = serving.server
         if self._as_json:
-            facts = {"requests": server.requests, "bytes": server.size_bytes}
+            facts = {"requests": serving.requests, "bytes": serving.size_bytes}
             self._output.record(stamped("stopped", facts))
             return
-        count, size = counted(server.requests, "request"), size_text(server.size_bytes)
+        count, size = counted(serving.requests, "request"), size_text(serving.size_bytes)
         self._output.lines([f"answered {count}, with {size} of objects"])

@@ -109,21 +109,19 @@ def stats(
         exit_unless(passed=False, kind=type(refused))
 
 
-_TITLES = {"minimum": "min", "maximum": "max", "infinite": "inf"}
-
-
 def _statistics_page(
     output: Output, statistics: Statistics, tensors: Sequence[TensorStatistics], *, shows_all: bool
 ) -> Iterator[str]:
     """Yields a line for each tensor, or for the first ones, and one for all together."""
-    from ckptkit.conversion.stats import STATISTICS, sum_counts
+    from ckptkit.conversion.stats import sum_counts
+    from ckptkit.engine.values import STATISTICS, TITLES
 
     step = "" if statistics.step is None else f", step {statistics.step:,}"
     listed = f"{counted(len(tensors), 'tensor')}, {counted(statistics.elements, 'element')}"
     if any(tensor.label and tensor.parameters != tensor.elements for tensor in tensors):
         listed += f", {counted(statistics.parameters, 'parameter')} of the model"
     yield f"{escaped(statistics.path)}: {statistics.format}{step}: {listed}"
-    titles = [_TITLES.get(name, name) for name in STATISTICS]
+    titles = [TITLES.get(name, name).lower() for name in STATISTICS]
     rows: list[tuple[str, ...]] = [("tensor", "dtype", "shape", *titles)]
     is_apart = len(statistics.norms) > 1
     if is_apart:  # stable: each of both parts stays in its order

@@ -31,7 +31,7 @@ def bomb(size_bytes: int, *, announced: bool) -> bytes:
     return b"".join([*parts, packed.flush()])
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["announced", "unannounced"])
+@pytest.fixture(scope="module", params=[False, pytest.param(True, marks=pytest.mark.slow)])
 def gibibyte(request: pytest.FixtureRequest) -> bytes:
     return bomb(GIBIBYTE // 4, announced=request.param)
 

@@ -89,7 +89,7 @@ def test_links_that_are_swapped_all_the_time_never_show_what_is_outside(tmp_path
     read = refused = 0
     try:
         stop = time.monotonic() + 2
-        while time.monotonic() < stop:
+        while time.monotonic() < stop and not (read > 500 and refused > 500):
             with LocalSource(inside) as source:
                 try:
                     assert source.read("a/f", 0, len(SECRET)) == b"x" * len(SECRET)

@@ -17,6 +17,7 @@ import ckptkit
 from ckptkit.core.errors import CkptkitError, InputError
 from ckptkit.formats.safetensors.reader import parse_header
 from tests.command_line import run_command
+from tests.sampled import sampled
 
 COMPOSED = "caf\u00e9.weight"
 DECOMPOSED = unicodedata.normalize("NFD", COMPOSED)
@@ -53,7 +54,9 @@ def test_an_odd_name_is_kept_to_the_character(kind: str, tmp_path: Path, out: Pa
     assert {path.parent for path in tmp_path.rglob("*.safetensors")} == {source, out}
 
 
-@pytest.mark.parametrize("kind", ODD)
+@pytest.mark.parametrize(
+    "kind", sampled(ODD, ["escape sequences", "a newline", "zero width", "a format specifier"])
+)
 def test_no_command_prints_a_name_that_a_terminal_obeys(kind: str, tmp_path: Path) -> None:
     source = model_with(tmp_path / "source", [ODD[kind], "model.weight.2"])
     for command in (["inspect", "--tensors"], ["stats"], ["verify"]):

@@ -41,7 +41,14 @@ def written_otherwise(bucket: Bucket) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("how", "protocol"), [(0, "s3"), (1, "s3"), (2, "s3a"), (3, "s3a"), (4, "s3")]
+    ("how", "protocol"),
+    [
+        pytest.param(0, "s3", marks=pytest.mark.slow),
+        (1, "s3"),
+        pytest.param(2, "s3a", marks=pytest.mark.slow),
+        (3, "s3a"),
+        pytest.param(4, "s3", marks=pytest.mark.slow),
+    ],
 )
 def test_an_output_around_its_source_is_refused(
     bucket: Bucket, how: int, protocol: str, monkeypatch: pytest.MonkeyPatch

@@ -124,6 +124,7 @@ EXECUTED = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", EXECUTED)
 def test_the_attack_works_against_the_stock_unpickler(kind: str, tmp_path: Path) -> None:
     trace = tmp_path / "trace"

@@ -11,6 +11,7 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.storage.places import Place
 from ckptkit.storage.remote.source import RemoteSource
 from tests.campaigns.fuzz.network_targets import _AnsweringClient, _folder, _store
+from tests.sampled import sampled
 
 LAUGHS = (
     '<?xml version="1.0"?><!DOCTYPE l [<!ENTITY a0 "ha">'
@@ -43,11 +44,11 @@ def outcome(source: RemoteSource) -> str:
         return error.message
 
 
-@pytest.mark.parametrize("body", ENTITIES.values(), ids=ENTITIES)
-@pytest.mark.parametrize("status", [200, 403])
-def test_entities_are_not_expanded(body: str, status: int, bounded: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("kind", ENTITIES)
+@pytest.mark.parametrize("status", sampled([200, 403], [200]))
+def test_entities_are_not_expanded(kind: str, status: int, bounded: Callable[..., Any]) -> None:
     with bounded(seconds=20, most_bytes=96 << 20):
-        found = outcome(source_of(body, status))
+        found = outcome(source_of(ENTITIES[kind], status))
     assert "root:" not in found
     assert len(found) < 1 << 20
 

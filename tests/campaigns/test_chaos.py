@@ -42,12 +42,12 @@ def work(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("act", "call", "status", "left"),
     [
-        (KILL, 0, 0, ["c"]),
+        pytest.param(KILL, 0, 0, ["c"], marks=pytest.mark.slow),
         (KILL, 3, -9, ["a", "a/b"]),
-        (TERM, 2, -15, ["a"]),
-        (NO_SPACE, 3, 1, ["a", "a/b"]),
+        pytest.param(TERM, 2, -15, ["a"], marks=pytest.mark.slow),
+        pytest.param(NO_SPACE, 3, 1, ["a", "a/b"], marks=pytest.mark.slow),
         (IO_ERROR, 5, 1, ["a", "a/b"]),
-        (IO_ERROR, 6, 1, ["a", "c"]),
+        pytest.param(IO_ERROR, 6, 1, ["a", "c"], marks=pytest.mark.slow),
     ],
 )
 def test_a_fault_happens_before_the_call_that_was_chosen(
@@ -88,7 +88,7 @@ def survives(scene: Scene, folder: Path, most: int) -> None:
     [
         pytest.param(writers.Saving, 1, id="save"),
         pytest.param(writers.Saving, 2, id="save, more of it", marks=pytest.mark.slow),
-        pytest.param(writers.Keeping, 1, id="keep"),
+        pytest.param(writers.Keeping, 1, id="keep", marks=pytest.mark.slow),
         pytest.param(writers.Draining, 2, id="drain", marks=pytest.mark.slow),
     ],
 )
@@ -110,7 +110,7 @@ def host() -> Iterator[commands.CommandHost]:
     "number",
     [
         pytest.param(0, id="consolidate", marks=pytest.mark.slow),
-        pytest.param(-2, id="prune"),
+        pytest.param(-2, id="prune", marks=pytest.mark.slow),
         pytest.param(-1, id="delete the source", marks=pytest.mark.slow),
     ],
 )

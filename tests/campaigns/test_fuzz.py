@@ -23,14 +23,15 @@ _INPUTS = 60
 _MOST_CORPUS_BYTES = 150 << 10
 
 
+@pytest.mark.parametrize("most", [15, pytest.param(_INPUTS, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_parser_gives_values_or_our_errors(name: str) -> None:
+def test_a_parser_gives_values_or_our_errors(name: str, most: int) -> None:
     target, rng = target_named(name), random.Random(f"{name} 1")
     seeds = target.seeds()
     assert seeds, "nothing to begin with"
     inputs = [*seeds, *stored_inputs(CORPUS, name)]
-    drawn = (mutated(target, rng.choice(inputs), rng) for _ in range(_INPUTS))
-    found = [judge(target, data) for data in (*inputs[:_INPUTS], *drawn)]
+    drawn = (mutated(target, rng.choice(inputs), rng) for _ in range(most))
+    found = [judge(target, data) for data in (*inputs[:most], *drawn)]
     assert [one for one in found if one is not None] == []
 
 

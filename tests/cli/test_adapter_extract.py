@@ -13,7 +13,6 @@ from safetensors.numpy import load_file, save_file
 
 from tests.command_line import Result, run_command
 
-ROOT = Path(__file__).parents[2]
 P = "base_model.model.model.layers.0.self_attn."
 CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj", "v_proj"]}
 
@@ -119,17 +118,3 @@ def test_options_that_make_no_sense_are_told(
     assert result.returncode == status, result.stderr
     assert message in result.stderr
     assert (tmp_path / "out").exists() == (status == 0)
-
-
-def test_an_output_that_holds_something_is_left_alone(source: Path, tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "mine").write_text("x")
-    assert run("extract", source, tmp_path / "out").returncode == 5
-    assert (tmp_path / "out" / "mine").read_text() == "x"
-    assert run("extract", source, tmp_path / "out", "--overwrite").returncode == 0
-
-
-def test_help_names_the_commands_and_no_command_is_wrong_usage() -> None:
-    assert "extract" in run("--help").stdout
-    assert run().returncode == 2
-    assert run("bogus").returncode == 2

@@ -116,6 +116,14 @@ def proposed(shown: str) -> list[str]:
 
 @pytest.mark.parametrize("asked", ASKED)
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.quick(
+    "04-bridge-lora-consolidate",
+    "05-verl-lora-adapter merge",
+    "06-eos-merge-inspect",
+    "12-mtp-adapter-adapter extract",
+    "15-tinker-moe-adapter merge",
+    "25-torchtune-adapter-consolidate",
+)
 def test_every_command_that_is_proposed_for_an_adapter_works(
     name: str, asked: str, tmp_path: Path
 ) -> None:

@@ -44,6 +44,7 @@ def left_behind(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("layout", ["hf", "torch", "dcp"])
 @pytest.mark.parametrize("dtype", ["keep", "bfloat16"])
+@pytest.mark.quick("bfloat16-hf", "keep-dcp", "keep-torch")
 def test_nan_is_found_before_the_commit(
     diverged: Path, tmp_path: Path, layout: Layout, dtype: str
 ) -> None:
@@ -112,6 +113,7 @@ def test_a_merge_with_nan_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_what_a_store_would_copy_is_checked_as_well(
     diverged: Path, object_store: ObjectStore
 ) -> None:

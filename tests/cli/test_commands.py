@@ -60,14 +60,6 @@ def damaged(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["-h"], ["inspect", "--help"], ["--version"]])
-def test_help_and_version_go_to_stdout_and_succeed(arguments: Sequence[str]) -> None:
-    result = run(*arguments)
-    assert result.returncode == 0
-    assert result.stdout
-    assert not result.stderr
-
-
 def test_help_names_exactly_the_commands_that_exist() -> None:
     lines = run("--help").stdout.split("Commands:\n")[1].split("\n\n")[0].splitlines()
     assert [line.split()[0] for line in lines] == [
@@ -75,27 +67,6 @@ def test_help_names_exactly_the_commands_that_exist() -> None:
         *("ls", "prune", "du", "push", "pull", "watch", "serve", "doctor", "adapter", "delta"),
     ]
     assert not any(line.endswith("...") for line in lines)
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        [],
-        ["consolidate", LLAMA, "o", "--dtype", "int3"],
-        ["consolidate", LLAMA, "o", "--names", "disk"],
-        ["convert", LLAMA, "o", "--to", "dcp", "--names", "hub"],
-        ["consolidate", LLAMA, "o", "--max-shard-size", "5XB"],
-        ["consolidate", LLAMA, "o", "--memory-budget", "much"],
-        ["consolidate", LLAMA, "o", "--workers", "many"],
-        ["consolidate", LLAMA, "o", "--workers", "0"],
-    ],
-)
-def test_wrong_usage_exits_2_and_tells_on_stderr(arguments: Sequence[str | Path]) -> None:
-    result = run(*arguments)
-    assert result.returncode == 2
-    assert not result.stdout
-    assert result.stderr
-    assert "Traceback" not in result.stderr
 
 
 def test_an_error_names_code_place_and_hint() -> None:
@@ -194,13 +165,6 @@ def test_quiet_prints_nothing_but_errors(tmp_path: Path) -> None:
     assert again.stderr.startswith("error[output-exists]: ")
 
 
-def test_overwrite_replaces_an_output(tmp_path: Path) -> None:
-    run("consolidate", LLAMA, tmp_path / "out")
-    (tmp_path / "out" / "stray").touch()
-    assert run("consolidate", LLAMA, tmp_path / "out", "--overwrite").returncode == 0
-    assert not (tmp_path / "out" / "stray").exists()
-
-
 @pytest.mark.parametrize(
     "path", ["model-2.safetensors", "llama/model.safetensors", "checkpoint-3/optimizer_0/.metadata"]
 )
@@ -259,12 +223,6 @@ def test_verify_exits_6_and_lists_what_is_wrong(flipped: Path) -> None:
     assert damaged.stderr.startswith("problem[checksum-mismatch]: ")
 
 
-def test_a_damaged_source_leaves_no_output(flipped: Path, tmp_path: Path) -> None:
-    result = run("consolidate", flipped, tmp_path / "new" / "out")
-    assert result.returncode == 3
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["flipped"]
-
-
 def test_diff_exits_0_on_equal_and_6_on_different_checkpoints(tmp_path: Path) -> None:
     run("consolidate", LLAMA, tmp_path / "same")
     run("consolidate", LLAMA, tmp_path / "cast", "--dtype", "bfloat16")
@@ -291,6 +249,7 @@ def test_diff_tells_that_training_has_other_names_than_model_folders(tmp_path: P
         assert ("consolidate it first" in " ".join(result.stdout.split())) is is_told
 
 
+@pytest.mark.slow
 def test_a_reader_that_leaves_is_no_error() -> None:
     command = f"{sys.executable} -m ckptkit_cli inspect {PLAIN} --tensors '*' --json | true"
     result = subprocess.run(
@@ -324,6 +283,7 @@ def test_a_bug_exits_1_with_a_traceback_and_asks_for_a_report() -> None:
         assert result.returncode == 1
 
 
+@pytest.mark.slow
 def test_the_directory_of_the_shell_is_filled_and_stays_that_of_the_shell(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     program = [sys.executable, "-m", "ckptkit_cli", "consolidate", str(LLAMA), "."]
@@ -390,6 +350,7 @@ def with_full(stream: str, *words: str | Path) -> Result:
         [["--help"], ["inspect", PLAIN]],
     ),
 )
+@pytest.mark.quick("words1")
 def test_a_full_disk_behind_stdout_is_named_whatever_is_shown(words: list[str]) -> None:
     result = with_full("stdout", *words)
     assert (result.returncode, result.stderr) == (4, NO_ROOM)
@@ -403,6 +364,7 @@ def test_a_full_disk_behind_stdout_is_named_whatever_is_shown(words: list[str]) 
         ["serve", "--help"],
     ],
 )
+@pytest.mark.quick("words2")
 def test_a_full_disk_behind_stdout_is_named_for_texts_larger_than_a_buffer(
     tmp_path: Path, words: list[str]
 ) -> None:
@@ -413,6 +375,7 @@ def test_a_full_disk_behind_stdout_is_named_for_texts_larger_than_a_buffer(
     assert (result.returncode, result.stderr) == (4, NO_ROOM)
 
 
+@pytest.mark.slow
 def test_a_full_disk_behind_stdout_is_an_event_where_stderr_has_events(tmp_path: Path) -> None:
     result = with_full("stdout", "consolidate", LLAMA, tmp_path / "out", "--events")
     *_, committed, failed = map(json.loads, result.stderr.splitlines())
@@ -441,6 +404,7 @@ def test_a_full_disk_behind_stderr_changes_nothing_but_the_messages(tmp_path: Pa
 
 
 @pytest.mark.parametrize("flags", [[], ["--json"]])
+@pytest.mark.quick(1)
 def test_a_command_imports_what_it_needs_and_nothing_that_is_slow_to_import(
     flags: list[str],
 ) -> None:
@@ -503,6 +467,7 @@ sys.exit(main(sys.argv[1:]))
         ([signal.SIGTERM, signal.SIGTERM], 143),
     ],
 )
+@pytest.mark.quick("signals3-143")
 def test_a_signal_leaves_nothing_behind(
     signals: Sequence[signal.Signals], status: int, tmp_path: Path
 ) -> None:

@@ -111,6 +111,11 @@ def try_as_nobody(act: Callable[[], object]) -> list[str]:
         lambda run: ckptkit.prune(run, keep_last=1, dry_run=True),
     ],
 )
+@pytest.mark.quick(
+    "<lambda>0-checkpoint-2-0",
+    "verify-checkpoint-2/pytorch_model_fsdp_0-292",
+    "list_run-checkpoint-2-292",
+)
 def test_a_newest_step_that_may_not_be_entered_is_no_reason_to_take_an_older_one(
     act: Callable[[Path], object], closed: str, mode: int, theirs: Path
 ) -> None:
@@ -124,6 +129,7 @@ def test_a_newest_step_that_may_not_be_entered_is_no_reason_to_take_an_older_one
 
 
 @needs_root
+@pytest.mark.slow
 def test_a_step_that_is_named_is_read_beside_one_that_may_not_be_entered(theirs: Path) -> None:
     (theirs / "checkpoint-2").chmod(0)
     assert try_as_nobody(lambda: ckptkit.inspect(theirs / "checkpoint-1")) == []
@@ -136,6 +142,7 @@ def test_a_step_that_is_named_is_read_beside_one_that_may_not_be_entered(theirs:
 
 @needs_root
 @pytest.mark.parametrize("name", ["lost+found", "of-one-user", "1000", ".ckptkit"])
+@pytest.mark.quick("lost+found")
 def test_folders_that_are_no_steps_may_be_closed(name: str, theirs: Path) -> None:
     folder = theirs.parent / name
     folder.mkdir(mode=0o700)

@@ -83,6 +83,7 @@ def test_a_store_is_tried_and_left_as_it_was(object_store: ObjectStore) -> None:
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
+@pytest.mark.quick("9--9")
 def test_nothing_is_left_of_a_probe_that_is_stopped(
     tmp_path: Path, number: signal.Signals, status: int
 ) -> None:

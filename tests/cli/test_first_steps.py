@@ -7,7 +7,6 @@ import os
 import re
 import shlex
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,7 +21,6 @@ from ckptkit.version import __version__
 from ckptkit_cli._output import cells, table
 from tests.command_line import run_command
 from tests.files import flip_bit
-from tests.made_up_runs import save_stock_step
 from tests.other_user import as_nobody, needs_root, open_folder
 
 ROOT = Path(__file__).parents[2]
@@ -241,36 +239,6 @@ def test_the_hint_for_flat_parameters_is_what_helps(tmp_path: Path) -> None:
     assert "--model-config" not in message
     assert "--model-config DIR" in hint
     assert "save it again" not in done.stderr
-
-
-def test_offline_the_reason_is_said_in_one_line(tmp_path: Path) -> None:
-    model = ROOT / "fixtures/hf_sharded/checkpoint"
-    run_command("consolidate", model, tmp_path / "out", "--names", "live")
-    nowhere = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0", "HF_TOKEN": "hf_x"}
-    began = time.monotonic()
-    words = ["push", tmp_path / "out", "me/model", "--dry-run", "--names", "live"]
-    done = run_command(*words, **nowhere)
-    assert time.monotonic() - began < 15
-    assert (done.returncode, done.stdout) == (7, "")
-    assert done.stderr.startswith("error[hub-unavailable]: me/model: http://127.0.0.1:9 was not")
-    assert len(done.stderr.splitlines()) == 2
-
-
-@pytest.mark.slow
-def test_a_watch_that_can_do_nothing_says_so(tmp_path: Path) -> None:
-    save_stock_step(tmp_path / "run", 2)
-    watch = ["watch", tmp_path, "--push", "me/model", "--once"]
-    nowhere = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0"}
-    metric = run_command(*watch, "--keep-best", "nope", **nowhere)
-    assert metric.returncode == 4
-    assert f"{tmp_path} has no steps; using the run {tmp_path / 'run'}" in metric.stdout
-    assert "--keep-best nope" in metric.stderr
-    assert "hint: pass one that `ckptkit ls` shows" in metric.stderr
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    nothing = run_command("watch", empty, "--push", "me/model", "--once", **nowhere)
-    assert nothing.returncode == 3
-    assert "it holds no step of a run" in nothing.stderr
 
 
 @pytest.mark.parametrize("name", ["checkpoint-1", "run"])

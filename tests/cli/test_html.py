@@ -20,7 +20,6 @@ from tests.made_up_runs import save_step
 
 ROOT = Path(__file__).parents[2]
 LLAMA = ROOT / "fixtures" / "accelerate_fsdp2_tied_with_config" / "checkpoint"
-DELTA = ROOT / "fixtures" / "written_by_0_1"
 
 
 def data_of(page: Path) -> dict[str, Any]:
@@ -205,6 +204,7 @@ def test_a_link_leads_to_a_tensor_or_a_module(browser: Browser, page: Path) -> N
     assert crumbs.startswith("all\u203amodel\u203alayers\u203a7")
 
 
+@pytest.mark.slow
 def test_the_theme_follows_the_system_and_the_switch(browser: Browser, page: Path) -> None:
     browser.open(page)
     theme = "return document.documentElement.dataset.theme"

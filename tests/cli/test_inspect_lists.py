@@ -94,6 +94,7 @@ def test_a_final_model_beside_steps_that_are_not_whole_is_listed_and_proposed(
 
 
 @pytest.mark.parametrize("name", ["best", "last", "latest"])
+@pytest.mark.quick("best")
 def test_a_checkpoint_without_a_number_beside_steps_is_listed_with_them(
     name: str, tmp_path: Path, capfd: Capture
 ) -> None:

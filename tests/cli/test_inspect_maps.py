@@ -29,6 +29,7 @@ def shapes_of_truth(case: Path) -> dict[str, tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("model", MODELS)
+@pytest.mark.quick("megatron_model_deepseek_v3_pp2_ep2")
 def test_each_rule_says_what_it_takes_and_what_it_makes(model: str) -> None:
     case = FIXTURES / model
     plain = ckptkit.inspect(case / "checkpoint")

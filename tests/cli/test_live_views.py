@@ -117,6 +117,7 @@ class Screen:
 
 
 @pytest.mark.parametrize("columns", [40, 140])
+@pytest.mark.quick("40")
 def test_a_bar_of_tqdm_is_shown_and_nothing_of_it_is_left(tmp_path: Path, columns: int) -> None:
     with Screen(columns, "consolidate", LLAMA, tmp_path / "out", *SLOWLY) as screen:
         assert screen.finish() == 0, screen.sent
@@ -130,6 +131,7 @@ def test_a_bar_of_tqdm_is_shown_and_nothing_of_it_is_left(tmp_path: Path, column
     assert "B/s, " not in "\n".join(left)
 
 
+@pytest.mark.slow
 def test_a_terminal_that_cannot_draw_gets_lines_as_a_log_does(tmp_path: Path) -> None:
     words = ("consolidate", LLAMA, tmp_path / "out", *SLOWLY[:-1], "12KB")
     with Screen(80, *words, env={"TERM": "dumb"}) as screen:
@@ -140,6 +142,7 @@ def test_a_terminal_that_cannot_draw_gets_lines_as_a_log_does(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("more", [(), ("--resume",)])
+@pytest.mark.quick("more1")
 def test_an_interrupted_command_leaves_a_clean_terminal(
     tmp_path: Path, more: tuple[str, ...]
 ) -> None:
@@ -155,6 +158,7 @@ def test_an_interrupted_command_leaves_a_clean_terminal(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_a_watch_shows_what_it_does_and_what_is_done(tmp_path: Path) -> None:
     for step in (1, 2):
         folder = tmp_path / "run" / f"checkpoint-{step}"
@@ -225,6 +229,7 @@ def test_a_log_gets_a_line_after_two_seconds_and_then_every_ten(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("option", [(), ("--quiet",), ("--json",)])
+@pytest.mark.quick(1)
 def test_a_log_of_a_quick_or_quiet_command_has_no_progress(
     tmp_path: Path, option: tuple[str, ...]
 ) -> None:

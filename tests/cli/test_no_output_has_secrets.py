@@ -37,8 +37,8 @@ from ckptkit.core.errors import (
 from ckptkit.hub.client import Hub
 from ckptkit.hub.watch.watch import WatchRequest
 from ckptkit.options import ConsolidateRequest
-from ckptkit.serving import server
-from ckptkit.serving.server import choose_keys
+from ckptkit.serving import s3_api
+from ckptkit.serving.serving import choose_keys
 from ckptkit.storage.places import Place
 from ckptkit.training import Checkpointer
 from ckptkit.training.settings import check_options
@@ -348,7 +348,7 @@ def test_a_server_that_fails_logs_no_signature(
     def fail(*_: object) -> None:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(server, "answer_request", fail)
+    monkeypatch.setattr(s3_api, "answer_request", fail)
     with ckptkit.serve(STEP, name="m") as serving:
         client = client_of(serving.environment, signature_version="s3v4")
         place = {"Bucket": "ckptkit", "Key": "m/config.json"}
@@ -371,7 +371,7 @@ def made_objects() -> Iterator[Callable[[], object]]:
     yield lambda: place
     yield lambda: ConversionJob(src=place, out=place, request=ConsolidateRequest(), also=(place,))
     yield lambda: Remote("s3://bucket/run", options)
-    yield lambda: choose_keys("127.0.0.1", 0, "AK", PLANTED["serve secret"], auth=True)
+    yield lambda: choose_keys("127.0.0.1", ("AK", PLANTED["serve secret"]))
     yield lambda: Hub("me/model", token=TOKEN, endpoint="http://127.0.0.1:9")
     yield lambda: WatchRequest(run=place, repo_id="me/model", token=TOKEN)
     yield lambda: check_options(

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from ckptkit.core.manifest import FileRecord, Manifest, TensorRecord
-from ckptkit.core.text import size_text
 from ckptkit_cli._output import cells, escaped, first_of, shortened, table, wrapped
 from ckptkit_cli._pages import Consolidated, loading_line
 from tests.command_line import run_command
@@ -113,6 +112,7 @@ if "ckptkit.hub_names.transformers.program" in " ".join(sys.orig_argv):
 """
 
 
+@pytest.mark.slow
 def test_a_terminal_shows_what_is_waited_for_once_all_is_copied(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(SLOW_CHILD)
     paths = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
@@ -138,6 +138,7 @@ def test_hostile_text_is_shown_as_what_it_is() -> None:
 
 
 @pytest.mark.parametrize("arguments", [[], ["--tensors", "*"]])
+@pytest.mark.quick(1)
 def test_no_control_character_of_a_checkpoint_reaches_a_terminal(
     hostile: Path, arguments: list[str]
 ) -> None:
@@ -169,6 +170,7 @@ def test_json_is_ascii_and_keeps_the_name(hostile: Path) -> None:
 
 @pytest.mark.parametrize("columns", [80, 120])
 @pytest.mark.parametrize("source", [LLAMA, TWO_MODELS])
+@pytest.mark.quick("source0-80")
 def test_a_page_keeps_to_the_terminal(source: Path, columns: int) -> None:
     lines = without_colour(on_terminal(columns, "inspect", source)).splitlines()
     own = [line for line in lines if str(source) not in line]  # commands and paths stay whole
@@ -176,6 +178,7 @@ def test_a_page_keeps_to_the_terminal(source: Path, columns: int) -> None:
     assert max(map(len, own)) <= columns
 
 
+@pytest.mark.slow
 def test_a_terminal_shows_the_first_200_of_many_tensors(tmp_path: Path) -> None:
     tensors = {f"layers.{n:03}.weight": np.zeros(1, np.int8) for n in range(300)}
     save_file(tensors, tmp_path / "model.safetensors")
@@ -205,6 +208,7 @@ def test_a_pipe_gets_whole_names_and_one_line_for_each_fact() -> None:
     assert "  pytorch_model_fsdp_1  model " in text
 
 
+@pytest.mark.slow
 def test_progress_is_drawn_on_a_terminal_and_wiped_off(tmp_path: Path) -> None:
     slowly = ("--bandwidth", "12KB")  # so that it is drawn
     shown = on_terminal(100, "consolidate", LLAMA, tmp_path / "out", *slowly)
@@ -212,23 +216,6 @@ def test_progress_is_drawn_on_a_terminal_and_wiped_off(tmp_path: Path) -> None:
     assert "B/s" in shown
     silent = on_terminal(100, "consolidate", LLAMA, tmp_path / "quiet", "--quiet")
     assert silent == ""
-
-
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [
-        (0, "0 B"),
-        (999, "999 B"),
-        (1000, "1.00 KB"),
-        (12_345, "12.3 KB"),
-        (999_499, "999 KB"),
-        (999_500, "1.00 MB"),
-        (5_000_000_000, "5.00 GB"),
-        (10**18, "1,000 PB"),
-    ],
-)
-def test_sizes_have_three_digits_and_powers_of_1000(count: int, text: str) -> None:
-    assert size_text(count) == text
 
 
 @given(st.text(), st.integers(5, 60))

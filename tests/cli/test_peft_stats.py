@@ -23,6 +23,7 @@ PACKED = FIXTURES / "peft_qdora_fsdp2_ckptkit/checkpoint"
 
 
 @pytest.mark.parametrize("source", [APART, TOGETHER, PACKED])
+@pytest.mark.quick("source0")
 def test_an_adapter_and_its_base_are_measured_together_and_shown_apart(
     source: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -77,6 +78,7 @@ def test_parameters_of_a_packed_base_are_those_of_the_model_before() -> None:
 
 
 @pytest.mark.parametrize("source", [APART, TOGETHER, PACKED])
+@pytest.mark.quick("source1")
 def test_a_page_with_numbers_labels_the_tensors_of_a_peft_run(
     source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,4 +1,4 @@
-"""`ckptkit du`, the limits of `prune`, and what `ls` says of resuming and of damage."""
+"""`ckptkit ls`, `ckptkit du` and `ckptkit prune` as a shell sees them."""
 
 from __future__ import annotations
 
@@ -188,3 +188,45 @@ def test_ls_finds_damaged_steps_where_it_is_asked_to_read_them(run: Path) -> Non
     steps = json.loads(report.stdout)["steps"]
     assert [step["verified"] for step in steps] == [True, True, True, False]
     assert steps[3]["damage"]
+
+
+def test_ls_shows_a_line_for_each_step_and_why_one_is_not_complete(run: Path) -> None:
+    (run / "checkpoint-400" / MANIFEST_NAME).unlink()
+    result = run_command("ls", run)
+    assert (result.returncode, result.stderr) == (0, "")
+    rows = [line.split() for line in result.stdout.splitlines()]
+    assert rows[0] == [f"{run},", "no", "job", "is", "writing", "to", "it"]
+    assert rows[2][:2] == ["checkpoint-100", "complete"]
+    assert rows[2][-2:] == ["loss", "100"]
+    assert rows[5][:2] == ["checkpoint-400", "incomplete"]
+    assert "checkpoint-400 is not complete: 'ckptkit.json' is not there" in result.stdout
+    assert "4 steps, 3 complete" in result.stdout
+    found = document(run_command("ls", run, "--json"))
+    assert [step["complete"] for step in found["steps"]] == [True, True, True, False]
+    assert found["steps"][0]["metrics"] == {"loss": 100}
+    assert found["steps"][0]["age_seconds"] < 3600
+
+
+def test_prune_shows_the_same_table_in_a_dry_run_and_tells_what_it_freed(run: Path) -> None:
+    shutil.rmtree(run / "checkpoint-200")
+    (run / "checkpoint-400" / MANIFEST_NAME).unlink()
+    with ckptkit.open(run / "checkpoint-100"):
+        kept = run_command("prune", run, "--keep-last", "1", "--dry-run")
+    assert "checkpoint-100  stays" in kept.stdout
+    assert "it is being read" in kept.stdout
+    report = document(run_command("prune", run, "--keep-last", "1", "--dry-run", "--json"))
+    assert (report["removed"], report["dry_run"]) == ([100], True)
+    done = run_command("prune", run, "--keep-last", "1")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "checkpoint-100  removed" in done.stdout
+    assert "1 step removed, 154 KB freed" in done.stdout
+    assert not (run / "checkpoint-100").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "status"), [(["--keep-every", "many"], 2), (["--keep-best", "accuracy"], 4)]
+)
+def test_a_rule_that_is_none_removes_nothing(run: Path, words: list[str], status: int) -> None:
+    result = run_command("prune", run, *words)
+    assert (result.returncode, result.stdout) == (status, "")
+    assert len(list(run.iterdir())) == 4

@@ -31,6 +31,14 @@ _COMMANDS = [
 
 @pytest.mark.parametrize("command", _COMMANDS)
 @pytest.mark.parametrize("beside", ["last", "final", ""])
+@pytest.mark.quick(
+    "-consolidate RUN OUT",
+    "-verify RUN",
+    "final-adapter extract RUN OUT",
+    "final-diff RUN RUN",
+    "last-adapter merge RUN OUT --base BASE",
+    "last-inspect RUN",
+)
 def test_a_run_whose_folder_holds_no_model_is_refused_with_what_there_is(
     command: str, beside: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -23,7 +23,6 @@ from ckptkit.api import ServeOptions
 from ckptkit.core.errors import RefusedError
 from ckptkit.serving import plans
 from ckptkit.serving.plans import ServePlan
-from ckptkit.serving.server import ServeRequest
 from ckptkit.serving.serving import ServeEvent, Serving
 from ckptkit.storage.locations import resolve_places
 from ckptkit_cli._program import make_application
@@ -153,7 +152,7 @@ def test_an_adapter_is_served_merged(tmp_path: Path, has_base: bool) -> None:
         (["--quiet"], 2, "hides the random keys"),
         (["--access-key", "A", "--secret-key-from", "CKPT_NO_SUCH"], 2, "contains no key"),
         (["--secret-key", "S", "--secret-key-from", "HOME"], 2, "which it replaces"),
-        (["--port", "70000"], 2, "70000 is not a port from 0 to 65,535"),
+        (["--port", "70000"], 2, "'70000' is not a port from 0 to 65,535"),
         (["--port", "x"], 2, "'x' is not a port"),
         (["--name", "../x"], 2, "'../x' is not a name of letters"),
         (["--interval", "0"], 2, "'0' is not a number from 0.05"),
@@ -305,16 +304,14 @@ def test_a_step_that_cannot_be_planned_is_reported_once_and_the_one_before_stays
 def test_a_dropped_step_is_readable_until_its_last_body_has_ended(run: Path) -> None:
     add_step(run, 1)
     plan = ServePlan.from_options(resolve_places(run, None, {}))
-    request = ServeRequest(plan, name="m", follow=True, poll_seconds=0.1)
-    with Serving(request) as serving:
-        bucket = serving.bucket
-        folder = bucket.folders["m/checkpoint-1"]
+    with Serving(plan, name="m", follow=True, poll_seconds=0.1) as serving:
+        folder = serving.folders["m/checkpoint-1"]
         with folder.used() as is_open:
             assert is_open
             for number in (2, 3):
                 add_step(run, number)
-                wait_until(lambda: f"m/checkpoint-{number}" in bucket.folders)  # noqa: B023  it waits
-            wait_until(lambda: "m/checkpoint-1" not in bucket.folders)
+                wait_until(lambda: f"m/checkpoint-{number}" in serving.folders)  # noqa: B023  it waits
+            wait_until(lambda: "m/checkpoint-1" not in serving.folders)
             planned = folder.files["model.safetensors"]
             data = memoryview(bytearray(planned.size_bytes))
             folder.read_into(planned, 0, data)
@@ -333,12 +330,11 @@ def test_a_listener_that_fails_changes_nothing(run: Path) -> None:
         raise BrokenPipeError
 
     plan = ServePlan.from_options(resolve_places(run, None, {}))
-    request = ServeRequest(plan, name="m", follow=True, poll_seconds=0.1)
-    with Serving(request, listen) as serving:
+    with Serving(plan, listen, name="m", follow=True, poll_seconds=0.1) as serving:
         for number in (2, 3):
             add_step(run, number)
-            wait_until(lambda: f"m/checkpoint-{number}" in serving.bucket.folders)  # noqa: B023
-        wait_until(lambda: "m/checkpoint-1" not in serving.bucket.folders)
+            wait_until(lambda: f"m/checkpoint-{number}" in serving.folders)  # noqa: B023
+        wait_until(lambda: "m/checkpoint-1" not in serving.folders)
         time.sleep(0.5)
     assert added == [f"m/checkpoint-{number}" for number in (1, 2, 3)]
 

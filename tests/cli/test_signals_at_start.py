@@ -68,6 +68,7 @@ def whole_output() -> str:
 
 @pytest.mark.parametrize("program", [SCRIPT, MODULE], ids=["script", "module"])
 @pytest.mark.parametrize("number", TOLD, ids=lambda number: number.name)
+@pytest.mark.quick("SIGTERM-script", "SIGHUP-module")
 def test_a_signal_at_any_time_of_the_start_is_told_in_one_line(
     number: signal.Signals, program: str
 ) -> None:
@@ -103,6 +104,7 @@ sys.exit(_program.run_application(["inspect"]))
 
 
 @pytest.mark.parametrize("start", ["script", "module"])
+@pytest.mark.quick("script")
 def test_an_interrupt_from_the_first_moment_on_shows_no_line_of_ours(start: str) -> None:
     """Until our first instruction Python itself ends, with what it says of its own imports."""
     script = [str(Path(sys.executable).with_name("ckptkit"))]

@@ -117,20 +117,6 @@ def test_the_states_of_an_optimizer_can_be_measured_too() -> None:
     }
 
 
-def test_large_tensors_are_measured_alike_with_any_number_of_threads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    values = np.random.default_rng(0).standard_normal(5 << 20).astype(np.float32)
-    save_file({"w": values}, tmp_path / "model.safetensors")
-    found = []
-    for cores in (1, 7):
-        monkeypatch.setattr("ckptkit.conversion.stats.usable_cores", lambda n=cores: n)
-        found.append(ckptkit.stats(tmp_path))
-    assert found[0] == found[1]
-    exact = np.linalg.norm(values.astype(np.float64))
-    assert found[0].norm == pytest.approx(exact, rel=1e-13)
-
-
 def test_a_flipped_bit_is_found_and_no_number_is_shown(flipped: Path) -> None:
     for words in (
         ("stats", flipped),

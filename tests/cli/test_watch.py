@@ -82,6 +82,7 @@ def test_events_tell_what_happens_and_a_signal_ends_it(hub: HubServer, run: Path
         assert TOKEN not in process.stderr.read()
 
 
+@pytest.mark.slow
 def test_at_the_end_of_standard_input_it_pushes_what_is_there_and_ends(
     hub: HubServer, run: Path
 ) -> None:

@@ -45,11 +45,14 @@ _SAMPLE = (  # of each format and kind of file one; all others are in `make test
     *("torchsnapshot_dtensor", "torch_experimental", "torch_checkpointing_safetensors"),
     *("megatron_ranks_qwen2_moe_tp2_ep2", "meta_llama_3"),
 )
-_OF_MANY_FILES = "nanotron_llama_tp2_pp2"
-_FOR_EACH_FILE = (
-    "test_a_lost_file_is_noticed_or_of_no_matter",
-    "test_a_file_cut_short_is_noticed_or_of_no_matter",
+_LONG = (  # tests that take long, of which a format has other quick ones
+    "test_a_flipped_bit_anywhere_is_refused_or_changes_nothing",
+    "test_a_hostile_pickle_is_refused_and_nothing_of_it_happens",
     "test_beside_another_format_the_right_one_is_read_and_the_other_named",
+)
+_SHORT_SAMPLE = (  # of each kind of container one
+    *("fsdp2_hsdp", "zero1_bf16", "torch_nested", "hf_sharded", "torchsnapshot_dtensor"),
+    *("torch_legacy_training", "meta_llama_3"),
 )
 
 
@@ -72,8 +75,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Tries each test on the sample of `make test`, and on all other checkpoints when slow."""
     if "bench" not in metafunc.fixturenames:
         return
-    every = metafunc.function.__name__ in _FOR_EACH_FILE
-    quick = _SAMPLE if every else (*_SAMPLE, _OF_MANY_FILES)
+    quick = _SHORT_SAMPLE if metafunc.function.__name__ in _LONG else _SAMPLE
     cases = sampled(CASES, quick, lambda case: case.fixture)
     metafunc.parametrize("bench", cases, ids=_name, indirect=True, scope="module")
 
@@ -225,6 +227,7 @@ def _flip(bench: Bench, path: str, bit: int) -> str:
     return bench.outcome({path: flipped(bench.files[path], bit)})
 
 
+@pytest.mark.slow
 def test_every_bit_of_a_row_of_weights_is_under_its_checksum() -> None:
     with bench_of("fsdp2_hsdp") as bench:
         (weights,) = bench.truth.values()
@@ -235,6 +238,7 @@ def test_every_bit_of_a_row_of_weights_is_under_its_checksum() -> None:
             assert _flip(bench, path, bit) == "checksum-mismatch"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("word", [b"planner_data", b"storage_data", b"state_dict_metadata"])
 def test_every_bit_in_the_name_of_a_table_matters(word: bytes) -> None:
     with bench_of("fsdp2_hsdp") as bench:

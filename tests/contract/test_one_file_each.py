@@ -122,6 +122,7 @@ def run(copied: Path, *words: str | Path) -> str:
 NESTED = ROOT / "fixtures" / "torch_nested"
 
 
+@pytest.mark.slow
 def test_a_reader_is_one_module(copied: Path, tmp_path: Path) -> None:
     rows = tmp_path / "rows"
     rows.mkdir()
@@ -134,6 +135,7 @@ def test_a_reader_is_one_module(copied: Path, tmp_path: Path) -> None:
     assert written["up.weight"].tolist() == [[0, 1, 2], [3, 4, 5], [7, 7, 7]]
 
 
+@pytest.mark.slow
 def test_a_name_map_is_one_file(copied: Path, tmp_path: Path) -> None:
     (copied / "ckptkit/name_maps/families/own-tiny.toml").write_text(MAP)
     base = tmp_path / "base"
@@ -151,6 +153,7 @@ def test_a_command_is_one_module(copied: Path) -> None:
     assert run(copied, "steps", NESTED / "checkpoint") == "step 3\n"
 
 
+@pytest.mark.slow
 def test_a_store_is_one_module_of_fsspec(copied: Path, tmp_path: Path) -> None:
     (copied / "shelf_store.py").write_text(STORE)
     facts = copied / "shelf_store-1.dist-info"

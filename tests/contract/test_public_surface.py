@@ -27,6 +27,7 @@ import ckptkit.training
 from ckptkit.core.errors import CkptkitError
 from ckptkit_cli._program import all_commands, make_application
 from ckptkit_cli.main import main
+from tests.this_checkout import refuse_others
 
 ROOT = Path(__file__).resolve().parents[2]
 PINNED = Path(__file__).with_name("public_surface.json")
@@ -200,4 +201,5 @@ def write() -> None:
 
 
 if __name__ == "__main__":
+    refuse_others()
     write()

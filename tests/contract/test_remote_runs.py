@@ -86,6 +86,7 @@ def test_a_step_that_is_being_read_stays(bucket: Bucket, run: Place, tmp_path: P
     assert left(bucket) == ["checkpoint-3"]
 
 
+@pytest.mark.slow
 def test_a_step_that_a_slice_reads_stays(bucket: Bucket, run: Place, tmp_path: Path) -> None:
     reasons: list[str] = []
 

@@ -11,19 +11,15 @@ import pytest
 
 import ckptkit
 from ckptkit.integrations.transformers.checkpoints import check_user_options
+from ckptkit.options import RetentionOptions
 from ckptkit.runs.retention import RETENTION_OPTIONS, Retention
 from ckptkit.training.pushing import Pushing, program_end
 from ckptkit.training.settings import check_options
 from ckptkit_cli import watch
 from ckptkit_cli._program import make_application, parse_values
+from tests.made_up_runs import RULES
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "runs.md"
-RULES: dict[str, Any] = {
-    "keep_last": 3,
-    "keep_every": 1000,
-    "keep_best": "loss",
-    "best_mode": "max",
-}
 ALL = Retention(**RULES)
 
 
@@ -50,6 +46,7 @@ def test_a_rule_is_an_option_of_each_command_and_function_that_prunes(name: str)
     words = Retention(**{name: RULES[name]}).as_arguments()
     assert read_by("prune", ["RUN", *words])[name] == str(RULES[name])
     assert read_by("watch", ["RUN", "--push", "org/name", *words])[name] == str(RULES[name])
+    assert name in RetentionOptions.__annotations__
     assert name in inspect.signature(ckptkit.prune).parameters
     assert name in inspect.signature(ckptkit.training.Checkpointer).parameters
     assert f"`{words[0]}" in PAGE.read_text(encoding="utf-8")

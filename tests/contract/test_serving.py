@@ -30,14 +30,14 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 import ckptkit
-from ckptkit.serving import server as server_module
+from ckptkit.serving import serving as server_module
 from ckptkit.serving.plans import ServePlan
-from ckptkit.serving.server import ServeRequest
 from ckptkit.serving.serving import Serving
 from ckptkit.storage.locations import resolve_places
 from tests.contract.test_file_system import content, same_content, save_odd_tensors
 from tests.object_store import Bucket, ObjectStore
 from tests.s3_client import client_of
+from tests.sampled import sampled
 
 ROOT = Path(__file__).resolve().parents[2]
 FIXTURES = ROOT / "fixtures"
@@ -51,7 +51,7 @@ CASES = {
 STEP = FIXTURES / "accelerate_fsdp2_tied_with_config" / "checkpoint"
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(scope="module", params=sampled(CASES, ["several files"]))
 def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
@@ -120,6 +120,7 @@ def test_transfers_of_boto3_in_parts_are_the_file(one: Served, tmp_path: Path) -
     assert copy.read_bytes() == (out / "model.safetensors").read_bytes()
 
 
+@pytest.mark.slow
 def test_the_aws_command_line_reads_what_was_written(one: Served, tmp_path: Path) -> None:
     pytest.importorskip("awscli")
     serving, out = one
@@ -475,8 +476,7 @@ def test_a_run_at_a_url_is_followed(bucket: Bucket) -> None:
     url = bucket.put_tree(STEP, "steps/checkpoint-1").rpartition("/")[0]
     options = {"src_options": bucket.store.options}
     plan = ServePlan.from_options(resolve_places(url, None, options))
-    request = ServeRequest(plan, name="m", follow=True, poll_seconds=0.1)
-    with Serving(request) as serving:
+    with Serving(plan, name="m", follow=True, poll_seconds=0.1) as serving:
         client = client_of(serving.environment, signature_version=UNSIGNED)
         wait_for(client, "m/checkpoint-1/model.safetensors")
         bucket.put_tree(STEP, "steps/checkpoint-2")

@@ -172,6 +172,7 @@ def test_a_step_that_vanishes_while_it_is_read_is_passed_over(hub: HubServer, ru
     assert not failures
 
 
+@pytest.mark.slow
 def test_a_step_that_is_saved_again_gets_a_commit_of_its_own_and_takes_the_tag(
     hub: HubServer, run: Path, watch: Watch
 ) -> None:
@@ -292,6 +293,7 @@ def test_steps_that_were_pushed_are_pruned_and_those_that_wait_are_not(
     assert [path.name for path in run.glob("checkpoint-*")] == ["checkpoint-3"]
 
 
+@pytest.mark.slow
 def test_a_whole_step_beside_the_model_can_be_resumed_from_and_the_next_replaces_it(
     hub: HubServer, run: Path, watch: Watch, tmp_path: Path
 ) -> None:
@@ -339,6 +341,7 @@ def test_a_whole_step_is_pushed_without_the_paths_of_this_machine_and_proves_its
     assert ckptkit.verify(tmp_path / "back/last-checkpoint").ok
 
 
+@pytest.mark.slow
 def test_a_run_on_a_store_is_watched_like_a_local_one(
     hub: HubServer, object_store: ObjectStore, run: Path, watch: Watch, tmp_path: Path
 ) -> None:

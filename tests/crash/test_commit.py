@@ -227,6 +227,7 @@ def test_a_kill_while_the_current_directory_is_filled_is_undone_by_the_next_run(
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.quick("native", "no_exchange")
 def test_of_two_processes_that_commit_at_once_exactly_one_wins(
     tmp_path: Path, kind: str, host: ForkHost
 ) -> None:

@@ -495,6 +495,7 @@ def test_a_removal_is_finished_by_the_command_and_shown_by_a_dry_run(
     assert "was removed by an earlier run" in again.stderr
 
 
+@pytest.mark.slow
 def test_objects_that_are_left_are_removed_by_the_same_command(
     object_store: ObjectStore, source: Callable[[str], Path]
 ) -> None:
@@ -550,6 +551,7 @@ def test_a_step_of_a_run_that_is_a_link_is_not_followed(source: Callable[[str], 
     assert files(checkpoint) == before
 
 
+@pytest.mark.slow
 def test_a_link_far_above_the_source_is_a_way_like_any_other(
     source: Callable[[str], Path],
 ) -> None:

@@ -229,6 +229,7 @@ def test_a_pipe_in_place_of_a_request_does_not_stop_the_training(tmp_path: Path)
 # --- what other users can read ---
 
 
+@pytest.mark.slow
 def test_an_output_is_hidden_until_its_commit(everybody: Path) -> None:
     """The directory may be private, and be replaced by the commit."""
     out = everybody / "out"
@@ -249,6 +250,7 @@ def test_an_output_is_hidden_until_its_commit(everybody: Path) -> None:
 
 
 @pytest.mark.parametrize("mask", [0o022, 0o077])
+@pytest.mark.quick("18")
 def test_files_have_the_permissions_that_the_umask_leaves(everybody: Path, mask: int) -> None:
     """Those of the processes that write and upload, too."""
     with masked(mask):
@@ -370,6 +372,7 @@ def words_of(process: int) -> str:
 
 
 @pytest.mark.parametrize("words", [[], ["--access-key", "AK", "--secret-key-from", "MY_KEY"]])
+@pytest.mark.quick("words1")
 def test_the_list_of_processes_shows_no_key_of_a_server(words: list[str]) -> None:
     command = [sys.executable, "-m", "ckptkit_cli", "serve", str(STEP), *words, "--json"]
     with started(

@@ -83,6 +83,7 @@ def is_whole(bucket: Bucket, weights: bytes) -> bool:
 
 
 @pytest.mark.parametrize("layout", sampled(["hf", "torch", "dcp"], ["hf"]))
+@pytest.mark.slow
 def test_slices_in_any_order_make_in_a_bucket_what_one_process_makes(
     bucket: Bucket, tmp_path: Path, layout: Layout
 ) -> None:
@@ -105,13 +106,6 @@ def test_slices_in_any_order_make_in_a_bucket_what_one_process_makes(
     assert ckptkit.verify(bucket.place("out")).ok
     with pytest.raises(OutputExistsError):
         slice_of(bucket, 1, 3, layout=layout)
-
-
-@pytest.mark.slow
-def test_more_slices_than_parts_are_fine(bucket: Bucket, weights: bytes) -> None:
-    done = [slice_of(bucket, number, 4) for number in range(4)]
-    assert [one.manifest is not None for one in done] == [False] * 3 + [True]
-    assert is_whole(bucket, weights)
 
 
 def words(bucket: Bucket, which: str) -> list[str]:
@@ -146,6 +140,7 @@ def test_of_processes_that_run_at_a_time_one_commits(
     assert bucket.unfinished_uploads() == []
 
 
+@pytest.mark.slow
 def test_a_killed_slice_sends_its_parts_again_and_others_do_not(
     bucket: Bucket, weights: bytes, forks: ForkedCommands, tmp_path: Path
 ) -> None:
@@ -196,6 +191,7 @@ def test_slices_of_another_plan_are_refused_until_the_first_are_given_up(
     assert bucket.unfinished_uploads() == []
 
 
+@pytest.mark.slow
 def test_slices_that_were_given_up_are_cleared_away_by_one_process(bucket: Bucket) -> None:
     slice_of(bucket, 0, 2)
     foreign = bucket.store.client.create_multipart_upload(Bucket=bucket.name, Key="out/theirs")
@@ -204,6 +200,7 @@ def test_slices_that_were_given_up_are_cleared_away_by_one_process(bucket: Bucke
     assert bucket.unfinished_uploads() == [foreign["Key"]]
 
 
+@pytest.mark.slow
 def test_a_source_that_is_saved_again_between_slices_is_another_plan(bucket: Bucket) -> None:
     slice_of(bucket, 0, 2)
     data = bucket.get("run/__1_0.distcp")
@@ -242,6 +239,7 @@ def test_what_is_replaced_goes_with_the_commit(bucket: Bucket, weights: bytes) -
 
 
 @pytest.mark.parametrize("where", ["disk", "bucket"])
+@pytest.mark.quick("disk")
 def test_a_slice_repeated_after_the_commit_leaves_nothing_behind(
     bucket: Bucket, tmp_path: Path, where: str
 ) -> None:
@@ -264,6 +262,7 @@ def test_slices_on_a_disk_read_from_a_bucket(bucket: Bucket, tmp_path: Path) -> 
     assert found == alone(bucket, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_store_that_knows_no_conditions_is_refused_with_what_to_do(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -95,6 +95,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], None]]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.quick("directory", "index", "missing", "short", "values")
 def test_a_step_is_mended_from_the_other_tier(damage: str, tiers: tuple[Path, Path]) -> None:
     step, copy = tiers
     truth, (name, harm) = contents(copy), DAMAGES[damage]
@@ -397,6 +398,7 @@ def killed(step: Path, copy: Path, change: int) -> bool:
 
 
 @pytest.mark.parametrize("every", [6, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_kills_in_the_middle_lose_nothing(every: int, saved: Path, tmp_path: Path) -> None:
     """Before each change that a repair makes, or before one of `every` changes."""
     whole = contents(saved / "checkpoint-2")

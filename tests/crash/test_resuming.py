@@ -118,6 +118,7 @@ def killed(source: Path, out: Path, files: int, *more: str) -> None:
 
 
 @pytest.mark.parametrize(("files", "options"), [(1, ()), (2, ("--resume",))])
+@pytest.mark.quick(1)
 def test_a_killed_run_is_gone_on_with_where_its_finished_files_are_proven(
     source: Path,
     tmp_path: Path,
@@ -174,6 +175,7 @@ def test_a_run_that_is_interrupted_again_and_again_gets_done(
 
 
 @pytest.mark.parametrize("flips", ["finished", "note", "torn"])
+@pytest.mark.quick("finished")
 def test_a_finished_file_that_was_changed_meanwhile_is_written_again(
     source: Path, tmp_path: Path, whole: dict[str, dict[str, bytes]], flips: str
 ) -> None:
@@ -197,6 +199,7 @@ def test_a_finished_file_that_was_changed_meanwhile_is_written_again(
 
 
 @pytest.mark.parametrize("at", [0, 3, 2_000_000, -1])
+@pytest.mark.quick("0", "2000000")
 def test_every_byte_of_a_finished_archive_is_proven(
     source: Path, tmp_path: Path, whole: dict[str, dict[str, bytes]], at: int
 ) -> None:
@@ -211,6 +214,7 @@ def test_every_byte_of_a_finished_archive_is_proven(
 
 
 @pytest.mark.parametrize("change", ["source", "option"])
+@pytest.mark.quick("option")
 def test_another_plan_starts_over_and_says_so(source: Path, tmp_path: Path, change: str) -> None:
     copy, out = tmp_path / "source", tmp_path / "out"
     shutil.copytree(source, copy)

@@ -74,6 +74,7 @@ def leftovers(out: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("layout", ["hf", "torch", "dcp"])
+@pytest.mark.quick("dcp")
 def test_slices_in_any_order_make_what_one_process_makes(
     source: Path, tmp_path: Path, layout: Layout
 ) -> None:
@@ -99,19 +100,6 @@ def test_of_slices_that_finish_together_one_commits(source: Path, tmp_path: Path
     assert sum(one.manifest is not None for one in done) == 1
     assert ckptkit.verify(out).ok
     assert not leftovers(out)
-
-
-@pytest.mark.parametrize(
-    "case", ["zero3_bf16", "fsdp1_full_shard_flat", "dtensor_column_split", "torch_nested"]
-)
-def test_sources_of_every_kind_can_be_sliced(case: str, tmp_path: Path) -> None:
-    checkpoint = FIXTURES / case / "checkpoint"
-    request = ConsolidateRequest(max_file_bytes=4_000, names="live")
-    ckptkit.consolidate(checkpoint, tmp_path / "whole", max_shard_size=4_000, names="live")
-    job = ConversionJob(checkpoint, tmp_path / "out", request, resources=ONE)
-    for number in (1, 2, 0):
-        run_slice(job, number, 3)
-    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
 def write_slice(job: Any, out: PathLike, share: Share) -> None:

@@ -112,6 +112,7 @@ def test_a_drain_that_dies_fails_the_save_and_resume_drains_it_anew(tmp_path: Pa
     assert names(tmp_path / "node") == ["checkpoint-3"]
 
 
+@pytest.mark.slow
 def test_a_named_step_does_not_replace_one_that_could_not_be_drained(tmp_path: Path) -> None:
     state = fresh(1)
     with opened(tmp_path) as checkpointer:
@@ -130,6 +131,7 @@ def test_a_named_step_does_not_replace_one_that_could_not_be_drained(tmp_path: P
     assert names(tmp_path / "node") == ["checkpoint-5"]
 
 
+@pytest.mark.slow
 def test_a_committer_of_the_node_that_dies_fails_one_save(tmp_path: Path) -> None:
     state = fresh(1)
     with opened(tmp_path) as checkpointer:
@@ -147,6 +149,7 @@ def test_a_committer_of_the_node_that_dies_fails_one_save(tmp_path: Path) -> Non
     assert troubles.working_folders(tmp_path / "node") == []
 
 
+@pytest.mark.slow
 def test_a_step_saved_again_while_it_is_drained_waits_for_that(tmp_path: Path) -> None:
     state = fresh(1)
     with opened(tmp_path) as checkpointer:
@@ -209,6 +212,7 @@ def undrained(folder: Path, *steps: int, **named: str) -> list[dict[str, Any]]:
     return truths
 
 
+@pytest.mark.slow
 def test_a_damaged_step_of_the_node_does_not_hide_the_one_before(tmp_path: Path) -> None:
     truth, _ = undrained(tmp_path, 2, 3)
     (tmp_path / "node/checkpoint-3/.ranks/0.json").write_bytes(b"{}" * 40)
@@ -218,6 +222,7 @@ def test_a_damaged_step_of_the_node_does_not_hide_the_one_before(tmp_path: Path)
     assert names(tmp_path / "run") == ["checkpoint-1", "checkpoint-2"]
 
 
+@pytest.mark.slow
 def test_a_step_with_a_name_of_its_own_is_drained_beside_the_newest_and_once(
     tmp_path: Path,
 ) -> None:
@@ -234,6 +239,7 @@ def test_a_step_with_a_name_of_its_own_is_drained_beside_the_newest_and_once(
     assert (tmp_path / "run/best").stat().st_ino == before
 
 
+@pytest.mark.slow
 def test_what_another_run_left_on_the_node_is_never_taken_for_a_step(tmp_path: Path) -> None:
     undrained(tmp_path, 2)
     with pytest.raises(RefusedError, match="'checkpoint-2', which was not drained") as caught:
@@ -251,6 +257,7 @@ def test_what_another_run_left_on_the_node_is_never_taken_for_a_step(tmp_path: P
     assert names(tmp_path / "node") == []
 
 
+@pytest.mark.slow
 def test_a_shared_place_that_is_gone_is_not_made_anew(tmp_path: Path) -> None:
     state = fresh(1)
     with opened(tmp_path) as checkpointer:
@@ -332,6 +339,7 @@ def test_a_directory_within_the_run_is_refused(tmp_path: Path) -> None:
     assert names(tmp_path / "run") == []
 
 
+@pytest.mark.slow
 def test_a_step_without_its_optimizer_is_united_without_it(tmp_path: Path) -> None:
     state = fresh(1)
     parameter = next(iter(state["model"].parameters()))
@@ -368,6 +376,7 @@ def test_a_full_shared_place_fails_the_save_and_leaves_the_step_on_the_node(
         assert ckptkit.verify(tmp_path / "node").ok
 
 
+@pytest.mark.slow
 def test_a_state_too_large_for_the_memory_and_the_node_fails_clearly(tmp_path: Path) -> None:
     with (
         mounted(tmp_path / "node", *tmpfs("100k")),
@@ -489,6 +498,7 @@ def test_files_of_any_size_are_drained_as_they_are(tmp_path: Path) -> None:
     assert (target / ".ranks/beside/1").read_bytes() == (folder / "1").read_bytes()
 
 
+@pytest.mark.slow
 def test_files_that_steps_have_in_common_are_linked_at_the_shared_place_too(
     tmp_path: Path,
 ) -> None:

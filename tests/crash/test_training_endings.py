@@ -137,6 +137,7 @@ def test_a_close_that_is_interrupted_can_be_called_again(
     Checkpointer(run).close()  # the lock was given back
 
 
+@pytest.mark.slow
 def test_all_failures_that_nobody_asked_for_are_raised_at_the_end(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,30 +180,6 @@ def test_nothing_can_be_asked_of_a_closed_one(run: Path) -> None:
     ):
         with pytest.raises(UsageError, match="closed already"):
             call()
-
-
-def test_a_new_dict_is_saved_without_looking_at_everything_anew(run: Path) -> None:
-    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
-    models = nn.ModuleList([first])
-    many: list[nn.Module] = [first]
-    with Checkpointer(run, layout="dcp") as saver:
-        saver.save(1, {"model": many, "extra": {"epoch": 1}}).result(SECONDS)
-        bound = saver._binding._bound
-        assert bound is not None
-        beside = saver._sidecars.folder
-        saver.save(2, {"model": many, "extra": {"epoch": 2}}).result(SECONDS)
-        assert saver._binding._bound is not None
-        assert saver._binding._bound._walks is bound._walks
-        assert saver._sidecars.folder == beside
-        many.append(second)
-        path = saver.save(3, {"model": many, "extra": {"epoch": 3}}).result(SECONDS)
-        extra = {"epoch": 0}
-        fresh = [nn.Linear(2, 2), nn.Linear(2, 2)]
-        assert saver.resume({"model": fresh, "extra": extra}) == 3
-    assert path.is_dir()
-    assert extra == {"epoch": 3}
-    assert torch.equal(fresh[1].weight, second.weight)
-    assert len(models) == 1
 
 
 class _Odd:
@@ -371,6 +348,7 @@ def test_an_optimizer_that_accelerate_has_wrapped_is_guarded(run: Path) -> None:
         saver.save(1, {"model": model, "optimizer": wrapped}).result(SECONDS)
 
 
+@pytest.mark.slow
 def test_a_writer_that_is_stopped_is_noticed_however_long_the_message(run: Path) -> None:
     model = nn.Module()
     for number in range(2_500):
@@ -406,6 +384,7 @@ def open_inodes() -> Iterator[int]:
             yield path.stat().st_ino
 
 
+@pytest.mark.slow
 def test_a_forked_child_neither_delays_close_nor_keeps_writers_alive(run: Path) -> None:
     saver = Checkpointer(run)
     saver.save(1, {"model": nn.Linear(2, 2)}).result(SECONDS)

@@ -114,6 +114,7 @@ def test_a_disk_that_fills_up_in_the_middle(run: Path, trouble: Any, log: Any) -
     assert error.hint in line
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full(mount: Callable[..., Path], log: Any) -> None:
     run = mount("small", "-t", "tmpfs", "-o", "size=3m")
     with Checkpointer(run) as saver:
@@ -182,6 +183,7 @@ def test_a_directory_that_turns_read_only(run: Path, log: Any) -> None:
     assert len(log.lines(logging.ERROR)) == 2
 
 
+@pytest.mark.slow
 def test_a_writer_that_hangs(run: Path, log: Any) -> None:
     with Checkpointer(run, stall_seconds=2.0) as saver:
         drill = Drill(saver, run)
@@ -226,6 +228,7 @@ def test_a_slow_disk_is_waited_for_while_steps_go_on(run: Path, trouble: Any, lo
 
 
 @pytest.mark.parametrize("prepared", [True, False])
+@pytest.mark.quick("True")
 def test_a_folder_in_memory_that_is_too_small(
     mount: Callable[..., Path],
     run: Path,
@@ -274,6 +277,7 @@ def test_memory_that_is_not_there(
 
 
 @pytest.mark.parametrize("kind", ["bare", "buffered", "ramfs"])
+@pytest.mark.quick("ramfs")
 def test_direct_io_and_whatever_else_is_refused(
     kind: str, mount: Callable[..., Path], tmp_path: Path, log: Any
 ) -> None:
@@ -320,6 +324,7 @@ def test_what_could_not_be_opened_can_be_opened_again(run: Path) -> None:
     Checkpointer(run).close()
 
 
+@pytest.mark.slow
 def test_the_same_step_saved_again_while_somebody_reads_the_old_one(run: Path) -> None:
     with Checkpointer(run, max_in_flight=2) as saver:
         state = fresh()

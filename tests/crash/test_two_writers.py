@@ -320,6 +320,7 @@ def _words(bucket: Bucket, endpoint: str, *options: str) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 def test_a_kill_in_the_commit_blocks_nothing_and_is_seen(
     bucket: Bucket,
     known: dict[str, dict[str, bytes]],
@@ -406,6 +407,7 @@ def test_after_a_kill_at_any_request_the_same_command_leaves_nothing_but_its_out
 
 
 @pytest.mark.usefixtures("known")
+@pytest.mark.slow
 def test_files_of_the_user_in_an_output_on_s3_are_not_removed(bucket: Bucket) -> None:
     bucket.put(f"{OUT}/other/model.safetensors", b"mine")
     told = write(by_way_of(bucket), FIRST)
@@ -430,6 +432,7 @@ def test_what_comes_while_an_output_is_made_stays_too(
 
 
 @pytest.mark.usefixtures("known")
+@pytest.mark.slow
 def test_all_objects_of_an_output_carry_the_name_of_their_writer(bucket: Bucket) -> None:
     client = bucket.store.client
     writers = {

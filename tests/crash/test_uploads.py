@@ -97,6 +97,7 @@ class Partly(nn.Module):
         return {"model": self, "optimizer": torch.optim.SGD(self.head.parameters(), lr=0.1)}
 
 
+@pytest.mark.slow
 def test_steps_at_a_url_are_whole_retired_and_resumed_from_and_frozen_weights_copied(
     bucket: Bucket, tmp_path: Path
 ) -> None:

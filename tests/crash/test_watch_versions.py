@@ -301,6 +301,7 @@ def test_versions_are_published_to_a_store(
         ["weight_v000001/ckptkit.json"],
     ),
 )
+@pytest.mark.slow
 def test_a_watch_that_is_killed_while_a_store_shows_its_files_goes_on(
     file: str, object_store: ObjectStore, forks: ForkedCommands, run: Path, tmp_path: Path
 ) -> None:

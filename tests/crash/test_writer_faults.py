@@ -12,13 +12,11 @@ import subprocess
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed.checkpoint as dcp
 from msgspec.structs import replace
 
 import ckptkit
@@ -41,16 +39,13 @@ from ckptkit.writer.messages import (
     Discard,
     RecordProof,
     StepCommitted,
-    Written,
 )
 from ckptkit.writer.persist import STRIDE_BYTES, Persister
 from ckptkit.writer.record import parse_record
 from tests.crash import writing as writing_module
-from tests.files import mounted, remount, tmpfs
 
 writing: Any = writing_module
 NATIVE = Disk()
-KEY = ("model", "a.weight")
 persist = writing.persist
 
 
@@ -81,25 +76,6 @@ def refused(request: Commit, kind: type[CkptkitError]) -> CkptkitError:
 @pytest.fixture
 def save(tmp_path: Path) -> Any:
     return writing.Save(tmp_path / "run", world_size=2)
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    with mounted(tmp_path / "small", *tmpfs("1m")) as place:
-        yield place
-
-
-def test_torch_loads_what_was_committed(save: Any) -> None:
-    committed(save.commit(persist_all(save)))
-    state = {"model": {"a.weight": torch.zeros(4, 3), "b.weight": torch.zeros(4, 2000)}}
-    with pytest.warns(UserWarning, match="single process"):
-        dcp.load(state, checkpoint_id=save.final / writing.MODEL)
-    for name, found in state["model"].items():
-        parts = [writing.rows_of(("model", name), r, 2, found.shape[1]).data for r in range(2)]
-        assert found.numpy().tobytes() == b"".join(parts)
-    report = ckptkit.verify(save.final)
-    assert report.ok
-    assert report.unverified == ()
 
 
 def test_the_manifest_names_every_file_and_keeps_digests(save: Any) -> None:
@@ -220,15 +196,6 @@ def test_nothing_of_another_tool_is_replaced(save: Any) -> None:
         committed(save.commit(persist_all(save)))
 
 
-def test_direct_io_that_is_refused_is_told_and_replaced(tmp_path: Path) -> None:
-    save = writing.Save(tmp_path)
-    memory, request = save.persist(0, writing.usual_units(0, 1))
-    answer = persist(memory, request, dataclasses.replace(NATIVE, direct_io=False))
-    assert "direct I/O was refused" in answer.notes[0]
-    committed(save.commit([answer.proof]))
-    assert ckptkit.verify(save.final).ok
-
-
 def test_direct_io_refused_by_the_first_write_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -246,51 +213,6 @@ def test_direct_io_refused_by_the_first_write_is_replaced(
     assert answer.notes
     committed(save.commit([answer.proof]))
     assert ckptkit.verify(save.final).ok
-
-
-def test_a_full_disk_is_said_to_be_full_and_the_next_save_works(small_disk: Path) -> None:
-    save = writing.Save(small_disk)
-    large = writing.rows_of(KEY, 0, 1, 1 << 18)
-    with writing.Writer() as writer:
-        memory, request = save.persist(0, {writing.MODEL: [large]})
-        writer.share(memory)
-        answer = writer.ask(request)
-        assert isinstance(answer, writing.Failed)
-        assert answer.error["code"] == "no-space"
-        assert "full" in answer.error["message"]
-        assert answer.error["hint"]
-        assert isinstance(writer.ask(Discard(save.attempt, request.folder)), Written)
-        assert not save.folder.exists()
-        writing.save_whole(writing.Save(small_disk, "a-2"), writer)
-
-
-def test_a_disk_that_fills_up_while_it_is_written_is_said_to_be_full(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(OpenFile, "write_at", fail)
-    save = writing.Save(tmp_path)
-    threads = threading.active_count()
-    with pytest.raises(OSError, match=r"__0_0\.distcp"):  # with the name of the file
-        persist(*save.persist(0, writing.usual_units(0, 1)))
-    assert threading.active_count() == threads
-
-
-def test_a_directory_that_turned_read_only_is_said_to_be(small_disk: Path) -> None:
-    save = writing.Save(small_disk)
-    with writing.Writer() as writer:
-        writing.save_whole(writing.Save(small_disk, step=400), writer)
-        remount(small_disk, "-o", "remount,ro")
-        memory, request = save.persist(0, writing.usual_units(0, 1))
-        writer.share(memory)
-        answer = writer.ask(request)
-        assert isinstance(answer, writing.Failed)
-        assert answer.error["code"] == "unwritable-output"
-        assert "ead-only" in answer.error["message"]
-        remount(small_disk, "-o", "remount,rw")
-        writing.save_whole(writing.Save(small_disk, "a-2"), writer)
 
 
 def test_files_that_become_visible_late_are_waited_for(save: Any) -> None:
@@ -349,19 +271,6 @@ def test_a_rank_that_is_missing_or_of_another_world_is_named(save: Any) -> None:
     assert "of 1 ranks" in refused(save.commit(proofs[:1]), FormatError).message
     twice = [proofs[0], replace(proofs[0], rank=1)]
     assert "rank 0" in refused(save.commit(twice), FormatError).message
-
-
-def test_two_ranks_that_write_the_same_place_are_found_out(save: Any) -> None:
-    same = writing.rows_of(KEY, 0, 2)
-    proofs = [persist(*save.persist(rank, {writing.MODEL: [same]})).proof for rank in range(2)]
-    assert "some chunks overlap" in refused(save.commit(proofs), FormatError).message
-
-
-def test_a_place_that_nobody_wrote_is_found_out(save: Any) -> None:
-    units = [{writing.MODEL: [writing.rows_of(KEY, 0, 2)]}, {writing.MODEL: []}]
-    proofs = [persist(*save.persist(rank, units[rank])).proof for rank in range(2)]
-    error = refused(save.commit(proofs), IncompleteCheckpointError)
-    assert "6 of 12 elements" in error.message
 
 
 def test_a_tensor_that_all_left_to_others_is_found_out(save: Any) -> None:
@@ -431,16 +340,3 @@ def test_the_writer_stays_small(tmp_path: Path) -> None:
         lines = Path(f"/proc/{writer.process.pid}/smaps_rollup").read_text().splitlines()
         private = sum(int(line.split()[1]) for line in lines if line.startswith("Private_"))
     assert private < 30_000  # kilobytes
-
-
-def test_tied_names_point_to_the_same_bytes(tmp_path: Path) -> None:
-    save = writing.Save(tmp_path)
-    tied = dataclasses.replace(writing.rows_of(KEY, 0, 1), aliases=(("model", "head.weight"),))
-    proof = persist(*save.persist(0, {writing.MODEL: [tied]})).proof
-    committed(save.commit([proof]))
-    state = {"model": {name: torch.zeros(2, 3) for name in ("a.weight", "head.weight")}}
-    with pytest.warns(UserWarning, match="single process"):
-        dcp.load(state, checkpoint_id=save.final / writing.MODEL)
-    for found in state["model"].values():
-        assert found.numpy().tobytes() == tied.data
-    assert ckptkit.verify(save.final).ok

@@ -151,6 +151,7 @@ def count_calls(run: Path) -> int:
 
 
 @pytest.mark.parametrize("phase", ["persist", "commit"])
+@pytest.mark.quick("commit")
 def test_a_writer_leaves_when_its_trainer_is_gone(tmp_path: Path, phase: str) -> None:
     save = writing.Save(tmp_path)
     memory, request = save.persist(0, writing.usual_units(0, 1))

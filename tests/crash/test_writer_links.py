@@ -178,6 +178,7 @@ def test_a_writer_that_is_killed_between_link_and_record_costs_that_save_only(
     assert ckptkit.verify(run / "checkpoint-5").ok
 
 
+@pytest.mark.slow
 def test_two_saves_in_flight_and_a_loaded_state_dict(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(500, 500), nn.Linear(500, 2))
     model[0].requires_grad_(False)

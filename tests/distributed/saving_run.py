@@ -9,6 +9,7 @@ import os
 import random
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from torch.distributed.fsdp import fully_shard
 
 from ckptkit.core.errors import UsageError
 from ckptkit.training import Checkpointer
-from tests.distributed.cases import FULL, WRAPPERS, names, nobody_talks, run_cases, same
+from tests.distributed.cases import FULL, WRAPPERS, full, names, nobody_talks, run_cases, same
 
 
 class Net(nn.Module):
@@ -45,6 +46,22 @@ class Net(nn.Module):
         loss: torch.Tensor = self.down(self.norm(torch.relu(self.up(hidden)))).pow(2).mean()
         loss += self.head(hidden).pow(2).mean()
         return loss
+
+
+KEPT: dict[Any, Any] = {1: 0.5, "1": [{}, {None: torch.Size([2])}], False: Counter({3: 1})}
+
+
+class Average:
+    """An object whose state has tensors, sharded ones too, under keys that are no texts."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.held: Any = {1: {n: p.detach().clone() for n, p in model.named_parameters()}}
+
+    def state_dict(self) -> Any:
+        return self.held
+
+    def load_state_dict(self, state: Any) -> None:
+        self.held = state
 
 
 class Data:
@@ -73,8 +90,12 @@ def make(kind: str, seed: int) -> dict[str, Any]:
         "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2),
         "scaler": torch.amp.GradScaler("cpu", init_scale=seed + 8.0),
         "dataloader": Data(),
-        "progress": {"tokens": seed},
+        "progress": {"tokens": seed, "kept": KEPT if seed == 1 else None},
     }
+
+
+def with_average(state: dict[str, Any], kind: str) -> dict[str, Any]:
+    return state | ({"average": Average(state["model"])} if kind == "fsdp2" else {})
 
 
 def train(state: dict[str, Any], steps: int) -> None:
@@ -114,10 +135,11 @@ def keep_truth(folder: Path, truth: Mapping[str, torch.Tensor]) -> None:
 
 def save_and_resume(folder: Path, kind: str) -> None:
     """The first save ever, without prepare, with everything that communicates raising."""
-    state = make(kind, 1)
+    state = with_average(make(kind, 1), kind)
     train(state, 3)
     truth = gathered(state)
     keep_truth(folder, truth)
+    average = {n: full(t) for n, t in state["average"].held[1].items()} if kind == "fsdp2" else {}
     with Checkpointer(folder / "run") as checkpointer:
         assert checkpointer.resume(make(kind, 2)) is None
         seed_ranks()
@@ -128,13 +150,15 @@ def save_and_resume(folder: Path, kind: str) -> None:
             path = handle.result(120)
         assert path == folder.absolute() / "run" / "checkpoint-3"
         assert handle.blocked_seconds > 0
-        other = make(kind, 2)
+        other = with_average(make(kind, 2), kind)
         random.seed(0)
         assert checkpointer.resume(other) == 3
         assert draw() == expected
         same(gathered(other), truth)
         assert other["dataloader"].at == 10 * (dist.get_rank() + 1) + 12
-        assert other["progress"] == {"tokens": 1}
+        assert repr(other["progress"]) == repr({"tokens": 1, "kept": KEPT})
+        for name, tensor in other["average"].held[1].items() if kind == "fsdp2" else ():
+            assert torch.equal(tensor.full_tensor(), average[name]), name
         assert other["scheduler"].last_epoch == 3
         assert other["scaler"].state_dict()["scale"] == 9.0
 

@@ -72,12 +72,14 @@ def test_damage_in_the_bytes_of_one_rank_stops_that_rank_alone(
     run_ranks(SCRIPT, 2, tmp_path, "damaged")
 
 
+@pytest.mark.slow
 def test_the_stage_of_a_pipeline_is_filled_from_the_whole_model(
     run_ranks: Callable[..., Any], tmp_path: Path
 ) -> None:
     run_ranks(SCRIPT, 2, tmp_path, "stages")
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_is_not_waited_for(
     run_ranks: Callable[..., Any], tmp_path: Path
 ) -> None:

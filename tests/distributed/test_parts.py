@@ -73,6 +73,12 @@ def test_numbered_states_whose_names_nothing_proves_are_refused_and_the_hint_wor
     "name", ["model_world_size_2_rank_{}.pt", "model_{}.pt", "ckpt-rank0000{}-of-00002.pt"]
 )
 @pytest.mark.parametrize("case", ["loop", "other_keys", "extra_state", "bare"])
+@pytest.mark.quick(
+    "bare-model_{}.pt",
+    "extra_state-ckpt-rank0000{}-of-00002.pt",
+    "loop-model_world_size_2_rank_{}.pt",
+    "other_keys-model_{}.pt",
+)
 def test_what_a_loop_saved_under_the_names_of_a_framework_is_read_by_its_keys(
     parts: Path, tmp_path: Path, case: str, name: str
 ) -> None:

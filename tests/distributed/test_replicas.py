@@ -58,6 +58,7 @@ def test_ranks_that_hold_other_values_are_named_by_the_save_and_by_a_resume(
     assert text.startswith("the step that is resumed: ranks 0 and 2 held different values of model")
 
 
+@pytest.mark.slow
 def test_buffers_of_ranks_that_nothing_keeps_equal_are_named(
     run_ranks: Callable[..., Any], tmp_path: Path
 ) -> None:

@@ -105,6 +105,7 @@ def test_damaged_steps_are_passed_over_on_every_rank(
     assert "step 7 is skipped" not in output
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_refused_on_every_rank_and_nothing_is_passed_over(
     launch: Run, saved: Path
 ) -> None:
@@ -114,6 +115,7 @@ def test_what_does_not_fit_is_refused_on_every_rank_and_nothing_is_passed_over(
     assert "'model.extra'" in output
 
 
+@pytest.mark.slow
 def test_a_run_of_damaged_steps_only_is_an_error_and_an_empty_run_is_none(
     launch: Run, saved: Path, tmp_path: Path
 ) -> None:

@@ -25,7 +25,7 @@ def saved_by_two(run_ranks: Callable[..., Any], tmp_path_factory: pytest.TempPat
 
 def same_as_live(run: Path, truth: Path, out: Path) -> None:
     assert ckptkit.verify(run).ok
-    ckptkit.consolidate(run, out)
+    ckptkit.consolidate(run, out, select="pytorch_model_fsdp_0")
     written = load_file(out / "model.safetensors")
     live = {k.removeprefix("model."): v for k, v in load_file(truth).items() if k[0] == "m"}
     assert written.keys() == live.keys()
@@ -35,6 +35,7 @@ def same_as_live(run: Path, truth: Path, out: Path) -> None:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("kind", BY_TWO)
+@pytest.mark.quick("fsdp2", "fsdp1_flat")
 def test_a_save_without_any_collective_consolidates_to_the_live_model(
     kind: str, saved_by_two: Path, tmp_path: Path
 ) -> None:
@@ -61,6 +62,7 @@ def test_a_save_returns_while_another_rank_is_stopped_for_a_minute(
 
 
 @pytest.mark.distributed
+@pytest.mark.slow
 def test_a_save_on_a_grid_of_ranks_consolidates_to_the_live_model(
     run_ranks: Callable[..., Any], tmp_path: Path
 ) -> None:

@@ -116,6 +116,7 @@ def test_each_byte_is_downloaded_once_however_a_model_is_cut(
     assert sent < 1.1 * size, (sent / size, found)
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_in_the_middle_stops_no_other(
     bucket: Bucket, run_ranks: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -183,6 +184,7 @@ def test_a_rank_that_comes_late_takes_what_is_still_downloaded(
     assert proxy.sent["GET"] < 2.05 * size_of(tmp_path) - shared
 
 
+@pytest.mark.slow
 def test_an_object_that_is_replaced_meanwhile_is_taken_by_no_rank(
     bucket: Bucket, run_ranks: Callable[..., Any], tmp_path: Path
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,56 +12,37 @@ from safetensors.numpy import load_file
 
 import ckptkit
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 SCRIPT = Path(__file__).with_name("stages_run.py")
 CASES = ("pipeline", "interleaved", "experts", "experts_again", "experts_ddp", "plain")
-SAMPLE = ("pipeline", "experts_again")
 
 
-@dataclass(frozen=True)
-class Saved:
+@pytest.fixture(scope="module")
+def saved(run_ranks: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What four ranks saved, each case under its name in a run, and resumed from."""
-
-    folder: Path
-    cases: tuple[str, ...]
-
-
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param(SAMPLE, id="sample"),
-        pytest.param(CASES, id="all", marks=pytest.mark.slow),
-    ],
-)
-def saved(
-    request: pytest.FixtureRequest,
-    run_ranks: Callable[..., Any],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Saved:
-    folder, cases = tmp_path_factory.mktemp("stages"), request.param
-    marked = ["marked"] if cases == CASES else []
-    done = run_ranks(SCRIPT, 4, folder, "here", *cases, *marked)
-    cut_otherwise = ["pipeline", "plain", "plain"] if marked else ["pipeline"]
-    assert done.stdout.count("RESUMED") == 4 * len([*cases, *cut_otherwise, *marked])
+    folder: Path = tmp_path_factory.mktemp("stages")
+    done = run_ranks(SCRIPT, 4, folder, "here", *CASES, "marked")
+    cut_otherwise = ["pipeline", "plain", "plain"]
+    assert done.stdout.count("RESUMED") == 4 * len([*CASES, *cut_otherwise, "marked"])
     refusals = [line for line in done.stdout.splitlines() if line.startswith("REFUSED")]
-    assert len(refusals) == 4 * len(marked)
+    assert len(refusals) == 4
     assert all("holds another part of" in line for line in refusals)
-    return Saved(folder, cases)
+    return folder
 
 
 def test_stages_and_experts_resume_bit_for_bit_on_plain_fsdp_and_with_stock_tools(
-    run_ranks: Callable[..., Any], saved: Saved
+    run_ranks: Callable[..., Any], saved: Path
 ) -> None:
-    output = run_ranks(SCRIPT, 2, saved.folder, "elsewhere", *saved.cases).stdout
-    assert output.count("RESUMED") == 2 * len(saved.cases)
+    output = run_ranks(SCRIPT, 2, saved, "elsewhere", *CASES).stdout
+    assert output.count("RESUMED") == 2 * len(CASES)
     assert output.count("STOCK") == 2
 
 
 def test_what_stages_and_experts_saved_or_exported_is_one_model(
-    saved: Saved, tmp_path: Path
+    saved: Path, tmp_path: Path
 ) -> None:
-    for name in saved.cases:
-        is_one_model(saved.folder, name, tmp_path / name)
+    for name in CASES:
+        is_one_model(saved, name, tmp_path / name)
 
 
 def is_one_model(saved: Path, name: str, out: Path) -> None:

@@ -19,7 +19,6 @@ CHECKS = {
     "failing": "training outlives a failed save, and raises if it was the last",
     "model": "save_model writes model or adapter with all that belongs to it, and no token",
     "signals": "a signal to one rank saves and stops all",
-    "pushing": "every sharded step is pushed with its model by a process of its own",
     "secrets": "no secret of a run or a step is pushed, whoever pushes it",
     "native": "a model sharded by Transformers resumes bit for bit",
     "nothing": "without shards or known places the Trainer stays as it is",

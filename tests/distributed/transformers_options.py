@@ -247,30 +247,6 @@ def wait_for_commits(hub: HubServer, count: int) -> Repo:
     return hub.repo("org/tiny")
 
 
-def check_pushing(check: str, folder: Path) -> None:
-    """Each sharded step is pushed by a process of its own, the whole step beside the model."""
-    given = {"hub_strategy": "all_checkpoints", "hub_model_id": "org/tiny", "hub_token": TOKEN}
-    made = trainer("fsdp2", folder / check, save_total_limit=1, **given)
-    made.args.push_to_hub = True
-    with HubServer(xet=False) as hub, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HF_ENDPOINT", hub.url)  # rank 0 starts the process, and so asks its own
-        patch.setenv("HF_HUB_OFFLINE", "0")
-        patch.setenv("HF_HUB_DISABLE_XET", "1")
-        install(made)
-        made.train()
-        if dist.get_rank() == 0:
-            repo = wait_for_commits(hub, LAST // 2)
-            messages = [commit.message.split(" (")[0] for commit in repo.commits]
-            assert messages == ["Step 2", "Step 4", "Step 6"]
-            steps = {path.split("/")[0] for path in repo.files() if path.startswith("checkpoint-")}
-            assert sorted(steps) == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
-            assert "model.safetensors" in repo.files()
-            assert steps_in(folder / check)[-1] == LAST
-            whole = folder / check / f"checkpoint-{LAST}"
-            names = [path.relative_to(whole) for path in whole.rglob("*") if path.is_file()]
-            assert all(f"checkpoint-{LAST}/{name}" in repo.files() for name in names)
-
-
 class Planting(Trainer):  # type: ignore[misc]
     """Puts files with secrets beside each model, as scripts that copy their folder do."""
 

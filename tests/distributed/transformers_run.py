@@ -51,7 +51,6 @@ from tests.distributed.transformers_options import (
     check_native,
     check_nothing,
     check_only_model,
-    check_pushing,
     check_secrets,
     check_signals,
 )
@@ -132,7 +131,6 @@ CHECKS: dict[str, Callable[[str, Path], None]] = {
     "signals": check_signals,
     "nothing": check_nothing,
     "native": check_native,
-    "pushing": check_pushing,
     "secrets": check_secrets,
     "model": check_model,
     "asked": check_asked,

@@ -28,10 +28,7 @@ from tests.hub_server import HubServer
 from tests.object_store import ObjectStore
 from tests.page_runs import PageRun, environment_of, make_home, make_programs, make_world
 
-HOW_TO = (
-    *("check-before-a-run", "evaluate", "many-checkpoints", "reports", "slurm"),
-    "troubleshooting",
-)
+HOW_TO = (*("check-before-a-run", "evaluate", "reports", "troubleshooting"),)
 REFERENCE = ("adapters", "consolidate", "several-steps", "training")
 PAGES = (
     "index.md",
@@ -40,7 +37,7 @@ PAGES = (
     "explanation/guarantees.md",
 )
 SLOW_PAGES = (
-    "how-to/disk-space.md",
+    *("how-to/disk-space.md", "how-to/many-checkpoints.md", "how-to/slurm.md"),
     *(f"reference/{name}.md" for name in ("deltas", "hub", "runs", "storage")),
 )
 TRAINERS = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 from safetensors.numpy import save_file
 
 import ckptkit
@@ -12,6 +13,7 @@ from tests.browser import open_browser
 from tests.pages import DOCS
 
 
+@pytest.mark.slow
 def test_a_change_below_a_thousandth_is_a_number_with_two_digits(tmp_path: Path) -> None:
     first = np.full((8, 4), 1.0)
     for name, factor in (("a", 1.0), ("b", 1 + 3.4e-6)):

@@ -91,13 +91,13 @@ def test_any_states_give_an_index_or_our_errors(files: dict[str, Any]) -> None:
     read(files)
 
 
-@settings(deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(STATES, st.lists(FOLDERS, min_size=1, max_size=4, unique=True))
 def test_equal_states_give_an_index_or_our_errors(state: Any, folders: list[str]) -> None:
     read(dict.fromkeys(folders, state))
 
 
-@settings(deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.dictionaries(FOLDERS, st.binary(max_size=300), min_size=1, max_size=2))
 def test_any_bytes_give_our_errors(files: dict[str, bytes]) -> None:
     read(files)

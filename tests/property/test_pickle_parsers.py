@@ -177,7 +177,10 @@ def test_metadata_cut_anywhere_is_refused() -> None:
             parse_metadata(data[:length], where="")
 
 
-@pytest.mark.parametrize(("ranks", "flips"), [(2, examples(3000)), (40, examples(1000))])
+@pytest.mark.parametrize(
+    ("ranks", "flips"),
+    [(2, examples(3000)), pytest.param(40, examples(1000), marks=pytest.mark.slow)],
+)
 def test_flipped_bits_give_one_of_our_errors_or_the_same_from_both_paths(
     ranks: int, flips: int
 ) -> None:

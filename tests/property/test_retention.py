@@ -22,13 +22,13 @@ STEPS = st.lists(
     ),
     unique_by=lambda facts: facts.step,
 )
-COUNTS = st.none() | st.integers(1, 8)
+VALUES = {
+    "int | None": st.none() | st.integers(1, 8),
+    "str | None": st.none() | st.sampled_from(["loss", "accuracy"]),
+    "BestMode": st.sampled_from(["min", "max"]),
+}
 RULES = st.builds(
-    Retention,
-    keep_last=COUNTS,
-    keep_every=COUNTS,
-    keep_best=st.none() | st.sampled_from(["loss", "accuracy"]),
-    best_mode=st.sampled_from(["min", "max"]),
+    Retention, **{name: VALUES[kind] for name, kind in Retention.__annotations__.items()}
 )
 
 

@@ -17,6 +17,7 @@ from ckptkit.consumers.tokenizer_files import (
 )
 from ckptkit.core.errors import CkptkitError
 from tests.property.examples import examples
+from tests.sampled import sampled
 
 KEYS = (
     *("model", "type", "vocab", "merges", "added_tokens", "content", "id", "special", "lstrip"),
@@ -75,7 +76,7 @@ def folder(rng: random.Random) -> dict[str, bytes]:
     return {name: json.dumps(document).encode() for name, document in documents.items()}
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", sampled(range(4), [0]))
 def test_any_json_is_compared_or_refused(seed: int) -> None:
     rng = random.Random(seed)  # noqa: S311  repeated by its seed
     for _ in range(examples(5000)):

@@ -40,13 +40,19 @@ FOLDERS: dict[str, Callable[[int, int], str]] = {
     "NeMo": lambda epoch, step: f"epoch={epoch}-step={step}-val_loss=0.25-last",
     "a loop": lambda epoch, step: f"checkpoint-epoch{epoch}-step{step}",
 }
-FILES: dict[str, Callable[[int, int], str]] = {
-    "Composer": lambda epoch, step: f"ep{epoch}-ba{step}-rank0.pt",
+FILES: dict[str, Callable[[int, int], str]] = {  # with a place for the rank, where there is one
+    "Composer": lambda epoch, step: f"ep{epoch}-ba{step}-rank{{}}.pt",
     "Composer without ranks": lambda epoch, step: f"ep{epoch}-ba{step}.pt",
     "Lightning": lambda epoch, step: f"epoch={epoch}-step={step}.ckpt",
     "Lightning's own": lambda epoch, step: f"model-epoch{epoch:02}_step{step:04}.ckpt",
     "MMEngine": lambda _, step: f"iter_{step}.pth",
     "a loop": lambda _, step: f"model_step_{step}.pt",
+    "metaseq": lambda _, step: f"checkpoint_{step}-shard{{}}.pt",
+    "a loop on all ranks": lambda _, step: f"step_{step}.rank{{}}.of2.pt",
+    "with an underscore": lambda _, step: f"step_{step}_rank_{{:05}}_of_00002.pth",
+    "with a dash": lambda _, step: f"ckpt-{step}-rank-{{}}-of-2.ckpt",
+    "by shards": lambda _, step: f"step_{step}_shard_{{}}_of_2.bin",
+    "with two endings": lambda _, step: f"checkpoint-{step}.rank{{}}.pth.tar",
 }
 # Nothing has more steps; and a number of eight digits may be a date.
 STEPS = st.integers(0, 10_000_000)
@@ -101,13 +107,10 @@ def test_folders_of_all_frameworks_are_ordered_by_their_steps(
 @settings(max_examples=examples(60))
 @given(points(), st.sampled_from(sorted(FILES)), st.integers(1, 3))
 def test_the_newest_file_of_a_series_is_taken(run: list[Point], family: str, ranks: int) -> None:
-    names = [FILES[family](*point) for point in run]
-    paths = [
-        name.replace("rank0", f"rank{rank}")
-        for name in names
-        for rank in range(ranks if "rank0" in name else 1)
-    ]
-    candidates = recognise(sorted(paths))
+    forms = [FILES[family](*point) for point in run]
+    names = [form.format(0) for form in forms]
+    paths = sorted({form.format(rank) for form in forms for rank in range(ranks)})
+    candidates = recognise(paths)
     steps = {path: number for path, (number, _) in find_step_files(candidates).items()}
     assert steps == {name: step for name, (_, step) in zip(names, run, strict=True)}
     assert {name_step(path) for path in paths} == set(names)

@@ -143,6 +143,7 @@ def test_steps_that_follow_no_dimension_are_not_found() -> None:
     assert find_tile(beyond, (2, 3)) is find_tile(beyond, (0, 3)) is None
 
 
+@pytest.mark.slow
 def test_a_conversion_into_too_many_pieces_is_refused() -> None:
     turned = Arrangement.of(Fqn(""), (2, 300_009)).permuted((1, 0))
     with pytest.raises(CannotPlanError, match="more than 65,536 pieces"):

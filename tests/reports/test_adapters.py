@@ -92,6 +92,7 @@ def config_of(folder: Path) -> dict[str, Any]:
 
 class TestVerl:
     @pytest.mark.parametrize("name", ["05-verl-lora", "05-verl-lora-dir", "05-verl-lora-only"])
+    @pytest.mark.quick("05-verl-lora")
     def test_rank_alpha_and_task_are_those_that_verl_recorded(
         self, name: str, tmp_path: Path
     ) -> None:
@@ -339,6 +340,7 @@ def _swift_factors(truth: Tensors, layers: tuple[int, ...]) -> dict[str, torch.T
 
 class TestTorchtune:
     @pytest.mark.parametrize(("name", "alpha"), [("llama_dora", 6), ("qwen2_lora", 8)])
+    @pytest.mark.quick("llama_dora-6")
     def test_the_merged_model_is_the_one_that_torchtune_makes(
         self, name: str, alpha: int, tmp_path: Path
     ) -> None:
@@ -616,6 +618,7 @@ class TestBasesWithMore:
     @pytest.mark.parametrize("tied", [True, False])
     @pytest.mark.parametrize("targets", [["q_proj", "v_proj"], ["lm_head", "down_proj"]])
     @pytest.mark.parametrize("family", ["gemma3", "llava", "qwen2.5-vl"])
+    @pytest.mark.quick("gemma3-targets0-False", "qwen2.5-vl-targets1-True")
     def test_the_text_model_is_found_beside_a_tower_with_the_same_modules(
         self, family: str, targets: list[str], tied: bool, tmp_path: Path
     ) -> None:
@@ -644,6 +647,7 @@ class TestBasesWithMore:
 
     @pytest.mark.parametrize("is_of_text", [True, False])
     @pytest.mark.parametrize("family", ["gemma3", "llava", "qwen2.5-vl"])
+    @pytest.mark.quick("gemma3-False", "llava-True")
     def test_modules_that_peft_does_not_place_in_the_whole_model_are_named(
         self, family: str, is_of_text: bool, tmp_path: Path
     ) -> None:
@@ -678,6 +682,7 @@ class TestBasesWithMore:
         assert_same(tensors_of(tmp_path / "out"), load_file(case / "truth.safetensors"))
 
     @pytest.mark.parametrize("kind", ["glm4_moe", "gemma3n"])
+    @pytest.mark.quick("gemma3n")
     def test_nor_have_tensors_that_the_counts_of_a_configuration_leave_out(
         self, kind: str, tmp_path: Path
     ) -> None:
@@ -779,6 +784,7 @@ class TestModulesUnderAnAttribute:
             {"target_modules": ["v_proj"], "layers_to_transform": [1]},
         ],
     )
+    @pytest.mark.quick(1)
     def test_an_extracted_adapter_has_the_names_of_the_base(
         self, options: dict[str, Any], tmp_path: Path
     ) -> None:

@@ -32,6 +32,7 @@ def stated_in(folder: Path) -> str:
     return str(json.loads((folder / "config.json").read_text())["dtype"])
 
 
+@pytest.mark.slow
 def test_packed_weights_keep_the_dtype_that_they_are_computed_in(tmp_path: Path) -> None:
     state = write_base(tmp_path / "base", quantization_config=FP8)
     packed = {name: t.to(torch.float8_e4m3fn) for name, t in state.items() if "proj" in name}

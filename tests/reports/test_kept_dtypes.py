@@ -152,6 +152,7 @@ def test_an_export_keeps_what_the_live_class_keeps(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", sampled(["LlamaForCausalLM", *LISTED], QUICK))
+@pytest.mark.quick("LlamaForCausalLM-float16", "T5ForConditionalGeneration-float16")
 def test_a_cast_writes_the_types_that_save_pretrained_writes(
     name: str, dtype: str, tmp_path: Path
 ) -> None:

@@ -354,6 +354,7 @@ def read(data: bytes) -> tuple[TensorIndex, dict[str, bytes]]:
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(value=OBJECTS, protocol=st.integers(1, 5), zipped=st.booleans())
+@pytest.mark.slow
 def test_any_objects_beside_a_state_dict_leave_the_weights_as_they_are(
     value: Any, protocol: int, zipped: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -400,61 +401,6 @@ def test_the_marker_is_left_where_such_a_file_is_executed(
     monkeypatch.chdir(tmp_path)
     pickle.loads(pickle.dumps(Touches()))  # noqa: S301, TID251 - made right here
     assert MARKER.exists()
-
-
-@pytest.mark.filterwarnings("ignore")  # of Lightning about itself
-@pytest.mark.parametrize(
-    ("value", "listed"),
-    [
-        (Mode.FAST, f"value (Mode of {HERE})"),
-        (nn.CrossEntropyLoss(weight=torch.ones(3)), "holds 1 tensor, which is not read)"),
-        (Net(), f"(Net of {HERE}, holds 2 tensors, which are not read)"),
-        (RunConfig(Path("/data"), inner=[Mode.FAST]), f"value (RunConfig of {HERE})"),
-        (functools.partial(torch.optim.Adam, lr=0.1), "value (Adam of torch.optim.adam)"),
-        ({"deep": [Outer.Inner(Level.HIGH)]}, f"value.deep.0 (Outer.Inner of {HERE})"),
-        (Net, f"value (Net of {HERE})"),
-    ],
-    ids=["enum", "loss", "module", "dataclass", "partial", "nested", "class"],
-)
-def test_lightnings_trainer_writes_what_is_read(value: Any, listed: str, tmp_path: Path) -> None:
-    import lightning.pytorch as lightning
-
-    class Module(lightning.LightningModule):  # type: ignore[misc]
-        def __init__(self, **_: Any) -> None:
-            super().__init__()
-            self.save_hyperparameters()
-            self.net = nn.Linear(4, 2)
-
-        def training_step(self, batch: torch.Tensor, _: int) -> torch.Tensor:
-            loss: torch.Tensor = self.net(batch).square().mean()
-            return loss
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.AdamW(self.parameters(), lr=0.1)
-
-    class Watch(lightning.Callback):  # type: ignore[misc]
-        def state_dict(self) -> dict[str, Any]:
-            return {"value": value}
-
-    module = Module(value=value)
-    trainer = lightning.Trainer(
-        accelerator="cpu",
-        max_steps=1,
-        logger=False,
-        callbacks=[Watch()],
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=tmp_path,
-    )
-    data: Any = torch.ones(2, 4)
-    trainer.fit(module, torch.utils.data.DataLoader(data))
-    trainer.save_checkpoint(tmp_path / "last.ckpt")
-    tensors, notes = converted(tmp_path / "last.ckpt", tmp_path / "out")
-    assert_same(tensors, module.state_dict())
-    assert listed in objects_in(notes)
-    assert "hyper_parameters.value" in objects_in(notes)
-    assert "Watch.value" in objects_in(notes)
 
 
 def test_objects_in_the_meta_file_of_a_sharded_strategy_are_listed(tmp_path: Path) -> None:
@@ -542,45 +488,6 @@ def test_values_that_are_shared_over_and_over_are_read(tmp_path: Path) -> None:
     assert_same(tensors, state)
 
 
-def history(values: list[float]) -> Any:
-    """What mmengine keeps of a value that it logs."""
-    made = HistoryBuffer()
-    made._log_history = np.array(values)
-    made._statistics_methods = {"mean": HistoryBuffer.mean}
-    return made
-
-
-class HistoryBuffer:
-    _log_history: np.ndarray[Any, Any]
-    _statistics_methods: dict[str, Any]
-
-    def mean(self) -> None: ...
-
-
-def test_mmengines_message_hub_is_left_out(tmp_path: Path) -> None:
-    net = nn.Linear(2, 2)
-    torch.save(
-        {
-            "meta": {"epoch": 1, "iter": 10, "cfg": "model = 1", "time": "now"},
-            "state_dict": net.state_dict(),
-            "message_hub": {
-                "log_scalars": {"loss": history([1.0]), "lr": history([0.1])},
-                "runtime_info": {"iter": 10},
-                "resumed_keys": {"iter": True},
-            },
-            "optimizer": torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9).state_dict(),
-            "param_schedulers": [{"last_step": 10, "_global_step": 10}],
-        },
-        tmp_path / "epoch_1.pth",
-    )
-    tensors, notes = converted(tmp_path / "epoch_1.pth", tmp_path / "out")
-    assert_same(tensors, net.state_dict())
-    assert objects_in(notes) == (
-        f"message_hub.log_scalars.loss (HistoryBuffer of {HERE}), message_hub.log_scalars.lr"
-        f" (HistoryBuffer of {HERE})"
-    )
-
-
 @pytest.mark.parametrize("key", ["args", "cfg", "client_state"])
 def test_arguments_are_values_as_before_and_not_listed(key: str, tmp_path: Path) -> None:
     """fairseq, timm and the references of torchvision keep their arguments."""
@@ -664,6 +571,7 @@ def test_deepspeeds_client_state_may_hold_objects(tmp_path: Path) -> None:
         (lambda: {"state_dict": Mapped(Net().state_dict())}, "Mapped", "an object in place of"),
     ],
 )
+@pytest.mark.quick("<lambda>-Mapped-an object in place of-False", "Net-Net-a whole module-True")
 def test_a_model_inside_of_an_object_is_refused_with_a_way_out_that_works(
     make: Callable[[], Any], name: str, what: str, zipped: bool, tmp_path: Path
 ) -> None:
@@ -972,16 +880,3 @@ def test_storages_may_be_numbered_as_litgpt_numbers_them(tmp_path: Path) -> None
     assert b"K\x00X" in buffer.getvalue()  # a number in place of a text
     tensors, _ = converted(tmp_path / "lit_model.pth", tmp_path / "out")
     assert_same(tensors, state)
-
-
-def test_nvidias_local_checkpoints_are_refused_by_class(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    name = "nvidia_resiliency_ext.checkpointing.local.basic_state_dict.BasicTensorAwareStateDict"
-    state = made_class(monkeypatch, name)()
-    state.state_dict = {"model": nn.Linear(2, 2).state_dict()}
-    path = tmp_path / "iter_0000010_0_local.pt"
-    torch.save(state, path)
-    with pytest.raises(UnsafePickleError, match=name) as caught:
-        converted(path, tmp_path / "out")
-    assert "library" not in str(caught.value)

@@ -82,6 +82,7 @@ def written_as(folder: Path, tensors: Tensors) -> Path:
 
 
 @pytest.mark.parametrize(("ranks", "is_piped"), [(2, False), (3, False), (2, True)])
+@pytest.mark.quick("2-True")
 def test_parts_of_fairseq2_are_joined_where_shapes_are_known(
     ranks: int, is_piped: bool, tmp_path: Path
 ) -> None:
@@ -161,6 +162,7 @@ def test_one_process_of_fairseq2_has_whole_tensors(tmp_path: Path) -> None:
 
 
 @given(st.binary(max_size=200), st.integers(0, 8000))
+@pytest.mark.slow
 def test_any_bytes_in_a_part_end_in_an_error_or_are_seen(junk: bytes, at: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         step = write_parts(Path(folder) / "step_5", [{"a.weight": torch.ones(4, 2)}], 2)

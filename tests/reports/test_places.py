@@ -101,6 +101,7 @@ def copied(report: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("case", PLACES)
+@pytest.mark.quick("automodel, the step", "composer, the file", "nemo-rl", "veomni, the run")
 def test_the_configuration_is_taken_from_where_the_framework_put_it(
     tmp_path: Path, case: str
 ) -> None:
@@ -115,6 +116,7 @@ def test_the_configuration_is_taken_from_where_the_framework_put_it(
 
 
 @pytest.mark.parametrize("report", [AUTOMODEL, NEMO_RL, VEOMNI, COMPOSER], ids=lambda r: r.name)
+@pytest.mark.quick("07-automodel")
 def test_it_goes_before_that_of_the_base(tmp_path: Path, report: Path) -> None:
     here = copied(report, tmp_path)
     _, _ = converted(here / "ckpt", tmp_path / "first")
@@ -128,6 +130,7 @@ def test_it_goes_before_that_of_the_base(tmp_path: Path, report: Path) -> None:
 
 
 @pytest.mark.parametrize("case", PLACES)
+@pytest.mark.quick("automodel", "composer", "veomni")
 def test_from_a_store_the_same_is_written(
     tmp_path: Path, object_store: ObjectStore, case: str
 ) -> None:
@@ -143,16 +146,6 @@ def test_from_a_store_the_same_is_written(
     for file in (tmp_path / "local").glob("*.json"):
         if file.name != "ckptkit.json":
             assert (tmp_path / "out" / file.name).read_bytes() == file.read_bytes()
-
-
-def test_a_memory_file_system_is_searched_as_a_disk_is(tmp_path: Path) -> None:
-    memory = fsspec.filesystem("memory")
-    memory.put(f"{AUTOMODEL}/ckpt/", "/places/ckpt/", recursive=True)
-    for path in ("ckpt", "ckpt/epoch_0_step_100", "ckpt/epoch_0_step_100/model"):
-        tensors, _ = converted(f"memory://places/{path}", tmp_path / "out", overwrite=True)
-        assert_same(tensors, load_file(AUTOMODEL / "truth.safetensors"))
-        assert config_of(tmp_path / "out")["rope_parameters"]["rope_theta"] == 12345.0
-    memory.rm("/places", recursive=True)
 
 
 def test_no_folder_of_side_files_is_shown_as_ignored() -> None:
@@ -438,6 +431,7 @@ RUNS = {
 
 
 @pytest.mark.parametrize("case", RUNS)
+@pytest.mark.quick("composer", "prefixes")
 def test_steps_are_listed_pruned_and_taken_by_their_numbers(tmp_path: Path, case: str) -> None:
     make, newest = RUNS[case]
     run = make(tmp_path / "exp")
@@ -471,6 +465,7 @@ def test_steps_are_listed_pruned_and_taken_by_their_numbers(tmp_path: Path, case
 
 
 @pytest.mark.parametrize("case", RUNS)
+@pytest.mark.quick("automodel")
 def test_pruning_leaves_the_newest_steps(tmp_path: Path, case: str) -> None:
     run = RUNS[case][0](tmp_path / "exp")
     names = names_of(run)
@@ -483,6 +478,7 @@ def test_pruning_leaves_the_newest_steps(tmp_path: Path, case: str) -> None:
 
 
 @pytest.mark.parametrize("case", RUNS)
+@pytest.mark.quick("composer")
 def test_a_run_on_a_store_is_listed_and_pruned_as_one_on_a_disk(
     tmp_path: Path, object_store: ObjectStore, case: str
 ) -> None:
@@ -544,6 +540,7 @@ def latest(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return run
 
 
+@pytest.mark.quick(1)
 def test_what_composer_names_the_latest_is_no_further_step(latest: Path, tmp_path: Path) -> None:
     assert len(names_of(latest)) == 3
     _, notes = converted(latest, tmp_path / "out")

@@ -26,6 +26,7 @@ GLM, QWEN, VISION = (
 
 
 @pytest.mark.parametrize(("case", "count"), [(GLM, 21), (QWEN, 19)])
+@pytest.mark.quick("case1-19")
 def test_layers_for_further_tokens_that_the_base_has_are_named(
     case: Path, count: int, tmp_path: Path
 ) -> None:
@@ -37,6 +38,7 @@ def test_layers_for_further_tokens_that_the_base_has_are_named(
 
 
 @pytest.mark.parametrize("case", [GLM, QWEN])
+@pytest.mark.quick("case1")
 def test_they_are_taken_from_the_base_and_their_origin_is_recorded(
     case: Path, tmp_path: Path
 ) -> None:

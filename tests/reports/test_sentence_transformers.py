@@ -31,6 +31,7 @@ def vectors(folder: Path) -> Any:
 
 
 @pytest.mark.parametrize("options", [{}, {"strip_prefix": "0.model."}])
+@pytest.mark.quick("options1")
 def test_a_report_of_other_vectors(options: dict[str, str], tmp_path: Path) -> None:
     ckptkit.consolidate(CASE / "ckpt", tmp_path / "out", base=CASE / "base", **options)  # type: ignore[arg-type]
     assert np.array_equal(vectors(tmp_path / "out"), np.load(CASE / "expected.npy"))
@@ -75,6 +76,7 @@ def trained_model(
 
 
 @pytest.mark.parametrize("attribute", ["model", "auto_model"])
+@pytest.mark.quick("model")
 def test_dense_layers_are_written_into_their_folders(attribute: str, tmp_path: Path) -> None:
     from sentence_transformers.base.modules import Dense
 
@@ -113,6 +115,7 @@ def test_an_encoder_in_a_folder_of_its_own_is_written_at_the_root(tmp_path: Path
 
 
 @pytest.mark.parametrize("how", ["base", "step"])
+@pytest.mark.quick("step")
 def test_encoders_behind_a_router_are_refused_with_a_command_that_works(
     how: str, tmp_path: Path
 ) -> None:
@@ -178,6 +181,7 @@ def test_a_static_embedding_needs_no_configuration(
 
 
 @pytest.mark.parametrize("name", ["CrossEncoder", "SparseEncoder"])
+@pytest.mark.quick("CrossEncoder")
 def test_the_line_that_loads_a_folder_names_its_class(
     name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -274,6 +278,7 @@ def test_an_average_takes_modules_that_are_the_same_in_all(tmp_path: Path) -> No
         ("model.", "model.loss.weight", ["--exclude", "model.loss.*"]),
     ],
 )
+@pytest.mark.quick("--options1", "model.-model.loss.weight-options6")
 def test_modules_behind_a_wrapper_are_all_written(
     wrapper: str, further: str, options: list[str], tmp_path: Path
 ) -> None:
@@ -288,6 +293,7 @@ def test_modules_behind_a_wrapper_are_all_written(
     assert np.array_equal(vectors(out), trained.encode(SENTENCES))
 
 
+@pytest.mark.slow
 def test_a_loss_beside_wrapped_modules_is_refused_with_a_command_that_works(tmp_path: Path) -> None:
     from sentence_transformers.base.modules import Dense
 
@@ -302,6 +308,7 @@ def test_a_loss_beside_wrapped_modules_is_refused_with_a_command_that_works(tmp_
 
 
 @pytest.mark.parametrize("is_encoder_alone", [False, True])
+@pytest.mark.quick("True")
 def test_a_module_that_the_base_alone_has_is_named(is_encoder_alone: bool, tmp_path: Path) -> None:
     from sentence_transformers.base.modules import Dense
 
@@ -314,6 +321,7 @@ def test_a_module_that_the_base_alone_has_is_named(is_encoder_alone: bool, tmp_p
     assert sum("Dense' are those of" in note for note in notes) == 1
 
 
+@pytest.mark.slow
 def test_a_copy_is_written_with_its_own_modules(tmp_path: Path) -> None:
     from sentence_transformers.base.modules import Dense
 

@@ -144,6 +144,10 @@ BY_ROLE = (
     ],
 )
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.quick(
+    "<|stop_here|>-template4",
+    "[|endofturn|]-{% for m in messages %}{{ m.content }}[|endofturn|]\\n{% endfor %}",
+)
 def test_an_end_is_found_whatever_a_family_calls_it(
     end: str, template: str, tmp_path: Path
 ) -> None:
@@ -176,6 +180,7 @@ CALLS = "{%% if m['role'] == 'assistant' and m.calls %%}%s{%% else %%}{{ m.conte
         ("<text>", "{% if m.role == 'assistant' %}{% if m.content %}<text>{% endif %}{% endif %}"),
     ],
 )
+@pytest.mark.quick("<|end|>-template0", "<call>-template3")
 def test_what_ends_a_part_of_an_answer_stops_nothing(
     part: str, template: str, tmp_path: Path
 ) -> None:
@@ -281,6 +286,7 @@ def test_ids_of_the_configuration_count_where_the_other_file_has_none(tmp_path: 
 @pytest.mark.parametrize(
     ("eos", "stated"), [("<|im_end|>", [11, 14]), ("<|im_end|>", 11), ("<|endoftext|>", [14, 11])]
 )
+@pytest.mark.quick(1)
 def test_what_agrees_is_left_as_it_is(eos: str, stated: int | list[int], tmp_path: Path) -> None:
     source, out = tmp_path / "step", tmp_path / "out"
     write_tokenizer(source, eos, CHATML)
@@ -335,6 +341,7 @@ def test_a_token_that_the_template_writes_and_no_tokenizer_has_is_named(tmp_path
     ),
     is_chat=st.booleans(),
 )
+@pytest.mark.slow
 def test_every_end_of_a_tokenizer_stops_whatever_the_files_said(
     eos: str,
     stated: int | list[int] | None,

@@ -15,7 +15,7 @@ import transformers
 from safetensors.torch import load_file
 
 import ckptkit
-from ckptkit.consumers.class_facts import find_text_config, place_in_whole
+from ckptkit.consumers.class_facts import find_text_config
 from ckptkit.core.errors import RefusedError, UsageError
 from ckptkit_cli.main import main
 from tests.reports.folders import REPORTS, notes_of, save, tensors_of
@@ -73,6 +73,7 @@ PAIRS = {
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.quick("Mistral3ForConditionalGeneration")
 def test_text_models_of_families_behave_as_they_were_trained(
     name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -120,6 +121,7 @@ WRAPPED: dict[str, tuple[dict[str, torch.Tensor], dict[str, Any]]] = {
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("form", WRAPPED)
+@pytest.mark.quick("alone", "named")
 def test_a_wrapped_text_model_is_found_by_the_names_that_are_written(
     form: str, tmp_path: Path
 ) -> None:
@@ -162,6 +164,7 @@ def test_a_wrapped_text_model_is_found_by_the_names_that_are_written(
         ("Mistral3ForConditionalGeneration", "live"),
     ],
 )
+@pytest.mark.quick("LlavaForConditionalGeneration-live", "Gemma3ForConditionalGeneration-disk")
 def test_the_text_model_is_taken_out_of_a_whole_one(name: str, form: str, tmp_path: Path) -> None:
     whole_class = class_named(name)
     whole = whole_class(small_model_config(whole_class))
@@ -195,18 +198,6 @@ def test_a_whole_model_is_not_taken_for_its_text_model() -> None:
     found = find_text_config(config, ["model.embed_tokens.weight"])
     assert found is not None
     assert found["architectures"] == ["Qwen3_5ForCausalLM"]
-
-
-def test_names_are_placed_where_most_of_them_are() -> None:
-    names = ["model.embed_tokens.weight", "model.layers.0.mlp.weight", "lm_head.weight"]
-    base = [
-        "vision.layers.0.mlp.weight",
-        "language_model.model.embed_tokens.weight",
-        "language_model.model.layers.0.mlp.weight",
-        "language_model.lm_head.weight",
-    ]
-    assert place_in_whole(names, base) == {name: f"language_model.{name}" for name in names}
-    assert place_in_whole(names, ["other.weight"]) is None
 
 
 def test_what_is_no_text_model_of_the_base_is_not_put_into_it(tmp_path: Path) -> None:

@@ -292,6 +292,7 @@ def test_options_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
     template=st.sampled_from(["", "{{ 'one' }}", "{{ 'two' }}"]),
     has_merges_as_texts=st.booleans(),
 )
+@pytest.mark.slow
 def test_what_is_written_tokenizes_as_the_step_does(
     added: list[str],
     of_base: list[str],

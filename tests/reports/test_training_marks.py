@@ -91,6 +91,7 @@ def test_a_model_type_without_a_cache_is_left_without_one(tmp_path: Path) -> Non
         *("T5ForConditionalGeneration", "LlamaModel", "Qwen2_5_VLForConditionalGeneration"),
     ],
 )
+@pytest.mark.quick("LlamaForCausalLM", "LlamaModel", "OPTForCausalLM")
 def test_a_configuration_without_a_class_gets_it_or_a_warning(name: str, tmp_path: Path) -> None:
     kind = class_named(name)
     torch.manual_seed(0)

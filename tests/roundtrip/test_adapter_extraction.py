@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import json
 import warnings
 from collections.abc import Callable, Mapping
@@ -15,8 +14,6 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from peft.tuners.tuners_utils import _ExcludedModule, check_target_module_exists
-from peft.utils.other import get_pattern_key
 from peft.utils.save_and_load import get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -28,9 +25,6 @@ from ckptkit.core.errors import (
     CannotPlanError,
     IncompleteCheckpointError,
 )
-from ckptkit.lora.config import LoraSettings, find_match
-from ckptkit.lora.inference import is_target
-from ckptkit.storage.local.source import LocalSource
 from tests.small_adapters import (
     WIDTH,
     Convolutions,
@@ -171,6 +165,7 @@ def _file(out: Path) -> Tensors:
     return load_file(out / "adapter_model.safetensors")
 
 
+@pytest.mark.quick("linear", "dora", "experts", "whole modules", "rows of tied ends")
 def test_every_form_of_a_save_gives_the_adapter_bit_for_bit(
     trained: tuple[nn.Module, Any], tmp_path: Path
 ) -> None:
@@ -195,6 +190,7 @@ def test_every_form_of_a_save_gives_the_adapter_bit_for_bit(
 
 
 @pytest.mark.parametrize("case", INFERABLE, indirect=True)
+@pytest.mark.quick("linear", "embeddings", "tokens")
 def test_what_tensors_tell_makes_a_configuration_that_loads_the_same(
     case: Case, trained: tuple[nn.Module, Any], tmp_path: Path
 ) -> None:
@@ -273,6 +269,7 @@ WRITERS = [
 
 
 @pytest.mark.parametrize("write", WRITERS, ids=lambda write: write.__name__[7:])
+@pytest.mark.quick("bin", "stripped_dcp", "wrapped")
 def test_every_dialect_gives_the_same_adapter(
     write: Callable[[Any, Path], None], plain: tuple[nn.Module, Any], tmp_path: Path
 ) -> None:
@@ -364,6 +361,7 @@ def test_folders_of_several_adapters_are_told_apart_by_their_names(
     ],
     ids=["llama", "gpt2", "bert", "t5"],
 )
+@pytest.mark.quick("llama", "t5")
 def test_a_resized_vocabulary_brings_its_embeddings(
     make: Callable[[], Any], target: str, brought: set[str], tmp_path: Path
 ) -> None:
@@ -387,6 +385,7 @@ def test_a_resized_vocabulary_brings_its_embeddings(
 
 
 @pytest.mark.parametrize("saved", [["embed_tokens", "lm_head"], ["lm_head"]], ids=" ".join)
+@pytest.mark.quick("lm_head")
 def test_whole_modules_that_peft_saves_twice_are_taken_once(
     saved: list[str], tmp_path: Path
 ) -> None:
@@ -483,73 +482,3 @@ def test_an_optimizer_beside_the_adapter_is_not_needed(
     (step / "optimizer.bin").write_bytes(b"cut short")
     ckptkit.extract_adapter(step, tmp_path / "out", lora_alpha=8, use_rslora=False)
     _assert_loads_like(model.state_dict(), base, tmp_path / "out")
-
-
-@pytest.mark.parametrize("form", ["dcp", "bin", "safetensors"])
-def test_only_the_bytes_of_the_adapter_are_read(
-    form: str, plain: tuple[nn.Module, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _, model = plain
-    state = {**model.state_dict(), "base_model.model.big.weight": torch.ones(4096, 1024)}
-    source = tmp_path / {"dcp": "saved", "bin": "x.bin", "safetensors": "x.safetensors"}[form]
-    if form == "dcp":
-        save_dcp({"model": state}, source)
-    elif form == "bin":
-        torch.save(state, source)
-    else:
-        save_file(state, source)
-    read: list[int] = []
-    read_into, read_bytes = LocalSource.read_into, LocalSource.read
-
-    def counting_into(self: LocalSource, path: str, start: int, target: memoryview) -> None:
-        read.append(len(target))
-        read_into(self, path, start, target)
-
-    def counting(self: LocalSource, path: str, start: int, stop: int) -> bytes:
-        read.append(stop - start)
-        return read_bytes(self, path, start, stop)
-
-    monkeypatch.setattr(LocalSource, "read_into", counting_into)
-    monkeypatch.setattr(LocalSource, "read", counting)
-    manifest = ckptkit.extract_adapter(source, tmp_path / "out", lora_alpha=8, use_rslora=False)
-    assert len(manifest.tensors) == 8
-    assert 0 < sum(read) < 1 << 20  # of 16 MB
-
-
-def test_ranks_alphas_and_targets_are_looked_up_as_peft_does() -> None:
-    modules = [
-        "q_proj",
-        "layers.1.q_proj",
-        "layers.11.q_proj",
-        "x.layers.1.attn.k_proj",
-        "a.1.b.2.c",
-    ]
-    keys = [
-        "q_proj",
-        r"layers\.1\.q_proj",
-        ".*1.*",
-        "^q_proj",
-        "proj",
-        r"attn\.(k|v)_proj",
-        "b.2.c",
-    ]
-    for module in modules:
-        for first, second in itertools.permutations(keys, 2):
-            patterns = {first: 1, second: 2}
-            own = patterns.get(get_pattern_key(patterns, module), 0)
-            assert find_match(patterns, module, 0) == own, (module, patterns)
-    options: list[dict[str, Any]] = [
-        {"target_modules": r".*\.q_proj"},
-        {"target_modules": ["q_proj", "c"], "layers_to_transform": [1]},
-        {"target_modules": ["q_proj"], "layers_to_transform": 11, "layers_pattern": "layers"},
-        {"target_modules": ["q_proj", "k_proj"], "exclude_modules": ["1.q_proj"]},
-        {"target_modules": ["q_proj", "k_proj"], "exclude_modules": r"layers\..*"},
-        {"target_modules": ["q_proj", "k_proj"], "modules_to_save": ["attn"]},
-    ]
-    for chosen in options:
-        settings = LoraSettings.parse({"peft_type": "LORA", **chosen})
-        config = LoraConfig(**chosen)
-        for module in modules:
-            own = check_target_module_exists(config, module)
-            expected = bool(own) and not isinstance(own, _ExcludedModule)
-            assert is_target(settings, module) is expected, (module, chosen)

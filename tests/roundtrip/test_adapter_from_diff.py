@@ -179,6 +179,7 @@ def test_what_the_factors_miss_is_told_truthfully(base: Path, tuned: Path, tmp_p
         ("GPT2", {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 16}),  # [in, out]
     ],
 )
+@pytest.mark.quick("Llama-options0")
 def test_with_full_rank_and_the_rest_saved_whole_nothing_is_lost(
     kind: str, options: dict[str, Any], tmp_path: Path
 ) -> None:

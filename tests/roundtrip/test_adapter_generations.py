@@ -87,6 +87,15 @@ def test_there_are_adapters_of_fourteen_releases() -> None:
 
 
 @pytest.mark.parametrize("folder", cases(without=REFUSED), ids=key)
+@pytest.mark.quick(
+    "peft_0_7/bias_all",
+    "peft_0_9/dora",
+    "peft_0_13/patterns_of_one_key",
+    "peft_0_15/tokens",
+    "peft_0_17/experts",
+    "peft_0_20/lora_then_dora",
+    "peft_0_21/lora",
+)
 def test_an_adapter_is_taken_out_as_its_release_saved_it(folder: Path, tmp_path: Path) -> None:
     for saved in sorted(folder.glob("adapter_*")):
         out = tmp_path / saved.name
@@ -98,11 +107,28 @@ def test_an_adapter_is_taken_out_as_its_release_saved_it(folder: Path, tmp_path:
 
 
 @pytest.mark.parametrize("folder", cases(without=ODD | ROUNDED_IN_BETWEEN), ids=key)
+@pytest.mark.quick(
+    "peft_0_7/conv1d",
+    "peft_0_8/rslora",
+    "peft_0_11/conv1d_dora",
+    "peft_0_15/anchored_pattern",
+    "peft_0_17/experts",
+    "peft_0_21/transposed_experts",
+)
 def test_a_merge_is_the_one_of_its_release(folder: Path, tmp_path: Path) -> None:
     assert not differing(merged(folder, tmp_path / "out", match_peft=False), truth_of(folder))
 
 
 @pytest.mark.parametrize("folder", cases(without=ODD | ROUNDED_ONCE), ids=key)
+@pytest.mark.quick(
+    "peft_0_7/lora",
+    "peft_0_9/patterns",
+    "peft_0_12/dora_bf16",
+    "peft_0_15/tokens",
+    "peft_0_16/embedding_dora",
+    "peft_0_18/square_experts",
+    "peft_0_21/two_doras",
+)
 def test_a_merge_that_matches_peft_is_the_one_of_its_release(folder: Path, tmp_path: Path) -> None:
     assert not differing(merged(folder, tmp_path / "out", match_peft=True), truth_of(folder))
 

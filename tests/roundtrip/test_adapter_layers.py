@@ -109,6 +109,12 @@ def model_cases() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("name", "config", "sizes", "options"), list(model_cases()))
+@pytest.mark.quick(
+    "BertForSequenceClassification-all-['dense']",
+    "GPT2ForSequenceClassification-lora_only-None",
+    "LlamaForCausalLM-all-['norm']",
+    "LlamaForSequenceClassification-none-None",
+)
 def test_heads_and_biases_are_those_that_peft_saves(
     name: str, config: Any, sizes: dict[str, Any], options: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -122,6 +128,12 @@ def test_heads_and_biases_are_those_that_peft_saves(
 )
 @pytest.mark.parametrize("bias", ["none", "all", "lora_only"])
 @pytest.mark.parametrize("layers", LAYERS)
+@pytest.mark.quick(
+    "all-lora_only-None",
+    "attention-none-None",
+    "convolutions-all-None",
+    "linear and embedding-none-None",
+)
 def test_all_kinds_of_layers_are_those_that_peft_saves(
     layers: str, bias: str, modules: list[str] | None, tmp_path: Path
 ) -> None:
@@ -136,15 +148,9 @@ def test_dora_of_all_kinds_of_layers_is_that_which_peft_saves(layers: str, tmp_p
     check(train(Net(), r=4, use_dora=True, target_modules=LAYERS[layers]), tmp_path)
 
 
-@pytest.mark.parametrize("bias", ["none", "all", "lora_only"])
-def test_parameters_that_are_targeted_are_those_that_peft_saves(bias: str, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    targets = {"target_modules": ["linear"], "target_parameters": ["parameter.weight"]}
-    check(train(Net(), r=4, bias=bias, modules_to_save=["classifier"], **targets), tmp_path)
-
-
 @pytest.mark.parametrize("targets", [["attention"], ["linear", "embedding", "conv2"]], ids=str)
 @pytest.mark.parametrize("bias", ["none", "all"])
+@pytest.mark.quick("all-['attention']")
 def test_a_merge_is_that_of_peft(targets: list[str], bias: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     base = Net()

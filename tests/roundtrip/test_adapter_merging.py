@@ -122,6 +122,9 @@ EXACT: dict[str, tuple[Make, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", EXACT)
+@pytest.mark.quick(
+    "linear", "conv1d_of_gpt2", "convolutions_dora", "embedding", "modules_and_tokens", "lora_bias"
+)
 def test_a_merge_equals_what_peft_merges(case: str, tmp_path: Path) -> None:
     make, options = EXACT[case]
     trained = _trained(make, options, tmp_path)
@@ -206,6 +209,7 @@ TIED: dict[str, tuple[dict[str, Any], bool]] = {
 
 
 @pytest.mark.parametrize("case", TIED)
+@pytest.mark.quick("lora_of_the_head", "tokens", "whole_embedding")
 def test_tied_embeddings_compute_what_was_trained(case: str, tmp_path: Path) -> None:
     options, stays_tied = TIED[case]
     trained = _trained(lambda: _llama(tied=True), {**_LM, **options}, tmp_path)
@@ -219,6 +223,13 @@ def test_tied_embeddings_compute_what_was_trained(case: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("make", [lambda: _llama(tied=True), _gpt2], ids=["llama", "gpt2"])
 @pytest.mark.parametrize("case", [*TIED, "dora_of_the_embedding", "dora_of_the_head"])
+@pytest.mark.quick(
+    "dora_of_the_head-gpt2",
+    "lora_of_the_embedding-llama",
+    "nothing_tied-llama",
+    "whole_embedding-llama",
+    "tokens-llama",
+)
 def test_tied_embeddings_have_pefts_bytes_or_are_refused_where_these_are_wanted(
     case: str, make: Make, tmp_path: Path
 ) -> None:
@@ -269,6 +280,7 @@ def test_a_lora_of_a_tied_head_is_added_to_trained_tokens(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("is_head_first", [True, False])
+@pytest.mark.quick("True")
 def test_trained_tokens_are_beneath_the_lora_of_another_adapter(
     is_head_first: bool, tmp_path: Path
 ) -> None:
@@ -291,6 +303,7 @@ def test_trained_tokens_are_beneath_the_lora_of_another_adapter(
 
 @pytest.mark.parametrize("use_rslora", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.quick("dtype1-True")
 def test_experts_on_disk_are_merged_with_the_parts_of_fused_ones(
     dtype: torch.dtype, use_rslora: bool, tmp_path: Path
 ) -> None:
@@ -318,18 +331,6 @@ def test_saved_modules_replace_those_that_have_other_names_on_disk(
     assert tensors_in(out).keys() == tensors_in(trained.base).keys()
     loaded = AutoModelForCausalLM.from_pretrained(out).state_dict()
     assert_same(loaded, trained.merged())
-
-
-@pytest.mark.parametrize(
-    "case", ["rslora_and_patterns", "modules_and_tokens", "biases", "lora_bias", "conv1d_of_gpt2"]
-)
-def test_sixteen_bits_are_rounded_where_peft_rounds(case: str, tmp_path: Path) -> None:
-    make, options = EXACT[case]
-    trained = _trained(make, {**options, "use_dora": False}, tmp_path, dtype=torch.bfloat16)
-    ckptkit.merge_adapter(trained.adapter, tmp_path / "out", base=trained.base, match_peft=True)
-    expected = trained.merged()
-    found = tensors_in(tmp_path / "out")
-    assert_same(found, {name: expected[name] for name in found})
 
 
 def test_sixteen_bits_are_rounded_once_or_where_peft_rounds(tmp_path: Path) -> None:

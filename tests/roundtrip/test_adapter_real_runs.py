@@ -118,6 +118,7 @@ def config_in(path: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("case", sampled(CASES, QUICK, str), ids=str)
+@pytest.mark.quick("peft_fsdp1_flat", "peft_trl_fsdp2")
 def test_what_is_extracted_is_what_peft_would_have_saved_and_loads_in_it(
     case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,6 +156,7 @@ def places(source: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "case", [case for case in CASES if case.folder != "peft_fsdp2_adapter_bin"], ids=str
 )
+@pytest.mark.quick("peft_checkpointer-default", "peft_fsdp1_flat", "peft_qlora_fsdp2")
 def test_the_bytes_of_the_base_are_not_read(case: Case, tmp_path: Path) -> None:
     source = tmp_path / "run"
     shutil.copytree(case.source, source)
@@ -198,6 +200,7 @@ def advice_of_consolidate(case: Case) -> set[str]:
 
 
 @pytest.mark.parametrize("case", sampled(ADVISED, ADVISED_QUICKLY, str), ids=str)
+@pytest.mark.quick("peft_fsdp1_flat")
 def test_inspect_and_consolidate_name_commands_that_work_as_typed(
     case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -234,6 +237,7 @@ def test_inspect_and_consolidate_name_commands_that_work_as_typed(
     ("layout", "active"),
     [("accelerate", DEFAULT), ("trainer", DEFAULT), ("trainer", "second")],
 )
+@pytest.mark.quick("trainer-second")
 def test_where_storage_takes_no_ranges_the_command_makes_the_folder_of_the_adapter(
     layout: Literal["accelerate", "trainer"],
     active: str,

@@ -37,6 +37,7 @@ def sample() -> list[str]:
 
 
 @pytest.mark.parametrize("name", sampled(sample(), QUICK))
+@pytest.mark.quick("BarkFineModel", "BlipTextLMHeadModel")
 def test_a_class_is_written_as_save_pretrained_writes_it(name: str, tmp_path: Path) -> None:
     result = try_class(name, tmp_path)
     assert (result.outcome, result.reason) == ("ok", "")

@@ -25,7 +25,7 @@ from ckptkit.conversion import compare_names as comparing  # noqa: E402
 from ckptkit.conversion.job import JobResult, run_job  # noqa: E402
 from ckptkit.conversion.naming_program import NamingProgram  # noqa: E402
 from ckptkit.conversion.prepare import ConversionJob  # noqa: E402
-from ckptkit.core.errors import CkptkitError, RefusedError  # noqa: E402
+from ckptkit.core.errors import RefusedError  # noqa: E402
 from ckptkit.engine.outcome import BytesWritten, Event, ignore  # noqa: E402
 from ckptkit.hub import push  # noqa: E402
 from ckptkit.hub_names.known_models import is_as_described  # noqa: E402
@@ -126,6 +126,7 @@ def test_what_was_written_as_it_is_is_pushed_with_a_note(
     assert len(own_hub.repo(REPO).commits) == 2
 
 
+@pytest.mark.slow
 def test_a_watch_pushes_no_step_of_another_models_names_and_ends_with_its_status(
     own_hub: HubServer, model: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -152,6 +153,7 @@ def test_a_watch_pushes_no_step_of_another_models_names_and_ends_with_its_status
     assert load_bytes(own_hub.read(REPO, "model.safetensors")) == both.state_dict().keys()
 
 
+@pytest.mark.slow
 def test_a_watch_pushes_a_wrapped_model_without_what_all_names_begin_with(
     own_hub: HubServer, model: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -215,16 +217,6 @@ def test_a_merge_into_a_base_that_is_not_the_model_of_its_configuration_is_refus
     assert "--names live" in caught.value.hint
     assert [path.name for path in tmp_path.iterdir()] == ["base"]
     ckptkit.merge_adapter(adapter, tmp_path / "out", base=base, names="live")
-
-
-def test_a_merge_into_a_base_of_another_width_names_the_option(
-    adapter: Path, tmp_path: Path
-) -> None:
-    model_of(hidden_size=16).save_pretrained(tmp_path / "base")
-    with pytest.raises(CkptkitError, match="do not fit") as caught:
-        ckptkit.merge_adapter(adapter, tmp_path / "out", base=tmp_path / "base")
-    assert "--base" in caught.value.hint
-    assert not (tmp_path / "out").exists()
 
 
 # --- exports of live models ---
@@ -413,6 +405,7 @@ def test_a_class_of_another_model_type_is_not_what_is_compared(
 
 
 @pytest.mark.parametrize("missing", [[], ["transformers"]], ids=["asked", "not-installed"])
+@pytest.mark.quick("not-installed")
 def test_packed_weights_are_compared_with_a_base_or_by_their_layers(
     saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: list[str]
 ) -> None:

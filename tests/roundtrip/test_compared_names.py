@@ -107,6 +107,7 @@ def test_a_missing_layer_is_refused(tmp_path: Path) -> None:
     assert " and 6 more" in error.message
 
 
+@pytest.mark.slow
 def test_a_missing_head_is_refused_unless_it_is_tied(tmp_path: Path) -> None:
     model = model_of()
     state = {name: v for name, v in model.state_dict().items() if name != "lm_head.weight"}
@@ -148,6 +149,7 @@ def test_a_bare_model_passes_as_what_it_is(tmp_path: Path) -> None:
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
+@pytest.mark.quick("hidden_size-", "num_hidden_layers-0")
 def test_a_base_of_other_sizes_is_refused(
     tmp_path: Path, changed: dict[str, Any], said: str
 ) -> None:
@@ -191,6 +193,7 @@ def test_a_head_of_another_kind_is_refused_unless_it_is_left_out(tmp_path: Path)
     loaded(tmp_path / "out", model)
 
 
+@pytest.mark.slow
 def test_what_the_user_leaves_out_is_not_missing(tmp_path: Path) -> None:
     model = model_of()
     src = trained(tmp_path / "src", model.state_dict(), model.config)
@@ -204,6 +207,7 @@ def test_what_the_user_leaves_out_is_not_missing(tmp_path: Path) -> None:
     assert part.keys() == load_file(tmp_path / "out/model.safetensors").keys()
 
 
+@pytest.mark.slow
 def test_experts_are_counted_under_their_names_on_disk(tmp_path: Path) -> None:
     values: dict[str, Any] = {"num_local_experts": 3, "num_experts_per_tok": 2}
     model = model_of("Mixtral", **values)
@@ -275,6 +279,7 @@ def test_every_layout_is_compared(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["usual", "resumed", "url", "slices"])
+@pytest.mark.quick("usual", "slices")
 def test_what_is_found_while_tensors_are_copied_leaves_nothing_behind(
     tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -451,6 +456,7 @@ def test_a_program_that_fails_or_hangs_is_a_note(
     assert [note for note in notes if "not compared" in note and re.search(said, note)]
 
 
+@pytest.mark.slow
 def test_an_answer_is_asked_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     questions: list[bytes] = []

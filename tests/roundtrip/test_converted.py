@@ -19,6 +19,7 @@ CASES = ["fsdp2_plain", "fsdp2_tensor_parallel", "dcp_dtypes_and_layouts", "fsdp
 
 @pytest.mark.parametrize("max_shard_size", ["5GB", "4KB"], ids=["one file", "many files"])
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.quick("dcp_dtypes_and_layouts-many files", "fsdp2_plain-one file")
 def test_torch_loads_every_bin_file_with_weights_only(
     case: str, max_shard_size: str, tmp_path: Path
 ) -> None:
@@ -35,6 +36,7 @@ def test_torch_loads_every_bin_file_with_weights_only(
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.quick("dcp_dtypes_and_layouts", "fsdp2_tensor_parallel")
 def test_stock_dcp_loads_what_was_converted(case: str, tmp_path: Path) -> None:
     source = FIXTURES / case / "checkpoint"
     ckptkit.convert(source, tmp_path / "out", to="dcp", max_shard_size="4KB")

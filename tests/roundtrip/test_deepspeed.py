@@ -68,12 +68,27 @@ def wide(case: str, out: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("case", sampled([*TRAINED, *WITHOUT_ZERO], QUICK))
+@pytest.mark.quick(
+    "deepspeed_0_14_zero3",
+    "universal_zero2_float32",
+    "zero0_bf16",
+    "zero1_adam_bf16_optimizer",
+    "zero3_adam_no_frozen",
+)
 def test_the_weights_are_the_live_ones(case: str, tmp_path: Path) -> None:
     ckptkit.consolidate(FIXTURES / case / "checkpoint", tmp_path / "out", names="live")
     assert images(load_file(tmp_path / "out" / "model.safetensors")) == truth_of(case, "truth")
 
 
 @pytest.mark.parametrize("case", sampled(TRAINED, {*QUICK} - {*WITHOUT_ZERO}))
+@pytest.mark.quick(
+    "deepspeed_0_14_zero1",
+    "deepspeed_0_16_universal",
+    "universal_zero3",
+    "zero1_adam_three_ranks",
+    "zero2_adam_float16",
+    "zero3_adam",
+)
 def test_the_states_of_the_optimizer_are_the_live_ones(case: str, tmp_path: Path) -> None:
     source, out = FIXTURES / case / "checkpoint", tmp_path / "out"
     ckptkit.convert(source, out, to="torch", names="live", optimizer=True)
@@ -85,6 +100,7 @@ def test_the_states_of_the_optimizer_are_the_live_ones(case: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("case", ["zero1_adam", "zero3_adam", "universal_zero3"])
+@pytest.mark.quick("zero1_adam")
 def test_torch_and_other_layouts_have_the_same_optimizer(case: str, tmp_path: Path) -> None:
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
@@ -151,6 +167,13 @@ def _their_faults(case: str) -> frozenset[str]:
         (case for case in TRAINED if "bf16_optimizer" not in case),
         {*QUICK} - {*WITHOUT_ZERO, "zero1_adam_bf16_optimizer"},
     ),
+)
+@pytest.mark.quick(
+    "deepspeed_0_14_zero2",
+    "deepspeed_0_16_universal",
+    "universal_zero1",
+    "zero1_adam_three_ranks",
+    "zero3_adam",
 )
 def test_the_masters_are_the_live_ones_and_those_of_their_tool_but_for_its_faults(
     case: str, tmp_path: Path

@@ -73,6 +73,7 @@ def make_chain(folder: Path, encodings: list[Encoding]) -> list[Path]:
 
 @pytest.mark.parametrize("checksum", ["xxh3-128", "blake3", "adler32"])
 @pytest.mark.parametrize("encoding", ["xor", "overwrite"])
+@pytest.mark.quick("overwrite-blake3", "xor-adler32")
 def test_a_delta_leads_to_the_new_model_by_any_reader(
     encoding: Encoding, checksum: ChecksumFormat, tmp_path: Path, steps: list[Model]
 ) -> None:
@@ -108,6 +109,7 @@ def test_a_delta_leads_to_the_new_model_by_any_reader(
         ["overwrite", "xor", "overwrite"],
     ],
 )
+@pytest.mark.quick("encodings3")
 def test_a_chain_is_applied_in_one_pass(
     encodings: list[Encoding], tmp_path: Path, steps: list[Model]
 ) -> None:
@@ -189,6 +191,7 @@ def test_two_sharded_steps_make_a_delta_without_a_model_between(tmp_path: Path) 
         ("megatron_model_llama_tp2_pp2", {"base": True}),
     ],
 )
+@pytest.mark.quick("accelerate_fsdp2_tied_with_config-options0", "zero3_bf16-options2")
 def test_shards_that_a_framework_wrote_are_a_base(
     case: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -216,6 +219,7 @@ def test_shards_that_a_framework_wrote_are_a_base(
         assert model_bytes(out) == model_bytes(tmp_path / "new")
 
 
+@pytest.mark.slow
 def test_models_and_deltas_are_read_from_a_store_and_written_there(
     bucket: Bucket, tmp_path: Path, steps: list[Model]
 ) -> None:

@@ -125,6 +125,26 @@ def expected(case: Case) -> dict[str, Image]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.quick(
+    "accelerate_fsdp1_flat",
+    "accelerate_fsdp2_tied_with_config",
+    "accelerate_fsdp2_two_models-pytorch_model_fsdp_1_0",
+    "dcp_dtypes_and_layouts",
+    "dcp_torch_2_1-fsdp1",
+    "dcp_torch_2_15-dtensor",
+    "dtensor_column_split",
+    "fsdp1_hybrid_shard_orig",
+    "fsdp1_shard_grad_op_flat",
+    "fsdp2_actor_and_critic-critic",
+    "fsdp2_extra_state",
+    "fsdp2_hsdp",
+    "fsdp2_tensor_parallel",
+    "fsdp2_without_checksums",
+    "hf_tied",
+    "torch_bin_sharded",
+    "torch_dtypes_and_layouts",
+    "trainer_fsdp2-checkpoint-2",
+)
 def test_consolidate_is_bit_equal_to_the_live_model(case: Case, tmp_path: Path) -> None:
     out = tmp_path / "out"
     ckptkit.consolidate(case.source, out, select=case.select)
@@ -146,6 +166,18 @@ def test_small_output_files_hold_the_same_and_the_index_tells_where(
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.quick(
+    "accelerate_fsdp1_flat",
+    "accelerate_fsdp2_two_models-pytorch_model_fsdp_1_0",
+    "dcp_dtypes_and_layouts",
+    "dcp_torch_2_1-fsdp1",
+    "fsdp1_hybrid_shard_orig",
+    "fsdp2_tensor_parallel",
+    "hf_sharded",
+    "hf_tied",
+    "torch_bin_sharded",
+    "torch_nested",
+)
 def test_a_single_tensor_read_through_open_is_bit_equal(case: Case) -> None:
     truth = truth_of(case)
     with ckptkit.open(case.source, select=case.select) as checkpoint:
@@ -208,6 +240,7 @@ def test_config_and_tokenizer_beside_the_shards_are_copied(tmp_path: Path) -> No
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("folder", LLAMAS)
+@pytest.mark.quick("accelerate_fsdp2_bf16_tied", "fsdp2_llama_flat")
 def test_transformers_loads_the_output_and_computes_the_same_logits(
     folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

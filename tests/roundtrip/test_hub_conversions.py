@@ -106,6 +106,7 @@ def source(model: Any, tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     "asked", ["here", pytest.param("a program", marks=pytest.mark.slow)], indirect=True
 )
+@pytest.mark.slow
 def test_what_is_computed_is_what_save_pretrained_computes(
     asked: str,
     model: Any,

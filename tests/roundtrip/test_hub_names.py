@@ -14,18 +14,15 @@ import pytest
 
 import ckptkit
 from ckptkit.conversion import names_on_disk as naming
-from ckptkit.conversion.names_on_disk import find_disk_names
 from ckptkit.core.dtypes import dtype_named
 from ckptkit.core.errors import CannotPlanError, RefusedError
 from ckptkit.core.index import Box, Fqn
 from ckptkit.hub_names.disk_tensors import (
     HubNames,
     NamingRequest,
-    find_window,
     names_from_json,
     names_to_json,
 )
-from ckptkit.hub_names.known_models import determine_need
 from ckptkit.options import NameChoice
 from tests.live_truth import refuse
 from tests.tensor_images import images
@@ -271,6 +268,7 @@ def config_of(folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "case", sampled(CASES, QUICK, lambda case: case.model), ids=lambda case: case.model
 )
+@pytest.mark.quick("Dinov2Model", "LlamaForCausalLM", "MixtralForCausalLM", "Mamba2ForCausalLM")
 def test_a_model_is_written_as_save_pretrained_writes_it(
     case: Case,
     made: Callable[[Case], tuple[Any, Path, Path]],
@@ -380,6 +378,7 @@ def test_a_folder_with_the_names_of_disk_keeps_them(
 
 
 @pytest.mark.parametrize("model", ["MixtralForCausalLM", "LlavaForConditionalGeneration"])
+@pytest.mark.quick("MixtralForCausalLM")
 def test_a_base_that_has_live_names_is_followed(
     model: str, tmp_path: Path, asked: list[NamingRequest]
 ) -> None:
@@ -672,33 +671,6 @@ def test_no_conversion_of_transformers_computes() -> None:
         for operation in entry.operations
     }
     assert used <= moving
-
-
-def test_windows_tell_a_merge_where_disk_tensors_lie(asked: list[NamingRequest]) -> None:
-    config = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]} | TEXT | EXPERTS
-    model = BY_MODEL["MixtralForCausalLM"].build()
-    names = find_disk_names(config, None).names
-    assert names is not None
-    live = model.state_dict()
-    assert {name: tuple(value.shape) for name, value in live.items()} == names.live
-    gate = names.tensors[Fqn("model.layers.1.block_sparse_moe.experts.2.w3.weight")]
-    window = find_window(gate, names.live)
-    assert window is not None
-    assert window.source == "model.layers.1.mlp.experts.gate_up_proj"
-    assert (window.box.offsets, window.box.sizes, window.axes) == ((2, 24, 0), (1, 24, 16), (1, 2))
-    assert asked
-
-
-def test_the_table_agrees_with_transformers() -> None:
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import PrefixChange
-
-    for case in CASES:
-        model = case.build()
-        found = get_model_conversion_mapping(model, add_legacy=False)
-        is_converted = any(not isinstance(entry, PrefixChange) for entry in found)
-        need = determine_need(model.config.to_dict(), has_base=False)
-        assert need.kind == ("ask" if is_converted else "none"), case.model
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,7 @@ PATTERNS: Mapping[str, tuple[dict[str, Any], set[str]]] = {
 
 
 @pytest.mark.parametrize("what", PATTERNS)
+@pytest.mark.quick("all but a name of the checkpoint", "names that are written")
 def test_patterns_fit_names_before_and_after(what: str, tmp_path: Path) -> None:
     options, names = PATTERNS[what]
     tensors = written(LLAMA, tmp_path / "out", **options)

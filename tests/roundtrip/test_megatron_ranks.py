@@ -246,14 +246,6 @@ def test_an_expert_that_is_missing_is_refused(tmp_path: Path) -> None:
     refuse(r"experts.*number 0 is missing, 1 is there", step, tmp_path / "out", base=FIXTURES / MOE)
 
 
-@pytest.mark.parametrize("name", SIZES)
-def test_every_missing_rank_is_named(name: str, tmp_path: Path) -> None:
-    for number, folder in enumerate(sorted((FIXTURES / name).rglob("mp_rank_*"))):
-        step = copy_of(name, tmp_path / str(number))
-        shutil.rmtree(step / folder.name)
-        refuse(rf"missing are {folder.name}\s", step, tmp_path / "out", base=FIXTURES / name)
-
-
 def test_a_rank_that_the_run_did_not_have_is_refused(tmp_path: Path) -> None:
     step = copy_of(DENSE, tmp_path)
     shutil.copytree(step / "mp_rank_01_001", step / "mp_rank_02_001")

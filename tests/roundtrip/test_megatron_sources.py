@@ -65,6 +65,7 @@ def write_adapter(folder: Path, model: Path, modules: tuple[str, ...]) -> Path:
 
 
 @pytest.mark.parametrize("model", MODELS)
+@pytest.mark.quick("megatron_model_gemma3", "megatron_model_gpt_oss_ep2")
 def test_a_checkpoint_equals_the_folder_that_it_becomes(
     model: str, converted: Callable[[Path], Path]
 ) -> None:
@@ -78,6 +79,7 @@ def test_a_checkpoint_equals_the_folder_that_it_becomes(
 
 
 @pytest.mark.parametrize("model", MODELS)
+@pytest.mark.quick("megatron_model_gpt_oss_ep2", "megatron_model_llama_tp2_pp2")
 def test_single_tensors_are_read_under_converted_names(model: str) -> None:
     case = FIXTURES / model
     truth = load_file(case / "truth.safetensors")
@@ -146,6 +148,7 @@ MODULES = {
 
 
 @pytest.mark.parametrize("model", MODELS)
+@pytest.mark.quick("megatron_model_llama_tp2_pp2")
 def test_an_adapter_is_merged_into_a_checkpoint_as_into_its_folder(
     model: str, converted: Callable[[Path], Path], tmp_path: Path
 ) -> None:
@@ -200,6 +203,7 @@ def test_an_adapter_is_made_of_two_checkpoints_whatever_their_names(
 
 
 @pytest.mark.parametrize("case", sampled([GEMMA, LLAMA], [GEMMA]), ids=lambda case: case.name)
+@pytest.mark.slow
 def test_a_checkpoint_in_a_bucket_is_one_like_any_other(
     case: Path, object_store: ObjectStore, converted: Callable[[Path], Path], tmp_path: Path
 ) -> None:
@@ -213,6 +217,7 @@ def test_a_checkpoint_in_a_bucket_is_one_like_any_other(
     assert ckptkit.diff(out, place, src_options=object_store.options).same
 
 
+@pytest.mark.slow
 def test_an_output_in_a_bucket_is_copied_by_no_store_and_is_the_same(
     object_store: ObjectStore,
 ) -> None:

@@ -76,6 +76,7 @@ def put(sam: Any, form: str, home: Path) -> None:
 
 
 @pytest.mark.parametrize("form", ["save_pretrained", "dcp", "torch", "step"])
+@pytest.mark.quick("torch")
 def test_a_module_called_prompt_encoder_is_a_part_of_sam(
     form: str, sam: Any, tmp_path: Path
 ) -> None:

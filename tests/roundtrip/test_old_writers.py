@@ -25,6 +25,7 @@ FILES = [
 
 
 @pytest.mark.parametrize(("release", "part"), FILES)
+@pytest.mark.quick("2_1-legacy", "2_1-plain", "2_4-full", "2_6-dtypes", "2_9-plain")
 def test_a_file_of_an_old_release_is_bit_equal_to_the_live_model(
     release: str, part: str, tmp_path: Path
 ) -> None:

@@ -27,6 +27,14 @@ CASES = sorted(
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.quick(
+    "megatron_fsdp_llama_tp2",
+    "megatron_model_gpt_oss_ep2",
+    "megatron_ranks_llama_tp2_pp2",
+    "meta_llama_2",
+    "nanotron_llama_tp2_pp2",
+    "torchtitan_family_llama",
+)
 def test_a_model_becomes_that_of_transformers_which_loads_it(name: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     case, out = FIXTURES / name, tmp_path / "out"

@@ -101,6 +101,7 @@ def test_the_table_has_every_method_of_the_installed_peft() -> None:
 
 
 @pytest.mark.parametrize("method", ALL)
+@pytest.mark.quick("ADALORA", "IA3", "LORA", "PROMPT_TUNING", "VERA", "XLORA")
 def test_the_table_has_the_names_of_every_method(method: str) -> None:
     tuner = PEFT_TYPE_TO_TUNER_MAPPING[PeftType(method)]
     layer = getattr(tuner, "tuner_layer_cls", None)
@@ -129,6 +130,17 @@ CASES = [
 
 
 @pytest.mark.parametrize(("method", "form"), CASES)
+@pytest.mark.quick(
+    "IA3-put_folder",
+    "ADALORA-put_folder",
+    "PROMPT_TUNING-put_folder",
+    "IA3-put_bin",
+    "IA3-put_live_dcp",
+    "IA3-put_own_torch",
+    "IA3-put_trained",
+    "IA3-put_step",
+    "XLORA-put_folder",
+)
 def test_an_adapter_is_refused_by_its_name(
     method: str, form: Callable[[Built, Path], None], built: Callable[[str], Built], tmp_path: Path
 ) -> None:
@@ -166,6 +178,7 @@ def test_an_adapter_is_refused_by_its_name(
 
 
 @pytest.mark.parametrize("method", ALL)
+@pytest.mark.quick("ADALORA", "IA3", "LORA", "PROMPT_TUNING", "VERA", "XLORA")
 def test_an_export_is_what_peft_saves_or_refused_by_name(
     method: str, built: Callable[[str], Built], tmp_path: Path
 ) -> None:

@@ -84,6 +84,7 @@ def merged(
         ("peft_qdora_fsdp2_ckptkit", False),
     ],
 )
+@pytest.mark.quick("peft_qdora_fsdp2_ckptkit-True", "peft_qlora_fsdp2_uint8-False")
 def test_a_run_on_packed_weights_is_merged_into_what_it_trained(
     case: str, with_base: bool, tmp_path: Path
 ) -> None:
@@ -158,6 +159,7 @@ def test_packed_weights_without_scales_need_the_original(tmp_path: Path) -> None
         ("peft_qdora_fsdp2_ckptkit", None),
     ],
 )
+@pytest.mark.quick("peft_qdora_fsdp2_ckptkit-None", "peft_qlora_fsdp2-True")
 def test_an_extracted_adapter_is_merged_as_from_the_checkpoint(
     case: str, double_quant: bool | None, tmp_path: Path
 ) -> None:
@@ -397,6 +399,7 @@ def test_the_merged_model_computes_what_training_computed(trained: Trained, tmp_
         (None, "int8"),
     ],
 )
+@pytest.mark.quick("None-int8", "quantization0-nf4")
 def test_what_was_packed_is_packed_again_from_the_plain_base(
     trained: Trained, tmp_path: Path, quantization: dict[str, Any] | None, kind: str
 ) -> None:

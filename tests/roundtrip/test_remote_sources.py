@@ -69,6 +69,12 @@ def tensors(folder: Path) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.quick(
+    "dcp_zstd_grid/checkpoint",
+    "hf_sharded/checkpoint",
+    "torch_bin_sharded/checkpoint",
+    "zero3_float32/checkpoint",
+)
 def test_what_is_read_from_a_bucket_is_what_is_read_from_a_disk(
     store: ObjectStore, real_checkpoints: Path, tmp_path: Path, case: str
 ) -> None:
@@ -80,6 +86,7 @@ def test_what_is_read_from_a_bucket_is_what_is_read_from_a_disk(
     assert ours | {"path": ""} == ckptkit.inspect(real_checkpoints / case).to_json() | {"path": ""}
 
 
+@pytest.mark.slow
 def test_verify_diff_and_open_read_from_a_bucket(
     store: ObjectStore, real_checkpoints: Path, tmp_path: Path
 ) -> None:
@@ -102,6 +109,7 @@ def test_verify_diff_and_open_read_from_a_bucket(
     assert output.kind == "output"
 
 
+@pytest.mark.slow
 def test_an_adapter_is_extracted_and_merged_from_a_bucket(
     store: ObjectStore, real_checkpoints: Path, tmp_path: Path
 ) -> None:
@@ -165,6 +173,7 @@ def _large(folder: Path) -> int:
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "dcp"])
+@pytest.mark.quick("safetensors")
 def test_little_more_is_read_than_the_model_has_and_with_few_questions(
     store: ObjectStore, tmp_path: Path, kind: str
 ) -> None:
@@ -207,6 +216,7 @@ def test_the_command_line_reads_from_a_bucket_and_shows_no_option(
     assert not [w for w in (*options, *wrong) if "=" in w and w.partition("=")[2] in shown]
 
 
+@pytest.mark.slow
 def test_a_path_on_this_machine_needs_no_client_of_any_store(real_checkpoints: Path) -> None:
     program = (
         "import sys\nfrom ckptkit_cli.main import main\n"

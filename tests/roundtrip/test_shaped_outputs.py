@@ -255,6 +255,7 @@ def by_hand(model: Any) -> None:
         ("Bart", by_hand, {"d_model": 16, "decoder_layers": 1, "encoder_layers": 1}),
     ],
 )
+@pytest.mark.quick("GPT2-by_resize-options4", "Llama-by_hand-options1")
 def test_a_padded_vocabulary_is_cut_to_what_the_model_had(
     kind: str, padded: Padded, options: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -28,6 +28,12 @@ OF_RANKS = (
 
 
 @pytest.mark.parametrize("case", [*SNAPSHOTS, *OF_RANKS])
+@pytest.mark.quick(
+    "torch_checkpointing_safetensors",
+    "torch_experimental",
+    "torchsnapshot_chunked",
+    "torchsnapshot_dtensor",
+)
 def test_a_real_checkpoint_is_bit_equal_to_the_live_model(case: str, tmp_path: Path) -> None:
     source, out = FIXTURES / case / "checkpoint", tmp_path / "out"
     truth = images(FIXTURES / case / "truth.safetensors")

@@ -197,6 +197,13 @@ def assert_equal_states(loaded: Any, expected: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=by_name)
+@pytest.mark.quick(
+    "BartModel-2",
+    "BertForMaskedLM-2",
+    "LlamaForCausalLM-1",
+    "LlamaForSequenceClassification-0",
+    "LlavaForConditionalGeneration-1",
+)
 def test_what_is_left_out_is_restored_by_from_pretrained(case: Case, tmp_path: Path) -> None:
     model = build(case)
     state = live_state(model)
@@ -209,6 +216,9 @@ def test_what_is_left_out_is_restored_by_from_pretrained(case: Case, tmp_path: P
 
 
 @pytest.mark.parametrize("case", CASES, ids=by_name)
+@pytest.mark.quick(
+    "BartModel-2", "BertForMaskedLM-2", "LlamaForCausalLM-1", "LlamaForSequenceClassification-0"
+)
 def test_what_is_kept_is_what_save_pretrained_keeps(case: Case, tmp_path: Path) -> None:
     model = build(case)
     names = specs(model.state_dict())
@@ -224,6 +234,14 @@ def test_what_is_kept_is_what_save_pretrained_keeps(case: Case, tmp_path: Path) 
     ids=["as-saved", "flag-written"],
 )
 @pytest.mark.parametrize("case", TIED_CASES, ids=by_name)
+@pytest.mark.quick(
+    "BartModel-2-as-saved",
+    "BertForMaskedLM-2-flag-written",
+    "GPT2LMHeadModel-1-as-saved",
+    "LlamaForCausalLM-1-flag-written",
+    "LlavaForConditionalGeneration-1-as-saved",
+    "T5ForConditionalGeneration-3-flag-written",
+)
 def test_weights_that_differ_stay_apart_under_the_untied_config(
     case: Case, change: Callable[[dict[str, Any]], dict[str, Any]], tmp_path: Path
 ) -> None:

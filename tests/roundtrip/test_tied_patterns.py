@@ -71,6 +71,11 @@ def found_config(name: str) -> Any:
         for fields in [{}, *more]
     ],
 )
+@pytest.mark.quick(
+    "DeformableDetrForObjectDetection-fields4",
+    "DiffusionGemmaForBlockDiffusion-fields8",
+    "ZambaForCausalLM-fields23",
+)
 def test_names_that_save_pretrained_leaves_out_are_known_without_it(
     name: str, fields: dict[str, Any]
 ) -> None:
@@ -96,6 +101,7 @@ def test_names_that_save_pretrained_leaves_out_are_known_without_it(
         ["SamModel", "Zamba2ForCausalLM"],
     ),
 )
+@pytest.mark.quick("Zamba2ForCausalLM")
 def test_a_sharded_checkpoint_holds_every_tied_name(name: str, tmp_path: Path) -> None:
     model_class = class_named(name)
     model = model_class(copy.deepcopy(found_config(name)))

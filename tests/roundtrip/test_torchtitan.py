@@ -63,6 +63,7 @@ def converted(source: Path, case: Path, out: Path, **options: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("model", [model for model in MODELS if not model.endswith(OF_ONE_VERSION)])
+@pytest.mark.quick("torchtitan_family_llama_tied", "torchtitan_family_qwen3_moe")
 def test_names_of_earlier_versions_are_taken(model: str, tmp_path: Path) -> None:
     case, state = FIXTURES / model, {}
     for name, tensor in stored_in_dcp(case / "checkpoint/step-10").items():

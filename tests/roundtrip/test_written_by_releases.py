@@ -102,6 +102,7 @@ def same_files(ours: Path, theirs: Path) -> bool:
     )
 
 
+@pytest.mark.quick("0_1")
 def test_commands_write_the_bytes_that_releases_wrote(written: Path, tmp_path: Path) -> None:
     ckptkit.consolidate(written / "run", tmp_path / "model", max_shard_size="10KB")
     assert same_files(tmp_path / "model", written / "model")

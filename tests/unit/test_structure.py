@@ -52,7 +52,8 @@ def _at_run_time(node: ast.AST) -> Iterator[ast.AST]:
         return
     yield node
     for child in ast.iter_child_nodes(node):
-        yield from _at_run_time(child)
+        if isinstance(child, ast.stmt | ast.ExceptHandler | ast.match_case):
+            yield from _at_run_time(child)
 
 
 def in_circles() -> list[str]:

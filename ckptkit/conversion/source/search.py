@@ -94,7 +94,7 @@ from ckptkit.formats.zero.reader import UniversalReader, ZeroReader
 from ckptkit.runs.find_run import ENTER_HINT, list_closed, make_not_found
 from ckptkit.runs.retention import abandoned_folders
 from ckptkit.runs.step_manifests import StepManifests, list_files, prefetch_headers, step_folder
-from ckptkit.runs.steps import RunStep, save_number_of, series_of
+from ckptkit.runs.steps import RunStep, series_of, step_of_source
 from ckptkit.storage.base import Source
 from ckptkit.storage.locations import relative_path
 from ckptkit.storage.manifests import read_manifest
@@ -327,7 +327,7 @@ class Search:
                 continue
             manifest = self.steps.manifest(folder)
             if manifest is not None:
-                saved = RunStep(step, folder, save_number=save_number_of(manifest))
+                saved = step_of_source(step, folder, manifest.source)
             else:
                 names = (path for path in self.paths if posixpath.dirname(path) == folder)
                 times = [self.source.stat(path).modified for path in names]

@@ -1,7 +1,7 @@
 """Files that each rank wrote for itself: their names, and checks that all are of one save.
 
 Source: verl/utils/checkpoint/fsdp_checkpoint_manager.py; accelerate/utils/fsdp_utils.py
-(`save_fsdp_model`, `save_fsdp_optimizer`), 1.15;
+(`save_fsdp_model`, `save_fsdp_optimizer`), 1.15; fairseq and metaseq: `checkpoint_utils.py`;
 nvidia_resiliency_ext/checkpointing/local/ckpt_managers/local_manager.py, 0.4. Other programs put
 the rank at the end of any name.
 """
@@ -42,19 +42,19 @@ _VERL = re.compile(
 _ACCELERATE = re.compile(
     r"(?P<kind>pytorch_model_fsdp|optimizer)(?:_(?P<number>\d{1,7}))?_rank(?P<rank>\d{1,7})\.bin"
 )
-# fairseq and metaseq; the parts of a model-parallel run are not those of one model.
-_FAIRSEQ = re.compile(r"(?P<stem>(?!.*model_part-[1-9]).*)-shard(?P<rank>\d{1,7})\.pt")
 # In a folder for each rank, which may hold copies of other ranks' files.
 _LOCAL = re.compile(r"iter_(?P<step>\d{7,15})_(?P<rank>\d{1,7})_local\.pt")
-_OTHER = re.compile(
-    r"(?P<stem>.*?)[-_.]?rank[-_.]?(?P<rank>\d{1,7})(?:[-_.]?of[-_.]?(?P<size>\d{1,7}))?"
-    r"\.(?:pt|pth|bin|ckpt)"
+RANK_IN_NAME = re.compile(
+    r"(?P<of>[-_.]?rank[-_.]?"  # model_rank_3.pt, weights.rank3.of4.pt
+    r"|[-_.]?shard[-_.]?(?=\d{1,7}[-_.]?of[-_.]?\d)"  # shard_0_of_2.pt; `shard_0.pt` is of anything
+    r"|_(?=\d{1,7}_local\.pt\Z)"  # iter_0000010_3_local.pt, of nvidia-resiliency-ext
+    r"|-shard(?=\d{1,7}\.pt\Z))"  # checkpoint1-shard0.pt, of fairseq and metaseq
+    r"(?P<rank>\d{1,7})(?:[-_.]?of[-_.]?(?P<size>\d{1,7}))?(?:_local)?"
+    r"(?=\.(?:pt|pth|bin|ckpt|pth\.tar)\Z)"
 )
-# Without the number of shards, it would be the number of anything.
-_SHARD_OF = re.compile(
-    r"(?P<stem>.*?)[-_.]?shard[-_.]?(?P<rank>\d{1,7})[-_.]?of[-_.]?(?P<size>\d{1,7})"
-    r"\.(?:pt|pth|bin|ckpt)"
-)
+"""The end of a name that tells the files of ranks apart, but for those of verl and accelerate."""
+# Of a model-parallel run of metaseq, whose parts are not those of one model.
+_MODEL_PART = re.compile(r"model_part-[1-9]")
 _OPTIMIZER = re.compile(r".*optim.*", re.IGNORECASE)
 _METADATA = re.compile(r".*meta.*", re.IGNORECASE)  # a file that users of FairScale save
 # Files of ranks that hold no state of a model.
@@ -134,20 +134,24 @@ def _parse_name(path: str) -> tuple[_SetName, RankFile] | None:
         kind = "optimizer" if match["kind"] == "optimizer" else "model"
         file = RankFile(path, kind, int(match["rank"]))
         return (folder, ACCELERATE, match["number"] or "0"), file
-    if match := _FAIRSEQ.fullmatch(name):
-        return (folder, FAIRSEQ, match["stem"]), RankFile(path, "model", int(match["rank"]))
     if match := _LOCAL.fullmatch(name):
         above = posixpath.dirname(folder)
         return (above, LOCAL, match["step"]), RankFile(path, "model", int(match["rank"]))
-    match = _OTHER.fullmatch(name) or _SHARD_OF.fullmatch(name)
-    # A name with nothing but the rank is described by its folder, as `extra_state/rank_0.pt`.
-    if match is None or _NEITHER.fullmatch(match["stem"] or posixpath.basename(folder)):
+    match = RANK_IN_NAME.search(name)
+    if match is None:
         return None
-    kind = "metadata" if _METADATA.fullmatch(match["stem"]) else "model"
-    if _OPTIMIZER.fullmatch(match["stem"]):
-        kind = "optimizer"
+    stem, rank = name[: match.start()], int(match["rank"])
     size = int(match["size"]) if match["size"] else None
-    return (folder, "", match["stem"]), RankFile(path, kind, int(match["rank"]), size)
+    if match["of"] == "-shard" and size is None:
+        is_part = _MODEL_PART.search(stem) is not None
+        return None if is_part else ((folder, FAIRSEQ, stem), RankFile(path, "model", rank))
+    # A name with nothing but the rank is described by its folder, as `extra_state/rank_0.pt`.
+    if _NEITHER.fullmatch(stem or posixpath.basename(folder)):
+        return None
+    kind = "metadata" if _METADATA.fullmatch(stem) else "model"
+    if _OPTIMIZER.fullmatch(stem):
+        kind = "optimizer"
+    return (folder, "", stem), RankFile(path, kind, rank, size)
 
 
 _CONTENTS: Mapping[Kind, str] = {

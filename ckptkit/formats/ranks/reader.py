@@ -379,7 +379,7 @@ class RankFilesReader(FormatReader):
     name = "rank-files"
     order = 60  # before readers that would take a rank's file for a model
     expected = "'model_world_size_2_rank_0.pt', 'pytorch_model_fsdp_0_rank0.bin' or 'rank_0.pt'"
-    endings = r"(?:\d|\d_local)\.(?:pt|pth|bin|ckpt)"
+    endings = r"\d(?:_local)?\.(?:pt|pth|bin|ckpt|pth\.tar)"
 
     def find(self, paths: Sequence[str]) -> list[Candidate]:
         return [

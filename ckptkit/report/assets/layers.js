@@ -129,7 +129,7 @@ function layerMeasures() {
     rms: { title: "root mean square", value: (t) => { const all = norm(t, s.norm); return all === null ? null : all / Math.sqrt(elements(t) || 1); } },
     norm: { title: "norm", value: (t) => norm(t, s.norm) },
     largest: { title: "largest absolute value", value: (t) => most(t, (i) => (s.minimum[i] === null ? null : Math.max(size(s.minimum[i]), size(s.maximum[i])))) },
-    mean: { title: "absolute mean", value: (t) => most(t, (i) => size(s.mean[i])) },
+    mean: { title: "mean, without its sign", value: (t) => most(t, (i) => size(s.mean[i])) },
     zeros: { title: "share of zeros", value: (t) => { const zeros = sum(t, s.zeros); return zeros === null ? null : zeros / (elements(t) || 1); }, text: shareText },
     broken: { title: "NaN and infinite", value: (t) => { const nan = sum(t, s.nan); return nan === null ? null : nan + sum(t, s.infinite); }, text: countText },
     ...measures,

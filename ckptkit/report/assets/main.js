@@ -83,10 +83,10 @@ function inspectionPage() {
   if (Object.keys(R.parameters).length) columns.push({ key: "parameters", title: "parameters", number: true, width: 7, value: parametersOf, text: (i) => countText(parametersOf(i)) });
   if (R.trees.length > 1) columns.push({ key: "tree", title: "state dict", width: 8, long: true, value: treeOf, text: treeOf });
   if (R.stats) {
-    const titles = { minimum: "min", maximum: "max", nan: "NaN", infinite: "inf" }, widths = { zeros: 6, nan: 4.4, infinite: 4.4 };
+    const widths = { zeros: 6, nan: 4.4, infinite: 4.4 };
     for (const [key, column] of Object.entries(R.stats)) {
       const more = key === "nan" || key === "infinite" ? { bad: (i) => column[i] > 0 } : {};
-      columns.push(numberColumn(key, titles[key] || key, column, widths[key], more));
+      columns.push(numberColumn(key, R.titles[key] || key, column, widths[key], more));
     }
   }
   const filters = [["all", "all tensors", () => true]];

@@ -13,6 +13,13 @@ A save goes through these states, in this order:
 A state that does not fit into the buffer is staged and persisted in waves. With the nodes' own
 disks (`ckptkit.training.tiers.save`) a step is committed twice: on the nodes, which frees the slot,
 and after its drain.
+
+What is waited for has one word each:
+
+    freed      `save` waits until the earlier save in its slot has freed it: `waited_seconds`
+    staged     changes of parameters, and the writer, wait until devices have staged their copies
+    ended      the commit waits until the previous save, in whatever slot, has ended; on the nodes'
+               own disks until it is freed
 """
 
 from __future__ import annotations
@@ -117,8 +124,8 @@ class Save(Struct):
         }
 
 
-Retire = Callable[[int, Mapping[str, float | None]], Sequence[Path | Place]]
-"""From a step and its metrics to the steps that are removed once it is durable."""
+Retire = Callable[[int, Mapping[str, Any]], Sequence[Path | Place]]
+"""From a step and its manifest's `source` to the steps that are removed once it is durable."""
 
 
 class SaveCommitter:
@@ -241,8 +248,7 @@ class SaveCommitter:
                 rank, document = errors[0]
                 more = f" and {len(errors) - 1} more" if len(errors) > 1 else ""
                 raise error_from_json(document).located(f"rank {rank}{more}")
-            metrics = save.manifest["source"].get("metrics", {})
-            retired = self._retire(save.step, metrics) if save.retires else ()
+            retired = self._retire(save.step, save.manifest["source"]) if save.retires else ()
             answer = self._process.request(
                 Commit(
                     attempt=save.name,
@@ -437,7 +443,7 @@ class SaveSlot:
         """
         try:
             waited = time.perf_counter()
-            if self._current is not None:  # an earlier save ends within a bounded time
+            if self._current is not None:  # it is freed within a bounded time
                 self._current.wait_freed()
             save.handle.waited_seconds = time.perf_counter() - waited
             self._current = save.handle

@@ -117,7 +117,9 @@ class LocalTier(Struct, frozen=True):
         """Returns the name of the newest step here that a resume would take; empty for none."""
         with suppress(OSError):
             numbered = [copy for copy in self.copies() if is_step_folder(copy.path.name)]
-            newest = max(numbered, key=lambda copy: save_number_of(copy.manifest), default=None)
+            newest = max(
+                numbered, key=lambda copy: save_number_of(copy.manifest.source), default=None
+            )
             return "" if newest is None else newest.path.name
         return ""
 

@@ -40,7 +40,7 @@ from ckptkit.name_maps.apply import apply_map
 from ckptkit.name_maps.language import invert, parse_map
 from ckptkit.name_maps.shipped import list_map_names, read_map_text
 from ckptkit.runs.step_manifests import read_findings
-from ckptkit.runs.steps import parse_metrics, save_number_of
+from ckptkit.runs.steps import step_of_source
 from ckptkit.storage.manifests import EarlierOutput
 from ckptkit.storage.overlay import MemorySource
 from tests.campaigns.fuzz.judge import Target
@@ -56,9 +56,8 @@ from tests.campaigns.fuzz.seeds import found_in_fixtures, prefixed, strict
 def _run_manifest(data: bytes) -> None:
     EarlierOutput.from_manifest(data, "x").removable(["a", "../b"])
     manifest = parse_manifest(data, where="x")
-    save_number_of(manifest)
     read_findings(manifest)
-    json.dumps(parse_metrics(manifest.source.get("metrics")))
+    json.dumps(dict(step_of_source(1, "checkpoint-1", manifest.source).metrics))
     facts = ModelFacts("m", None, None, manifest.options, manifest)
     write_card(facts).encode()
     parse_base_record(manifest, "x")

@@ -22,6 +22,7 @@ from typing import Any
 
 import botocore.parsers
 import botocore.session
+from botocore.credentials import Credentials
 from botocore.parsers import ResponseParserError
 from huggingface_hub.hf_api import RepoFile, RepoFolder
 
@@ -30,8 +31,13 @@ from ckptkit.hub.client import Hub, list_files, pause_before, tree_of
 from ckptkit.hub.secrets import secrets_in
 from ckptkit.plan.plan import OutputFile
 from ckptkit.serving.planned_folder import PlannedFile
-from ckptkit.serving.s3_api import S3Error, answer_error, answer_request, parse_request
-from ckptkit.serving.signatures import AccessKeys, check_signature
+from ckptkit.serving.s3_api import (
+    S3Error,
+    answer_error,
+    answer_request,
+    check_signature,
+    parse_request,
+)
 from ckptkit.storage.locations import check_relative
 from ckptkit.storage.remote.errors import RetryPolicy, as_input_error
 from ckptkit.storage.remote.s3 import S3Uploads
@@ -257,7 +263,7 @@ def _hub_seeds() -> list[bytes]:
 
 # --- requests to `serve` ---
 
-_KEYS = AccessKeys("CKPT0123", "a-secret")
+_KEYS = Credentials("CKPT0123", "a-secret")
 _NOW = datetime(2026, 1, 1, tzinfo=UTC)
 
 
@@ -276,7 +282,7 @@ def _run_request(data: bytes) -> None:
     try:
         request = parse_request(method, target, headers)
     except S3Error as error:
-        answer_error(error, "id", target.encode("utf-8", "replace").decode(), is_head=False)
+        answer_error(error, "id", target.encode("utf-8", "replace").decode())
         return
     for check in (
         lambda: check_signature(request, _KEYS, _NOW),
@@ -285,7 +291,7 @@ def _run_request(data: bytes) -> None:
         try:
             check()
         except S3Error as error:
-            answer_error(error, "id", request.path, is_head=False)
+            answer_error(error, "id", request.path)
 
 
 def _request_seeds() -> list[bytes]:

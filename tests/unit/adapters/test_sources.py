@@ -202,12 +202,6 @@ def test_an_extracted_adapter_is_verified_and_extracted_once_more_to_the_same_by
     assert all(np.array_equal(one[name], two[name]) for name in stripped())
 
 
-def test_an_alpha_that_older_versions_read_otherwise_is_a_note(tmp_path: Path) -> None:
-    source = put(tmp_path / "step", stripped())
-    configure(source, rank_pattern={"q_proj": 2}, alpha_pattern={".*q_proj": 7})
-    assert any("alpha 7, and gave it 4 before" in note for note in opened(source).notes)
-
-
 # What is refused
 
 
@@ -284,11 +278,6 @@ def test_a_method_that_is_not_modelled_is_refused_by_name(
     refused(tmp_path, UnsupportedError, rf"PEFT's method '({method}|ia3)'")
 
 
-def test_an_option_that_is_not_modelled_is_refused_by_name(tmp_path: Path) -> None:
-    configure(put(tmp_path / "step", stripped()), layer_replication=[[0, 1]])
-    refused(tmp_path, UnsupportedError, "'layer_replication'")
-
-
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"r": "8"}'])
 def test_a_configuration_that_is_none_is_refused(text: str, tmp_path: Path) -> None:
     source = put(tmp_path / "step", stripped())
@@ -309,8 +298,3 @@ def test_trained_parameters_that_no_adapter_has_are_refused(tmp_path: Path) -> N
     tensors = {n: t for n, t in live().items() if "base_layer" not in n}
     configure(put(tmp_path / "step", tensors, "model.safetensors"))
     refused(tmp_path, AdapterError, r"norm\.weight")
-
-
-def test_a_configuration_of_another_adapter_is_refused(tmp_path: Path) -> None:
-    configure(put(tmp_path / "step", stripped()), target_modules=["q_proj", "v_proj"])
-    refused(tmp_path, AdapterError, "names 'v_proj', for which the adapter has no tensors")

@@ -16,8 +16,6 @@ from safetensors.torch import load_file, save_file
 import ckptkit
 from ckptkit.consumers.side_files import (
     choose_side_files,
-    drop_auto_map,
-    has_auto_map,
     sum_bytes_by_dtype,
     update_config,
 )
@@ -87,12 +85,6 @@ def test_what_is_not_on_the_list_is_left_alone(name: str) -> None:
     assert chosen({name: 1}, allow_code=True) == ([], [])
 
 
-def test_python_files_are_named_and_left_out_unless_allowed() -> None:
-    names = {"modeling_x.py": 3, "config.json": 2}
-    assert chosen(names) == (["origin0:config.json"], ["modeling_x.py"])
-    assert chosen(names, allow_code=True)[0] == ["origin0:config.json", "origin0:modeling_x.py"]
-
-
 @pytest.mark.parametrize("data", [b"", b"[1]", b"nonsense", b"\xff", b"[" * 100_000, b"1"])
 def test_a_configuration_that_is_no_object_is_refused(data: bytes) -> None:
     with pytest.raises(FormatError) as caught:
@@ -139,14 +131,6 @@ def test_scales_beside_packed_weights_do_not_decide_on_a_dtype() -> None:
     stated = {**packed, "torch_dtype": "bfloat16"}
     assert update_config(stated, sizes, allow_code=False) == stated
     assert update_config(packed, sizes, allow_code=False) == {**packed, "dtype": "float32"}
-
-
-def test_auto_map_goes_unless_code_is_allowed() -> None:
-    config = {"auto_map": {"AutoModel": "modeling_x.X"}, "a": 1}
-    assert has_auto_map(config)
-    assert drop_auto_map(config) == {"a": 1}
-    assert "auto_map" not in update_config(config, {}, allow_code=False)
-    assert "auto_map" in update_config(config, {}, allow_code=True)
 
 
 def test_configurations_keep_their_order_and_their_letters() -> None:

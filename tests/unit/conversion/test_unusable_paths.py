@@ -12,6 +12,7 @@ import ckptkit.hub
 import ckptkit.training
 from ckptkit.core.errors import UsageError
 from ckptkit.storage.locations import Place, is_url, local_path
+from tests.sampled import sampled
 
 ROOT = Path(__file__).resolve().parents[3]
 LLAMA = ROOT / "fixtures" / "accelerate_fsdp2_tied_with_config" / "checkpoint"
@@ -46,7 +47,7 @@ CALLS: dict[str, Callable[[str], object]] = {
 NOT_READ = {"inspect model_config", "list_run state", "pull"}  # before something else is refused
 
 
-@pytest.mark.parametrize("path", UNUSABLE, ids=ascii)
+@pytest.mark.parametrize("path", sampled(UNUSABLE, UNUSABLE[:3]), ids=ascii)
 @pytest.mark.parametrize("call", CALLS)
 def test_a_path_that_cannot_be_one_is_wrong_usage(call: str, path: str) -> None:
     with pytest.raises(UsageError) as caught:

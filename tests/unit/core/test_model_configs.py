@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ckptkit
 from ckptkit.core.errors import FormatError
 from ckptkit.core.model_configs import model_config_to_json, parse_model_config
 from ckptkit.hub.contents import scrub_content
+from tests.property.examples import examples
 
 transformers = pytest.importorskip("transformers", minversion="5")
 torch = pytest.importorskip("torch")
@@ -33,6 +34,7 @@ values = st.recursive(
 configs = st.dictionaries(st.text(), values)
 
 
+@settings(max_examples=examples(200))
 @given(configs)
 def test_a_configuration_is_read_and_written_as_transformers_does(config: dict[str, Any]) -> None:
     data = json.dumps(config).encode()

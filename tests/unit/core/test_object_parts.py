@@ -14,6 +14,7 @@ from ckptkit.core.object_parts import (
     choose_part_bytes,
     cut_into_parts,
 )
+from tests.property.examples import examples
 
 MIB = 1 << 20
 S3_MOST_COPIED_BYTES = 5 << 30
@@ -31,7 +32,7 @@ def found_ranges(draw: st.DrawFn) -> tuple[int, list[CopiedRange]]:
     return at + draw(st.integers(0 if at else 1, 12 * MIB)), found
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(found_ranges())
 def test_whatever_can_be_copied_the_parts_are_such_as_s3_takes(
     case: tuple[int, list[CopiedRange]],

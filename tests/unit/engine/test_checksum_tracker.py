@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import threading
 import zlib
 
 import pytest
@@ -78,26 +77,10 @@ def test_pieces_that_tile_a_record_need_no_reading_in_any_order(
     assert reads.size_bytes == 0
 
 
-@settings(max_examples=80)
-@given(SPANS, st.integers(0, len(DATA) - 1))
-def test_a_damaged_byte_is_found_wherever_it_was_read(span: list[int], position: int) -> None:
-    damaged = bytearray(DATA)
-    damaged[position] ^= 4
-    reads = Reads(bytes(damaged))
-    with pytest.raises(ChecksumError):
-        settled([piece(span[0], span[1], bytes(damaged))], reads, expected=zlib.crc32(DATA))
-
-
 def test_only_what_is_missing_is_read_at_the_end() -> None:
     reads = Reads()
     settled([piece(0, 1_000), piece(3_000, 5_000)], reads)
     assert reads.size_bytes == 2_000
-
-
-def test_a_record_of_which_nothing_was_read_is_read_whole() -> None:
-    reads = Reads()
-    settled([], reads)
-    assert reads.size_bytes == len(DATA)
 
 
 def test_a_long_record_is_read_in_bounded_steps() -> None:
@@ -144,24 +127,6 @@ def test_a_failing_record_does_not_hide_the_others() -> None:
         with pytest.raises(ChecksumError):
             tracker.finish()
     tracker.finish()
-
-
-def test_threads_may_add_pieces_at_once() -> None:
-    tracker, reads = ChecksumTracker(1), Reads()
-    tracker.expect(0, tracked(reads))
-    steps = range(0, len(DATA), 10)
-
-    def add(starts: range) -> None:
-        for start in starts:
-            tracker.add(0, piece(start, start + 10))
-
-    threads = [threading.Thread(target=add, args=(part,)) for part in (steps[::2], steps[1::2])]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    tracker.finish()
-    assert reads.size_bytes == 0
 
 
 def test_what_was_told_of_a_damaged_record_is_not_told_again_and_it_is_never_taken_for_proven() -> (

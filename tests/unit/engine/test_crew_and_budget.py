@@ -63,12 +63,6 @@ def test_nobody_waits_for_bandwidth_any_longer_once_another_has_failed() -> None
         run_crew(2, iter(range(2)), work, throttle.stopped)
 
 
-def test_every_item_is_worked_on_once() -> None:
-    seen: list[int] = []
-    run_crew(4, iter(range(500)), seen.extend)
-    assert sorted(seen) == list(range(500))
-
-
 def test_an_iterator_that_fails_is_reported() -> None:
     def items() -> Any:
         yield 1

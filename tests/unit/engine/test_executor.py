@@ -47,6 +47,8 @@ from ckptkit.plan.plan import SOURCE, Plan, Share, tasks_of
 from ckptkit.plan.selection import DTypePolicy
 from ckptkit.storage.overlay import MemorySource
 from tests.memory_target import MemoryTarget
+from tests.property.examples import examples
+from tests.sampled import sampled
 
 Array = NDArray[Any]
 WEIGHTS = "model.safetensors"
@@ -180,7 +182,7 @@ def shelves(draw: st.DrawFn) -> tuple[Shelf, dict[str, Array]]:
     return shelf, truth
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(300))
 @given(shelves(), st.integers(1, 2))
 def test_any_split_is_assembled_to_the_bytes_of_the_truth(
     case: tuple[Shelf, dict[str, Array]], workers: int
@@ -193,7 +195,7 @@ def test_any_split_is_assembled_to_the_bytes_of_the_truth(
         assert found[name].tobytes() == array.tobytes(), name
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(120))
 @given(shelves(), st.integers(0, 200), st.integers(1, 200))
 def test_any_range_of_a_tensor_can_be_read_alone(
     case: tuple[Shelf, dict[str, Array]], first: int, length: int
@@ -208,7 +210,7 @@ def test_any_range_of_a_tensor_can_be_read_alone(
         assert bytes(target) == array.reshape(-1)[start:stop].tobytes()
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(120))
 @given(shelves(), st.randoms())
 def test_a_damaged_byte_is_an_error_or_was_not_part_of_any_tensor(
     case: tuple[Shelf, dict[str, Array]], chance: Any
@@ -297,23 +299,7 @@ def test_a_column_split_of_many_leaves_is_assembled() -> None:
     assert digests.of_tensor("w") == digest_of(memoryview(array.tobytes()))
 
 
-def test_a_large_transposed_chunk_is_gathered_in_bounded_pieces() -> None:
-    array = np.arange(3_000 * 900, dtype=np.float32).reshape(3_000, 900)
-    shelf = Shelf()
-    record = shelf.store(np.ascontiguousarray(array.T).tobytes())
-    shelf.add("w", array, [Chunk(Box((0, 0), array.shape), record, 0, (1, 3_000))])
-    assert written(shelf.origin())["w"].tobytes() == array.tobytes()
-
-
 # Casts, digests, checksums and progress
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_a_cast_equals_that_of_torch(dtype: Any) -> None:
-    shelf, array = simple(2_000)
-    files, _ = run(shelf.origin(), dtype=dtype, layout=layout_torch_full)
-    loaded = torch.load(io.BytesIO(files["pytorch_model.bin"]), weights_only=True)  # noqa: TID251
-    assert torch.equal(loaded["w"], torch.from_numpy(array).to(getattr(torch, dtype)))
 
 
 def test_digests_do_not_depend_on_workers_layout_or_file_size() -> None:
@@ -393,7 +379,7 @@ def in_parts(
     return target.files, whole
 
 
-@settings(max_examples=80)
+@settings(max_examples=examples(160))
 @given(shelves(), st.integers(1, 4), st.randoms(), st.booleans())
 def test_parts_in_any_order_come_to_the_same_as_the_whole(
     case: tuple[Shelf, dict[str, Array]], count: int, chance: Any, as_archive: bool
@@ -419,7 +405,9 @@ def two_halves() -> tuple[Shelf, Array]:
     return shelf, array
 
 
-@pytest.mark.parametrize("layout", [layout_hf_weights, layout_torch_full, layout_dcp])
+@pytest.mark.parametrize(
+    "layout", sampled([layout_hf_weights, layout_torch_full, layout_dcp], [layout_dcp])
+)
 def test_tasks_that_share_a_record_and_a_checksum_come_to_the_same_apart(layout: Any) -> None:
     shelf, _ = two_halves()
     files, digests = run(shelf.origin(), layout=layout, workers=2)
@@ -496,12 +484,3 @@ def test_a_target_without_room_stops_the_run_and_shows_nothing() -> None:
     with pytest.raises(NoSpaceError):
         run(simple()[0].origin(), target=target)
     assert target.files == {}
-
-
-def test_a_file_that_became_shorter_is_an_error() -> None:
-    shelf, _ = simple()
-    origin = shelf.origin()
-    for path in shelf.files:
-        shelf.files[path] = shelf.files[path][:10]
-    with pytest.raises(TruncatedFileError):
-        run(origin)

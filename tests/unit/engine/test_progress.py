@@ -21,6 +21,7 @@ import ckptkit
 import ckptkit.training
 from ckptkit.engine.outcome import BytesWritten, Event, Started, Waiting
 from ckptkit.engine.progress import ProgressBar, ProgressLog, Stage
+from tests.sampled import sampled
 
 ROOT = Path(__file__).parents[3]
 LLAMA = ROOT / "fixtures" / "accelerate_fsdp2_tied_with_config" / "checkpoint"
@@ -101,7 +102,7 @@ def test_a_call_shows_a_bar_in_a_terminal_and_takes_it_off(tmp_path: Path) -> No
     assert re.search(r"\r +\r$", sent)
 
 
-@pytest.mark.parametrize("progress", [True, False])
+@pytest.mark.parametrize("progress", sampled([True, False], [True]))
 def test_a_call_writes_lines_into_a_log_if_it_is_asked_to(tmp_path: Path, progress: bool) -> None:
     text = SLOW_CALL.format(str(LLAMA), str(tmp_path / "out"), "12KB", {"progress": progress})
     with (tmp_path / "log").open("w") as log:
@@ -168,7 +169,7 @@ CALLS: dict[str, Callable[..., object]] = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-@pytest.mark.parametrize("progress", [True, False])
+@pytest.mark.parametrize("progress", sampled([True, False], [True]))
 def test_a_call_shows_progress_beside_the_listener_of_its_user(
     tmp_path: Path, name: str, progress: bool
 ) -> None:

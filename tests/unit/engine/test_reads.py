@@ -24,14 +24,6 @@ def ranges(*pairs: tuple[int, int], path: str = "a") -> list[FileRange]:
     return [FileRange(path, start, stop) for start, stop in pairs]
 
 
-def test_ranges_that_touch_or_overlap_are_one() -> None:
-    assert coalesce(ranges((5, 9), (0, 5), (7, 20))) == ranges((0, 20))
-    assert coalesce([*ranges((0, 5)), *ranges((5, 9), path="b")]) == [
-        *ranges((0, 5)),
-        *ranges((5, 9), path="b"),
-    ]
-
-
 def test_a_gap_that_costs_less_than_a_question_is_read() -> None:
     apart = 100 + FREE_GAP_BYTES
     assert coalesce(ranges((0, 100), (apart, apart + 1))) == ranges((0, apart + 1))
@@ -43,11 +35,6 @@ def test_larger_gaps_are_read_while_they_are_a_hundredth_of_what_is_wanted() -> 
     wanted = ranges((0, MiB), (MiB + gap, 3 * MiB), (3 * MiB + 2 * gap, 4 * MiB))
     assert coalesce(wanted) == ranges((0, 3 * MiB), (3 * MiB + 2 * gap, 4 * MiB))
     assert len(coalesce(ranges((0, 64 * MiB), (64 * MiB + GAP_BYTES + 1, 128 * MiB)))) == 2
-
-
-def test_nothing_is_asked_for_where_nothing_is_wanted() -> None:
-    assert coalesce(ranges((7, 7))) == []
-    assert list(requests([])) == []
 
 
 def test_large_ranges_are_cut_into_equal_requests() -> None:

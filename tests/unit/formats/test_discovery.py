@@ -60,10 +60,6 @@ def test_a_folders_name_tells_its_step(folder: str, step: int | None) -> None:
     assert parse_step(folder) == step
 
 
-def test_steps_are_compared_as_numbers() -> None:
-    assert found("checkpoint-9", "checkpoint-10", "checkpoint-100").folder == "checkpoint-100"
-
-
 def test_what_lies_in_one_step_belongs_together() -> None:
     chosen = found("checkpoint-5/pytorch_model_fsdp_0", "checkpoint-5/optimizer_0")
     assert chosen.folder == "checkpoint-5"
@@ -166,11 +162,6 @@ def _told(chosen: ResolvedSource, folders: list[str]) -> tuple[str, bool]:
     return "here", True
 
 
-def test_a_run_is_selected_by_its_folder_and_searched_for_its_newest_step() -> None:
-    chosen = found("a/checkpoint-1", "a/checkpoint-2", "b/checkpoint-3", select="a")
-    assert (chosen.folder, chosen.select) == ("a/checkpoint-2", None)
-
-
 def test_a_run_in_the_root_itself_beside_another_checkpoint_is_selected_by_its_steps() -> None:
     folders = ("checkpoint-1", "checkpoint-2", "best")
     with pytest.raises(AmbiguousSourceError, match="'best', 'checkpoint-2'") as caught:
@@ -182,10 +173,6 @@ def test_a_run_in_the_root_itself_beside_another_checkpoint_is_selected_by_its_s
 def test_steps_within_epochs_are_followed_down() -> None:
     chosen = found("epoch_1/step_300", "epoch_2/step_100", "epoch_2/step_200")
     assert chosen.folder == "epoch_2/step_200"
-
-
-def test_lightning_names_its_steps_in_the_middle() -> None:
-    assert found("epoch=0-step=5.ckpt", "epoch=1-step=10.ckpt").folder == "epoch=1-step=10.ckpt"
 
 
 def test_a_step_and_a_part_of_it_are_selected_together() -> None:
@@ -239,40 +226,22 @@ def _choose(
 
 
 _TRAINER = ["checkpoint-2/model.safetensors", "checkpoint-10/model.safetensors"]
-
-
 _FSDP = ["checkpoint-2/pytorch_model_fsdp_0/.metadata", "checkpoint-10/optimizer_0/.metadata"]
-
-
 _FSDP += ["checkpoint-10/pytorch_model_fsdp_0/.metadata"]
-
-
 _VERL = [
     f"global_step_{step}/actor/model_world_size_2_rank_{rank}.pt"
     for step in (2, 10)
     for rank in range(2)
 ]
-
-
 _LIGHTNING = ["epoch=0-step=2.ckpt", "epoch=1-step=10.ckpt"]
-
-
 _SHARDED = [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
-
-
 _SHARDED += ["model.safetensors.index.json"]
-
-
 _DEEPSPEED = [
     f"global_step{step}/{name}"
     for step in (2, 10)
     for name in ("mp_rank_00_model_states.pt", "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt")
 ]
-
-
 _OF_PEFT = ("pytorch_model_fsdp_0", "base_model_0")
-
-
 _PEFT = [path.replace("model.", "adapter_model.") for path in _TRAINER]
 
 

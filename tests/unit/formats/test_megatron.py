@@ -7,7 +7,6 @@ import contextlib
 import hashlib
 import io
 import json
-import os
 import shutil
 import signal
 import zipfile
@@ -16,7 +15,6 @@ from types import SimpleNamespace
 from typing import Any
 from uuid import UUID
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -26,7 +24,7 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import ckptkit
-from ckptkit.core.errors import CkptkitError, FormatError, UnsafePickleError, UnsupportedError
+from ckptkit.core.errors import CkptkitError, FormatError, UnsupportedError
 from ckptkit.formats.dcp.megatron import parse_common, split_key
 from ckptkit.formats.pickle.torch_zip import TensorCache
 
@@ -88,37 +86,6 @@ def test_sizes_are_read_from_a_run_configuration(run: Path) -> None:
     assert [(d.name, d.size) for d in ckptkit.inspect(run).mesh] == [("tensor", 2), ("pipeline", 4)]
     (step / "run_config.yaml").write_text("\n".join([*lines, "  tensor_model_parallel_size: 8"]))
     assert [(d.name, d.size) for d in ckptkit.inspect(run).mesh] == [("pipeline", 4)]
-
-
-class Gadget:
-    def __init__(self, call: Any) -> None:
-        self.call = call
-
-    def __reduce__(self) -> Any:
-        return self.call
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        (os.system, ("touch executed",)),
-        (setattr, (str, "upper", 1)),
-        (torch.hub.list, ("file",)),
-        (np.load, ("file",)),
-    ],
-)
-def test_a_common_state_that_names_a_function_is_refused(
-    call: Any, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    state = {"iteration": 7, "args": argparse.Namespace(hook=Gadget(call))}
-    torch.save(state, run / STEP / "common.pt")
-    with pytest.raises(UnsafePickleError):
-        ckptkit.inspect(run / STEP)
-    with pytest.raises(CkptkitError):
-        ckptkit.consolidate(run / STEP, tmp_path / "out", names="live")
-    assert not (tmp_path / "out").exists()
-    assert not (tmp_path / "executed").exists()
 
 
 class Setting:

@@ -17,6 +17,7 @@ import pytest
 from ckptkit.core.errors import FormatError, UnsafePickleError
 from ckptkit.formats.pickle.machine import Global, InertDict, InertKey, InertObject, class_of
 from ckptkit.formats.pickle.pickles import ordered_dict, parse_pickle
+from tests.sampled import sampled
 
 PROTOCOLS = [0, 1, 2, 3, 4, 5]
 POINT = Global("geometry", "Point")
@@ -31,7 +32,7 @@ def parse(data: bytes) -> Any:
     return parse_pickle(data, ALLOWED, where="a.pkl")
 
 
-@pytest.mark.parametrize("protocol", PROTOCOLS)
+@pytest.mark.parametrize("protocol", sampled(PROTOCOLS, [2, 4]))
 @pytest.mark.parametrize(
     "value",
     [
@@ -208,7 +209,7 @@ class Reduced:
 HERE = __name__
 
 
-@pytest.mark.parametrize("protocol", PROTOCOLS)
+@pytest.mark.parametrize("protocol", sampled(PROTOCOLS, [2, 4]))
 @pytest.mark.parametrize(
     ("value", "name"),
     [

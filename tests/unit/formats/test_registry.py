@@ -225,11 +225,21 @@ def test_where_nothing_is_found_all_formats_and_what_is_there_are_named(tmp_path
         assert reader.expected in caught.value.hint
 
 
+@pytest.fixture(scope="module")
+def listings() -> dict[Path, list[str]]:
+    """The files of each fixture."""
+    return {
+        fixture: sorted(str(p.relative_to(fixture)) for p in fixture.rglob("*") if p.is_file())
+        for fixture in FIXTURES.iterdir()
+    }
+
+
 @pytest.mark.parametrize("reader", READERS, ids=[reader.name for reader in READERS])
-def test_a_reader_that_is_not_asked_would_have_found_nothing(reader: FormatReader) -> None:
+def test_a_reader_that_is_not_asked_would_have_found_nothing(
+    reader: FormatReader, listings: dict[Path, list[str]]
+) -> None:
     found = 0
-    for fixture in FIXTURES.iterdir():
-        paths = sorted(str(p.relative_to(fixture)) for p in fixture.rglob("*") if p.is_file())
+    for fixture, paths in listings.items():
         for path in (path for one in reader.find(paths) for path in one.files):
             found += re.search(f"(?:{reader.endings})$", path) is not None
         if not any(re.search(f"(?:{reader.endings})$", path) for path in paths):

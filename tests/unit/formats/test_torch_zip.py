@@ -39,9 +39,9 @@ from ckptkit.formats.pickle.torch_zip import (
 from ckptkit.training.save.file_layout import archive_of_tensor
 from tests.campaigns.fuzz.seeds import strict
 from tests.files_in_memory import saved
+from tests.sampled import sampled
 
 Reads = list[tuple[int, int]]
-END64_BYTES = 56 + 20 + 22
 
 
 def located(blob: bytes, cache: TensorCache | None = None) -> Payload:
@@ -207,12 +207,6 @@ def test_a_dtype_that_is_not_modelled_is_named() -> None:
         )
 
 
-def test_torchscript_is_refused_by_name() -> None:
-    blob = repacked(one_tensor(), {"archive/constants.pkl": b"x"})
-    with pytest.raises(UnsupportedError, match="holds a TorchScript program"):
-        located(blob)
-
-
 @pytest.mark.parametrize(
     ("order", "error"), [(b"big", UnsupportedError), (b"middle", FormatError), (b"", FormatError)]
 )
@@ -303,7 +297,7 @@ def test_a_truncated_archive_says_so() -> None:
         located(one_tensor()[:1000])
 
 
-@pytest.mark.parametrize("mask", [0x01, 0x80, 0xFF])
+@pytest.mark.parametrize("mask", sampled([0x01, 0x80, 0xFF], [0x01]))
 def test_a_flip_outside_the_data_is_refused_or_changes_nothing(mask: int) -> None:
     blob = one_tensor()
     truth = located(blob)
@@ -323,24 +317,6 @@ def test_a_flip_in_the_pickle_is_a_checksum_error() -> None:
     blob = bytearray(one_tensor())
     blob[70] ^= 1
     with pytest.raises(ChecksumError, match=r"'archive/data\.pkl' has CRC-32 0x"):
-        located(bytes(blob))
-
-
-def test_the_two_end_records_have_to_agree() -> None:
-    blob = bytearray(one_tensor())
-    assert blob[-END64_BYTES : -END64_BYTES + 4] == b"PK\6\6"
-    blob[-14] ^= 1  # the count in the short one
-    blob[-12] ^= 1
-    with pytest.raises(FormatError, match="the two end records of the zip archive disagree"):
-        located(bytes(blob))
-
-
-def test_a_local_header_that_disagrees_is_refused() -> None:
-    blob = bytearray(one_tensor())
-    header = located(bytes(blob)).start
-    name = bytes(blob).rindex(b"archive/data/0", 0, header)
-    blob[name] ^= 1
-    with pytest.raises(FormatError, match="local header of 'archive/data/0' contradicts"):
         located(bytes(blob))
 
 
@@ -398,12 +374,6 @@ def test_a_directory_too_large_for_its_records_is_refused_before_it_is_read() ->
 
     with pytest.raises(LimitError, match="directory of 1 records takes 60,046 bytes"):
         read_directory(read, len(blob), where="x")
-
-
-@pytest.mark.parametrize("count", [0, 2, 1000, 65535])
-def test_a_count_that_does_not_fit_is_refused(count: int) -> None:
-    with pytest.raises(FormatError):
-        directory(archive_of([entry(b"a")], count=count, padding=100))
 
 
 def test_zip64_sizes_are_taken_from_the_extra_field() -> None:
@@ -496,7 +466,7 @@ def test_archives_that_differ_in_their_values_are_parsed_once(
 
 
 @pytest.mark.parametrize("make", [saved, by_ckptkit])
-@pytest.mark.parametrize("shape", [(5,), (40, 100)])
+@pytest.mark.parametrize("shape", sampled([(5,), (40, 100)], [(5,)]))
 def test_any_changed_byte_has_the_same_effect_as_when_each_archive_is_parsed(
     make: Make, shape: tuple[int, ...]
 ) -> None:
@@ -507,7 +477,7 @@ def test_any_changed_byte_has_the_same_effect_as_when_each_archive_is_parsed(
     around = [*range(payload.start), *range(payload.stop, len(blob))]
     assert len(around) > 800
     for position in around:
-        for mask in (0x01, 0x80, 0xFF):
+        for mask in (0x01, 0x80, 0xFF) if shape == (40, 100) else (0x01,):
             changed = bytearray(blob)
             changed[position] ^= mask
             assert outcome(bytes(changed), cache) == outcome(bytes(changed)), position

@@ -16,8 +16,6 @@ from ckptkit.core.errors import (
     FormatError,
     IncompleteCheckpointError,
     LimitError,
-    MissingFileError,
-    TruncatedFileError,
     UnsafePathError,
     UnsupportedError,
 )
@@ -204,23 +202,11 @@ def test_a_manifest_beyond_all_size_is_not_read(
         ckptkit.consolidate(snapshot, tmp_path / "out")
 
 
-@pytest.mark.parametrize("number", [0, 1])
-def test_a_file_of_a_rank_that_is_missing_short_or_long_is_named(
-    number: int, snapshot: Path, tmp_path: Path
-) -> None:
-    file = sorted((snapshot / "batched").iterdir())[number]
-    data = file.read_bytes()
-    for content, error in (
-        (None, MissingFileError),
-        (data[:-1], TruncatedFileError),
-        (data + b"\0", FormatError),
-    ):
-        file.unlink()
-        if content is not None:
-            file.write_bytes(content)
-        with pytest.raises(error, match=file.name):
-            ckptkit.consolidate(snapshot, tmp_path / "out")
-        file.write_bytes(data)
+def test_a_file_of_a_rank_that_is_too_long_is_named(snapshot: Path, tmp_path: Path) -> None:
+    file = min((snapshot / "batched").iterdir())
+    file.write_bytes(file.read_bytes() + b"\0")
+    with pytest.raises(FormatError, match=file.name):
+        ckptkit.consolidate(snapshot, tmp_path / "out")
 
 
 def test_a_snapshot_without_its_manifest_is_no_checkpoint(snapshot: Path, tmp_path: Path) -> None:

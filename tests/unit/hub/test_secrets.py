@@ -16,6 +16,7 @@ from ckptkit.core.errors import RefusedError
 from ckptkit.hub.contents import check_contents
 from ckptkit.hub.secrets import SecretSearch, find_secrets, redact_secrets, secrets_in
 from tests.planted_secrets import FILES, SECRETS
+from tests.sampled import sampled
 
 ROOT = Path(__file__).parents[3]
 ODD_TOKEN = "corp7781tokenÄ"  # noqa: S105  no secret
@@ -55,7 +56,7 @@ def test_each_kind_of_secret_is_found_in_each_kind_of_file(kind: str) -> None:
     assert missed == []
 
 
-@pytest.mark.parametrize("kind", SECRETS)
+@pytest.mark.parametrize("kind", sampled(SECRETS, [*SECRETS][::4]))
 def test_a_secret_across_the_border_of_two_blocks_is_found(kind: str) -> None:
     data = b"\n" * 3 + SECRETS[kind].encode() + b"\n"
     for at in range(1, len(data), 7):
@@ -102,7 +103,7 @@ def test_vocabularies_hashes_and_examples_are_no_secrets() -> None:
     draw = random.Random(0)  # noqa: S311  no secret is made of it
     letters = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789+/_-"
     words = ["sk-", "hf_", "hf", "password", "api_key", "AKIA", "eyJ", "wandb", "-----BEGIN", "://"]
-    words += ["".join(draw.choices(letters, k=draw.randint(1, 40))) for _ in range(20_000)]
+    words += ["".join(draw.choices(letters, k=draw.randint(1, 40))) for _ in range(5_000)]
     vocab = {word: number for number, word in enumerate(words)}
     texts = [
         json.dumps({"model": {"vocab": vocab, "merges": list(itertools.pairwise(words))}}),

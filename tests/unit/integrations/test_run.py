@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.sampled import sampled
+
 ROOT = Path(__file__).resolve().parents[3]
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -185,7 +187,9 @@ def test_a_known_accelerate_is_changed_and_the_log_says_so_once(run: Run, tmp_pa
     assert not run(put(tmp_path / "script.py", SCRIPT), RANK="1").stderr
 
 
-@pytest.mark.parametrize("version", ["1.6.0", "1.16.0", "2.0.0.dev0", "of late"])
+@pytest.mark.parametrize(
+    "version", sampled(["1.6.0", "1.16.0", "2.0.0.dev0", "of late"], ["1.16.0", "of late"])
+)
 def test_an_unknown_accelerate_stays_as_it_is_with_a_warning(
     run: Run, tmp_path: Path, version: str
 ) -> None:
@@ -208,14 +212,14 @@ def test_an_accelerate_that_lacks_one_of_its_methods_keeps_all_others(
     assert "'load_state'; its saves stay as they are" in done.stderr
 
 
-@pytest.mark.parametrize("choice", ["off", "0", "No"])
+@pytest.mark.parametrize("choice", sampled(["off", "0", "No"], ["No"]))
 def test_one_variable_switches_it_off(run: Run, tmp_path: Path, choice: str) -> None:
     put_accelerate(tmp_path, "1.15.0")
     done = run(put(tmp_path / "script.py", SCRIPT), CKPTKIT_RUN=choice)
     assert (done.stdout, done.stderr) == ("accelerator.py b\n", "")
 
 
-@pytest.mark.parametrize("choice", ["", "ON", "1"])
+@pytest.mark.parametrize("choice", sampled(["", "ON", "1"], ["ON"]))
 def test_it_is_on_however_that_is_said(run: Run, tmp_path: Path, choice: str) -> None:
     put_accelerate(tmp_path, "1.15.0")
     done = run(put(tmp_path / "script.py", SCRIPT), CKPTKIT_RUN=choice)

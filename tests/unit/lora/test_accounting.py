@@ -254,15 +254,8 @@ def test_an_alpha_that_older_versions_read_otherwise_is_told(
     assert all(text in note for text, note in zip(found, notes, strict=True))
 
 
-@pytest.mark.parametrize("left", ["lora_A", "lora_B"])
-def test_a_factor_without_the_other_is_refused(left: str) -> None:
-    shapes = {name: shape for name, shape in factors(Q).items() if left in name}
-    missing = "B" if left == "lora_A" else "A"
-    with pytest.raises(AdapterError, match=f"without LoRA's factor {missing}"):
-        rows_of({**factors(V), **shapes}, {"target_modules": ["q_proj", "v_proj"]})
-
-
 Q_PROJ = {"target_modules": ["q_proj"]}
+BOTH = {"target_modules": ["q_proj", "v_proj"]}
 NOT_NAMED = "neither 'target_modules'"
 TOKENS = f"{P}embed_tokens.token_adapter.trainable_tokens_delta"
 
@@ -272,6 +265,8 @@ TOKENS = f"{P}embed_tokens.token_adapter.trainable_tokens_delta"
     [
         # shapes that do not fit
         ({f"{P}{V}.lora_magnitude_vector": (6,)}, {}, "without LoRA's factor A"),
+        ({f"{P}{V}.lora_A.weight": (2, 4)}, BOTH, "without LoRA's factor B"),
+        ({f"{P}{V}.lora_B.weight": (6, 2)}, BOTH, "without LoRA's factor A"),
         ({f"{P}{Q}.lora_B.weight": (6, 3)}, {}, "rows of A have to be as many as the columns of B"),
         (
             {f"{P}{Q}.lora_A.weight": (8,), f"{P}{Q}.lora_B.weight": (12,)},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -155,11 +154,6 @@ def test_a_long_value_makes_no_long_error(option: str, value: Any) -> None:
         parsed(**{option: value})
     assert "aaa" in str(raised.value)
     assert len(f"{raised.value} {raised.value.hint}") < 1_000
-
-
-def test_a_document_stays_as_json_had_it() -> None:
-    text = json.dumps(OLDEST)
-    assert LoraSettings.parse(json.loads(text)).document == OLDEST
 
 
 def test_names_of_targets_are_those_of_no_container_and_no_numbers() -> None:

@@ -100,6 +100,7 @@ def test_a_tensor_that_is_stored_once_has_no_problem(shape: Shape, places: list[
         ((8, 4), [rows(0, 3), rows(5, 8)], "rows [3, 5), columns [0, 4) of shape [8, 4] are in no"),
         ((8, 4), [rows(0, 3)], "rows [3, 8)"),
         ((8, 4), [rows(0, 5), rows(4, 8)], "rows [4, 5), columns [0, 4)"),
+        ((8, 4), [rows(0, 5), rows(4, 8)], "are stored 2 times, in 0.distcp, 1.distcp"),
         ((4, 4), [Box((0, 0), (4, 2))], "columns [2, 4) of shape [4, 4] are in no file"),
         ((4, 4), [Span(0, 7), Span(9, 16)], "elements [7, 9)"),
         ((2, 2, 2), [Box((0, 0, 0), (2, 2, 1))], "dimension 2 [1, 2)"),
@@ -111,11 +112,6 @@ def test_a_hole_or_an_overlap_is_named(shape: Shape, places: list[Place], told: 
     (problem,) = problems_of(index_of(shape, *places))
     assert (problem.code, problem.where) == ("incomplete-checkpoint", "tensor 'model.w'")
     assert told in problem.message
-
-
-def test_an_overlap_names_its_files() -> None:
-    (problem,) = problems_of(index_of((8, 4), rows(0, 5), rows(4, 8)))
-    assert "are stored 2 times, in 0.distcp, 1.distcp" in problem.message
 
 
 def test_a_missing_file_comes_before_a_hole() -> None:

@@ -24,6 +24,7 @@ from ckptkit.core.dtypes import BY_NAME
 from ckptkit.formats.dcp.metadata import ALLOWED, parse_metadata
 from ckptkit.formats.dcp.shortcuts import FastMachine
 from ckptkit.plan.layouts.dcp_metadata import DcpObject, DcpTensor, make_metadata
+from tests.sampled import sampled
 
 BLOB_BYTES = 1 << 30  # so that places in a file need more than four bytes
 
@@ -65,7 +66,7 @@ def sample(ranks: int, tensors: int = 5) -> tuple[list[DcpTensor], list[DcpObjec
     return made, objects
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 1000, 1001, 2500])
+@pytest.mark.parametrize("ranks", sampled([1, 2, 1000, 1001, 2500], [1, 2, 1001]))
 def test_torch_reads_the_metadata_that_it_would_have_made(tmp_path: Path, ranks: int) -> None:
     tensors, objects = sample(ranks)
     (tmp_path / ".metadata").write_bytes(make_metadata(tensors, objects))

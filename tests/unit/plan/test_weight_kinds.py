@@ -50,6 +50,7 @@ def test_no_tensor_of_any_family_is_taken_for_a_packed_weight(table: dict[str, A
     assert not explain_random_weights(held)
 
 
+@pytest.mark.slow
 def test_no_class_has_a_word_of_pefts_that_is_not_told_apart() -> None:
     """Also in classes that cannot be built here, such as those that need timm."""
     found = importlib.util.find_spec("transformers")

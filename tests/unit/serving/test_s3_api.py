@@ -109,7 +109,7 @@ def test_an_object_has_the_headers_of_s3() -> None:
         "ETag": make_etag("m/a.json", 100),
         "Last-Modified": "Fri, 02 Jan 2026 03:04:05 GMT",
     }
-    assert answer.size_bytes == 100
+    assert (answer.start, answer.stop) == (0, 100)
 
 
 def test_a_checksum_is_sent_only_where_it_is_asked_for_and_of_all_bytes() -> None:
@@ -259,20 +259,19 @@ def test_the_bucket_is_listed_and_has_a_location() -> None:
     assert (located.tag, located.text) == (f"{NS}LocationConstraint", None)
 
 
-def test_an_error_is_xml_and_has_no_body_for_head() -> None:
+def test_an_error_is_xml() -> None:
     error = refused("/ckptkit/m/%01")
-    answer = answer_error(error, "ID", "/ckptkit/m/%01", is_head=False)
+    answer = answer_error(error, "ID", "/ckptkit/m/%01")
     document = ET.fromstring(answer.body)  # noqa: S314  our own
     assert document.tag == "Error"
     assert document.findtext("Code") == "NoSuchKey"
     assert document.findtext("Key") == "m/\ufffd"  # XML has no such character
-    assert answer_error(error, "ID", "/", is_head=True).body == b""
 
 
 @pytest.mark.parametrize("address", ["", "http://127.0.0.1:9000"])
 def test_an_error_names_the_path_without_the_signature_of_its_query(address: str) -> None:
     target = f"{address}/ckptkit/x%20y?X-Amz-Signature=0123&X-Amz-Credential=KEY"
-    answer = answer_error(refused(target), "ID", target, is_head=False)
+    answer = answer_error(refused(target), "ID", target)
     assert ET.fromstring(answer.body).findtext("Resource") == "/ckptkit/x%20y"  # noqa: S314  our own
     assert b"X-Amz" not in answer.body
 
@@ -280,7 +279,7 @@ def test_an_error_names_the_path_without_the_signature_of_its_query(address: str
 @given(text=st.text())
 def test_any_text_becomes_xml_that_can_be_parsed(text: str) -> None:
     text = text.encode("utf-8", "replace").decode()
-    found = ET.fromstring(make_xml("Key", text, named=False)).text or ""  # noqa: S314  our own
+    found = ET.fromstring(f"<Key>{make_xml(text)}</Key>").text or ""  # noqa: S314  our own
     assert len(found) == len(text.replace("\r\n", "\n"))
 
 
@@ -352,9 +351,7 @@ def test_a_listing_has_what_clients_read() -> None:
     assert texts(ask("/ckptkit?delimiter=/"), "CommonPrefixes/Prefix") == ["m/", "n/"]
 
 
-@pytest.mark.parametrize(
-    "query", ["max-keys=x", "max-keys=-1", "encoding-type=xml", "continuation-token=%2A%2A"]
-)
+@pytest.mark.parametrize("query", ["max-keys=x", "max-keys=-1", "encoding-type=xml"])
 def test_a_listing_with_a_bad_parameter_is_refused(query: str) -> None:
     assert refused(f"/ckptkit?list-type=2&{query}").code == "InvalidArgument"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -18,10 +17,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from ckptkit.serving.s3_api import S3Error, S3Request, parse_request
-from ckptkit.serving.signatures import AccessKeys, check_signature, make_keys
+from ckptkit.serving.s3_api import (
+    S3Error,
+    S3Request,
+    check_signature,
+    make_keys,
+    parse_request,
+)
 
-KEYS = AccessKeys("CKPT0123", "a-secret")
+KEYS = Credentials("CKPT0123", "a-secret")
 HOST = "127.0.0.1:9000"
 
 
@@ -36,22 +40,21 @@ def target_of(url: str) -> str:
 
 def signed(
     path: str,
-    keys: AccessKeys = KEYS,
+    keys: Credentials = KEYS,
     headers: Mapping[str, str] | None = None,
     *,
     region: str = "us-east-1",
 ) -> S3Request:
     """Returns a request with the headers that botocore adds to it."""
     made = AWSRequest(method="GET", url=f"http://{HOST}{path}", headers=dict(headers or {}))
-    S3SigV4Auth(Credentials(keys.access_key, keys.secret_key), "s3", region).add_auth(made)
+    S3SigV4Auth(keys, "s3", region).add_auth(made)
     sent = {name.lower(): value for name, value in made.headers.items()} | {"host": HOST}
     return parse_request("GET", path, sent)
 
 
-def presigned(path: str, keys: AccessKeys = KEYS, *, expires: int = 60) -> S3Request:
+def presigned(path: str, keys: Credentials = KEYS, *, expires: int = 60) -> S3Request:
     made = AWSRequest(method="GET", url=f"http://{HOST}{path}")
-    credentials = Credentials(keys.access_key, keys.secret_key)
-    S3SigV4QueryAuth(credentials, "s3", "us-east-1", expires=expires).add_auth(made)
+    S3SigV4QueryAuth(keys, "s3", "us-east-1", expires=expires).add_auth(made)
     return parse_request("GET", target_of(made.url), {"host": HOST})
 
 
@@ -94,13 +97,13 @@ def test_the_region_is_that_of_the_client() -> None:
 
 @pytest.mark.parametrize("make", [signed, presigned])
 def test_another_secret_is_refused(make: Any) -> None:
-    request = make("/ckptkit/key", dataclasses.replace(KEYS, secret_key="another"))  # noqa: S106
+    request = make("/ckptkit/key", Credentials(KEYS.access_key, "another"))
     assert refused(request).code == "SignatureDoesNotMatch"
 
 
 @pytest.mark.parametrize("make", [signed, presigned])
 def test_another_access_key_is_refused(make: Any) -> None:
-    request = make("/ckptkit/key", dataclasses.replace(KEYS, access_key="CKPT0124"))
+    request = make("/ckptkit/key", Credentials("CKPT0124", KEYS.secret_key))
     assert refused(request).code == "InvalidAccessKeyId"
 
 
@@ -176,7 +179,7 @@ def test_a_request_without_a_signature_is_refused() -> None:
 
 def test_the_old_version_of_signatures_is_refused_by_name() -> None:
     made = AWSRequest(method="GET", url=f"http://{HOST}/ckptkit/key")
-    HmacV1QueryAuth(Credentials(KEYS.access_key, KEYS.secret_key)).add_auth(made)
+    HmacV1QueryAuth(KEYS).add_auth(made)
     assert refused(parse_request("GET", target_of(made.url), {"host": HOST})).code == (
         "InvalidRequest"
     )

@@ -118,7 +118,7 @@ _COUNTS = {
 }
 
 
-@pytest.mark.parametrize("build", sampled(_COUNTS, [in_stages, in_stages_of_ddp]))
+@pytest.mark.parametrize("build", sampled(_COUNTS, [in_stages_of_ddp]))
 def test_each_element_has_one_owner(build: Callable[[], nn.Module]) -> None:
     counts: dict[str, torch.Tensor] = {}
     for pieces in owned_by_all(build, 8):

@@ -367,6 +367,7 @@ def test_a_weight_that_changes_from_save_to_save_does_not_keep_the_rest_from_bei
     assert len(kept_files(job)) == 1
 
 
+@pytest.mark.slow
 def test_weights_that_are_gone_are_not_kept_in_memory(job: Job) -> None:
     job.save()
     storage = weakref.ref(job.base.untyped_storage())
@@ -392,32 +393,3 @@ def test_the_log_says_why_frozen_weights_are_written_again(
     job.files.forget()
     job.save()
     assert "step 3: frozen weights are written again: a state was loaded" in caplog.text
-
-
-def test_parts_of_a_weight_are_fetched_from_any_strides_to_where_they_are_staged(
-    job: Job,
-) -> None:
-    tensors = {
-        "rows": torch.randn(7, 900),
-        "turned": torch.randn(900, 31).T,
-        "deep": torch.randn(3, 4, 5, 60, 7).permute(2, 0, 4, 1, 3),
-        "stepped": torch.randn(40, 4000)[::2, ::3],
-        "scalar": torch.tensor(3.0),
-        "half": torch.randn(3000).bfloat16(),
-    }
-    parameters = [nn.Parameter(value, requires_grad=False) for value in tensors.values()]
-    pieces = [frozen_piece(name, p) for name, p in zip(tensors, parameters, strict=True)]
-    plan = plan_save(pieces, [True] * len(pieces), rank=0)
-    job.stager.stage(plan, pieces).wait()
-    staged = bytes(job._buffer.memory)
-    for sample in plan.samples[0]:
-        ranges = list(sample.ranges())
-        assert ranges[0][0] == sample.step.start
-        assert ranges[-1][1] == sample.step.end
-        assert [stop for _, stop in ranges[:-1]] == [start for start, _ in ranges[1:]]
-        job._buffer.memory[sample.step.start : sample.step.end] = bytes(
-            sample.step.end - sample.step.start
-        )
-        steps = [sample.part(number) for number in range(len(sample))]
-        for data, (start, stop) in zip(job.stager.fetch(plan, pieces, steps), ranges, strict=True):
-            assert data == staged[start:stop]

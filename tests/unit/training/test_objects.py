@@ -53,19 +53,6 @@ PLAIN = [
 ]
 
 
-@pytest.mark.parametrize("value", PLAIN, ids=lambda value: type(value).__name__)
-def test_plain_values_come_back_equal(value: object) -> None:
-    found = through_disk(value)
-    assert found == value
-    assert type(found) is type(value)
-
-
-def test_a_defaultdict_keeps_its_factory() -> None:
-    found = through_disk(defaultdict(list, {"k": [1]}))
-    found["new"].append(2)
-    assert found == {"k": [1], "new": [2]}
-
-
 @pytest.mark.parametrize("factory", [int, str, bool, bytes, float, list, OrderedDict, deque, None])
 def test_names_of_builtins_below_protocol_3_stand_for_the_same(factory: Any) -> None:
     found = through_disk({"d": defaultdict(factory)})["d"]  # torch.save writes `__builtin__.long`

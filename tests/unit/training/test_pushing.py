@@ -246,6 +246,7 @@ def test_a_step_that_is_passed_over_is_an_error_of_its_handle_and_of_the_program
     assert steps(hub) == ["Step 1", "Step 2"]
 
 
+@pytest.mark.slow
 def test_at_the_end_the_last_step_alone_is_pushed(hub: HubServer, tmp_path: Path) -> None:
     with checkpointer(tmp_path / "run", hub_strategy="end") as saver:
         for step in (1, 2):
@@ -443,6 +444,7 @@ def test_no_secret_that_lies_in_a_step_is_pushed(
     assert not whole or {"kept.json", "asked.log"} < whole
 
 
+@pytest.mark.slow
 def test_a_step_with_a_secret_that_is_asked_for_is_not_pushed(
     hub: HubServer, tmp_path: Path
 ) -> None:

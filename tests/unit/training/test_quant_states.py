@@ -15,6 +15,7 @@ from torch import nn
 from ckptkit.core.errors import LoadError, ResumeError
 from ckptkit.training import Checkpointer, load_into
 from ckptkit.training.state.quant_states import lost_scales, packed_weights
+from tests.sampled import sampled
 
 
 def test_scales_that_an_evaluation_on_a_cpu_has_rounded_are_not_saved() -> None:
@@ -54,7 +55,7 @@ def write(model: Any, folder: Path) -> None:
         checkpointer.save(1, {"model": model}).result(60)
 
 
-@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("nested", sampled([False, True], [True]))
 def test_a_base_that_was_packed_from_other_weights_gets_scales_and_offsets(
     tmp_path: Path, nested: bool
 ) -> None:

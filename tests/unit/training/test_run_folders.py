@@ -158,7 +158,7 @@ def test_the_steps_that_a_new_one_retires(
     assert run.last_save_number() == 2
     assert run.retired_by(210, {}, Retention(keep_last=2)) == (tmp_path / "checkpoint-300",)
     best = Retention(keep_best="acc")
-    assert len(run.retired_by(400, {"loss": None}, best)) == 2
+    assert len(run.retired_by(400, {"metrics": {"loss": None}}, best)) == 2
     assert len(run.retired_by(400, {}, best)) == 2
     assert caplog.text.count("keep_best='acc' keeps nothing") == 1
     monkeypatch.setattr(RunFolder, "steps", None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 from datetime import timedelta
 from pathlib import Path
@@ -13,6 +14,7 @@ from torch import nn
 from ckptkit.core.errors import UsageError
 from ckptkit.training.environment import slurm_end_time
 from ckptkit.training.settings import Interval, Settings, check_options, check_shared
+from tests.made_up_runs import RULES
 
 
 def checked(**options: Any) -> Settings:
@@ -53,46 +55,20 @@ def test_what_has_the_right_form_is_taken() -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("layout", "hf"),
-        ("local", ""),
-        ("local", 3),
-        ("layout", ["dcp"]),
-        ("every", 0),
-        ("every", 1.5),
-        ("keep_last", "2"),
-        ("keep_last", 0),
-        ("keep_every", True),
-        ("keep_best", 3),
-        ("best_mode", 1),
-        ("best_mode", ["min"]),
-        ("in_flight", None),
-        ("unfit_optimizer", "ignore"),
-        ("missing_groups", "lose"),
-        ("max_in_flight", "2"),
-        ("max_in_flight", 1.5),
-        ("max_in_flight", True),
-        ("max_in_flight", 0),
-        ("timeout_seconds", None),
-        ("timeout_seconds", "10"),
-        ("timeout_seconds", float("nan")),
-        ("timeout_seconds", float("inf")),
-        ("timeout_seconds", 0),
-        ("timeout_seconds", True),
-        ("stall_seconds", "x"),
-        ("stall_seconds", -1),
-        ("slurm_margin_seconds", None),
-        ("slurm_margin_seconds", -0.5),
-        ("signals", 1.5),
-        ("signals", "TERM"),
-        ("signals", (None,)),
-        ("sidecar", ["x"]),
-        ("sidecar", {"x": 5}),
-        ("sidecar", {"x": nn.Linear(1, 1)}),
-        ("listener", 5),
-        ("staging_limit", "1KB"),
-        ("staging_limit", True),
-        ("staging_limit", 1e9),
-        ("staging_limit", "much"),
+        *(("layout", value) for value in ("hf", ["dcp"])),
+        *(("local", value) for value in ("", 3)),
+        *(("every", value) for value in (0, 1.5)),
+        *(("keep_last", value) for value in ("2", 0)),
+        *(("keep_every", True), ("keep_best", 3), ("in_flight", None)),
+        *(("best_mode", value) for value in (1, ["min"])),
+        *(("unfit_optimizer", "ignore"), ("missing_groups", "lose"), ("listener", 5)),
+        *(("max_in_flight", value) for value in ("2", 1.5, True, 0)),
+        *(("timeout_seconds", value) for value in (None, "10", math.nan, math.inf, 0, True)),
+        *(("stall_seconds", value) for value in ("x", -1)),
+        *(("slurm_margin_seconds", value) for value in (None, -0.5)),
+        *(("signals", value) for value in (1.5, "TERM", (None,))),
+        *(("sidecar", value) for value in (["x"], {"x": 5}, {"x": nn.Linear(1, 1)})),
+        *(("staging_limit", value) for value in ("1KB", True, 1e9, "much")),
     ],
 )
 def test_what_has_another_form_is_refused_with_the_options_name(name: str, value: object) -> None:
@@ -144,10 +120,7 @@ def test_options_that_differ_between_ranks_are_refused_with_the_ranks() -> None:
     [
         {"layout": "dcp"},
         {"every": "1h"},
-        {"keep_last": 1},
-        {"keep_every": 7},
-        {"keep_best": "loss"},
-        {"best_mode": "max"},
+        *({name: value} for name, value in RULES.items()),
         {"in_flight": "skip"},
         {"max_in_flight": 2},
         {"signals": "SIGTERM"},

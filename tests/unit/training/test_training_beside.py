@@ -59,7 +59,13 @@ def test_what_a_watch_that_was_killed_has_built_is_no_checkpoint(tmp_path: Path)
         ckptkit.consolidate(run, tmp_path / "none")
 
 
-@pytest.mark.parametrize("listed", [("checkpoint-1",), ("checkpoint-0", "checkpoint-1")])
+@pytest.mark.parametrize(
+    "listed",
+    [
+        ("checkpoint-1",),
+        pytest.param(("checkpoint-0", "checkpoint-1"), marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize(
     ("home", "moment"), [(Search, "list_candidates"), (opening, "_parse")], ids=["listed", "opened"]
 )
@@ -96,6 +102,7 @@ def test_a_file_that_was_never_there_is_missing_at_once(tmp_path: Path) -> None:
         ckptkit.consolidate(step, tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_a_step_that_is_removed_from_a_bucket_while_it_is_searched_is_not_missed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, object_store: ObjectStore
 ) -> None:

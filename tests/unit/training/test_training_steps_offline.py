@@ -193,6 +193,7 @@ def test_verify_says_what_it_proved(save_step: SaveStep, capfd: pytest.CaptureFi
     assert all(line in page for line in report.proven)
 
 
+@pytest.mark.slow
 def test_every_byte_of_data_and_of_objects_is_proven(dcp_step: Path) -> None:
     (file,) = dcp_step.glob("*.distcp")
     data = file.read_bytes()
