@@ -28,6 +28,7 @@ from ckptkit.core.errors import (
 from ckptkit.core.index import Fqn, KeyPath, Shape, Span, TensorEntry
 from ckptkit.core.text import join_first, quote
 from ckptkit.engine.reader import Origin, TensorReader, read_span, same_values
+from ckptkit.formats.dcp.megatron import UNNAMED_GROUPS
 from ckptkit.formats.dcp.reader import BlobRef, open_blob
 from ckptkit.formats.optimizer_names import NUMBERED
 from ckptkit.formats.pickle.torch_values import parse_values
@@ -85,7 +86,11 @@ def find_states(
         states = map_states(states, mapped, origin, where=checkpoint.path)
         states = keep_wanted(states, request)
     _check_names(states, model, checkpoint.path)
-    notes += [note for note in checkpoint.index.run.notes if note.endswith(NUMBERED)]
+    notes += [
+        note
+        for note in checkpoint.index.run.notes
+        if note.endswith(NUMBERED) or note.startswith(UNNAMED_GROUPS)
+    ]
     return states, sum(entry.size_bytes for entry in entries), notes
 
 

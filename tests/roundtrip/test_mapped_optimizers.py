@@ -5,6 +5,7 @@ The states are made of the weights, so that a state in a wrong place differs fro
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from safetensors.torch import load_file
 
 import ckptkit
 from ckptkit.core.errors import CkptkitError
+from tests.command_line import run_command
 from tests.sampled import sampled
 from tests.tensor_images import stored_in_dcp
 
@@ -126,6 +128,48 @@ def test_a_run_of_megatron_goes_on_in_torchtitan(tmp_path: Path) -> None:
     for name in moments:
         weight = ours[name.removeprefix("optimizer.state.").removesuffix(".exp_avg")]
         assert torch.equal(ours[name], weight.float() * 2), name
+
+
+@pytest.mark.parametrize("case", ["megatron_optimizer_llama", "megatron_optimizer_distributed"])
+def test_what_megatron_core_trained_is_there_by_name(case: str, tmp_path: Path) -> None:
+    place, live = FIXTURES / case, FIXTURES / "megatron_optimizer_llama"
+    out = tmp_path / "out"
+    report = run_command("consolidate", place / "checkpoint", out, "--base", place, "--optimizer")
+    assert report.returncode == 0
+    assert "does not store which parameters are in which group: biases and" in report.stderr
+    weights, truth = load_file(out / "model.safetensors"), load_file(place / "truth.safetensors")
+    assert weights.keys() == truth.keys()
+    assert all(torch.equal(weights[name], truth[name]) for name in truth)
+    optimizer = torch.load(out / "optimizer.bin")  # noqa: TID251
+    moments = load_file(live / "truth_optimizer.safetensors")
+    found = {
+        f"{name}.{kind}": value
+        for name, own in optimizer["state"].items()
+        for kind, value in own.items()
+        if kind != "step"
+    }
+    assert found.keys() == moments.keys()
+    assert all(torch.equal(found[name], moments[name]) for name in moments)
+    assert {own["step"] for own in optimizer["state"].values()} == {3}
+    decaying, others = optimizer["param_groups"]
+    assert sorted(decaying["params"]) == json.loads((live / "truth_decaying.json").read_text())
+    assert (decaying["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
+    assert decaying["lr"] == others["lr"] == 0.01
+
+
+def test_torch_goes_on_from_a_run_of_megatron_core(tmp_path: Path) -> None:
+    """What torchtitan asks for is there: each state and setting of each parameter."""
+    place = FIXTURES / "megatron_optimizer_distributed"
+    out = tmp_path / "out"
+    ckptkit.convert(place / "checkpoint", out, to="torchtitan", base=place, optimizer=True)
+    names = dcp.FileSystemReader(out).read_metadata().state_dict_metadata.keys()
+    weights = [name for name in names if not name.startswith("optimizer.")]
+    assert len(weights) > 15
+    for name in weights:
+        for kind in ("step", "exp_avg", "exp_avg_sq"):
+            assert f"optimizer.state.{name}.{kind}" in names
+        for setting in ("lr", "betas", "eps", "weight_decay"):
+            assert f"optimizer.param_groups.{name}.{setting}" in names
 
 
 def test_options_see_the_names_that_are_written(tmp_path: Path) -> None:

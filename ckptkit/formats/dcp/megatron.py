@@ -25,6 +25,7 @@ from __future__ import annotations
 import hashlib
 import posixpath
 import re
+import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeGuard
 
@@ -33,7 +34,16 @@ from msgspec.structs import replace
 
 from ckptkit.core.errors import FormatError, InputError, LimitError, UnsupportedError
 from ckptkit.core.frameworks import HYBRID_LAYERS
-from ckptkit.core.index import Fqn, Key, KeyPath, Problem, RunFacts, TensorEntry
+from ckptkit.core.index import (
+    Fqn,
+    Key,
+    KeyPath,
+    Master,
+    Problem,
+    RunFacts,
+    TensorEntry,
+    TensorIndex,
+)
 from ckptkit.core.threads import run_crew, usable_cores
 from ckptkit.formats.parsing import (
     Read,
@@ -45,8 +55,8 @@ from ckptkit.formats.parsing import (
 )
 from ckptkit.formats.pickle.machine import InertObject
 from ckptkit.formats.pickle.pickles import parse_pickle
-from ckptkit.formats.pickle.torch_values import storage_ref
-from ckptkit.formats.pickle.torch_zip import open_archive
+from ckptkit.formats.pickle.torch_values import TensorRef, storage_ref
+from ckptkit.formats.pickle.torch_zip import ZipArchive, open_archive
 from ckptkit.formats.trees import EXTRA_STATE, TRAINING_VALUES
 from ckptkit.storage.base import Source
 
@@ -83,7 +93,21 @@ _PEFT = re.compile(r"(?m)^peft:[ \t]*\r?\n(?:[ \t-].*\n?|\r?\n)*")  # a section 
 _ADAPTER = {"dim": "r", "alpha": "lora_alpha"}
 _MAX_SIZE = 1 << 20
 _SLIME = re.compile(r"slime\.")
-_OPTIMIZER = re.compile(r"((?:chained_\d+\.)?optimizer)\.(.+)")
+_OPTIMIZER = re.compile(r"(?:chained_\d+\.)?(optimizer)\.(?:(state)\.(\w+)\.(.+)|(.+))")
+# Float32 copies that optimizers work on, among the states of a distributed one and of others.
+_MASTERS = ("param", "fp32_param")
+# Settings of a group that torch's optimizers have, too.
+_SETTINGS = ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "momentum", "nesterov")
+_DEPTH = 3  # at which groups are in the state of an optimizer, or of several
+UNNAMED_GROUPS = "Megatron-Core does not store which parameters are in which group"
+_DECAYS = (
+    f"{UNNAMED_GROUPS}: biases and vectors are in the one without weight decay, as Megatron-LM puts"
+    " them by default"
+)
+_NO_GROUPS = (
+    f"{UNNAMED_GROUPS}, and these differ in more than weight decay: groups of the optimizer are"
+    " left out"
+)
 _CONTAINER = re.compile(r"(model\d*|rng_state|opt_param_scheduler|rerun_state_machine)\.(.+)")
 _ITERATION = re.compile(r"iter_0*(\d{1,15})")  # a folder of Megatron-LM
 _NUMBERED_EXPERT = re.compile(
@@ -94,11 +118,14 @@ _NUMBERED_EXPERT = re.compile(
 def split_key(key: str) -> KeyPath:
     """Splits a flat key into its state dict and the rest; a name in the model is left whole.
 
+    Several optimizers, such as that of experts, have states of different parameters.
+
     >>> split_key("chained_0.optimizer.state.exp_avg.decoder.final_layernorm.weight")
-    ('chained_0', 'optimizer', 'state.exp_avg.decoder.final_layernorm.weight')
+    ('optimizer', 'state', 'decoder.final_layernorm.weight', 'exp_avg')
     """
     if found := _OPTIMIZER.fullmatch(key):
-        return (*found[1].split("."), found[2])
+        container, state, kind, name, rest = found.groups()
+        return (container, rest) if rest else (container, state, name, kind)
     if found := _CONTAINER.fullmatch(key):
         return found[1], found[2]
     return (key,)
@@ -116,26 +143,65 @@ class CommonState(Struct, frozen=True):
     world_size: int | None = None
     framework: str = ""
     settings: tuple[tuple[str, int], ...] = ()
+    groups: tuple[Mapping[str, Any], ...] = ()  # of the optimizer, without their members
+    taken_steps: float | None = None  # what the optimizer counted
 
 
 def parse_common(read: Read, size_bytes: int, *, where: str) -> CommonState:
     """Parses an archive with the common state; no class of it is imported."""
-    root = parse_state(read, size_bytes, where=where)
+    root, archive = _open_state(read, size_bytes, where=where)
     if (
         isinstance(root, list) and len(root) == 1
     ):  # an object of a checkpoint is a list of its parts
         (root,) = root
     if not isinstance(root, dict):
         raise FormatError("holds no dictionary", where=where)
-    return read_common(root)
+    groups, counted = [], []
+    for state in _find_states(root.get("optimizer"), _DEPTH):
+        own = state.get("param_groups")
+        groups += [group for group in own if isinstance(group, dict)] if own else []
+        inner = state.get("state")
+        counted += [inner.get("common_step")] if isinstance(inner, dict) else []
+    counted += [group.get("step") for group in groups]
+    steps = {step for value in counted if (step := _read_number(value, archive)) is not None}
+    return replace(
+        read_common(root),
+        groups=tuple(groups),
+        taken_steps=steps.pop() if len(steps) == 1 else None,
+    )
+
+
+def _find_states(value: object, depth: int) -> Iterator[dict[Any, Any]]:
+    """Yields the states of optimizers that have groups: one, or those of several in it."""
+    if isinstance(value, dict) and isinstance(value.get("param_groups"), list):
+        yield value
+    elif isinstance(value, dict) and depth:
+        for inner in value.values():
+            yield from _find_states(inner, depth - 1)
+
+
+def _read_number(value: object, archive: ZipArchive) -> float | None:
+    """Returns a number, or that of a tensor with one element."""
+    if isinstance(value, TensorRef) and value.shape == () and value.dtype.name == "float32":
+        start, _, _ = archive.extent(value.storage)
+        at = start + value.storage_offset * value.dtype.itemsize
+        (number,) = struct.unpack("<f", archive.read(at, at + value.dtype.itemsize))
+        return float(number)
+    return float(value) if isinstance(value, int | float) else None
 
 
 def parse_state(read: Read, size_bytes: int, *, where: str) -> object:
     """Parses an archive with values that are not sharded; no class of it is imported."""
+    return _open_state(read, size_bytes, where=where)[0]
+
+
+def _open_state(read: Read, size_bytes: int, *, where: str) -> tuple[object, ZipArchive]:
     if size_bytes > _MAX_BYTES:
         raise LimitError(f"has {size_bytes:,} bytes, at most {_MAX_BYTES:,} are read", where=where)
-    pickle = open_archive(read, size_bytes, where=where).pickle()
-    return parse_pickle(pickle, TRAINING_VALUES, where=where, persistent=storage_ref)
+    archive = open_archive(read, size_bytes, where=where)
+    pickle = archive.pickle()
+    root = parse_pickle(pickle, TRAINING_VALUES, where=where, persistent=storage_ref)
+    return root, archive
 
 
 def read_common(root: Mapping[Any, Any]) -> CommonState:
@@ -205,6 +271,72 @@ def read_kind(source: Source, path: str, *, is_megatron: bool) -> str | None:
             hint="convert it to 'torch_dist' with Megatron-Core up to 0.11",
         )
     return kind
+
+
+def name_states(index: TensorIndex, common: CommonState) -> TensorIndex:
+    """Adds to the states of an optimizer what is in no tensor: steps, and settings of groups.
+
+    Float32 copies of parameters become master copies of the model's tensors.
+
+    Source: megatron/core/dist_checkpointing/optimizer.py (`optim_state_to_sharding_state`),
+    megatron/core/optimizer/distrib_optimizer.py (`sharded_param_state_fully_reshardable`) and
+    optimizer.py, `_get_param_groups` of optimizer/__init__.py, Megatron-Core 0.16 to 0.19.
+    """
+    tensors = dict(index.tensors)
+    models = {entry.name: entry for entry in tensors.values() if entry.part == "model"}
+    vectors: dict[str, bool] = {}
+    for entry in list(index.of_part("optimizer")):
+        if entry.key_path[1:2] != ("state",):
+            continue
+        name, kind = Fqn(str(entry.key_path[2])), entry.key_path[3]
+        vectors[name] = name.endswith(".bias") or len(entry.shape) - _is_stacked(name) <= 1
+        if kind in _MASTERS:
+            tree = f"{entry.tree}.{kind}"
+            path = (tree, str(name))
+            tensors[entry.key] = replace(entry, name=name, tree=tree, part="other", key_path=path)
+            model = models.get(name)
+            if model is not None and model.dtype != entry.dtype:
+                master = Master(entry.key, entry.dtype)
+                tensors[model.key] = replace(model, master=master)
+    values = dict(index.values)
+    notes: tuple[str, ...] = ()
+    if vectors and common.taken_steps is not None:
+        values |= {("optimizer", "state", n, "step"): common.taken_steps for n in vectors}
+    if vectors and common.groups:
+        groups, notes = _make_groups(common.groups, vectors)
+        for number, (settings, members) in enumerate(groups):
+            for key, value in {**settings, "params": members}.items():
+                values["optimizer", "param_groups", number, key] = value
+    run = replace(index.run, notes=(*index.run.notes, *notes))
+    return replace(index, tensors=tensors, values=values, run=run)
+
+
+def _is_stacked(name: str) -> bool:
+    return name.startswith("decoder.layers.") and not name.split(".")[2].isdigit()
+
+
+def _make_groups(
+    stored: Sequence[Mapping[str, Any]], vectors: Mapping[str, bool]
+) -> tuple[list[tuple[dict[str, Any], list[str]]], tuple[str, ...]]:
+    """Returns groups with their members, which nothing but the default of Megatron-LM names."""
+    found: dict[float, dict[str, Any]] = {}
+    for group in stored:
+        settings = {key: group[key] for key in _SETTINGS if key in group}
+        decay, factor = settings.get("weight_decay", 0.0), group.get("wd_mult", 1.0)
+        if not all(isinstance(one, int | float) for one in (decay, factor)):
+            return [], (_NO_GROUPS,)
+        settings["weight_decay"] = decay * factor
+        if found.setdefault(settings["weight_decay"], settings) != settings:
+            return [], (_NO_GROUPS,)
+    if len(found) == 1:
+        return [(next(iter(found.values())), list(vectors))], ()
+    rest = [{**own, "weight_decay": None} for own in found.values()]
+    if len(found) > 2 or 0.0 not in found or rest[0] != rest[1]:  # noqa: PLR2004  with and without
+        return [], (_NO_GROUPS,)
+    decaying = next(own for decay, own in found.items() if decay)
+    flat = [name for name, is_vector in vectors.items() if is_vector]
+    wide = [name for name, is_vector in vectors.items() if not is_vector]
+    return [(decaying, wide), (found[0.0], flat)], (_DECAYS,)
 
 
 def name_experts_apart(entries: Mapping[Key, TensorEntry]) -> dict[Key, TensorEntry]:

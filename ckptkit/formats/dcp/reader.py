@@ -57,6 +57,7 @@ from ckptkit.formats.dcp.megatron import (
     compare_iterations,
     describe_ignored,
     name_experts_apart,
+    name_states,
     parse_common,
     parse_state,
     read_common,
@@ -350,6 +351,7 @@ def _with_facts_of_megatron(
         if str(key[0]).startswith(f"{COMMON_STATE}/") and isinstance(value, BlobRef):
             where = f"{posixpath.join(source.location, value.path)}, object {COMMON_STATE!r}"
             common = parse_common(*open_blob(source, value, where=where), where=where)
+    index = name_states(index, common)
     run = read_facts(source, candidate.files, common, index.run)
     notes = (*run.notes, *describe_ignored(index.values))
     beside = [path for path in candidate.files if posixpath.basename(path) in COMPANIONS]

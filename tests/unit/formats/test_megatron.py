@@ -217,8 +217,8 @@ def test_another_backend_is_refused_by_name(run: Path) -> None:
         ("decoder.layers.mlp.linear_fc1.weight", ("decoder.layers.mlp.linear_fc1.weight",)),
         ("module.decoder.final_layernorm.weight", ("module.decoder.final_layernorm.weight",)),
         ("model.decoder.final_layernorm.weight", ("model", "decoder.final_layernorm.weight")),
-        ("optimizer.state.exp_avg.a.weight", ("optimizer", "state.exp_avg.a.weight")),
-        ("chained_3.optimizer.state.a", ("chained_3", "optimizer", "state.a")),
+        ("optimizer.state.exp_avg.a.weight", ("optimizer", "state", "a.weight", "exp_avg")),
+        ("chained_3.optimizer.state.a", ("optimizer", "state.a")),
         ("rng_state/shard_0_1", ("rng_state/shard_0_1",)),
     ],
 )
