@@ -185,7 +185,7 @@ PROFILES = (
             *("megatron_model_llama_tp2_pp2", "megatron_model_gemma3"),
             *("megatron_hybrid_nemotron_h_pp2", "megatron_mtp_qwen3_next"),
         ),
-        tensors=r"(?:^|\.)decoder\.layers\..*(?:self_attention\.linear_|\.mixer\.in_proj\.)",
+        tensors=r"(?:^|\.)decoder\.layers\.(?:.*self_attention\.linear_|mixer\.in_proj\.)",
         modules=r"^decoder\.layers\.(?:\d+\.)?(?:self_attention|mlp)\.",
     ),
     Profile(

@@ -68,15 +68,24 @@ _OPTIMIZER = re.compile(
 _TENSORS = r"(safetensors|bin|pt|pth|pth\.tar|ckpt|pkl)"
 _STATES = (  # how the files of a step begin that hold tensors or states
     "adapter|bf16|checkpoint|ckpt|common|consolidated|custom_checkpoint|data|dataloader|dl_state|dp"
-    "|ema|embedding|epoch|exp_avg|expert|extra_state|fp16|fp32|last|layer|metadata|meta|model"
-    "|mp_rank|optim|optimizer|pytorch_model|random_states|rank|rng_state|sampler|scaler|scheduler|sdp"
-    "|shard|state|step|train_state|weights|zero_pp_rank|zero"
+    r"|ema|embedding|ep\d+-ba|epoch|exp_avg|expert|expp_rank|extra_state|fp16|fp32|iter|last|latest"
+    "|layer|lit_model|metadata|meta|model|mp_rank|optim|optimizer|pytorch_model|pytorch_optim"
+    "|random_states|rank|recipe_state|rng_state|sampler|scaler|scheduler|sdp|shard|state|step"
+    "|train_state|weights|zero_pp_rank|zero"
 )
 _OF_STEP = re.compile(
-    r"\.metadata|\.snapshot_metadata|\w+\.distcp|latest(_universal)?|zero_to_fp32\.py"
-    r"|latest_checkpointed_iteration\.txt|trainer_state\.json|fsdp_config\.json"
-    r"|(run|flat_parameters|metadata|meta|params|integrity)\.json|run_config\.yaml"
-    rf"|({_STATES})([\w.=-]*)\.{_TENSORS}(\.index\.json)?"
+    r"\.metadata(\.json)?|\.snapshot_metadata|\w+\.distcp|latest(_universal)?|zero_to_fp32\.py"
+    r"|(latest_checkpointed_iteration|dlrover_latest)\.txt|trainer_state\.json|fsdp_config\.json"
+    r"|(run|flat_parameters|metadata|meta|params|integrity|running_states)\.json|lr_scheduler"
+    r"|(run_config|model_config|hyperparameters)\.yaml"
+    rf"|({_STATES})([\w.=-]*)\.({_TENSORS[1:-1]}|pth\.lora)(\.index\.json)?"
+)
+# Of Orbax: the tree, arrays of zarr by their keys, and OCDBT's files of values.
+_ORBAX = frozenset({"_METADATA", "_CHECKPOINT_METADATA", "manifest.ocdbt"})
+_OF_ORBAX = re.compile(
+    r"(.*/)?(_METADATA|_sharding|_strings\.json|_CHECKPOINT_METADATA|commit_success\.txt|metadata"
+    r"|array_metadatas/process_\d+|manifest\.ocdbt|d/[0-9a-f]+|\.zarray|zarr\.json|\d+(\.\d+)*"
+    r"|c(/\d+)*)"
 )
 _SNAPSHOT = ".snapshot_metadata"
 _OF_SNAPSHOT = re.compile(r"(\d+|batched|replicated|sharded)/.+")
@@ -128,7 +137,8 @@ def choose_step_files(
     """Decides which files of a step are pushed with it."""
     paths = list(paths)
     is_snapshot = _SNAPSHOT in paths
-    is_nanotron = any(posixpath.basename(path) == _NANOTRON for path in paths)
+    names = set(map(posixpath.basename, paths))
+    is_nanotron, is_orbax = _NANOTRON in names, not _ORBAX.isdisjoint(names)
     reasons = {}
     for path in paths:
         name = posixpath.basename(path)
@@ -137,6 +147,7 @@ def choose_step_files(
             _is_of_step(path, name)
             or (is_snapshot and _OF_SNAPSHOT.fullmatch(path))
             or (is_nanotron and _OF_NANOTRON.fullmatch(name))
+            or (is_orbax and _OF_ORBAX.fullmatch(path))
             or (is_recorded and _DATA.fullmatch(name))
         )
         reasons[path] = "" if belongs else "not a known file of a step"

@@ -188,8 +188,9 @@ def _number_halves(
                 if (number := template.match(name)) is not None:
                     kinds[number[capture] or 0].add(symbol)
         is_whole = any(len(symbols) > 1 for symbols in kinds.values())
-        # Of one half in some layers nothing shows whose numbers these are.
-        if is_whole or len(set().union(*kinds.values())) < (1 if extent == "model" else 2):
+        # Of one half in some layers, or in one, nothing shows whose numbers these are.
+        is_lone = len(set().union(*kinds.values())) < len(halves)
+        if not kinds or is_whole or (is_lone and (extent != "model" or len(kinds) == 1)):
             continue
         first, second = halves
         pattern = "".join(next(iter(kinds.get(n, "?"))) for n in range(max(kinds) + 1))

@@ -8,7 +8,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -20,7 +20,7 @@ from ckptkit.api import (
     MergeOptions,
     Options,
 )
-from ckptkit.options import ConsolidateRequest, Resources
+from ckptkit.options import ConsolidateRequest, Layout, Resources
 from ckptkit_cli._options import CONVERSION
 from ckptkit_cli._program import Option, all_commands, make_application, parse_values
 from tests.command_line import run_command
@@ -124,7 +124,7 @@ def complete(line: str, shell: str = "bash") -> list[tuple[str, str]]:
         ("ckptkit con", ["consolidate", "convert"]),
         ("ckptkit consolidate --max", ["--max-shard-size"]),
         ("ckptkit consolidate --dtype b", ["bfloat16", "base"]),
-        ("ckptkit convert a b --to ", ["hf", "torch", "dcp", "megatron", "torchtitan"]),
+        ("ckptkit convert a b --to ", [*get_args(Layout)]),
         ("ckptkit adapter ", ["extract", "merge", "from-diff"]),
         ("ckptkit delta ", ["create", "apply"]),
         ("ckptkit adapter merge --qlora-base ", ["dequantized", "original"]),

@@ -511,7 +511,8 @@ def _check_model_parallelism(
             where=content.where,
             hint=COPY_BACK,
         )
-    if files.experts and (count > 1 or slices[0].is_partitioned):
+    has_slices = count > 1 or any(file.slice for file in files.experts)
+    if files.experts and (has_slices or slices[0].is_partitioned):
         beside = "weights of ZeRO 3" if slices[0].is_partitioned else "slices or stages"
         raise unsupported_part_error(f"experts beside {beside}", files.experts[0].path)
     if files.layers and ((tensor or 1) > 1 or any(file.slice for file in files.layers)):
