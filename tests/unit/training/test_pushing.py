@@ -256,6 +256,42 @@ def test_at_the_end_the_last_step_alone_is_pushed(hub: HubServer, tmp_path: Path
     assert steps(hub) == ["Step 2"]
 
 
+@pytest.mark.slow
+def test_at_the_end_the_step_that_was_saved_last_is_pushed_though_another_is_higher(
+    hub: HubServer, tmp_path: Path
+) -> None:
+    waiting: list[set[int]] = []
+    with checkpointer(
+        tmp_path / "run",
+        hub_strategy="end",
+        listener=lambda _: waiting.append(set(saver.unpushed)),
+    ) as saver:
+        for step in (1, 2, 1):
+            saver.save(step, state()).result(WAIT)
+    assert waiting == [{1}, {2}, {1}]
+    assert not wait_for_end(saver)
+    assert steps(hub) == ["Step 1"]
+
+
+@pytest.mark.slow
+def test_at_the_end_a_step_of_an_earlier_job_waits_until_a_lower_one_is_saved(
+    hub: HubServer, tmp_path: Path, processes: list[int]
+) -> None:
+    hub.fail("", [503] * 10_000)
+    run = tmp_path / "run"
+    with checkpointer(run, hub_strategy="end") as saver:
+        saver.save(2, state()).result(WAIT)
+    os.kill(processes[-1], signal.SIGKILL)
+    wait_for_end(saver)
+    hub.clear()
+    with checkpointer(run, hub_strategy="end") as later:
+        assert set(later.unpushed) == {2}
+        later.save(1, state()).result(WAIT)
+    assert not wait_for_end(later)
+    assert not later.unpushed
+    assert steps(hub) == ["Step 1"]
+
+
 SCRIPT = """
 import sys, time, torch
 from ckptkit.training import Checkpointer
