@@ -261,6 +261,7 @@ def test_at_the_end_the_step_that_was_saved_last_is_pushed_though_another_is_hig
     hub: HubServer, tmp_path: Path
 ) -> None:
     waiting: list[set[int]] = []
+    saver: Checkpointer
     with checkpointer(
         tmp_path / "run",
         hub_strategy="end",
