@@ -252,7 +252,8 @@ class FollowedPushes:
         with suppress(CkptkitError):
             told = PushState(**json.loads(self._store.get(_KEY) or json.dumps(plain_fields(told))))
         if self._last is not None and told.last != self._last:
-            told = replace(told, waiting=[*told.waiting, self._last])
+            others = () if self._settings.at_end else told.waiting
+            told = replace(told, waiting=[*{*others, self._last}])
         told.log(self._settings.repo_id)
 
 

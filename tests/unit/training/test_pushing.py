@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from textwrap import indent
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,11 +28,21 @@ import torch
 from click.testing import CliRunner
 from torch import nn
 
+from ckptkit.core.display import plain_fields
 from ckptkit.core.errors import HubError, RefusedError, UsageError
 from ckptkit.hub.secrets import secrets_in
 from ckptkit.runs.push_journal import WATCH_FOLDER
 from ckptkit.training import Checkpointer
-from ckptkit.training.pushing import HubSettings, HubStrategy, Pushing, program_end
+from ckptkit.training.agree.key_values import LocalKeyValueStore
+from ckptkit.training.handle import SaveReport
+from ckptkit.training.pushing import (
+    FollowedPushes,
+    HubSettings,
+    HubStrategy,
+    Pushing,
+    PushState,
+    program_end,
+)
 from ckptkit.training.settings import check_options
 from ckptkit_cli._program import make_application
 from tests.hub_server import TOKEN, HubServer
@@ -291,6 +302,21 @@ def test_at_the_end_a_step_of_an_earlier_job_waits_until_a_lower_one_is_saved(
     assert not wait_for_end(later)
     assert not later.unpushed
     assert steps(hub) == ["Step 1"]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "text"), [("end", "step 1 not pushed"), ("every_save", "steps 1, 2 not pushed")]
+)
+def test_another_rank_names_what_waits_after_a_commit_that_rank_0_has_not_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, strategy: HubStrategy, text: str
+) -> None:
+    store = LocalKeyValueStore()
+    store.set("pushes", json.dumps(plain_fields(PushState(2, [1, 2], (), ""))).encode())
+    run: Any = SimpleNamespace(place=tmp_path, path=tmp_path)
+    pushes = FollowedPushes(run, HubSettings(REPO, strategy=strategy), store)
+    pushes.listen(SaveReport(1, tmp_path / "checkpoint-1", 0, 0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0))
+    pushes.close()
+    assert text in caplog.text
 
 
 SCRIPT = """
