@@ -1099,7 +1099,7 @@ class DoctorOptions(TypedDict, total=False):
     src_options: Mapping[str, Any] | None
 
 
-_COUNTS = ("ranks", "nodes", "keep_last", "steps")
+_DOCTOR_NUMBERS = ("ranks", "nodes", "keep_last", "steps")
 
 
 @check_arguments
@@ -1131,7 +1131,7 @@ def doctor(
     given: Mapping[str, Any] = options
     counts = {
         name: positive_number(given.get(name), option=f"--{name.replace('_', '-')}", example=4)
-        for name in _COUNTS
+        for name in _DOCTOR_NUMBERS
     }
     return examine(
         named,

@@ -407,7 +407,7 @@ def _find_lost_tokens(folder: FolderTexts) -> Iterator[str]:
 
 _PREDICTING = re.compile(r"(?:^|\.)(?:mtp\w*|nextn\w*)\.")
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d{1,6})\.")
-_COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers", "n_mtp_layers")
+_MTP_KEYS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers", "n_mtp_layers")
 
 
 def find_unkept_promises(config: Document, names: Iterable[str]) -> Iterator[str]:
@@ -417,7 +417,7 @@ def find_unkept_promises(config: Document, names: Iterable[str]) -> Iterator[str
     parts += [(f"{k}.", v) for k, v in config.items() if isinstance(v, Mapping)]
     for where, part in parts:
         layers = part.get("num_hidden_layers")
-        for key in _COUNTS:
+        for key in _MTP_KEYS:
             count = part.get(key)
             if type(count) is not int or count < 1 or type(layers) is not int:
                 continue

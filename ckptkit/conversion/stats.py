@@ -24,7 +24,7 @@ from ckptkit.core.threads import usable_cores
 from ckptkit.engine.outcome import Listener, ignore
 from ckptkit.engine.reader import Origin
 from ckptkit.engine.values import (
-    COUNTS,
+    ELEMENT_COUNTS,
     STATISTICS,
     Measured,
     Measures,
@@ -85,7 +85,8 @@ class TensorStatistics(Measured, frozen=True):
 def sum_counts(tensors: Iterable[TensorStatistics]) -> dict[str, int]:
     """Returns the counts among what is measured, of several tensors together."""
     listed = tuple(tensors)
-    return {n: sum(getattr(one, n) for one in listed) for n in STATISTICS if n in COUNTS}
+    names = [name for name in STATISTICS if name in ELEMENT_COUNTS]
+    return {name: sum(getattr(one, name) for one in listed) for name in names}
 
 
 class Statistics(Displayed, Struct, frozen=True):

@@ -104,7 +104,7 @@ _JOINED: Mapping[str, Callable[[list[Any]], Any]] = {
     "infinite": sum,
 }
 """From a measure of each part to that of all parts together; the mean follows from others."""
-COUNTS = frozenset(name for name, join in _JOINED.items() if join is sum)
+ELEMENT_COUNTS = frozenset(name for name, join in _JOINED.items() if join is sum)
 
 
 def combine(parts: Sequence[Measures]) -> Measures:

@@ -26,7 +26,12 @@ from ckptkit.storage.base import Source
 
 # What frameworks count: Composer `ep` and `ba`, NeMo Automodel `epoch` and `step`.
 _EPOCHS = frozenset({"epoch", "dist_epoch", "ep"})
+# Words before the number of a step. One of `_WORD` may also begin the name of a folder that ends in
+# metrics (`_FOLDER`: `step=500-loss=0.25-last`). One that is in `_COUNTER` alone may not: it counts
+# in names that are counters only (`ep1-ba40`). One that counts epochs is in `_EPOCHS` as well.
 _WORD = r"checkpoint|ckpt|step|global_?step|iter(?:ation)?|(?:dist_)?epoch"
+# In the name of a file, any text may be before it (`_STEP_FILE`: `model_step_500.pt`). So a word
+# that is part of the names of models makes steps of `model-WORD-3.pt`.
 _COUNTER = rf"(?P<kind>{_WORD}|ep|batch|ba)[-_=]?0*(?P<number>\d{{1,15}})"
 _EACH_COUNTER = re.compile(_COUNTER, re.IGNORECASE)
 _ANY_COUNTER = re.sub(r"\?P<\w+>", "?:", _COUNTER)
@@ -161,7 +166,7 @@ def find_step(folder: str) -> str | None:
         number = parse_step_name(name)
         if number is not None and found is None:
             found, is_unit_below = path, False
-            if number or not name.startswith("iter_"):
+            if number or not name.startswith("iter_"):  # else Megatron's iteration 0
                 break
         elif number is not None and is_unit_below:
             return path

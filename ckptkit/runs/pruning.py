@@ -17,9 +17,9 @@ from ckptkit.engine.outcome import BytesWritten, Listener, Started, ignore
 from ckptkit.runs.listing import OF_SOME_RANKS, RunListing, list_run
 from ckptkit.runs.local_run import RunStore, open_run
 from ckptkit.runs.retention import (
-    BEST,
     NEWEST,
     RATING,
+    SPARED,
     Retention,
     missing_metric,
     rules_that_keep,
@@ -204,7 +204,7 @@ class _Verdicts:
                 first = rules[0] if rules else RATING
                 if first == NEWEST:
                     self.newest[step.series] = step
-                elif not protection and BEST not in rules:
+                if not protection and SPARED.isdisjoint(rules):
                     self._movable.add(step.name)
                 why = self._retention.explain(first)
                 yield PrunedStep(step, "keep", why if first == NEWEST else protection or why)

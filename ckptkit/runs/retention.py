@@ -20,13 +20,18 @@ from ckptkit.options import BestMode as BestMode  # noqa: PLC0414  part of a ret
 from ckptkit.runs.steps import RunStep, abandoned
 from ckptkit.storage.base import Source, is_there
 
-NEWEST, BEST, RATING = "newest", "best", "rating"
-"""Why a step stays, beside the rules of `_COUNTS`.
+NEWEST, BEST, RATING = "newest", "keep_best", "rating"
+"""Why a step stays, beside the rules that are numbers.
 
 `RATING` is for a step by which an abandoned one is known to be abandoned.
 """
+SPARED = frozenset({NEWEST, BEST})
+"""The rules whose steps stay though all together are over `--max-total-size`.
+
+The texts of that option name them: `ckptkit.prune`, `ckptkit prune` and docs/reference/runs.md.
+"""
 _Kept = Callable[[int, Sequence[RunStep], Sequence[RunStep]], Iterable[RunStep]]
-_COUNTS: Mapping[str, tuple[str, _Kept]] = {
+_NUMBER_RULES: Mapping[str, tuple[str, _Kept]] = {
     "keep_last": ("among the last {:,}", lambda count, _, current: current[-count:]),
     "keep_every": (
         "every {:,} steps",
@@ -48,7 +53,7 @@ class Retention(Struct, frozen=True, kw_only=True):
     best_mode: BestMode = "min"
 
     def __post_init__(self) -> None:
-        for name in _COUNTS:
+        for name in _NUMBER_RULES:
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
                 raise UsageError(
@@ -84,8 +89,8 @@ class Retention(Struct, frozen=True, kw_only=True):
 
     def explain(self, rule: str) -> str:
         """Says why a step stays that a rule keeps."""
-        if rule in _COUNTS:
-            return _COUNTS[rule][0].format(getattr(self, rule))
+        if rule in _NUMBER_RULES:
+            return _NUMBER_RULES[rule][0].format(getattr(self, rule))
         best = f"the best {self.keep_best}"
         return {NEWEST: "the newest complete step", BEST: best, RATING: "nothing removes it"}[rule]
 
@@ -113,7 +118,7 @@ def rules_that_keep(steps: Iterable[RunStep], retention: Retention) -> dict[int,
             kept[step.step].append(rule)
 
     keep(NEWEST, current[-1:])
-    for name, (_, choose) in _COUNTS.items():
+    for name, (_, choose) in _NUMBER_RULES.items():
         count = getattr(retention, name)
         if count is not None:
             keep(name, choose(count, complete, current))

@@ -252,7 +252,8 @@ class FollowedPushes:
         with suppress(CkptkitError):
             told = PushState(**json.loads(self._store.get(_KEY) or json.dumps(plain_fields(told))))
         if self._last is not None and told.last != self._last:
-            told = replace(told, waiting=[*told.waiting, self._last])
+            others = () if self._settings.at_end else told.waiting
+            told = replace(told, waiting=[*{*others, self._last}])
         told.log(self._settings.repo_id)
 
 
@@ -367,6 +368,19 @@ def program_end() -> ProgramEnd:
 class Pushing:
     """The pushes of a run, by a process that runs as long as the run is open."""
 
+    # A step is, one after another,
+    #
+    #   waiting    committed, as `listen` hears, or reported as `seen`; retention does not remove it
+    #   pushed     its commit is on the Hub; removed from `_waiting`, as in all other cases
+    #
+    # or in the end `failed`, with the error that `_fail` records: the process gave the step or
+    # itself up, or ended well without it, since what was saved later is pushed; or `displaced`,
+    # where the last step alone is pushed, by one that is committed after it. That is no error, and
+    # nothing reports it. Commits come in the order of the saves, by which the process chooses too
+    # (`choose_steps`), and not by number: training may have gone back.
+    #
+    # `listen` and `_handle`, which reads the events of the process, drive them.
+
     def __init__(
         self,
         run: TrainingRun[Any],
@@ -406,7 +420,7 @@ class Pushing:
     def outstanding(self) -> frozenset[int]:
         """The steps that wait for their push, which must not be retired."""
         with self._lock:
-            return frozenset({*self._due(), *self._earlier})
+            return frozenset({*self._waiting, *self._earlier})
 
     @property
     def is_settled(self) -> bool:
@@ -428,7 +442,10 @@ class Pushing:
             return
         with self._lock:
             self._last = report.step
-            if self._settings.at_end or report.step in self._pushes:  # else it is pushed already
+            if self._settings.at_end:  # it displaces all others
+                self._waiting = {report.step: report.path}
+                self._earlier.clear()
+            elif report.step in self._pushes:  # else it is pushed already
                 self._waiting[report.step] = report.path
         self._publish()
         try:
@@ -464,7 +481,7 @@ class Pushing:
         known = read_status(self._state)
         told = {*self._seen, *known.waiting, *known.failed}
         with self._lock:
-            due = [step for step in self._due() if step not in told]
+            due = [step for step in self._waiting if step not in told]
             ended = {
                 step: str(error) for step, (error, _) in self._failed.items() if step is not None
             }
@@ -503,15 +520,11 @@ class Pushing:
             self._process.returncode = 0  # only the parent can wait for it
         self._process = self._input = self._reader = None
 
-    def _due(self) -> list[int]:
-        """Returns the steps that wait, among them the last one only where that alone is pushed."""
-        return sorted(self._waiting)[-1:] if self._settings.at_end else sorted(self._waiting)
-
     def _told(self) -> PushState:
         with self._lock:
             alike: dict[str, list[int]] = {}
             errors = {step: error for step, (error, _) in self._failed.items()}
-            due = self._due()
+            due = sorted(self._waiting)
             if self._stopped_by is not None:  # the same will most likely happen again
                 errors |= dict.fromkeys(due, self._stopped_by)
                 due = []
@@ -615,7 +628,7 @@ class Pushing:
     def _unpushed_error(self) -> HubError | None:
         """Returns an error for steps that the process had no reason to push."""
         with self._lock:
-            due = self._due()
+            due = sorted(self._waiting)
         if not due:
             return None
         return HubError(
@@ -647,7 +660,8 @@ class Pushing:
             case "seen":  # it may be of an earlier job
                 with self._lock:
                     self._seen.add(int(event["step"]))
-                    self._waiting.setdefault(int(event["step"]), None)
+                    if not (self._settings.at_end and self._waiting):  # else it is displaced
+                        self._waiting.setdefault(int(event["step"]), None)
             case "pushed":
                 with self._lock:
                     self._failed.pop(step, None)
@@ -686,7 +700,7 @@ class Pushing:
             self._earlier.discard(step)
             self._seen.discard(step)
             if self._settings.at_end:
-                self._waiting.clear()  # of all steps, only the last one was to be pushed
+                self._waiting.clear()  # of those that it displaced, none is to be pushed
             return [(push, place) for push in self._pushes.pop(step, [])]
 
     def _fail(self, step: int | None, error: CkptkitError) -> None:
@@ -702,7 +716,7 @@ class Pushing:
 
     def _fail_all(self, error: CkptkitError) -> None:
         with self._lock:
-            due = self._due()
+            due = sorted(self._waiting)
             self._earlier.clear()
             if due:
                 self._failed.pop(None, None)

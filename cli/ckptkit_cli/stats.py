@@ -145,12 +145,12 @@ def _statistics_page(
 
 
 def _cells(numbers: Mapping[str, float | None], elements: int) -> Iterator[str]:
-    from ckptkit.engine.values import COUNTS
+    from ckptkit.engine.values import ELEMENT_COUNTS
 
     for name, number in numbers.items():
         if name == "zeros":
             yield f"{(number or 0) / elements if elements else 0:.2%}"
-        elif name in COUNTS:
+        elif name in ELEMENT_COUNTS:
             yield f"{number:,}"
         else:
             yield number_text(number)

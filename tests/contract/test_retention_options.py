@@ -12,7 +12,7 @@ import pytest
 import ckptkit
 from ckptkit.integrations.transformers.checkpoints import check_user_options
 from ckptkit.options import RetentionOptions
-from ckptkit.runs.retention import RETENTION_OPTIONS, Retention
+from ckptkit.runs.retention import RETENTION_OPTIONS, SPARED, Retention
 from ckptkit.training.pushing import Pushing, program_end
 from ckptkit.training.settings import check_options
 from ckptkit_cli import watch
@@ -44,8 +44,8 @@ def test_each_rule_has_a_value_here_that_is_not_the_usual_one() -> None:
 @pytest.mark.parametrize("name", RETENTION_OPTIONS)
 def test_a_rule_is_an_option_of_each_command_and_function_that_prunes(name: str) -> None:
     words = Retention(**{name: RULES[name]}).as_arguments()
-    assert read_by("prune", ["RUN", *words])[name] == str(RULES[name])
-    assert read_by("watch", ["RUN", "--push", "org/name", *words])[name] == str(RULES[name])
+    assert read_by("prune", ["RUN", *words])[name] == words[1]
+    assert read_by("watch", ["RUN", "--push", "org/name", *words])[name] == words[1]
     assert name in RetentionOptions.__annotations__
     assert name in inspect.signature(ckptkit.prune).parameters
     assert name in inspect.signature(ckptkit.training.Checkpointer).parameters
@@ -57,6 +57,18 @@ def test_a_trainer_refuses_a_rule_and_says_where_it_is_set(name: str) -> None:
     with pytest.raises(ckptkit.UsageError) as caught:
         check_user_options(None, cast("Any", {name: RULES[name]}))
     assert "in the arguments of the Trainer" in caught.value.hint
+
+
+@pytest.mark.parametrize("name", sorted(SPARED.intersection(RETENTION_OPTIONS)))
+def test_the_texts_of_max_total_size_name_each_rule_whose_steps_it_spares(name: str) -> None:
+    flag = f"--{name.replace('_', '-')}"
+    options = make_application().commands["prune"].params
+    (size,) = [option for option in options if option.name == "max_total_size"]
+    (row,) = [line for line in PAGE.read_text().splitlines() if "`--max-total-size SIZE`" in line]
+    entry = inspect.cleandoc(ckptkit.prune.__doc__ or "").partition("max_total_size:")[2]
+    assert flag in getattr(size, "help", "")
+    assert f"`{flag}`" in row
+    assert f"`{name}`" in entry.partition("dry_run:")[0]
 
 
 def test_the_process_that_pushes_prunes_by_the_rules_of_the_training(

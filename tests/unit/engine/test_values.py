@@ -18,7 +18,7 @@ from ckptkit.core.dtypes import BY_NAME
 from ckptkit.engine import values
 from ckptkit.engine.values import (
     BLOCK_ELEMENTS,
-    COUNTS,
+    ELEMENT_COUNTS,
     Measures,
     combine,
     count_not_finite,
@@ -179,8 +179,8 @@ def test_nothing_has_an_angle_to_zero() -> None:
 
 
 def test_every_count_of_the_parts_is_in_their_sum() -> None:
-    part = Measures(**dict.fromkeys(COUNTS, 3))
-    assert {"elements", "zeros", "nan", "infinite"} <= COUNTS
-    assert {name: getattr(combine([part, part]), name) for name in COUNTS} == dict.fromkeys(
-        COUNTS, 6
+    part = Measures(**dict.fromkeys(ELEMENT_COUNTS, 3))
+    assert {"elements", "zeros", "nan", "infinite"} <= ELEMENT_COUNTS
+    assert {name: getattr(combine([part, part]), name) for name in ELEMENT_COUNTS} == dict.fromkeys(
+        ELEMENT_COUNTS, 6
     )

@@ -110,7 +110,7 @@ def in_stages_of_ddp() -> nn.Module:
     return wrapped
 
 
-_COUNTS = {
+_TENSORS_OF = {
     in_three_dimensions: 10 * 4,
     in_stages: 2 * 10 * 4,
     in_stages_of_one_rank: 8 * 10 * 4,
@@ -118,7 +118,7 @@ _COUNTS = {
 }
 
 
-@pytest.mark.parametrize("build", sampled(_COUNTS, [in_stages_of_ddp]))
+@pytest.mark.parametrize("build", sampled(_TENSORS_OF, [in_stages_of_ddp]))
 def test_each_element_has_one_owner(build: Callable[[], nn.Module]) -> None:
     counts: dict[str, torch.Tensor] = {}
     for pieces in owned_by_all(build, 8):
@@ -128,7 +128,7 @@ def test_each_element_has_one_owner(build: Callable[[], nn.Module]) -> None:
                 assert tuple(piece.local.shape) == place.sizes
                 ranges = zip(place.offsets, place.sizes, strict=True)
                 count[tuple(slice(start, start + size) for start, size in ranges)] += 1
-    assert len(counts) == _COUNTS[build]
+    assert len(counts) == _TENSORS_OF[build]
     assert all(bool((count == 1).all()) for count in counts.values())
 
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from textwrap import indent
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,11 +28,21 @@ import torch
 from click.testing import CliRunner
 from torch import nn
 
+from ckptkit.core.display import plain_fields
 from ckptkit.core.errors import HubError, RefusedError, UsageError
 from ckptkit.hub.secrets import secrets_in
 from ckptkit.runs.push_journal import WATCH_FOLDER
 from ckptkit.training import Checkpointer
-from ckptkit.training.pushing import HubSettings, HubStrategy, Pushing, program_end
+from ckptkit.training.agree.key_values import LocalKeyValueStore
+from ckptkit.training.handle import SaveReport
+from ckptkit.training.pushing import (
+    FollowedPushes,
+    HubSettings,
+    HubStrategy,
+    Pushing,
+    PushState,
+    program_end,
+)
 from ckptkit.training.settings import check_options
 from ckptkit_cli._program import make_application
 from tests.hub_server import TOKEN, HubServer
@@ -254,6 +265,58 @@ def test_at_the_end_the_last_step_alone_is_pushed(hub: HubServer, tmp_path: Path
         saver.save(2, state(), name="kept")
     assert not wait_for_end(saver)
     assert steps(hub) == ["Step 2"]
+
+
+@pytest.mark.slow
+def test_at_the_end_the_step_that_was_saved_last_is_pushed_though_another_is_higher(
+    hub: HubServer, tmp_path: Path
+) -> None:
+    waiting: list[set[int]] = []
+    saver: Checkpointer
+    with checkpointer(
+        tmp_path / "run",
+        hub_strategy="end",
+        listener=lambda _: waiting.append(set(saver.unpushed)),
+    ) as saver:
+        for step in (1, 2, 1):
+            saver.save(step, state()).result(WAIT)
+    assert waiting == [{1}, {2}, {1}]
+    assert not wait_for_end(saver)
+    assert steps(hub) == ["Step 1"]
+
+
+@pytest.mark.slow
+def test_at_the_end_a_step_of_an_earlier_job_waits_until_a_lower_one_is_saved(
+    hub: HubServer, tmp_path: Path, processes: list[int]
+) -> None:
+    hub.fail("", [503] * 10_000)
+    run = tmp_path / "run"
+    with checkpointer(run, hub_strategy="end") as saver:
+        saver.save(2, state()).result(WAIT)
+    os.kill(processes[-1], signal.SIGKILL)
+    wait_for_end(saver)
+    hub.clear()
+    with checkpointer(run, hub_strategy="end") as later:
+        assert set(later.unpushed) == {2}
+        later.save(1, state()).result(WAIT)
+    assert not wait_for_end(later)
+    assert not later.unpushed
+    assert steps(hub) == ["Step 1"]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "text"), [("end", "step 1 not pushed"), ("every_save", "steps 1, 2 not pushed")]
+)
+def test_another_rank_names_what_waits_after_a_commit_that_rank_0_has_not_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, strategy: HubStrategy, text: str
+) -> None:
+    store = LocalKeyValueStore()
+    store.set("pushes", json.dumps(plain_fields(PushState(2, [1, 2], (), ""))).encode())
+    run: Any = SimpleNamespace(place=tmp_path, path=tmp_path)
+    pushes = FollowedPushes(run, HubSettings(REPO, strategy=strategy), store)
+    pushes.listen(SaveReport(1, tmp_path / "checkpoint-1", 0, 0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0))
+    pushes.close()
+    assert text in caplog.text
 
 
 SCRIPT = """
