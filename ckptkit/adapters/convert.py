@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, get_args
 
@@ -75,8 +75,8 @@ _BY_PATH = frozenset(
     {"target_modules", "target_parameters", "rank_pattern", "alpha_pattern", "exclude_modules"}
     | {"layers_to_transform", "layers_pattern"}
 )
-# PEFT 0.21 takes these names for experts wherever they are (`_convert_peft_config_moe`).
 _OF_EXPERTS = frozenset({"gate_proj", "up_proj", "down_proj"})
+_OF_ONE_EXPERT = 3  # segments of a name, such as `experts.0.gate_proj`
 _WHOLE_IN_VLLM = frozenset({"score", "classifier"})
 _KEEP = "keep the adapter as it is, or `ckptkit adapter merge` it into its base"
 
@@ -193,6 +193,7 @@ class _Conversion:
         self._table = build_table(found.adapter.tensors)
         self._reader = ArrayReader(found.origin)
         self._notes: list[str] = []
+        self._present: set[str] = set()  # modules of the base, by the names of its files
         entries = [e for layer in self._table.layers for e in (layer.down, layer.up)]
         self._entries = {Fqn(entry.key): entry for entry in entries}
 
@@ -362,10 +363,12 @@ class _Conversion:
             is_parameter = is_router(inside, experts)
             module = rename(inside, form, is_stored=True) if is_stored and is_parameter else inside
             modules[module] = (layer, ".weight" if is_parameter else "")
-            if self._to == "peft" and layer.module.rpartition(".")[2] in _OF_EXPERTS:
+            is_lost = form.is_named_as_dense and layer.module.rpartition(".")[2] in _OF_EXPERTS
+            if is_lost and self._to == "peft":
                 raise RefusedError(
-                    f"the adapter has factors of {layer.module!r}, a name that PEFT 0.21 takes for"
-                    " those of experts where others have it",
+                    f"the adapter has factors of {layer.module!r}, which is no expert, and PEFT"
+                    " 0.21 takes modules of this name in the model for experts, so that it would"
+                    " leave it out",
                     where=self._where,
                     hint=_KEEP,
                 )
@@ -418,8 +421,8 @@ class _Conversion:
                 document["lora_dropout"] = 0.0
                 self._notes.append("lora_dropout is 0: PEFT has none for parameters")
         else:
-            ends = {name.rpartition(".")[2] for name in [*plain, *(t.pattern for t in targets)]}
-            document["target_modules"] = sorted(ends)
+            experts = {n.rpartition(".lora_")[0] for t in targets for n in t.tensors}
+            document["target_modules"] = _shorten({*plain, *experts}, self._present)
         return document
 
     def _compare_with_names(
@@ -432,6 +435,7 @@ class _Conversion:
             return
         if not names:
             return
+        self._present = {name.rpartition(".")[0] for name in names}
         held = {rename(name, form, is_stored=False) for name in names}
         around = {
             ".".join(parts[:stop])
@@ -451,6 +455,22 @@ class _Conversion:
                 where=self._where,
                 hint="the adapter was trained on another base model; pass that one with --base",
             )
+
+
+def _shorten(meant: Collection[str], present: Collection[str]) -> list[str]:
+    """Returns ends of the paths `meant` that no other module of the base has."""
+    lengths = (1, _OF_ONE_EXPERT)
+
+    def end(path: str, length: int) -> str:
+        return ".".join(path.split(".")[-length:])
+
+    others = {end(path, length) for path in {*present} - {*meant} for length in lengths}
+    return sorted(
+        {
+            next((e for length in lengths if (e := end(path, length)) not in others), path)
+            for path in meant
+        }
+    )
 
 
 def _find_alpha(scaling: float, rank: int, *, is_rslora: bool) -> float:

@@ -50,17 +50,21 @@ class ExpertForm(Struct, frozen=True):
     is_interleaved: bool = False  # whether rows of gate and up alternate in one parameter
     is_transposed: bool = False  # whether parameters are [experts, in, out]
     is_fused_in_vllm: bool = False  # whether vLLM takes factors of all experts in two tensors
+    # Whether PEFT 0.21 takes names of other layers, such as `gate_proj`, for those of experts.
+    # Source: its `_convert_peft_config_moe`, which applies to types that share another's names.
+    is_named_as_dense: bool = False
 
 
-_PLAIN = ExpertForm()
+_PLAIN = ExpertForm(is_named_as_dense=True)
 _MIXTRAL = ExpertForm(stored="block_sparse_moe", matrices=("w1", "w3", "w2"))
 _FUSED = ExpertForm(is_fused_in_vllm=True)
 _FORMS: Mapping[str, ExpertForm] = {
     **dict.fromkeys(("mixtral", "minimax_m2"), _MIXTRAL),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "flex_olmo"), _PLAIN),
-    **dict.fromkeys(("glm4_moe", "glm4_moe_lite", "olmoe", "qwen2_moe", "qwen3_moe"), _PLAIN),
+    **dict.fromkeys(("glm4_moe", "glm4_moe_lite", "olmoe", "qwen3_moe"), _PLAIN),
     **dict.fromkeys(("qwen3_next",), _PLAIN),
     **dict.fromkeys(("qwen3_5_moe", "qwen3_5_moe_text", "qwen3_vl_moe"), _FUSED),
+    "qwen2_moe": ExpertForm(),
     "gpt_oss": ExpertForm(is_interleaved=True, is_transposed=True, is_fused_in_vllm=True),
 }
 
