@@ -56,6 +56,7 @@ from ckptkit.lora.experts import (
     rename,
     separate_blocks,
 )
+from ckptkit.lora.inference import fits_target
 from ckptkit.options import AdapterLayout, Resources, check_choice
 from ckptkit.plan.plan import (
     SOURCE,
@@ -389,18 +390,28 @@ class _Conversion:
     ) -> dict[str, Any]:
         """Returns the configuration, which gives every product the scaling that it had."""
         settings = self._settings
+        is_rslora = settings.use_rslora and self._to == "peft"  # which SGLang does not read
         wanted: dict[str, tuple[int, float]] = {}
         for module, (layer, ending) in modules.items():
-            is_named = any(t.endswith(".weight") for t in settings.target_parameters)
-            owner = f"{layer.owner}{ending if is_named else ''}"
+            parameter = f"{layer.module}.weight"
+            is_parameter = any(fits_target(t, parameter) for t in settings.target_parameters)
+            owner = parameter if is_parameter else layer.owner
             key = f"{module}{ending if self._to == 'peft' else ''}"
-            wanted[key] = (settings.rank(owner), settings.alpha(owner))
+            kept = (settings.rank(owner), settings.alpha(owner))
+            if is_rslora != settings.use_rslora:
+                kept = (kept[0], _find_alpha(settings.scaling(owner), kept[0], is_rslora=is_rslora))
+            wanted[key] = kept
         for target in targets:
-            alpha = _find_alpha(target.scaling, target.rank, is_rslora=settings.use_rslora)
+            alpha = _find_alpha(target.scaling, target.rank, is_rslora=is_rslora)
             wanted[target.pattern] = (target.rank, alpha)
         (rank, alpha), _ = Counter(wanted.values()).most_common(1)[0]
         document = {key: v for key, v in settings.document.items() if key not in _BY_PATH}
         document |= {"r": rank, "lora_alpha": _as_integer(alpha)}
+        if is_rslora != settings.use_rslora:
+            document["use_rslora"] = False
+            self._notes.append(
+                "rsLoRA's scaling is written as alpha / rank: SGLang 0.5.23 knows no other"
+            )
         ranks = {key: r for key, (r, _) in wanted.items() if r != rank}
         alphas = {key: _as_integer(a) for key, (_, a) in wanted.items() if a != alpha}
         if ranks or alphas:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 ADAPTER = make_group(
     "adapter",
-    """Extract LoRA adapters from checkpoints, convert them, and merge them.
+    """Extract, convert and merge LoRA adapters.
 
         ckptkit adapter extract runs/llama adapters/llama
         ckptkit adapter merge adapters/llama models/merged --base Llama-3.2-1B

@@ -228,6 +228,41 @@ def test_the_stacked_factors_of_tinker_are_converted(to: Any, tmp_path: Path) ->
     assert_same(found, load_file(TINKER / "truth.safetensors"))
 
 
+def test_what_extract_refuses_can_be_converted(tmp_path: Path) -> None:
+    adapter, base = TINKER / "adapter", TINKER / "base"
+    with pytest.raises(RefusedError) as caught:
+        ckptkit.extract_adapter(adapter, tmp_path / "out", base=base)
+    words = caught.value.hint.split("`")
+    command = next(text for text in words if text.startswith("ckptkit adapter convert"))
+    options = command.replace("MODEL", str(base)).split()[3:]
+    run_command("adapter", "convert", adapter, tmp_path / "out", *options)
+    model = transformers.AutoModelForCausalLM.from_pretrained(base)
+    merged = {n: t.bfloat16() for n, t in _merged(model, tmp_path / "out").items()}
+    ckptkit.merge_adapter(adapter, tmp_path / "merged", base=base)
+    found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged").state_dict()
+    assert [n for n in merged if (merged[n] - found[n]).abs().max() > 2**-8] == []
+
+
+def test_factors_of_megatron_are_converted_by_the_map_of_their_model(tmp_path: Path) -> None:
+    _base("Qwen3Moe", tmp_path / "base", num_hidden_layers=1)
+    tensors: Tensors = {}
+    for expert in range(3):
+        for name, (out, inner) in {"linear_fc1": (40, 16), "linear_fc2": (16, 20)}.items():
+            module = f"decoder.layers.0.mlp.experts.local_experts.{expert}.{name}.adapter"
+            tensors[f"{module}.linear_in.weight"] = torch.randn(2, inner)
+            tensors[f"{module}.linear_out.weight"] = torch.randn(out, 2)
+    save_file(tensors, tmp_path / "adapter.safetensors")
+    options: dict[str, Any] = {"base": tmp_path / "base"}
+    known: dict[str, Any] = {"overrides": {"lora_alpha": 4}}
+    ckptkit.merge_adapter(tmp_path / "adapter.safetensors", tmp_path / "one", **options, **known)
+    expected = load_file(tmp_path / "one" / "model.safetensors")
+    for to in ("peft", "vllm"):
+        chosen: Any = {**options, "to": to, "lora_alpha": 4}
+        ckptkit.convert_adapter(tmp_path / "adapter.safetensors", tmp_path / to, **chosen)
+        ckptkit.merge_adapter(tmp_path / to, tmp_path / f"merged {to}", **options)
+        assert_same(load_file(tmp_path / f"merged {to}" / "model.safetensors"), expected)
+
+
 def test_factors_of_peft_before_0_19_are_turned(tmp_path: Path) -> None:
     """It took every parameter for [experts, in, out], so that A had the outputs."""
     base = _base("Qwen3Moe", tmp_path / "base")
