@@ -353,6 +353,7 @@ class _Conversion:
         """Returns the tensors that no expert has, and the modules of factors by new names."""
         is_stored = not self._is_fused(form)
         tensors = dict(self._found.adapter.tensors)
+        tensors |= {second: tensors[first] for second, first in self._found.twice.items()}
         names: dict[Fqn, Fqn] = {}
         modules: dict[str, tuple[LoraLayer, str]] = {}
         for layer in self._table.layers:

@@ -63,7 +63,7 @@ _FORMS: Mapping[str, ExpertForm] = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "flex_olmo"), _PLAIN),
     **dict.fromkeys(("glm4_moe", "glm4_moe_lite", "olmoe", "qwen3_moe"), _PLAIN),
     **dict.fromkeys(("qwen3_next",), _PLAIN),
-    **dict.fromkeys(("qwen3_5_moe", "qwen3_5_moe_text", "qwen3_vl_moe"), _FUSED),
+    **dict.fromkeys(("qwen3_5_moe", "qwen3_5_moe_text"), _FUSED),
     "qwen2_moe": ExpertForm(),
     "gpt_oss": ExpertForm(is_interleaved=True, is_transposed=True, is_fused_in_vllm=True),
 }
@@ -130,8 +130,18 @@ def find_form(model_types: Sequence[str], layers: Sequence[LoraLayer], *, where:
             where=where,
             hint="pass the model that the adapter was trained on with --base",
         )
-    is_mixtral = named[0]["matrix"].startswith("w") and "block_sparse_moe" in named[0]["home"]
-    return _MIXTRAL if is_mixtral else _PLAIN
+    for form in (_PLAIN, _MIXTRAL):
+        if all(
+            match["home"].endswith(f".{form.stored}") and match["matrix"] in form.matrices
+            for match in named
+        ):
+            return form
+    raise RefusedError(
+        f"names such as {quote(named[0][0])} do not show how the model has its experts, and no"
+        " configuration of it was found",
+        where=where,
+        hint="pass the model that the adapter was trained on with --base",
+    )
 
 
 def is_of_experts(layer: LoraLayer) -> bool:

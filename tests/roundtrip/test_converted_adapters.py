@@ -137,6 +137,49 @@ def test_an_adapter_goes_to_vllm_and_back_and_peft_merges_each_alike(
         assert_same(_merged(base, tmp_path / to), merged)
 
 
+_SMALL = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+_SMALL |= {"num_attention_heads": 2, "num_key_value_heads": 2, "num_experts_per_tok": 2}
+_THREE = {"num_experts": 3, "moe_intermediate_size": 8, "head_dim": 8}
+_ROUTED = {"n_routed_experts": 4, "moe_intermediate_size": 8, "n_group": 1, "topk_group": 1}
+_LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4}
+_TOKENS = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
+_SHARED = {"shared_expert_intermediate_size": 12, "layer_types": ["full_attention"] * 2}
+_OTHERS: dict[str, dict[str, Any]] = {
+    "DeepseekV2": {**_ROUTED, **_LATENT, "v_head_dim": 8, "first_k_dense_replace": 0},
+    "DeepseekV3": {**_ROUTED, **_LATENT, "v_head_dim": 8, "first_k_dense_replace": 1},
+    "Dots1": {**_ROUTED, "head_dim": 8, "first_k_dense_replace": 0, "n_shared_experts": 1},
+    "Ernie4_5_Moe": {"moe_num_experts": 3, "moe_intermediate_size": 8, "moe_layer_start_index": 0},
+    "FlexOlmo": {"num_experts": 3},
+    "Glm4Moe": {**_ROUTED, "head_dim": 8, "first_k_dense_replace": 1},
+    "Glm4MoeLite": {**_ROUTED, **_LATENT, "v_head_dim": 8, "mlp_layer_types": ["dense", "sparse"]},
+    "MiniMaxM2": {"num_local_experts": 3, "head_dim": 8},
+    "Olmoe": {"num_experts": 3},
+    "Qwen3Next": {**_THREE, **_SHARED},
+    "Qwen3_5Moe": {**_THREE, **_SHARED},
+}
+
+
+@pytest.mark.parametrize("family", _OTHERS)
+def test_other_models_have_known_layouts(family: str, tmp_path: Path) -> None:
+    name = f"{family}TextConfig" if family == "Qwen3_5Moe" else f"{family}Config"
+    config = getattr(transformers, name)(**_SMALL, **_TOKENS, **_OTHERS[family])
+    base = getattr(transformers, f"{family}ForCausalLM")(config)
+    base.save_pretrained(tmp_path / "base")
+    model = _train(base, tmp_path / "peft", target_modules=["o_proj"])
+    for to, source in (("vllm", "peft"), ("back", "vllm")):
+        options: Any = {"to": "vllm" if to == "vllm" else "peft", "base": tmp_path / "base"}
+        ckptkit.convert_adapter(tmp_path / source, tmp_path / to, **options)
+    assert_same(_tensors(tmp_path / "back"), _tensors(tmp_path / "peft"))
+    assert_same(_merged(base, tmp_path / "back"), dict(model.merge_and_unload().state_dict()))
+    for to in ("peft", "vllm"):
+        out = tmp_path / f"merged {to}"
+        ckptkit.merge_adapter(tmp_path / to, out, base=tmp_path / "base")
+    one, two = (
+        load_file(tmp_path / f"merged {to}" / "model.safetensors") for to in ("peft", "vllm")
+    )
+    assert_same(two, one)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("parameter", EXPERTS)
 def test_one_of_two_parameters_is_enough(family: str, parameter: str, tmp_path: Path) -> None:
@@ -404,6 +447,15 @@ def test_without_a_configuration_fused_factors_are_refused_and_base_helps(tmp_pa
     done = run_command("adapter", "convert", tmp_path / "peft", tmp_path / "out", *options)
     assert "12 tensors" in done.stdout
     assert ckptkit.verify(tmp_path / "out")
+
+
+def test_names_of_other_models_are_refused_without_their_configuration(tmp_path: Path) -> None:
+    named = {n.replace("mlp", "feed_forward"): t for n, t in _single([2, 2, 2]).items()}
+    adapter = _write(tmp_path / "adapter", named, **SINGLE)
+    with pytest.raises(RefusedError, match="do not show how the model has its experts") as caught:
+        ckptkit.convert_adapter(adapter, tmp_path / "out", to="peft")
+    assert "--base" in caught.value.hint
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_model_type_without_known_layouts_is_refused_by_name(tmp_path: Path) -> None:
