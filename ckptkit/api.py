@@ -11,6 +11,7 @@ from ckptkit.core.arguments import check_arguments
 from ckptkit.core.errors import ArgumentError, UsageError
 from ckptkit.core.text import a_kind
 from ckptkit.options import (
+    AdapterLayout,
     ChecksumFormat,
     CountLike,
     DTypeChoice,
@@ -628,7 +629,7 @@ def prune(
 
 
 class AdapterOptions(ProgressOptions, total=False):
-    """The options of `extract_adapter`; they are those of `ckptkit adapter extract`.
+    """The options of `extract_adapter` and `convert_adapter`, and of their commands.
 
     Attributes:
         adapter: Its name, where there are several.
@@ -691,6 +692,46 @@ def extract_adapter(src: PathLike, out: PathLike, **options: Unpack[AdapterOptio
             values["src"],
             values["out"],
             AdapterRequest.from_options(values, adapter=options.get("adapter")),
+            overwrite=options.get("overwrite", False),
+            listener=listener,
+        )[0]
+
+
+@check_arguments
+def convert_adapter(
+    src: PathLike, out: PathLike, *, to: AdapterLayout, **options: Unpack[AdapterOptions]
+) -> Manifest:
+    """Writes a LoRA of a mixture-of-experts model in the layout of another library.
+
+    Each product of factors stays what it is. `base` names the model, whose configuration says how
+    it has its experts, unless the configuration of the adapter names a folder on this machine.
+
+    Args:
+        src: Any path in or above a checkpoint.
+        out: A directory that does not exist, or is empty.
+        to: "peft", for `target_parameters`, or "vllm", for what vLLM and SGLang load.
+        **options: See `AdapterOptions`.
+
+    Returns:
+        The manifest that was written.
+
+    Raises:
+        InputError: If the source is damaged or incomplete, or does not fit its base; nothing is
+            left behind.
+        RefusedError: If the layout cannot hold what the adapter has.
+        OutputExistsError: If `out` is not empty.
+    """
+    from ckptkit.adapters.convert import run_conversion
+    from ckptkit.adapters.sources import AdapterRequest
+    from ckptkit.engine.progress import report_to
+
+    values = resolve_places(src, out, options)
+    with report_to("convert_adapter", options) as listener:
+        return run_conversion(
+            values["src"],
+            values["out"],
+            AdapterRequest.from_options(values, adapter=options.get("adapter")),
+            to=to,
             overwrite=options.get("overwrite", False),
             listener=listener,
         )[0]

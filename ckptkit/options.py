@@ -31,6 +31,7 @@ FRAMEWORKS_BY_LAYOUT = {"megatron": "Megatron-Core", "torchtitan": "torchtitan"}
 """The framework whose names a layout has, as name maps call it."""
 NameChoice = Literal["auto", "live", "hub"]
 GenerationChoice = Literal["align", "keep"]
+AdapterLayout = Literal["peft", "vllm"]
 TokenizerOrigin = Literal["auto", "step", "base"]
 IfExists = Literal["error", "verify"]
 Engine = Literal["local", "ray"]

@@ -136,41 +136,50 @@ def prepare_extraction(
             Product(TensorSpec(name, entry.dtype, entry.shape), Copy(SOURCE, entry.key))
             for name, entry in tensors.items()
         ]
-        # As PEFT writes it: sorted, for inference, without what it does not save.
-        document = {**found.adapter.settings.document, "inference_mode": True}
-        document.pop("runtime_config", None)
-        chosen, _ = found.folders.choose(allow_code=False)
-        kept = [file for file in chosen if file.name not in _OF_MODELS]
-        side = found.folders.outputs(kept, {}, allow_code=False)
-        files = (*layout_adapter_files(products, document, component), *side)
-        plan = Plan(files, {}, found.notes)
-        settings = choose_settings(resources, plan, sources=(found.opened,), out=out)
-        read = sum(entry.size_bytes for entry in tensors.values())
-        options = {
-            "adapter": request.adapter,
-            "adapter_config": None if request.config is None else str(request.config),
-            "select": request.select,
-            "allow_untrained": request.allow_untrained or None,
-            **request.overrides,
-        }
-        yield (
-            PlannedOutput(
-                sources=(found.opened,),
-                plan=plan,
-                inputs=Inputs({SOURCE: found.origin}, found.folders.sources),
-                settings=settings,
-                estimate=estimate_plan(plan, settings, out, bytes_read=2 * read),
-                kind=_KIND,
-                options={key: value for key, value in options.items() if value is not None},
-                facts={
-                    "adapter": found.adapter.name,
-                    "config": found.config_path,
-                    **make_base_record(found).facts(),
-                },
-                versions=found.opened.maps,
-            ),
-            found,
-        )
+        yield plan_adapter(found, products, request, component, out, resources), found
+
+
+def plan_adapter(
+    found: OpenedAdapter,
+    products: Sequence[Product],
+    request: AdapterRequest,
+    component: str,
+    out: PathLike,
+    resources: Resources,
+) -> PlannedOutput:
+    """Plans the folder of an adapter whose tensors and settings are known."""
+    # As PEFT writes it: sorted, for inference, without what it does not save.
+    document = {**found.adapter.settings.document, "inference_mode": True}
+    document.pop("runtime_config", None)
+    chosen, _ = found.folders.choose(allow_code=False)
+    kept = [file for file in chosen if file.name not in _OF_MODELS]
+    side = found.folders.outputs(kept, {}, allow_code=False)
+    files = (*layout_adapter_files(products, document, component), *side)
+    plan = Plan(files, {}, found.notes)
+    settings = choose_settings(resources, plan, sources=(found.opened,), out=out)
+    read = sum(entry.size_bytes for entry in found.adapter.tensors.values())
+    options = {
+        "adapter": request.adapter,
+        "adapter_config": None if request.config is None else str(request.config),
+        "select": request.select,
+        "allow_untrained": request.allow_untrained or None,
+        **request.overrides,
+    }
+    return PlannedOutput(
+        sources=(found.opened,),
+        plan=plan,
+        inputs=Inputs({SOURCE: found.origin}, found.folders.sources),
+        settings=settings,
+        estimate=estimate_plan(plan, settings, out, bytes_read=2 * read),
+        kind=_KIND,
+        options={key: value for key, value in options.items() if value is not None},
+        facts={
+            "adapter": found.adapter.name,
+            "config": found.config_path,
+            **make_base_record(found).facts(),
+        },
+        versions=found.opened.maps,
+    )
 
 
 def _name_as_base(found: OpenedAdapter, base: PathLike) -> OpenedAdapter:

@@ -416,6 +416,10 @@ _MATRICES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _WITHOUT_MODULE = re.compile(
     r"\.experts\.\d+\.|\.(?:mlp|block_sparse_moe)\.(?:gate|router)$|\.linear_attn\.in_proj_[qkv]$"
 )
+_CONVERT = (
+    " `ckptkit adapter convert --to peft --base MODEL` writes the factors for parameters of all"
+    " experts;"
+)
 _WEIGHT = ".weight"
 _FC1 = ".linear_fc1"
 
@@ -513,7 +517,7 @@ def refuse_without_peft_form(converted: ConvertedAdapter) -> None:
             " 5 that PEFT could adapt",
             where=converted.checkpoint.path,
             hint="`ckptkit adapter merge` makes a model of the adapter and its base;"
-            f" {converted.foreign.own_tool}",
+            f"{_CONVERT if '.experts.' in lost else ''} {converted.foreign.own_tool}",
         )
 
 

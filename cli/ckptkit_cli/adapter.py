@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from ckptkit.core.display import plain_fields
 from ckptkit.core.text import size_text
-from ckptkit.options import FACTOR_DTYPES, DTypeChoice, Resources, choose_dtype
+from ckptkit.options import FACTOR_DTYPES, AdapterLayout, DTypeChoice, Resources, choose_dtype
 from ckptkit_cli import _options as options
 from ckptkit_cli._options import NAMED, OUTPUT, READ, WRITTEN, values_with_places
 from ckptkit_cli._output import Output, counted, escaped, table
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 ADAPTER = make_group(
     "adapter",
-    """Extract LoRA adapters from checkpoints, and merge them.
+    """Extract, convert and merge LoRA adapters.
 
         ckptkit adapter extract runs/llama adapters/llama
         ckptkit adapter merge adapters/llama models/merged --base Llama-3.2-1B
@@ -166,6 +166,82 @@ def _adapter_table(
         for row in rows
     ]
     return table([_ADAPTER_HEADER, *cells], width=output.width, right={2, 3, 5})
+
+
+@command(
+    options.SRC,
+    options.OUT,
+    Option(
+        "--to",
+        WRITTEN,
+        "The library whose layout is written: 'peft' has target_parameters; 'vllm' one module for"
+        " each matrix of an expert, or for some models all experts in one, and SGLang loads it.",
+        choices=get_args(AdapterLayout),
+        required=True,
+    ),
+    options.SELECT,
+    options.ALSO,
+    options.ADAPTER,
+    options.ADAPTER_CONFIG,
+    Option(
+        "--base",
+        READ,
+        "The model that the adapter was trained on: a folder, a URL, or its id on the Hub. Its"
+        " configuration says how it has its experts.",
+        "MODEL",
+    ),
+    options.ALLOW_UNTRAINED,
+    *options.ADAPTER_HINTS,
+    options.DRY_RUN,
+    options.OVERWRITE,
+    options.SRC_OPTION,
+    options.DST_OPTION,
+    options.JSON,
+    options.QUIET,
+    options.EVENTS,
+    of=ADAPTER,
+)
+def convert(output: Output, **values: Any) -> None:
+    """Write a LoRA of experts in the layout of another library.
+
+        ckptkit adapter convert adapters/qwen3-moe adapters/for-vllm --to vllm --base Qwen3-30B-A3B
+
+    Each product of factors stays what it is: no number is rounded. What a layout cannot hold is
+    refused. OUT appears when it is complete and durable, or not at all.
+    """
+    from ckptkit.adapters.convert import prepare_conversion, run_conversion
+    from ckptkit.adapters.sources import AdapterRequest
+    from ckptkit.conversion.write import check_destination
+    from ckptkit_cli._pages import plan_json, plan_page, show_output
+    from ckptkit_cli._progress import Progress
+
+    values = values_with_places(values)
+    src, out, overwrite = values["src"], values["out"], values["overwrite"]
+    request = AdapterRequest.from_options(values, adapter=values["adapter"])
+    if values["dry_run"]:
+        check_destination(src, out, overwrite=overwrite, also=request.also)
+        with prepare_conversion(src, out, request, values["to"], Resources()) as (plan, _):
+            output.document(plan_json(plan, out))
+            output.lines(plan_page(output, plan, out))
+        return
+    with Progress(output, "adapter convert") as progress:
+        manifest, found = run_conversion(
+            src, out, request, to=values["to"], overwrite=overwrite, listener=progress.listen
+        )
+    facts = {"adapter": found.adapter.name, "unverified": manifest.unverified}
+    show_output(output, progress, out, manifest, facts, found.notes)
+    output.lines(_conversion_page(output, manifest, out, progress.seconds))
+    if values["to"] == "peft":
+        output.lines(_loading_line(output, manifest, out))
+
+
+def _conversion_page(output: Output, manifest: Manifest, out: str, seconds: float) -> Iterator[str]:
+    from ckptkit_cli._pages import proof_lines
+
+    size = size_text(manifest.size_bytes)
+    yield output.styled(escaped(out), "bold")
+    yield f"  wrote      {counted(len(manifest.tensors), 'tensor')}, {size}, in {seconds:.2f} s"
+    yield from proof_lines(output, manifest)
 
 
 @command(

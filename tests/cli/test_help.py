@@ -125,7 +125,7 @@ def complete(line: str, shell: str = "bash") -> list[tuple[str, str]]:
         ("ckptkit consolidate --max", ["--max-shard-size"]),
         ("ckptkit consolidate --dtype b", ["bfloat16", "base"]),
         ("ckptkit convert a b --to ", [*get_args(Layout)]),
-        ("ckptkit adapter ", ["extract", "merge", "from-diff"]),
+        ("ckptkit adapter ", ["extract", "convert", "merge", "from-diff"]),
         ("ckptkit delta ", ["create", "apply"]),
         ("ckptkit adapter merge --qlora-base ", ["dequantized", "original"]),
         ("ckptkit watch --as ", ["auto", "model", "adapter", "merged"]),
