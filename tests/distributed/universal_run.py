@@ -68,6 +68,8 @@ def main() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import deepspeed
+    known = deepspeed.ops.__compatible_ops__  # no compiler is needed: gloo does what they do
+    known.update(dict.fromkeys(known, False))
     folder, stage = Path(sys.argv[1]), int(sys.argv[2])
     dist.init_process_group("gloo")
     deepspeed.init_distributed("gloo")
