@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -416,10 +417,6 @@ _MATRICES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _WITHOUT_MODULE = re.compile(
     r"\.experts\.\d+\.|\.(?:mlp|block_sparse_moe)\.(?:gate|router)$|\.linear_attn\.in_proj_[qkv]$"
 )
-_CONVERT = (
-    " `ckptkit adapter convert --to peft --base MODEL` writes the factors for parameters of all"
-    " experts;"
-)
 _WEIGHT = ".weight"
 _FC1 = ".linear_fc1"
 
@@ -512,12 +509,17 @@ def refuse_without_peft_form(converted: ConvertedAdapter) -> None:
     modules = converted.origins
     lost = next((module for module in modules if _WITHOUT_MODULE.search(module)), "")
     if lost:
+        path = shlex.quote(converted.checkpoint.path)
+        convert = (
+            f" `ckptkit adapter convert {path} OUT --to peft --base ORG/NAME` writes factors for the"
+            " parameters of all experts;"
+        )
         raise RefusedError(
             f"{converted.foreign.title} has factors of {lost!r}, which is no module of Transformers"
             " 5 that PEFT could adapt",
             where=converted.checkpoint.path,
             hint="`ckptkit adapter merge` makes a model of the adapter and its base;"
-            f"{_CONVERT if '.experts.' in lost else ''} {converted.foreign.own_tool}",
+            f"{convert if '.experts.' in lost else ''} {converted.foreign.own_tool}",
         )
 
 

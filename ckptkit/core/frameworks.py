@@ -40,6 +40,7 @@ class Profile(Struct, frozen=True):
             the metadata that has their order, or `row-major`.
         mark: A file beside the weights, or in the folder above, that no other framework writes.
         tensors: A part of a name that only its own models have.
+        unless: A part of a name that others have beside such names.
         modules: The same for a module that is adapted; models of users may have such names, too.
         weights: Folders below a step that hold a state dict.
         copies: Folders of the same model in another form, below the weights or their step. Each
@@ -68,6 +69,7 @@ class Profile(Struct, frozen=True):
     bare: str = ""
     mark: str = ""
     tensors: str = ""
+    unless: str = ""
     modules: str = ""
     weights: tuple[str, ...] = ()
     copies: Mapping[str, str] = field(default_factory=dict)
@@ -234,6 +236,7 @@ PROFILES = (
         "prime-rl",
         "src/prime_rl/trainer/models of PrimeIntellect-ai/prime-rl at commit 2965fdfc",
         tensors=r"(?:^|\.)layers\.\d+\.mlp\.experts\.w1$",
+        unless=r"\.gate\.gate\.weight$",  # the router of DeepSpeed's AutoEP, by its second name
     ),
     Profile(
         "nvidia-resiliency-ext",
@@ -456,7 +459,8 @@ SETTINGS = tuple(dict.fromkeys(folder for p in PROFILES for folder in p.settings
 def recognise_by_tensors(names: Iterable[str]) -> str:
     """Returns the framework whose models have tensors of these names; empty for others."""
     listed = list(names)
-    return next((p.name for p in PROFILES if p.tensors and _has(p.tensors, listed)), "")
+    found = (p for p in PROFILES if p.tensors and _has(p.tensors, listed))
+    return next((p.name for p in found if not (p.unless and _has(p.unless, listed))), "")
 
 
 def recognise_by_modules(names: Iterable[str]) -> str:

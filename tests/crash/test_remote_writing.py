@@ -224,7 +224,8 @@ def test_any_other_store_of_fsspec_takes_an_output_too(
     bucket: Bucket, two_ranks: Path, tmp_path: Path
 ) -> None:
     files = fsspec.filesystem("memory")
-    for layout in (one for one in get_args(Layout) if one not in FRAMEWORKS_BY_LAYOUT):
+    # The others have names of their own, or the states of an optimizer.
+    for layout in set(get_args(Layout)) - {*FRAMEWORKS_BY_LAYOUT, "universal"}:
         ckptkit.convert(two_ranks, tmp_path / layout, to=layout, names="live")
         url = f"memory://written/{layout}"
         ckptkit.convert(bucket.place("run"), url, to=layout, names="live", workers=3)

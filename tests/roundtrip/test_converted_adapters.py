@@ -277,8 +277,9 @@ def test_what_extract_refuses_can_be_converted(tmp_path: Path) -> None:
         ckptkit.extract_adapter(adapter, tmp_path / "out", base=base)
     words = caught.value.hint.split("`")
     command = next(text for text in words if text.startswith("ckptkit adapter convert"))
-    options = command.replace("MODEL", str(base)).split()[3:]
-    run_command("adapter", "convert", adapter, tmp_path / "out", *options)
+    put = {"OUT": str(tmp_path / "out"), "ORG/NAME": str(base)}
+    done = run_command(*(put.get(word, word) for word in command.split()[1:]))
+    assert done.returncode == 0, done.stderr
     model = transformers.AutoModelForCausalLM.from_pretrained(base)
     merged = {n: t.bfloat16() for n, t in _merged(model, tmp_path / "out").items()}
     ckptkit.merge_adapter(adapter, tmp_path / "merged", base=base)

@@ -30,7 +30,9 @@ DIRECTORIES = sorted(
     .startswith(
         (
             *("megatron_model_", "megatron_fsdp_", "torchtitan_fam"),
+            *("megatron_hybrid_", "megatron_mtp_", "megatron_optimizer_"),
             *("olmo_core_", "torchtune_family_"),
+            "dlrover_",  # without archives, which torch reads
         )
     )
     and not {NEWER_THAN_TORCH, NOTHING_IN_IT, *UNREADABLE_TO_TORCH} & set(path.parts)

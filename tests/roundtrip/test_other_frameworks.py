@@ -23,6 +23,8 @@ CASES = sorted(
     for kind in KINDS
     for path in FIXTURES.glob(f"{kind}/config.json")
     if path.parent.name != "nanotron_0_2_tp2"  # whose map has to be named
+    # Transformers does not load the layers for further tokens: test_megatron_newest.py
+    and not path.parent.name.startswith(("megatron_mtp_", "megatron_hybrid_deepseek"))
 )
 
 
