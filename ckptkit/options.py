@@ -324,6 +324,12 @@ class ConsolidateRequest(Struct, frozen=True, kw_only=True):
             )
         if self.layout == "universal":
             self._choose_for_universal()
+        if self.vocab_size is not None and self.optimizer:
+            raise UsageError(
+                "cannot be combined with --optimizer, whose states keep the rows of training",
+                where=f"--vocab-size {self.vocab_size}",
+                hint="leave one of the two out",
+            )
         force_setattr(self, "dtype", choose_dtype(self.dtype, get_args(OutputDType)))
         check_choice("--names", self.names, get_args(NameChoice))
         check_choice("--generation-config", self.generation_config, get_args(GenerationChoice))

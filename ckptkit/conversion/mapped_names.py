@@ -511,8 +511,8 @@ def refuse_without_peft_form(converted: ConvertedAdapter) -> None:
     if lost:
         path = shlex.quote(converted.checkpoint.path)
         convert = (
-            f" `ckptkit adapter convert {path} OUT --to peft --base ORG/NAME` writes factors for the"
-            " parameters of all experts;"
+            f" `ckptkit adapter convert {path} OUT --to peft --base ORG/NAME` writes factors for"
+            " the parameters of all experts;"
         )
         raise RefusedError(
             f"{converted.foreign.title} has factors of {lost!r}, which is no module of Transformers"

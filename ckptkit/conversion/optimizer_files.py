@@ -45,7 +45,7 @@ from ckptkit.plan.optimizer_states import (
     STEP,
     OptimizerStates,
     drop_unwanted_members,
-    keep_wanted,
+    keep_states,
     restore_groups,
     select_optimizer_states,
 )
@@ -84,7 +84,7 @@ def find_states(
     if mapped is not None:
         origin = Origin(SOURCE, checkpoint.source, checkpoint.index)
         states = map_states(states, mapped, origin, where=checkpoint.path)
-        states = keep_wanted(states, request)
+        states = keep_states(states, {str(entry.name) for entry in model})
     _check_names(states, model, checkpoint.path)
     notes += [
         note
@@ -173,7 +173,7 @@ def read_steps(states: OptimizerStates, origin: Origin) -> float:
     return next((value for value in counted if isinstance(value, int | float)), 0)
 
 
-_HINT = "leave --optimizer out, or keep all names with --names live"
+_HINT = "leave --optimizer out"
 
 
 def map_states(
@@ -357,8 +357,8 @@ def _is_same(first: Product, other: Product, origin: Origin) -> bool:
     return one.dtype == two.dtype and same_values(TensorReader(origin), one, two)
 
 
-def _differing(kind: str, name: str, where: str) -> FormatError:
-    return FormatError(
+def _differing(kind: str, name: str, where: str) -> RefusedError:
+    return RefusedError(
         f"state {kind!r} differs between the parameters that tensor {quote(name)} is made of",
         where=f"--optimizer {where}",
         hint=_HINT,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import posixpath
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from msgspec import Struct, field
@@ -26,6 +26,11 @@ GROUPS = "param_groups"
 MEMBERS = "params"
 STEP = "step"  # what an optimizer counts for each parameter, or group
 _NUMBER = re.compile(r".*_(\d{1,7})")
+# The only optimizer beside several state dicts is of the one that is trained.
+_PLAIN_OPTIMIZER = re.compile(r"(.*[./])?(optim(izer)?(_?states?|_state_dict)?|opt)(_0)?")
+_PLAIN_MODEL = re.compile(
+    r"(.*[./])?(model|module|net|network|policy|student|actor)?(_?state_dict)?(_0)?"
+)
 
 
 class OptimizerStates(Struct, frozen=True):
@@ -54,7 +59,9 @@ def select_optimizer_states(
     own_paths = {entry.key: path for entry, path in found if path is not None}
     entries = [entry for entry, path in found if path is not None]
     reasons = [note for note in index.run.notes if "optimizer states" in note]
-    tree = _choose_tree({entry.tree: None for entry in entries}, model, location, reasons)
+    models = {entry.tree: None for entry in index.of_part("model")}
+    trees = {entry.tree: None for entry in entries}
+    tree = _choose_tree(trees, model, models, location, reasons)
     entries = [entry for entry in entries if entry.tree == tree]
     _refuse_numbers(entries, own_paths, location)
     first = entries[0].key_path
@@ -125,7 +132,11 @@ def _refuse_numbers(
 
 
 def _choose_tree(
-    trees: Mapping[str, None], model: str, location: str, reasons: Sequence[str]
+    trees: Mapping[str, None],
+    model: str,
+    models: Collection[str],
+    location: str,
+    reasons: Sequence[str],
 ) -> str:
     if not trees:
         raise RefusedError(
@@ -133,15 +144,40 @@ def _choose_tree(
             where=f"--optimizer {location}",
             hint="leave --optimizer out, or name the step that has them",
         )
+    tree = next(iter(trees))
+    if len(trees) == 1 and len(models) > 1 and not _belongs(tree, model):
+        raise RefusedError(
+            f"nothing says that optimizer {tree!r} is of model {model!r}, beside"
+            f" {', '.join(repr(other) for other in models if other != model)}",
+            where=f"--optimizer {location}",
+            hint="leave --optimizer out, or name the model that it is of with --select",
+        )
     if len(trees) == 1:
-        return next(iter(trees))
+        return tree
     fitting = [tree for tree in trees if _find_number(tree) == _find_number(model)]
-    if len(fitting) == 1:
+    own = [tree for tree in trees if _is_beside(tree, model)]
+    if len(own) == 1:
+        return own[0]
+    if len(fitting) == 1 and len(models) > 1:
         return fitting[0]
     raise RefusedError(
         f"holds several optimizers: {', '.join(map(repr, trees))}",
         where=f"--optimizer {location}",
-        hint="name the model with --select, or give the folder of one model and its optimizer",
+        hint="name the model with --select, or give the folder of one model and its optimizer; the"
+        " states of several optimizers of one model are not joined",
+    )
+
+
+def _is_beside(tree: str, model: str) -> bool:
+    """Returns whether an optimizer is beside a model in one container: `student.optimizer`."""
+    above = model.rpartition(".")[0]
+    return bool(above) and tree.rpartition(".")[0] == above
+
+
+def _belongs(tree: str, model: str) -> bool:
+    """Returns whether names say that the only optimizer is of one of several models."""
+    return _is_beside(tree, model) or (
+        _PLAIN_OPTIMIZER.fullmatch(tree) is not None and _PLAIN_MODEL.fullmatch(model) is not None
     )
 
 
@@ -179,13 +215,18 @@ def _join_members(values: Mapping[KeyPath, Any]) -> dict[KeyPath, Any]:
     return joined
 
 
-def keep_wanted(states: OptimizerStates, request: ConsolidateRequest) -> OptimizerStates:
-    """Leaves out the states of parameters that are not wanted, and these of their groups."""
-    tensors = tuple(item for item in states.tensors if _is_wanted(item[0], request))
-    values = {path: value for path, value in states.values.items() if _is_wanted(path, request)}
-    return replace(
-        states, tensors=tensors, values=drop_unwanted_members(values, states.unwrapped, request)
-    )
+def keep_states(states: OptimizerStates, names: Collection[str]) -> OptimizerStates:
+    """Leaves out the states of all parameters but some, and the others of their groups."""
+
+    def is_kept(path: KeyPath) -> bool:
+        return path[0] != STATE or len(path) == 1 or str(path[1]) in names
+
+    values = {path: value for path, value in states.values.items() if is_kept(path)}
+    for path, value in values.items():
+        if path[0] == GROUPS and path[-1] == MEMBERS:
+            values[path] = [name for name in value if name in names]
+    tensors = tuple(item for item in states.tensors if is_kept(item[0]))
+    return replace(states, tensors=tensors, values=values)
 
 
 def drop_unwanted_members(

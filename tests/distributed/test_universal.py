@@ -84,6 +84,18 @@ class TestRefused:
             )
         assert not (tmp_path / "out").exists()
 
+    def test_a_parameter_without_the_states_of_its_group(self, tmp_path: Path) -> None:
+        torch.manual_seed(0)
+        model = Net()
+        model.unused = torch.nn.Parameter(torch.ones(11))  # without a gradient
+        optimizer = torch.optim.AdamW(model.named_parameters(), lr=0.01)
+        train(model, optimizer, 0, FIRST)
+        states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        torch.save(states, tmp_path / "step.pt")
+        with pytest.raises(CkptkitError, match="'unused' has no states that others of its group"):
+            ckptkit.convert(tmp_path / "step.pt", tmp_path / "out", to="universal")
+        assert not (tmp_path / "out").exists()
+
     def test_a_checkpoint_without_an_optimizer(self, tmp_path: Path) -> None:
         torch.save(Net().state_dict(), tmp_path / "model.pt")
         with pytest.raises(CkptkitError, match="no states of an optimizer"):

@@ -183,6 +183,21 @@ def test_options_see_the_names_that_are_written(tmp_path: Path) -> None:
     assert sorted(members) == sorted(optimizer["state"])
 
 
+@pytest.mark.parametrize("case", [LLAMA, MEGATRON_LLAMA])
+def test_options_see_the_names_of_the_checkpoint_too(case: str, tmp_path: Path) -> None:
+    weights = weights_of(case)
+    source, out = saved(weights, states_of(weights), tmp_path / "run"), tmp_path / "out"
+    left_out = "layers.0.*" if case == LLAMA else "decoder.layers.*"
+    ckptkit.consolidate(
+        source, out, base=FIXTURES / case, optimizer=True, exclude=[left_out], names="auto"
+    )
+    optimizer = torch.load(out / "optimizer.bin")  # noqa: TID251
+    written = load_file(out / "model.safetensors").keys()
+    assert optimizer["state"].keys() - {"lm_head.weight"} == written - {"lm_head.weight"}
+    members = [name for group in optimizer["param_groups"] for name in group["params"]]
+    assert sorted(members) == sorted(optimizer["state"])
+
+
 class TestRefused:
     @pytest.fixture
     def weights(self) -> Tensors:

@@ -60,6 +60,7 @@ def layout_universal(
             where=where,
             hint="leave --include and --exclude out",
         )
+    _refuse_uneven(states, members, where)
     files = [
         _file(f"{tag}/zero/{name}/fp32.pt", product)
         for name, product in by_name.items()
@@ -115,6 +116,30 @@ def layout_universal(
         rows = build_archive(file.removesuffix(".pt"), content, inside, {_EMPTY: b""})
         files.append(lay_out_file(f"{tag}/{file}", rows))
     return [*files, literal_file(LATEST, tag.encode())]
+
+
+def _refuse_uneven(states: OptimizerStates, members: Sequence[Sequence[str]], where: str) -> None:
+    """Refuses groups that DeepSpeed does not load: it has one step, and all states, for each."""
+    kinds: dict[str, set[str]] = {name: set() for own in members for name in own}
+    for path in (*(path for path, _ in states.tensors), *states.values):
+        if path[0] == STATE and len(path) < len(("state", "name", "kind")):
+            raise RefusedError(
+                f"state {'.'.join(map(str, path))!r} is of no parameter",
+                where=where,
+                hint="go on with --to dcp, or from the weights alone",
+            )
+        if path[0] == STATE:
+            kinds.setdefault(str(path[1]), set()).add(str(path[2]))
+    for own in members:
+        uneven = [name for name in own if kinds[name] != kinds[own[0]]]
+        if uneven:
+            lacking = min((own[0], uneven[0]), key=lambda name: len(kinds[name]))
+            raise RefusedError(
+                f"parameter {lacking!r} has no states that others of its group have, as one that"
+                " never had a gradient: DeepSpeed loads no such group",
+                where=where,
+                hint="go on with --to dcp, or train all parameters for a step",
+            )
 
 
 def _file(path: str, product: Product, *, is_bare: bool = False) -> OutputFile:
