@@ -96,6 +96,12 @@ class TestRefused:
             ckptkit.convert(tmp_path / "step.pt", tmp_path / "out", to="universal")
         assert not (tmp_path / "out").exists()
 
+    def test_states_of_no_parameter(self, tmp_path: Path) -> None:
+        source = Path(__file__).parents[2] / "fixtures" / "orbax_manager" / "checkpoint"
+        with pytest.raises(CkptkitError, match="is of no parameter"):
+            ckptkit.convert(source, tmp_path / "out", to="universal", names="live")
+        assert not (tmp_path / "out").exists()
+
     def test_a_checkpoint_without_an_optimizer(self, tmp_path: Path) -> None:
         torch.save(Net().state_dict(), tmp_path / "model.pt")
         with pytest.raises(CkptkitError, match="no states of an optimizer"):

@@ -121,14 +121,16 @@ def layout_universal(
 def _refuse_uneven(states: OptimizerStates, members: Sequence[Sequence[str]], where: str) -> None:
     """Refuses groups that DeepSpeed does not load: it has one step, and all states, for each."""
     kinds: dict[str, set[str]] = {name: set() for own in members for name in own}
-    for path in (*(path for path, _ in states.tensors), *states.values):
-        if path[0] == STATE and len(path) < len(("state", "name", "kind")):
+    for path, _ in states.tensors:
+        if path[0] != STATE or len(path) < len(("state", "name", "kind")):
             raise RefusedError(
                 f"state {'.'.join(map(str, path))!r} is of no parameter",
                 where=where,
                 hint="go on with --to dcp, or from the weights alone",
             )
-        if path[0] == STATE:
+        kinds.setdefault(str(path[1]), set()).add(str(path[2]))
+    for path in states.values:
+        if path[0] == STATE and path[2:]:
             kinds.setdefault(str(path[1]), set()).add(str(path[2]))
     for own in members:
         uneven = [name for name in own if kinds[name] != kinds[own[0]]]
