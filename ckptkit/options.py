@@ -70,7 +70,7 @@ class ProgressOptions(TypedDict, total=False):
 
 
 class RetentionOptions(TypedDict, total=False):
-    """The rules of which steps of a run stay: those that any rule keeps, and all without a rule.
+    """The rules of retention. A step stays if one rule keeps it; without a rule, all steps stay.
 
     Attributes:
         keep_last: How many of the newest complete steps stay.

@@ -18,16 +18,13 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from ckptkit.adapters.array_reader import ArrayReader
-from ckptkit.adapters.extract import plan_adapter
+from ckptkit.adapters.extract import plan_adapter, write_adapter
 from ckptkit.adapters.sources import AdapterRequest, OpenedAdapter, open_adapter
 from ckptkit.conversion.source.adapters import read_config
 from ckptkit.conversion.source.model_folders import read_names
 from ckptkit.conversion.source.paths import find_local, find_model, read_config_in
 from ckptkit.conversion.write import (
     PlannedOutput,
-    SingleProcess,
-    check_destination,
-    write_output,
 )
 from ckptkit.core.arrays import numpy_dtype
 from ckptkit.core.errors import AdapterError, CkptkitError, RefusedError
@@ -37,7 +34,7 @@ from ckptkit.core.manifest import Manifest
 from ckptkit.core.model_configs import list_model_types
 from ckptkit.core.text import list_first
 from ckptkit.engine.kernels import ConstantKernel
-from ckptkit.engine.outcome import Listener, ignore
+from ckptkit.engine.outcome import Listener
 from ckptkit.lora.config import EXPERTS_BY_CLASS, PEFT_PREFIX, parse_version
 from ckptkit.lora.dialects import LoraLayer, build_table
 from ckptkit.lora.experts import (
@@ -68,7 +65,7 @@ from ckptkit.plan.plan import (
     Reading,
     TensorSpec,
 )
-from ckptkit.storage.places import PathLike, open_target
+from ckptkit.storage.places import PathLike
 
 _WITH_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 # Options that name modules or layers, which are named anew.
@@ -145,13 +142,8 @@ def run_conversion(
     listener: Listener | None = None,
 ) -> tuple[Manifest, OpenedAdapter]:
     """Writes an adapter in another layout into the directory `out`, whole or not at all."""
-    check_destination(src, out, overwrite=overwrite, also=request.also)
-    listener = listener or ignore
-    with (
-        SingleProcess(open_target(out, overwrite=overwrite), listener) as strategy,
-        prepare_conversion(src, out, request, to, resources or Resources()) as (planned, found),
-    ):
-        return write_output(planned, strategy, listener), found
+    prepared = prepare_conversion(src, out, request, to, resources or Resources())
+    return write_adapter(prepared, src, out, request, overwrite=overwrite, listener=listener)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 from msgspec.structs import replace
@@ -107,11 +107,25 @@ def run_extraction(
     listener: Listener | None = None,
 ) -> tuple[Manifest, OpenedAdapter]:
     """Writes one adapter of a checkpoint into the directory `out`, whole or not at all."""
+    prepared = prepare_extraction(src, out, request, resources or Resources())
+    return write_adapter(prepared, src, out, request, overwrite=overwrite, listener=listener)
+
+
+def write_adapter(
+    prepared: AbstractContextManager[tuple[PlannedOutput, OpenedAdapter]],
+    src: PathLike,
+    out: PathLike,
+    request: AdapterRequest,
+    *,
+    overwrite: bool,
+    listener: Listener | None,
+) -> tuple[Manifest, OpenedAdapter]:
+    """Writes an adapter once it is prepared, which begins when the destination is checked."""
     check_destination(src, out, overwrite=overwrite, also=request.also)
     listener = listener or ignore
     with (
         SingleProcess(open_target(out, overwrite=overwrite), listener) as strategy,
-        prepare_extraction(src, out, request, resources or Resources()) as (planned, found),
+        prepared as (planned, found),
     ):
         return write_output(planned, strategy, listener), found
 

@@ -659,8 +659,8 @@ def _separate(
             ]
         if len(fits) != 1:
             raise RefusedError(
-                f"tensor {quote(name)} has factors of some of {len(options)} matrices, and neither"
-                f" shapes nor {', '.join(options)} of the run say of which"
+                f"tensor {quote(name)} has factors of some of {len(options)} matrices, and nothing"
+                f" says which these are: not the shapes, and not {', '.join(options)} of the run"
                 if rows
                 else f"tensor {quote(name)} has factors of some of {len(options)} matrices, which"
                 f" Transformers has in one that map {name_map.name!r} makes",

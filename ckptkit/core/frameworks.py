@@ -47,11 +47,10 @@ class Profile(Struct, frozen=True):
             has the format of the weights, or a file that is one of theirs.
         settings: Folders with configuration and tokenizer, below the weights or the step.
         counters: Files below a step with its number, each with the key of that.
-        beside_run: The folder of the steps, and one beside it with what `settings` have.
+        beside_run: The folder of the steps, and the folder beside it with the configuration.
         options: Files of plain YAML beside the weights with what decided their form, and what each
             of their keys is called here: by Transformers, by PEFT, or by `joined`.
-        merged: Files with an adapter that the model beside them has merged already, whatever else
-            the framework writes.
+        merged: Files of adapters. The model in the same folder has the adapter merged already.
         joined: Modules of several matrices whose adapter has a part for each that is adapted: how
             `options` name these.
         own_tool: What else makes a model of an adapter, as a sentence.
@@ -351,7 +350,7 @@ PROFILES = (
     ),
     Profile(
         "zarr arrays of JAX",
-        "t5x/checkpoints.py; levanter/tensorstore_serialization.py; Orbax has a tree beside them",
+        "t5x/checkpoints.py; levanter/tensorstore_serialization.py; without the tree of Orbax",
         unread=r".+/(?:\.zarray|zarr\.json)",
         advice=f"import glob, os, tensorstore; {_SAVE}; f = {{folder}}; ps = [(os.path.dirname(p),"
         " d) for n, d in (('.zarray', 'zarr'), ('zarr.json', 'zarr3')) for p in glob.glob(f +"
@@ -429,7 +428,7 @@ def is_unit_folder(name: str) -> bool:
 
 
 def is_merged_beside(file: str) -> bool:
-    """Returns whether a file has an adapter that the model beside it has merged already."""
+    """Returns whether a file is an adapter, and the model in its folder has it merged already."""
     return _MERGED.fullmatch(file) is not None
 
 

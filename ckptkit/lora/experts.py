@@ -1,10 +1,10 @@
 """LoRA factors of experts, of each expert alone or of all in one parameter; without I/O.
 
 A layout has `down` [rank, in] and `up` [out, rank] for each matrix of each expert, or for a
-parameter of all experts A [experts * rank, in] and B [out, rank * experts], the columns of which
-count experts fastest. A parameter `gate_up_proj` has one A for both of its matrices: where these
-have their own, the factors stand in blocks, and the rank is the sum of both. Neither that nor
-zeros for a larger rank change a product.
+parameter of all experts A [experts * rank, in] and B [out, rank * experts]. In the columns of B
+the expert is the fastest index. A parameter `gate_up_proj` has one A for both of its matrices:
+where these have their own, the factors stand in blocks, and the rank is the sum of both. Neither
+that nor zeros for a larger rank change a product.
 
 Source: peft 0.21, `ParamWrapper` in `tuners/lora/layer.py` and
 `utils/transformers_weight_conversion.py`; vllm 0.33, `_stack_moe_lora_weights` in

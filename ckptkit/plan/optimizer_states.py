@@ -144,20 +144,21 @@ def _choose_tree(
             where=f"--optimizer {location}",
             hint="leave --optimizer out, or name the step that has them",
         )
-    tree = next(iter(trees))
-    if len(trees) == 1 and len(models) > 1 and not _belongs(tree, model):
+    above = model.rpartition(".")[0]
+    beside = [tree for tree in trees if above and tree.rpartition(".")[0] == above]
+    if len(beside) == 1:  # `student.optimizer` beside `student.model`
+        return beside[0]
+    if len(trees) == 1:
+        (tree,) = trees
+        if len(models) <= 1 or (_PLAIN_OPTIMIZER.fullmatch(tree) and _PLAIN_MODEL.fullmatch(model)):
+            return tree
         raise RefusedError(
             f"nothing says that optimizer {tree!r} is of model {model!r}, beside"
             f" {', '.join(repr(other) for other in models if other != model)}",
             where=f"--optimizer {location}",
             hint="leave --optimizer out, or name the model that it is of with --select",
         )
-    if len(trees) == 1:
-        return tree
     fitting = [tree for tree in trees if _find_number(tree) == _find_number(model)]
-    own = [tree for tree in trees if _is_beside(tree, model)]
-    if len(own) == 1:
-        return own[0]
     if len(fitting) == 1 and len(models) > 1:
         return fitting[0]
     raise RefusedError(
@@ -165,19 +166,6 @@ def _choose_tree(
         where=f"--optimizer {location}",
         hint="name the model with --select, or give the folder of one model and its optimizer; the"
         " states of several optimizers of one model are not joined",
-    )
-
-
-def _is_beside(tree: str, model: str) -> bool:
-    """Returns whether an optimizer is beside a model in one container: `student.optimizer`."""
-    above = model.rpartition(".")[0]
-    return bool(above) and tree.rpartition(".")[0] == above
-
-
-def _belongs(tree: str, model: str) -> bool:
-    """Returns whether names say that the only optimizer is of one of several models."""
-    return _is_beside(tree, model) or (
-        _PLAIN_OPTIMIZER.fullmatch(tree) is not None and _PLAIN_MODEL.fullmatch(model) is not None
     )
 
 

@@ -227,7 +227,7 @@ def _find_settings(fields: Mapping[str, Any]) -> tuple[tuple[str, int], ...]:
     """
     found = {key: fields.get(name) for name, key in _STATED.items()}
     pattern = next((fields[name] for name in _PATTERNS if isinstance(fields.get(name), str)), "")
-    if pattern:  # `num_layers` counts its layers, of which other frameworks may see two as one
+    if pattern:  # `num_layers` counts its symbols; two of them can be one layer elsewhere
         layers = pattern.partition("/")[0].replace("|", "")
         found |= {"num_hidden_layers": None, HYBRID_LAYERS: len(layers)}
     if fields.get("multi_latent_attention") is not True:
