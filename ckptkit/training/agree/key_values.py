@@ -30,6 +30,7 @@ _CONNECT_SECONDS = 10.0  # the timeout of the training's own connection may be m
 _CLOSE_SECONDS = 30.0
 _THREAD_NAME = "ckptkit-store"
 _KEYS_AT_ONCE = 256  # with 1 MiB each, an answer of 256 MiB
+_ABSENT = b"ckptkit: absent"  # no value of ours
 _LOST = "the host of torch.distributed's store has ended or cannot be reached; see its log first"
 
 T = TypeVar("T")
@@ -131,10 +132,12 @@ class TorchKeyValueStore:
         self._sender.run(lambda: self._store.set(self._key(key), value))
 
     def get(self, key: str) -> bytes | None:
-        values = self.get_all([key])
-        return values[0] if values else None
+        # In one request: `get` of torch waits for a key that another rank deletes after a check.
+        value = self.compare_set(key, _ABSENT, _ABSENT)
+        return None if value == _ABSENT else value
 
     def get_all(self, keys: Sequence[str]) -> list[bytes] | None:
+        """Returns None unless all exist; nobody may delete one meanwhile."""
         return self._sender.run(lambda: self._get_all([self._key(key) for key in keys]))
 
     def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:

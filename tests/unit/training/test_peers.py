@@ -62,6 +62,22 @@ def test_a_board_tells_what_was_set_and_never_waits(board: KeyValueStore) -> Non
     assert time.monotonic() - began < 2
 
 
+def test_a_value_that_another_rank_deletes_meanwhile_is_read_or_missing_at_once() -> None:
+    store = tcp_store()
+    reader, writer = (TorchKeyValueStore(store, "test") for _ in range(2))
+    keys = [f"key {number}" for number in range(500)]
+    for key in keys:
+        writer.set(key, b"value")
+    began = time.monotonic()
+    with ThreadPoolExecutor(1) as pool:
+        deleting = pool.submit(lambda: [writer.delete(key) for key in keys])
+        while not deleting.done():
+            assert {reader.get(key) for key in keys} <= {b"value", None}
+    assert time.monotonic() - began < 10
+    for board in (reader, writer):
+        board.close()
+
+
 def test_the_first_to_compare_and_set_wins(board: KeyValueStore) -> None:
     assert board.compare_set("key", b"", b"first") == b"first"
     assert board.compare_set("key", b"", b"second") == b"first"
@@ -251,8 +267,8 @@ def test_a_store_that_torch_cannot_copy_is_used_itself() -> None:
             return False
 
     board = TorchKeyValueStore(Old(), "test")  # type: ignore[arg-type]
-    assert board.get("key") == b"test/key"
-    assert board.get("other") is None
+    assert board.get_all(["key"]) == [b"test/key"]
+    assert board.get_all(["other"]) is None
     board.close()
 
 
