@@ -101,7 +101,7 @@ def _check_names(states: OptimizerStates, model: Sequence[TensorEntry], location
         raise RefusedError(
             f"a weight of the model and a state of its optimizer are both called"
             f" {twice.spec.name!r}",
-            where=f"--optimizer {location}",
+            where=f"optimizer of {location}",
             hint="write them one by one: once without --optimizer",
         )
 
@@ -198,7 +198,7 @@ def map_states(
         if name not in live:
             raise RefusedError(
                 f"holds states of {quote(str(saved))}, which is no tensor of the model",
-                where=f"--optimizer {where}",
+                where=f"optimizer of {where}",
                 hint=_HINT,
             )
         return name
@@ -210,7 +210,7 @@ def map_states(
             case _:
                 raise RefusedError(
                     f"state {quote('.'.join(map(str, path)))} is not that of one parameter",
-                    where=f"--optimizer {where}",
+                    where=f"optimizer of {where}",
                     hint=_HINT,
                 )
     for path, value in states.values.items():
@@ -240,7 +240,7 @@ def map_states(
             raise RefusedError(
                 f"{quote(lacking[0])}, a part of {quote(stacked(lacking[0]))}, has no state"
                 f" {kind!r}, and other parts have one",
-                where=f"--optimizer {where}",
+                where=f"optimizer of {where}",
                 hint=_HINT,
             )
         for name, product in made_of_kind.items():
@@ -275,7 +275,7 @@ def _check_groups(values: Mapping[KeyPath, Any], where: str) -> None:
             if twice is not None:
                 raise RefusedError(
                     f"tensor {quote(twice)} is made of parameters of several groups",
-                    where=f"--optimizer {where}",
+                    where=f"optimizer of {where}",
                     hint=_HINT,
                 )
             seen.update(members)
@@ -293,7 +293,7 @@ def _of(
             raise RefusedError(
                 f"tensor {quote(name)} is made of {quote(there)} and {quote(missing[0])}, and the"
                 f" second has no {what}",
-                where=f"--optimizer {where}",
+                where=f"optimizer of {where}",
                 hint=_HINT,
             )
         if tensor.sources and not missing:
@@ -333,7 +333,7 @@ def _map_kind(
                     f"state {kind!r} of {quote(source)} is {state.spec.dtype.name}"
                     f" {list(state.spec.shape)}, and the parameter {list(live[source])}: only"
                     " states of the parameter's own shape, of one type, can be rearranged with it",
-                    where=f"--optimizer {where}",
+                    where=f"optimizer of {where}",
                     hint=_HINT,
                 )
         moved[name] = tensor
@@ -360,6 +360,6 @@ def _is_same(first: Product, other: Product, origin: Origin) -> bool:
 def _differing(kind: str, name: str, where: str) -> RefusedError:
     return RefusedError(
         f"state {kind!r} differs between the parameters that tensor {quote(name)} is made of",
-        where=f"--optimizer {where}",
+        where=f"optimizer of {where}",
         hint=_HINT,
     )

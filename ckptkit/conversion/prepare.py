@@ -171,9 +171,13 @@ class ConversionJob(Struct, frozen=True):
 
     def advise_on_config(self, consumer: Consumer = PLAIN, unusable: str = "") -> str:
         """Returns what to do where no configuration was found, but perhaps something unusable."""
-        text = f"no config.json was found, {consumer.without_config}"
+        found = "no config.json was found"
         if unusable:
-            text = f"{unusable}; without a config.json from_pretrained does not load the output"
+            found = f"no config.json can be used ({unusable})"
+        reason = consumer.without_config
+        if self.request.layout not in {"hf", "torch"}:  # whose readers ask for none
+            reason = "so names and shapes were compared with no model"
+        text = f"{found}, {reason}"
         which = "with the model that was trained: its id on the Hub, or a folder"
         if self.advice.again:
             options = "--base ORG/NAME --overwrite"
@@ -837,7 +841,13 @@ def _find_states(
         return None, 0, []
     from ckptkit.conversion.optimizer_files import find_states  # few outputs have one
 
-    return find_states(draft.checkpoint, draft.request, entries)
+    try:
+        return find_states(draft.checkpoint, draft.request, entries)
+    except RefusedError as error:
+        if draft.request.layout == "universal":  # which has states without the option
+            hint = "a universal checkpoint needs them; for the weights alone, use --to dcp"
+            raise error.hinted(hint) from None
+        raise
 
 
 def _lay_out(

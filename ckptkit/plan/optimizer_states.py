@@ -72,7 +72,7 @@ def select_optimizer_states(
         twice, _ = Counter(paths.values()).most_common(1)[0]
         raise RefusedError(
             f"two states are both named {'.'.join(map(str, twice))!r}",
-            where=f"--optimizer {location}",
+            where=f"optimizer of {location}",
             hint="names must stay distinct when wrapper segments are cut out; leave --optimizer"
             " out",
         )
@@ -125,7 +125,7 @@ def _refuse_numbers(
         raise RefusedError(
             f"state {numbered.name!r} is of a parameter that has a number and no name, and nothing"
             " proves which parameter of the model that is",
-            where=f"--optimizer {location}",
+            where=f"optimizer of {location}",
             hint="leave --optimizer out; runs that make their optimizer from"
             " `model.named_parameters()`, or save with `get_optimizer_state_dict`, keep the names",
         )
@@ -141,7 +141,7 @@ def _choose_tree(
     if not trees:
         raise RefusedError(
             ": ".join(["holds no states of an optimizer", *reasons[:1]]),
-            where=f"--optimizer {location}",
+            where=f"optimizer of {location}",
             hint="leave --optimizer out, or name the step that has them",
         )
     above = model.rpartition(".")[0]
@@ -155,7 +155,7 @@ def _choose_tree(
         raise RefusedError(
             f"nothing says that optimizer {tree!r} is of model {model!r}, beside"
             f" {', '.join(repr(other) for other in models if other != model)}",
-            where=f"--optimizer {location}",
+            where=f"optimizer of {location}",
             hint="leave --optimizer out, or name the model that it is of with --select",
         )
     fitting = [tree for tree in trees if _find_number(tree) == _find_number(model)]
@@ -163,7 +163,7 @@ def _choose_tree(
         return fitting[0]
     raise RefusedError(
         f"holds several optimizers: {', '.join(map(repr, trees))}",
-        where=f"--optimizer {location}",
+        where=f"optimizer of {location}",
         hint="name the model with --select, or give the folder of one model and its optimizer; the"
         " states of several optimizers of one model are not joined",
     )

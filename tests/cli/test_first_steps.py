@@ -286,4 +286,4 @@ def test_what_is_in_the_place_of_a_configuration_is_named(kind: str, tmp_path: P
     done = run_command("consolidate", tmp_path / "model", tmp_path / "out", "--names", "live")
     assert done.returncode == 0, done.stderr
     assert f"config.json: {kind} was found where a regular file was expected" in done.stderr
-    assert "without a config.json from_pretrained does not load the output" in done.stderr
+    assert "without which from_pretrained does not load the output" in done.stderr

@@ -8,6 +8,8 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.command_line import run_command
 
@@ -119,3 +121,24 @@ def test_an_adapter_without_its_configuration_says_how_to_make_it(tmp_path: Path
     assert refused.returncode == 4
     assert made in refused.stderr
     assert "`ckptkit inspect` shows the command" in refused.stderr
+
+
+@pytest.mark.parametrize("layout", ["hf", "torch", "dcp", "universal"])
+def test_without_a_configuration_the_note_fits_the_layout(layout: str, tmp_path: Path) -> None:
+    config = SOURCES["accelerate_fsdp2_tied_with_config"]
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.tensor([[1, 2]]), labels=torch.tensor([[1, 2]])).loss.backward()
+    optimizer.step()
+    source, base = tmp_path / "step.pt", tmp_path / "base"
+    model.config.save_pretrained(base)
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, source)
+    done = run_command("convert", source, tmp_path / "out", "--to", layout)
+    assert done.returncode == 0, done.stderr
+    (note,) = (line for line in done.stderr.splitlines() if "no config.json was found" in line)
+    assert ("from_pretrained" in note) == (layout in {"hf", "torch"})
+    assert ("were compared with no model" in note) == (layout in {"dcp", "universal"})
+    words = shlex.split(note.split("`")[1].replace("ORG/NAME", str(base)))
+    again = run_command(*words[1:])
+    assert again.returncode == 0, again.stderr
+    assert "no config.json was found" not in again.stderr
