@@ -68,9 +68,14 @@ def test_a_value_that_another_rank_deletes_meanwhile_is_read_or_missing_at_once(
     keys = [f"key {number}" for number in range(500)]
     for key in keys:
         writer.set(key, b"value")
+
+    def delete_all() -> None:
+        for key in keys:
+            writer.delete(key)
+
     began = time.monotonic()
     with ThreadPoolExecutor(1) as pool:
-        deleting = pool.submit(lambda: [writer.delete(key) for key in keys])
+        deleting = pool.submit(delete_all)
         while not deleting.done():
             assert {reader.get(key) for key in keys} <= {b"value", None}
     assert time.monotonic() - began < 10
