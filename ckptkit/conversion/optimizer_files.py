@@ -106,7 +106,7 @@ def find_states(
     notes += [
         note
         for note in checkpoint.index.run.notes
-        if note.endswith(NUMBERED) or note.startswith(UNNAMED_GROUPS)
+        if NUMBERED in note or note.startswith(UNNAMED_GROUPS)
     ]
     return states, sum(entry.size_bytes for entry in entries), notes
 

@@ -248,7 +248,11 @@ def _refuse_adapters(
         peft = find_peft(checkpoint, folders, request.wants)
         advice = "" if peft is None else peft.advice
     if peft is not None:
-        raise RefusedError(peft.refusal, where=checkpoint.path, hint=hint_at_raw_names(advice))
+        hint = hint_at_raw_names(advice)
+        if request.layout == "universal" and any(checkpoint.index.of_part("optimizer")):
+            live = job.command("--names", "live")
+            hint = f"to train the adapter further run `{live}`; {advice}" if advice else hint
+        raise RefusedError(peft.refusal, where=checkpoint.path, hint=hint)
 
 
 def _advise_on_lora(job: ConversionJob, checkpoint: OpenedCheckpoint, folders: SideFolders) -> str:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import posixpath
 import re
+import shlex
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -132,6 +133,7 @@ _NEMO_UNFINISHED = "-unfinished"  # its file has the name of the folder with thi
 _LOST = "lost+found"  # of ext4, which root alone may enter
 _MOST_POINTER_BYTES = 4096
 _NAMED_RANKS = 8
+_LISTED = 7  # checkpoints that a message still lists in full
 
 
 class CheckpointUnit(Struct, frozen=True):
@@ -448,6 +450,9 @@ class Search:
                 labels.append(repr(label))
                 whole += [label] if is_whole else []
             listed, hint = ", ".join(labels), self._propose(whole, ", or give its path")
+            if len(labels) > _LISTED:
+                command = shlex.join(["ckptkit", "inspect", self.location])
+                hint = f"{hint}; `{command}` lists all {len(labels):,}"
             if select is None:
                 text = f"holds several checkpoints: {listed}"
                 raise AmbiguousSourceError(text, where=self.location, hint=hint)
