@@ -452,7 +452,7 @@ class Search:
             listed, hint = ", ".join(labels), self._propose(whole, ", or give its path")
             if len(labels) > _LISTED:
                 command = shlex.join(["ckptkit", "inspect", self.location])
-                hint = f"{hint}; `{command}` lists all {len(labels):,}"
+                hint = f"{hint}; `{command}` lists them"
             if select is None:
                 text = f"holds several checkpoints: {listed}"
                 raise AmbiguousSourceError(text, where=self.location, hint=hint)
