@@ -24,9 +24,9 @@ from msgspec.structs import replace
 
 from ckptkit import formats
 from ckptkit.core.errors import CkptkitError, InputError, MissingFileError, NotACheckpointError
-from ckptkit.core.frameworks import UNREAD
 from ckptkit.core.index import TensorIndex
 from ckptkit.core.text import join_first
+from ckptkit.core.unread_formats import UNREAD
 from ckptkit.formats.base import Candidate, CheckpointReader, FormatReader
 from ckptkit.formats.discovery import find_step_above
 from ckptkit.storage.base import Source
@@ -388,10 +388,10 @@ def find_unread(
     `folder` is where all the paths are. Of the steps of a run, the newest is named.
     """
     listed = sorted(paths)
-    for profile in UNREAD:
-        named = [match for path in listed if (match := re.fullmatch(profile.unread, path))]
-        if profile.starts:
-            starts = re.compile(profile.starts, re.DOTALL)
+    for known in UNREAD:
+        named = [match for path in listed if (match := re.fullmatch(known.files, path))]
+        if known.starts:
+            starts = re.compile(known.starts, re.DOTALL)
             named = [match for match in named if starts.match(_start(source, match[0]))]
         if not named:
             continue
@@ -403,7 +403,7 @@ def find_unread(
         whole = [posixpath.join(source.location, path) for path in found]
         stem = posixpath.join(source.location, named[0].groupdict().get("stem") or found[0])
         below = posixpath.join(source.location, folder) if folder else source.location
-        advice = profile.advice
+        advice = known.advice
         for place, value in (
             ("{path}", whole[0]),
             ("{stem}", stem),
@@ -412,7 +412,7 @@ def find_unread(
         ):
             advice = advice.replace(place, repr(value))
         return NotACheckpointError(
-            f"{join_first(found, len(found), _LISTED)}: {profile.name}, which is not read",
+            f"{join_first(found, len(found), _LISTED)}: {known.name}, which is not read",
             where=source.location,
             hint=f"in Python: {advice}" if advice.startswith(("from ", "import ")) else advice,
         )

@@ -130,7 +130,8 @@ def test_the_state_of_a_tied_weight_follows_the_name_that_is_written(
     optimizer.step()
     config.save_pretrained(tmp_path)
     source = saved({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path)
-    out, given = tmp_path / "out", {"config": tmp_path / "config.json", "optimizer": True}
+    given: dict[str, Any] = {"config": tmp_path / "config.json", "optimizer": True}
+    out = tmp_path / "out"
     ckptkit.convert(source, out, to=layout, **given, **options)
     if layout == "dcp":
         keys = dcp.FileSystemReader(out / "optimizer_0").read_metadata().state_dict_metadata
