@@ -496,11 +496,12 @@ def check_choice(option: str, value: str, choices: tuple[str, ...]) -> None:
     if option == "--to" and value.lower() == GGUF:
         refuse_gguf("SRC", "OUT")
     if value not in choices:
-        nearest = get_close_matches(value, choices, n=1, cutoff=_ALIKE) or choices
+        *others, last = get_close_matches(value, choices, n=1, cutoff=_ALIKE) or choices
+        named = f"{', '.join(others)} or {last}" if others else last
         raise UsageError(
             f"{value!r} is not among {', '.join(choices)}",
             where=option,
-            hint=f"pass {option} {nearest[0]}",
+            hint=f"pass {option} {named}",
         )
 
 

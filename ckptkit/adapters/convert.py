@@ -33,7 +33,7 @@ from ckptkit.core.index import Fqn, Span, TensorEntry
 from ckptkit.core.manifest import Manifest
 from ckptkit.core.model_configs import list_model_types
 from ckptkit.core.text import list_first
-from ckptkit.engine.kernels import ConstantKernel
+from ckptkit.engine.kernels import ConstantKernel, copy_tile
 from ckptkit.engine.outcome import Listener
 from ckptkit.lora.config import EXPERTS_BY_CLASS, PEFT_PREFIX, parse_version
 from ckptkit.lora.dialects import LoraLayer, build_table
@@ -107,16 +107,10 @@ def gather(
 ) -> NDArray[Any]:
     """Returns a tensor that is made of parts of others, which are one-dimensional."""
     made = np.zeros(math.prod(arrangement.shape), dtype)
-    strides, size = row_major_strides(arrangement.shape), made.itemsize
-    as_strided = np.lib.stride_tricks.as_strided
+    strides = row_major_strides(arrangement.shape)
     for name, tile in arrangement.parts:
-        into = made[flat_offset(tile.corners[0], strides) :]
         source = sources[name][tile.corners[1][0] :]
-        walks = [loop.walks for loop in tile.loops]
-        sizes = [loop.size for loop in tile.loops]
-        steps = [step * strides[axis] * size for (axis, step), _ in walks]
-        from_steps = [step * size for _, (_, step) in walks]
-        as_strided(into, sizes, steps)[...] = as_strided(source, sizes, from_steps)
+        copy_tile(tile, source, made[flat_offset(tile.corners[0], strides) :], strides)
     return made.reshape(arrangement.shape)
 
 

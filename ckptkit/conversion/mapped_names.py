@@ -181,7 +181,9 @@ def convert_checkpoint(
     if choice == "none" or (choice == "auto" and not framework):
         return checkpoint
     tensors = {name: (entry.dtype, entry.shape) for name, entry in entries.items()}
-    mapped = map_names(choice, framework, config, checkpoint, tensors, request.exclude)
+    is_filled = request.fill_from_base or request.fill_from is not None
+    extent: Extent = "part" if is_filled else "model"
+    mapped = map_names(choice, framework, config, checkpoint, tensors, request.exclude, extent)
     entries = {
         name: replace(entry, name=name)
         for entry in entries.values()
@@ -222,6 +224,7 @@ def map_names(
     checkpoint: OpenedCheckpoint,
     tensors: Specs,
     exclude: tuple[str, ...] = (),
+    extent: Extent = "model",
 ) -> MappedModel:
     """Converts the names of a model."""
     where, name_map = checkpoint.path, choose_map(choice, framework, config, checkpoint)
@@ -234,11 +237,11 @@ def map_names(
     }
     kept = {name: spec for name, spec in tensors.items() if name not in left}
     known = {**dict(checkpoint.index.run.settings), **(config or {})}
-    names = apply_map(name_map, known, kept, where=where)
+    names = apply_map(name_map, known, kept, where=where, extent=extent)
     further = {name for pair in names.same.items() for name in pair if matches(name, exclude)}
     if further:
         kept = {name: spec for name, spec in kept.items() if name not in further}
-        names = apply_map(name_map, known, kept, where=where)
+        names = apply_map(name_map, known, kept, where=where, extent=extent)
     return MappedModel(name_map, names, tensors, wrapper)
 
 

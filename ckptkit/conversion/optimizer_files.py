@@ -45,6 +45,7 @@ from ckptkit.plan.optimizer_states import (
     STEP,
     OptimizerStates,
     drop_unwanted_members,
+    give_to_twins,
     keep_states,
     restore_groups,
     select_optimizer_states,
@@ -59,9 +60,19 @@ _LISTED = 5
 
 
 def find_states(
-    checkpoint: OpenedCheckpoint, request: ConsolidateRequest, model: Sequence[TensorEntry]
+    checkpoint: OpenedCheckpoint,
+    request: ConsolidateRequest,
+    model: Sequence[TensorEntry],
+    twins: Mapping[str, str],
 ) -> tuple[OptimizerStates, int, list[str]]:
     """Finds the states of the optimizer of a model, under the names of the model.
+
+    Args:
+        checkpoint: The checkpoint.
+        request: Which parameters are wanted.
+        model: The weights that are written.
+        twins: From names that are not written to the tied weights that are, which have no states
+            of their own in most optimizers.
 
     Returns:
         The states, the bytes of the source that they are made from, and notes for the user.
@@ -71,25 +82,31 @@ def find_states(
         for unit in checkpoint.units:  # raises the error that is ignored without --optimizer
             if unit.candidate.format == TorchOptimizerReader.name:
                 read_optimizer_file(checkpoint.source, unit.candidate)
-    # Under a map, options see the names that it makes.
     mapped = checkpoint.mapped
-    chosen = request if mapped is None else replace(request, include=(), exclude=())
+
+    def wants(name: str) -> bool:
+        # Under a map, options see the names that it makes.
+        return mapped is not None or request.wants(twins.get(name, name))
+
     stored, entries = select_optimizer_states(
-        checkpoint.index, tree, chosen, location=checkpoint.path
+        checkpoint.index, tree, wants, location=checkpoint.path
     )
     refuse_problems(checkpoint.index, entries, checkpoint.path)
     states, notes = _with_plain_values(stored, checkpoint.source)
-    values = drop_unwanted_members(states.values, states.unwrapped, chosen)
-    states = replace(states, values=restore_groups(values, chosen.wants))
+    values = drop_unwanted_members(states.values, states.unwrapped, wants)
+    states = replace(states, values=restore_groups(values, wants))
     if mapped is not None:
         origin = Origin(SOURCE, checkpoint.source, checkpoint.index)
         states = map_states(states, mapped, origin, where=checkpoint.path)
+    held = {str(path[1]) for path, _ in states.tensors if path[0] == STATE}
+    states = give_to_twins(states, {n: twin for n, twin in twins.items() if twin not in held})
+    if mapped is not None:
         states = keep_states(states, {str(entry.name) for entry in model})
     _check_names(states, model, checkpoint.path)
     notes += [
         note
         for note in checkpoint.index.run.notes
-        if note.endswith(NUMBERED) or note.startswith(UNNAMED_GROUPS)
+        if NUMBERED in note or note.startswith(UNNAMED_GROUPS)
     ]
     return states, sum(entry.size_bytes for entry in entries), notes
 

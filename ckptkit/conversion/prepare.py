@@ -7,6 +7,7 @@ import posixpath
 import shlex
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from itertools import permutations
 from typing import Any, Self
 
 from msgspec import Struct, field
@@ -247,7 +248,11 @@ def _refuse_adapters(
         peft = find_peft(checkpoint, folders, request.wants)
         advice = "" if peft is None else peft.advice
     if peft is not None:
-        raise RefusedError(peft.refusal, where=checkpoint.path, hint=hint_at_raw_names(advice))
+        hint = hint_at_raw_names(advice)
+        if request.layout == "universal" and any(checkpoint.index.of_part("optimizer")):
+            live = job.command("--names", "live")
+            hint = f"to train the adapter further run `{live}`; {advice}" if advice else hint
+        raise RefusedError(peft.refusal, where=checkpoint.path, hint=hint)
 
 
 def _advise_on_lora(job: ConversionJob, checkpoint: OpenedCheckpoint, folders: SideFolders) -> str:
@@ -387,11 +392,7 @@ def _plan(stack: ExitStack, job: ConversionJob, notes: Sequence[str]) -> Planned
         entries = add_tied_names(entries, absent)
         draft.notes += filter(None, [note])
     else:
-        ties = (
-            find_ties(config, entries, origin)
-            if draft.text is None
-            else _find_ties_of_text(draft.text, draft.placed, entries, origin)
-        )
+        ties = _find_ties(draft, config, entries, origin)
 
     names, policy = _name_and_cast(draft, entries, config, ties, base_dtypes)
     texts = folders.texts(side)
@@ -400,7 +401,7 @@ def _plan(stack: ExitStack, job: ConversionJob, notes: Sequence[str]) -> Planned
         products = _fill(draft, filling, products, names, config, policy)
     config = _config_to_write(draft, config, products, ties, trim)
     comparison, is_complete, lacking = _compare_names(draft, config, side, products, names)
-    states, states_bytes, state_notes = _find_states(draft, entries)
+    states, states_bytes, state_notes = _find_states(draft, config, entries, ties, origin)
     weights, names = _lay_out(draft, products, config, names, like, states, origin)
 
     # What the base has besides was said already.
@@ -587,17 +588,19 @@ def _settle_text_model(
     return config, side
 
 
-def _find_ties_of_text(
-    config: Mapping[str, Any],
-    placed: Mapping[str, str],
+def _find_ties(
+    draft: _Draft,
+    config: Mapping[str, Any] | None,
     entries: Sequence[TensorEntry],
     origin: Origin,
 ) -> Ties:
-    """Finds tied weights of a text model in a whole one, by the names that it has alone."""
-    alone = {whole: name for name, whole in placed.items()}
+    """Finds tied weights; those of a text model in a whole one by the names that it has alone."""
+    if draft.text is None:
+        return find_ties(config, entries, origin)
+    alone = {whole: name for name, whole in draft.placed.items()}
     own = [replace(e, name=Fqn(alone.get(e.name, e.name))) for e in entries]
-    ties = find_ties(config, own, origin)
-    called = {Fqn(name): Fqn(whole) for name, whole in placed.items()}
+    ties = find_ties(draft.text, own, origin)
+    called = {Fqn(name): Fqn(whole) for name, whole in draft.placed.items()}
     return Ties(
         {called.get(t, t): called.get(s, s) for t, s in ties.dropped.items()},
         {called.get(t, t): called.get(s, s) for t, s in ties.broken.items()},
@@ -834,15 +837,26 @@ def _compare_names(
 
 
 def _find_states(
-    draft: _Draft, entries: Sequence[TensorEntry]
+    draft: _Draft,
+    config: Mapping[str, Any] | None,
+    entries: Sequence[TensorEntry],
+    ties: Ties,
+    origin: Origin,
 ) -> tuple[OptimizerStates | None, int, list[str]]:
     """Returns the states of the optimizer, the bytes that they are made from, and notes."""
     if not draft.request.optimizer:
         return None, 0, []
     from ckptkit.conversion.optimizer_files import find_states  # few outputs have one
 
+    # A tied weight has its state by one of its names, which options may leave out.
+    written = {entry.name for entry in entries} - ties.dropped.keys()
+    all_ties = ties.dropped
+    if draft.request.include or draft.request.exclude:
+        all_ties = _find_ties(draft, config, draft.select(everything=True), origin).dropped
+    pairs = [pair for target, source in all_ties.items() for pair in permutations((target, source))]
+    twins = {str(one): str(other) for one, other in pairs if {one, other} & written == {other}}
     try:
-        return find_states(draft.checkpoint, draft.request, entries)
+        return find_states(draft.checkpoint, draft.request, entries, twins)
     except RefusedError as error:
         if draft.request.layout == "universal":  # which has states without the option
             hint = "a universal checkpoint needs them; for the weights alone, use --to dcp"

@@ -4,7 +4,8 @@ Readers know how bytes are stored (DCP, torch files, files of ranks, safetensors
 framework. What differs between frameworks is here: how folders and tensors are called, which files
 show who wrote them, which folders hold a copy of the model, where the configuration is. A framework
 that stores its weights in a known form costs one profile, a fixture, and a name map if its names
-are its own. Formats that are known and not read are profiles too.
+are its own. Formats that are known and not read
+are in `ckptkit.core.unread_formats`.
 
 Patterns are regular expressions: those of folders and files for a whole name, those of tensors and
 modules for a part of it.
@@ -55,10 +56,6 @@ class Profile(Struct, frozen=True):
             `options` name these.
         own_tool: What else makes a model of an adapter, as a sentence.
         wrapper: A class that a whole state dict is in, and the attribute that has it.
-        unread: Files of a format that is not read; a group `stem` is what its library takes.
-        starts: How such files begin, where others have these names; a regular expression.
-        advice: What makes of them what is read: a command, or Python, with `{path}`, the `{stem}`,
-            the `{folder}` that was searched, and `{paths}` as a list of Python.
     """
 
     name: str
@@ -80,17 +77,9 @@ class Profile(Struct, frozen=True):
     joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     own_tool: str = ""
     wrapper: tuple[str, str] | tuple[()] = ()
-    unread: str = ""
-    starts: bytes = b""
-    advice: str = ""
 
 
 _OF_LITGPT = ("lora_query", "lora_key", "lora_value")
-_SAVE = "from safetensors.numpy import save_file"
-_INTO = "'model.safetensors')"
-_MADE_FROM = (
-    "it is for one engine, with names and a layout of its own; pass the model that it was made from"
-)
 
 # A name or a file that fits several profiles is of the first of them.
 PROFILES = (
@@ -285,125 +274,6 @@ PROFILES = (
         modules=r"^layers\.\d+\.(?:attn\.(?:[qkv]|output)_proj|mlp\.w[123])$",
         merged=r"adapter_(?:model|\d+)\.pt",
     ),
-    # Formats that are not read. Each advice runs in Python with the packages that it imports.
-    Profile(
-        "GGUF",
-        "gguf 0.19; Ollama keeps such files as blobs",
-        unread=r".+\.gguf|(?:.+/)?sha256-[0-9a-f]{64}",
-        starts=rb"GGUF",
-        advice=f"from gguf import GGUFReader, dequantize; {_SAVE}; save_file({{t.name: dequantize("
-        f"t.data, t.tensor_type) for t in GGUFReader({{path}}).tensors}}, {_INTO}",
-    ),
-    Profile(
-        "tensorizer",
-        "tensorizer 2.12",
-        unread=r".+\.tensors",
-        advice="from safetensors.torch import save_file; from tensorizer import TensorDeserializer;"
-        f" save_file(dict(TensorDeserializer({{path}}, device='cpu').items()), {_INTO}",
-    ),
-    Profile(
-        "Flax (msgpack)",
-        "flax/serialization.py (`to_bytes`), flax/training/checkpoints.py, flax 0.12;"
-        " Transformers 4 (`FLAX_WEIGHTS_NAME`)",
-        unread=r".+\.msgpack|(?:.+/)?checkpoint(?:_\d+)?",
-        starts=rb"[\x80-\x8f\xde\xdf]",
-        advice="from flax.serialization import msgpack_restore; from flax.traverse_util import"
-        " flatten_dict; from safetensors.flax import save_file; import jax.numpy as jnp;"
-        " save_file({k: jnp.asarray(v) for path in {paths} for k, v in flatten_dict("
-        f"msgpack_restore(open(path, 'rb').read()), sep='.').items()}}, {_INTO}",
-    ),
-    Profile(
-        "TensorFlow",
-        "tensorflow/core/util/tensor_bundle, TensorFlow 2.21",
-        unread=r"(?P<stem>.+)\.data-\d{5}-of-\d{5}",
-        advice=f"import tensorflow as tf; {_SAVE}; r = tf.train.load_checkpoint({{stem}});"
-        " save_file({n: r.get_tensor(n) for n, d in r.get_variable_to_dtype_map().items() if d !="
-        f" tf.string}}, {_INTO}",
-    ),
-    Profile(
-        "Keras (HDF5)",
-        "keras/src/saving, Keras 3; Transformers 4 (`TF2_WEIGHTS_NAME`)",
-        unread=r".+\.(?:h5|hdf5)",
-        starts=rb"\x89HDF\r\n\x1a\n",
-        advice=f"import h5py; {_SAVE}; d = {{}}; h5py.File({{path}}).visititems(lambda n, o:"
-        " d.update({n.replace('/', '.'): o[()]}) if isinstance(o, h5py.Dataset) else None);"
-        f" save_file(d, {_INTO}",
-    ),
-    Profile(
-        "Keras",
-        "keras/src/saving/saving_lib.py, Keras 3",
-        unread=r".+\.keras",
-        advice="run `unzip -o {path} model.weights.h5`, and pass what it takes out",
-    ),
-    Profile(
-        "PaddlePaddle",
-        "python/paddle/framework/io.py, PaddlePaddle 3",
-        unread=r".+\.pdparams",
-        advice="import paddle; from safetensors.paddle import save_file; save_file(paddle.load("
-        f"{{path}}), {_INTO}",
-    ),
-    Profile(
-        "NeMo 1",
-        "nemo/core/connectors/save_restore_connector.py, NeMo 1.23",
-        unread=r".+\.nemo",
-        advice="run `mkdir -p unpacked && tar -xf {path} -C unpacked`, and pass that folder",
-    ),
-    Profile(
-        "zarr arrays of JAX",
-        "t5x/checkpoints.py; levanter/tensorstore_serialization.py; without the tree of Orbax",
-        unread=r".+/(?:\.zarray|zarr\.json)",
-        advice=f"import glob, os, tensorstore; {_SAVE}; f = {{folder}}; ps = [(os.path.dirname(p),"
-        " d) for n, d in (('.zarray', 'zarr'), ('zarr.json', 'zarr3')) for p in glob.glob(f +"
-        " '/**/' + n, recursive=True)]; save_file({os.path.relpath(p, f).replace('/', '.'):"
-        " tensorstore.open({'driver': d, 'kvstore': {'driver': 'file', 'path': p}}).result()"
-        f".read().result() for p, d in ps}}, {_INTO}",
-    ),
-    Profile(
-        "ONNX",
-        "onnx 1.22",
-        unread=r".+\.onnx",
-        advice=f"import onnx; {_SAVE}; save_file({{t.name: onnx.numpy_helper.to_array(t).copy()"
-        f" for t in onnx.load({{path}}).graph.initializer}}, {_INTO}",
-    ),
-    Profile(
-        "FlexFlow",
-        "python/flexflow/serve/models/llama.py (`convert_hf_model`), FlexFlow 24.1",
-        unread=r"(?P<stem>.+)/layers[._]\d+[._](?:self_attn\.|attention_w)[a-z_.]+",
-        advice="import numpy, torch; from transformers import"
-        " AutoConfig, AutoModelForCausalLM; m = AutoModelForCausalLM.from_config("
-        "AutoConfig.from_pretrained('BASE')); m.load_state_dict({n: torch.from_numpy("
-        "numpy.fromfile({stem} + '/' + n.replace('model.', ''), 'float16')).view(p.shape) for n, p"
-        " in m.state_dict().items()}); m.save_pretrained('OUT')  # BASE: the model that FlexFlow"
-        " was given; float32 where it ran in full precision",
-    ),
-    Profile(
-        "numpy",
-        "of MLX, and of JAX models such as those of Big Vision",
-        unread=r".+\.npz",
-        starts=rb"PK",
-        advice=f"import numpy; {_SAVE}; save_file({{k.replace('/', '.'): v for k, v in"
-        f" numpy.load({{path}}).items()}}, {_INTO}",
-    ),
-    Profile(
-        "GGML, from before GGUF",
-        "llama.cpp up to 2023",
-        unread=r".+\.bin",
-        starts=rb"(?:lm|fm|tj|al)gg",
-        advice=_MADE_FROM,
-    ),
-    Profile(
-        "CTranslate2",
-        "python/ctranslate2/specs/model_spec.py (`_serialize`), CTranslate2 4",
-        unread=r"(?:.+/)?model\.bin",
-        starts=rb"[\x01-\x10]\0{3}..\w+Spec\0",
-        advice=_MADE_FROM,
-    ),
-    Profile(
-        "an engine for inference",
-        "TensorRT, OpenVINO, LiteRT, Core ML, ExecuTorch",
-        unread=r".+\.(?:engine|plan|tflite|litertlm|mlmodel|pte)|(?:.+/)?openvino_\w*model\.(?:xml|bin)",
-        advice=_MADE_FROM,
-    ),
 )
 
 
@@ -449,7 +319,6 @@ OPTIONS_OF = {
 BY_NAME = {profile.name: profile for profile in PROFILES}
 BESIDE_RUNS = dict(profile.beside_run for profile in PROFILES if profile.beside_run)
 WRAPPERS = dict(profile.wrapper for profile in PROFILES if profile.wrapper)
-UNREAD = tuple(profile for profile in PROFILES if profile.unread)
 COUNTERS = tuple(counter for profile in PROFILES for counter in profile.counters)
 SETTINGS = tuple(dict.fromkeys(folder for p in PROFILES for folder in p.settings))
 """Folders with configuration and tokenizer, and no model of their own but for copies."""

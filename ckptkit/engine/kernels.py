@@ -227,6 +227,21 @@ class OperandKernel(Kernel, Struct, frozen=True):
 _MOST_READ = 2
 
 
+def copy_tile(
+    tile: Tile, source: NDArray[Any], target: NDArray[Any], strides: Sequence[int]
+) -> None:
+    """Copies the elements that two tensors share; both arrays begin at the corner of the tile.
+
+    `strides`: of the tensor that `target` is of, in elements. The other tensor is flat.
+    """
+    sizes = [loop.size for loop in tile.loops]
+    walks = [loop.walks for loop in tile.loops]
+    steps = [step * strides[axis] * target.itemsize for (axis, step), _ in walks]
+    from_steps = [step * source.itemsize for _, (_, step) in walks]
+    as_strided = np.lib.stride_tricks.as_strided
+    as_strided(target, sizes, steps)[...] = as_strided(source, sizes, from_steps)
+
+
 class RearrangeKernel(Kernel, Struct, frozen=True):
     """A tensor whose elements come from tiles of others, maybe with their axes exchanged.
 
@@ -263,12 +278,7 @@ class RearrangeKernel(Kernel, Struct, frozen=True):
             values = _bits(operand.values(span, inputs[at : at + count]))
             at += count
             first = flat_offset(tile.corners[0], strides) - block.start
-            sizes = [loop.size for loop in tile.loops]
-            walks = [loop.walks for loop in tile.loops]
-            steps = [step * strides[axis] * made.itemsize for (axis, step), _ in walks]
-            from_steps = [step * values.itemsize for _, (_, step) in walks]
-            as_strided = np.lib.stride_tricks.as_strided
-            as_strided(made[first:], sizes, steps)[...] = as_strided(values, sizes, from_steps)
+            copy_tile(tile, values, made[first:], strides)
 
     def _reads(self, out: TensorSpec, block: Span) -> Iterator[tuple[Operand, Span, Tile]]:
         """Yields ranges of operands, each with the wanted elements in it."""

@@ -187,6 +187,36 @@ def parse_step_name(name: str) -> int | None:
     return None if counted is None else counted[1]
 
 
+def parse_step_entry(name: str, *, is_file: bool) -> StepName | None:
+    """Returns the name without the ending, and the number, of a step of any format; or None.
+
+    >>> parse_step_entry("ckpt-9.data-00000-of-00001", is_file=True)
+    ('ckpt-9', 9)
+    """
+    stem = posixpath.splitext(name)[0]
+    counted = parse_step_file(stem) if is_file else None
+    if counted is not None:
+        return stem, counted[1]
+    number = parse_step_name(name)
+    return None if number is None else (name, number)
+
+
+def find_step_above(path: str) -> StepName | None:
+    """Returns the outermost step that a file of any format is, or is in; None without one.
+
+    A number alone does not count, since layers may have folders.
+
+    >>> find_step_above("run/step-20/model.tensors"), find_step_above("layers/0/.zarray")
+    (('run/step-20', 20), None)
+    """
+    parts = path.split("/")
+    for at, name in enumerate(parts):
+        step = parse_step_entry(name, is_file=at == len(parts) - 1)
+        if step is not None and not name.isdigit():
+            return posixpath.join(*parts[:at], step[0]), step[1]
+    return None
+
+
 def names_step(tag: str, folder: str) -> bool:
     """Returns whether the tag in a tracker names the folder of a step.
 

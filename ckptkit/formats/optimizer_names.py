@@ -14,7 +14,7 @@ checkpoint, and default_planner.py, whose `planner_data` has the order of the st
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -40,6 +40,10 @@ _MAX_OPTIMIZERS = 64  # each takes a walk over all tensors
 _MAX_GROUPS = 64  # of which members are read from a DCP checkpoint
 _MAX_MEMBERS_BYTES = 16 << 20
 NUMBERED = "numbers its parameters; they are named in the order of the model, whose shapes agree"
+_MAY_DIFFER = (
+    "; if it was given some of one shape in another order, leave its states out, and save with"
+    " `model.named_parameters()` from now on"
+)
 
 
 def name_states(index: TensorIndex, source: Source) -> TensorIndex:
@@ -64,10 +68,13 @@ def name_states(index: TensorIndex, source: Source) -> TensorIndex:
         if not names and _has_names(groups, states, index):
             continue
         if not names:
-            fitting = [fit for model in models if (fit := _names_by_order(groups, states, model))]
-            if fitting and all(fit == fitting[0] for fit in fitting):
-                names = fitting[0]
-                notes = (*notes, f"{join_path(container) or 'the optimizer'} {NUMBERED}")
+            fits = ((_names_by_order(groups, states, model), model) for model in models)
+            fitting = [(fit, model) for fit, model in fits if fit]
+            if fitting and all(fit == fitting[0][0] for fit, _ in fitting):
+                names = fitting[0][0]
+                text = f"{join_path(container) or 'the optimizer'} {NUMBERED}"
+                is_proven = all(_is_proven(names, states, model) for _, model in fitting)
+                notes = (*notes, text if is_proven else f"{text}{_MAY_DIFFER}")
         index = replace(
             index,
             tensors={key: _rename(entry, container, names) for key, entry in index.tensors.items()},
@@ -224,6 +231,16 @@ def _names_by_order(
             return {}
         names.update(zip(own, (model[at].name for at in first), strict=True))
     return names if expected else {}
+
+
+def _is_proven(
+    names: Mapping[int, Fqn], states: Sequence[TensorEntry], model: Sequence[TensorEntry]
+) -> bool:
+    """Returns whether shapes alone say which parameter each state is of, in any order."""
+    counts = Counter(entry.shape for entry in model)
+    shaped = {_number(entry.key_path[-2]) for entry in states if entry.shape}
+    of_names = {entry.name: entry.shape for entry in model}
+    return all(n in shaped and counts[of_names[name]] == 1 for n, name in names.items())
 
 
 def _choose_first(expected: Sequence[Shape | None], shapes: Sequence[Shape]) -> list[int] | None:

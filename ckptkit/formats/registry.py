@@ -24,10 +24,11 @@ from msgspec.structs import replace
 
 from ckptkit import formats
 from ckptkit.core.errors import CkptkitError, InputError, MissingFileError, NotACheckpointError
-from ckptkit.core.frameworks import UNREAD
 from ckptkit.core.index import TensorIndex
 from ckptkit.core.text import join_first
+from ckptkit.core.unread_formats import UNREAD
 from ckptkit.formats.base import Candidate, CheckpointReader, FormatReader
+from ckptkit.formats.discovery import find_step_above
 from ckptkit.storage.base import Source
 from ckptkit.storage.locations import MARKS_FOLDER
 
@@ -379,24 +380,39 @@ _MOST_START_BYTES = 64
 _LISTED = 5
 
 
-def find_unread(source: Source, paths: Iterable[str]) -> NotACheckpointError | None:
-    """Returns an error that names a known format that is not read, with what to do; or None."""
+def find_unread(
+    source: Source, paths: Iterable[str], folder: str = ""
+) -> NotACheckpointError | None:
+    """Returns an error that names a known format that is not read, with what to do; or None.
+
+    `folder` is where all the paths are. Of the steps of a run, the newest is named.
+    """
     listed = sorted(paths)
-    for profile in UNREAD:
-        named = [match for path in listed if (match := re.fullmatch(profile.unread, path))]
-        if profile.starts:
-            starts = re.compile(profile.starts, re.DOTALL)
+    for known in UNREAD:
+        named = [match for path in listed if (match := re.fullmatch(known.files, path))]
+        if known.starts:
+            starts = re.compile(known.starts, re.DOTALL)
             named = [match for match in named if starts.match(_start(source, match[0]))]
         if not named:
             continue
+        steps = {match: find_step_above(match[0]) or ("", 0) for match in named}
+        if len({posixpath.dirname(step) for step, _ in steps.values()}) == 1:
+            newest = max(number for _, number in steps.values())
+            named = [match for match in named if steps[match][1] == newest]
         found = [match[0] for match in named]
         whole = [posixpath.join(source.location, path) for path in found]
         stem = posixpath.join(source.location, named[0].groupdict().get("stem") or found[0])
-        advice, folder = profile.advice, [("{folder}", source.location)]
-        for place, value in (("{path}", whole[0]), ("{stem}", stem), ("{paths}", whole), *folder):
+        below = posixpath.join(source.location, folder) if folder else source.location
+        advice = known.advice
+        for place, value in (
+            ("{path}", whole[0]),
+            ("{stem}", stem),
+            ("{paths}", whole),
+            ("{folder}", below),
+        ):
             advice = advice.replace(place, repr(value))
         return NotACheckpointError(
-            f"{join_first(found, len(found), _LISTED)}: {profile.name}, which is not read",
+            f"{join_first(found, len(found), _LISTED)}: {known.name}, which is not read",
             where=source.location,
             hint=f"in Python: {advice}" if advice.startswith(("from ", "import ")) else advice,
         )

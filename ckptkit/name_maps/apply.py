@@ -29,8 +29,9 @@ from ckptkit.plan.plan import StackedPart
 Numbers = tuple[tuple[str, int], ...]
 """The numbers of captures, by name."""
 Specs = Mapping[Fqn, tuple[DType, Shape]]
-Extent = Literal["model", "modules", "layers"]
-"""Whether tensors are those of a whole model, of some modules in all layers, or of some layers."""
+Extent = Literal["model", "part", "modules", "layers"]
+"""Whether tensors are those of a whole model, of a part that another model completes, of some
+modules in all layers, or of some layers."""
 _SHOWN = 3
 _MOST_SHOWN = 200  # characters
 
@@ -418,7 +419,7 @@ def _check_counts(
                 hint="name the map of the model's family with --map; a rule that may match nothing"
                 " says optional = true",
             )
-    if is_whole and not any(one.sets for one in taken):
+    if extent in {"model", "part"} and not any(one.sets for one in taken):
         raise CannotPlanError(
             "no rule of the map makes a tensor: all are left out",
             where=where,
@@ -434,7 +435,10 @@ def _check_counts(
                 seen[capture] |= numbers
                 if capture not in rule.partial:
                     place = f"{where}, {rule.where}"
-                    _check_numbers(capture, numbers, sizes, place, others, may_lack=may_lack)
+                    # What is made of several tensors is never made of some of them.
+                    is_apart = extent == "part" and all(capture in t.captures for t in rule.targets)
+                    lacks = may_lack or is_apart
+                    _check_numbers(capture, numbers, sizes, place, others, may_lack=lacks)
     for capture, numbers in seen.items():
         # Others may have the numbers that are missing where rules may lack some.
         having = (
@@ -443,7 +447,7 @@ def _check_counts(
             if any(capture in t.captures for t in (*one.rule.sources, *one.rule.targets))
         )
         is_partial = all(capture in rule.partial for rule in having)
-        if not (name_map.keeps_others and is_partial):
+        if not (name_map.keeps_others and is_partial) and extent != "part":
             _check_numbers(capture, numbers, sizes, where, (), may_lack=may_lack)
     for capture, further in name_map.further.items() if is_whole else ():
         stated, count = sizes.configured(further.count), len(seen.get(capture, ()))

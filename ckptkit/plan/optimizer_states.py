@@ -17,7 +17,6 @@ from msgspec.structs import replace
 
 from ckptkit.core.errors import RefusedError
 from ckptkit.core.index import Fqn, Key, KeyPath, TensorEntry, TensorIndex
-from ckptkit.options import ConsolidateRequest
 from ckptkit.plan.plan import SOURCE, Copy, Product, StackedPart, TensorSpec
 
 OPTIMIZER = "optimizer"  # its name in an output
@@ -47,12 +46,12 @@ class OptimizerStates(Struct, frozen=True):
 
 
 def select_optimizer_states(
-    index: TensorIndex, model: str, request: ConsolidateRequest, *, location: str
+    index: TensorIndex, model: str, wants: Callable[[str], bool], *, location: str
 ) -> tuple[OptimizerStates, list[TensorEntry]]:
     """Selects the states of the optimizer of a model.
 
     `index`: the index of the checkpoint. `model`: the state dict of the model, as `--select` names
-    it. `request`: which parameters are wanted. Returns the states, and the entries of the tensors
+    it. `wants`: whether a parameter is wanted. Returns the states, and the entries of the tensors
     in them.
     """
     found = [(entry, _find_path(entry)) for entry in index.of_part("optimizer")]
@@ -76,18 +75,18 @@ def select_optimizer_states(
             hint="names must stay distinct when wrapper segments are cut out; leave --optimizer"
             " out",
         )
-    wanted = [entry for entry in entries if _is_wanted(paths[entry.key], request)]
+    wanted = [entry for entry in entries if _is_wanted(paths[entry.key], wants)]
     values = {
         _rename(path[len(container) :], unwrapped): value
         for path, value in index.values.items()
         if path[: len(container)] == container and len(path) > len(container)
     }
     values = _join_members(values)
-    values = {path: value for path, value in values.items() if _is_wanted(path, request)}
+    values = {path: value for path, value in values.items() if _is_wanted(path, wants)}
     tensors = []
     for entry in wanted:
         path = paths[entry.key]
-        spec = TensorSpec(Fqn(".".join(map(str, (OPTIMIZER, *path)))), entry.dtype, entry.shape)
+        spec = TensorSpec(_name_of(path), entry.dtype, entry.shape)
         tensors.append((path, Product(spec, Copy(SOURCE, entry.key))))
     return OptimizerStates(tuple(tensors), values, unwrapped), wanted
 
@@ -184,8 +183,8 @@ def _find_path(entry: TensorEntry) -> KeyPath | None:
     return None
 
 
-def _is_wanted(path: KeyPath, request: ConsolidateRequest) -> bool:
-    return path[0] != STATE or len(path) == 1 or request.wants(str(path[1]))
+def _is_wanted(path: KeyPath, wants: Callable[[str], bool]) -> bool:
+    return path[0] != STATE or len(path) == 1 or wants(str(path[1]))
 
 
 def _join_members(values: Mapping[KeyPath, Any]) -> dict[KeyPath, Any]:
@@ -217,18 +216,47 @@ def keep_states(states: OptimizerStates, names: Collection[str]) -> OptimizerSta
     return replace(states, tensors=tensors, values=values)
 
 
+def give_to_twins(states: OptimizerStates, twins: Mapping[str, str]) -> OptimizerStates:
+    """Gives the states of parameters to the tied weights that are written in their places.
+
+    `twins`: from the parameters to these, of which none has a state.
+    """
+
+    def renamed(path: KeyPath) -> KeyPath:
+        return _rename(path, twins)
+
+    tensors = tuple(
+        (path, product)
+        if renamed(path) == path
+        else (
+            renamed(path),
+            replace(product, spec=replace(product.spec, name=_name_of(renamed(path)))),
+        )
+        for path, product in states.tensors
+    )
+    values = {renamed(path): value for path, value in states.values.items()}
+    for path, value in values.items():
+        if path[0] == GROUPS and path[-1] == MEMBERS and isinstance(value, (list, tuple)):
+            values[path] = [twins.get(m, m) if isinstance(m, str) else m for m in value]
+    return replace(states, tensors=tensors, values=values)
+
+
+def _name_of(path: KeyPath) -> Fqn:
+    return Fqn(".".join(map(str, (OPTIMIZER, *path))))
+
+
 def drop_unwanted_members(
-    values: Mapping[KeyPath, Any], unwrapped: Mapping[str, str], request: ConsolidateRequest
+    values: Mapping[KeyPath, Any], unwrapped: Mapping[str, str], wants: Callable[[str], bool]
 ) -> dict[KeyPath, Any]:
     """Removes from their groups the parameters whose states are left out.
 
-    `values`: plain values of an optimizer, by path. `request`: which parameters are wanted.
+    `values`: plain values of an optimizer, by path. `wants`: whether a parameter is wanted.
     """
     kept = dict(values)
     for path, value in values.items():
         if path[0] == GROUPS and path[-1] == MEMBERS and isinstance(value, (list, tuple)):
             names = [unwrapped.get(m, m) if isinstance(m, str) else m for m in value]
-            kept[path] = [m for m in names if not isinstance(m, str) or request.wants(m)]
+            kept[path] = [m for m in names if not isinstance(m, str) or wants(m)]
     return kept
 
 

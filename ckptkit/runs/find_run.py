@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import posixpath
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from difflib import get_close_matches
-from itertools import islice
+from itertools import groupby, islice
 from pathlib import Path
 
 from ckptkit.core.errors import (
@@ -18,17 +19,20 @@ from ckptkit.core.text import join_first
 from ckptkit.formats.discovery import (
     find_step,
     parse_step,
+    parse_step_entry,
     step_of_files,
 )
 from ckptkit.formats.registry import (
     READERS,
     SEARCH_DEPTH,
+    find_unread,
     group_files,
     list_plug_in_problems,
     recognise,
 )
 from ckptkit.runs.marks import is_step_folder
 from ckptkit.runs.step_manifests import list_files, step_folder
+from ckptkit.runs.steps import series_of
 from ckptkit.storage.base import Source
 from ckptkit.storage.locations import MARKS_FOLDER
 from ckptkit.storage.places import PathLike, Place, is_url, local_path, open_source
@@ -163,6 +167,41 @@ def describe_links(folders: Sequence[Source], *, as_run: bool = False) -> tuple[
     text = f"{join_first(targets, len(targets), _LISTED)}: links, which are not followed"
     places = sorted(set(targets.values()))
     return text, f"pass what they lead to: {join_first(places, len(places), _LISTED)}"
+
+
+def find_steps_without_weights(
+    source: Source, paths: Iterable[str], run: str, held: Collection[str], taken: str, number: int
+) -> Iterator[str]:
+    """Yields what is wrong with steps of a run that nothing reads and that are newer than one.
+
+    Args:
+        source: What holds the run.
+        paths: The files in it.
+        run: Its folder, relative to the source.
+        held: The entries of the run in which a checkpoint was recognised.
+        taken: The entry of the step that is taken.
+        number: Its number.
+    """
+    above = f"{run}/" if run else ""
+    found: dict[tuple[int, str], list[str]] = defaultdict(list)
+    for entry, files in groupby(
+        (path for path in paths if path.startswith(above)),
+        lambda path: path[len(above) :].split("/", 1)[0],
+    ):
+        listed = list(files)
+        step = parse_step_entry(entry, is_file=listed == [above + entry])
+        if step is not None and step[1] > number and entry not in held:
+            found[step[1], step[0]] += listed
+    for (_, name), files_of_step in sorted(found.items(), reverse=True):
+        folder = above + name
+        unread = find_unread(source, files_of_step, folder)
+        if unread is not None:
+            yield f"{folder} was passed over: {unread.message}; {unread.hint}"
+        elif series_of(name) == series_of(taken) and files_of_step[0].startswith(f"{folder}/"):
+            yield f"{folder} was passed over: {NO_CHECKPOINT}"
+
+
+NO_CHECKPOINT = "it holds no checkpoint of a known format"
 
 
 def make_not_found(

@@ -23,8 +23,14 @@ from ckptkit.formats.discovery import (
     parse_step,
     read_tag,
 )
-from ckptkit.formats.registry import describe_missing, recognise
-from ckptkit.runs.find_run import describe_links, find_runs_nearby
+from ckptkit.formats.registry import describe_missing, find_unread, recognise
+from ckptkit.formats.torch_files import TorchOptimizerReader
+from ckptkit.runs.find_run import (
+    NO_CHECKPOINT,
+    describe_links,
+    find_runs_nearby,
+    find_steps_without_weights,
+)
 from ckptkit.runs.local_run import RunStore, marker, open_run
 from ckptkit.runs.marks import STEP_PREFIXES, is_step_folder
 from ckptkit.runs.push_journal import read_pushes, read_watch
@@ -53,6 +59,8 @@ _BEST = "best_model_checkpoint"
 _NAMED = 5
 OF_SOME_RANKS = "holds the files of some ranks only"
 """What begins the problem of a step on the disk of one of several nodes."""
+OF_UNREAD = "holds no checkpoint that is read"
+"""What begins the problem of a step in a format that is known and not read."""
 
 
 class RunListing(Displayed, Struct, frozen=True):
@@ -124,7 +132,7 @@ class _Listing:
         self._run = run
         self._pushes = read_pushes(run, state)
         self._watch = read_watch(run, state)
-        paths = list_files(source)
+        self._listed = paths = list_files(source)
         candidates = recognise(paths)
         tags = (read_tag(source, tracker) for tracker in TRACKERS if tracker in paths)
         self._tag = next((tag for tag in tags if tag is not None), "")
@@ -154,13 +162,19 @@ class _Listing:
         steps = [replace(step, save_number=orders.get(step.name, 0)) for step in steps]
         steps.sort(key=lambda step: (step.step, step.name))
         links = [n for n in self._source.linked_folders() if parse_step(n) is not None]
+        newest = max((step for step in steps if step.complete), key=_number, default=steps[-1])
         return RunListing(
             location=self._store.location,
             live=self._store.is_live(),
             steps=tuple(steps),
             best=frozenset(self._best_of_trainer(steps)),
             tracked=frozenset(step.name for step in steps if names_step(self._tag, step.name)),
-            notes=tuple(f"{name} is a link, which is not followed" for name in links),
+            notes=(
+                *(f"{name} is a link, which is not followed" for name in links),
+                *find_steps_without_weights(
+                    self._source, self._listed, "", names, newest.name, newest.step
+                ),
+            ),
             watch=self._watch,
         )
 
@@ -206,8 +220,10 @@ class _Listing:
 
     def _problem(self, name: str, candidates: Sequence[Candidate]) -> str:
         """Returns why a step that ckptkit has not saved is not complete; empty where it is."""
-        if not candidates:
-            return "it holds no checkpoint of a known format"
+        if all(candidate.format == TorchOptimizerReader.name for candidate in candidates):
+            inside = (path for path in self._listed if path.startswith(f"{name}/"))
+            unread = find_unread(self._source, inside, name)
+            return f"{OF_UNREAD}: {unread.message}; {unread.hint}" if unread else NO_CHECKPOINT
         if self._has(name, _SENTINEL):
             return "the Trainer has not finished it"
         series = series_of(name)
@@ -333,6 +349,10 @@ def advise_on_resume(listing: RunListing) -> tuple[RunStep, str] | None:
     call = _CALLS.get("Transformers Trainer" if is_trainers else writer, "")
     text = call.format(path=step.path, run=listing.location, name=step.name)
     return step, text
+
+
+def _number(step: RunStep) -> int:
+    return step.step
 
 
 def _resume_order(step: RunStep) -> tuple[int, int, float]:

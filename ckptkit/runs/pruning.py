@@ -14,7 +14,7 @@ from ckptkit.core.display import Displayed, Facts
 from ckptkit.core.errors import CkptkitError, OutputError, RefusedError, UsageError
 from ckptkit.core.text import counted, size_text
 from ckptkit.engine.outcome import BytesWritten, Listener, Started, ignore
-from ckptkit.runs.listing import OF_SOME_RANKS, RunListing, list_run
+from ckptkit.runs.listing import OF_SOME_RANKS, OF_UNREAD, RunListing, list_run
 from ckptkit.runs.local_run import RunStore, open_run
 from ckptkit.runs.retention import (
     NEWEST,
@@ -221,7 +221,7 @@ class _Verdicts:
             return problem
         if not complete:
             return f"{problem}; no step is complete, and it may be all that is left"
-        if step.problem.startswith(OF_SOME_RANKS):
+        if step.problem.startswith((OF_SOME_RANKS, OF_UNREAD)):
             return problem
         if self._now - step.modified < _SETTLED_SECONDS:
             return "not complete, and was written to in the last 10 minutes"

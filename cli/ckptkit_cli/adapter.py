@@ -36,6 +36,12 @@ ADAPTER = make_group(
 _REPORT = Option("--report", OUTPUT, "Show a table of the layers.")
 
 
+def _base(use: str) -> Option:
+    """Returns the option for the model of an adapter, whose text ends with what it is used for."""
+    text = "The model that the adapter was trained on: a folder, a URL, or its id on the Hub."
+    return Option("--base", READ, f"{text} {use}", "MODEL")
+
+
 @command(
     options.SRC,
     options.OUT,
@@ -43,13 +49,7 @@ _REPORT = Option("--report", OUTPUT, "Show a table of the layers.")
     options.ALSO,
     options.ADAPTER,
     options.ADAPTER_CONFIG,
-    Option(
-        "--base",
-        READ,
-        "The model that the adapter was trained on: a folder, a URL, or its id on the Hub. Its"
-        " configuration converts the names of another framework.",
-        "MODEL",
-    ),
+    _base("Its configuration converts the names of another framework."),
     options.ALLOW_UNTRAINED,
     *options.ADAPTER_HINTS,
     options.DRY_RUN,
@@ -183,13 +183,7 @@ def _adapter_table(
     options.ALSO,
     options.ADAPTER,
     options.ADAPTER_CONFIG,
-    Option(
-        "--base",
-        READ,
-        "The model that the adapter was trained on: a folder, a URL, or its id on the Hub. Its"
-        " configuration says how it has its experts.",
-        "MODEL",
-    ),
+    _base("Its configuration says how it has its experts."),
     options.ALLOW_UNTRAINED,
     *options.ADAPTER_HINTS,
     options.DRY_RUN,
@@ -251,13 +245,7 @@ def _conversion_page(output: Output, manifest: Manifest, out: str, seconds: floa
         "A PEFT folder, a checkpoint with an adapter in it, or a folder that contains one.",
     ),
     options.OUT,
-    Option(
-        "--base",
-        READ,
-        "The model that the adapter was trained on: a folder, a URL, or its id on the Hub. Can be"
-        " left out if SRC contains its weights.",
-        "MODEL",
-    ),
+    _base("Can be left out if SRC contains its weights."),
     options.ADAPTERS,
     options.WITH,
     options.SELECT,

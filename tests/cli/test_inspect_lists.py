@@ -158,3 +158,17 @@ def test_a_step_that_is_one_damaged_checkpoint_stays_an_error(
     ):
         assert main(["inspect", *map(str, words)]) in {3, 4}, words
         assert "error[" in capfd.readouterr().err
+
+
+def test_a_refusal_of_many_checkpoints_names_the_command_that_lists_them(
+    tmp_path: Path, capfd: Capture
+) -> None:
+    for number in range(12):
+        _make_run(tmp_path / "all" / f"of {number:03}", whole=(5,))
+    assert main(["consolidate", str(tmp_path / "all"), str(tmp_path / "out")]) != 0
+    told = capfd.readouterr().err
+    (command,) = told.split("`")[1::2]
+    assert command == shlex.join(["ckptkit", "inspect", str(tmp_path / "all")])
+    assert main(shlex.split(command)[1:]) == 0
+    page = capfd.readouterr().out
+    assert all(f"of {number:03}/checkpoint_5" in page for number in range(12))

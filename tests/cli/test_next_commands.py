@@ -142,3 +142,20 @@ def test_without_a_configuration_the_note_fits_the_layout(layout: str, tmp_path:
     again = run_command(*words[1:])
     assert again.returncode == 0, again.stderr
     assert "no config.json was found" not in again.stderr
+
+
+@pytest.mark.parametrize("case", ["peft_zero2", "peft_fsdp2"])
+def test_an_adapter_that_is_trained_further_is_converted_as_the_refusal_says(
+    case: str, tmp_path: Path
+) -> None:
+    """With states of an optimizer, without which a universal checkpoint cannot be made."""
+    out = tmp_path / "out"
+    refused = run_command("convert", SOURCES[case], out, "--to", "universal")
+    assert refused.returncode == 4
+    hint = refused.stderr.partition("hint: ")[2]
+    has_states = case == "peft_zero2"
+    assert hint.startswith("to train the adapter further run `ckptkit convert") == has_states
+    if has_states:
+        done = run_command(*shlex.split(hint.split("`")[1])[1:])
+        assert done.returncode == 0, done.stderr
+        assert (out / "latest_universal").exists()

@@ -233,3 +233,22 @@ class TestRefused:
         source = saved(weights, optimizer, tmp_path / "run")
         text = refusal(source, MEGATRON_LLAMA, tmp_path / "out")
         assert "'other.weight', which is no tensor of the model" in text
+
+
+def test_under_a_map_the_state_of_a_tied_weight_follows_the_name_that_is_written(
+    tmp_path: Path,
+) -> None:
+    case, head = "torchtitan_family_llama_tied", "lm_head.weight"
+    weights = weights_of(case)
+    states = states_of(
+        {name: weight for name, weight in weights.items() if name != "output.weight"}
+    )
+    source = saved(weights, states, tmp_path / "run")
+    options: dict[str, Any] = {"base": FIXTURES / case, "optimizer": True}
+    ckptkit.consolidate(source, tmp_path / "all", **options)
+    ckptkit.consolidate(source, tmp_path / "out", **options, exclude=["*embed_tokens*"])
+    assert head in load_file(tmp_path / "out" / "model.safetensors")
+    whole, found = (torch.load(tmp_path / n / "optimizer.bin") for n in ("all", "out"))  # noqa: TID251
+    expected = whole["state"]["model.embed_tokens.weight"]["exp_avg"]
+    assert torch.equal(found["state"][head]["exp_avg"], expected)
+    assert sorted(n for g in found["param_groups"] for n in g["params"]) == sorted(found["state"])

@@ -22,6 +22,7 @@ from ckptkit.core.errors import (
     RefusedError,
     UnsafePickleError,
 )
+from tests.command_line import run_command
 from tests.live_truth import refuse
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
@@ -283,7 +284,28 @@ def test_numbered_states_get_names_where_every_shape_fits_in_one_way(
     found = ckptkit.inspect(_numbered(tmp_path, groups, shapes))
     names = [line.name for line in found.tensors if line.part == "optimizer"]
     assert sorted(names) == sorted(f"state.{name}.weight.exp_avg" for name in named)
-    assert any("numbers its parameters" in note for note in found.notes)
+    (note,) = (note for note in found.notes if "numbers its parameters" in note)
+    assert "named_parameters" not in note  # which nothing could prove better
+
+
+@pytest.mark.parametrize("is_named", [False, True])
+def test_where_shapes_are_equal_a_note_says_what_to_do(is_named: bool, tmp_path: Path) -> None:
+    """Of equal shapes the order alone tells which is which, and any order may have been given."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    given = {**dict(model[1].named_parameters("1")), **dict(model[0].named_parameters("0"))}
+    optimizer = torch.optim.AdamW(given.items() if is_named else given.values())
+    model(torch.ones(1, 3)).square().sum().backward()
+    optimizer.step()
+    states = {name: optimizer.state[parameter]["exp_avg"] for name, parameter in given.items()}
+    source = tmp_path / "run.pt"
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, source)
+    done = run_command("consolidate", source, tmp_path / "out", "--optimizer", "--names", "live")
+    said = "leave its states out, and save with `model.named_parameters()`"
+    for text in (" ".join(ckptkit.inspect(source).notes), " ".join(done.stderr.split())):
+        assert ("numbers its parameters" in text, said in text) == (not is_named, not is_named)
+    found = torch.load(tmp_path / "out" / "optimizer.bin")["state"]  # noqa: TID251
+    are_right = all(torch.equal(found[name]["exp_avg"], state) for name, state in states.items())
+    assert are_right == is_named
 
 
 @pytest.mark.parametrize(

@@ -21,11 +21,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import ckptkit
 from ckptkit.core.errors import NotACheckpointError
+from ckptkit.core.text import Aside
+from tests.command_line import run_command
 from tests.live_truth import FIXTURES, refuse
 from tests.tensor_images import images
 
 UNREAD = FIXTURES / "unread_formats"
 TRUTH = UNREAD / "truth.safetensors"
+TRAINER = FIXTURES / "trainer_ddp" / "checkpoint" / "checkpoint-4"
 NAMES = {
     "gguf": "model.gguf: GGUF",
     "flax": r"flax_model.msgpack: Flax \(msgpack\)",
@@ -58,6 +61,77 @@ def test_a_model_beside_it_is_read(case: str, tmp_path: Path) -> None:
     shutil.copy(TRUTH, folder / "model.safetensors")
     ckptkit.consolidate(folder, tmp_path / "out", names="live")
     assert images(tmp_path / "out" / "model.safetensors") == images(TRUTH)
+
+
+@pytest.mark.parametrize("case", NAMES)
+def test_a_newer_step_that_holds_it_alone_is_told(case: str, tmp_path: Path) -> None:
+    """A step of a run was taken without a word, though a newer one was there."""
+    run = tmp_path / "run"
+    (run / "step-3").mkdir(parents=True)
+    shutil.copy(TRUTH, run / "step-3" / "model.safetensors")
+    for step in (2, 20):
+        shutil.copytree(UNREAD / case, run / f"step-{step}")
+    done = run_command("consolidate", run, tmp_path / "out", "--names", "live")
+    assert done.returncode == 0, done.stderr
+    (text,) = (note for note in ckptkit.inspect(run).notes if "was passed over" in note)
+    assert not isinstance(text, Aside)
+    assert text.startswith(f"step-20 was passed over: step-20/{NAMES[case]}".replace("\\", ""))
+    assert text.endswith(f"which is not read; {_advice(run / 'step-20')}")
+    said = " ".join(done.stderr.split())
+    assert f"warning: step-20 was passed over: step-20/{NAMES[case]}".replace("\\", "") in said
+    assert "step-2 " not in said
+    assert text in ckptkit.list_run(run).notes
+    listed = run_command("ls", run)
+    assert "step-20 was passed over" in listed.stdout
+
+
+def test_a_newer_step_that_is_a_file_is_told(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    (run / "checkpoint_2").mkdir(parents=True)
+    shutil.copy(TRUTH, run / "checkpoint_2" / "model.safetensors")
+    shutil.copy(UNREAD / "flax_checkpoint" / "checkpoint_3", run)
+    shutil.copy(UNREAD / "nemo" / "model.nemo", run / "epoch=0-step=4.nemo")
+    notes = [note for note in ckptkit.inspect(run).notes if "was passed over" in note]
+    assert [note.partition(", which")[0] for note in notes] == [
+        "epoch=0-step=4 was passed over: epoch=0-step=4.nemo: NeMo 1",
+        "checkpoint_3 was passed over: checkpoint_3: Flax (msgpack)",
+    ]
+
+
+def test_a_newer_step_without_weights_is_told_as_one_that_is_cut_short_is(tmp_path: Path) -> None:
+    """As a killed save leaves it: its optimizer was listed as a complete step."""
+    run = tmp_path / "run"
+    for step in (1, 2):
+        shutil.copytree(TRAINER, run / f"step-{step}")
+    assert not [note for note in ckptkit.inspect(run).notes if "passed over" in note]
+    (run / "step-2" / "model.safetensors").unlink()
+    (text,) = (note for note in ckptkit.inspect(run).notes if "was passed over" in note)
+    assert text == "step-2 was passed over: it holds no checkpoint of a known format"
+    one, two = ckptkit.list_run(run).steps
+    assert (one.complete, two.problem) == (True, "it holds no checkpoint of a known format")
+    assert "from step-1\n" in run_command("ls", run).stdout
+
+
+def test_where_nothing_is_read_the_newest_step_is_named(tmp_path: Path) -> None:
+    """The Python of the message merged the files of all steps: the last by name won."""
+    for step in (3, 20):
+        shutil.copy(UNREAD / "flax_checkpoint" / "checkpoint_3", tmp_path / f"checkpoint_{step}")
+    with pytest.raises(NotACheckpointError) as caught:
+        ckptkit.inspect(tmp_path)
+    assert "checkpoint_20: Flax" in str(caught.value)
+    assert "checkpoint_3'" not in caught.value.hint
+
+
+def test_a_step_that_is_not_read_is_never_pruned(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    (run / "checkpoint-9").mkdir(parents=True)
+    shutil.copy(TRUTH, run / "checkpoint-9" / "model.safetensors")
+    shutil.copytree(UNREAD / "gguf", run / "checkpoint-2")
+    for path in run.rglob("*"):
+        os.utime(path, (1e9, 1e9))
+    pruned = ckptkit.prune(run, keep_last=1, incomplete=True)
+    assert [one.action for one in pruned.steps] == ["keep", "keep"]
+    assert "checkpoint-2/model.gguf: GGUF, which is not read" in pruned.steps[0].why
 
 
 def _advice(source: Path) -> str:

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import ckptkit
 from ckptkit.core.errors import CkptkitError, UsageError
@@ -93,3 +95,53 @@ def test_rows_are_not_cut_from_weights_alone(tmp_path: Path) -> None:
     source = saved({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path)
     with pytest.raises(UsageError, match="cannot be combined with --optimizer"):
         ckptkit.consolidate(source, tmp_path / "out", optimizer=True, vocab_size=3)
+
+
+@pytest.mark.parametrize("layout", ["hf", "torch", "dcp"])
+@pytest.mark.parametrize("held", ["model.embed_tokens.weight", "lm_head.weight"])
+@pytest.mark.parametrize(
+    ("options", "written"),
+    [
+        ({"exclude": ["*embed_tokens*"]}, "lm_head.weight"),
+        ({"include": ["lm_head*"]}, "lm_head.weight"),
+        ({"exclude": ["lm_head*"]}, "model.embed_tokens.weight"),
+        ({}, "model.embed_tokens.weight"),
+    ],
+)
+def test_the_state_of_a_tied_weight_follows_the_name_that_is_written(
+    options: dict[str, Any], written: str, held: str, layout: Any, tmp_path: Path
+) -> None:
+    """The state was left out with the name that the optimizer has it by, and the weight stayed."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        vocab_size=12,
+        tie_word_embeddings=True,
+    )
+    model = LlamaForCausalLM(config)
+    first = "model.embed_tokens.weight"
+    named = {held if n == first else n: p for n, p in model.named_parameters()}
+    optimizer = torch.optim.AdamW(list(named.items()), lr=0.1)
+    ids = torch.arange(12)[None]
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    config.save_pretrained(tmp_path)
+    source = saved({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path)
+    given: dict[str, Any] = {"config": tmp_path / "config.json", "optimizer": True}
+    out = tmp_path / "out"
+    ckptkit.convert(source, out, to=layout, **given, **options)
+    if layout == "dcp":
+        keys = dcp.FileSystemReader(out / "optimizer_0").read_metadata().state_dict_metadata
+        states = {key.removeprefix("optimizer.state.").rpartition(".")[0] for key in keys}
+        names = [held] if not options else [written]  # for training, which loads both names
+        assert states & {held, written} == set(names)
+        return
+    found = torch.load(out / "optimizer.bin")  # noqa: TID251
+    expected = optimizer.state[model.lm_head.weight]["exp_avg"]
+    assert torch.equal(found["state"][written]["exp_avg"], expected)
+    (group,) = found["param_groups"]
+    assert sorted(group["params"]) == sorted(found["state"])
+    assert {held, written} & set(group["params"]) == {written}

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import posixpath
 import re
+import shlex
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -91,7 +92,12 @@ from ckptkit.formats.safetensors.hf_shards import (
 )
 from ckptkit.formats.torch_files import TorchOptimizerReader, model_number
 from ckptkit.formats.zero.reader import UniversalReader, ZeroReader
-from ckptkit.runs.find_run import ENTER_HINT, list_closed, make_not_found
+from ckptkit.runs.find_run import (
+    ENTER_HINT,
+    find_steps_without_weights,
+    list_closed,
+    make_not_found,
+)
 from ckptkit.runs.retention import abandoned_folders
 from ckptkit.runs.step_manifests import StepManifests, list_files, prefetch_headers, step_folder
 from ckptkit.runs.steps import RunStep, series_of, step_of_source
@@ -127,6 +133,7 @@ _NEMO_UNFINISHED = "-unfinished"  # its file has the name of the folder with thi
 _LOST = "lost+found"  # of ext4, which root alone may enter
 _MOST_POINTER_BYTES = 4096
 _NAMED_RANKS = 8
+_LISTED = 7  # checkpoints that a message still lists in full
 
 
 class CheckpointUnit(Struct, frozen=True):
@@ -196,6 +203,7 @@ class Search:
         self.steps = StepManifests(source, ())
         self.has_passed_over = False
         self._known: frozenset[str] = frozenset()  # the same as `paths`
+        self._recognised: frozenset[str] = frozenset()  # the files of all models among them
         self._limit_bytes = limit_bytes
         self._indexes: dict[tuple[str, str, tuple[str, ...]], TensorIndex] = {}
         self._numbers: dict[str, int] = {}  # of steps that are files, or named as the last
@@ -225,6 +233,8 @@ class Search:
             candidates = recognise(self.paths)
         self._known = frozenset(self.paths)
         candidates = add_numbered_ranks(self.source, candidates, self.paths)
+        models = (c for c in candidates if c.format != _OF_OPTIMIZER)
+        self._recognised = frozenset(path for model in models for path in model.files)
         if self.only is not None:
             candidates = [c for c in candidates if self.only in c.files]
         self.candidates = [c for c in candidates if not self._is_pointer(c, candidates)]
@@ -440,6 +450,9 @@ class Search:
                 labels.append(repr(label))
                 whole += [label] if is_whole else []
             listed, hint = ", ".join(labels), self._propose(whole, ", or give its path")
+            if len(labels) > _LISTED:
+                command = shlex.join(["ckptkit", "inspect", self.location])
+                hint = f"{hint}; `{command}` lists them"
             if select is None:
                 text = f"holds several checkpoints: {listed}"
                 raise AmbiguousSourceError(text, where=self.location, hint=hint)
@@ -641,6 +654,7 @@ class Search:
             resolved, missing = self._resolve_step(steps[folder], folder, select)
             # The reader's own error is more precise, so that of an only step is left to it.
             if resolved is not None and (not missing or (len(ordered) == 1 and not finals)):
+                passed[:0] = self._describe_without_weights(folder)
                 if folder in self._numbers and len(ordered) > 1:
                     passed.insert(0, Aside(f"{folder} was taken"))
                 chosen_by = tracker if folder in named else ""
@@ -656,6 +670,7 @@ class Search:
             if UNFINISHED not in missing:
                 damaged[folder] = missing
             passed.append(f"{folder} was passed over: {missing}")
+        passed[:0] = self._describe_without_weights(ordered[0])
         whole = next((label for label, lack in finals.items() if not lack), "")
         take = f"take the model beside the steps with --select {whole}; " if whole else ""
         raise NotACheckpointError(
@@ -663,6 +678,16 @@ class Search:
             where=self.location,
             hint=f"{take}see `ckptkit inspect {self.location}`",
         )
+
+    def _describe_without_weights(self, taken: str) -> list[str]:
+        """Returns notes about newer steps of a run in which there is nothing that is read."""
+        run, name = posixpath.split(taken)
+        above = f"{run}/" if run else ""
+        inside = (path for path in self._recognised if path.startswith(above))
+        held = {path[len(above) :].split("/", 1)[0] for path in inside}
+        number = self._sort_key(taken)[0]
+        paths = self.paths
+        return list(find_steps_without_weights(self.source, paths, run, held, name, number))
 
     def _describe_rest(
         self, taken: str, others: Sequence[str], rolled_back: Collection[str], tracker: str

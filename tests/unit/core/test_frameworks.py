@@ -1,4 +1,4 @@
-"""The table of frameworks beside fixtures and pages, and that no two rows claim the same."""
+"""The tables of frameworks and unread formats beside fixtures and pages; no two rows clash."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from ckptkit.core.frameworks import (
     is_optimizer_folder,
     is_unit_folder,
 )
+from ckptkit.core.unread_formats import UNREAD, UnreadFormat
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGES = [*(ROOT / "docs/reference").glob("*.md"), *(ROOT / "docs/how-to").glob("*.md")]
@@ -48,6 +49,15 @@ def test_no_two_profiles_claim_the_same(claims: Callable[[Profile], list[str]]) 
     claimed = Counter(one for profile in PROFILES for one in claims(profile))
     assert claimed
     assert [one for one, count in claimed.items() if count > 1] == []
+
+
+@pytest.mark.parametrize("one", UNREAD, ids=lambda one: one.name)
+def test_a_format_that_is_not_read_is_on_a_page_and_has_its_source(one: UnreadFormat) -> None:
+    pages = "\n".join(page.read_text() for page in PAGES)
+    assert one.name.split(" (")[0].split()[-1] in pages
+    assert (bool(one.source), bool(one.advice)) == (True, True)
+    assert one.name not in [profile.name for profile in PROFILES]
+    assert [other.name for other in UNREAD].count(one.name) == 1
 
 
 def test_folders_of_steps_are_told_from_those_of_runs() -> None:

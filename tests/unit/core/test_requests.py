@@ -77,12 +77,19 @@ def test_a_choice_outside_the_list_is_refused_with_the_list(options: dict[str, A
 
 @pytest.mark.parametrize(
     ("given", "nearest"),
-    [("bf6", "bfloat16"), ("flaot16", "float16"), ("float23", "float32"), ("int8", "keep")],
+    [("bf6", "bfloat16"), ("flaot16", "float16"), ("float23", "float32")],
 )
 def test_the_choice_that_is_most_alike_is_proposed(given: str, nearest: str) -> None:
     with pytest.raises(UsageError, match="is not among") as caught:
         ConsolidateRequest(dtype=given)  # type: ignore[arg-type]
     assert caught.value.hint == f"pass --dtype {nearest}"
+
+
+def test_where_no_choice_is_alike_all_are_proposed() -> None:
+    with pytest.raises(UsageError) as caught:
+        ConsolidateRequest(layout="onnx")  # type: ignore[arg-type]
+    every = "hf, torch, dcp, megatron, torchtitan or universal"
+    assert caught.value.hint == f"pass --to {every}"
 
 
 @pytest.mark.parametrize(

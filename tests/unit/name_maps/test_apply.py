@@ -603,3 +603,26 @@ def test_every_map_that_comes_along_can_be_read_and_inverted(name: str) -> None:
     inverse = invert(own)
     kept = [rule for rule in own.rules if rule.zeros or (rule.has_inverse and not rule.drop)]
     assert len(inverse.rules) == len(kept)
+
+
+def test_of_a_part_of_a_model_whole_tensors_are_made_alone() -> None:
+    """What another model completes may lack tensors; a stack of some of its experts is wrong."""
+    name_map = made(
+        rule('"a.{layer}.w"', '"b.{layer}.v"')
+        + rule('"e.{layer}.{expert}.w"', '"f.{layer}.v"')
+        + rule('["q.{layer}", "k.{layer}"]', '"qk.{layer}"', "steps = [{ concat = [12, 12] }]")
+    )
+    whole = {f"e.1.{i}.w": X for i in range(2)}
+
+    def of_part(arrays: Arrays) -> MappedNames:
+        specs = {Fqn(name): (FLOAT, array.shape) for name, array in arrays.items()}
+        return apply_map(name_map, CONFIG, specs, where="run", extent="part")
+
+    assert set(of_part({"a.1.w": X}).tensors) == {"b.1.v"}
+    assert set(of_part(whole).tensors) == {"f.1.v"}
+    with pytest.raises(CkptkitError, match="expert 1 of layer 1 is missing"):
+        of_part({"e.1.0.w": X})
+    with pytest.raises(CkptkitError, match=r"has no 'k\.\{layer\}'"):
+        of_part({"q.0": X})
+    with pytest.raises(CkptkitError, match="no rule of map 'own' takes tensor 'other'"):
+        of_part({"a.1.w": X, "other": X})
