@@ -35,6 +35,7 @@ AdapterLayout = Literal["peft", "vllm"]
 TokenizerOrigin = Literal["auto", "step", "base"]
 IfExists = Literal["error", "verify"]
 Engine = Literal["local", "ray"]
+Sharing = Literal["auto", "always", "never"]
 NotFinite = Literal["nan", "inf"]
 """Numbers that a check can refuse."""
 DEFAULT_MAX_FILE_BYTES = 5_000_000_000
@@ -524,6 +525,8 @@ class Resources(Struct, frozen=True, kw_only=True):
         memory_limit_bytes: Most bytes of the whole process, or None.
         bytes_per_second: Most bytes read, and most bytes written, per second; None for no limit.
         engine: `local` for this machine, `ray` for the nodes of a Ray cluster.
+        sharing: Whether the file system makes blocks of the sources those of the output: `auto`
+            where it can, `always` or else refused, `never`.
     """
 
     workers: int | None = None
@@ -531,6 +534,7 @@ class Resources(Struct, frozen=True, kw_only=True):
     memory_limit_bytes: int | None = None
     bytes_per_second: int | None = None
     engine: Engine = "local"
+    sharing: Sharing = "auto"
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> Self:
@@ -550,10 +554,12 @@ class Resources(Struct, frozen=True, kw_only=True):
             memory_limit_bytes=size_of("memory_limit"),
             bytes_per_second=size_of("bandwidth"),
             engine=options.get("engine", "local"),
+            sharing=options.get("share", "auto"),
         )
 
     def __post_init__(self) -> None:
         check_choice("--engine", self.engine, get_args(Engine))
+        check_choice("--share", self.sharing, get_args(Sharing))
         if self.workers is not None and self.workers < 1:
             raise UsageError(
                 f"{self.workers} is not at least 1", where="--workers", hint="leave it out"

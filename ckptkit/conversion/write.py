@@ -83,6 +83,7 @@ from ckptkit.engine.outcome import (
 )
 from ckptkit.engine.remote_reads import with_store_copies
 from ckptkit.engine.segment_reader import Inputs
+from ckptkit.engine.shared_blocks import with_shared_blocks
 from ckptkit.formats.dcp.megatron import INTEGRITY, check_integrity
 from ckptkit.formats.dcp.reader import METADATA
 from ckptkit.options import Resources
@@ -232,7 +233,9 @@ def choose_settings(
         used_bytes=memory_in_use_bytes() + sum(decoding_bytes(s.index) for s in sources),
         worker_bytes=needed,
     )
-    return ExecutionSettings(workers, resources.bytes_per_second, needed, task_bytes)
+    return ExecutionSettings(
+        workers, resources.bytes_per_second, needed, task_bytes, sharing=resources.sharing
+    )
 
 
 class WriteStrategy(ABC, Generic[R_co]):
@@ -315,13 +318,21 @@ class SingleProcess(WriteStrategy[Manifest]):
         self._listener = listener
 
     def start(self, planned: PlannedOutput) -> None:
-        refuse_full_disk(planned, self._target)
+        self._planned = self._with_shared_blocks(planned)
         # What the store copies does not pass through here, where it could be checked.
         if self._target.copies_objects and not planned.settings.check:
             plan = with_store_copies(planned.plan, planned.inputs.origins, self._target)
-            planned = replace(planned, plan=plan)
-        self._planned = planned
-        self._listener(Planned(planned.plan.notes))
+            self._planned = replace(planned, plan=plan)
+        self._listener(Planned(self._planned.plan.notes))
+
+    def _with_shared_blocks(self, planned: PlannedOutput) -> PlannedOutput:
+        """Leaves what the file system shares to it, and makes sure that there is room for the rest.
+        """
+        origins, sharing = planned.inputs.origins, planned.settings.sharing
+        plan = with_shared_blocks(planned.plan, origins, self._target, sharing)
+        planned = replace(planned, plan=plan)
+        refuse_full_disk(planned, self._target)
+        return planned
 
     def execute(self) -> None:
         planned = self._planned
@@ -345,7 +356,8 @@ class SingleProcess(WriteStrategy[Manifest]):
 
 def refuse_full_disk(planned: PlannedOutput, target: Target | SharedOutput) -> None:
     """Refuses to begin where there is no room for the output."""
-    needed, free = planned.estimate.bytes_written, target.free_bytes()
+    shared = sum(part.stored.size_bytes for file in planned.plan.files for part in file.shared)
+    needed, free = planned.estimate.bytes_written - shared, target.free_bytes()
     if free is not None and needed > free:
         raise NoSpaceError(
             f"the output needs {needed:,} bytes and {free:,} are free",
@@ -558,8 +570,7 @@ class Resumable(SingleProcess):
         self._outcome = Outcome()  # their digests, and which records were not verified
 
     def start(self, planned: PlannedOutput) -> None:
-        refuse_full_disk(planned, self._target)
-        self._planned = planned
+        planned = self._planned = self._with_shared_blocks(planned)
         self._fingerprint = planned.fingerprint()
         notes: tuple[str, ...] = ()
         if self._resume:

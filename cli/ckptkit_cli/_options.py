@@ -25,6 +25,7 @@ from ckptkit.options import (
     NameChoice,
     OutputDType,
     Resources,
+    Sharing,
     TokenizerOrigin,
     choose_dtype,
 )
@@ -370,6 +371,14 @@ CONVERSION = (
     WORKERS,
     Option(
         "--bandwidth", LIMITS, "Most bytes to read, and most bytes to write, per second.", "SIZE"
+    ),
+    Option(
+        "--share",
+        LIMITS,
+        "Whether the file system makes blocks of SRC those of OUT, as XFS and btrfs can: 'auto'"
+        " where it can, 'always' or else refuse, 'never'.",
+        choices=get_args(Sharing),
+        default="auto",
     ),
     Option(
         "--engine",

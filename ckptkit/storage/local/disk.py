@@ -10,6 +10,7 @@ import io
 import mmap
 import os
 import shutil
+import struct
 import sys
 import threading
 from collections import OrderedDict
@@ -28,6 +29,9 @@ PAGE_BYTES = max(BLOCK_BYTES, mmap.PAGESIZE)
 """The unit that the page cache writes back as one, so direct and buffered bytes never share it."""
 
 _MIN_RESERVED_BYTES = 1 << 20
+# Source: linux/fs.h, FICLONERANGE; where another architecture numbers it otherwise, it is refused.
+_CLONE_RANGE = 0x4020940D
+_CLONE = struct.Struct("qQQQ")  # source, its first byte, how many, and the first byte here
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 _OUT_OF_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
@@ -123,6 +127,17 @@ class OpenFile:
         if not is_refused(error):
             raise error
 
+    def share_blocks(self, source: OpenFile, start: int, size_bytes: int, at: int) -> None:
+        """Makes whole blocks of this file, from byte `at` on, those of another file.
+
+        Raises:
+            OSError: Of any number, where the file system does not do that, or not with this file.
+        """
+        import fcntl  # not there on Windows
+
+        given = _CLONE.pack(source._file.fileno(), start, size_bytes, at)  # noqa: SLF001
+        fcntl.ioctl(self._file.fileno(), _CLONE_RANGE, given)
+
     def sync(self) -> None:
         os.fsync(self._file.fileno())
 
@@ -185,6 +200,7 @@ class Disk:
         locks: Locks that end with their process.
         preallocation: Reserving the blocks of a file before they are written.
         hard_links: Giving a file a second name.
+        sharing: Making blocks of one file those of another.
     """
 
     positional_io: bool = hasattr(os, "preadv") and hasattr(os, "pwrite")
@@ -194,10 +210,11 @@ class Disk:
     locks: bool = os.name == "posix"
     preallocation: bool = hasattr(os, "posix_fallocate")
     hard_links: bool = hasattr(os, "link")
+    sharing: bool = sys.platform == "linux"
 
     @classmethod
     def portable(cls) -> Disk:
-        return cls(*[False] * 7)
+        return cls(*[False] * 8)
 
     def open(self, path: Path, flags: int) -> OpenFile:
         return OpenFile(path, flags, self)
@@ -245,27 +262,37 @@ class Disk:
 
     def create_file(self, path: Path, size_bytes: int) -> None:
         """Makes a new file of that size, with its blocks reserved where that is possible."""
-        # Checked before reserving: a reservation that fails half-way has filled the disk meanwhile.
-        room = shutil.disk_usage(path.parent)
-        if room.total and size_bytes > room.free:  # some file systems do not count, and say 0
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        with self.new_file(path) as file:
+            self.reserve(file, size_bytes, size_bytes, path)
+
+    @contextmanager
+    def new_file(self, path: Path) -> Iterator[OpenFile]:
+        """Makes an empty file, and removes it again where the block fails."""
         file = OpenFile(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, self)
         try:
-            is_reserved = False
-            if size_bytes and self.preallocation:
-                try:
-                    file.preallocate(size_bytes)
-                    is_reserved = True
-                except OSError as error:
-                    if not is_refused(error):
-                        raise
-            if size_bytes and not is_reserved:
-                file.truncate(size_bytes)
+            yield file
         except BaseException:
             file.close()  # before it is removed: Windows does not remove open files
             path.unlink()
             raise
         file.close()
+
+    def reserve(self, file: OpenFile, size_bytes: int, new_bytes: int, path: Path) -> None:
+        """Gives a file its size, of which it lacks the blocks of `new_bytes`; reserves these."""
+        # Checked before reserving: a reservation that fails half-way has filled the disk meanwhile.
+        room = shutil.disk_usage(path.parent)
+        if room.total and new_bytes > room.free:  # some file systems do not count, and say 0
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        is_reserved = False
+        if size_bytes and self.preallocation:
+            try:
+                file.preallocate(size_bytes)
+                is_reserved = True
+            except OSError as error:
+                if not is_refused(error):
+                    raise
+        if size_bytes and not is_reserved:
+            file.truncate(size_bytes)
 
     def join_file(self, path: Path, size_bytes: int) -> None:
         """Makes a file of that size unless another process has made it already.
