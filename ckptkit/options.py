@@ -36,6 +36,7 @@ TokenizerOrigin = Literal["auto", "step", "base"]
 IfExists = Literal["error", "verify"]
 Engine = Literal["local", "ray"]
 Sharing = Literal["auto", "always", "never"]
+Proof = Literal["read", "stored"]
 NotFinite = Literal["nan", "inf"]
 """Numbers that a check can refuse."""
 DEFAULT_MAX_FILE_BYTES = 5_000_000_000
@@ -527,6 +528,8 @@ class Resources(Struct, frozen=True, kw_only=True):
         engine: `local` for this machine, `ray` for the nodes of a Ray cluster.
         sharing: Whether the file system makes blocks of the sources those of the output: `auto`
             where it can, `always` or else refused, `never`.
+        proof: What proves bytes that are shared so: that they are `read` and compared, or, much
+            faster, the checksums that a save of ckptkit has `stored`.
     """
 
     workers: int | None = None
@@ -535,6 +538,7 @@ class Resources(Struct, frozen=True, kw_only=True):
     bytes_per_second: int | None = None
     engine: Engine = "local"
     sharing: Sharing = "auto"
+    proof: Proof = "read"
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> Self:
@@ -555,11 +559,13 @@ class Resources(Struct, frozen=True, kw_only=True):
             bytes_per_second=size_of("bandwidth"),
             engine=options.get("engine", "local"),
             sharing=options.get("share", "auto"),
+            proof=options.get("proof", "read"),
         )
 
     def __post_init__(self) -> None:
         check_choice("--engine", self.engine, get_args(Engine))
         check_choice("--share", self.sharing, get_args(Sharing))
+        check_choice("--proof", self.proof, get_args(Proof))
         if self.workers is not None and self.workers < 1:
             raise UsageError(
                 f"{self.workers} is not at least 1", where="--workers", hint="leave it out"

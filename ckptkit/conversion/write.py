@@ -46,6 +46,7 @@ from ckptkit.core.errors import (
 from ckptkit.core.index import Key
 from ckptkit.core.manifest import (
     BY_MANIFEST,
+    BY_SOURCE,
     BY_STORE,
     MANIFEST_NAME,
     MAP_VERSION,
@@ -234,7 +235,12 @@ def choose_settings(
         worker_bytes=needed,
     )
     return ExecutionSettings(
-        workers, resources.bytes_per_second, needed, task_bytes, sharing=resources.sharing
+        workers,
+        resources.bytes_per_second,
+        needed,
+        task_bytes,
+        sharing=resources.sharing,
+        proof=resources.proof,
     )
 
 
@@ -326,10 +332,13 @@ class SingleProcess(WriteStrategy[Manifest]):
         self._listener(Planned(self._planned.plan.notes))
 
     def _with_shared_blocks(self, planned: PlannedOutput) -> PlannedOutput:
-        """Leaves what the file system shares to it, and makes sure that there is room for the rest.
-        """
-        origins, sharing = planned.inputs.origins, planned.settings.sharing
-        plan = with_shared_blocks(planned.plan, origins, self._target, sharing)
+        """Leaves what the file system shares to it, and makes sure that there is room for the rest."""
+        settings, origins = planned.settings, planned.inputs.origins
+        if settings.proof == "stored":
+            refuse_unproven(planned.sources)
+        plan = with_shared_blocks(
+            planned.plan, origins, self._target, settings.sharing, settings.proof
+        )
         planned = replace(planned, plan=plan)
         refuse_full_disk(planned, self._target)
         return planned
@@ -352,6 +361,17 @@ class SingleProcess(WriteStrategy[Manifest]):
 
     def __exit__(self, _kind: object, _error: BaseException | None, _trace: object) -> None:
         self._target.abandon()
+
+
+def refuse_unproven(sources: Iterable[OpenedCheckpoint]) -> None:
+    """Refuses to take the word of a source that ckptkit has neither saved nor written."""
+    for source in sources:
+        if source.manifest is None:
+            raise RefusedError(
+                "no manifest of ckptkit says that its stored checksums were computed with the bytes",
+                where=f"--proof stored {source.path}",
+                hint="leave it out: all bytes are read and compared then",
+            )
 
 
 def refuse_full_disk(planned: PlannedOutput, target: Target | SharedOutput) -> None:
@@ -418,7 +438,9 @@ def build_manifest(planned: PlannedOutput, digests: Digests) -> Manifest:
         elif not unverified.isdisjoint(reads):
             proof = UNVERIFIED
         else:
-            proof = BY_STORE if isinstance(body, Copy) and body.copied else "crc32"
+            proof = "crc32"
+            if isinstance(body, Copy) and body.copied:
+                proof = BY_SOURCE if file.shared else BY_STORE
         tensors[spec.name] = TensorRecord(
             dtype=spec.dtype.name,
             shape=spec.shape,

@@ -35,7 +35,8 @@ from ckptkit.engine.outcome import (
 from ckptkit.engine.reader import RUN_BYTES
 from ckptkit.engine.remote_reads import make_store_copies, read_direct
 from ckptkit.engine.segment_reader import Inputs, SegmentReader
-from ckptkit.options import NotFinite, Sharing
+from ckptkit.engine.shared_blocks import copy_edges
+from ckptkit.options import NotFinite, Proof, Sharing
 from ckptkit.plan.plan import (
     TASK_BYTES,
     Plan,
@@ -71,6 +72,7 @@ class ExecutionSettings(Struct, frozen=True):
     task_bytes: int = TASK_BYTES  # what each of them does at a time
     check: tuple[NotFinite, ...] = ()  # the kinds of numbers that no tensor may have
     sharing: Sharing = "auto"  # whether blocks of the sources become those of the output
+    proof: Proof = "read"  # of these
 
     def with_more(self, bytes_each: int) -> ExecutionSettings:
         """Returns as many workers as fit into the same memory if each takes more, at least one."""
@@ -183,6 +185,7 @@ class Executor:
                 sources = self._inputs.origins
                 shared = [(sources[part.origin].source, part) for part in file.shared]
                 self._target.create_shared(file.path, file.size_bytes, shared)
+                copy_edges(file, sources, self._target)
             elif copies:
                 self._target.create_copied(file.path, file.size_bytes, copies)
             else:

@@ -238,7 +238,16 @@ class WorkKept(Struct, frozen=True):
     path: str
 
 
-Event = Planned | Started | BlocksShared | BytesWritten | Waiting | OutputCommitted | OutputKept | WorkKept
+Event = (
+    Planned
+    | Started
+    | BlocksShared
+    | BytesWritten
+    | Waiting
+    | OutputCommitted
+    | OutputKept
+    | WorkKept
+)
 Listener = Callable[[Event], None]
 
 

@@ -188,6 +188,10 @@ class Sink(ABC):
         """
         raise NotImplementedError
 
+    def unshared(self, path: str, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """Yields the parts of a range of a created file that `create_shared` did not make."""
+        raise NotImplementedError
+
     def copied_parts(self, path: str) -> tuple[ObjectPart, ...]:
         """Returns the parts of a created file that `copy` has to be called for."""
         raise NotImplementedError

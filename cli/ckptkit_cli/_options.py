@@ -24,6 +24,7 @@ from ckptkit.options import (
     Layout,
     NameChoice,
     OutputDType,
+    Proof,
     Resources,
     Sharing,
     TokenizerOrigin,
@@ -379,6 +380,14 @@ CONVERSION = (
         " where it can, 'always' or else refuse, 'never'.",
         choices=get_args(Sharing),
         default="auto",
+    ),
+    Option(
+        "--proof",
+        LIMITS,
+        "What proves bytes that are shared so: they are 'read' and compared, or 'stored' checksums"
+        " of a save of ckptkit are taken as they are.",
+        choices=get_args(Proof),
+        default="read",
     ),
     Option(
         "--engine",

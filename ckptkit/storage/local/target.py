@@ -150,11 +150,10 @@ class StagedFiles(Sink):
         if not data.nbytes:
             return
         with translate_errors(self._named, data.nbytes), self._pool.use(path) as file:
-            for low, high in self._unshared(path, start, start + data.nbytes):
+            for low, high in self.unshared(path, start, start + data.nbytes):
                 file.write_at(low, data.cast("B")[low - start : high - start])
 
-    def _unshared(self, path: str, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Yields the parts of a range of a file that are not shared."""
+    def unshared(self, path: str, start: int, stop: int) -> Iterator[tuple[int, int]]:
         starts, stops = self._shared.get(path, ((), ()))
         for at in range(bisect_right(stops, start), len(starts)):
             if starts[at] >= stop:

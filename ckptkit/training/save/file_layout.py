@@ -234,9 +234,7 @@ def plan_save(
     )
 
 
-def _starts_in_folders(
-    pieces: Sequence[Piece], models: Collection[Entry]
-) -> Mapping[Entry, int]:
+def _starts_in_folders(pieces: Sequence[Piece], models: Collection[Entry]) -> Mapping[Entry, int]:
     """Returns where each weight begins in its file of the model folder that is made of them."""
     starts: dict[Entry, int] = {}
     for unit, path in dict.fromkeys(models):
