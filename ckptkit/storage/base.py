@@ -17,7 +17,6 @@ from ckptkit.core.errors import CkptkitError, InputError, TruncatedFileError
 from ckptkit.core.index import FileRange, FileRef
 from ckptkit.core.object_parts import CopiedRange, ObjectPart, SharedRange
 
-
 if TYPE_CHECKING:
     from ckptkit.storage.local.disk import OpenFile
 

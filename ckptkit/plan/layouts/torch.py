@@ -71,7 +71,7 @@ _VERSION, _VERSION64 = 20, 45
 _DOS_DATE = 0x0021  # 1 January 1980, so that equal content gives equal bytes
 
 Row = tuple[int, Body, TensorSpec | None]
-Place = tuple[int, int]
+Residue = tuple[int, int]
 """An offset in bytes, and the number that it is congruent modulo; at most 32 KiB."""
 
 
@@ -105,7 +105,7 @@ class ZipParts:
         *,
         crc: int | None = None,
         spec: TensorSpec | None = None,
-        place: Place = (0, ALIGNMENT),
+        place: Residue = (0, ALIGNMENT),
     ) -> None:
         """Adds a record: its header, its bytes, and the descriptor that follows them.
 
@@ -225,7 +225,7 @@ def push_value(value: Any) -> bytes:
 
 
 def build_tensor_archive(
-    product: Product, first_segment: int, place: Place = (0, ALIGNMENT)
+    product: Product, first_segment: int, place: Residue = (0, ALIGNMENT)
 ) -> ZipParts:
     """Builds the archive of a single tensor, as a `.distcp` file holds it.
 
@@ -241,7 +241,7 @@ def _build(
     products: Sequence[Product],
     storages: Mapping[str, bytes] | None = None,
     *,
-    place: Place = (0, ALIGNMENT),
+    place: Residue = (0, ALIGNMENT),
 ) -> ZipParts:
     parts.add_bytes("data.pkl", make_pickle(content))
     parts.add_bytes("byteorder", b"little")

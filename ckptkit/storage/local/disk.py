@@ -135,7 +135,7 @@ class OpenFile:
         """
         import fcntl  # not there on Windows
 
-        given = _CLONE.pack(source._file.fileno(), start, size_bytes, at)  # noqa: SLF001
+        given = _CLONE.pack(source._file.fileno(), start, size_bytes, at)
         fcntl.ioctl(self._file.fileno(), _CLONE_RANGE, given)
 
     def sync(self) -> None:

@@ -38,7 +38,7 @@ from ckptkit.core.geometry import (
 from ckptkit.core.index import Box, Fqn, Key, KeyPath, Shape, Span
 from ckptkit.options import DEFAULT_MAX_FILE_BYTES
 from ckptkit.plan.layouts.hf import METADATA_KEY, layout_hf_weights
-from ckptkit.plan.layouts.torch import ALIGNMENT, Place, build_tensor_archive
+from ckptkit.plan.layouts.torch import ALIGNMENT, Residue, build_tensor_archive
 from ckptkit.plan.plan import Copy, Literal, Product, TensorSpec, Trailer
 from ckptkit.training.state.dtensors import has_data
 from ckptkit.training.state.pieces import Entry, Piece, sampled_replicas, select_owned
@@ -528,7 +528,7 @@ class TensorArchive(Struct, frozen=True):
 
 @lru_cache(_ARCHIVES)
 def archive_of_tensor(
-    dtype: DType, shape: Shape, place: Place = (0, DATA_ALIGNMENT)
+    dtype: DType, shape: Shape, place: Residue = (0, DATA_ALIGNMENT)
 ) -> TensorArchive:
     """Returns the archive that stock torch opens as a row-major tensor.
 
