@@ -332,7 +332,7 @@ class SingleProcess(WriteStrategy[Manifest]):
         self._listener(Planned(self._planned.plan.notes))
 
     def _with_shared_blocks(self, planned: PlannedOutput) -> PlannedOutput:
-        """Leaves what the file system shares to it, and makes sure that there is room for the rest."""
+        """Leaves to the file system what it shares; makes sure that there is room for the rest."""
         settings, origins = planned.settings, planned.inputs.origins
         if settings.proof == "stored":
             refuse_unproven(planned.sources)
@@ -368,7 +368,7 @@ def refuse_unproven(sources: Iterable[OpenedCheckpoint]) -> None:
     for source in sources:
         if source.manifest is None:
             raise RefusedError(
-                "no manifest of ckptkit says that its stored checksums were computed with the bytes",
+                "no manifest of ckptkit says that its checksums were computed with its bytes",
                 where=f"--proof stored {source.path}",
                 hint="leave it out: all bytes are read and compared then",
             )

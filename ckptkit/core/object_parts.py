@@ -7,10 +7,12 @@ Source:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
-from ckptkit.core.index import FileRange
+if TYPE_CHECKING:  # the process that uploads reads this without numpy
+    from ckptkit.core.index import FileRange
 
 MIN_PART_BYTES = 5 << 20
 """Of every part but an object's last."""

@@ -69,9 +69,8 @@ def with_shared_blocks(
                 break
             runs.append(run)
         shared = [part for run in _joined(run.place for run in runs) for part in _whole_blocks(run)]
-        if proof == "stored" and shared:
-            file = _taking_the_word(file, runs)
-        files.append(replace(file, shared=tuple(shared)))
+        trusted = _taking_the_word(file, runs) if proof == "stored" and shared else file
+        files.append(replace(trusted, shared=tuple(shared)))
     if sharing == "always" and not any(file.shared for file in files):
         raise RefusedError(
             "no blocks can be shared with the source: "
