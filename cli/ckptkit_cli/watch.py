@@ -204,8 +204,8 @@ def watch(output: Output, json_lines: bool, **typed: Any) -> None:
         ckptkit watch runs/rl --into /shared/weights --delta 20
 
     Each step is published once it is committed. With --push it becomes a verified model folder or
-    adapter, and one commit with one tag; with --to-dir, such a folder in a directory, which on XFS
-    or btrfs takes no room of its own; with --into, a version that engines pull. A kill neither
+    adapter, and one commit with one tag; with --to-dir, a folder that stays in a directory, where
+    XFS and btrfs need no more room for it; with --into, a version that engines pull. A kill neither
     loses nor repeats a step. With --keep-last and the like, steps of RUN that no rule keeps are
     removed afterwards.
     """
