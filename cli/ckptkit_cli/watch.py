@@ -196,7 +196,7 @@ _OPTIONS = (
 
 @command(*_OPTIONS, parses=False, order=14)
 def watch(output: Output, json_lines: bool, **typed: Any) -> None:
-    """Publish each step of a run, on the Hub, in a directory, or for engines.
+    """Publish each step of a run, on the Hub or as a folder.
 
         ckptkit watch runs/llama --push org/llama
         ckptkit watch runs/llama --push org/llama --best eval_loss --once
