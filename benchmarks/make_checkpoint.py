@@ -1,9 +1,10 @@
 """Makes the input of the benchmarks: a Llama of random weights, sharded with FSDP2, saved by DCP.
 
-    python benchmarks/make_checkpoint.py OUT --gigabytes 2 --ranks 4
+    python benchmarks/make_checkpoint.py OUT --gigabytes 2 --ranks 4 [--saver ckptkit]
 
 What lies in OUT afterwards is what accelerate leaves: `pytorch_model_fsdp_0/` with keys
-`model.…`, and the model's `config.json` beside it.
+`model.…`, and the model's `config.json` beside it. With `--saver ckptkit`, OUT is a run with one
+step of a Checkpointer.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def llama_config(gigabytes: float, hidden: int) -> LlamaConfig:
     )
 
 
-def _save(rank: int, ranks: int, config: LlamaConfig, out: str, port: str) -> None:
+def _save(rank: int, ranks: int, config: LlamaConfig, out: str, port: str, saver: str) -> None:
     os.environ.update(
         MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANK=str(rank), WORLD_SIZE=str(ranks)
     )
@@ -60,6 +61,13 @@ def _save(rank: int, ranks: int, config: LlamaConfig, out: str, port: str) -> No
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.to_local().normal_(0.0, 0.02)
+    if saver == "ckptkit":
+        from ckptkit.training import Checkpointer
+
+        config.architectures = ["LlamaForCausalLM"]
+        with Checkpointer(out) as checkpointer:
+            checkpointer.save(step=1, state={"model": model}).report()
+        os._exit(0)
     state = {"model": get_model_state_dict(model)}
     dcp.save(state, checkpoint_id=Path(out) / "pytorch_model_fsdp_0")
     if rank == 0:
@@ -69,12 +77,14 @@ def _save(rank: int, ranks: int, config: LlamaConfig, out: str, port: str) -> No
     os._exit(0)  # the teardown of gloo's threads now and then aborts a process that is done
 
 
-def make_checkpoint(out: Path, gigabytes: float, ranks: int, hidden: int = _HIDDEN) -> None:
+def make_checkpoint(
+    out: Path, gigabytes: float, ranks: int, hidden: int = _HIDDEN, saver: str = "torch"
+) -> None:
     """Writes a checkpoint, replacing what is there."""
     shutil.rmtree(out, ignore_errors=True)
     torch.multiprocessing.start_processes(
         _save,
-        args=(ranks, llama_config(gigabytes, hidden), str(out), "29611"),
+        args=(ranks, llama_config(gigabytes, hidden), str(out), "29611", saver),
         nprocs=ranks,
         start_method="spawn",
     )
@@ -87,8 +97,9 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, default=2.0)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=_HIDDEN)
-    options = parser.parse_args()
-    make_checkpoint(options.out, options.gigabytes, options.ranks, options.hidden)
+    parser.add_argument("--saver", choices=("torch", "ckptkit"), default="torch")
+    made = parser.parse_args()
+    make_checkpoint(made.out, made.gigabytes, made.ranks, made.hidden, made.saver)
 
 
 if __name__ == "__main__":

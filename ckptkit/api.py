@@ -25,8 +25,10 @@ from ckptkit.options import (
     NotFinite,
     OutputDType,
     ProgressOptions,
+    Proof,
     Resources,
     RetentionOptions,
+    Sharing,
     TokenizerOrigin,
     positive_number,
 )
@@ -84,6 +86,10 @@ class SourceOptions(TypedDict, total=False):
         memory_budget: What buffers may take together, in bytes or such as "64MB".
         memory_limit: What the whole process may take.
         bandwidth: Bytes per second that are read at most, and written at most.
+        share: Whether the file system makes blocks of the sources those of the output: "auto", the
+            default, where it can; "always", or else refused; "never".
+        proof: What proves bytes that are shared so: they are "read" and compared, or, much faster,
+            the "stored" checksums of a save of ckptkit are taken as they are.
     """
 
     select: str | None
@@ -105,6 +111,8 @@ class SourceOptions(TypedDict, total=False):
     memory_budget: int | str | None
     memory_limit: int | str | None
     bandwidth: int | str | None
+    share: Sharing
+    proof: Proof
 
 
 class OutputOptions(SourceOptions, ProgressOptions, total=False):

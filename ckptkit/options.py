@@ -35,6 +35,8 @@ AdapterLayout = Literal["peft", "vllm"]
 TokenizerOrigin = Literal["auto", "step", "base"]
 IfExists = Literal["error", "verify"]
 Engine = Literal["local", "ray"]
+Sharing = Literal["auto", "always", "never"]
+Proof = Literal["read", "stored"]
 NotFinite = Literal["nan", "inf"]
 """Numbers that a check can refuse."""
 DEFAULT_MAX_FILE_BYTES = 5_000_000_000
@@ -525,6 +527,10 @@ class Resources(Struct, frozen=True, kw_only=True):
         memory_limit_bytes: Most bytes of the whole process, or None.
         bytes_per_second: Most bytes read, and most bytes written, per second; None for no limit.
         engine: `local` for this machine, `ray` for the nodes of a Ray cluster.
+        sharing: Whether the file system makes blocks of the sources those of the output: `auto`
+            where it can, `always` or else refused, `never`.
+        proof: What proves bytes that are shared so: that they are `read` and compared, or, much
+            faster, the checksums that a save of ckptkit has `stored`.
     """
 
     workers: int | None = None
@@ -532,6 +538,8 @@ class Resources(Struct, frozen=True, kw_only=True):
     memory_limit_bytes: int | None = None
     bytes_per_second: int | None = None
     engine: Engine = "local"
+    sharing: Sharing = "auto"
+    proof: Proof = "read"
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> Self:
@@ -551,10 +559,14 @@ class Resources(Struct, frozen=True, kw_only=True):
             memory_limit_bytes=size_of("memory_limit"),
             bytes_per_second=size_of("bandwidth"),
             engine=options.get("engine", "local"),
+            sharing=options.get("share", "auto"),
+            proof=options.get("proof", "read"),
         )
 
     def __post_init__(self) -> None:
         check_choice("--engine", self.engine, get_args(Engine))
+        check_choice("--share", self.sharing, get_args(Sharing))
+        check_choice("--proof", self.proof, get_args(Proof))
         if self.workers is not None and self.workers < 1:
             raise UsageError(
                 f"{self.workers} is not at least 1", where="--workers", hint="leave it out"

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
+from msgspec import Struct, field
 from msgspec.structs import replace
 
 from ckptkit.adapters.base_identity import make_base_record
@@ -95,6 +96,27 @@ def layout_adapter_files(
 _KIND = "adapter"
 _SAVED = "modules_to_save"
 _OF_MODELS = {CONFIG, "generation_config.json"}  # with these the folder would look like a model
+
+
+class ExtractionJob(Struct, frozen=True, kw_only=True):
+    """An extraction as values, which is planned where a `ConversionJob` is."""
+
+    src: PathLike
+    destination: PathLike
+    request: AdapterRequest
+    overwrite: bool = False
+    resources: Resources = field(default_factory=Resources)
+
+    def check_places(self) -> None:
+        """Refuses an output that would overwrite its source, before any work is done."""
+        also = self.request.also
+        check_destination(self.src, self.destination, overwrite=self.overwrite, also=also)
+
+    @contextmanager
+    def plan_output(self) -> Iterator[PlannedOutput]:
+        prepared = prepare_extraction(self.src, self.destination, self.request, self.resources)
+        with prepared as (planned, _):
+            yield planned
 
 
 def run_extraction(

@@ -103,6 +103,13 @@ def _write(job: ConversionJob, listener: Listener) -> JobResult:
     out = job.destination
     if job.resume:
         refuse_resuming(out, job.resources)
+    is_divided = job.share is not None or job.resources.engine != "local"
+    if job.resources.sharing == "always" and (is_divided or is_url(out)):
+        raise RefusedError(
+            "only one process that writes to a disk shares blocks with the source",
+            where="--share always",
+            hint="leave it out, or leave --slice and --engine out and name a directory",
+        )
     strategy: WriteStrategy[Manifest | MissingSlices]
     if job.share is not None:
         strategy = Slice(out, job.share, listener, overwrite=job.overwrite)

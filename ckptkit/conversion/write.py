@@ -46,6 +46,7 @@ from ckptkit.core.errors import (
 from ckptkit.core.index import Key
 from ckptkit.core.manifest import (
     BY_MANIFEST,
+    BY_SOURCE,
     BY_STORE,
     MANIFEST_NAME,
     MAP_VERSION,
@@ -83,6 +84,7 @@ from ckptkit.engine.outcome import (
 )
 from ckptkit.engine.remote_reads import with_store_copies
 from ckptkit.engine.segment_reader import Inputs
+from ckptkit.engine.shared_blocks import with_shared_blocks
 from ckptkit.formats.dcp.megatron import INTEGRITY, check_integrity
 from ckptkit.formats.dcp.reader import METADATA
 from ckptkit.options import Resources
@@ -232,7 +234,14 @@ def choose_settings(
         used_bytes=memory_in_use_bytes() + sum(decoding_bytes(s.index) for s in sources),
         worker_bytes=needed,
     )
-    return ExecutionSettings(workers, resources.bytes_per_second, needed, task_bytes)
+    return ExecutionSettings(
+        workers,
+        resources.bytes_per_second,
+        needed,
+        task_bytes,
+        sharing=resources.sharing,
+        proof=resources.proof,
+    )
 
 
 class WriteStrategy(ABC, Generic[R_co]):
@@ -315,13 +324,24 @@ class SingleProcess(WriteStrategy[Manifest]):
         self._listener = listener
 
     def start(self, planned: PlannedOutput) -> None:
-        refuse_full_disk(planned, self._target)
+        self._planned = self._with_shared_blocks(planned)
         # What the store copies does not pass through here, where it could be checked.
         if self._target.copies_objects and not planned.settings.check:
             plan = with_store_copies(planned.plan, planned.inputs.origins, self._target)
-            planned = replace(planned, plan=plan)
-        self._planned = planned
-        self._listener(Planned(planned.plan.notes))
+            self._planned = replace(planned, plan=plan)
+        self._listener(Planned(self._planned.plan.notes))
+
+    def _with_shared_blocks(self, planned: PlannedOutput) -> PlannedOutput:
+        """Leaves to the file system what it shares; makes sure that there is room for the rest."""
+        settings, origins = planned.settings, planned.inputs.origins
+        if settings.proof == "stored":
+            refuse_unproven(planned.sources)
+        plan = with_shared_blocks(
+            planned.plan, origins, self._target, settings.sharing, settings.proof
+        )
+        planned = replace(planned, plan=plan)
+        refuse_full_disk(planned, self._target)
+        return planned
 
     def execute(self) -> None:
         planned = self._planned
@@ -343,9 +363,21 @@ class SingleProcess(WriteStrategy[Manifest]):
         self._target.abandon()
 
 
+def refuse_unproven(sources: Iterable[OpenedCheckpoint]) -> None:
+    """Refuses to take the word of a source that ckptkit has neither saved nor written."""
+    for source in sources:
+        if source.manifest is None:
+            raise RefusedError(
+                "no manifest of ckptkit says that its checksums were computed with its bytes",
+                where=f"--proof stored {source.path}",
+                hint="leave it out: all bytes are read and compared then",
+            )
+
+
 def refuse_full_disk(planned: PlannedOutput, target: Target | SharedOutput) -> None:
     """Refuses to begin where there is no room for the output."""
-    needed, free = planned.estimate.bytes_written, target.free_bytes()
+    shared = sum(part.stored.size_bytes for file in planned.plan.files for part in file.shared)
+    needed, free = planned.estimate.bytes_written - shared, target.free_bytes()
     if free is not None and needed > free:
         raise NoSpaceError(
             f"the output needs {needed:,} bytes and {free:,} are free",
@@ -406,7 +438,9 @@ def build_manifest(planned: PlannedOutput, digests: Digests) -> Manifest:
         elif not unverified.isdisjoint(reads):
             proof = UNVERIFIED
         else:
-            proof = BY_STORE if isinstance(body, Copy) and body.copied else "crc32"
+            proof = "crc32"
+            if isinstance(body, Copy) and body.copied:
+                proof = BY_SOURCE if file.shared else BY_STORE
         tensors[spec.name] = TensorRecord(
             dtype=spec.dtype.name,
             shape=spec.shape,
@@ -558,8 +592,7 @@ class Resumable(SingleProcess):
         self._outcome = Outcome()  # their digests, and which records were not verified
 
     def start(self, planned: PlannedOutput) -> None:
-        refuse_full_disk(planned, self._target)
-        self._planned = planned
+        planned = self._planned = self._with_shared_blocks(planned)
         self._fingerprint = planned.fingerprint()
         notes: tuple[str, ...] = ()
         if self._resume:

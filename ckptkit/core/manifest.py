@@ -31,6 +31,8 @@ RUN_FACTS = f"{SIDE_FOLDER}/run.json"
 FLAT_LAYOUT = f"{SIDE_FOLDER}/flat_parameters.json"
 BY_STORE = "store-crc32"
 """The proof of a tensor if the store copied bytes of it that ckptkit did not read."""
+BY_SOURCE = "stored-crc32"
+"""The same if it shares blocks with its source, whose checksums were taken as they are."""
 BY_MANIFEST = "digest"
 """The proof of a tensor with the digest that the manifest of its source, or a delta, has for it."""
 UNVERIFIED = "unverified"
@@ -53,7 +55,8 @@ class TensorRecord(Struct, frozen=True):
         digest: Digest of its bytes, see `ckptkit.core.checksums`.
         proof: `crc32` when every source byte was checked against a stored checksum,
             `store-crc32` when the store copied some by itself, and its own CRC-32 of the file was
-            compared with those stored, `digest` when ckptkit wrote the source, or a delta, and
+            compared with those stored, `stored-crc32` when it has blocks of the source that were
+            not read, `digest` when ckptkit wrote the source, or a delta, and
             the digest there is the same, `unverified` when the source had none of these, `live`
             when it was the memory of training.
         crc32: CRC-32 of its bytes, which readers compare of parts that they read in any order;

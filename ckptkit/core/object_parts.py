@@ -7,8 +7,12 @@ Source:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from msgspec import Struct
+
+if TYPE_CHECKING:  # the process that uploads reads this without numpy
+    from ckptkit.core.index import FileRange
 
 MIN_PART_BYTES = 5 << 20
 """Of every part but an object's last."""
@@ -33,6 +37,19 @@ class CopiedRange(Struct, frozen=True):
     def size_bytes(self) -> int:
         """How many bytes it has."""
         return self.stop - self.start
+
+
+class SharedRange(Struct, frozen=True):
+    """Whole blocks of a file to write that a file system can take from a file of a source."""
+
+    origin: str  # the source
+    stored: FileRange
+    start: int  # the first byte in the file to write
+
+    @property
+    def stop(self) -> int:
+        """The first byte after it."""
+        return self.start + self.stored.size_bytes
 
 
 class ObjectPart(Struct, frozen=True):

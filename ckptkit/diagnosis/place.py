@@ -1,6 +1,6 @@
-"""The place of a run: room, inodes, kind of file system, locks and speed; what a store keeps to.
+"""The place of a run: room, inodes, file system, locks, shared blocks and speed; and of a store.
 
-`gather_disk` writes to one file without a name, which disappears with its descriptor however the
+`gather_disk` writes to files without a name, which disappear with their descriptors however the
 process ends. `examine_store` writes three small objects, and removes them.
 """
 
@@ -10,6 +10,7 @@ import os
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from io import BytesIO
 from itertools import islice
 from pathlib import Path
@@ -21,7 +22,7 @@ from ckptkit.core.crc import crc32
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.text import size_text
 from ckptkit.diagnosis.findings import Finding, SaveDemand, Severity, judged
-from ckptkit.storage.local.disk import is_refused
+from ckptkit.storage.local.disk import BLOCK_BYTES, LOCAL_DISK, is_out_of_space, is_refused
 from ckptkit.storage.local.ownership import is_planted
 from ckptkit.storage.place_identity import find_mount, read_mounts, why_not_shared
 from ckptkit.storage.places import Place
@@ -29,6 +30,7 @@ from ckptkit.storage.places import Place
 if TYPE_CHECKING:
     from ckptkit.storage.remote.s3 import S3Uploads
 
+_PREFIX = ".ckptkit-doctor-"
 _BLOCK_BYTES = 1 << 20
 _MOST_BYTES = 256 << 20
 _MOST_SECONDS = 1.5
@@ -55,6 +57,7 @@ class DiskFacts(Struct, frozen=True):
     written_bytes: int = 0  # and synced, by one process alone
     seconds: float = 0.0
     has_locks: bool | None = None  # a lock keeps other descriptors out
+    shares_blocks: bool | None = None  # between files
 
 
 def gather_disk(where: str, path: Path, *, writes: bool) -> DiskFacts:
@@ -69,7 +72,7 @@ def gather_disk(where: str, path: Path, *, writes: bool) -> DiskFacts:
         return DiskFacts(where, folder, problem=f"{folder} is a file")
     mount = find_mount(folder.resolve(), read_mounts())
     free_bytes, free_files = _free(folder)
-    trial: tuple[int, float, bool | None] = 0, 0.0, None
+    trial: tuple[int, float, bool | None, bool | None] = 0, 0.0, None, None
     problem = ""
     if not os.access(folder, os.W_OK | os.X_OK):
         problem = f"{folder} cannot be written by this user"
@@ -91,6 +94,7 @@ def gather_disk(where: str, path: Path, *, writes: bool) -> DiskFacts:
         written_bytes=trial[0],
         seconds=trial[1],
         has_locks=trial[2],
+        shares_blocks=trial[3],
     )
 
 
@@ -105,13 +109,15 @@ def _free(folder: Path) -> tuple[int | None, int | None]:
     )
 
 
-def _try_writing(folder: Path, free_bytes: int | None) -> tuple[int, float, bool | None]:
-    """Returns how many bytes were written, in how many seconds, and whether locks work."""
+def _try_writing(
+    folder: Path, free_bytes: int | None
+) -> tuple[int, float, bool | None, bool | None]:
+    """Returns bytes written, seconds, whether locks work, and whether blocks can be shared."""
     most_bytes = _MOST_BYTES
     if free_bytes is not None:
         most_bytes = min(most_bytes, free_bytes // _SHARE_OF_FREE)
     block = os.urandom(_BLOCK_BYTES)  # that no file system compresses
-    with tempfile.TemporaryFile(dir=folder, prefix=".ckptkit-doctor-", buffering=0) as file:
+    with tempfile.TemporaryFile(dir=folder, prefix=_PREFIX, buffering=0) as file:
         file.write(block[: max(min(most_bytes, _BLOCK_BYTES), 1)])
         os.fsync(file.fileno())
         began = time.monotonic()
@@ -124,7 +130,7 @@ def _try_writing(folder: Path, free_bytes: int | None) -> tuple[int, float, bool
             earlier, seconds = seconds, time.monotonic() - began
             if seconds - earlier < _MOST_SECONDS / 8:
                 blocks = min(2 * blocks, _MOST_AT_ONCE)
-        return written, seconds, _has_locks(file.fileno())
+        return written, seconds, _has_locks(file.fileno()), _shares_blocks(file.fileno(), folder)
 
 
 def _has_locks(descriptor: int) -> bool | None:
@@ -147,6 +153,26 @@ def _has_locks(descriptor: int) -> bool | None:
     return False
 
 
+def _shares_blocks(descriptor: int, folder: Path) -> bool | None:
+    """Tries to make the first block of an open file that of another one."""
+    if not LOCAL_DISK.sharing:
+        return None
+    with ExitStack() as stack:
+        other = stack.enter_context(tempfile.TemporaryFile(dir=folder, prefix=_PREFIX))
+        files = []
+        for number in (descriptor, other.fileno()):
+            try:
+                file = LOCAL_DISK.open(Path(f"/proc/self/fd/{number}"), os.O_RDWR)
+            except OSError:  # no /proc here
+                return None
+            files.append(stack.enter_context(closing(file)))
+        try:
+            files[1].share_blocks(files[0], 0, BLOCK_BYTES, 0)
+        except OSError as error:
+            return None if is_out_of_space(error) else False
+    return True
+
+
 def judge_disk(
     facts: DiskFacts, demand: SaveDemand, *, is_local_tier: bool = False
 ) -> list[Finding]:
@@ -157,6 +183,8 @@ def judge_disk(
         return [Finding("disk-writable", "error", facts.where, problem, expected, advice)]
     findings = [_room(facts, demand, is_local_tier=is_local_tier), *_inodes(facts, demand)]
     findings += [*_kind(facts, demand, is_local_tier=is_local_tier), *_speed(facts, demand)]
+    if facts.shares_blocks is not None and not is_local_tier:
+        findings.append(_sharing(facts))
     if facts.is_planted:
         found = "another user made it in a folder where everybody may make files"
         advice = "that user can replace steps: name a directory that you have made"
@@ -305,6 +333,16 @@ def _speed(facts: DiskFacts, demand: SaveDemand) -> Iterator[Finding]:
         "save to the node's own disk first with `Checkpointer(..., local=DIR)`, or less often; a"
         " save that waits for the disk as a whole runs into NCCL's timeout",
     )
+
+
+def _sharing(facts: DiskFacts) -> Finding:
+    """Says whether models made of the steps need room of their own."""
+    if facts.shares_blocks:
+        found = "files share blocks: a model of a step that ckptkit 0.3 saved takes no room here"
+        return Finding("shared-blocks", "ok", facts.where, found)
+    found = f"{facts.kind or 'it'} does not share blocks between files: a model takes its size"
+    advice = "save runs to XFS with reflinks or to btrfs, and write models there, to save that"
+    return Finding("shared-blocks", "ok", facts.where, found, advice=advice)
 
 
 def _duration(seconds: float) -> str:

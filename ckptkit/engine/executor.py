@@ -23,6 +23,7 @@ from ckptkit.core.threads import Throttle, run_crew
 from ckptkit.engine.checksum_tracker import DeferredChecksums
 from ckptkit.engine.kernels import Preparations
 from ckptkit.engine.outcome import (
+    BlocksShared,
     BytesWritten,
     Digests,
     Listener,
@@ -34,7 +35,8 @@ from ckptkit.engine.outcome import (
 from ckptkit.engine.reader import RUN_BYTES
 from ckptkit.engine.remote_reads import make_store_copies, read_direct
 from ckptkit.engine.segment_reader import Inputs, SegmentReader
-from ckptkit.options import NotFinite
+from ckptkit.engine.shared_blocks import copy_edges
+from ckptkit.options import NotFinite, Proof, Sharing
 from ckptkit.plan.plan import (
     TASK_BYTES,
     Plan,
@@ -69,6 +71,8 @@ class ExecutionSettings(Struct, frozen=True):
     worker_bytes: int = WORKER_BYTES  # memory that each of them takes
     task_bytes: int = TASK_BYTES  # what each of them does at a time
     check: tuple[NotFinite, ...] = ()  # the kinds of numbers that no tensor may have
+    sharing: Sharing = "auto"  # whether blocks of the sources become those of the output
+    proof: Proof = "read"  # of these
 
     def with_more(self, bytes_each: int) -> ExecutionSettings:
         """Returns as many workers as fit into the same memory if each takes more, at least one."""
@@ -152,6 +156,8 @@ class Executor:
         files = tuple((file.path, file.size_bytes) for file in self._plan.files)
         self._listener(Started(self._plan.bytes_written, files))
         self.create_files()
+        if self._target.shared_bytes:
+            self._listener(BlocksShared(self._target.shared_bytes))
         if self._target.copies_objects:
             make_store_copies(self._plan, self._inputs.origins, self._target, self._listener)
         most_bytes = self._settings.task_bytes
@@ -175,7 +181,12 @@ class Executor:
         """Makes every file of the plan, its content undefined."""
         for file in self._plan.files:
             copies = [one for segment in file.segments for one in copied_ranges(segment)]
-            if copies:
+            if file.shared:
+                sources = self._inputs.origins
+                shared = [(sources[part.origin].source, part) for part in file.shared]
+                self._target.create_shared(file.path, file.size_bytes, shared)
+                copy_edges(file, sources, self._target)
+            elif copies:
                 self._target.create_copied(file.path, file.size_bytes, copies)
             else:
                 self._target.create(file.path, file.size_bytes)

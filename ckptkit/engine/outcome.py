@@ -208,6 +208,12 @@ class BytesWritten(Struct, frozen=True):
     path: str = ""
 
 
+class BlocksShared(Struct, frozen=True):
+    """The file system has made that many output bytes of blocks of the sources."""
+
+    size_bytes: int
+
+
 class Waiting(Struct, frozen=True):
     """All bytes are written; the output becomes visible once `what` is done."""
 
@@ -232,7 +238,16 @@ class WorkKept(Struct, frozen=True):
     path: str
 
 
-Event = Planned | Started | BytesWritten | Waiting | OutputCommitted | OutputKept | WorkKept
+Event = (
+    Planned
+    | Started
+    | BlocksShared
+    | BytesWritten
+    | Waiting
+    | OutputCommitted
+    | OutputKept
+    | WorkKept
+)
 Listener = Callable[[Event], None]
 
 

@@ -19,7 +19,7 @@ from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import UsageError
 from ckptkit.core.index import Fqn, Key, Shape, Span
 from ckptkit.core.manifest import LEAF_BYTES
-from ckptkit.core.object_parts import CopiedRange, ObjectPart, choose_part_bytes
+from ckptkit.core.object_parts import CopiedRange, ObjectPart, SharedRange, choose_part_bytes
 
 TASK_BYTES = LEAF_BYTES
 SOURCE = "source"  # the origin that a conversion reads
@@ -174,6 +174,8 @@ class OutputFile(Struct, frozen=True):
     path: str
     size_bytes: int
     segments: Sequence[Segment]
+    # Blocks that its file system may take from files of the sources, in order.
+    shared: tuple[SharedRange, ...] = ()
 
 
 def copied_ranges(segment: Segment) -> tuple[CopiedRange, ...]:

@@ -1,4 +1,8 @@
-"""`ckptkit.runs.usage`: what runs take on a disk or in a store, by run, step and kind of file."""
+"""What runs take on a disk or in a store, by run, step and kind of file.
+
+A file with several names counts once. So do blocks that files share, where the file system tells
+which these are: XFS and btrfs do, but not of compressed ones.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +11,12 @@ import posixpath
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptkit.consumers.side_files import is_side_file
 from ckptkit.core.errors import InputError, NotACheckpointError
@@ -18,6 +24,7 @@ from ckptkit.core.manifest import MANIFEST_NAME, SIDE_FOLDER
 from ckptkit.formats.discovery import name_step, parse_step
 from ckptkit.runs.find_run import ENTER_HINT, absent_run, describe_links
 from ckptkit.runs.steps import StoredFile, freed_bytes
+from ckptkit.storage.local.disk import LOCAL_DISK
 from ckptkit.storage.locations import is_work_folder
 from ckptkit.storage.places import PathLike, is_url, local_path, open_source
 
@@ -25,6 +32,7 @@ MODEL, OPTIMIZER, STATE = "model", "optimizer", "other state"
 SIDE, LEFTOVER, OTHER = "side files", "leftovers", "other files"
 KINDS = (MODEL, OPTIMIZER, STATE, SIDE, LEFTOVER, OTHER)
 _DEEP = 64
+_LEAST_SHARED_BYTES = 1 << 20  # of smaller files, too little could be shared to ask for it
 # By the names that frameworks give their files; what is in them is not read. A sharded folder that
 # holds a model with its optimizer counts as the model.
 _OPTIMIZER = re.compile(r"optim|(?:^|/)exp_avg|distrib_optim", re.IGNORECASE)
@@ -65,7 +73,8 @@ class StepUsage(Struct, frozen=True):
 
     name: str  # its folder; empty for files of the run that are in no step
     size_bytes: int  # of all its files
-    freed_bytes: int  # what its removal would free: files without names elsewhere
+    # What its removal would free: files without names elsewhere, but for blocks that they share
+    freed_bytes: int
     kinds: Mapping[str, int]  # bytes by kind
     files: int  # how many files it has
 
@@ -85,6 +94,7 @@ class RunUsage(Struct, frozen=True):
 
     path: str  # its folder
     size_bytes: int  # of all files; one with several names counts once
+    taken_bytes: int  # the same, where blocks that files share count once, too
     kinds: Mapping[str, int]  # the same by kind
     # Its steps in the order of their numbers, and then what is in no step
     steps: tuple[StepUsage, ...]
@@ -93,13 +103,36 @@ class RunUsage(Struct, frozen=True):
         return {
             "run": self.path,
             "bytes": self.size_bytes,
+            "taken_bytes": self.taken_bytes,
             "kinds": dict(self.kinds),
             "steps": [step.to_json() for step in self.steps],
         }
 
 
-def measure_runs(place: PathLike) -> tuple[RunUsage, ...]:
-    """Measures all runs at or below a place, the largest first; no file is opened."""
+class Usage(Struct, frozen=True):
+    """What runs take together."""
+
+    runs: tuple[RunUsage, ...]  # the largest first
+    taken_bytes: int  # blocks count once that files of several runs share
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(run.size_bytes for run in self.runs)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "bytes": self.size_bytes,
+            "taken_bytes": self.taken_bytes,
+            "runs": [run.to_json() for run in self.runs],
+        }
+
+
+# By the inode of a file: the blocks on its disk that it shares with others.
+_Shared = Mapping[str, Sequence[tuple[int, int]]]
+
+
+def measure_runs(place: PathLike) -> Usage:
+    """Measures all runs at or below a place; no file is read."""
     files = list(_list_remote(place) if is_url(place) else _list_local(local_path(place)))
     location = os.fspath(place).rstrip("/")
     runs: dict[str, list[tuple[str, StoredFile]]] = defaultdict(list)
@@ -120,26 +153,72 @@ def measure_runs(place: PathLike) -> tuple[RunUsage, ...]:
             where=location,
             hint=targets or "pass a folder with checkpoint-N folders in it, or one above",
         )
+    every = [file for own in runs.values() for _, file in own]
+    shared = {} if is_url(place) else _find_shared_blocks(local_path(place), every)
     measured = [
-        _measure(posixpath.join(location, run) if run else location, own)
+        _measure(posixpath.join(location, run) if run else location, own, shared)
         for run, own in runs.items()
     ]
-    return tuple(sorted(measured, key=lambda run: (-run.size_bytes, run.path)))
+    measured.sort(key=lambda run: (-run.size_bytes, run.path))
+    size_bytes = sum(run.size_bytes for run in measured)
+    return Usage(tuple(measured), size_bytes - _repeated_bytes(every, shared))
 
 
-def _measure(path: str, files: Sequence[tuple[str, StoredFile]]) -> RunUsage:
+def _find_shared_blocks(root: Path, files: Iterable[StoredFile]) -> _Shared:
+    shared: dict[str, Sequence[tuple[int, int]]] = {}
+    for stored in files:
+        if stored.size_bytes < _LEAST_SHARED_BYTES or stored.inode in shared:
+            continue
+        shared[stored.inode] = ()
+        with suppress(OSError):  # the file may not be read, or its file system does not tell
+            file = LOCAL_DISK.open_for_reading(root / stored.path)
+            try:
+                shared[stored.inode] = list(file.shared_blocks())
+            finally:
+                file.close()
+    return shared
+
+
+def _repeated_bytes(files: Iterable[StoredFile], shared: _Shared) -> int:
+    """Returns how much less files take than their sizes are, since they share blocks."""
+    inodes = {file.inode for file in files}
+    blocks = sorted(
+        (inode.partition("-")[0], start, stop)  # the number of the device comes first
+        for inode in inodes
+        for start, stop in shared.get(inode, ())
+    )
+    repeated, last, end = 0, "", 0
+    for device, start, stop in blocks:
+        if device != last:
+            last, end = device, start
+        repeated += max(min(stop, end) - start, 0)
+        end = max(end, stop)
+    return repeated
+
+
+def _measure(path: str, files: Sequence[tuple[str, StoredFile]], shared: _Shared) -> RunUsage:
     steps: dict[str, list[StoredFile]] = defaultdict(list)
     for step, file in files:
         steps[step].append(file)
-    usages = [_measure_step(step, own) for step, own in steps.items()]
+    usages = [_measure_step(step, own, shared) for step, own in steps.items()]
     usages.sort(key=lambda usage: (not usage.name, parse_step(usage.name) or 0, usage.name))
     kinds = _sum_kinds(files)
-    return RunUsage(path, sum(kinds.values()), kinds, tuple(usages))
+    size_bytes = sum(kinds.values())
+    taken_bytes = size_bytes - _repeated_bytes((file for _, file in files), shared)
+    return RunUsage(path, size_bytes, taken_bytes, kinds, tuple(usages))
 
 
-def _measure_step(name: str, files: Sequence[StoredFile]) -> StepUsage:
+def _measure_step(name: str, files: Sequence[StoredFile], shared: _Shared) -> StepUsage:
     kinds = _sum_kinds((name, file) for file in files)
-    return StepUsage(name, sum(kinds.values()), freed_bytes(files), kinds, len(files))
+    # What else shares a block is not known, so it counts as one that stays.
+    own = [
+        replace(file, size_bytes=file.size_bytes - _shared_bytes(file, shared)) for file in files
+    ]
+    return StepUsage(name, sum(kinds.values()), freed_bytes(own), kinds, len(files))
+
+
+def _shared_bytes(file: StoredFile, shared: _Shared) -> int:
+    return sum(stop - start for start, stop in shared.get(file.inode, ()))
 
 
 def _sum_kinds(files: Iterable[tuple[str, StoredFile]]) -> dict[str, int]:

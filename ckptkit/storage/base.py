@@ -8,13 +8,17 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, Self
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Self
 
 from msgspec import Struct
 
 from ckptkit.core.errors import CkptkitError, InputError, TruncatedFileError
 from ckptkit.core.index import FileRange, FileRef
-from ckptkit.core.object_parts import CopiedRange, ObjectPart
+from ckptkit.core.object_parts import CopiedRange, ObjectPart, SharedRange
+
+if TYPE_CHECKING:
+    from ckptkit.storage.local.disk import OpenFile
 
 
 class Source(ABC):
@@ -69,6 +73,10 @@ class Source(ABC):
 
     def copy_source(self, path: str) -> CopySource | None:  # noqa: ARG002  of a store
         """Returns the object of a file, None for a file that is not an object of a store."""
+        return None
+
+    def local_file(self, path: str) -> AbstractContextManager[OpenFile] | None:  # noqa: ARG002
+        """Returns a file of this machine, opened; None for a file that is none."""
         return None
 
     def changed(self, refs: Sequence[FileRef]) -> FileRef | None:
@@ -131,13 +139,17 @@ class CopySource:
 
 
 class Sink(ABC):
-    """Where files are written; a store may copy ranges of them itself.
+    """Where files are written; a store may copy ranges of them itself, a file system share blocks.
 
     Attributes:
         copies_objects: Whether `copy` may work, without moving bytes through here.
+        shares_blocks: Whether `create_shared` may work.
+        shared_bytes: How much is shared so far.
     """
 
     copies_objects: bool = False
+    shares_blocks: bool = False
+    shared_bytes: int = 0
 
     @abstractmethod
     def create(self, path: str, size_bytes: int) -> None:
@@ -160,6 +172,23 @@ class Sink(ABC):
 
     def create_copied(self, path: str, size_bytes: int, copies: Sequence[CopiedRange]) -> None:
         """Makes a file as `create` does; these ranges of it are copied, and not written."""
+        raise NotImplementedError
+
+    def why_no_sharing(self, source: Source, path: str) -> str:
+        """Tries to share a block of a file; returns why that fails, empty if it works."""
+        raise NotImplementedError
+
+    def create_shared(
+        self, path: str, size_bytes: int, shared: Sequence[tuple[Source, SharedRange]]
+    ) -> None:
+        """Makes a file as `create` does, and gives it blocks of others; `write` leaves these out.
+
+        `shared`: in the order of the file. What the file system refuses is to be written.
+        """
+        raise NotImplementedError
+
+    def unshared(self, path: str, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """Yields the parts of a range of a created file that `create_shared` did not make."""
         raise NotImplementedError
 
     def copied_parts(self, path: str) -> tuple[ObjectPart, ...]:

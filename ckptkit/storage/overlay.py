@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from hashlib import blake2b
+from typing import TYPE_CHECKING
 
 from ckptkit.core.errors import FormatError, InputError, MissingFileError
 from ckptkit.core.index import FileRange, FileRef
 from ckptkit.storage.base import CopySource, Source, truncated_error
 from ckptkit.storage.locations import check_relative
+
+if TYPE_CHECKING:
+    from ckptkit.storage.local.disk import OpenFile
 
 _WHOLE_BYTES = 16 << 20  # up to which files are compared as a whole
 _READ_BYTES = 1 << 20
@@ -111,6 +115,9 @@ class OverlaySource(Source):
 
     def copy_source(self, path: str) -> CopySource | None:
         return self._place(path).copy_source(path)
+
+    def local_file(self, path: str) -> AbstractContextManager[OpenFile] | None:
+        return self._place(path).local_file(path)
 
     def changed(self, refs: Sequence[FileRef]) -> FileRef | None:
         places: dict[int, list[FileRef]] = {}

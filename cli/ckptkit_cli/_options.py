@@ -24,7 +24,9 @@ from ckptkit.options import (
     Layout,
     NameChoice,
     OutputDType,
+    Proof,
     Resources,
+    Sharing,
     TokenizerOrigin,
     choose_dtype,
 )
@@ -370,6 +372,22 @@ CONVERSION = (
     WORKERS,
     Option(
         "--bandwidth", LIMITS, "Most bytes to read, and most bytes to write, per second.", "SIZE"
+    ),
+    Option(
+        "--share",
+        LIMITS,
+        "Whether the file system makes blocks of SRC those of OUT, as XFS and btrfs can: 'auto'"
+        " where it can, 'always' or else refuse, 'never'.",
+        choices=get_args(Sharing),
+        default="auto",
+    ),
+    Option(
+        "--proof",
+        LIMITS,
+        "What proves bytes that are shared so: they are 'read' and compared, or 'stored' checksums"
+        " of a save of ckptkit are taken as they are.",
+        choices=get_args(Proof),
+        default="read",
     ),
     Option(
         "--engine",

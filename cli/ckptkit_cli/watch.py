@@ -85,6 +85,13 @@ _OPTIONS = (
         "EVERY",
         count=20,
     ),
+    Option(
+        "--to-dir",
+        WRITTEN,
+        "Make the model folder of each step in DIR, under the name of the step; with --push, or"
+        " alone. A folder stays when its step is removed from RUN.",
+        "DIR",
+    ),
     options.PRIVATE,
     options.REVISION,
     Option("--tag-prefix", HUB, "Beginning of tags, before the step.", "TEXT", default="step-"),
@@ -189,14 +196,16 @@ _OPTIONS = (
 
 @command(*_OPTIONS, parses=False, order=14)
 def watch(output: Output, json_lines: bool, **typed: Any) -> None:
-    """Publish each step of a run, on the Hub or for engines.
+    """Publish each step of a run, on the Hub or as a folder.
 
         ckptkit watch runs/llama --push org/llama
         ckptkit watch runs/llama --push org/llama --best eval_loss --once
+        ckptkit watch runs/llama --to-dir models/llama
         ckptkit watch runs/rl --into /shared/weights --delta 20
 
     Each step is published once it is committed. With --push it becomes a verified model folder or
-    adapter, and one commit with one tag; with --into, a version that engines pull. A kill neither
+    adapter, and one commit with one tag; with --to-dir, a folder that stays in a directory, where
+    XFS and btrfs need no more room for it; with --into, a version that engines pull. A kill neither
     loses nor repeats a step. With --keep-last and the like, steps of RUN that no rule keeps are
     removed afterwards.
     """
@@ -230,7 +239,8 @@ def _make_request(values: Mapping[str, Any]) -> WatchRequest:
             where="--include",
             hint="pass --whole-step last-checkpoint as well",
         )
-    versions = _place_of_versions(values)
+    versions, to_dir = _place_of_versions(values), _folder_of_steps(values)
+    place = versions if to_dir is None else to_dir
     # Training, which starts a watch too, checks metrics and names itself, and may end before its
     # first step.
     of_training = _is_of_training(values)
@@ -238,7 +248,7 @@ def _make_request(values: Mapping[str, Any]) -> WatchRequest:
     retries = replace(WATCH_RETRIES, attempts=_ONCE_TRIES) if values["once"] else WATCH_RETRIES
     return WatchRequest(
         run=run,
-        repo_id=values["push"] if versions is None else os.fspath(versions),
+        repo_id=values["push"] if place is None or values["push"] else os.fspath(place),
         state=state,
         choice=PushChoice(
             **{name: values[name] for name in ("every", "best", "best_mode", "last_only")}
@@ -249,6 +259,7 @@ def _make_request(values: Mapping[str, Any]) -> WatchRequest:
         include=include,
         tag_prefix=values["tag_prefix"],
         versions=versions,
+        to_dir=to_dir,
         whole_every=values["delta"] or 1,
         retention=Retention(**{name: values[name] for name in RETENTION_OPTIONS}),
         poll_seconds=values["interval"] or default_poll_seconds(run),
@@ -265,23 +276,28 @@ def _is_of_training(values: Mapping[str, Any]) -> bool:
     return bool(values["wait_for_lock"] and values["until_eof"])
 
 
-_OF_THE_HUB = ("private", "revision", "whole_step", "adapter", "adapter_config")
+_OF_COMMITS = ("private", "revision", "whole_step")
+_OF_THE_HUB = (*_OF_COMMITS, "adapter", "adapter_config")
 
 
 def _place_of_versions(values: Mapping[str, Any]) -> Place | None:
     """Returns where versions are published; None if steps are pushed to the Hub."""
-    if (values["push"] is None) == (values["into"] is None):
+    given = [name for name in ("push", "to_dir", "into") if values[name] is not None]
+    if not given or ("into" in given and len(given) > 1):
         raise UsageError(
-            "exactly one of --push and --into is needed",
+            "one of --push, --to-dir and --into is needed"
+            if not given
+            else f"--into cannot be combined with --{given[0].replace('_', '-')}",
             where="watch",
-            hint="pass --push REPO_ID for the Hub, or --into DIR for a folder that engines pull",
+            hint="pass --push REPO_ID for the Hub, --to-dir DIR for a folder of each step, or"
+            " --into DIR for versions that engines pull",
         )
     if values["into"] is None:
         if values["delta"] is not None:
             raise UsageError(
-                "needs --into, since a commit on the Hub is a whole model",
+                "needs --into, since all others get whole models",
                 where="--delta",
-                hint="pass --into DIR instead of --push, or leave it out",
+                hint="pass --into DIR alone, or leave it out",
             )
         return None
     is_merged = values["make"] == "merged"
@@ -298,6 +314,22 @@ def _place_of_versions(values: Mapping[str, Any]) -> Place | None:
         )
     folder = place_of(values["into"], values["dst_option"])
     return folder if is_url(folder) else folder.beside(str(local_path(folder).absolute()))
+
+
+def _folder_of_steps(values: Mapping[str, Any]) -> Path | None:
+    """Returns the directory in which each step gets its folder; None without one."""
+    if values["to_dir"] is None:
+        return None
+    if is_url(values["to_dir"]):
+        raise UsageError(
+            "is a URL, where a directory was expected",
+            where=f"--to-dir {values['to_dir']}",
+            hint="pass --into URL instead, which publishes models in a store",
+        )
+    other = next((name for name in _OF_COMMITS if values[name] is not None), None)
+    if other is not None and values["push"] is None:
+        raise UsageError("needs --push", where=f"--{other.replace('_', '-')}", hint="leave it out")
+    return local_path(values["to_dir"]).absolute()
 
 
 _OF_REQUEST = (
@@ -537,6 +569,13 @@ def _pushed(facts: Mapping[str, Any]) -> str:
     return f"pushed as {facts['tag']}, {size} in {facts['seconds']:.1f} s: {facts['url']}"
 
 
+def _written(facts: Mapping[str, Any]) -> str:
+    if facts["resumed"]:
+        return f"its folder is there: {facts['path']}"
+    size = size_text(facts["written_bytes"])
+    return f"written, {size} in {facts['seconds']:.1f} s: {facts['path']}"
+
+
 def _stopped(facts: Mapping[str, Any]) -> str:
     if "error" in facts:
         return "stopped by an error"  # the command reports it, as any other does
@@ -561,6 +600,7 @@ _TEXTS: dict[EventName, Callable[[Mapping[str, Any]], str]] = {
     "waiting": lambda facts: f"waiting: {_error(facts) if 'error' in facts else facts['message']}",
     "seen": lambda _: "waits to be pushed",
     "building": lambda _: "building",
+    "written": _written,
     "pushing": lambda facts: f"pushing to {facts['repo_id']}",
     "progress": lambda facts: str(facts["message"]),
     "pushed": _pushed,

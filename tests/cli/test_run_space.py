@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import time
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ import pytest
 
 import ckptkit
 from ckptkit.core.manifest import MANIFEST_NAME
+from ckptkit.storage.local.disk import Disk
 from tests.command_line import Result, run_command
 from tests.made_up_runs import save_step, save_stock_step
 from tests.object_store import ObjectStore
+from tests.reflink import reflink_mount
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 
@@ -75,6 +78,46 @@ def test_du_counts_each_file_once_by_run_step_and_kind(run: Path, tmp_path: Path
     assert "in no step" in page
     removed = document(run_command("prune", run, "--keep-last", "3", "--json"))
     assert removed["freed_bytes"] == first["freed_bytes"]
+
+
+@pytest.mark.parametrize("kind", ["xfs", "btrfs"])
+def test_du_counts_shared_blocks_once(kind: str, tmp_path: Path) -> None:
+    size, half = 4 << 20, 2 << 20
+    with reflink_mount(kind, tmp_path) as place:
+        step, model = place / "run" / "checkpoint-100", place / "models" / "checkpoint-100"
+        for folder in (step, model):
+            folder.mkdir(parents=True)
+        (step / "model.safetensors").write_bytes(os.urandom(size))
+        (step / "optimizer.pt").write_bytes(os.urandom(size))
+        before = document(run_command("du", place, "--json"))
+        assert before["bytes"] == before["taken_bytes"] == 2 * size
+        assert "share blocks" not in run_command("du", place).stdout
+        shutil.copytree(step, place / "copied" / "checkpoint-100")
+        disk = Disk()
+        with ExitStack() as stack:
+            names = (step / "model.safetensors", model / "model.safetensors")
+            source, target = (
+                stack.enter_context(closing(disk.open(n, os.O_RDWR | os.O_CREAT))) for n in names
+            )
+            target.share_blocks(source, 0, half, 0)
+            target.write_at(half, memoryview(os.urandom(half)))
+            target.sync()
+        found = document(run_command("du", place, "--json"))
+        assert (found["bytes"], found["taken_bytes"]) == (5 * size, 5 * size - half)
+        runs = {Path(run["run"]).name: run for run in found["runs"]}
+        assert runs["run"]["taken_bytes"] == runs["run"]["bytes"] == 2 * size
+        freed = {name: run["steps"][0]["freed_bytes"] for name, run in runs.items()}
+        # btrfs keeps all of what was written at once as long as a part is used.
+        held = half if kind == "xfs" else size
+        assert freed == {"run": 2 * size - held, "models": half, "copied": 2 * size}
+        page = run_command("du", place).stdout
+        assert page.count("share blocks") == 1
+        assert page.splitlines()[-1].endswith("18.9 MB on the disk, since files share blocks")
+        (model / "model.safetensors").replace(step / "model-again.safetensors")
+        page = run_command("du", place / "run").stdout
+        assert page.splitlines()[0].endswith(
+            "12.6 MB, 1 step; 10.5 MB on the disk, since files share blocks"
+        )
 
 
 def test_du_of_several_runs_and_of_a_url(

@@ -32,7 +32,7 @@ def _watch(run: Path, *words: str) -> int:
     "options", [[], ["--dtype", "bfloat16", "--match-peft", "--max-shard-size", "4KB"]]
 )
 def test_a_step_that_holds_its_base_is_merged_as_by_adapter_merge(
-    run: Path, tmp_path: Path, options: list[str]
+    run: Path, tmp_path: Path, options: list[str], capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert _watch(run, "--as", "merged", *options) == 0
     out, version = tmp_path / "merged", tmp_path / "versions/weight_v000001"
@@ -43,6 +43,13 @@ def test_a_step_that_holds_its_base_is_merged_as_by_adapter_merge(
     truth = load_file(FIXTURES / "peft_trl_fsdp2_ckptkit/merged_truth.safetensors")
     assert {name for file in weights for name in load_file(version / file)} == truth.keys()
     assert (len(weights) > 1) is bool(options)
+    # In a directory it is the same, and is known again without the journal.
+    for state in ("one", "two"):
+        words = ["--as", "merged", "--once", "--state", str(tmp_path / state), *options]
+        assert main(["watch", str(run), "--to-dir", str(tmp_path / "models"), *words]) == 0
+    assert "was pushed before, as checkpoint-1" in capfd.readouterr().out
+    for name in (*weights, "config.json"):
+        assert (tmp_path / "models/checkpoint-1" / name).read_bytes() == (out / name).read_bytes()
 
 
 @pytest.mark.parametrize(

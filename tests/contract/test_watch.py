@@ -341,6 +341,51 @@ def test_a_whole_step_is_pushed_without_the_paths_of_this_machine_and_proves_its
     assert ckptkit.verify(tmp_path / "back/last-checkpoint").ok
 
 
+def test_folders_are_made_beside_the_pushes(
+    hub: HubServer, run: Path, watch: Watch, tmp_path: Path
+) -> None:
+    folders = tmp_path / "models"
+    found = watch(lambda: add(run, 1), lambda: add(run, 2), to_dir=folders)
+    assert found.of("written") == found.of("pushed") == [1, 2]
+    assert titles(hub) == ["Step 1", "Step 2"]
+    for step in (1, 2):
+        assert ckptkit.verify(folders / f"checkpoint-{step}").ok
+    pull(REPO, tmp_path / "back", token=TOKEN, endpoint=hub.url)
+    assert ckptkit.diff(tmp_path / "back", folders / "checkpoint-2").same
+    assert not watch(to_dir=folders).of("written")
+
+
+def test_folders_do_not_wait_for_a_hub_that_is_away(
+    hub: HubServer, run: Path, watch: Watch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retrying, "HUB_RETRIES", RetryPolicy(attempts=1))
+    folders, seen = tmp_path / "models", []
+
+    def fail() -> None:
+        hub.fail("POST /api/validate-yaml", [503])
+        add(run, 1)
+        add(run, 2)
+
+    def look() -> None:
+        seen.extend(sorted(path.name for path in folders.iterdir()))
+
+    found = watch(fail, look, to_dir=folders)
+    assert seen == ["checkpoint-1", "checkpoint-2"]
+    names = [event.name for event in found.events if event.name in {"written", "retrying"}]
+    assert names == ["written", "written", "retrying"]
+    assert found.of("pushed") == [1, 2]
+
+
+def test_a_step_whose_folder_cannot_be_made_fails(run: Path, watch: Watch, tmp_path: Path) -> None:
+    shard = next(add(run, 1).glob("pytorch_model_fsdp_0/*.distcp"))
+    flip_bit(shard, shard.stat().st_size // 2, 0xFF)
+    add(run, 2)
+    found = watch(to_dir=tmp_path / "models")
+    assert found.of("failed") == [1]
+    assert found.of("written") == found.of("pushed") == [2]
+    assert [path.name for path in (tmp_path / "models").iterdir()] == ["checkpoint-2"]
+
+
 @pytest.mark.slow
 def test_a_run_on_a_store_is_watched_like_a_local_one(
     hub: HubServer, object_store: ObjectStore, run: Path, watch: Watch, tmp_path: Path

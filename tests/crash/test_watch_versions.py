@@ -229,7 +229,7 @@ def test_a_folder_in_the_run_is_refused(run: Path, tmp_path: Path, below: str) -
     """Versions there would be checkpoints of the run, or change a step."""
     before = sorted(tmp_path.rglob("*"))
     events = watch(run, run / below, "--delta", "2", status=4)
-    assert "where versions would be taken for checkpoints" in events[-1]["error"]["message"]
+    assert "where models would be taken for checkpoints" in events[-1]["error"]["message"]
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -251,8 +251,13 @@ def test_folders_that_are_not_its_own_are_refused(run: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        (["--delta", "3"], "exactly one of --push and --into is needed"),
-        (["--push", "org/name", "--into", "x"], "exactly one of --push and --into is needed"),
+        (["--delta", "3"], "one of --push, --to-dir and --into is needed"),
+        (["--push", "org/name", "--into", "x"], "--into cannot be combined with --push"),
+        (["--to-dir", "x", "--into", "y"], "--into cannot be combined with --to-dir"),
+        (["--to-dir", "x", "--private"], "--private: needs --push"),
+        (["--to-dir", "x", "--whole-step", "last-checkpoint"], "--whole-step: needs --push"),
+        (["--to-dir", "s3://bucket/x"], "is a URL, where a directory was expected"),
+        (["--to-dir", "x", "--delta", "3"], "needs --into"),
         (["--push", "org/name", "--delta", "3"], "needs --into"),
         (["--into", "x", "--delta", "0"], "--delta"),
         (["--into", "x", "--revision", "main"], "cannot be combined with --into"),

@@ -14,7 +14,7 @@ from typing import Any, get_args
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from ckptkit.adapters.extract import run_extraction
+from ckptkit.adapters.extract import ExtractionJob
 from ckptkit.adapters.merge import AdapterChoice, MergeJob
 from ckptkit.adapters.sources import AdapterRequest
 from ckptkit.consumers.table import CONFIG
@@ -119,6 +119,9 @@ _DEPTH = 8
 _READ_BYTES = 8 << 20
 
 
+Job = ConversionJob | MergeJob | ExtractionJob
+
+
 class BuildSettings(Struct, frozen=True):
     """How the folder that is pushed is built from a step."""
 
@@ -137,6 +140,24 @@ class BuildSettings(Struct, frozen=True):
     def whole_folder(self, step: int) -> str:
         """Returns the name of the subfolder for the step itself; empty for none."""
         return self.state_folder.replace("{step}", str(step))
+
+    def make_any_job(self, src: PathLike, out: PathLike, *, overwrite: bool = False) -> Job:
+        """Returns what writes the model of a step, or its adapter where it has one to take."""
+        kind = self.kind
+        if kind == "auto":  # problems of an adapter are reported when it is extracted
+            with ExitStack() as stack:
+                checkpoint = stack.enter_context(open_checkpoint(src))
+                adapter = describe_adapters(checkpoint, SideFolders(stack, checkpoint, None))
+            kind = "model" if adapter is None else "adapter"
+        if kind != "adapter":
+            return self.make_job(src, out, overwrite=overwrite)
+        return ExtractionJob(
+            src=src,
+            destination=out,
+            request=replace(self.adapter, base=self.base),
+            overwrite=overwrite,
+            resources=self.resources,
+        )
 
     def make_job(
         self, src: PathLike, out: PathLike, *, overwrite: bool = False
@@ -165,12 +186,15 @@ class BuildSettings(Struct, frozen=True):
 
 
 def write_model(
-    job: ConversionJob | MergeJob,
+    job: Job,
     settings: BuildSettings,
     listener: Listener,
     facts: Mapping[str, Any] = MappingProxyType({}),
 ) -> Manifest:
-    """Writes the model of a step, whole or not at all; `facts` go into the manifest's `source`."""
+    """Writes what a job makes of a step, whole or not at all.
+
+    `facts` go into the `source` of its manifest.
+    """
     job.check_places()
     target = open_target(job.destination, overwrite=job.overwrite)
     with SingleProcess(target, listener) as strategy, job.plan_output() as planned:
@@ -198,17 +222,7 @@ def build_folder(
         listener(event)
 
     shutil.rmtree(out, ignore_errors=True)
-    resources, kind = settings.resources, settings.kind
-    if kind == "auto":  # problems of an adapter are reported when it is extracted
-        with ExitStack() as stack:
-            checkpoint = stack.enter_context(open_checkpoint(src))
-            adapter = describe_adapters(checkpoint, SideFolders(stack, checkpoint, None))
-        kind = "model" if adapter is None else "adapter"
-    if kind == "adapter":
-        request = replace(settings.adapter, base=settings.base)
-        run_extraction(src, out, request, resources=resources, listener=listen)
-    else:
-        write_model(settings.make_job(src, out), settings, listen)
+    write_model(settings.make_any_job(src, out), settings, listen)
     _check(run_verification(out, listener=listener), VerificationError)
     if settings.state_folder:
         _check(run_verification(src, listener=listener), InputError)

@@ -11,9 +11,9 @@ local_checkpoint.py of SGLang (`pull`).
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from typing import Any
 
 from msgspec import Struct
 
@@ -32,7 +32,13 @@ from ckptkit.deltas.create import DeltaRequest, PublishedBase, create_delta
 from ckptkit.deltas.form import DELTA, name_version, version_of_folder
 from ckptkit.engine.outcome import Listener
 from ckptkit.hub.watch.build import BuildSettings, write_model
-from ckptkit.hub.watch.watched_steps import OF_NO_STEP, StepCommit, WatchedRun
+from ckptkit.hub.watch.watched_steps import (
+    OF_NO_STEP,
+    PUBLISHED,
+    StepCommit,
+    WatchedRun,
+    describe_published,
+)
 from ckptkit.runs.push_journal import StepPush
 from ckptkit.runs.steps import RunStep
 from ckptkit.storage.local.disk import LOCAL_DISK
@@ -40,9 +46,6 @@ from ckptkit.storage.local.workdir import sweep_work_folders
 from ckptkit.storage.locations import WORK_INFIX, is_work_folder
 from ckptkit.storage.manifests import read_manifest
 from ckptkit.storage.places import PathLike, is_url, local_path, open_source, place_of
-
-_PUBLISHED = "published"
-"""In the source of a version's manifest: the run and the step that it was made from."""
 
 
 class PublishedVersion(Struct, frozen=True):
@@ -101,11 +104,11 @@ class PublishedVersions:
         versions = self._list()
         number = versions[-1].version + 1 if versions else 1
         self._versions = None  # unknown until this has succeeded
-        manifest, warnings = self._write(step, number, versions)
+        manifest, notes = self._write(step, number, versions)
         self._versions = [*versions, _describe(number, manifest)]
         self._hold(step)
         size, where = manifest.size_bytes, self._location(number)
-        return StepCommit(name_version(number), where, size, warnings=warnings)
+        return StepCommit(name_version(number), where, size, notes=notes)
 
     def close(self) -> None:
         """Releases the newest version's step."""
@@ -119,11 +122,9 @@ class PublishedVersions:
     ) -> tuple[Manifest, tuple[str, ...]]:
         overwrite = self._is_unfinished(number)
         job = self._job(step, number, overwrite=overwrite)
-        facts: dict[str, Any] = {
-            _PUBLISHED: {"run": self._identity, "step": step.step, "digest": step.digest},
-        }
+        facts = describe_published(self._identity, step)
         base = self._find_base(versions)
-        warnings: tuple[str, ...] = ()
+        notes: tuple[str, ...] = ()
         if base is not None:
             request = DeltaRequest(version=number)
             try:
@@ -140,9 +141,9 @@ class PublishedVersions:
             except (InputError, RefusedError) as error:
                 # Of the step before, too: it may be damaged, or gone by now.
                 text = f"published as a whole model, since no delta is possible: {error}"
-                warnings = (text,)
+                notes = (text,)
         facts[DELTA] = {"version": number}
-        return write_model(job, self._build, self._listener, facts), warnings
+        return write_model(job, self._build, self._listener, facts), notes
 
     def _is_unfinished(self, number: int) -> bool:
         """Returns whether a watch was killed while a store made the files of a version visible."""
@@ -207,7 +208,7 @@ class PublishedVersions:
         if not is_url(self._place):
             if not local_path(self._place).is_dir():
                 return []
-            _sweep(local_path(self._place))
+            sweep(local_path(self._place), version_of_folder)
         versions = []
         with open_source(self._place) as source:
             folders = {path.split("/")[0] for path in source.walk(1) if "/" in path}
@@ -224,7 +225,7 @@ class PublishedVersions:
                         where=f"{self._place.location}/{folder}",
                         hint="publish into a folder that no other program writes to",
                     ) from error
-                if manifest.source[_PUBLISHED].get("run") != self._identity:
+                if manifest.source[PUBLISHED].get("run") != self._identity:
                     raise OutputError(
                         "was published from another run",
                         where=f"{self._place.location}/{folder}",
@@ -237,16 +238,16 @@ class PublishedVersions:
         return f"{self._place.location.rstrip('/')}/{name_version(number)}"
 
 
-def _sweep(folder: Path) -> None:
-    """Removes work folders of versions that a killed watch has committed."""
+def sweep(folder: Path, number_of: Callable[[str], int | None]) -> None:
+    """Removes what a killed watch has left of folders whose names have a number."""
     for path in list(folder.iterdir()):
         name = path.name[1:].partition(WORK_INFIX)[0]
-        if is_work_folder(path.name) and version_of_folder(name) is not None:
+        if is_work_folder(path.name) and number_of(name) is not None:
             sweep_work_folders(folder, folder / name, LOCAL_DISK)
 
 
 def _describe(number: int, manifest: Manifest) -> PublishedVersion:
-    published = manifest.source[_PUBLISHED]
+    published = manifest.source[PUBLISHED]
     return PublishedVersion(
         number,
         manifest.kind == DELTA,

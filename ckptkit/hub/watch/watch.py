@@ -38,6 +38,7 @@ from ckptkit.engine.outcome import Listener
 from ckptkit.hub.client import Hub, check_tag, quiet_client
 from ckptkit.hub.secrets import redact_secrets
 from ckptkit.hub.watch.build import BuildSettings, PushChoice, build_folder, choose_steps
+from ckptkit.hub.watch.folders import StepFolders
 from ckptkit.hub.watch.versions import PublishedVersions
 from ckptkit.hub.watch.watched_steps import (
     OF_NO_STEP,
@@ -81,6 +82,7 @@ EventName = Literal[
     "waiting",  # another watch has the lock, or a step is still written to
     "seen",  # a committed step is to be pushed
     "building",  # its model or adapter is being built
+    "written",  # its folder beside the pushes is there
     "pushing",  # what was built is verified and is being uploaded
     "progress",  # in JSON lines: how far a build or an upload is, now and then
     "pushed",  # commit and tag are on the Hub
@@ -127,7 +129,8 @@ class WatchRequest:
     """A run to watch, where its steps go, and how."""
 
     run: PathLike
-    repo_id: str  # with `versions`, the location of their folder
+    # With `versions`, the location of their folder; that of `to_dir` where nothing else is made
+    repo_id: str
     state: Path | None = None  # the folder of journal and lock; by default inside a local run
     choice: PushChoice = dataclasses.field(default_factory=PushChoice)
     build: BuildSettings = dataclasses.field(default_factory=BuildSettings)
@@ -136,6 +139,7 @@ class WatchRequest:
     include: Sequence[str] = ()  # patterns of further files of a step that are pushed with it
     tag_prefix: str = TAG_PREFIX
     versions: PathLike | None = None  # where versions are published, instead of a repository
+    to_dir: Path | None = None  # where the folder of each step is made, too
     whole_every: int = 1  # one of so many versions is a whole model, the others are deltas
     retention: Retention = dataclasses.field(
         default_factory=Retention
@@ -163,17 +167,19 @@ def run_watch(
     """
     check_tag(f"{request.tag_prefix}1")
     inside = {PlaceRelation.SAME, PlaceRelation.INSIDE}
-    if request.versions is not None and find_overlap(request.versions, request.run) in inside:
-        raise RefusedError(
-            f"is inside {os.fspath(request.run)}, where versions would be taken for checkpoints",
-            where=f"--into {os.fspath(request.versions)}",
-            hint="choose a place beside the run",
-        )
+    for option, place in (("--into", request.versions), ("--to-dir", request.to_dir)):
+        if place is not None and find_overlap(place, request.run) in inside:
+            raise RefusedError(
+                f"is inside {os.fspath(request.run)}, where models would be taken for checkpoints",
+                where=f"{option} {os.fspath(place)}",
+                hint="choose a place beside the run",
+            )
+    only_folders = request.to_dir is not None and os.fspath(request.to_dir) == request.repo_id
     state = _state_folder(request)
     with ExitStack() as stack:
         stack.enter_context(_take_lock(request, state, pauses, listener))
         hub, repo_id = None, request.repo_id
-        if request.versions is None:
+        if request.versions is None and not only_folders:
             stack.enter_context(quiet_client())
             hub = _open_hub(request, state, pauses, listener)
             repo_id = hub.repo_id
@@ -190,8 +196,14 @@ def run_watch(
         if note:
             listener(WatchEvent("warning", None, {"message": note}))
         run = WatchedRun(request.run, state)
-        destination: PushedSteps | PublishedVersions
-        if request.versions is not None:
+        folders = None
+        if request.to_dir is not None:
+            folders = StepFolders(request.to_dir, run, identity, request.build, progress)
+            folders.sweep()
+        destination: PushedSteps | PublishedVersions | StepFolders
+        if folders is not None and only_folders:
+            destination, folders = folders, None
+        elif request.versions is not None:
             destination = PublishedVersions(
                 request.versions, request.whole_every, run, identity, request.build, progress
             )
@@ -206,7 +218,7 @@ def run_watch(
                 build=request.build,
                 listener=progress,
             )
-        watch = _Watch(request, run, journal, destination, listener, progress)
+        watch = _Watch(request, run, journal, destination, folders, listener, progress)
         stack.callback(watch.close)
         watch.run(pauses)
     return watch.failures
@@ -215,7 +227,8 @@ def run_watch(
 class _Watch:
     # A step is, one after another,
     #
-    #   waiting   in the run, chosen by the rules, not published; a mark keeps it from pruning
+    #   waiting   in the run, chosen by the rules, not published; a mark keeps it from pruning;
+    #             its folder is made, where there is to be one beside the push
     #   building  its model or adapter is written beside the journal, and verified
     #   pushing   in the journal, before the first request that may change the Hub
     #   pushed    the commit has its tag, and then the journal says so
@@ -230,7 +243,8 @@ class _Watch:
         request: WatchRequest,
         run: WatchedRun,
         journal: PushJournal,
-        destination: PushedSteps | PublishedVersions,
+        destination: PushedSteps | PublishedVersions | StepFolders,
+        folders: StepFolders | None,
         listener: WatchListener,
         progress: Listener,
     ) -> None:
@@ -239,11 +253,13 @@ class _Watch:
         self._run = run
         self._journal = journal
         self._destination = destination
+        self._folders = folders  # beside what is pushed
         self._listener = listener
         self._progress = progress
         self._work = journal.path.with_suffix(".work")
         self._failed: dict[int, str] = {}  # digests of steps that cannot be pushed
         self._announced: dict[int, str] = {}
+        self._written: set[str] = set()  # digests of steps that have their folder beside the push
         self._marks: dict[str, AbstractContextManager[object]] = {}
         self._built_digest = ""  # the digest of the step whose folder is built
         self._passed_over: set[str] = set()  # digests of steps that a warning has named
@@ -300,7 +316,12 @@ class _Watch:
         self._check_metrics(steps, ending=ending)
         self._warn_of_passed_over(steps, waiting)
         if waiting and (ending or not self._request.at_end):
-            self._publish(waiting[0])
+            # Folders first: they do not wait for a Hub that is away.
+            lacking = [one for one in waiting if one.digest not in self._written]
+            if self._folders is not None and lacking:
+                self._write_folder(self._folders, lacking[0])
+            else:
+                self._publish(waiting[0])
             return False
         if self._has_pushed and not self._request.retention.keeps_all:
             self._has_pushed = False
@@ -382,13 +403,28 @@ class _Watch:
                 self._journal.note(push)
                 self._emit("pushing", step.step, repo_id=push.repo_id)
                 commit = self._destination.publish(step, push, folder)
-                for warning in commit.warnings:
-                    self._emit("warning", step.step, message=warning)
+                for note in commit.notes:
+                    self._emit(event_of_note(note), step.step, message=note)
             self._complete(push, commit, began)
         except OF_NO_STEP:
             raise
         except _OF_A_STEP as error:
             self._give_up(step, error)
+
+    def _write_folder(self, folders: StepFolders, step: RunStep) -> None:
+        began = time.monotonic()
+        self._emit("building", step.step)
+        try:
+            made = folders.make(step)
+        except OF_NO_STEP:
+            raise
+        except _OF_A_STEP as error:
+            self._give_up(step, error)
+            return
+        self._written.add(step.digest)
+        seconds = round(time.monotonic() - began, 3)
+        facts = {"path": made.url, "written_bytes": made.uploaded_bytes, "seconds": seconds}
+        self._emit("written", step.step, **facts, resumed=not made.is_new)
 
     def _build(self, step: RunStep) -> Path:
         """Returns the folder to push; after a failed push it is still built."""

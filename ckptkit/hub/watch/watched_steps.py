@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -46,6 +47,8 @@ from ckptkit.storage.places import PathLike, Place, is_url, open_source
 OF_NO_STEP = (AccessError, NoSpaceError, OutputError, StorageError)
 """Errors of the place that steps go to, or of the storage; they say nothing about a step."""
 TAG_PREFIX = "step-"
+PUBLISHED = "published"
+"""In the source of the manifest of what is not pushed: the run and the step it was made from."""
 _QUIET_SECONDS = 60.0  # after which a step without manifest counts as finished
 _DIGEST_LENGTH = 16  # hexadecimal digits
 _LISTED = 5
@@ -153,7 +156,12 @@ class StepCommit(Struct, frozen=True):
     url: str  # of its page, or its place
     uploaded_bytes: int = 0  # by this watch
     is_new: bool = True  # this watch has made it
-    warnings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def describe_published(identity: str, step: RunStep) -> dict[str, Any]:
+    """Returns what a manifest says of the run with that identity, and of its step."""
+    return {PUBLISHED: {"run": identity, "step": step.step, "digest": step.digest}}
 
 
 class PushedSteps:
@@ -217,15 +225,13 @@ class PushedSteps:
         self._commits = {**commits, title: pushed.commit}
         left = [skip.path.removeprefix(f"{whole}/") for skip in pushed.skipped]
         left = [path for path in left if PurePosixPath(path).name != NEVER]
-        warnings = []
+        notes = []
         if left:
             names = redact_secrets(", ".join(left[:_LISTED]))
             more = f" and {len(left) - _LISTED:,} more" if len(left) > _LISTED else ""
             text = f"not pushed with the step: {names}{more}"
-            warnings.append(f"{text}; --include GLOB adds files without secrets")
-        return StepCommit(
-            pushed.commit, pushed.url, pushed.bytes_uploaded, warnings=tuple(warnings)
-        )
+            notes.append(f"{text}; --include GLOB adds files without secrets")
+        return StepCommit(pushed.commit, pushed.url, pushed.bytes_uploaded, notes=tuple(notes))
 
     def tag(self, push: StepPush, commit: StepCommit) -> str:
         """Makes the step's tag point to its commit, and returns its name."""

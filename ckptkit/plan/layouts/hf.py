@@ -63,7 +63,7 @@ SINGLE_NAME = f"{STEM}.safetensors"
 INDEX_NAME = f"{SINGLE_NAME}.index.json"
 DATA_ALIGNMENT = 4096
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
-_METADATA_KEY = "__metadata__"  # what a header calls its own facts; no tensor may be named so
+METADATA_KEY = "__metadata__"  # what a header calls its own facts; no tensor may be named so
 _METADATA = {"format": "pt"}
 
 
@@ -115,14 +115,14 @@ def _weights_file(
     path: str, products: Sequence[Product], metadata: Mapping[str, str]
 ) -> OutputFile:
     ordered = sorted(products, key=_order)
-    document: dict[str, object] = {_METADATA_KEY: {**_METADATA, **metadata}}
+    document: dict[str, object] = {METADATA_KEY: {**_METADATA, **metadata}}
     at = 0
     for product in ordered:
         spec = product.spec
         refusal = ""
         if spec.dtype.safetensors is None:
             refusal = f"dtype {spec.dtype.name} has no name in safetensors"
-        elif spec.name == _METADATA_KEY:
+        elif spec.name == METADATA_KEY:
             refusal = "safetensors keeps this name for the metadata of a file"
         if refusal:
             raise CannotPlanError(

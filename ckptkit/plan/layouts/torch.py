@@ -71,6 +71,8 @@ _VERSION, _VERSION64 = 20, 45
 _DOS_DATE = 0x0021  # 1 January 1980, so that equal content gives equal bytes
 
 Row = tuple[int, Body, TensorSpec | None]
+Residue = tuple[int, int]
+"""An offset in bytes, and the number that it is congruent modulo; at most 32 KiB."""
 
 
 class _Entry(Struct, frozen=True):
@@ -103,16 +105,19 @@ class ZipParts:
         *,
         crc: int | None = None,
         spec: TensorSpec | None = None,
+        place: Residue = (0, ALIGNMENT),
     ) -> None:
         """Adds a record: its header, its bytes, and the descriptor that follows them.
 
         `size`: length of its bytes. `crc`: their CRC-32, None where it is known once they are
-        written. `spec`: the tensor that they are, if they are one.
+        written. `spec`: the tensor that they are, if they are one. `place`: where in the archive
+        the bytes may start.
         """
         start = self.size_bytes
         full = f"{self._prefix}/{name}".encode()
         fixed = start + 30 + len(full)
-        padding = -(fixed + 4) % ALIGNMENT
+        at, modulus = place
+        padding = (at - fixed - 4) % modulus
         extra = b"FB" + struct.pack("<H", padding) + b"Z" * padding
         header = _LOCAL + struct.pack(
             "<5H3I2H", _VERSION, _FLAGS, 0, 0, _DOS_DATE, 0, 0, 0, len(full), len(extra)
@@ -219,10 +224,15 @@ def push_value(value: Any) -> bytes:
     return push_scalar(value)
 
 
-def build_tensor_archive(product: Product, first_segment: int) -> ZipParts:
-    """Builds the archive of a single tensor, as a `.distcp` file holds it."""
+def build_tensor_archive(
+    product: Product, first_segment: int, place: Residue = (0, ALIGNMENT)
+) -> ZipParts:
+    """Builds the archive of a single tensor, as a `.distcp` file holds it.
+
+    `place`: where in the archive its data may start.
+    """
     parts = ZipParts("archive", first_segment)
-    return _build(parts, push_tensor(product.spec, "0"), [product])
+    return _build(parts, push_tensor(product.spec, "0"), [product], place=place)
 
 
 def _build(
@@ -230,12 +240,14 @@ def _build(
     content: bytes,
     products: Sequence[Product],
     storages: Mapping[str, bytes] | None = None,
+    *,
+    place: Residue = (0, ALIGNMENT),
 ) -> ZipParts:
     parts.add_bytes("data.pkl", make_pickle(content))
     parts.add_bytes("byteorder", b"little")
     for number, product in enumerate(products):
         spec = product.spec
-        parts.add(f"data/{number}", spec.size_bytes, product.body, spec=spec)
+        parts.add(f"data/{number}", spec.size_bytes, product.body, spec=spec, place=place)
     for storage, data in (storages or {}).items():
         parts.add_bytes(f"data/{storage}", data)
     parts.add_bytes("version", b"3\n")

@@ -10,6 +10,7 @@ import io
 import mmap
 import os
 import shutil
+import struct
 import sys
 import threading
 from collections import OrderedDict
@@ -28,6 +29,17 @@ PAGE_BYTES = max(BLOCK_BYTES, mmap.PAGESIZE)
 """The unit that the page cache writes back as one, so direct and buffered bytes never share it."""
 
 _MIN_RESERVED_BYTES = 1 << 20
+# Source: linux/fs.h, FICLONERANGE; where another architecture numbers it otherwise, it is refused.
+_CLONE_RANGE = 0x4020940D
+_CLONE = struct.Struct("qQQQ")  # source, its first byte, how many, and the first byte here
+# Source: linux/fiemap.h, FS_IOC_FIEMAP; where another architecture numbers it otherwise, too.
+_FIND_EXTENTS = 0xC020660B
+_EXTENTS = struct.Struct("QQIIII")  # first byte, how many; flags, found, room for; nothing
+_EXTENT = struct.Struct("QQQ16xI12x")  # first byte in the file and on the disk, how many; flags
+_EXTENTS_AT_ONCE = 1024
+_LAST, _SHARED = 0x1, 0x2000
+# Unknown, not written yet, compressed, encrypted, or in a block of other things.
+_WITHOUT_PLACE = 0x2 | 0x4 | 0x8 | 0x80 | 0x100 | 0x200 | 0x400
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 _OUT_OF_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
@@ -123,6 +135,40 @@ class OpenFile:
         if not is_refused(error):
             raise error
 
+    def share_blocks(self, source: OpenFile, start: int, size_bytes: int, at: int) -> None:
+        """Makes whole blocks of this file, from byte `at` on, those of another file.
+
+        Raises:
+            OSError: Of any number, where the file system does not do that, or not with this file.
+        """
+        import fcntl  # not there on Windows
+
+        given = _CLONE.pack(source._file.fileno(), start, size_bytes, at)
+        fcntl.ioctl(self._file.fileno(), _CLONE_RANGE, given)
+
+    def shared_blocks(self) -> Iterator[tuple[int, int]]:
+        """Yields where on its disk those blocks are that it shares with other files, as ranges.
+
+        Raises:
+            OSError: Of any number, where the file system does not tell.
+        """
+        import fcntl  # not there on Windows
+
+        start, size_bytes, flags = 0, self.status().st_size, 0
+        while start < size_bytes and not flags & _LAST:
+            data = bytearray(_EXTENTS.size + _EXTENTS_AT_ONCE * _EXTENT.size)
+            _EXTENTS.pack_into(data, 0, start, size_bytes - start, 0, 0, _EXTENTS_AT_ONCE, 0)
+            fcntl.ioctl(self._file.fileno(), _FIND_EXTENTS, data)
+            found = _EXTENTS.unpack_from(data)[3]
+            if not found:  # the rest is a hole
+                return
+            for number in range(found):
+                at = _EXTENTS.size + number * _EXTENT.size
+                logical, physical, length, flags = _EXTENT.unpack_from(data, at)
+                start = logical + length
+                if flags & _SHARED and not flags & _WITHOUT_PLACE:
+                    yield physical, physical + min(start, size_bytes) - logical
+
     def sync(self) -> None:
         os.fsync(self._file.fileno())
 
@@ -185,6 +231,7 @@ class Disk:
         locks: Locks that end with their process.
         preallocation: Reserving the blocks of a file before they are written.
         hard_links: Giving a file a second name.
+        sharing: Making blocks of one file those of another.
     """
 
     positional_io: bool = hasattr(os, "preadv") and hasattr(os, "pwrite")
@@ -194,10 +241,11 @@ class Disk:
     locks: bool = os.name == "posix"
     preallocation: bool = hasattr(os, "posix_fallocate")
     hard_links: bool = hasattr(os, "link")
+    sharing: bool = sys.platform == "linux"
 
     @classmethod
     def portable(cls) -> Disk:
-        return cls(*[False] * 7)
+        return cls(*[False] * 8)
 
     def open(self, path: Path, flags: int) -> OpenFile:
         return OpenFile(path, flags, self)
@@ -245,27 +293,37 @@ class Disk:
 
     def create_file(self, path: Path, size_bytes: int) -> None:
         """Makes a new file of that size, with its blocks reserved where that is possible."""
-        # Checked before reserving: a reservation that fails half-way has filled the disk meanwhile.
-        room = shutil.disk_usage(path.parent)
-        if room.total and size_bytes > room.free:  # some file systems do not count, and say 0
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        with self.new_file(path) as file:
+            self.reserve(file, size_bytes, size_bytes, path)
+
+    @contextmanager
+    def new_file(self, path: Path) -> Iterator[OpenFile]:
+        """Makes an empty file, and removes it again where the block fails."""
         file = OpenFile(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, self)
         try:
-            is_reserved = False
-            if size_bytes and self.preallocation:
-                try:
-                    file.preallocate(size_bytes)
-                    is_reserved = True
-                except OSError as error:
-                    if not is_refused(error):
-                        raise
-            if size_bytes and not is_reserved:
-                file.truncate(size_bytes)
+            yield file
         except BaseException:
             file.close()  # before it is removed: Windows does not remove open files
             path.unlink()
             raise
         file.close()
+
+    def reserve(self, file: OpenFile, size_bytes: int, new_bytes: int, path: Path) -> None:
+        """Gives a file its size, of which it lacks the blocks of `new_bytes`; reserves these."""
+        # Checked before reserving: a reservation that fails half-way has filled the disk meanwhile.
+        room = shutil.disk_usage(path.parent)
+        if room.total and new_bytes > room.free:  # some file systems do not count, and say 0
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        is_reserved = False
+        if size_bytes and self.preallocation:
+            try:
+                file.preallocate(size_bytes)
+                is_reserved = True
+            except OSError as error:
+                if not is_refused(error):
+                    raise
+        if size_bytes and not is_reserved:
+            file.truncate(size_bytes)
 
     def join_file(self, path: Path, size_bytes: int) -> None:
         """Makes a file of that size unless another process has made it already.

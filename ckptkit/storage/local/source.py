@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path, PurePath
 
 from ckptkit.core.errors import (
@@ -109,6 +109,13 @@ class LocalSource(Source):
             done = file.read_at(start, view)
         if done < len(view):
             raise truncated_error(self._where(path), start, start + len(view), start + done)
+
+    @contextmanager
+    def local_file(self, path: str) -> Iterator[OpenFile]:
+        with ExitStack() as stack:
+            with self._translate_errors(path):
+                file = stack.enter_context(self._pool.use(path))
+            yield file
 
     def close(self) -> None:
         self._pool.close()

@@ -10,6 +10,7 @@ import errno
 import os
 import shutil
 import threading
+from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -19,11 +20,12 @@ from ckptkit.core.arrays import address_of
 from ckptkit.core.crc import crc32
 from ckptkit.core.errors import ChecksumError, NoSpaceError, OutputError, OutputExistsError
 from ckptkit.core.manifest import MANIFEST_NAME
-from ckptkit.core.object_parts import ObjectPart
+from ckptkit.core.object_parts import ObjectPart, SharedRange
 from ckptkit.storage.base import (
     Row,
     SentRows,
     Sink,
+    Source,
     Target,
     encode_plan_note,
     parse_plan,
@@ -58,6 +60,7 @@ from ckptkit.storage.manifests import (
     refuse_newer,
     refuse_unnamed_in,
 )
+from ckptkit.storage.place_identity import find_filesystem_type
 
 OPEN_FILES = 64
 SYNC_THREADS = 4
@@ -79,6 +82,8 @@ class StagedFiles(Sink):
         self._disk = disk
         self._make = disk.create_file
         self._sizes: dict[str, int] = {}
+        # Of each file, what it shares with others, as starts and stops in their order.
+        self._shared: dict[str, tuple[Sequence[int], Sequence[int]]] = {}
         self._pool = DescriptorPool(self._open, OPEN_FILES, retire=StagedFile.retire)
 
     def create(self, path: str, size_bytes: int) -> None:
@@ -87,6 +92,51 @@ class StagedFiles(Sink):
             file.parent.mkdir(parents=True, exist_ok=True)
             self._make(file, size_bytes)
         self._sizes[path] = size_bytes
+
+    def why_no_sharing(self, source: Source, path: str) -> str:
+        probe = self._work.path / f".probe-{os.urandom(8).hex()}"
+        given = source.local_file(path) if self._disk.sharing else None
+        if given is None:
+            return "only files on a disk of this machine, which runs Linux, have blocks to share"
+        with translate_errors(self._named), given as file:
+            try:
+                with self._disk.new_file(probe) as made:
+                    made.share_blocks(file, 0, BLOCK_BYTES, 0)
+            except OSError as error:
+                if is_out_of_space(error):
+                    raise
+                if error.errno == errno.EXDEV:
+                    return "the source is on another file system, or mount, than the output"
+                kind = find_filesystem_type(self._work.path)
+                return f"the file system ({kind or 'unknown'}) does not share blocks between files"
+            probe.unlink()
+        return ""
+
+    def create_shared(
+        self, path: str, size_bytes: int, shared: Sequence[tuple[Source, SharedRange]]
+    ) -> None:
+        file, done = self.staged(path), list[SharedRange]()
+        with translate_errors(self._named, size_bytes):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with self._disk.new_file(file) as made:
+                made.truncate(size_bytes)
+                for source, part in shared:
+                    given = source.local_file(part.stored.path)
+                    assert given is not None  # noqa: S101  by `why_no_sharing`
+                    with given as stored:
+                        try:
+                            size, at = part.stored.size_bytes, part.start
+                            made.share_blocks(stored, part.stored.start, size, at)
+                        except OSError as error:
+                            if is_out_of_space(error):
+                                raise
+                            continue  # a compressed file, or one without checksums: it is written
+                    done.append(part)
+                new_bytes = size_bytes - sum(part.stored.size_bytes for part in done)
+                self._disk.reserve(made, size_bytes, new_bytes, file)
+        self._sizes[path] = size_bytes
+        self._shared[path] = [part.start for part in done], [part.stop for part in done]
+        self.shared_bytes += size_bytes - new_bytes
 
     def staged(self, path: str) -> Path:
         """Returns where a file of the output is until the commit."""
@@ -100,7 +150,19 @@ class StagedFiles(Sink):
         if not data.nbytes:
             return
         with translate_errors(self._named, data.nbytes), self._pool.use(path) as file:
-            file.write_at(start, data.cast("B"))
+            for low, high in self.unshared(path, start, start + data.nbytes):
+                file.write_at(low, data.cast("B")[low - start : high - start])
+
+    def unshared(self, path: str, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        starts, stops = self._shared.get(path, ((), ()))
+        for at in range(bisect_right(stops, start), len(starts)):
+            if starts[at] >= stop:
+                break
+            if starts[at] > start:
+                yield start, starts[at]
+            start = stops[at]
+        if start < stop:
+            yield start, stop
 
     def write_runs(self, path: str, starts: Sequence[int], data: memoryview) -> None:
         """Writes data of as many equal runs as there are starts, each at its own byte of a file."""
@@ -124,7 +186,7 @@ class StagedFiles(Sink):
                     pass
             self._pool.close()
             sync_folders(self._work.files, self._disk)
-        self._sizes = {}
+        self._sizes, self._shared = {}, {}
         self._pool = DescriptorPool(self._open, OPEN_FILES, retire=StagedFile.retire)
 
     def _open(self, path: str) -> StagedFile:
@@ -263,9 +325,12 @@ class LocalTarget(StagedFiles, Target):
     Until then its files grow in a hidden folder beside it, on the same file system.
 
     Attributes:
+        shares_blocks: As it does unless the file system refuses.
         parts: Notes of finished parts.
         has_finished: Whether there are finished files that another run can take over.
     """
+
+    shares_blocks = True
 
     def __init__(
         self,

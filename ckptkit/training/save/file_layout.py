@@ -6,6 +6,10 @@ data, and is filled in by the process that writes the image.
 
 Source: torch/distributed/checkpoint/filesystem.py of 2.13 for names and the content of a file;
 readers take each archive's place from the metadata, so they allow bytes between archives.
+
+The data of weights is placed as in the model folder that `consolidate` writes with its defaults: at
+an offset that is congruent modulo a block. A file system that shares blocks then needs no copy of
+them. What the offset there is depends on all names, types and shapes, which every rank knows.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from itertools import chain, compress, pairwise
 from typing import Any, NamedTuple
@@ -23,9 +28,17 @@ from msgspec.structs import replace
 
 from ckptkit.core.dtypes import DType, dtype_named
 from ckptkit.core.errors import UnsupportedError
-from ckptkit.core.geometry import slab_spans, slabs
+from ckptkit.core.geometry import (
+    flat_offset,
+    is_contiguous_in,
+    row_major_strides,
+    slab_spans,
+    slabs,
+)
 from ckptkit.core.index import Box, Fqn, Key, KeyPath, Shape, Span
-from ckptkit.plan.layouts.torch import build_tensor_archive
+from ckptkit.options import DEFAULT_MAX_FILE_BYTES
+from ckptkit.plan.layouts.hf import METADATA_KEY, layout_hf_weights
+from ckptkit.plan.layouts.torch import ALIGNMENT, Residue, build_tensor_archive
 from ckptkit.plan.plan import Copy, Literal, Product, TensorSpec, Trailer
 from ckptkit.training.state.dtensors import has_data
 from ckptkit.training.state.pieces import Entry, Piece, sampled_replicas, select_owned
@@ -109,6 +122,7 @@ IMAGE_ALIGNMENT = 4096
 """Images start at multiples of this, for direct I/O."""
 
 MIN_LIMIT_BYTES = 1 << 20
+_MIN_SHARED_BYTES = 64 << 10  # of data that is placed as in the model folder
 _REPLICA_ELEMENTS = 256  # of each sample
 _ARCHIVE_ROOM_BYTES = 16 << 10  # more than the headers of any archive
 _SAVE_HINT = "convert it to a dense tensor, or leave it out of the state"
@@ -154,14 +168,17 @@ def plan_save(
     rank: int,
     limit_bytes: int | None = None,
     changing: Collection[Entry] = (),
+    models: Collection[Entry] = (),
 ) -> SavePlan:
     """Lays out the pieces that this rank writes: those of all its pieces that are `owned`.
 
     A state that is larger than the limit of the buffer is cut into waves. `changing` are frozen
-    weights that change nevertheless, and are written like trained ones.
+    weights that change nevertheless, and are written like trained ones. `models`: where the weights
+    of models are, by what their key paths begin with.
     """
     frozen = [piece.frozen and piece.entry not in changing for piece in pieces]
-    layout = _Layout(rank, limit_bytes, {piece.unit: _Unit() for piece in pieces})
+    starts = _starts_in_folders(pieces, models)
+    layout = _Layout(rank, limit_bytes, {piece.unit: _Unit() for piece in pieces}, starts)
     for number in sampled_replicas(pieces):
         layout.add_replica_sample(pieces[number], number)
     # Unit by unit, so that each file of a unit is one image; frozen weights after all others.
@@ -217,6 +234,28 @@ def plan_save(
     )
 
 
+def _starts_in_folders(pieces: Sequence[Piece], models: Collection[Entry]) -> Mapping[Entry, int]:
+    """Returns where each weight begins in its file of the model folder that is made of them."""
+    starts: dict[Entry, int] = {}
+    for unit, path in dict.fromkeys(models):
+        products: dict[str, Product] = {}
+        entries: dict[str, Entry] = {}
+        for piece in pieces:
+            name = ".".join(map(str, piece.key_path[len(path) :]))
+            if piece.unit != unit or piece.key_path[: len(path)] != path or name == METADATA_KEY:
+                continue
+            with suppress(UnsupportedError):  # which is raised where the piece is added
+                spec = TensorSpec(Fqn(name), dtype_named(str(piece.local.dtype)), piece.shape)
+                if spec.dtype.safetensors is not None:
+                    products[name] = Product(spec, Copy("", Key("")))
+                    entries[name] = piece.entry
+        for file in layout_hf_weights(list(products.values()), DEFAULT_MAX_FILE_BYTES):
+            for segment in file.segments:
+                if segment.spec is not None:
+                    starts[entries[segment.spec.name]] = segment.start
+    return starts
+
+
 class _OpenImage(Struct):
     """An image that grows."""
 
@@ -258,8 +297,15 @@ class _Unit(Struct):
 class _Layout:
     """Puts archives one after another into images, and images into the buffer."""
 
-    def __init__(self, rank: int, limit_bytes: int | None, units: dict[str, _Unit]) -> None:
+    def __init__(
+        self,
+        rank: int,
+        limit_bytes: int | None,
+        units: dict[str, _Unit],
+        starts: Mapping[Entry, int],
+    ) -> None:
         self.units = units
+        self._starts = starts
         self.waves = [_Wave()]
         self.replica_samples: list[ReplicaSample] = []
         self.data_bytes = 0
@@ -303,10 +349,15 @@ class _Layout:
             whole = Box((0,) * len(piece.shape), piece.shape)
             self._add_archive(piece.unit, tensor, whole, dtype)
             return
-        first = 0
+        first, in_folder = 0, self._starts.get(piece.entry)
         for place in piece.places:
             for span, box in self._cut(place, dtype):
-                start = self._add_archive(piece.unit, tensor, box, dtype)
+                at = None
+                is_large = (span.stop - span.start) * dtype.itemsize >= _MIN_SHARED_BYTES
+                if in_folder is not None and is_large and is_contiguous_in(box.sizes, piece.shape):
+                    offset = flat_offset(box.offsets, row_major_strides(piece.shape))
+                    at = in_folder + offset * dtype.itemsize
+                start = self._add_archive(piece.unit, tensor, box, dtype, at)
                 sizes = box.sizes if len(piece.places) == 1 else (span.stop - span.start,)
                 self._copy(piece, number, Span(first + span.start, first + span.stop), start, sizes)
             first += math.prod(place.sizes)
@@ -338,15 +389,27 @@ class _Layout:
             offsets = tuple(a + b for a, b in zip(place.offsets, slab.offsets, strict=True))
             yield span, Box(offsets, slab.sizes)
 
-    def _add_archive(self, name: str, tensor: int, box: Box, dtype: DType) -> int:
-        """Appends an archive to a directory's file, and returns the start of its data."""
-        archive, unit = archive_of_tensor(dtype, box.sizes), self.units[name]
-        size_bytes = len(archive.head) + archive.data_bytes + len(archive.tail)
-        image, limit = unit.image, self._limit_bytes
-        start = self._end if image is not None else _aligned(self._end)
-        if limit is not None and start + size_bytes > limit - limit % IMAGE_ALIGNMENT and start:
+    def _add_archive(
+        self, name: str, tensor: int, box: Box, dtype: DType, in_folder: int | None = None
+    ) -> int:
+        """Appends an archive to a directory's file, and returns the start of its data.
+
+        `in_folder`: where the data starts in the model folder, where it is placed alike.
+        """
+        unit, limit = self.units[name], self._limit_bytes
+        image = unit.image
+        while True:
+            start = self._end if image is not None else _aligned(self._end)
+            in_file = 0 if image is None else start - image.start
+            place = (0, DATA_ALIGNMENT)
+            if in_folder is not None:
+                place = ((in_folder - in_file) % IMAGE_ALIGNMENT, IMAGE_ALIGNMENT)
+            archive = archive_of_tensor(dtype, box.sizes, place)
+            size_bytes = len(archive.head) + archive.data_bytes + len(archive.tail)
+            if limit is None or start + size_bytes <= limit - limit % IMAGE_ALIGNMENT or not start:
+                break
             self.waves.append(_Wave())
-            start, image = 0, None
+            self._end, image = 0, None
         self._end = start + size_bytes
         self.largest = max(self.largest, self._end)
         if image is None:
@@ -368,9 +431,9 @@ class _Layout:
         image.stop = start + size_bytes
         self.waves[-1].literals += [(start, archive.head), (stop, archive.tail)]
         self.data_bytes += archive.data_bytes
-        place = [list(box.offsets), list(box.sizes)]
+        bounds = [list(box.offsets), list(box.sizes)]
         extent = [len(unit.files) - 1, start - image.start, archive.size_bytes]
-        unit.chunks.append([tensor, *place, *extent])
+        unit.chunks.append([tensor, *bounds, *extent])
         return data
 
 
@@ -445,7 +508,7 @@ class Signatures:
         return owners, self._signature
 
 
-DATA_ALIGNMENT = 64
+DATA_ALIGNMENT = ALIGNMENT
 """Tensor data starts at multiples of this if the archive does."""
 
 _ARCHIVES = 4096
@@ -464,10 +527,15 @@ class TensorArchive(Struct, frozen=True):
 
 
 @lru_cache(_ARCHIVES)
-def archive_of_tensor(dtype: DType, shape: Shape) -> TensorArchive:
-    """Returns the archive that stock torch opens as a row-major tensor."""
+def archive_of_tensor(
+    dtype: DType, shape: Shape, place: Residue = (0, DATA_ALIGNMENT)
+) -> TensorArchive:
+    """Returns the archive that stock torch opens as a row-major tensor.
+
+    `place`: where in it the data starts.
+    """
     spec = TensorSpec(Fqn(""), dtype, shape)
-    parts = build_tensor_archive(Product(spec, Copy("", Key(""))), 0)
+    parts = build_tensor_archive(Product(spec, Copy("", Key(""))), 0, place)
     before: list[bytes] = []
     after: list[bytes] = []
     crc_at: list[int] = []

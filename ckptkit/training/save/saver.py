@@ -422,7 +422,7 @@ class SaveSlot:
         if self._current is not None:
             self._current.wait_freed()
         pieces = bound.holdings(0).pieces  # cached, so the first save finds them faster
-        plan = self._plan_for(pieces)
+        plan = self._plan_for(bound, pieces)
         # Large enough for later saves, so that it need not grow.
         further_bytes = expected_state_bytes(bound, pieces, self._signatures.of(pieces)[0])
         self._stager.close()
@@ -470,7 +470,7 @@ class SaveSlot:
     def stage(self, save: Save, bound: BoundState) -> None:
         """Copies this rank's part of the state; the last wave is persisted in the background."""
         holdings = bound.holdings(save.step)
-        pieces, plan = holdings.pieces, self._plan_for(holdings.pieces)
+        pieces, plan = holdings.pieces, self._plan_for(bound, holdings.pieces)
         self._guard(bound)
         waves, with_frozen = self._frozen.files_for(plan, pieces, self._stager, save)
         save.staged_bytes = plan.data_bytes - (0 if with_frozen else plan.frozen_bytes)
@@ -560,13 +560,18 @@ class SaveSlot:
         save.durable = time.perf_counter()
         self._end(save)
 
-    def _plan_for(self, pieces: Sequence[Piece]) -> SavePlan:
+    def _plan_for(self, bound: BoundState, pieces: Sequence[Piece]) -> SavePlan:
         owners, signature = self._signatures.of(pieces)
         changing, plan = self._frozen.changing, self._plan
         if plan is None or plan.signature != signature or self._changing != changing:
             limit = self._settings.staging_limit_bytes
             plan = plan_save(
-                pieces, owners, rank=self._peers.rank, limit_bytes=limit, changing=changing
+                pieces,
+                owners,
+                rank=self._peers.rank,
+                limit_bytes=limit,
+                changing=changing,
+                models=[(model.unit, model.path) for model in bound.models],
             )
             self._plan, self._changing = plan, changing
         return plan

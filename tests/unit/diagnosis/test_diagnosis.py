@@ -30,6 +30,7 @@ from ckptkit.diagnosis.machine import (
 )
 from ckptkit.diagnosis.place import DiskFacts, gather_disk, judge_disk, judge_trial
 from tests.files import mounted, remount, tmpfs
+from tests.reflink import reflink_mount
 
 ROOT = Path(__file__).resolve().parents[3]
 RUN_OF_0_1 = ROOT / "fixtures" / "written_by_0_1" / "run"
@@ -88,6 +89,19 @@ def test_room_is_compared_with_the_steps_that_stay_and_one_more(
 ) -> None:
     facts = DiskFacts("run", Path("/"), kind="ext4", free_bytes=4 << 20)
     assert severities(judge_disk(facts, demand), "disk-space") == [severity]
+
+
+@pytest.mark.parametrize(("kind", "shares"), [("xfs", True), ("xfs_plain", False), ("btrfs", True)])
+def test_it_is_tried_whether_files_share_blocks(kind: str, shares: bool, tmp_path: Path) -> None:
+    with reflink_mount(kind, tmp_path) as place:
+        facts = gather_disk("run", place / "run", writes=True)
+        assert facts.shares_blocks is shares
+        assert list(place.iterdir()) == []
+        (finding,) = found(judge_disk(facts, SaveDemand()), "shared-blocks")
+        assert (finding.severity, bool(finding.advice)) == ("ok", not shares)
+        assert judge_disk(facts, SaveDemand(), is_local_tier=True)[-1].id != "shared-blocks"
+        untried = gather_disk("run", place / "run", writes=False)
+        assert found(judge_disk(untried, SaveDemand()), "shared-blocks") == []
 
 
 def test_a_disk_that_cannot_be_written_is_an_error(small_disk: Path) -> None:

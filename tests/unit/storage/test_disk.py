@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from contextlib import ExitStack, closing
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,6 +25,7 @@ from ckptkit.storage.local.disk import (
     is_out_of_space,
     is_refused,
 )
+from tests.reflink import reflink_mount
 
 NATIVE = Disk()
 PORTABLE = Disk.portable()
@@ -78,6 +80,35 @@ def test_threads_that_share_a_file_do_not_disturb_each_other(tmp_path: Path, dis
         thread.join()
     file.close()
     assert path.read_bytes() == b"".join(bytes([i]) * 10_000 for i in range(8))
+
+
+@pytest.mark.parametrize("kind", ["xfs", "btrfs"])
+def test_shared_blocks_are_those_that_two_files_have(kind: str, tmp_path: Path) -> None:
+    with reflink_mount(kind, tmp_path) as place:
+        sizes = [5 * BLOCK_BYTES + 7, 3000 * BLOCK_BYTES]
+        for name, size in zip("xy", sizes, strict=True):
+            (place / name).write_bytes(os.urandom(size))
+        with ExitStack() as stack:
+            x, y = (stack.enter_context(closing(NATIVE.open(place / n, os.O_RDWR))) for n in "xy")
+            for file in (x, y):
+                file.sync()
+                assert list(file.shared_blocks()) == []
+            # Two blocks of x; and, apart from each other, more than one request returns.
+            y.share_blocks(x, BLOCK_BYTES, 2 * BLOCK_BYTES, 0)
+            (mine,), (theirs,) = x.shared_blocks(), y.shared_blocks()
+            assert theirs[1] - theirs[0] == 2 * BLOCK_BYTES
+            if kind == "xfs":
+                assert mine == theirs
+            else:  # which keeps all of what was written at once as long as a part is used
+                assert mine == (theirs[0] - BLOCK_BYTES, theirs[0] - BLOCK_BYTES + sizes[0])
+            for at in range(10, 3000, 2):
+                y.share_blocks(x, 3 * BLOCK_BYTES, BLOCK_BYTES, at * BLOCK_BYTES)
+            assert len(list(y.shared_blocks())) == 1 + 1495
+            # The end of a file is not a whole block.
+            whole = stack.enter_context(closing(NATIVE.open(place / "z", os.O_RDWR | os.O_CREAT)))
+            whole.truncate(sizes[0])
+            whole.share_blocks(x, 0, 0, 0)
+            assert sum(stop - start for start, stop in whole.shared_blocks()) == sizes[0]
 
 
 @BOTH
