@@ -77,6 +77,7 @@ from ckptkit.engine.kernels import CastOperand, OperandKernel, StoredOperand, re
 from ckptkit.engine.outcome import Listener, ignore
 from ckptkit.engine.reader import Origin
 from ckptkit.engine.segment_reader import Inputs
+from ckptkit.engine.shared_blocks import align_headers
 from ckptkit.hub_names.disk_tensors import find_window
 from ckptkit.hub_names.known_models import is_made_by_model
 from ckptkit.lora.accounting import refuse_targets_without_tensors
@@ -384,7 +385,10 @@ class _Planning:
             names_written.get(t, t): names_written.get(s, s) for t, s in ties.dropped.items()
         }
         folders = self._folders
-        weights = layout_hf_weights(products, request.max_file_bytes, folders.consumer.stem)
+        weights = align_headers(
+            layout_hf_weights(products, request.max_file_bytes, folders.consumer.stem),
+            self._origins,
+        )
         truth = folders.tell_truth(
             *(folders.texts(self._side), config, [str(p.spec.name) for p in products]),
             keep_generation=request.generation_config == "keep",

@@ -83,6 +83,7 @@ from ckptkit.core.wrapper_names import list_wrappers
 from ckptkit.engine.kernels import Preparations, first_rows, make_products, recast
 from ckptkit.engine.reader import Origin
 from ckptkit.engine.segment_reader import Inputs, SegmentReader
+from ckptkit.engine.shared_blocks import align_headers
 from ckptkit.hub_names.known_models import determine_need
 from ckptkit.options import (
     FRAMEWORKS_BY_LAYOUT,
@@ -416,8 +417,6 @@ def _plan(stack: ExitStack, job: ConversionJob, notes: Sequence[str]) -> Planned
     changed = {**truth.changed, **module_files}
     files = folders.outputs(side, changed, allow_code=request.allow_code)
     draft.notes += (*(*side_notes, *names.notes, *draft.option_notes, *truth.notes, *state_notes),)
-    plan = Plan((*weights, *files), names.dropped, tuple(draft.notes))
-
     sources, of_source = [checkpoint], job.origins[0]
     origins = {of_source: Origin(of_source, checkpoint.source, checkpoint.index)}
     bytes_read = states_bytes + sum(e.size_bytes for e in entries if e.name not in ties.dropped)
@@ -434,6 +433,8 @@ def _plan(stack: ExitStack, job: ConversionJob, notes: Sequence[str]) -> Planned
             origins[job.origins[1]] = Origin(job.origins[1], opened.source, opened.index)
             names_filled = [str(entry.name) for entry in taken]
             facts["filled"] = {"path": opened.path, "tensors": names_filled}
+    aligned = align_headers(weights, origins)
+    plan = Plan((*aligned, *files), names.dropped, tuple(draft.notes))
     resources = reserve_for_conversions(job.resources, names.conversion_bytes)
     settings = choose_settings(resources, plan, sources=sources, out=job.out)
     settings = replace(settings, check=request.check)

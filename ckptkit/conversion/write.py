@@ -110,7 +110,7 @@ from ckptkit.storage.local.target import (
 from ckptkit.storage.local.workdir import is_free
 from ckptkit.storage.locations import S3_PROTOCOLS, current_directory
 from ckptkit.storage.manifests import read_manifest, refuse_unnamed_in
-from ckptkit.storage.place_identity import PlaceRelation, find_overlap
+from ckptkit.storage.place_identity import PlaceRelation, find_filesystem_type, find_overlap
 from ckptkit.storage.places import PathLike, Place, is_url, local_path, open_source, place_of
 from ckptkit.version import __version__
 
@@ -363,6 +363,23 @@ class SingleProcess(WriteStrategy[Manifest]):
         self._target.abandon()
 
 
+# Those that share blocks unless they were made otherwise; others are tried as well.
+_SHARING = frozenset({"bcachefs", "btrfs", "ocfs2", "xfs"})
+
+
+def with_expected_sharing(planned: PlannedOutput, out: PathLike) -> PlannedOutput:
+    """Returns a plan, to be shown only, with what the file system of the output may share."""
+    if not out or is_url(out) or is_url(planned.checkpoint.source.location):
+        return planned
+    places = [local_path(out).absolute(), local_path(planned.checkpoint.source.location)]
+    kinds = {find_filesystem_type(place) for place in places}
+    if len(kinds) > 1 or _SHARING.isdisjoint(kinds):
+        return planned
+    origins, settings = planned.inputs.origins, planned.settings
+    plan = with_shared_blocks(planned.plan, origins, None, settings.sharing, settings.proof)
+    return replace(planned, plan=plan)
+
+
 def refuse_unproven(sources: Iterable[OpenedCheckpoint]) -> None:
     """Refuses to take the word of a source that ckptkit has neither saved nor written."""
     for source in sources:
@@ -376,8 +393,8 @@ def refuse_unproven(sources: Iterable[OpenedCheckpoint]) -> None:
 
 def refuse_full_disk(planned: PlannedOutput, target: Target | SharedOutput) -> None:
     """Refuses to begin where there is no room for the output."""
-    shared = sum(part.stored.size_bytes for file in planned.plan.files for part in file.shared)
-    needed, free = planned.estimate.bytes_written - shared, target.free_bytes()
+    needed = planned.estimate.bytes_written - planned.plan.shared_bytes
+    free = target.free_bytes()
     if free is not None and needed > free:
         raise NoSpaceError(
             f"the output needs {needed:,} bytes and {free:,} are free",

@@ -6,11 +6,13 @@ when it creates the file, and its `write` leaves them out. They are read, compar
 all others are, unless the word of the source is taken: then the plan has them as ranges that a
 store copies, with their stored checksums, and `copy_edges` copies what is no whole block of them.
 
-A save of ckptkit places weights so, see `ckptkit.training.save.file_layout`.
+A save of ckptkit places weights so, see `ckptkit.training.save.file_layout`. To what lies in files
+of safetensors, the output's own header is fitted with `align_headers`.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
 from msgspec import Struct
@@ -18,17 +20,19 @@ from msgspec.structs import replace
 
 from ckptkit.core.checksums import leaf_ranges
 from ckptkit.core.errors import RefusedError
-from ckptkit.core.index import FileRange, Span
+from ckptkit.core.index import FileRange, Key, Span, TensorIndex
 from ckptkit.core.object_parts import CopiedRange, SharedRange
 from ckptkit.engine.kernels import StoredOperand
 from ckptkit.engine.locate import ChunkLookup, Locator, RangeCache
 from ckptkit.engine.reader import Origin
 from ckptkit.options import Proof, Sharing
+from ckptkit.plan.layouts.hf import pad_header
 from ckptkit.plan.plan import Copy, OutputFile, Plan, copied_ranges
 from ckptkit.storage.base import Sink
 from ckptkit.storage.local.disk import BLOCK_BYTES
 
 _LEAST_BYTES = 64 << 10  # each is a record of the file system
+_HEADER_ALIGNMENT = 8  # of tensors in safetensors
 
 
 class _Run(Struct, frozen=True):
@@ -37,6 +41,34 @@ class _Run(Struct, frozen=True):
     place: SharedRange  # of any bytes, not only whole blocks
     segment: int  # its position in the file
     crc32: int | None  # the stored checksum, where it is one of exactly these bytes
+
+
+def align_headers(files: Iterable[OutputFile], origins: Mapping[str, Origin]) -> list[OutputFile]:
+    """Pads headers of safetensors so that most copied bytes keep their offset modulo a block."""
+    aligned = []
+    for file in files:
+        votes: Counter[int] = Counter()
+        for segment in file.segments if file.path.endswith(".safetensors") else ():
+            body, spec = segment.body, segment.spec
+            if isinstance(body, Copy) and spec is not None and spec.size_bytes >= _LEAST_BYTES:
+                start = _find_raw_start(origins[body.origin].index, body.key)
+                if start is not None:
+                    votes[(start - segment.start) % BLOCK_BYTES] += spec.size_bytes
+        padding = max(votes, key=votes.__getitem__, default=0)
+        is_fit = votes[padding] > votes[0] and padding % _HEADER_ALIGNMENT == 0
+        aligned.append(pad_header(file, padding) if is_fit else file)
+    return aligned
+
+
+def _find_raw_start(index: TensorIndex, key: Key) -> int | None:
+    """Returns where all of a tensor lies in its file, None if it is in parts or in an archive."""
+    entry = index.tensors[key]
+    if entry.derivation is not None or entry.rounded_from is not None or len(entry.chunks) != 1:
+        return None
+    record = index.records[int(entry.chunks.record[0])]
+    if record.container != "raw" or entry.chunks.strides:
+        return None
+    return record.start + int(entry.chunks.byte_offset[0])
 
 
 def with_shared_blocks(

@@ -218,6 +218,11 @@ class Plan(Struct, frozen=True):
     def bytes_written(self) -> int:
         return sum(file.size_bytes for file in self.files)
 
+    @property
+    def shared_bytes(self) -> int:
+        """What its file system may take from the sources."""
+        return sum(part.stored.size_bytes for file in self.files for part in file.shared)
+
     def specs(self) -> Iterator[tuple[OutputFile, Segment, TensorSpec]]:
         """Yields every tensor to be written, with its file and segment."""
         for file in self.files:

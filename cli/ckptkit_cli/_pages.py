@@ -22,7 +22,7 @@ from ckptkit.consumers.table import (
 )
 from ckptkit.conversion.naming_program import find_transformers_version
 from ckptkit.conversion.write import PlannedOutput
-from ckptkit.core.manifest import BY_MANIFEST, BY_STORE, MANIFEST_NAME, Manifest
+from ckptkit.core.manifest import BY_MANIFEST, BY_SOURCE, BY_STORE, MANIFEST_NAME, Manifest
 from ckptkit.core.text import size_text
 from ckptkit.engine.locate import GAP_BYTES, REQUEST_BYTES
 from ckptkit.engine.remote_reads import estimate_reads
@@ -50,6 +50,7 @@ class Consolidated(Struct, frozen=True):
         seconds: The duration, including planning and syncing.
         notes: Notes for the user.
         kept: Whether the output existed, and was only verified.
+        shared_bytes: How many of its bytes are blocks of the sources.
     """
 
     out: str
@@ -57,6 +58,7 @@ class Consolidated(Struct, frozen=True):
     seconds: float
     notes: tuple[str, ...]
     kept: bool = False
+    shared_bytes: int = 0
 
     @property
     def copied_by_store(self) -> int:
@@ -69,6 +71,7 @@ class Consolidated(Struct, frozen=True):
         return {
             **manifest_json(self.out, manifest, self.seconds),
             "kept": self.kept,
+            "shared_bytes": self.shared_bytes,
             "bytes_per_second": round(manifest.size_bytes / self.seconds),
             "proven": len(manifest.tensors) - len(manifest.unverified),
             "copied_by_store": self.copied_by_store,
@@ -117,6 +120,9 @@ def consolidation_page(output: Output, done: Consolidated) -> Iterator[str]:
         f" {counted(len(manifest.files), 'file')}, {size_text(manifest.size_bytes)}, in"
         f" {done.seconds:.2f} s ({speed}/s)"
     )
+    if done.shared_bytes:
+        written = size_text(manifest.size_bytes - done.shared_bytes)
+        yield f"  shared     {size_text(done.shared_bytes)} with the source, {written} written"
     yield from proof_lines(output, manifest, done.copied_by_store)
     ties = [f"{name} = {source}" for name, source in manifest.tied.items()]
     for position, tie in enumerate(first_of(ties, _LISTED_TIES)):
@@ -130,6 +136,7 @@ def proof_lines(output: Output, manifest: Manifest, copied_by_store: int = 0) ->
     unverified = len(manifest.unverified)
     proven = len(manifest.tensors) - unverified
     compared = sum(record.proof == BY_MANIFEST for record in manifest.tensors.values())
+    unread = sum(record.proof == BY_SOURCE for record in manifest.tensors.values())
     if compared:
         text = f"  checked    {counted(compared, 'tensor')} proven by digests of ckptkit"
         yield output.styled(text, "green")
@@ -137,6 +144,8 @@ def proof_lines(output: Output, manifest: Manifest, copied_by_store: int = 0) ->
         text = f"  checked    {counted(proven - compared, 'tensor')} proven by CRC-32"
         if copied_by_store:
             text += f", {copied_by_store:,} of them copied by the store itself"
+        if unread:
+            text += f", {unread:,} of them by the word of the source"
         yield output.styled(text, "green")
     if unverified:
         text = f"  unchecked  {counted(unverified, 'tensor')} whose source stored no checksum"
@@ -241,6 +250,7 @@ def plan_json(planned: PlannedOutput, out: str) -> dict[str, Any]:
         "workers": planned.settings.workers,
         "bytes_read": estimate.bytes_read,
         "bytes_written": estimate.bytes_written,
+        "shared_bytes": plan.shared_bytes,
         "bytes_free": estimate.bytes_free,
         "peak_bytes": estimate.peak_bytes,
         "notes": list(plan.notes),
@@ -317,11 +327,13 @@ def _facts(planned: PlannedOutput) -> Iterator[tuple[str, str]]:
             f" {counted(tasks, 'task')} of at most {size_text(TASK_BYTES)}"
         ),
     )
+    if plan.shared_bytes:
+        yield "shares", f"{size_text(plan.shared_bytes)} of it with the source"
     free = estimate.bytes_free
     if free is None:
         yield "disk", "free space unknown"
     else:
-        verdict = "" if estimate.bytes_written <= free else ": too little"
+        verdict = "" if estimate.bytes_written - plan.shared_bytes <= free else ": too little"
         yield "disk", f"{size_text(free)} free{verdict}"
     yield (
         "memory",

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from ckptkit.core.text import Closing
 from ckptkit.engine.outcome import (
+    BlocksShared,
     BytesWritten,
     Event,
     OutputCommitted,
@@ -54,6 +55,8 @@ class EventLines:
                 self._total_bytes, self._done_bytes, self._reported_bytes = total_bytes, 0, 0
                 self._reported_at = self._clock()
                 self._emit("started", total_bytes=total_bytes)
+            case BlocksShared(size_bytes):
+                self._emit("shared", bytes=size_bytes)
             case BytesWritten(size_bytes):
                 self._done_bytes += size_bytes
                 if self._clock() - self._reported_at >= _PAUSE_SECONDS:
@@ -81,12 +84,14 @@ class Progress(Closing):
     Attributes:
         notes: The notes of the plan, once there is one.
         kept: Whether an existing output was kept.
+        shared_bytes: How many bytes of the output are blocks of the sources.
         seconds: How long it took, once it is closed.
     """
 
     def __init__(self, output: Output, label: str) -> None:
         self.notes: tuple[str, ...] = ()
         self.kept = False
+        self.shared_bytes = 0
         self.seconds = 0.0
         self._began = time.perf_counter()
         self._output = output
@@ -106,6 +111,8 @@ class Progress(Closing):
             self._events.listen(event)
             if isinstance(event, OutputKept):
                 self.kept = True
+            elif isinstance(event, BlocksShared):
+                self.shared_bytes += event.size_bytes
             elif isinstance(event, Planned):
                 self.notes += tuple(event.notes)
         if isinstance(event, WorkKept):

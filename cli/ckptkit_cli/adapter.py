@@ -306,6 +306,7 @@ def merge(output: Output, **values: Any) -> None:
     exactly once. OUT appears when it is complete and durable, or not at all.
     """
     from ckptkit.adapters.merge import MergeJob, run_merge
+    from ckptkit.conversion.write import with_expected_sharing
     from ckptkit.lora.changes import MergeRequest
     from ckptkit_cli._pages import Consolidated, plan_json, plan_page
     from ckptkit_cli._progress import Progress
@@ -323,7 +324,8 @@ def merge(output: Output, **values: Any) -> None:
     )
     if values["dry_run"]:
         job.check_places()
-        with job.plan() as (planned, layers):
+        with job.plan() as (plan, layers):
+            planned = with_expected_sharing(plan, out)
             rows = list(map(plain_fields, layers))
             output.document({**plan_json(planned, out), "layers": rows})
             output.lines(plan_page(output, planned, out))
@@ -332,7 +334,9 @@ def merge(output: Output, **values: Any) -> None:
         return
     with Progress(output, "adapter merge") as progress:
         merged = run_merge(job, progress.listen)
-    done = Consolidated(out, merged.manifest, progress.seconds, merged.notes)
+    done = Consolidated(
+        out, merged.manifest, progress.seconds, merged.notes, shared_bytes=progress.shared_bytes
+    )
     progress.warn(merged.notes)
     output.document({**done.to_json(), "layers": list(map(plain_fields, merged.layers))})
     output.lines(_merge_page(output, done, merged, shows_layers=request.report))

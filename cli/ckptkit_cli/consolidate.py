@@ -54,7 +54,14 @@ def run_conversion(
         output.document({"out": out, "slice": str(job.share), "missing": missing})
         output.lines(_slice_page(job.share, missing, out))
         return
-    done = Consolidated(out, result.manifest, progress.seconds, progress.notes, progress.kept)
+    done = Consolidated(
+        out,
+        result.manifest,
+        progress.seconds,
+        progress.notes,
+        progress.kept,
+        progress.shared_bytes,
+    )
     progress.warn(done.notes)
     output.document(done.to_json() | _removal_json(result.removal))
     output.lines(consolidation_page(output, done))
@@ -66,6 +73,7 @@ def run_conversion(
 
 def _show_plan(job: ConversionJob, output: Output) -> None:
     """Shows what a run would do, and fails where it would fail before its first byte."""
+    from ckptkit.conversion.write import with_expected_sharing
     from ckptkit_cli._pages import plan_json, plan_page
 
     removal = None
@@ -79,7 +87,8 @@ def _show_plan(job: ConversionJob, output: Output) -> None:
             return
     job.check_places()
     out = os.fspath(job.out or "")
-    with job.plan_output() as planned:
+    with job.plan_output() as plan:
+        planned = with_expected_sharing(plan, out)
         if planned.comparison is not None:
             planned.comparison.finish(partial(_warn, output))
         output.document(plan_json(planned, out) | _removal_json(removal))

@@ -141,7 +141,9 @@ def apply(output: Output, before: str, deltas: list[str], out: str, **values: An
 
     with Progress(output, "delta apply") as progress:
         manifest = api.apply_delta(before, deltas, out, **_for_api(values, progress))
-    done = Consolidated(out, manifest, progress.seconds, progress.notes)
+    done = Consolidated(
+        out, manifest, progress.seconds, progress.notes, shared_bytes=progress.shared_bytes
+    )
     progress.warn(done.notes)
     output.document(done.to_json())
     output.lines(consolidation_page(output, done))

@@ -62,6 +62,7 @@ ADAPTER_STEM = "adapter_model"
 SINGLE_NAME = f"{STEM}.safetensors"
 INDEX_NAME = f"{SINGLE_NAME}.index.json"
 DATA_ALIGNMENT = 4096
+_LENGTH_BYTES = 8  # of a header, before it
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 METADATA_KEY = "__metadata__"  # what a header calls its own facts; no tensor may be named so
 _METADATA = {"format": "pt"}
@@ -137,17 +138,27 @@ def _weights_file(
         }
         at += spec.size_bytes
     text = json.dumps(document, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-(len(text) + 8) % DATA_ALIGNMENT)
+    text += b" " * (-(len(text) + _LENGTH_BYTES) % DATA_ALIGNMENT)
     if len(text) > _MAX_HEADER_BYTES:
         raise CannotPlanError(
             f"a header of {len(text):,} bytes is over the limit of {_MAX_HEADER_BYTES:,}",
             where=path,
             hint="write more, smaller files with --max-shard-size",
         )
-    header = len(text).to_bytes(8, "little") + text
+    header = len(text).to_bytes(_LENGTH_BYTES, "little") + text
     bodies: list[tuple[int, Body, TensorSpec | None]] = [(len(header), Literal(header), None)]
     bodies += [(product.spec.size_bytes, product.body, product.spec) for product in ordered]
     return lay_out_file(path, bodies)
+
+
+def pad_header(file: OutputFile, padding_bytes: int) -> OutputFile:
+    """Adds spaces to the header of a file, which moves all that is behind it."""
+    first, *others = file.segments
+    assert isinstance(first.body, Literal)  # noqa: S101  every file begins with its header
+    text = first.body.data[_LENGTH_BYTES:] + b" " * padding_bytes
+    header = len(text).to_bytes(_LENGTH_BYTES, "little") + text
+    bodies = [(s.stop - s.start, s.body, s.spec) for s in others]
+    return lay_out_file(file.path, [(len(header), Literal(header), None), *bodies])
 
 
 def _order(product: Product) -> tuple[int, bool, str]:
