@@ -4,12 +4,18 @@ Under a map, a state that has an element for each of a parameter, such as a mome
 momentum of SGD and Muon, is split, joined and transposed as the parameter is. A number for each
 parameter, such as the step, is that of all parameters that a tensor is made of, which have the
 same. Groups have the new names of their members.
+
+torchtitan 0.3 trains queries, keys and values in one matrix. It stores three in the place of the
+weight, and the states of the one.
+Source: torchtitan/models/common/attention.py (`FusedQKVLinear`),
+torchtitan/components/optimizer/utils.py (`get_flat_optim_state_dict`), 0.3.0.
 """
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,6 +41,8 @@ from ckptkit.formats.pickle.torch_values import parse_values
 from ckptkit.formats.pickle.torch_zip import open_archive
 from ckptkit.formats.torch_files import TorchOptimizerReader, read_optimizer_file
 from ckptkit.hub_names.disk_tensors import HubNames, HubTensor, NamingRequest, find_whole
+from ckptkit.name_maps.apply import apply_map
+from ckptkit.name_maps.language import invert, parse_map
 from ckptkit.options import ConsolidateRequest
 from ckptkit.plan.coverage import refuse_problems
 from ckptkit.plan.optimizer_states import (
@@ -59,7 +67,10 @@ _LISTED = 5
 
 
 def find_states(
-    checkpoint: OpenedCheckpoint, request: ConsolidateRequest, model: Sequence[TensorEntry]
+    checkpoint: OpenedCheckpoint,
+    request: ConsolidateRequest,
+    model: Sequence[TensorEntry],
+    config: Mapping[str, Any] | None,
 ) -> tuple[OptimizerStates, int, list[str]]:
     """Finds the states of the optimizer of a model, under the names of the model.
 
@@ -82,8 +93,9 @@ def find_states(
     values = drop_unwanted_members(states.values, states.unwrapped, chosen)
     states = replace(states, values=restore_groups(values, chosen.wants))
     if mapped is not None:
-        origin = Origin(SOURCE, checkpoint.source, checkpoint.index)
-        states = map_states(states, mapped, origin, where=checkpoint.path)
+        origin, where = Origin(SOURCE, checkpoint.source, checkpoint.index), checkpoint.path
+        states = split_qkv(states, mapped, config, origin, where=where)
+        states = map_states(states, mapped, origin, where=where)
         states = keep_states(states, {str(entry.name) for entry in model})
     _check_names(states, model, checkpoint.path)
     notes += [
@@ -174,6 +186,121 @@ def read_steps(states: OptimizerStates, origin: Origin) -> float:
 
 
 _HINT = "leave --optimizer out"
+_FUSED_QKV = """
+name = "torchtitan-fused-qkv"
+source = "torchtitan"
+target = "torchtitan"
+model_types = ["llama", "mistral", "qwen3", "qwen3_moe", "gpt_oss"]
+
+[sizes]
+layer = "num_hidden_layers"
+heads = "num_attention_heads"
+groups = ["num_key_value_heads", "heads"]
+head_dim = ["head_dim", "hidden_size / heads"]
+query = "heads / groups * head_dim"
+
+[[rule]]
+from = "layers.{layer}.attention.qkv_linear.wqkv.weight"
+to = [
+  "layers.{layer}.attention.qkv_linear.wq.weight",
+  "layers.{layer}.attention.qkv_linear.wk.weight",
+  "layers.{layer}.attention.qkv_linear.wv.weight",
+]
+steps = [{ split = ["query", "head_dim", "head_dim"], groups = "groups" }]
+optional = true
+
+[[rule]]
+from = "layers.{layer}.attention.qkv_linear.wqkv.bias"
+to = [
+  "layers.{layer}.attention.qkv_linear.wq.bias",
+  "layers.{layer}.attention.qkv_linear.wk.bias",
+  "layers.{layer}.attention.qkv_linear.wv.bias",
+]
+steps = [{ split = ["query", "head_dim", "head_dim"], groups = "groups" }]
+optional = true
+"""
+_QKV = re.compile(r"\.attention\.qkv_linear\.w(q|k|v|qkv)\.(?:weight|bias)$")
+
+
+def split_qkv(
+    states: OptimizerStates,
+    mapped: MappedModel,
+    config: Mapping[str, Any] | None,
+    origin: Origin,
+    *,
+    where: str,
+) -> OptimizerStates:
+    """Splits the states of torchtitan's fused queries, keys and values, as its weights are split.
+
+    `mapped`: the map, as it was applied to the weights. `config`: of the model.
+    """
+    qkv = {name for name in _list_parameters(states) if _QKV.search(name)}
+    fused = {name for name in qkv if name.removeprefix(mapped.wrapper) not in mapped.live}
+    if not fused:
+        return states
+    rest, own = _split(states, lambda name: name in fused)
+    # What ckptkit writes has the states in both forms.
+    return rest if qkv - fused else _join(rest, _map_qkv(own, _FUSED_QKV, config, origin, where))
+
+
+def fuse_qkv(
+    states: OptimizerStates, config: Mapping[str, Any] | None, origin: Origin, *, where: str
+) -> OptimizerStates:
+    """Adds the states of torchtitan's fused queries, keys and values to those of single ones.
+
+    `states`: under torchtitan's names. `config`: of the model.
+    """
+    _, own = _split(states, lambda name: _QKV.search(name) is not None)
+    is_fused = (config or {}).get("model_type") in parse_map(_FUSED_QKV, where="").model_types
+    if not own.tensors or not is_fused:
+        return states
+    return _join(states, _map_qkv(own, _FUSED_QKV, config, origin, where, is_inverse=True))
+
+
+def _map_qkv(
+    states: OptimizerStates,
+    text: str,
+    config: Mapping[str, Any] | None,
+    origin: Origin,
+    where: str,
+    *,
+    is_inverse: bool = False,
+) -> OptimizerStates:
+    name_map = parse_map(text, where="queries, keys and values of torchtitan")
+    name_map = invert(name_map) if is_inverse else name_map
+    wrapper = name_map.find_wrapper(_list_parameters(states))
+    live = {
+        Fqn(str(path[1]).removeprefix(wrapper)): (product.spec.dtype, product.spec.shape)
+        for path, product in states.tensors
+        if product.spec.shape
+    }
+    names = apply_map(name_map, config or {}, live, where=f"optimizer of {where}", extent="layers")
+    return map_states(states, MappedModel(name_map, names, live, wrapper), origin, where=where)
+
+
+def _list_parameters(states: OptimizerStates) -> dict[str, None]:
+    paths = [path for path, _ in states.tensors] + list(states.values)
+    return dict.fromkeys(str(path[1]) for path in paths if path[0] == STATE and path[1:])
+
+
+def _split(
+    states: OptimizerStates, is_own: Callable[[str], bool]
+) -> tuple[OptimizerStates, OptimizerStates]:
+    """Splits states into those of other parameters, and those of some."""
+    names = _list_parameters(states)
+    members = [m for path, own in states.values.items() if path[-1] == MEMBERS for m in own]
+    own = {name for name in dict.fromkeys([*names, *map(str, members)]) if is_own(name)}
+    others = {*names, *map(str, members)} - own
+    return keep_states(states, others), keep_states(states, own)
+
+
+def _join(states: OptimizerStates, others: OptimizerStates) -> OptimizerStates:
+    """Joins the states of different parameters, whose groups are the same."""
+    values = {**others.values, **states.values}
+    for path, members in others.values.items():
+        if path[-1] == MEMBERS:
+            values[path] = [*states.values[path], *members]
+    return replace(states, tensors=(*states.tensors, *others.tensors), values=values)
 
 
 def map_states(

@@ -400,7 +400,7 @@ def _plan(stack: ExitStack, job: ConversionJob, notes: Sequence[str]) -> Planned
         products = _fill(draft, filling, products, names, config, policy)
     config = _config_to_write(draft, config, products, ties, trim)
     comparison, is_complete, lacking = _compare_names(draft, config, side, products, names)
-    states, states_bytes, state_notes = _find_states(draft, entries)
+    states, states_bytes, state_notes = _find_states(draft, entries, config)
     weights, names = _lay_out(draft, products, config, names, like, states, origin)
 
     # What the base has besides was said already.
@@ -834,7 +834,7 @@ def _compare_names(
 
 
 def _find_states(
-    draft: _Draft, entries: Sequence[TensorEntry]
+    draft: _Draft, entries: Sequence[TensorEntry], config: Mapping[str, Any] | None
 ) -> tuple[OptimizerStates | None, int, list[str]]:
     """Returns the states of the optimizer, the bytes that they are made from, and notes."""
     if not draft.request.optimizer:
@@ -842,7 +842,7 @@ def _find_states(
     from ckptkit.conversion.optimizer_files import find_states  # few outputs have one
 
     try:
-        return find_states(draft.checkpoint, draft.request, entries)
+        return find_states(draft.checkpoint, draft.request, entries, config)
     except RefusedError as error:
         if draft.request.layout == "universal":  # which has states without the option
             hint = "a universal checkpoint needs them; for the weights alone, use --to dcp"
@@ -865,15 +865,17 @@ def _lay_out(
     if framework is not None:
         # Few outputs need these. A source with names of a framework was converted by its own map.
         from ckptkit.conversion.mapped_names import map_for_framework
-        from ckptkit.plan.layouts.torch import layout_megatron, layout_torchtitan
+        from ckptkit.plan.layouts.frameworks import layout_megatron, layout_torchtitan
 
         where = draft.checkpoint.path
         mapped = map_for_framework(framework, request.map, config, products, where=where)
         named, parts = mapped.convert(products), mapped.names.parts
         if states is not None:
-            from ckptkit.conversion.optimizer_files import map_states
+            from ckptkit.conversion.optimizer_files import fuse_qkv, map_states
 
             states = map_states(states, mapped, origin, where=where)
+            if request.layout == "torchtitan":
+                states = fuse_qkv(states, config, origin, where=where)
         files = (
             layout_megatron(named.products, parts, limit, config)
             if request.layout == "megatron"
@@ -883,7 +885,8 @@ def _lay_out(
         return files, replace(names, notes=notes, versions=versions)
     if states is not None and request.layout == "universal":
         from ckptkit.conversion.optimizer_files import read_steps
-        from ckptkit.plan.layouts.universal import layout_universal, list_groups
+        from ckptkit.plan.layouts.universal import layout_universal
+        from ckptkit.plan.optimizer_states import list_groups
 
         if len(list_groups(states)) > 1:
             draft.option_notes.append(

@@ -6,6 +6,7 @@ The states are made of the weights, so that a state in a wrong place differs fro
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -34,19 +35,30 @@ def weights_of(case: str) -> Tensors:
     return stored_in_dcp(next((FIXTURES / case).rglob(".metadata")).parent)
 
 
+def trained(case: str, weights: Tensors) -> Tensors:
+    """The parameters: torchtitan 0.3 splits queries, keys and values where it stores weights."""
+    made, config = dict(weights), json.loads((FIXTURES / case / "config.json").read_text())
+    for name in [n for n in weights if ".qkv_linear.wq." in n and "muse_glimmer" not in case]:
+        parts = [made.pop(name.replace(".wq.", f".{part}.")) for part in ("wq", "wk", "wv")]
+        groups = config["num_key_value_heads"]
+        split = [p.reshape(groups, -1, *p.shape[1:]) for p in parts]
+        made[name.replace(".wq.", ".wqkv.")] = torch.cat(split, 1).reshape(-1, *parts[0].shape[1:])
+    return made
+
+
 def states_of(weights: Tensors) -> dict[str, Any]:
     """AdamW's states of all parameters, in two groups as is usual: norms do not decay."""
-    trained = {n: t for n, t in weights.items() if "expert_bias" not in n}  # which are buffers
+    weights = {n: t for n, t in weights.items() if "expert_bias" not in n}  # which are buffers
     state = {
         name: {
             "step": torch.tensor(7.0),
             "exp_avg": tensor.float() * 2,
             "exp_avg_sq": tensor.float() ** 2,
         }
-        for name, tensor in trained.items()
+        for name, tensor in weights.items()
     }
-    norms = [name for name in trained if "norm" in name]
-    others = [name for name in trained if "norm" not in name]
+    norms = [name for name in weights if "norm" in name]
+    others = [name for name in weights if "norm" not in name]
     groups = [
         {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": decay, "params": members}
         for decay, members in ((0.1, others), (0.0, norms))
@@ -82,7 +94,8 @@ def refusal(source: Path, case: str, out: Path) -> str:
 @pytest.mark.parametrize("case", sampled([*TITAN, *MEGATRON], [LLAMA, MOE, MEGATRON_LLAMA, GEMMA]))
 def test_states_are_rearranged_as_their_weights(case: str, tmp_path: Path) -> None:
     weights = weights_of(case)
-    source, out = saved(weights, states_of(weights), tmp_path / "run"), tmp_path / "out"
+    states = states_of(trained(case, weights))
+    source, out = saved(weights, states, tmp_path / "run"), tmp_path / "out"
     ckptkit.consolidate(source, out, base=FIXTURES / case, optimizer=True)
     model = load_file(out / "model.safetensors")
     optimizer = torch.load(out / "optimizer.bin")  # noqa: TID251
@@ -105,15 +118,27 @@ def test_states_are_rearranged_as_their_weights(case: str, tmp_path: Path) -> No
 @pytest.mark.parametrize("case", sampled(TITAN, [LLAMA, MOE]))
 def test_torchtitan_gets_back_what_it_saved(case: str, tmp_path: Path) -> None:
     weights = weights_of(case)
-    source = saved(weights, states_of(weights), tmp_path / "run", is_flat=True)
+    source = saved(weights, states_of(trained(case, weights)), tmp_path / "run", is_flat=True)
     ckptkit.convert(source, tmp_path / "out", to="torchtitan", base=FIXTURES / case, optimizer=True)
     ours, theirs = stored_in_dcp(tmp_path / "out"), stored_in_dcp(source)
-    assert ours.keys() == theirs.keys()
+    # Models can be told to train queries, keys and values apart, too.
+    apart = {
+        name for name in ours if name.startswith("optimizer.") and re.search(r"\.w[qkv]\.", name)
+    }
+    assert ours.keys() - apart == theirs.keys() - apart
     made = {name for name in ours if "expert_bias" in name and not ours[name].any()}
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours.keys() - made)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs.keys() - made)
     read = [dcp.FileSystemReader(place).read_metadata() for place in (source, tmp_path / "out")]
-    settings = [{key for key in one.state_dict_metadata if ".param_groups." in key} for one in read]
-    assert settings[0] == settings[1] != set()
+    before, after = (
+        {key for key in one.state_dict_metadata if ".param_groups." in key} for one in read
+    )
+    assert before <= after
+    assert before != set()
+    # It goes on from what ckptkit wrote, which has them in both forms, too.
+    again = tmp_path / "again"
+    ckptkit.convert(tmp_path / "out", again, to="torchtitan", optimizer=True)
+    assert ours.keys() == stored_in_dcp(again).keys()
+    assert all(torch.equal(ours[name], tensor) for name, tensor in stored_in_dcp(again).items())
 
 
 def test_a_run_of_megatron_goes_on_in_torchtitan(tmp_path: Path) -> None:
@@ -125,8 +150,11 @@ def test_a_run_of_megatron_goes_on_in_torchtitan(tmp_path: Path) -> None:
     ours = stored_in_dcp(tmp_path / "out")
     moments = {name for name in ours if name.endswith(".exp_avg")}
     assert len(moments) > 8
+    weights = {n: t for n, t in ours.items() if not n.startswith("optimizer.")}
+    weights |= trained(MEGATRON_LLAMA, weights)
+    assert any(".wqkv." in name for name in moments)
     for name in moments:
-        weight = ours[name.removeprefix("optimizer.state.").removesuffix(".exp_avg")]
+        weight = weights[name.removeprefix("optimizer.state.").removesuffix(".exp_avg")]
         assert torch.equal(ours[name], weight.float() * 2), name
 
 
@@ -168,13 +196,20 @@ def test_torch_goes_on_from_a_run_of_megatron_core(tmp_path: Path) -> None:
     for name in weights:
         for kind in ("step", "exp_avg", "exp_avg_sq"):
             assert f"optimizer.state.{name}.{kind}" in names
-        for setting in ("lr", "betas", "eps", "weight_decay"):
+    asked = {*torch.optim.AdamW([torch.ones(1)]).param_groups[0], "initial_lr"} - {"params"}
+    for name in [
+        name.replace(".wq.", ".wqkv.") for name in weights if not re.search(r"\.w[kv]\.", name)
+    ]:
+        for setting in asked:
             assert f"optimizer.param_groups.{name}.{setting}" in names
 
 
 def test_options_see_the_names_that_are_written(tmp_path: Path) -> None:
     weights = weights_of(LLAMA)
-    source, out = saved(weights, states_of(weights), tmp_path / "run"), tmp_path / "out"
+    source, out = (
+        saved(weights, states_of(trained(LLAMA, weights)), tmp_path / "run"),
+        tmp_path / "out",
+    )
     only = "model.layers.0.*"
     ckptkit.consolidate(source, out, base=FIXTURES / LLAMA, optimizer=True, include=[only])
     optimizer = torch.load(out / "optimizer.bin")  # noqa: TID251
