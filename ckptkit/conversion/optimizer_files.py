@@ -25,14 +25,16 @@ from ckptkit.conversion.mapped_names import MappedModel
 from ckptkit.conversion.names_on_disk import make_disk_products
 from ckptkit.conversion.source.open import OpenedCheckpoint
 from ckptkit.core.arrays import numpy_dtype
+from ckptkit.core.dtypes import dtype_named
 from ckptkit.core.errors import (
     FormatError,
     RefusedError,
     UnsafePickleError,
     UnsupportedError,
 )
-from ckptkit.core.index import Fqn, KeyPath, Shape, Span, TensorEntry
+from ckptkit.core.index import Fqn, Key, KeyPath, Shape, Span, TensorEntry
 from ckptkit.core.text import join_first, quote
+from ckptkit.engine.kernels import recast
 from ckptkit.engine.reader import Origin, TensorReader, read_span, same_values
 from ckptkit.formats.dcp.megatron import UNNAMED_GROUPS
 from ckptkit.formats.dcp.reader import BlobRef, open_blob
@@ -45,6 +47,7 @@ from ckptkit.name_maps.apply import apply_map
 from ckptkit.name_maps.language import invert, parse_map
 from ckptkit.options import ConsolidateRequest
 from ckptkit.plan.coverage import refuse_problems
+from ckptkit.plan.layouts.frameworks import MegatronStates
 from ckptkit.plan.optimizer_states import (
     GROUPS,
     MEMBERS,
@@ -54,6 +57,7 @@ from ckptkit.plan.optimizer_states import (
     OptimizerStates,
     drop_unwanted_members,
     keep_states,
+    list_groups,
     restore_groups,
     select_optimizer_states,
 )
@@ -178,9 +182,7 @@ def read_steps(states: OptimizerStates, origin: Origin) -> float:
     """Returns how many steps the optimizer took, as it counted them for a parameter; or 0."""
     for path, product in states.tensors:
         if path[-1] == STEP and isinstance(product.body, Copy) and not product.spec.shape:
-            entry = origin.index.tensors[product.body.key]
-            data = read_span(origin, entry, Span(0, 1))
-            return float(np.frombuffer(data, numpy_dtype(entry.dtype))[0])
+            return _read_number(product.body.key, origin)
     counted = (value for path, value in states.values.items() if path[-1] == STEP)
     return next((value for value in counted if isinstance(value, int | float)), 0)
 
@@ -220,6 +222,135 @@ steps = [{ split = ["query", "head_dim", "head_dim"], groups = "groups" }]
 optional = true
 """
 _QKV = re.compile(r"\.attention\.qkv_linear\.w(q|k|v|qkv)\.(?:weight|bias)$")
+
+
+_OF_MEGATRON = ("exp_avg", "exp_avg_sq")
+
+
+def prepare_for_megatron(
+    states: OptimizerStates,
+    weights: Sequence[Product],
+    parts: Mapping[Fqn, StackedPart],
+    origin: Origin,
+    *,
+    where: str,
+) -> MegatronStates:
+    """Returns states as Megatron-Core's distributed optimizer loads them.
+
+    It asks for both moments and a float32 copy of each parameter, counts one step, and has a group
+    of biases and vectors beside one of all else.
+
+    Args:
+        states: Under Megatron-Core's names.
+        weights: The same in float32; stacked ones in parts.
+        parts: Where these are in the stacked tensors.
+        origin: What the states are read from.
+        where: The place for errors.
+    """
+    place, hint = f"optimizer of {where}", f"{_HINT}, or go on with --to dcp"
+    held: dict[str, dict[str, Product]] = {kind: {} for kind in _OF_MEGATRON}
+    for path, product in states.tensors:
+        kind = str(path[2])
+        if kind == STEP:
+            continue
+        if kind not in held:
+            raise RefusedError(
+                f"state {kind!r} of {quote(str(path[1]))}: Megatron-Core's distributed optimizer"
+                f" loads the states of Adam alone, which are {' and '.join(_OF_MEGATRON)}",
+                where=place,
+                hint=hint,
+            )
+        name = product.spec.name.removeprefix(f"{OPTIMIZER}.{STATE}.").removesuffix(f".{kind}")
+        held[kind][name] = product
+    tensors: list[tuple[Fqn, Product]] = []
+    of_tensors: dict[Fqn, StackedPart] = {}
+    is_vector: dict[str, bool] = {}
+    for weight in weights:
+        name, shape = weight.spec.name, weight.spec.shape
+        if name.endswith(".expert_bias"):  # a buffer
+            continue
+        part = parts.get(name) or StackedPart(name, (), ())
+        is_vector[part.name] = part.name.endswith(".bias") or len(shape) - len(part.index) <= 1
+        for kind in (*held, "param"):
+            state = weight if kind == "param" else held[kind].get(name)
+            if state is None:
+                raise RefusedError(
+                    f"parameter {quote(part.name)} has no state {kind!r}, and Megatron-Core loads"
+                    " one for each",
+                    where=place,
+                    hint=hint,
+                )
+            if state.spec.shape != shape:
+                raise RefusedError(
+                    f"state {kind!r} of {quote(part.name)} is {list(state.spec.shape)}, and the"
+                    f" parameter {list(shape)}: Megatron-Core loads states of its shape",
+                    where=place,
+                    hint=hint,
+                )
+            full = Fqn(f"{OPTIMIZER}.{STATE}.{kind}.{name}")
+            spec = replace(state.spec, name=full)
+            key = Fqn(f"{OPTIMIZER}.{STATE}.{kind}.{part.name}")
+            tensors.append((key, recast(replace(state, spec=spec), dtype_named("float32"))))
+            if part.index:
+                of_tensors[full] = replace(part, name=key)
+    steps = list_steps(states, origin)
+    if len(set(steps.values())) != 1:
+        least, most = min(steps, key=lambda n: steps[n]), max(steps, key=lambda n: steps[n])
+        counted = f"{steps[least]:g} steps of {quote(least)} and {steps[most]:g} of {quote(most)}"
+        found = f"counts {counted}" if steps else "counts no steps"
+        raise RefusedError(
+            f"{found}, and Megatron-Core has one number for all", where=place, hint=hint
+        )
+    step = int(next(iter(steps.values())))
+    groups = tuple(
+        _merge_groups(states, [n for n, is_one in is_vector.items() if is_one == flat], place, hint)
+        for flat in (False, True)
+    )
+    return MegatronStates(tuple(tensors), of_tensors, groups, step)
+
+
+def _merge_groups(
+    states: OptimizerStates, names: Sequence[str], where: str, hint: str
+) -> dict[str, Any]:
+    """Returns the settings that parameters have in common, or refuses different ones."""
+    of_names = {
+        str(name): {key: value for key, value in group.items() if key != MEMBERS}
+        for group in list_groups(states)
+        for name in group[MEMBERS]
+    }
+    for name in names:
+        own, first = of_names.get(name), of_names.get(names[0])
+        lacking = [key for key in ("lr", "betas", "eps", "weight_decay") if key not in (own or {})]
+        if own is None or lacking:
+            found = "is in no group" if own is None else f"has no setting {lacking[0]!r}"
+            raise RefusedError(f"parameter {quote(name)} {found}", where=where, hint=hint)
+        if own != first:
+            raise RefusedError(
+                f"parameters {quote(names[0])} and {quote(name)} have different settings, and"
+                " Megatron-Core has one group of biases and vectors and one of all others",
+                where=where,
+                hint=hint,
+            )
+    return of_names[names[0]] if names else {}
+
+
+def list_steps(states: OptimizerStates, origin: Origin) -> dict[str, float]:
+    """Returns how many steps the optimizer took, by parameter."""
+    counted = {
+        str(path[1]): float(value)
+        for path, value in states.values.items()
+        if path[0] == STATE and path[-1] == STEP and isinstance(value, int | float)
+    }
+    for path, product in states.tensors:
+        if path[-1] == STEP and isinstance(product.body, Copy) and not product.spec.shape:
+            counted[str(path[1])] = _read_number(product.body.key, origin)
+    return counted
+
+
+def _read_number(key: Key, origin: Origin) -> float:
+    entry = origin.index.tensors[key]
+    data = read_span(origin, entry, Span(0, 1))
+    return float(np.frombuffer(data, numpy_dtype(entry.dtype))[0])
 
 
 def split_qkv(
