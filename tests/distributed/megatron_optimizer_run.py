@@ -32,7 +32,8 @@ class FusedAdam(torch.optim.Optimizer):
         super().__init__(params, {"bias_correction": True, **settings})
 
     @torch.no_grad()
-    def step(self, _closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert closure is None
         for group in self.param_groups:
             group["step"] = step = group.get("step", 0) + 1
             assert isinstance(step, int)

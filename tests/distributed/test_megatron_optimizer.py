@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import ckptkit
 
@@ -29,7 +30,7 @@ def train(model: Any, optimizer: torch.optim.Optimizer, first: int, count: int) 
         tokens = torch.randint(0, 30, (2, 6), generator=torch.Generator().manual_seed(number))
         optimizer.zero_grad()
         logits = model(tokens).logits
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+        loss: Any = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
@@ -46,22 +47,16 @@ def saved_by_torch(folder: Path) -> list[float]:
     config.architectures = ["LlamaForCausalLM"]
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)
-    named = dict(model.named_parameters())
+    flat = [p for p in model.parameters() if p.ndim <= 1]
+    wide = [p for p in model.parameters() if p.ndim > 1]
     groups = [
-        {"params": [item for item in named.items() if item[1].ndim > 1], "weight_decay": 0.1},
-        {"params": [item for item in named.items() if item[1].ndim <= 1], "weight_decay": 0.0},
+        {"params": wide, "weight_decay": 0.1},
+        {"params": flat, "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=0.01, betas=(0.8, 0.95))
     train(model, optimizer, 0, STEPS)
-    stored = optimizer.state_dict()
-    states = dict(
-        zip([n for g in groups for n, _ in g["params"]], stored["state"].values(), strict=True)
-    )
-    kept = [{**g, "params": g["param_names"]} for g in stored["param_groups"]]
-    for group in kept:
-        del group["param_names"]
-    optimizer_states = {"state": states, "param_groups": kept}
-    content = {"model": model.state_dict(), "optimizer": optimizer_states}
+    weights, states = get_state_dict(model, optimizer)
+    content = {"model": weights, "optimizer": states}
     dcp.save(content, checkpoint_id=folder / f"step-{STEPS}", no_dist=True)
     config.save_pretrained(folder / "base")
     return train(model, optimizer, STEPS, NEXT)

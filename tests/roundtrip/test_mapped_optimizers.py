@@ -60,7 +60,7 @@ def states_of(weights: Tensors) -> dict[str, Any]:
     norms = [name for name in weights if "norm" in name]
     others = [name for name in weights if "norm" not in name]
     groups = [
-        {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": decay, "params": members}
+        {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": decay, "params": members}
         for decay, members in ((0.1, others), (0.0, norms))
     ]
     return {"state": state, "param_groups": groups}
@@ -268,3 +268,84 @@ class TestRefused:
         source = saved(weights, optimizer, tmp_path / "run")
         text = refusal(source, MEGATRON_LLAMA, tmp_path / "out")
         assert "'other.weight', which is no tensor of the model" in text
+
+
+class TestMegatron:
+    """`--to megatron --optimizer`."""
+
+    @pytest.fixture
+    def weights(self) -> Tensors:
+        return weights_of(MEGATRON_LLAMA)
+
+    @pytest.mark.parametrize("dtype", ["keep", "float32"])
+    def test_it_gets_back_what_it_saved(self, dtype: str, weights: Tensors, tmp_path: Path) -> None:
+        source, out = saved(weights, states_of(weights), tmp_path / "run"), tmp_path / "out"
+        ckptkit.convert(
+            *(source, out),
+            to="megatron",
+            base=FIXTURES / MEGATRON_LLAMA,
+            optimizer=True,
+            dtype=dtype,
+        )
+        assert (out / "latest_checkpointed_iteration.txt").read_text() == "7"
+        ours, theirs = stored_in_dcp(out / "iter_0000007"), stored_in_dcp(source)
+        for name, weight in weights.items():
+            rows = slice(0, len(ours[name]))  # without the padding of vocabularies
+            for kind in ("exp_avg", "exp_avg_sq"):
+                state = ours[f"optimizer.state.{kind}.{name}"]
+                assert torch.equal(state, theirs[f"optimizer.state.{name}.{kind}"][rows])
+            assert torch.equal(ours[f"optimizer.state.param.{name}"], weight[rows].float())
+        path = out / "iter_0000007" / "common.pt"
+        common = torch.load(path, weights_only=False)  # noqa: TID251
+        decaying, flat = common["optimizer"]["optimizer"]["param_groups"]
+        assert (decaying["weight_decay"], decaying["wd_mult"]) == (0.1, 1.0)
+        assert (flat["weight_decay"], flat["wd_mult"]) == (0.0, 0.0)
+        assert (flat["betas"], flat["step"]) == ((0.9, 0.95), 7)
+
+    def refusal(self, weights: Tensors, optimizer: dict[str, Any], place: Path) -> str:
+        source, out = saved(weights, optimizer, place / "run"), place / "out"
+        base = FIXTURES / MEGATRON_LLAMA
+        done = run_command(
+            "convert", source, out, "--to", "megatron", "--base", base, "--optimizer"
+        )
+        assert done.returncode != 0
+        assert not out.exists()
+        for target in (["megatron"], ["dcp", "--optimizer"]):  # what the message proposes
+            options = ["--base", base, "--to", *target]
+            assert run_command("convert", source, place / target[0], *options).returncode == 0
+        assert "leave --optimizer out, or go on with --to dcp" in done.stderr.replace("\n  ", " ")
+        return done.stderr
+
+    def test_states_of_another_optimizer(self, weights: Tensors, tmp_path: Path) -> None:
+        optimizer = states_of(weights)
+        for own in optimizer["state"].values():
+            own["momentum_buffer"] = own.pop("exp_avg")
+        text = self.refusal(weights, optimizer, tmp_path)
+        assert "'momentum_buffer'" in text
+        assert "the states of Adam alone" in text
+
+    def test_a_parameter_without_states(self, weights: Tensors, tmp_path: Path) -> None:
+        optimizer, name = states_of(weights), "decoder.final_layernorm.weight"
+        del optimizer["state"][name]
+        text = self.refusal(weights, optimizer, tmp_path)
+        assert f"parameter {name!r} has no state 'exp_avg'" in text
+
+    def test_states_of_another_shape(self, weights: Tensors, tmp_path: Path) -> None:
+        optimizer, name = states_of(weights), "decoder.final_layernorm.weight"
+        optimizer["state"][name]["exp_avg_sq"] = torch.ones(3)
+        text = self.refusal(weights, optimizer, tmp_path)
+        assert f"state 'exp_avg_sq' of {name!r} is [3]" in text
+
+    def test_parameters_that_count_other_steps(self, weights: Tensors, tmp_path: Path) -> None:
+        optimizer, name = states_of(weights), "decoder.final_layernorm.weight"
+        optimizer["state"][name]["step"] = torch.tensor(6.0)
+        text = self.refusal(weights, optimizer, tmp_path)
+        assert f"counts 6 steps of {name!r} and 7 of" in text
+
+    def test_groups_that_it_does_not_have(self, weights: Tensors, tmp_path: Path) -> None:
+        optimizer, name = states_of(weights), "embedding.word_embeddings.weight"
+        optimizer["param_groups"][0]["params"].remove(name)
+        own = {**optimizer["param_groups"][0], "lr": 0.5, "params": [name]}
+        optimizer["param_groups"].append(own)
+        text = self.refusal(weights, optimizer, tmp_path)
+        assert "have different settings" in text
