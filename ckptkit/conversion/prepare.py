@@ -913,12 +913,17 @@ def _lay_out(
     if states is not None and request.layout == "universal":
         from ckptkit.conversion.optimizer_files import read_steps
         from ckptkit.plan.layouts.universal import layout_universal
-        from ckptkit.plan.optimizer_states import list_groups
+        from ckptkit.plan.optimizer_states import STEP, list_groups
 
         if len(list_groups(states)) > 1:
             draft.option_notes.append(
                 "ZeRO 3 of DeepSpeed gives all groups the settings of the first, and counts a step"
                 " of torch's optimizers once for each group; stages 1 and 2 do not"
+            )
+        if not any(path[-1] == STEP for path, _ in states.tensors):
+            draft.option_notes.append(
+                "the optimizer counts no steps in tensors: ZeRO 3 of DeepSpeed does not load its"
+                " states into an optimizer of torch; stages 1 and 2 do"
             )
         step, where = draft.checkpoint.index.run.step, draft.checkpoint.path
         taken = read_steps(states, origin)
