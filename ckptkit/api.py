@@ -171,7 +171,8 @@ class Options(OutputOptions, total=False):
         also: Further directories that hold files of the same checkpoint, such as each node's
             copy of its ranks' files; a file has the same path in each of them as below `src`.
         optimizer: Whether the states of the optimizer are written too, under the names of the
-            parameters in training: as `optimizer.bin`, or with `to="dcp"` in `optimizer_0`.
+            parameters in training: as `optimizer.bin`, with `to="dcp"` in `optimizer_0`, for
+            other frameworks beside the weights.
         delete_source: Whether the files that were read are removed once all of the output was read
             back and has the digests of its manifest. They stay if something in them, such as the
             state of an optimizer, is not in the output, which is refused beforehand.

@@ -378,7 +378,6 @@ class ConsolidateRequest(Struct, frozen=True, kw_only=True):
     def _refuse_names_of_training(self) -> None:
         wrong = {
             "--names live": self.names == "live",
-            "--optimizer": self.optimizer and self.layout == "megatron",
             "--map none": self.map == "none",
         }
         for option in (option for option, is_given in wrong.items() if is_given):

@@ -4,12 +4,18 @@ Under a map, a state that has an element for each of a parameter, such as a mome
 momentum of SGD and Muon, is split, joined and transposed as the parameter is. A number for each
 parameter, such as the step, is that of all parameters that a tensor is made of, which have the
 same. Groups have the new names of their members.
+
+torchtitan 0.3 trains queries, keys and values in one matrix. It stores three in the place of the
+weight, and the states of the one.
+Source: torchtitan/models/common/attention.py (`FusedQKVLinear`),
+torchtitan/components/optimizer/utils.py (`get_flat_optim_state_dict`), 0.3.0.
 """
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,14 +25,16 @@ from ckptkit.conversion.mapped_names import MappedModel
 from ckptkit.conversion.names_on_disk import make_disk_products
 from ckptkit.conversion.source.open import OpenedCheckpoint
 from ckptkit.core.arrays import numpy_dtype
+from ckptkit.core.dtypes import dtype_named
 from ckptkit.core.errors import (
     FormatError,
     RefusedError,
     UnsafePickleError,
     UnsupportedError,
 )
-from ckptkit.core.index import Fqn, KeyPath, Shape, Span, TensorEntry
+from ckptkit.core.index import Fqn, Key, KeyPath, Shape, Span, TensorEntry
 from ckptkit.core.text import join_first, quote
+from ckptkit.engine.kernels import recast
 from ckptkit.engine.reader import Origin, TensorReader, read_span, same_values
 from ckptkit.formats.dcp.megatron import UNNAMED_GROUPS
 from ckptkit.formats.dcp.reader import BlobRef, open_blob
@@ -35,8 +43,11 @@ from ckptkit.formats.pickle.torch_values import parse_values
 from ckptkit.formats.pickle.torch_zip import open_archive
 from ckptkit.formats.torch_files import TorchOptimizerReader, read_optimizer_file
 from ckptkit.hub_names.disk_tensors import HubNames, HubTensor, NamingRequest, find_whole
+from ckptkit.name_maps.apply import apply_map
+from ckptkit.name_maps.language import invert, parse_map
 from ckptkit.options import ConsolidateRequest
 from ckptkit.plan.coverage import refuse_problems
+from ckptkit.plan.layouts.frameworks import MegatronStates
 from ckptkit.plan.optimizer_states import (
     GROUPS,
     MEMBERS,
@@ -47,6 +58,7 @@ from ckptkit.plan.optimizer_states import (
     drop_unwanted_members,
     give_to_twins,
     keep_states,
+    list_groups,
     restore_groups,
     select_optimizer_states,
 )
@@ -63,6 +75,7 @@ def find_states(
     checkpoint: OpenedCheckpoint,
     request: ConsolidateRequest,
     model: Sequence[TensorEntry],
+    config: Mapping[str, Any] | None,
     twins: Mapping[str, str],
 ) -> tuple[OptimizerStates, int, list[str]]:
     """Finds the states of the optimizer of a model, under the names of the model.
@@ -71,6 +84,7 @@ def find_states(
         checkpoint: The checkpoint.
         request: Which parameters are wanted.
         model: The weights that are written.
+        config: The configuration of the model, None where there is none.
         twins: From names that are not written to the tied weights that are, which have no states
             of their own in most optimizers.
 
@@ -96,8 +110,9 @@ def find_states(
     values = drop_unwanted_members(states.values, states.unwrapped, wants)
     states = replace(states, values=restore_groups(values, wants))
     if mapped is not None:
-        origin = Origin(SOURCE, checkpoint.source, checkpoint.index)
-        states = map_states(states, mapped, origin, where=checkpoint.path)
+        origin, where = Origin(SOURCE, checkpoint.source, checkpoint.index), checkpoint.path
+        states = split_qkv(states, mapped, config, origin, where=where)
+        states = map_states(states, mapped, origin, where=where)
     held = {str(path[1]) for path, _ in states.tensors if path[0] == STATE}
     states = give_to_twins(states, {n: twin for n, twin in twins.items() if twin not in held})
     if mapped is not None:
@@ -183,14 +198,256 @@ def read_steps(states: OptimizerStates, origin: Origin) -> float:
     """Returns how many steps the optimizer took, as it counted them for a parameter; or 0."""
     for path, product in states.tensors:
         if path[-1] == STEP and isinstance(product.body, Copy) and not product.spec.shape:
-            entry = origin.index.tensors[product.body.key]
-            data = read_span(origin, entry, Span(0, 1))
-            return float(np.frombuffer(data, numpy_dtype(entry.dtype))[0])
+            return _read_number(product.body.key, origin)
     counted = (value for path, value in states.values.items() if path[-1] == STEP)
     return next((value for value in counted if isinstance(value, int | float)), 0)
 
 
 _HINT = "leave --optimizer out"
+_FUSED_QKV = """
+name = "torchtitan-fused-qkv"
+source = "torchtitan"
+target = "torchtitan"
+model_types = ["llama", "mistral", "qwen3", "qwen3_moe", "gpt_oss"]
+
+[sizes]
+layer = "num_hidden_layers"
+heads = "num_attention_heads"
+groups = ["num_key_value_heads", "heads"]
+head_dim = ["head_dim", "hidden_size / heads"]
+query = "heads / groups * head_dim"
+
+[[rule]]
+from = "layers.{layer}.attention.qkv_linear.wqkv.weight"
+to = [
+  "layers.{layer}.attention.qkv_linear.wq.weight",
+  "layers.{layer}.attention.qkv_linear.wk.weight",
+  "layers.{layer}.attention.qkv_linear.wv.weight",
+]
+steps = [{ split = ["query", "head_dim", "head_dim"], groups = "groups" }]
+optional = true
+
+[[rule]]
+from = "layers.{layer}.attention.qkv_linear.wqkv.bias"
+to = [
+  "layers.{layer}.attention.qkv_linear.wq.bias",
+  "layers.{layer}.attention.qkv_linear.wk.bias",
+  "layers.{layer}.attention.qkv_linear.wv.bias",
+]
+steps = [{ split = ["query", "head_dim", "head_dim"], groups = "groups" }]
+optional = true
+"""
+_QKV = re.compile(r"\.attention\.qkv_linear\.w(q|k|v|qkv)\.(?:weight|bias)$")
+
+
+_OF_MEGATRON = ("exp_avg", "exp_avg_sq")
+
+
+def prepare_for_megatron(
+    states: OptimizerStates,
+    weights: Sequence[Product],
+    parts: Mapping[Fqn, StackedPart],
+    origin: Origin,
+    *,
+    where: str,
+) -> MegatronStates:
+    """Returns states as Megatron-Core's distributed optimizer loads them.
+
+    It asks for both moments and a float32 copy of each parameter, counts one step, and has a group
+    of biases and vectors beside one of all else.
+
+    Args:
+        states: Under Megatron-Core's names.
+        weights: The same in float32; stacked ones in parts.
+        parts: Where these are in the stacked tensors.
+        origin: What the states are read from.
+        where: The place for errors.
+    """
+    place, hint = f"optimizer of {where}", f"{_HINT}, or go on with --to dcp"
+    held: dict[str, dict[str, Product]] = {kind: {} for kind in _OF_MEGATRON}
+    for path, product in states.tensors:
+        kind = str(path[2])
+        if kind == STEP:
+            continue
+        if kind not in held:
+            raise RefusedError(
+                f"state {kind!r} of {quote(str(path[1]))}: Megatron-Core's distributed optimizer"
+                f" loads the states of Adam alone, which are {' and '.join(_OF_MEGATRON)}",
+                where=place,
+                hint=hint,
+            )
+        name = product.spec.name.removeprefix(f"{OPTIMIZER}.{STATE}.").removesuffix(f".{kind}")
+        held[kind][name] = product
+    tensors: list[tuple[Fqn, Product]] = []
+    of_tensors: dict[Fqn, StackedPart] = {}
+    is_vector: dict[str, bool] = {}
+    for weight in weights:
+        name, shape = weight.spec.name, weight.spec.shape
+        if name.endswith(".expert_bias"):  # a buffer
+            continue
+        part = parts.get(name) or StackedPart(name, (), ())
+        is_vector[part.name] = part.name.endswith(".bias") or len(shape) - len(part.index) <= 1
+        for kind in (*held, "param"):
+            state = weight if kind == "param" else held[kind].get(name)
+            if state is None:
+                raise RefusedError(
+                    f"parameter {quote(part.name)} has no state {kind!r}, and Megatron-Core loads"
+                    " one for each",
+                    where=place,
+                    hint=hint,
+                )
+            if state.spec.shape != shape:
+                raise RefusedError(
+                    f"state {kind!r} of {quote(part.name)} is {list(state.spec.shape)}, and the"
+                    f" parameter {list(shape)}: Megatron-Core loads states of its shape",
+                    where=place,
+                    hint=hint,
+                )
+            full = Fqn(f"{OPTIMIZER}.{STATE}.{kind}.{name}")
+            spec = replace(state.spec, name=full)
+            key = Fqn(f"{OPTIMIZER}.{STATE}.{kind}.{part.name}")
+            tensors.append((key, recast(replace(state, spec=spec), dtype_named("float32"))))
+            if part.index:
+                of_tensors[full] = replace(part, name=key)
+    steps = list_steps(states, origin)
+    if len(set(steps.values())) != 1:
+        least, most = min(steps, key=lambda n: steps[n]), max(steps, key=lambda n: steps[n])
+        counted = f"{steps[least]:g} steps of {quote(least)} and {steps[most]:g} of {quote(most)}"
+        found = f"counts {counted}" if steps else "counts no steps"
+        raise RefusedError(
+            f"{found}, and Megatron-Core has one number for all", where=place, hint=hint
+        )
+    step = int(next(iter(steps.values())))
+    groups = tuple(
+        _merge_groups(states, [n for n, is_one in is_vector.items() if is_one == flat], place, hint)
+        for flat in (False, True)
+    )
+    return MegatronStates(tuple(tensors), of_tensors, groups, step)
+
+
+def _merge_groups(
+    states: OptimizerStates, names: Sequence[str], where: str, hint: str
+) -> dict[str, Any]:
+    """Returns the settings that parameters have in common, or refuses different ones."""
+    of_names = {
+        str(name): {key: value for key, value in group.items() if key != MEMBERS}
+        for group in list_groups(states)
+        for name in group[MEMBERS]
+    }
+    for name in names:
+        own, first = of_names.get(name), of_names.get(names[0])
+        lacking = [key for key in ("lr", "betas", "eps", "weight_decay") if key not in (own or {})]
+        if own is None or lacking:
+            found = "is in no group" if own is None else f"has no setting {lacking[0]!r}"
+            raise RefusedError(f"parameter {quote(name)} {found}", where=where, hint=hint)
+        if own != first:
+            raise RefusedError(
+                f"parameters {quote(names[0])} and {quote(name)} have different settings, and"
+                " Megatron-Core has one group of biases and vectors and one of all others",
+                where=where,
+                hint=hint,
+            )
+    return of_names[names[0]] if names else {}
+
+
+def list_steps(states: OptimizerStates, origin: Origin) -> dict[str, float]:
+    """Returns how many steps the optimizer took, by parameter."""
+    counted = {
+        str(path[1]): float(value)
+        for path, value in states.values.items()
+        if path[0] == STATE and path[-1] == STEP and isinstance(value, int | float)
+    }
+    for path, product in states.tensors:
+        if path[-1] == STEP and isinstance(product.body, Copy) and not product.spec.shape:
+            counted[str(path[1])] = _read_number(product.body.key, origin)
+    return counted
+
+
+def _read_number(key: Key, origin: Origin) -> float:
+    entry = origin.index.tensors[key]
+    data = read_span(origin, entry, Span(0, 1))
+    return float(np.frombuffer(data, numpy_dtype(entry.dtype))[0])
+
+
+def split_qkv(
+    states: OptimizerStates,
+    mapped: MappedModel,
+    config: Mapping[str, Any] | None,
+    origin: Origin,
+    *,
+    where: str,
+) -> OptimizerStates:
+    """Splits the states of torchtitan's fused queries, keys and values, as its weights are split.
+
+    `mapped`: the map, as it was applied to the weights. `config`: of the model.
+    """
+    qkv = {name for name in _list_parameters(states) if _QKV.search(name)}
+    fused = {name for name in qkv if name.removeprefix(mapped.wrapper) not in mapped.live}
+    if not fused:
+        return states
+    rest, own = _split(states, lambda name: name in fused)
+    # What ckptkit writes has the states in both forms.
+    return rest if qkv - fused else _join(rest, _map_qkv(own, _FUSED_QKV, config, origin, where))
+
+
+def fuse_qkv(
+    states: OptimizerStates, config: Mapping[str, Any] | None, origin: Origin, *, where: str
+) -> OptimizerStates:
+    """Adds the states of torchtitan's fused queries, keys and values to those of single ones.
+
+    `states`: under torchtitan's names. `config`: of the model.
+    """
+    _, own = _split(states, lambda name: _QKV.search(name) is not None)
+    is_fused = (config or {}).get("model_type") in parse_map(_FUSED_QKV, where="").model_types
+    if not own.tensors or not is_fused:
+        return states
+    return _join(states, _map_qkv(own, _FUSED_QKV, config, origin, where, is_inverse=True))
+
+
+def _map_qkv(
+    states: OptimizerStates,
+    text: str,
+    config: Mapping[str, Any] | None,
+    origin: Origin,
+    where: str,
+    *,
+    is_inverse: bool = False,
+) -> OptimizerStates:
+    name_map = parse_map(text, where="queries, keys and values of torchtitan")
+    name_map = invert(name_map) if is_inverse else name_map
+    wrapper = name_map.find_wrapper(_list_parameters(states))
+    live = {
+        Fqn(str(path[1]).removeprefix(wrapper)): (product.spec.dtype, product.spec.shape)
+        for path, product in states.tensors
+        if product.spec.shape
+    }
+    names = apply_map(name_map, config or {}, live, where=f"optimizer of {where}", extent="layers")
+    return map_states(states, MappedModel(name_map, names, live, wrapper), origin, where=where)
+
+
+def _list_parameters(states: OptimizerStates) -> dict[str, None]:
+    paths = [path for path, _ in states.tensors] + list(states.values)
+    return dict.fromkeys(str(path[1]) for path in paths if path[0] == STATE and path[1:])
+
+
+def _split(
+    states: OptimizerStates, is_own: Callable[[str], bool]
+) -> tuple[OptimizerStates, OptimizerStates]:
+    """Splits states into those of other parameters, and those of some."""
+    names = _list_parameters(states)
+    members = [m for path, own in states.values.items() if path[-1] == MEMBERS for m in own]
+    own = {name for name in dict.fromkeys([*names, *map(str, members)]) if is_own(name)}
+    others = {*names, *map(str, members)} - own
+    return keep_states(states, others), keep_states(states, own)
+
+
+def _join(states: OptimizerStates, others: OptimizerStates) -> OptimizerStates:
+    """Joins the states of different parameters, whose groups are the same."""
+    values = {**others.values, **states.values}
+    for path, members in others.values.items():
+        if path[-1] == MEMBERS:
+            values[path] = [*states.values[path], *members]
+    return replace(states, tensors=(*states.tensors, *others.tensors), values=values)
 
 
 def map_states(

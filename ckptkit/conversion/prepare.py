@@ -403,7 +403,8 @@ def _plan(stack: ExitStack, job: ConversionJob, notes: Sequence[str]) -> Planned
     config = _config_to_write(draft, config, products, ties, trim)
     comparison, is_complete, lacking = _compare_names(draft, config, side, products, names)
     states, states_bytes, state_notes = _find_states(draft, config, entries, ties, origin)
-    weights, names = _lay_out(draft, products, config, names, like, states, origin)
+    copies = _list_copies(draft, entries, config, ties)
+    weights, names = _lay_out(draft, products, config, names, like, states, origin, copies)
 
     # What the base has besides was said already.
     said = [*(str(product.spec.name) for product in products), *lacking]
@@ -665,6 +666,17 @@ def _name_and_cast(
     return names, policy
 
 
+def _list_copies(
+    draft: _Draft, entries: Sequence[TensorEntry], config: Mapping[str, Any] | None, ties: Ties
+) -> Sequence[Product]:
+    """Returns the weights in float32 where the optimizer of an output has them, too."""
+    if draft.request.layout != "megatron" or not draft.request.optimizer:
+        return ()
+    exact = replace(draft.request, dtype="float32", keep_dtype=())
+    own = replace(draft, request=exact, notes=[], option_notes=[])
+    return _name_and_cast(own, entries, config, ties, None)[0].products
+
+
 def _apply_options(
     draft: _Draft,
     products: Sequence[Product],
@@ -857,7 +869,7 @@ def _find_states(
     pairs = [pair for target, source in all_ties.items() for pair in permutations((target, source))]
     twins = {str(one): str(other) for one, other in pairs if {one, other} & written == {other}}
     try:
-        return find_states(draft.checkpoint, draft.request, entries, twins)
+        return find_states(draft.checkpoint, draft.request, entries, config, twins)
     except RefusedError as error:
         if draft.request.layout == "universal":  # which has states without the option
             hint = "a universal checkpoint needs them; for the weights alone, use --to dcp"
@@ -873,37 +885,60 @@ def _lay_out(
     like: FileMap | None,
     states: OptimizerStates | None,
     origin: Origin,
+    copies: Sequence[Product],
 ) -> tuple[list[OutputFile], NamedProducts]:
-    """Returns the files of weights and of the optimizer, and the names with what converted them."""
+    """Returns the files of weights and of the optimizer, and the names with what converted them.
+
+    `copies`: the weights in float32, where the optimizer has them too.
+    """
     request, consumer, limit = draft.request, draft.folders.consumer, draft.request.max_file_bytes
     framework = FRAMEWORKS_BY_LAYOUT.get(request.layout)
     if framework is not None:
         # Few outputs need these. A source with names of a framework was converted by its own map.
         from ckptkit.conversion.mapped_names import map_for_framework
-        from ckptkit.plan.layouts.torch import layout_megatron, layout_torchtitan
+        from ckptkit.plan.layouts.frameworks import MIN_LR, layout_megatron, layout_torchtitan
 
         where = draft.checkpoint.path
         mapped = map_for_framework(framework, request.map, config, products, where=where)
         named, parts = mapped.convert(products), mapped.names.parts
         if states is not None:
-            from ckptkit.conversion.optimizer_files import map_states
+            from ckptkit.conversion.optimizer_files import fuse_qkv, map_states
 
             states = map_states(states, mapped, origin, where=where)
-        files = (
-            layout_megatron(named.products, parts, limit, config)
-            if request.layout == "megatron"
-            else layout_torchtitan(named.products, parts, limit, states)
-        )
+            if request.layout == "torchtitan":
+                states = fuse_qkv(states, config, origin, where=where)
+        if request.layout == "torchtitan":
+            files = layout_torchtitan(named.products, parts, limit, states)
+        elif states is None:
+            files = layout_megatron(named.products, parts, limit, config)
+        else:
+            from ckptkit.conversion.optimizer_files import prepare_for_megatron
+
+            exact = mapped.convert(copies).products
+            ready = prepare_for_megatron(states, exact, parts, origin, where=where)
+            step = draft.checkpoint.index.run.step
+            files = layout_megatron(named.products, parts, limit, config, ready, step)
+            draft.option_notes.append(
+                "Megatron-Core's distributed optimizer loads the states, from version 0.17 on with"
+                f" --lr {ready.lr:g} --min-lr {MIN_LR:g} alone; with models of experts at expert"
+                " parallel size 1 alone"
+            )
         notes, versions = (*names.notes, *named.notes), {**names.versions, **named.versions}
         return files, replace(names, notes=notes, versions=versions)
     if states is not None and request.layout == "universal":
         from ckptkit.conversion.optimizer_files import read_steps
-        from ckptkit.plan.layouts.universal import layout_universal, list_groups
+        from ckptkit.plan.layouts.universal import layout_universal
+        from ckptkit.plan.optimizer_states import STEP, list_groups
 
         if len(list_groups(states)) > 1:
             draft.option_notes.append(
                 "ZeRO 3 of DeepSpeed gives all groups the settings of the first, and counts a step"
                 " of torch's optimizers once for each group; stages 1 and 2 do not"
+            )
+        if not any(path[-1] == STEP for path, _ in states.tensors):
+            draft.option_notes.append(
+                "the optimizer counts no steps in tensors: ZeRO 3 of DeepSpeed does not load its"
+                " states into an optimizer of torch; stages 1 and 2 do"
             )
         step, where = draft.checkpoint.index.run.step, draft.checkpoint.path
         taken = read_steps(states, origin)

@@ -289,3 +289,12 @@ def restore_groups(
         kept |= {(GROUPS, number, *path): value for path, value in shared.items()}
         kept[GROUPS, number, MEMBERS] = members
     return kept
+
+
+def list_groups(states: OptimizerStates) -> list[dict[str, Any]]:
+    """Returns the groups of an optimizer, each with its members and settings."""
+    groups: dict[Any, dict[str, Any]] = {}
+    for path, value in states.values.items():
+        if path[0] == GROUPS and path[2:]:
+            groups.setdefault(path[1], {})[str(path[2])] = value
+    return [groups[number] for number in sorted(groups)]

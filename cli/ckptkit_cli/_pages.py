@@ -154,9 +154,18 @@ def proof_lines(output: Output, manifest: Manifest, copied_by_store: int = 0) ->
 
 _STARTS = {
     "megatron": "pretrain_gpt.py --finetune --load",
-    "torchtitan": "torchtitan.train --checkpoint.initial_load_path",
+    "torchtitan": "torchtitan.train --checkpoint.initial-load-path",
 }
 """The commands of other frameworks that start from an output, by its kind."""
+_WITH_OPTIMIZER = {
+    "megatron": "pretrain_gpt.py --override-opt_param-scheduler --load",
+    "torchtitan": (
+        "torchtitan.train --checkpoint.no-initial-load-model-only"
+        " --checkpoint.exclude-from-loading lr_scheduler,dataloader,train_state"
+        " --checkpoint.initial-load-path"
+    ),
+}
+"""The same, where the states of the optimizer are loaded too."""
 
 
 def loading_line(done: Consolidated) -> str:
@@ -165,7 +174,8 @@ def loading_line(done: Consolidated) -> str:
     by_ckptkit = f"ckptkit.open({str(done.out)!r})"
     if done.manifest.kind in _STARTS:
         place = done.out if is_url(done.out) else str(folder.absolute())
-        return f"{_STARTS[done.manifest.kind]} {shlex.quote(place)}"
+        options = _WITH_OPTIMIZER if done.manifest.options.get("optimizer") else _STARTS
+        return f"{options[done.manifest.kind]} {shlex.quote(place)}"
     if is_url(done.out):
         return by_ckptkit
     if done.manifest.kind == "universal":

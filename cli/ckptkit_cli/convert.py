@@ -38,8 +38,8 @@ def convert(output: Output, to: Layout, **values: Any) -> None:
     'hf' is a folder that Transformers loads, 'torch' a pytorch_model.bin, and 'dcp' a sharded
     checkpoint that FSDP training starts from. 'megatron' is one that Megatron-LM starts from at
     any parallel size, 'torchtitan' one for torchtitan, 'universal' one that DeepSpeed loads with
-    `load_universal`, on any number of GPUs. Checks and options are those of consolidate.
-    GGUF is made of a model folder by llama.cpp.
+    `load_universal`, on any number of GPUs. With --optimizer, the run goes on there. Checks and
+    options are those of consolidate. GGUF is made of a model folder by llama.cpp.
     """
     if str(to) == GGUF:
         refuse_gguf(values["src"], values["out"])

@@ -298,3 +298,13 @@ def test_torch_files_and_shards_are_not_said_to_be_loaded_by_transformers() -> N
     assert line_of("dcp", ["config.json", "folder/.metadata"]) == (
         "torch.distributed.checkpoint.load({'model': model.state_dict()}, 'out/folder')"
     )
+
+
+def test_commands_that_start_training_say_how_the_optimizer_is_loaded() -> None:
+    place = Path("out").absolute()
+    assert line_of("megatron", []) == f"pretrain_gpt.py --finetune --load {place}"
+    assert line_of("torchtitan", []).endswith(f"initial-load-path {place}")
+    assert "model-only" not in line_of("torchtitan", [])
+    with_states = {"optimizer": True}
+    assert "--finetune" not in line_of("megatron", [], options=with_states)
+    assert "no-initial-load-model-only" in line_of("torchtitan", [], options=with_states)

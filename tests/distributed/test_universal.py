@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import ckptkit
 from ckptkit.core.errors import CkptkitError
+from tests.command_line import run_command
 from tests.distributed.universal_run import FIRST, NEXT, Net, make_groups, train
 
 pytestmark = [
@@ -73,6 +74,18 @@ def test_parameters_that_are_left_out_have_no_files(tmp_path: Path) -> None:
     source, out = tmp_path / f"step-{FIRST}", tmp_path / "out"
     ckptkit.convert(source, out, to="universal", exclude=("up.*",), include=("embed.*", "up.*"))
     assert {path.parent.name for path in out.rglob("fp32.pt")} == {"embed.weight"}
+
+
+def test_a_note_says_which_stage_does_not_load_plain_numbers_of_steps(tmp_path: Path) -> None:
+    weights = {"weight": torch.ones(3)}
+    for step, is_noted in ((7, True), (torch.tensor(7.0), False)):
+        state = {"weight": {"step": step, "exp_avg": torch.ones(3), "exp_avg_sq": torch.ones(3)}}
+        optimizer = {"state": state, "param_groups": [{"lr": 0.1, "params": ["weight"]}]}
+        torch.save({"model": weights, "optimizer": optimizer}, tmp_path / "step.pt")
+        out = tmp_path / f"out_{is_noted}"
+        done = run_command("convert", tmp_path / "step.pt", out, "--to", "universal")
+        assert done.returncode == 0
+        assert ("counts no steps in tensors" in done.stderr) == is_noted
 
 
 class TestRefused:

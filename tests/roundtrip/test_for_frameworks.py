@@ -168,7 +168,7 @@ REFUSED = {
     "another family": (["--to", "megatron"], "no map has names of Megatron-Core"),
     "no map": (["--to", "megatron", "--map", "none"], "cannot be combined with --to megatron"),
     "names of training": (["--to", "megatron", "--names", "live"], "cannot be combined"),
-    "an optimizer": (["--to", "megatron", "--optimizer"], "cannot be combined"),
+    "an optimizer": (["--to", "megatron", "--optimizer"], "holds no states of an optimizer"),
     "a missing layer": (["--to", "megatron"], "layers.1."),
     "a missing tensor": (["--to", "megatron"], "up_proj"),
     "sizes of another model": (["--to", "megatron"], "4 parameters have other shapes"),

@@ -6,6 +6,7 @@ The states are made of the weights, so that a state in a wrong place differs fro
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -34,21 +35,32 @@ def weights_of(case: str) -> Tensors:
     return stored_in_dcp(next((FIXTURES / case).rglob(".metadata")).parent)
 
 
+def trained(case: str, weights: Tensors) -> Tensors:
+    """The parameters: torchtitan 0.3 splits queries, keys and values where it stores weights."""
+    made, config = dict(weights), json.loads((FIXTURES / case / "config.json").read_text())
+    for name in [n for n in weights if ".qkv_linear.wq." in n and "muse_glimmer" not in case]:
+        parts = [made.pop(name.replace(".wq.", f".{part}.")) for part in ("wq", "wk", "wv")]
+        groups = config["num_key_value_heads"]
+        split = [p.reshape(groups, -1, *p.shape[1:]) for p in parts]
+        made[name.replace(".wq.", ".wqkv.")] = torch.cat(split, 1).reshape(-1, *parts[0].shape[1:])
+    return made
+
+
 def states_of(weights: Tensors) -> dict[str, Any]:
     """AdamW's states of all parameters, in two groups as is usual: norms do not decay."""
-    trained = {n: t for n, t in weights.items() if "expert_bias" not in n}  # which are buffers
+    weights = {n: t for n, t in weights.items() if "expert_bias" not in n}  # which are buffers
     state = {
         name: {
             "step": torch.tensor(7.0),
             "exp_avg": tensor.float() * 2,
             "exp_avg_sq": tensor.float() ** 2,
         }
-        for name, tensor in trained.items()
+        for name, tensor in weights.items()
     }
-    norms = [name for name in trained if "norm" in name]
-    others = [name for name in trained if "norm" not in name]
+    norms = [name for name in weights if "norm" in name]
+    others = [name for name in weights if "norm" not in name]
     groups = [
-        {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": decay, "params": members}
+        {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": decay, "params": members}
         for decay, members in ((0.1, others), (0.0, norms))
     ]
     return {"state": state, "param_groups": groups}
@@ -82,7 +94,8 @@ def refusal(source: Path, case: str, out: Path) -> str:
 @pytest.mark.parametrize("case", sampled([*TITAN, *MEGATRON], [LLAMA, MOE, MEGATRON_LLAMA, GEMMA]))
 def test_states_are_rearranged_as_their_weights(case: str, tmp_path: Path) -> None:
     weights = weights_of(case)
-    source, out = saved(weights, states_of(weights), tmp_path / "run"), tmp_path / "out"
+    states = states_of(trained(case, weights))
+    source, out = saved(weights, states, tmp_path / "run"), tmp_path / "out"
     ckptkit.consolidate(source, out, base=FIXTURES / case, optimizer=True)
     model = load_file(out / "model.safetensors")
     optimizer = torch.load(out / "optimizer.bin")  # noqa: TID251
@@ -105,15 +118,27 @@ def test_states_are_rearranged_as_their_weights(case: str, tmp_path: Path) -> No
 @pytest.mark.parametrize("case", sampled(TITAN, [LLAMA, MOE]))
 def test_torchtitan_gets_back_what_it_saved(case: str, tmp_path: Path) -> None:
     weights = weights_of(case)
-    source = saved(weights, states_of(weights), tmp_path / "run", is_flat=True)
+    source = saved(weights, states_of(trained(case, weights)), tmp_path / "run", is_flat=True)
     ckptkit.convert(source, tmp_path / "out", to="torchtitan", base=FIXTURES / case, optimizer=True)
     ours, theirs = stored_in_dcp(tmp_path / "out"), stored_in_dcp(source)
-    assert ours.keys() == theirs.keys()
+    # Models can be told to train queries, keys and values apart, too.
+    apart = {
+        name for name in ours if name.startswith("optimizer.") and re.search(r"\.w[qkv]\.", name)
+    }
+    assert ours.keys() - apart == theirs.keys() - apart
     made = {name for name in ours if "expert_bias" in name and not ours[name].any()}
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours.keys() - made)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs.keys() - made)
     read = [dcp.FileSystemReader(place).read_metadata() for place in (source, tmp_path / "out")]
-    settings = [{key for key in one.state_dict_metadata if ".param_groups." in key} for one in read]
-    assert settings[0] == settings[1] != set()
+    before, after = (
+        {key for key in one.state_dict_metadata if ".param_groups." in key} for one in read
+    )
+    assert before <= after
+    assert before != set()
+    # It goes on from what ckptkit wrote, which has them in both forms, too.
+    again = tmp_path / "again"
+    ckptkit.convert(tmp_path / "out", again, to="torchtitan", optimizer=True)
+    assert ours.keys() == stored_in_dcp(again).keys()
+    assert all(torch.equal(ours[name], tensor) for name, tensor in stored_in_dcp(again).items())
 
 
 def test_a_run_of_megatron_goes_on_in_torchtitan(tmp_path: Path) -> None:
@@ -125,8 +150,11 @@ def test_a_run_of_megatron_goes_on_in_torchtitan(tmp_path: Path) -> None:
     ours = stored_in_dcp(tmp_path / "out")
     moments = {name for name in ours if name.endswith(".exp_avg")}
     assert len(moments) > 8
+    weights = {n: t for n, t in ours.items() if not n.startswith("optimizer.")}
+    weights |= trained(MEGATRON_LLAMA, weights)
+    assert any(".wqkv." in name for name in moments)
     for name in moments:
-        weight = ours[name.removeprefix("optimizer.state.").removesuffix(".exp_avg")]
+        weight = weights[name.removeprefix("optimizer.state.").removesuffix(".exp_avg")]
         assert torch.equal(ours[name], weight.float() * 2), name
 
 
@@ -168,13 +196,20 @@ def test_torch_goes_on_from_a_run_of_megatron_core(tmp_path: Path) -> None:
     for name in weights:
         for kind in ("step", "exp_avg", "exp_avg_sq"):
             assert f"optimizer.state.{name}.{kind}" in names
-        for setting in ("lr", "betas", "eps", "weight_decay"):
+    asked = {*torch.optim.AdamW([torch.ones(1)]).param_groups[0], "initial_lr"} - {"params"}
+    for name in [
+        name.replace(".wq.", ".wqkv.") for name in weights if not re.search(r"\.w[kv]\.", name)
+    ]:
+        for setting in asked:
             assert f"optimizer.param_groups.{name}.{setting}" in names
 
 
 def test_options_see_the_names_that_are_written(tmp_path: Path) -> None:
     weights = weights_of(LLAMA)
-    source, out = saved(weights, states_of(weights), tmp_path / "run"), tmp_path / "out"
+    source, out = (
+        saved(weights, states_of(trained(LLAMA, weights)), tmp_path / "run"),
+        tmp_path / "out",
+    )
     only = "model.layers.0.*"
     ckptkit.consolidate(source, out, base=FIXTURES / LLAMA, optimizer=True, include=[only])
     optimizer = torch.load(out / "optimizer.bin")  # noqa: TID251
@@ -252,3 +287,84 @@ def test_under_a_map_the_state_of_a_tied_weight_follows_the_name_that_is_written
     expected = whole["state"]["model.embed_tokens.weight"]["exp_avg"]
     assert torch.equal(found["state"][head]["exp_avg"], expected)
     assert sorted(n for g in found["param_groups"] for n in g["params"]) == sorted(found["state"])
+
+
+class TestMegatron:
+    """`--to megatron --optimizer`."""
+
+    @pytest.fixture
+    def weights(self) -> Tensors:
+        return weights_of(MEGATRON_LLAMA)
+
+    @pytest.mark.parametrize("dtype", ["keep", "float32"])
+    def test_it_gets_back_what_it_saved(self, dtype: str, weights: Tensors, tmp_path: Path) -> None:
+        source, out = saved(weights, states_of(weights), tmp_path / "run"), tmp_path / "out"
+        ckptkit.convert(
+            *(source, out),
+            to="megatron",
+            base=FIXTURES / MEGATRON_LLAMA,
+            optimizer=True,
+            dtype=dtype,
+        )
+        assert (out / "latest_checkpointed_iteration.txt").read_text() == "7"
+        ours, theirs = stored_in_dcp(out / "iter_0000007"), stored_in_dcp(source)
+        for name, weight in weights.items():
+            rows = slice(0, len(ours[name]))  # without the padding of vocabularies
+            for kind in ("exp_avg", "exp_avg_sq"):
+                state = ours[f"optimizer.state.{kind}.{name}"]
+                assert torch.equal(state, theirs[f"optimizer.state.{name}.{kind}"][rows])
+            assert torch.equal(ours[f"optimizer.state.param.{name}"], weight[rows].float())
+        path = out / "iter_0000007" / "common.pt"
+        common = torch.load(path, weights_only=False)  # noqa: TID251
+        decaying, flat = common["optimizer"]["optimizer"]["param_groups"]
+        assert (decaying["weight_decay"], decaying["wd_mult"]) == (0.1, 1.0)
+        assert (flat["weight_decay"], flat["wd_mult"]) == (0.0, 0.0)
+        assert (flat["betas"], flat["step"]) == ((0.9, 0.95), 7)
+
+    def refusal(self, weights: Tensors, optimizer: dict[str, Any], place: Path) -> str:
+        source, out = saved(weights, optimizer, place / "run"), place / "out"
+        base = FIXTURES / MEGATRON_LLAMA
+        done = run_command(
+            "convert", source, out, "--to", "megatron", "--base", base, "--optimizer"
+        )
+        assert done.returncode != 0
+        assert not out.exists()
+        for target in (["megatron"], ["dcp", "--optimizer"]):  # what the message proposes
+            options = ["--base", base, "--to", *target]
+            assert run_command("convert", source, place / target[0], *options).returncode == 0
+        assert "leave --optimizer out, or go on with --to dcp" in done.stderr.replace("\n  ", " ")
+        return done.stderr
+
+    def test_states_of_another_optimizer(self, weights: Tensors, tmp_path: Path) -> None:
+        optimizer = states_of(weights)
+        for own in optimizer["state"].values():
+            own["momentum_buffer"] = own.pop("exp_avg")
+        text = self.refusal(weights, optimizer, tmp_path)
+        assert "'momentum_buffer'" in text
+        assert "the states of Adam alone" in text
+
+    def test_a_parameter_without_states(self, weights: Tensors, tmp_path: Path) -> None:
+        optimizer, name = states_of(weights), "decoder.final_layernorm.weight"
+        del optimizer["state"][name]
+        text = self.refusal(weights, optimizer, tmp_path)
+        assert f"parameter {name!r} has no state 'exp_avg'" in text
+
+    def test_states_of_another_shape(self, weights: Tensors, tmp_path: Path) -> None:
+        optimizer, name = states_of(weights), "decoder.final_layernorm.weight"
+        optimizer["state"][name]["exp_avg_sq"] = torch.ones(3)
+        text = self.refusal(weights, optimizer, tmp_path)
+        assert f"state 'exp_avg_sq' of {name!r} is [3]" in text
+
+    def test_parameters_that_count_other_steps(self, weights: Tensors, tmp_path: Path) -> None:
+        optimizer, name = states_of(weights), "decoder.final_layernorm.weight"
+        optimizer["state"][name]["step"] = torch.tensor(6.0)
+        text = self.refusal(weights, optimizer, tmp_path)
+        assert f"counts 6 steps of {name!r} and 7 of" in text
+
+    def test_groups_that_it_does_not_have(self, weights: Tensors, tmp_path: Path) -> None:
+        optimizer, name = states_of(weights), "embedding.word_embeddings.weight"
+        optimizer["param_groups"][0]["params"].remove(name)
+        own = {**optimizer["param_groups"][0], "lr": 0.5, "params": [name]}
+        optimizer["param_groups"].append(own)
+        text = self.refusal(weights, optimizer, tmp_path)
+        assert "have different settings" in text

@@ -3,7 +3,7 @@
 An archive is a zip whose headers are known beforehand and whose checksums are filled in after its
 tensors were written. Its pickle is written opcode by opcode, so that torch is not needed.
 torch.distributed.checkpoint and accelerate load folders of such archives: a model's, and an
-optimizer's; Megatron-Core and torchtitan start training from such folders.
+optimizer's.
 
 Sources: the ZIP application note (APPNOTE 6.3.9, sections 4.3 and 4.5) for the structures;
 torch/csrc/jit `PyTorchStreamWriter` for names, order, flags and the padding of records; torch.save
@@ -16,9 +16,7 @@ SHARDED_STATE_DICT.
 
 from __future__ import annotations
 
-import json
 import posixpath
-import re
 import struct
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -46,7 +44,7 @@ from ckptkit.plan.layouts.dcp_metadata import (
     push_tuple,
 )
 from ckptkit.plan.layouts.hf import make_index_file
-from ckptkit.plan.optimizer_states import GROUPS, MEMBERS, OPTIMIZER, OptimizerStates
+from ckptkit.plan.optimizer_states import OPTIMIZER, OptimizerStates
 from ckptkit.plan.plan import (
     Body,
     Literal,
@@ -393,151 +391,3 @@ def lay_out_dcp(
     stored = [DcpTensor(path, *specs[path], places[path]) for path in specs]
     metadata = make_metadata(stored, objects)
     return [*files, literal_file(posixpath.join(folder, METADATA_NAME), metadata)]
-
-
-# Checkpoints that other frameworks start training from: Megatron-Core's and torchtitan's.
-#
-# Both are DCP. Tensors that the framework stacks have one chunk for each layer or expert, since a
-# rank that loads reads whole chunks.
-#
-# Megatron-LM finds the weights in the folder `release`, which `latest_checkpointed_iteration.txt`
-# names; it starts at iteration 0 then, with an optimizer of its own. The padding of vocabularies
-# depends on the tensor parallel size; Megatron-Core loads embeddings without it.
-#
-# Sources: `save_checkpoint`, `load_checkpoint`, `check_checkpoint_args` and
-# `load_args_from_checkpoint` in megatron/training/checkpointing.py;
-# core.py, serialization.py and strategies/common.py of megatron/core/dist_checkpointing;
-# `TransformerBlock.sharded_state_dict` in megatron/core/transformer/transformer_block.py;
-# scripts/checkpoint_conversion/convert_from_hf.py of torchtitan.
-_FOLDER = "release"
-_TRACKER = "latest_checkpointed_iteration.txt"
-_KIND = {
-    "sharded_backend": "torch_dist",
-    "sharded_backend_version": 1,
-    "common_backend": "torch",
-    "common_backend_version": 1,
-}
-_ARGUMENTS = {
-    "num_layers": "num_hidden_layers",
-    "hidden_size": "hidden_size",
-    "ffn_hidden_size": "intermediate_size",
-    "num_attention_heads": "num_attention_heads",
-    "num_query_groups": "num_key_value_heads",
-    "kv_channels": "head_dim",
-    "max_position_embeddings": "max_position_embeddings",
-    "rotary_base": "rope_theta",
-}
-_HAS_STATE = re.compile(r"(decoder\..*(?:\.linear_\w+|layernorm))\.weight")
-_LAYER = re.compile(r"(?:^|\.)layers\.\d+\.")
-
-
-def layout_torchtitan(
-    products: Sequence[Product],
-    parts: Mapping[Fqn, StackedPart],
-    max_file_bytes: int,
-    states: OptimizerStates | None = None,
-) -> list[OutputFile]:
-    """Lays tensors out as torchtitan's `checkpoint.initial_load_path` takes them.
-
-    `products`: by torchtitan's names; stacked ones in parts. `parts`: where these are in the
-    stacked tensors. `max_file_bytes`: the most bytes of tensors in a file. `states`: those of the
-    optimizer, which torchtitan flattens: each parameter has the settings of its group.
-    """
-    keys: list[tuple[KeyPath, Product]] = [*_with_keys(products, parts)]
-    values: dict[KeyPath, Any] = {}
-    if states is not None:
-        parts = {**parts, **states.parts}
-        keys += [((OPTIMIZER, ".".join(map(str, p))), product) for p, product in states.tensors]
-        for path, value in states.values.items():
-            group, setting = path[:2], ".".join(map(str, path[2:]))
-            if path[0] != GROUPS:
-                values[OPTIMIZER, ".".join(map(str, path))] = value
-            elif setting != MEMBERS:
-                for name in states.values[*group, MEMBERS]:
-                    values[OPTIMIZER, f"{GROUPS}.{name}.{setting}"] = value
-    return lay_out_dcp("", keys, max_file_bytes, values=values, parts=parts)
-
-
-def layout_megatron(
-    products: Sequence[Product],
-    parts: Mapping[Fqn, StackedPart],
-    max_file_bytes: int,
-    config: Mapping[str, Any] | None,
-) -> list[OutputFile]:
-    """Lays tensors out as a `torch_dist` checkpoint.
-
-    `products`: by Megatron-Core's names; stacked ones in parts. `parts`: where these are in the
-    stacked tensors. `max_file_bytes`: the most bytes of tensors in a file. `config`: the
-    configuration of the model, for the sizes among the arguments.
-    """
-    keys = _with_keys(products, parts)
-    is_apart = any(_LAYER.search(str(path[0])) for path, _ in keys)
-    state = [
-        (push_text("checkpoint_version"), push_scalar(3.0)),
-        (push_text("iteration"), push_scalar(0)),
-        (push_text("args"), _push_namespace(_list_arguments(config or {}))),
-        (
-            push_text("content_metadata"),
-            push_value({"singleton_local_shards": False, "non_homogeneous_layers": is_apart}),
-        ),
-    ]
-    common = build_archive("common", push_dict(state))
-    return [
-        *lay_out_dcp(_FOLDER, keys, max_file_bytes, values=_list_states(keys, parts), parts=parts),
-        lay_out_file(f"{_FOLDER}/common.pt", common),
-        literal_file(f"{_FOLDER}/metadata.json", json.dumps(_KIND).encode()),
-        literal_file(_TRACKER, _FOLDER.encode()),
-    ]
-
-
-def _with_keys(
-    products: Sequence[Product], parts: Mapping[Fqn, StackedPart]
-) -> list[tuple[tuple[Fqn], Product]]:
-    names = {product.spec.name: product.spec.name for product in products}
-    names |= {name: part.name for name, part in parts.items()}
-    return [((names[product.spec.name],), product) for product in products]
-
-
-def _list_states(
-    keys: Sequence[tuple[tuple[Fqn], Product]], parts: Mapping[Fqn, StackedPart]
-) -> dict[KeyPath, list[None]]:
-    """Returns the empty states of layers, which Megatron-Core loads beside their weights.
-
-    A state is one object for each layer and expert, `MODULE._extra_state/shard_INDEX_COUNTS`. Its
-    own layers have one where they are linear, those of Transformer Engine also where they are
-    norms or compute attention; a loader ignores those that it does not know.
-    """
-    states: dict[KeyPath, list[None]] = {}
-    for (key,), product in keys:
-        found = _HAS_STATE.fullmatch(key)
-        part = parts.get(product.spec.name)
-        index, counts = (part.index, part.counts) if part else ((0,), (1,))
-        shard = f"{'.'.join(map(str, index))}_{'.'.join(map(str, counts))}"
-        modules = [found[1]] if found else []
-        if found and found[1].endswith("self_attention.linear_proj"):
-            modules.append(found[1].replace("linear_proj", "core_attention"))
-        states |= {(f"{module}._extra_state/shard_{shard}",): [None] for module in modules}
-    return states
-
-
-def _list_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arguments that Megatron-LM compares with its own, or takes from a checkpoint."""
-    text = config.get("text_config")
-    values = {**config, **(text if isinstance(text, dict) else {})}
-    rope = values.get("rope_parameters")
-    values = {**(rope if isinstance(rope, dict) else {}), **values}
-    found = {name: values.get(key) for name, key in _ARGUMENTS.items()}
-    sizes = {n: v for n, v in found.items() if isinstance(v, (int, float)) and v is not True}
-    return sizes | {
-        "tensor_model_parallel_size": 1,
-        "pipeline_model_parallel_size": 1,
-        "expert_model_parallel_size": 1,
-        "add_position_embedding": False,
-        "position_embedding_type": "rope",
-        "ckpt_format": "torch_dist",
-    }
-
-
-def _push_namespace(values: Mapping[str, Any]) -> bytes:
-    """Pushes an `argparse.Namespace`."""
-    return push_global("argparse", "Namespace") + b")\x81" + push_value(dict(values)) + b"b"

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from typing import Any
 
 from msgspec.structs import replace
 
@@ -26,7 +25,14 @@ from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import RefusedError
 from ckptkit.core.index import Fqn
 from ckptkit.plan.layouts.torch import TensorRecord, build_archive, push_value
-from ckptkit.plan.optimizer_states import GROUPS, MEMBERS, STATE, STEP, OptimizerStates
+from ckptkit.plan.optimizer_states import (
+    GROUPS,
+    MEMBERS,
+    STATE,
+    STEP,
+    OptimizerStates,
+    list_groups,
+)
 from ckptkit.plan.plan import OutputFile, Product, TensorSpec, lay_out_file, literal_file
 
 LATEST = "latest_universal"
@@ -149,12 +155,3 @@ def _file(path: str, product: Product, *, is_bare: bool = False) -> OutputFile:
     name = path.rpartition("/")[2].removesuffix(".pt")
     value = push_value(record if is_bare else {"param": record})
     return lay_out_file(path, build_archive(name, value, [product]))
-
-
-def list_groups(states: OptimizerStates) -> list[dict[str, Any]]:
-    """Returns the groups of an optimizer, each with its members and settings."""
-    groups: dict[Any, dict[str, Any]] = {}
-    for path, value in states.values.items():
-        if path[0] == GROUPS and path[2:]:
-            groups.setdefault(path[1], {})[str(path[2])] = value
-    return [groups[number] for number in sorted(groups)]
