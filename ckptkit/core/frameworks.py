@@ -272,8 +272,9 @@ PROFILES = (
     Profile(
         "MaxText",
         "maxtext/checkpoint_conversion/utils/param_mapping.py, MaxText of August 2026",
-        ("maxtext_qwen3_scanned", "maxtext_qwen2_layers", "maxtext_llama_layers"),
-        tensors=r"^params\.(?:params\.)?decoder\.layers(?:_\d+)?\.(?:self_attention|mlp)\.",
+        ("maxtext_qwen3_scanned", "maxtext_llama_layers", "maxtext_gemma3_scanned"),
+        tensors=r"^params\.(?:params\.)?decoder\.layers(?:_\d+|_remainder)?\.(?:layers_\d+\.)?"
+        r"(?:self_attention|mlp)(?:_local|_global)?\.",
     ),
     # VeOmni's models of Transformers 4; Transformers itself stacks gate and up into one.
     Profile("stacked experts", tensors=r"(?:^|\.)experts\.gate_proj$"),
