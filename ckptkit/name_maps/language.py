@@ -27,13 +27,13 @@ every sixth layer: the first has the number of the capture `turn`, which only `f
 a size; the inverse of a map has no such rule. In a name, `{layer?}` is a capture that may be absent
 together with its dot, as where layers are stacked, and `(mlp|ffn)` are alternatives. `optional =
 true` lets a rule match nothing, `partial = "layer"` lets numbers of that capture be missing where
-other rules have them. `inverse = false` is for a further form of the source, which the inverse does not write;
-`inverse = "all"` has it write the same tensor under each of the alternatives. `drop = "reason"`
-takes tensors that are left out; only there a name may end with `*`, for any rest; with `zeros = {
-shape = ["experts"], beside = "layers.{layer}.router" }` the inverse writes zeros for them. The
-inverse of a map leaves `{layer?}` out, and stacks, where all layers have the same tensors;
-`unstacked = ["layer"]` keeps it in the names. `others = "keep"` is for a source whose other names
-are those of the target.
+other rules have them. `inverse = false` is for a further form of the source, which the inverse does
+not write; `inverse = "all"` has it write the same tensor under each of the alternatives. `drop =
+"reason"` takes tensors that are left out; only there a name may end with `*`, for any rest; with
+`zeros = { shape = ["experts"], beside = "layers.{layer}.router" }` the inverse writes zeros for
+them. The inverse of a map leaves `{layer?}` out, and stacks, where all layers have the same
+tensors; `unstacked = ["layer"]` keeps it in the names. `others = "keep"` is for a source whose
+other names are those of the target.
 
     [halves]                           # each a layer of its own in some models, in this order
     layer = { "*" = "decoder.layers.{layer}.attention.*", "-" = "decoder.layers.{layer}.mlp.*" }
