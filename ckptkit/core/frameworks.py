@@ -41,7 +41,6 @@ class Profile(Struct, frozen=True):
             the metadata that has their order, or `row-major`.
         mark: A file beside the weights, or in the folder above, that no other framework writes.
         tensors: A part of a name that only its own models have.
-        unless: A part of a name that others have beside such names.
         modules: The same for a module that is adapted; models of users may have such names, too.
         weights: Folders below a step that hold a state dict.
         copies: Folders of the same model in another form, below the weights or their step. Each
@@ -65,7 +64,6 @@ class Profile(Struct, frozen=True):
     bare: str = ""
     mark: str = ""
     tensors: str = ""
-    unless: str = ""
     modules: str = ""
     weights: tuple[str, ...] = ()
     copies: Mapping[str, str] = field(default_factory=dict)
@@ -220,11 +218,17 @@ PROFILES = (
         tensors=r"^layers\.\d+\.att(?:entio)?n\.(?:(?:qkv_linear\.)?w[qkv]|wkv_[ab])\.(?:weight|bias)$",
         modules=r"^layers\.\d+\.(?:attention|feed_forward|moe)\.",
     ),
+    Profile(  # whose experts have the names of prime-rl's
+        "DeepSpeed AutoEP",
+        "deepspeed/module_inject/auto_ep_layer.py, DeepSpeed 0.19.8",
+        ("autoep_zero1", "autoep_qwen2_moe", "autoep_deepseek_v3"),
+        tensors=r"(?:^|\.)layers\.\d+\.mlp\."
+        r"(?:gate\.gate\.weight|router\.e_score_correction_bias)$",
+    ),
     Profile(
         "prime-rl",
         "src/prime_rl/trainer/models of PrimeIntellect-ai/prime-rl at commit 2965fdfc",
         tensors=r"(?:^|\.)layers\.\d+\.mlp\.experts\.w1$",
-        unless=r"\.gate\.gate\.weight$",  # the router of DeepSpeed's AutoEP, by its second name
     ),
     Profile(
         "nvidia-resiliency-ext",
@@ -261,8 +265,9 @@ PROFILES = (
     Profile(
         "MaxText",
         "maxtext/checkpoint_conversion/utils/param_mapping.py, MaxText of August 2026",
-        ("maxtext_qwen3_scanned", "maxtext_qwen2_layers", "maxtext_llama_layers"),
-        tensors=r"^params\.(?:params\.)?decoder\.layers(?:_\d+)?\.(?:self_attention|mlp)\.",
+        ("maxtext_qwen3_scanned", "maxtext_llama_layers", "maxtext_gemma3_scanned"),
+        tensors=r"^params\.(?:params\.)?decoder\.layers(?:_\d+|_remainder)?\.(?:layers_\d+\.)?"
+        r"(?:self_attention|mlp)(?:_local|_global)?\.",
     ),
     # VeOmni's models of Transformers 4; Transformers itself stacks gate and up into one.
     Profile("stacked experts", tensors=r"(?:^|\.)experts\.gate_proj$"),
@@ -327,8 +332,7 @@ SETTINGS = tuple(dict.fromkeys(folder for p in PROFILES for folder in p.settings
 def recognise_by_tensors(names: Iterable[str]) -> str:
     """Returns the framework whose models have tensors of these names; empty for others."""
     listed = list(names)
-    found = (p for p in PROFILES if p.tensors and _has(p.tensors, listed))
-    return next((p.name for p in found if not (p.unless and _has(p.unless, listed))), "")
+    return next((p.name for p in PROFILES if p.tensors and _has(p.tensors, listed)), "")
 
 
 def recognise_by_modules(names: Iterable[str]) -> str:

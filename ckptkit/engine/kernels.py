@@ -161,6 +161,7 @@ class AddedOperand(WrappingOperand, frozen=True):
 
     constant: float  # what is added to each element
     factor: float = 1.0  # what each is multiplied by before that
+    divisor: float = 1.0  # or divided by, which rounds otherwise than the inverse of a factor
 
     @property
     def dtype(self) -> DType:
@@ -171,6 +172,7 @@ class AddedOperand(WrappingOperand, frozen=True):
         values = self.operand.values(span, inputs)
         wide = values.astype(np.promote_types(values.dtype, np.float32))
         wide *= self.factor
+        wide /= self.divisor
         wide += self.constant
         return wide.astype(values.dtype)
 

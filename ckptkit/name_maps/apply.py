@@ -23,7 +23,7 @@ from ckptkit.core.index import Fqn, Shape
 from ckptkit.core.text import quote
 from ckptkit.hub_names.disk_tensors import HubTensor
 from ckptkit.name_maps.language import NameMap, Rule
-from ckptkit.name_maps.rule_steps import Made, Sizes
+from ckptkit.name_maps.rule_steps import UNCHANGED, Made, Sizes
 from ckptkit.plan.plan import StackedPart
 
 Numbers = tuple[tuple[str, int], ...]
@@ -41,8 +41,8 @@ class MappedNames(Struct, frozen=True):
 
     # The tensors of the target, by name, in the order of the source.
     tensors: Mapping[Fqn, HubTensor]
-    # By the name of a tensor, what is added to its elements, and their factor before that.
-    changed: Mapping[Fqn, tuple[float, float]]
+    # By the name of a tensor, what is added to its elements, and their factor and divisor before.
+    changed: Mapping[Fqn, tuple[float, float, float]]
     dropped: Mapping[Fqn, str]  # the tensors of the source that are left out, with the reason
     # By the name of a tensor of the source, the rows after its last that are left out as padding:
     # the first of them, and the number of rows with them.
@@ -99,7 +99,7 @@ def apply_map(
             made_by[name] = one.rule
             for part, member in _split_or_stack(name, members, in_parts=in_parts):
                 tensor = HubTensor.of(part.part_name, member.arrangement)
-                _check_dtypes(tensor, tensors, one.rule, changes=_is_changed(member))
+                _check_dtypes(tensor, tensors, one.rule, changes=member.change != UNCHANGED)
                 made[part.part_name] = part, member, tensor
     zeros: dict[Fqn, Shape] = {}
     for rule in name_map.rules:
@@ -110,7 +110,7 @@ def apply_map(
             zeros[Fqn(rule.targets[0].render(shown))] = tuple(map(sizes.of, rule.zeros))
     return MappedNames(
         tensors={name: tensor for name, (_, _, tensor) in made.items()},
-        changed={n: (m.added, m.factor) for n, (_, m, _) in made.items() if _is_changed(m)},
+        changed={n: m.change for n, (_, m, _) in made.items() if m.change != UNCHANGED},
         dropped=dropped,
         padding={t.sources[0]: m.padding for _, m, t in made.values() if m.padding is not None},
         made_by=made_by,
@@ -312,7 +312,8 @@ def _unstack(
     stacked += [capture for capture in wanted if capture not in numbers]
     found = [(dict(numbers), Arrangement.of(name, shape))]
     for capture in stacked:
-        count = sizes.count(capture) if sizes.has(capture) else None
+        is_counted = sizes.has(capture) and capture not in rule.numbers
+        count = sizes.count(capture) if is_counted else None
         longer = []
         for before, whole in found:
             arrangement, here, axis = whole, whole.shape, rule.axis
@@ -331,6 +332,9 @@ def _unstack(
             ]
         found = longer
     for each, arrangement in found:
+        for capture, (first, step) in rule.numbers.items():
+            start = each.pop(first) if first in numbers else sizes.of(first)
+            each[capture] = (start or 0) + step * (each[capture] or 0)
         key = tuple(sorted((c, n) for c, n in each.items() if n is not None))
         yield key, Made(arrangement)
 
@@ -346,9 +350,8 @@ def _run_rule(
     rule = taken.rule
     if not taken.sets:
         return
-    ordered = dict.fromkeys((*rule.targets[0].captures, *rule.sources[0].captures))
     named = [c for c in rule.targets[0].captures if c not in left_out]
-    axes = [c for c in ordered if c not in named]
+    axes = [c for c in rule.list_captures() if c not in named]
     stacks: dict[str, dict[Shape, Made]] = defaultdict(dict)
     for key, parts in taken.sets.items():
         absent = [t.text for i, t in enumerate(rule.sources) if i not in parts]
@@ -428,9 +431,8 @@ def _check_counts(
     seen: dict[str, set[int]] = defaultdict(set)
     for one in (one for one in taken if one.sets):
         rule = one.rule
-        captures = (*rule.sources[0].captures, *(rule.targets[0].captures if rule.targets else ()))
         # The innermost first: an expert that is missing in one layer is not a missing layer.
-        for capture in reversed(tuple(dict.fromkeys(captures))):
+        for capture in reversed(rule.list_captures()):
             for others, numbers in _group_numbers(one, capture).items():
                 seen[capture] |= numbers
                 if capture not in rule.partial:
@@ -487,10 +489,6 @@ def _check_numbers(
             where=place,
             hint="the configuration is of another model; name the right one with --base",
         )
-
-
-def _is_changed(made: Made) -> bool:
-    return bool(made.added) or made.factor != 1.0
 
 
 def _check_dtypes(tensor: HubTensor, tensors: Specs, rule: Rule, *, changes: bool) -> None:

@@ -22,16 +22,18 @@ not in the name of the source, the first axis of the source, or that which `axis
 unstacked and gives its numbers; the inverse of a map has no rule with `axis`. A capture that `to`
 does not have is stacked. `steps` apply in between, to the tensors of one set of numbers. `joined =
 "expert"` is for a first axis that has the numbers of this capture one below the other; the inverse
-of a map does not write it. In a name, `{layer?}` is a capture that may be absent together with its
-dot, as where layers are stacked, and `(mlp|ffn)` are alternatives. `optional = true` lets a rule
-match nothing, `partial = "layer"` lets numbers of that capture be missing where other rules have
-them. `inverse = false` is for a further form of the source, which the inverse does not write;
-`inverse = "all"` has it write the same tensor under each of the alternatives. `drop = "reason"`
-takes tensors that are left out; only there a name may end with `*`, for any rest; with `zeros = {
-shape = ["experts"], beside = "layers.{layer}.router" }` the inverse writes zeros for them. The
-inverse of a map leaves `{layer?}` out, and stacks, where all layers have the same tensors;
-`unstacked = ["layer"]` keeps it in the names. `others = "keep"` is for a source whose other names
-are those of the target.
+of a map does not write it. `numbers = { layer = ["turn", 6] }` is for names or an axis that count
+every sixth layer: the first has the number of the capture `turn`, which only `from` has, or that of
+a size; the inverse of a map has no such rule. In a name, `{layer?}` is a capture that may be absent
+together with its dot, as where layers are stacked, and `(mlp|ffn)` are alternatives. `optional =
+true` lets a rule match nothing, `partial = "layer"` lets numbers of that capture be missing where
+other rules have them. `inverse = false` is for a further form of the source, which the inverse does
+not write; `inverse = "all"` has it write the same tensor under each of the alternatives. `drop =
+"reason"` takes tensors that are left out; only there a name may end with `*`, for any rest; with
+`zeros = { shape = ["experts"], beside = "layers.{layer}.router" }` the inverse writes zeros for
+them. The inverse of a map leaves `{layer?}` out, and stacks, where all layers have the same
+tensors; `unstacked = ["layer"]` keeps it in the names. `others = "keep"` is for a source whose
+other names are those of the target.
 
     [halves]                           # each a layer of its own in some models, in this order
     layer = { "*" = "decoder.layers.{layer}.attention.*", "-" = "decoder.layers.{layer}.mlp.*" }
@@ -72,6 +74,7 @@ _KEYS = (
 )
 _RULE_KEYS = (
     *("from", "to", "steps", "optional", "partial", "joined", "inverse", "drop", "zeros", "axis"),
+    "numbers",
 )
 _MOST_BYTES = 1 << 20
 _MOST_FORMS = 256
@@ -209,8 +212,16 @@ class Rule(Struct, frozen=True):
     # The sizes of a tensor of float32 zeros that the inverse writes for what is left out.
     zeros: tuple[str, ...] = ()
     axis: int = 0  # that which is unstacked
+    # By capture of which it has some numbers only: a capture or size with the first, the distance.
+    numbers: Mapping[str, tuple[str, int]] = field(default_factory=dict)
     # The source's name of a tensor beside which it does so; None if it does not.
     beside: NameTemplate | None = None
+
+    def list_captures(self) -> list[str]:
+        """Returns what numbers its tensors, those of the target first."""
+        named = (c for side in (self.targets, self.sources) for t in side[:1] for c in t.captures)
+        firsts = {first for first, _ in self.numbers.values()}
+        return [capture for capture in dict.fromkeys(named) if capture not in firsts]
 
 
 class Further(Struct, frozen=True):
@@ -416,7 +427,7 @@ def _parse_rule(rule: Any, where: str) -> Rule:
     drop, steps, inverse = rule.get("drop", ""), rule.get("steps", []), rule.get("inverse", True)
     optional, partial = rule.get("optional", False), tuple(_texts(rule.get("partial", []), where))
     joined = tuple(_texts(rule.get("joined", []), where))
-    axis = rule.get("axis", 0)
+    axis, numbers = rule.get("axis", 0), _parse_numbers(rule.get("numbers", {}), where)
     captures = {capture for name in (*sources, *targets) for capture in name.captures}
     made = [name.render(dict.fromkeys(name.captures, 0)) for name in targets]
     twice = next((name for name in made if made.count(name) > 1), None)
@@ -440,7 +451,7 @@ def _parse_rule(rule: Any, where: str) -> Rule:
         or type(optional) not in {bool, str}
     ):
         wrong = "'steps' is a list of tables, 'drop' a text, 'optional' true, false or a capture"
-    elif not captures.issuperset(partial):
+    elif not captures.issuperset(partial := (*partial, *numbers)):
         known = ", ".join(sorted(captures)) or "none"
         wrong = f"'partial' is {', '.join(partial)}; captures of the rule are {known}"
         hint = "write the name of a capture, without braces"
@@ -464,13 +475,24 @@ def _parse_rule(rule: Any, where: str) -> Rule:
         with_further=optional if isinstance(optional, str) else "",
         partial=partial,
         joined=joined,
-        has_inverse=inverse is not False and not joined and not axis,
+        has_inverse=inverse is not False and not joined and not axis and not numbers,
         in_all_forms=inverse == "all",
         drop=drop,
         zeros=zeros,
         axis=axis,
+        numbers=numbers,
         beside=beside,
     )
+
+
+def _parse_numbers(value: Any, where: str) -> Mapping[str, tuple[str, int]]:
+    pairs = value.values() if isinstance(value, dict) else [value]
+    for pair in pairs:
+        kinds = [*map(type, pair)] if isinstance(pair, list) else []
+        if kinds not in ([str, int], [int, int]) or pair[1] < 1:
+            hint = 'write numbers = { CAPTURE = ["FIRST", 2] }'
+            raise UsageError(f"'numbers' is {value!r}", where=where, hint=hint)
+    return {capture: (str(first), step) for capture, (first, step) in value.items()}
 
 
 def _parse_zeros(

@@ -11,17 +11,19 @@
 - `{ rows = "vocab", axis = 0 }`: the first indices of an axis; the rest is padding up to a
   multiple of some number. The inverse adds none, or with `multiple = 128` zeros up to that.
 - `{ pad = 128, rows = "vocab", axis = 0 }`: zeros up to a multiple; the inverse of the former.
-- `{ root = "head_dim" }`: multiplied by the square root of a size, in float32; it has no inverse.
+- `{ root = "head_dim" }`: multiplied by the square root of a size, in float32.
+- `{ over_root = "hidden_size" }`: divided by it; with `rounded = "bfloat16"`, by the root in this
+  element type. One is the inverse of the other.
 - `{ add = 1 }`: a constant is added, in float32; the result has the element type of the source.
 
 With `only = [0, 1]`, a step that makes one tensor of one applies to those tensors alone, counted
 from 0.
 
 Steps have sizes of the model, which are computed from its configuration by short expressions:
-`heads = "num_attention_heads"`, `head_dim = ["head_dim", "hidden_size / heads"]`. An expression
-has names, integers, `+`, `-`, `*`, `/` and parentheses; a name is another size or a key of the
+`heads = "num_attention_heads"`, `head_dim = ["head_dim", "hidden_size / heads"]`. An expression has
+names, integers, `+`, `-`, `*`, `/`, `//` and parentheses; a name is another size or a key of the
 configuration, and `vision_config.depth` a key of a configuration inside it. Of a list, the first
-whose names all exist is taken. A division leaves no remainder.
+whose names all exist is taken. `/` leaves no remainder, `//` drops it.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ import ast
 import math
 import operator
 import re
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
@@ -51,12 +54,16 @@ _OF_ANOTHER = (
 )
 
 
+UNCHANGED = (0.0, 1.0, 1.0)
+
+
 class Made(Struct, frozen=True):
     """A tensor on its way from the source to the target."""
 
     arrangement: Arrangement  # the elements of the source that it consists of
     added: float = 0.0
     factor: float = 1.0  # that it is multiplied by, before the constant is added
+    divisor: float = 1.0  # that it is divided by, also before that
     # The first row that was left out as padding, and the number of rows with the padding; None
     # where there is none.
     padding: tuple[int, int] | None = None
@@ -64,6 +71,11 @@ class Made(Struct, frozen=True):
     @property
     def shape(self) -> Shape:
         return self.arrangement.shape
+
+    @property
+    def change(self) -> tuple[float, float, float]:
+        """What is added to its elements, and their factor and divisor before that."""
+        return self.added, self.factor, self.divisor
 
     def viewed(self, shape: Shape) -> Made:
         return replace(self, arrangement=self.arrangement.viewed(shape))
@@ -84,6 +96,7 @@ class Step(Struct, frozen=True):
     factors: Mapping[str, str] = field(default_factory=dict)  # expressions; one may be missing
     order: tuple[int, ...] = ()  # of the axes
     value: float = 0.0  # that is added
+    is_rounded: bool = False  # whether a root is rounded to bfloat16
 
     def apply(self, tensors: Sequence[Made], sizes: Sizes) -> list[Made]:
         """Returns the tensors after the step; most change each tensor by itself."""
@@ -139,6 +152,7 @@ class Step(Struct, frozen=True):
             "flatten": f"join {len(self.parts)} axes from {axis} on",
             "add": f"add {self.value:g}",
             "root": f"multiply by the square root of {''.join(self.parts)}",
+            "over_root": f"divide by the square root of {''.join(self.parts)}",
         }
         only = f", of tensors {', '.join(map(str, self.only))} only" if self.only else ""
         return f"{words.get(self.kind, self.kind)}{only}"
@@ -185,7 +199,7 @@ def _concat(step: Step, tensors: Sequence[Made], sizes: Sizes) -> list[Made]:
             raise step.misfit(made.shape, expected, "a part ")
         split = (*before, groups, count, *behind)
         pieces.append(made.arrangement.viewed(split) if groups != 1 else made.arrangement)
-    if len({(made.added, made.factor) for made in tensors}) > 1:
+    if len({made.change for made in tensors}) > 1:
         raise UsageError(
             "joins tensors to which different constants were added, or that were multiplied by"
             " different numbers, which is not supported",
@@ -271,14 +285,19 @@ def _add(step: Step, made: Made, _sizes: Sizes) -> Made:
     return replace(made, added=made.added + step.value)
 
 
-def _multiply_by_root(step: Step, made: Made, sizes: Sizes) -> Made:
-    if made.added or made.factor != 1.0:
+def _scale_by_root(step: Step, made: Made, sizes: Sizes) -> Made:
+    if made.change != UNCHANGED:
         raise UsageError(
             "multiplies what was changed before, which is not supported",
             where=step.where,
             hint="multiply once, and add after it",
         )
-    return replace(made, factor=math.sqrt(sizes.count(step.parts[0])))
+    root = math.sqrt(sizes.count(step.parts[0]))
+    if step.is_rounded:
+        bits = struct.unpack("<I", struct.pack("<f", root))[0]
+        bits = bits + 0x7FFF + (bits >> 16 & 1) & 0xFFFF0000  # to the nearest, ties to even
+        root = struct.unpack("<f", struct.pack("<I", bits))[0]
+    return replace(made, factor=root) if step.kind == "root" else replace(made, divisor=root)
 
 
 _COUNTS = {"split": _split, "concat": _concat}  # which change the number of tensors
@@ -290,9 +309,10 @@ _CHANGES = {
     "pad": _pad,
     "rows": _keep_rows,
     "add": _add,
-    "root": _multiply_by_root,
+    "root": _scale_by_root,
+    "over_root": _scale_by_root,
 }
-_INVERSES = {"split": "concat", "unflatten": "flatten", "rows": "pad"}
+_INVERSES = {"split": "concat", "unflatten": "flatten", "rows": "pad", "root": "over_root"}
 _INVERSES |= {undoing: kind for kind, undoing in _INVERSES.items()}
 _KINDS = (
     "split",
@@ -305,6 +325,7 @@ _KINDS = (
     "rows",
     "add",
     "root",
+    "over_root",
 )
 
 
@@ -360,9 +381,10 @@ def _parse_fields(kind: str, value: Any, more: dict[str, Any]) -> dict[str, Any]
             count, multiple = (value, other) if is_rows else (other, value)
             if _is_size(count) and ((is_rows and multiple == "") or _is_size(multiple)):
                 return {"parts": (str(count),), "multiple": str(multiple)}
-        case "root":
-            if _is_size(value):
-                return {"parts": (str(value),)}
+        case "root" | "over_root":
+            rounded = more.pop("rounded", None)
+            if _is_size(value) and rounded in (None, "bfloat16"):
+                return {"parts": (str(value),), "is_rounded": rounded is not None}
         case "add":
             if type(value) in {int, float} and abs(value) <= _MOST_ADDED:  # which no NaN is
                 return {"value": float(value)}
@@ -495,13 +517,13 @@ class Sizes(Struct, frozen=True):
         kind = type(node.op)
         if kind in _OPERATORS:
             result = _OPERATORS[kind](left, right)
-        elif kind is ast.Div and right and left % right == 0:
+        elif right and (kind is ast.FloorDiv or (kind is ast.Div and left % right == 0)):
             result = left // right
         else:
             raise RefusedError(
                 f"{expression!r}: {left:,} and {right:,} do not divide"
-                if kind is ast.Div
-                else f"{expression!r} has an operator other than + - * /",
+                if kind in {ast.Div, ast.FloorDiv}
+                else f"{expression!r} has an operator other than + - * / //",
                 where=self.where,
                 hint="the configuration is of another model, or the map is wrong",
             )

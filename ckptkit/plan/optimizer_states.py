@@ -96,9 +96,10 @@ def _find_unwrapped(index: TensorIndex, model: str) -> dict[str, str]:
 
     Source: torch/distributed/fsdp/_optim_utils.py (`clean_tensor_name` leaves `_orig_mod`).
     """
-    unwrapped = {}
+    unwrapped: dict[str, str] = {}
     for entry in index.of_part("model"):
-        saved, name = str(entry.key_path[-1]), str(entry.name)
+        # A map's name may look so too: `mlp.router.gate` becomes `mlp.gate`.
+        saved, name = str(entry.key_path[-1]), str((*entry.stored_names, entry.name)[0])
         segments = iter(saved.split("."))
         is_within = all(segment in segments for segment in name.split("."))  # in that order
         if entry.tree == model and saved != name and is_within:

@@ -23,9 +23,6 @@ WITHOUT = {
     # Flat parameters of a model that has no configuration.
     *("files_torch_2_4", "files_torch_2_6", "files_torch_2_9"),
     "fairseq2_0_8_fsdp2",  # without the model whose shapes prove that no part is missing
-    # Names of experts that Transformers has not; the refusal says how to keep them.
-    *("autoep_universal_zero1", "autoep_universal_zero3", "autoep_zero0", "autoep_zero1"),
-    "autoep_zero3",
     "autotp_deepspeed_0_18",  # refused: nothing in it shows how tensors are cut
     "litgpt_pythia_lora",  # refused: of a matrix in one, only some parts are adapted
     "nanotron_0_2_tp2",  # does not say which of two maps it needs; the refusal names both

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 import ckptkit
 from ckptkit.core.errors import (
@@ -36,7 +37,9 @@ EXPERTS = (
     *("experts_zero1", "experts_zero1_bf16_optimizer", "experts_zero1_one_rank"),
     *("experts_zero2_data_first", "experts_zero2_float16", "experts_zero2_pyramid"),
     *("autoep_zero1", "autoep_zero3", "autoep_universal_zero1", "autoep_universal_zero3"),
+    *("autoep_qwen2_moe", "autoep_deepseek_v3"),
 )
+AUTOEP = (*(case for case in EXPERTS if case.startswith("autoep_")), "autoep_zero0")
 PIPELINES = (
     *("pipeline_zero0", "pipeline_zero1", "pipeline_zero1_tied", "pipeline_zero1_four"),
     *("pipeline_zero1_float16", "pipeline_one_stage"),
@@ -84,6 +87,49 @@ def test_the_states_of_the_optimizer_are_the_live_ones(case: str, tmp_path: Path
         for group in optimizer["param_groups"]
     ]
     assert found == [group | {"params": sorted(group["params"])} for group in groups]
+
+
+def loaded(source: Path, out: Path, base: Path, **options: Any) -> dict[str, torch.Tensor]:
+    ckptkit.consolidate(source, out, base=base, **options)
+    return dict(AutoModelForCausalLM.from_pretrained(out, dtype="auto").state_dict())
+
+
+@pytest.mark.parametrize("case", AUTOEP)
+def test_experts_of_autoep_are_those_of_transformers(case: str, tmp_path: Path) -> None:
+    """Where nothing was learned the weights are those before AutoEP."""
+    folder = FIXTURES / case
+    found = loaded(folder / "checkpoint", tmp_path / "out", folder / "base")
+    before = folder / "truth_before.safetensors"
+    if before.exists():
+        expected = load_file(before)
+        narrow = {name: value.to(expected[name].dtype) for name, value in found.items()}
+        assert images(narrow) == images(expected)
+        return
+    expected = load_file(folder / "truth.safetensors")
+    layer = "model.layers.0.mlp."
+    gates, ups = expected.pop(f"{layer}experts.w1"), expected.pop(f"{layer}experts.w3")
+    expected[f"{layer}experts.gate_up_proj"] = torch.cat([gates, ups], dim=1)
+    expected[f"{layer}experts.down_proj"] = expected.pop(f"{layer}experts.w2")
+    expected[f"{layer}gate.weight"] = expected.pop(f"{layer}router.gate.weight")
+    del expected[f"{layer}gate.gate.weight"]
+    assert images(found) == images(expected)
+
+
+def test_states_of_an_expert_of_autoep_follow_its_weights(tmp_path: Path) -> None:
+    folder, out = FIXTURES / "autoep_qwen2_moe", tmp_path / "out"
+    ckptkit.convert(folder / "checkpoint", out, to="torch", base=folder / "base", optimizer=True)
+    optimizer = torch.load(out / "optimizer.bin", weights_only=True)  # noqa: TID251 - the oracle
+    truth = load_file(folder / "truth_optimizer.safetensors")
+    layer = "model.layers.0.mlp."
+    for kind in ("exp_avg", "exp_avg_sq"):
+        for new, old in (("gate", "w1"), ("up", "w3"), ("down", "w2")):
+            whole = truth[f"state.{layer}experts.{old}.{kind}"]
+            for number in range(4):
+                name = f"{layer}experts.{number}.{new}_proj.weight"
+                assert torch.equal(optimizer["state"][name][kind], whole[number])
+        router = truth[f"state.{layer}router.gate.weight.{kind}"]
+        assert router.abs().max() > 0
+        assert torch.equal(optimizer["state"][f"{layer}gate.weight"][kind], router)
 
 
 def test_a_universal_pipeline_has_what_is_trained_and_says_what_it_lacks(tmp_path: Path) -> None:

@@ -19,6 +19,12 @@ CASES = (
     "maxtext_qwen2_layers",
     "maxtext_llama_scanned",
     "maxtext_llama_layers",
+    "maxtext_gemma_scanned",
+    "maxtext_gemma_layers",
+    "maxtext_gemma2_scanned",
+    "maxtext_gemma2_layers",
+    "maxtext_gemma3_scanned",
+    "maxtext_gemma3_layers",
 )
 
 
@@ -44,6 +50,15 @@ def test_a_configuration_of_other_heads_or_layers_is_refused(tmp_path: Path) -> 
     layers = FIXTURES / "maxtext_qwen2_layers"
     base = base_with(tmp_path / "more", layers, num_hidden_layers=4)
     refuse("layer", layers / "checkpoint", tmp_path / "out", base=base)
+    for name, number, message in (
+        ("gemma2_scanned", 5, "layer 5 is one too many"),
+        ("gemma2_layers", 6, "layer 4, 5 is missing"),
+        ("gemma3_scanned", 13, "layer 13 is one too many"),
+        ("gemma3_scanned", 15, "layer 14 is missing"),
+    ):
+        case = FIXTURES / f"maxtext_{name}"
+        base = base_with(tmp_path / f"{name}{number}", case, num_hidden_layers=number)
+        refuse(message, case / "checkpoint", tmp_path / "out", base=base)
 
 
 def test_a_family_without_a_map_is_named(tmp_path: Path) -> None:

@@ -90,6 +90,7 @@ _MAX_NODES = 1 << 20
 _MAX_CHUNKS = 1 << 24
 _LISTED_NAMES = 3
 _ARRAY_TYPES = frozenset({"jax.Array", "np.ndarray", "scalar"})
+_RANDOM_STATES = "rngs"
 _PARAMETERS = "params"
 _OPTIMIZER = re.compile(r"opt(imizer)?(_?states?)?")
 _AVERAGES = re.compile(r"ema(_params)?|params_ema|ema_state")
@@ -667,6 +668,8 @@ def _make_entries(held: Mapping[KeyPath, tuple[_Array, ChunkTable]]) -> dict[Key
 
 def _part_of(path: KeyPath) -> tuple[KeyPath, Part, KeyPath]:
     """Returns the container of an array, what it holds, and the array's path in it."""
+    if _RANDOM_STATES in path[:-1]:  # of dropout and others; there `params` is a stream of numbers
+        return (), "other", path
     for at, step in enumerate(map(str, path[:-1])):
         if _OPTIMIZER.fullmatch(step):
             return path[: at + 1], "optimizer", path[at + 1 :]

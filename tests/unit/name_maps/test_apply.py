@@ -46,7 +46,8 @@ def build(names: MappedNames, arrays: Arrays) -> dict[str, NDArray[Any]]:
             flat = np.ascontiguousarray(arrays[source]).ravel()
             for there, here in zip(*positions(tile), strict=True):
                 out[there] = flat[here]
-        results[str(name)] = out + np.float32(names.changed.get(name, (0, 1))[0])
+        added, factor, divisor = map(np.float32, names.changed.get(name, (0, 1, 1)))
+        results[str(name)] = out * factor / divisor + added
     return results
 
 
@@ -317,6 +318,50 @@ def test_the_inverse_leaves_out_what_lies_below_one_another() -> None:
     assert not invert(made(MOVES[BELOW][0])).rules
 
 
+NUMBERS: Mapping[str, tuple[str, Arrays]] = {
+    "every other layer, along an axis and by names": (
+        rule('"x"', '"b.{layer}"', "axis = 1\nnumbers = { layer = [0, 2] }")
+        + rule('"y.{layer}"', '"b.{layer}"', "numbers = { layer = [1, 2] }"),
+        {"x": X[:, :1], "y.0": X[:, 1]},
+    ),
+    "their place among some, and the rest after a size": (
+        rule('"x.{turn}"', '"b.{layer}"', 'axis = 1\nnumbers = { layer = ["turn", 6] }')
+        + rule('"y.{layer}"', '"b.{layer}"', 'numbers = { layer = ["3 // 2", 1] }'),
+        {"x.0": X[:, :1], "y.0": X[:, 1]},
+    ),
+}
+
+
+@pytest.mark.parametrize("what", NUMBERS)
+def test_a_rule_may_have_some_numbers_only(what: str) -> None:
+    rules, before = NUMBERS[what]
+    result = build(apply(made(rules), before), before)
+    assert result.keys() == {"b.0", "b.1"}
+    for number in range(2):
+        np.testing.assert_array_equal(result[f"b.{number}"], X[:, number])
+    assert not invert(made(rules)).rules
+
+
+def test_layers_that_the_rules_with_some_numbers_lack_or_have_too_often_are_refused() -> None:
+    rules = NUMBERS["every other layer, along an axis and by names"][0]
+    for arrays, message in (
+        ({"x": X[:, :1]}, "has no tensor for"),
+        ({"x": X[:, :2], "y.0": X[:, 1]}, "layer 2 is one too many"),
+        ({"x": X[:, :1], "y.1": X[:, 1]}, "layer 1 is missing"),
+    ):
+        with pytest.raises(CkptkitError, match=message):
+            apply(made(rules), arrays)
+
+
+def test_a_root_is_divided_by_exactly_and_multiplied_with_on_the_way_back() -> None:
+    root, near = np.float32(3**0.5), np.float32(1.734375)  # of bfloat16
+    for more, divisor in (("", root), (', rounded = "bfloat16"', near)):
+        name_map = made(rule('"x"', '"y"', f'steps = [{{ over_root = "heads"{more} }}]'))
+        np.testing.assert_array_equal(build(apply(name_map, {"x": X}), {"x": X})["y"], X / divisor)
+        back = build(apply(invert(name_map), {"y": X}), {"y": X})["x"]
+        np.testing.assert_array_equal(back, X * divisor)
+
+
 def test_a_number_of_layers_that_no_model_has_is_refused_at_once() -> None:
     specs = {Fqn("a.0.w"): (FLOAT, (3,))}
     with pytest.raises(CkptkitError, match=r"layer 1, 2, 3 \.\.\. is missing"):
@@ -480,6 +525,14 @@ def test_another_count_of_further_layers_than_the_configuration_has_is_refused(c
 
 
 TYPOS = {
+    "numbers without a distance": (
+        rule('"a.{layer}"', '"b.{layer}"', "numbers = { layer = [1] }"),
+        "'numbers' is",
+    ),
+    "numbers of no capture": (
+        rule('"a.{layer}"', '"b.{layer}"', "numbers = { other = [1, 2] }"),
+        "'partial' is other",
+    ),
     "halves that are a list": (f"[halves]\nlayer = [1]\n{ONE}", "'halves' is"),
     "a half that is a number": (f"[halves]\nlayer = {{ a = 1, b = 2 }}\n{ONE}", "'layer' is"),
     "three halves": (
@@ -584,6 +637,7 @@ def test_a_typo_in_a_map_is_refused(what: str) -> None:
         ('a = "b"\nb = "a"', "'a' is computed from itself: a -> b -> a"),
         ('a = "len(x)"', "is not an expression of sizes"),
         ('a = "2 ** 9"', "has an operator other than"),
+        ('a = "2 // 0"', "do not divide"),
         ('a = "__import__"', "needs '__import__'"),
         (f'a = "{"9 * " * 60}9"', "is not an expression of sizes"),
         ('a = "99999999 * 99999999"', "too large"),
