@@ -62,6 +62,8 @@ _SIDE = (
     options.MEMORY_LIMIT,
     options.WORKERS,
     _OF_CONVERSION["bandwidth"],
+    _OF_CONVERSION["share"],
+    _OF_CONVERSION["proof"],
     options.SRC_OPTION,
     options.DST_OPTION,
     options.JSON,
