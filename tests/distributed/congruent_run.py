@@ -55,7 +55,7 @@ def make(kind: str) -> Any:
 
 def save(folder: Path, kind: str) -> None:
     model = make(kind)
-    truth = get_model_state_dict(model, options=FULL)
+    truth: dict[str, Any] = get_model_state_dict(model, options=FULL)
     if dist.get_rank() == 0:
         tensors = {name: value.clone().contiguous() for name, value in truth.items()}
         save_file(tensors, folder / "truth.safetensors")

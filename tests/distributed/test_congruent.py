@@ -65,8 +65,8 @@ def stored_pieces(step: Path) -> list[Stored]:
         if place in found:
             found[place].names.append(name)
             continue
-        chunks = metadata.state_dict_metadata[index.fqn].chunks
-        (chunk,) = [one for one in chunks if one.offsets == index.offset]
+        tensor: Any = metadata.state_dict_metadata[index.fqn]
+        (chunk,) = [one for one in tensor.chunks if one.offsets == index.offset]
         data = (step / info.relative_path).read_bytes()[info.offset : info.offset + info.length]
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             member = archive.getinfo("archive/data/0")
