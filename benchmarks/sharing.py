@@ -254,7 +254,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     WORK.mkdir(parents=True, exist_ok=True)
     document = {}
     for kind in options.disks.split(","):
-        most = 3 * options.gigabytes if kind == "ext4" else 3 * options.gigabytes + options.large
+        most = 4 * options.gigabytes + (options.large if kind != "ext4" else 0)
         with mounted(kind, max(_LEAST_IMAGE_BYTES, int(1.2e9 * most))) as disk:
             if disk is None:
                 continue
