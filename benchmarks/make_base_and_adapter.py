@@ -1,6 +1,6 @@
 """Makes the input of the merge benchmark: a bfloat16 Llama and a LoRA on all its linear layers.
 
-    python benchmarks/make_base_and_adapter.py OUT --gigabytes 2 --rank 16
+    python benchmarks/make_base_and_adapter.py OUT --gigabytes 2 --rank 16 [--attention-only]
 
 `OUT/base` is what `save_pretrained` writes, in files of about 1 GB, and `OUT/adapter` what PEFT
 writes. All weights are random.
@@ -141,11 +141,11 @@ def make_base(out: Path, size: Size, weights: _Weights) -> None:
     (out / "config.json").write_text(json.dumps(config, indent=1))
 
 
-def make_adapter(out: Path, base: Path, size: Size, rank: int, weights: _Weights) -> None:
+def make_adapter(out: Path, base: Path, layers: Shapes, rank: int, weights: _Weights) -> None:
     """Writes the adapter's folder."""
     out.mkdir(parents=True)
     shapes = {}
-    for name, (rows, columns) in size.linear_layers().items():
+    for name, (rows, columns) in layers.items():
         shapes[f"base_model.model.{name}.lora_A.weight"] = (rank, columns)
         shapes[f"base_model.model.{name}.lora_B.weight"] = (rows, rank)
     _write(out / "adapter_model.safetensors", shapes, "F32", weights)
@@ -155,7 +155,7 @@ def make_adapter(out: Path, base: Path, size: Size, rank: int, weights: _Weights
         "base_model_name_or_path": str(base),
         "r": rank,
         "lora_alpha": 2 * rank,
-        "target_modules": sorted({name.rpartition(".")[2] for name in size.linear_layers()}),
+        "target_modules": sorted({name.rpartition(".")[2] for name in layers}),
     }
     (out / "adapter_config.json").write_text(json.dumps(config, indent=1))
 
@@ -166,10 +166,14 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--gigabytes", type=float, default=2.0)
     parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--attention-only", action="store_true", help="of the adapter")
     options = parser.parse_args()
     shutil.rmtree(options.out, ignore_errors=True)
     size, weights = Size.of(options.gigabytes), _Weights()
-    make_adapter(options.out / "adapter", options.out / "base", size, options.rank, weights)
+    layers = size.linear_layers()
+    if options.attention_only:
+        layers = {name: shape for name, shape in layers.items() if ".self_attn." in name}
+    make_adapter(options.out / "adapter", options.out / "base", layers, options.rank, weights)
     make_base(options.out / "base", size, weights)
     (options.out / "done").touch()
 

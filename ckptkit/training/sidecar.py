@@ -127,6 +127,12 @@ def _commit_hash(base: nn.Module) -> str | None:
     return commit if isinstance(commit, str) and commit else None
 
 
+def configuration_of(model: nn.Module) -> Mapping[str, Any] | None:
+    """Returns the configuration that a step stores for a model, None for a model without one."""
+    data = _configurations(innermost(model)).get(CONFIG)
+    return None if data is None else parse_model_config(data, where=CONFIG)
+
+
 def _configurations(model: nn.Module) -> _Files:
     """Returns the configurations of a model and its adapters; none for other modules."""
     files: _Files = {}

@@ -14,7 +14,7 @@ import struct
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,9 +113,9 @@ class OpenFile:
     def truncate(self, size_bytes: int) -> None:
         os.ftruncate(self._file.fileno(), size_bytes)
 
-    def preallocate(self, size_bytes: int) -> None:
-        """Reserves the blocks for bytes up to `size_bytes`; the file system may refuse."""
-        os.posix_fallocate(self._file.fileno(), 0, size_bytes)
+    def preallocate(self, start: int, stop: int) -> None:
+        """Reserves the blocks for bytes `[start, stop)`; the file system may refuse."""
+        os.posix_fallocate(self._file.fileno(), start, stop - start)
 
     def reserve(self, size_bytes: int) -> None:
         """Reserves blocks as `preallocate` does, but where that is refused writes nothing either.
@@ -294,7 +294,7 @@ class Disk:
     def create_file(self, path: Path, size_bytes: int) -> None:
         """Makes a new file of that size, with its blocks reserved where that is possible."""
         with self.new_file(path) as file:
-            self.reserve(file, size_bytes, size_bytes, path)
+            self.reserve(file, size_bytes, [(0, size_bytes)], path)
 
     @contextmanager
     def new_file(self, path: Path) -> Iterator[OpenFile]:
@@ -308,21 +308,27 @@ class Disk:
             raise
         file.close()
 
-    def reserve(self, file: OpenFile, size_bytes: int, new_bytes: int, path: Path) -> None:
-        """Gives a file its size, of which it lacks the blocks of `new_bytes`; reserves these."""
+    def reserve(
+        self, file: OpenFile, size_bytes: int, lacking: Sequence[tuple[int, int]], path: Path
+    ) -> None:
+        """Gives a file its size, and reserves the blocks that it lacks, as starts and stops.
+
+        Those of other ranges are there: XFS asks for as much room again where these are named.
+        """
         # Checked before reserving: a reservation that fails half-way has filled the disk meanwhile.
         room = shutil.disk_usage(path.parent)
+        new_bytes = sum(stop - start for start, stop in lacking)
         if room.total and new_bytes > room.free:  # some file systems do not count, and say 0
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        is_reserved = False
-        if size_bytes and self.preallocation:
-            try:
-                file.preallocate(size_bytes)
-                is_reserved = True
-            except OSError as error:
-                if not is_refused(error):
-                    raise
-        if size_bytes and not is_reserved:
+        try:
+            for start, stop in lacking if self.preallocation else ():
+                if start < stop:
+                    file.preallocate(start, stop)
+        except OSError as error:
+            # EBADF: where the C library does it by writing, it first reads inside of the file.
+            if not is_refused(error) and error.errno != errno.EBADF:
+                raise
+        if file.status().st_size != size_bytes:
             file.truncate(size_bytes)
 
     def join_file(self, path: Path, size_bytes: int) -> None:

@@ -132,11 +132,11 @@ class StagedFiles(Sink):
                                 raise
                             continue  # a compressed file, or one without checksums: it is written
                     done.append(part)
-                new_bytes = size_bytes - sum(part.stored.size_bytes for part in done)
-                self._disk.reserve(made, size_bytes, new_bytes, file)
+                self._shared[path] = [part.start for part in done], [part.stop for part in done]
+                lacking = list(self.unshared(path, 0, size_bytes))
+                self._disk.reserve(made, size_bytes, lacking, file)
         self._sizes[path] = size_bytes
-        self._shared[path] = [part.start for part in done], [part.stop for part in done]
-        self.shared_bytes += size_bytes - new_bytes
+        self.shared_bytes += sum(part.stored.size_bytes for part in done)
 
     def staged(self, path: str) -> Path:
         """Returns where a file of the output is until the commit."""

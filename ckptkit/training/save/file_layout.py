@@ -20,6 +20,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from itertools import chain, compress, pairwise
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -40,6 +41,7 @@ from ckptkit.options import DEFAULT_MAX_FILE_BYTES
 from ckptkit.plan.layouts.hf import METADATA_KEY, layout_hf_weights
 from ckptkit.plan.layouts.torch import ALIGNMENT, Residue, build_tensor_archive
 from ckptkit.plan.plan import Copy, Literal, Product, TensorSpec, Trailer
+from ckptkit.plan.ties import find_tie_candidates
 from ckptkit.training.state.dtensors import has_data
 from ckptkit.training.state.pieces import Entry, Piece, sampled_replicas, select_owned
 from ckptkit.writer.messages import ArchiveData, Fixed, Image
@@ -168,13 +170,13 @@ def plan_save(
     rank: int,
     limit_bytes: int | None = None,
     changing: Collection[Entry] = (),
-    models: Collection[Entry] = (),
+    models: Mapping[Entry, Mapping[str, Any] | None] = MappingProxyType({}),
 ) -> SavePlan:
     """Lays out the pieces that this rank writes: those of all its pieces that are `owned`.
 
     A state that is larger than the limit of the buffer is cut into waves. `changing` are frozen
     weights that change nevertheless, and are written like trained ones. `models`: where the weights
-    of models are, by what their key paths begin with.
+    of models are, by what their key paths begin with, with their configurations.
     """
     frozen = [piece.frozen and piece.entry not in changing for piece in pieces]
     starts = _starts_in_folders(pieces, models)
@@ -234,25 +236,38 @@ def plan_save(
     )
 
 
-def _starts_in_folders(pieces: Sequence[Piece], models: Collection[Entry]) -> Mapping[Entry, int]:
+def _starts_in_folders(
+    pieces: Sequence[Piece], models: Mapping[Entry, Mapping[str, Any] | None]
+) -> Mapping[Entry, int]:
     """Returns where each weight begins in its file of the model folder that is made of them."""
     starts: dict[Entry, int] = {}
-    for unit, path in dict.fromkeys(models):
-        products: dict[str, Product] = {}
-        entries: dict[str, Entry] = {}
+    for (unit, path), config in models.items():
+        specs: dict[Fqn, TensorSpec] = {}
+        names: dict[Entry, list[Fqn]] = {}
         for piece in pieces:
-            name = ".".join(map(str, piece.key_path[len(path) :]))
-            if piece.unit != unit or piece.key_path[: len(path)] != path or name == METADATA_KEY:
+            if piece.unit != unit or piece.key_path[: len(path)] != path:
                 continue
             with suppress(UnsupportedError):  # which is raised where the piece is added
-                spec = TensorSpec(Fqn(name), dtype_named(str(piece.local.dtype)), piece.shape)
-                if spec.dtype.safetensors is not None:
-                    products[name] = Product(spec, Copy("", Key("")))
-                    entries[name] = piece.entry
-        for file in layout_hf_weights(list(products.values()), DEFAULT_MAX_FILE_BYTES):
-            for segment in file.segments:
-                if segment.spec is not None:
-                    starts[entries[segment.spec.name]] = segment.start
+                dtype = dtype_named(str(piece.local.dtype))
+                if dtype.safetensors is None:
+                    continue
+                tied = (piece.key_path, *piece.aliases)
+                names[piece.entry] = [Fqn(".".join(map(str, one[len(path) :]))) for one in tied]
+                specs |= {name: TensorSpec(name, dtype, piece.shape) for name in names[piece.entry]}
+        specs.pop(Fqn(METADATA_KEY), None)
+        left_out = find_tie_candidates(config, {n: (s.dtype, s.shape) for n, s in specs.items()})
+        written = [spec for name, spec in specs.items() if name not in left_out]
+        products = [Product(spec, Copy("", Key(""))) for spec in written]
+        in_folder = {
+            segment.spec.name: segment.start
+            for file in layout_hf_weights(products, DEFAULT_MAX_FILE_BYTES)
+            for segment in file.segments
+            if segment.spec is not None
+        }
+        for entry, tied_names in names.items():
+            kept = [in_folder[name] for name in tied_names if name in in_folder]
+            if kept:
+                starts[entry] = kept[0]
     return starts
 
 

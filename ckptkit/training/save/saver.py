@@ -50,6 +50,7 @@ from ckptkit.training.save.frozen import FrozenFiles, WaveFiles
 from ckptkit.training.save.staging import SharedBuffer, Staged, Stager, measure_copy_limit
 from ckptkit.training.save.writer_process import WriterProcess, WriterTimeouts
 from ckptkit.training.settings import Settings
+from ckptkit.training.sidecar import configuration_of
 from ckptkit.training.state.collect import BoundState, expected_state_bytes
 from ckptkit.training.state.memory_changes import call_before_changes
 from ckptkit.training.state.objects import is_plain, serialise, torch_archive
@@ -571,7 +572,7 @@ class SaveSlot:
                 rank=self._peers.rank,
                 limit_bytes=limit,
                 changing=changing,
-                models=[(model.unit, model.path) for model in bound.models],
+                models={(m.unit, m.path): configuration_of(m.module) for m in bound.models},
             )
             self._plan, self._changing = plan, changing
         return plan

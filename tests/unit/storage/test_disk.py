@@ -148,8 +148,8 @@ def test_more_than_is_free_is_refused_before_anything_is_reserved(
 def test_a_reservation_that_fails_half_way_leaves_no_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(file: OpenFile, size_bytes: int) -> None:
-        file.truncate(size_bytes // 2)
+    def fail(file: OpenFile, _start: int, stop: int) -> None:
+        file.truncate(stop // 2)
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(OpenFile, "preallocate", fail)
@@ -162,8 +162,8 @@ def test_a_reservation_that_fails_half_way_leaves_no_file(
 def test_a_file_system_that_reserves_nothing_still_gets_the_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(file: OpenFile, size_bytes: int) -> None:
-        raise OSError(errno.EOPNOTSUPP, f"{file} does not reserve {size_bytes}")
+    def refuse(file: OpenFile, start: int, stop: int) -> None:
+        raise OSError(errno.EOPNOTSUPP, f"{file} does not reserve bytes {start} to {stop}")
 
     monkeypatch.setattr(OpenFile, "preallocate", refuse)
     NATIVE.create_file(tmp_path / "x", 4096)

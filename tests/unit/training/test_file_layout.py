@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from ckptkit.core.errors import SaveError, UnsupportedError
 from ckptkit.core.index import Box
-from ckptkit.training.save.file_layout import Signatures, plan_save, signature_of
+from ckptkit.training.save.file_layout import SavePlan, Signatures, plan_save, signature_of
 from ckptkit.training.save.saver import objects_file, record_of
 from ckptkit.training.save.staging import SharedBuffer, Stager
 from ckptkit.training.state.pieces import Holdings, ObjectValue, Piece, Replicas, select_owned
@@ -223,3 +223,83 @@ def test_planning_hundreds_of_pieces_takes_milliseconds() -> None:
     assert plan.signature == signature_of(pieces, owned)
     assert planned - began < 0.6  # a tenth of it on an idle machine, all shapes different
     assert time.perf_counter() - planned < 0.03
+
+
+def data_starts(plan: SavePlan) -> list[tuple[list[int], int]]:
+    """Of each chunk its offsets, and where its data begins in its file."""
+    (image,) = plan.images[0]
+    starts = [archive.start - image.start for archive in image.archives]
+    chunks = plan.record_units["model_0"]["chunks"]
+    return [(chunk[1], start) for chunk, start in zip(chunks, starts, strict=True)]
+
+
+def sharded(name: str, shape: tuple[int, int], offsets: tuple[int, int], *sizes: int) -> Piece:
+    return Piece("model_0", ("model", name), shape, (Box(offsets, sizes),), torch.ones(sizes))
+
+
+NO_MODEL: Any = {}
+MODEL: Any = {("model_0", ("model",)): None}
+
+
+def test_a_step_grows_by_less_than_a_block_a_piece_where_weights_are_placed() -> None:
+    pieces = [
+        *(sharded(f"w{i}", (4 * 333, 257), (333 * 2, 0), 333, 257) for i in range(9)),
+        *(piece(f"bias{i}", torch.ones(257)) for i in range(9)),
+        piece("half", torch.ones(77_777, dtype=torch.bfloat16)),
+        piece("m", torch.ones(333, 257), unit="optimizer_0"),
+    ]
+    owned = [True] * len(pieces)
+    before = plan_save(pieces, owned, rank=0)
+    after = plan_save(pieces, owned, rank=0, models=MODEL)
+    sizes = [sum(image.size_bytes for image in plan.images[0]) for plan in (before, after)]
+    placed = 9 + 1
+    assert 0 < sizes[1] - sizes[0] < placed * 4096
+    assert before.images[0][1].size_bytes == after.images[0][1].size_bytes, "no model's"
+    assert before.data_bytes == after.data_bytes
+
+
+def test_only_large_pieces_that_are_one_run_in_the_folder_are_placed() -> None:
+    columns = [sharded("w", (512, 512), (0, 256), 512, 256)]
+    small = [sharded("w", (512, 16), (256, 0), 256, 16)]
+    unknown = [
+        Piece("model_0", ("other", "w"), (999, 999), (Box((0, 0), (9, 999)),), torch.ones(9, 999))
+    ]
+    for pieces in (columns, small, unknown):
+        plans = [plan_save(pieces, [True], rank=0, models=models) for models in (NO_MODEL, MODEL)]
+        assert data_starts(plans[0]) == data_starts(plans[1])
+        assert plans[0].images == plans[1].images
+    rows = plan_save([sharded("w", (515, 513), (103, 0), 103, 513)], [True], rank=0, models=MODEL)
+    assert [(at, start % 4096) for at, start in data_starts(rows)] == [
+        ([103, 0], 103 * 513 * 4 % 4096)
+    ]
+
+
+def test_pieces_that_are_cut_into_waves_are_placed_each() -> None:
+    weight = torch.ones(1040, 1023)
+    plan = plan_save([piece("w", weight)], [True], rank=0, limit_bytes=1 << 20, models=MODEL)
+    assert len(plan.images) == 5
+    for images, copies in zip(plan.images, plan.copies, strict=True):
+        assert plan.buffer_bytes <= 1 << 20
+        (image,), (step,) = images, copies
+        in_file = image.archives[0].start - image.start
+        assert image.archives[0].start == step.start
+        assert (in_file - step.first * 4) % 4096 == 0
+
+
+def test_a_tied_weight_is_placed_under_the_name_that_the_folder_has() -> None:
+    aliases = (("model", "model.embed_tokens.weight"),)
+    tied = piece("lm_head.weight", torch.ones(1001, 99), aliases=aliases)
+    other = piece("model.a.weight", torch.ones(999, 99))
+    config = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "tie_word_embeddings": True,
+    }
+    starts = {}
+    for name, given in {"tied": config, "untied": {**config, "tie_word_embeddings": False}}.items():
+        models: Any = {("model_0", ("model",)): given}
+        plan = plan_save([tied, other], [True] * 2, rank=0, models=models)
+        starts[name] = [start % 4096 for _, start in data_starts(plan)]
+    sizes = 1001 * 99 * 4, 999 * 99 * 4
+    assert starts["tied"] == [sizes[1] % 4096, 0]
+    assert starts["untied"] == [0, sizes[0] % 4096]

@@ -1,0 +1,297 @@
+"""Outputs that share blocks with their source: equal bytes, or refused, and nothing in between."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckptkit
+from ckptkit.core.errors import (
+    ChecksumError,
+    NoSpaceError,
+    RefusedError,
+    SourceChangedError,
+)
+from ckptkit.core.manifest import BY_SOURCE, parse_manifest
+from ckptkit.engine.outcome import BlocksShared
+from ckptkit.options import Proof
+from ckptkit.storage.local.disk import OpenFile
+from tests.crash.forked_commands import ForkedCommands
+from tests.files import contents, flip_bit, mounted
+from tests.made_up_runs import save_step
+from tests.reflink import leave_free, reflink_mount
+from tests.sharded import write_sharded
+
+SCRIPT = Path(__file__).parents[1] / "distributed" / "congruent_run.py"
+CLONE = 0x4020940D  # FICLONERANGE
+SHARING = ("xfs", "btrfs")
+PARTS = 8  # into which the kills are divided
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.fixture(scope="module")
+def saved(run_ranks: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of four ranks of FSDP2, of 6 MB."""
+    folder: Path = tmp_path_factory.mktemp("saved")
+    run_ranks(SCRIPT, 4, folder, "save:fsdp2")
+    return folder / "save_fsdp2" / "run"
+
+
+@pytest.fixture(scope="module")
+def expected(saved: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """The files of the model, which were copied."""
+    out = tmp_path_factory.mktemp("expected") / "out"
+    ckptkit.consolidate(saved, out, share="never")
+    return weights(out)
+
+
+@pytest.fixture(params=SHARING)
+def disk(request: pytest.FixtureRequest, tmp_path: Path, saved: Path) -> Iterator[Path]:
+    """A file system that shares blocks, and has the run."""
+    with reflink_mount(request.param, tmp_path) as place:
+        shutil.copytree(saved, place / "run")
+        yield place
+
+
+def weights(out: Path) -> dict[str, bytes]:
+    return {name: data for name, data in contents(out).items() if name != "ckptkit.json"}
+
+
+def shard_of(run: Path) -> Path:
+    return run / "checkpoint-1" / "pytorch_model_fsdp_0" / "__1_0.distcp"
+
+
+def share(run: Path, out: Path, **options: Any) -> int:
+    """Makes a model, and returns how many of its bytes are shared."""
+    shared: list[int] = []
+
+    def hear(event: object) -> None:
+        if isinstance(event, BlocksShared):
+            shared.append(event.size_bytes)
+
+    ckptkit.consolidate(run, out, listener=hear, **options)
+    return sum(shared)
+
+
+def left_in(disk: Path) -> list[str]:
+    return sorted(path.name for path in disk.iterdir() if path.name != "lost+found")
+
+
+@pytest.mark.parametrize("proof", ["read", "stored"])
+def test_shared_bytes_are_those_that_would_be_copied(
+    disk: Path, proof: str, expected: dict[str, bytes]
+) -> None:
+    os.sync()
+    before = shutil.disk_usage(disk).used
+    size = share(disk / "run", disk / "out", share="always", proof=proof)
+    os.sync()
+    taken = shutil.disk_usage(disk).used - before
+    assert weights(disk / "out") == expected
+    total = sum(map(len, expected.values()))
+    assert size > 0.9 * total
+    assert taken < total - size + (2 << 20)
+    assert ckptkit.verify(disk / "out").ok
+    proofs = {tensor.proof for tensor in manifest_of(disk / "out").tensors.values()}
+    assert (BY_SOURCE in proofs) == (proof == "stored")
+    assert left_in(disk) == ["out", "run"]
+
+
+@pytest.mark.parametrize("proof", ["read", "stored"])
+def test_a_bit_that_is_flipped_in_the_step_is_found(
+    disk: Path, proof: str, expected: dict[str, bytes]
+) -> None:
+    shard = shard_of(disk / "run")
+    flip_bit(shard, shard.stat().st_size // 2)
+    if proof == "stored":  # its word was taken, and so it is found later
+        share(disk / "run", disk / "out", share="always", proof=proof)
+        assert weights(disk / "out") != expected
+        verified = ckptkit.verify(disk / "out")
+        assert not verified.ok
+        assert verified.problems[0].code == "digest-mismatch"
+        return
+    with pytest.raises(ChecksumError):
+        share(disk / "run", disk / "out", share="always")
+    assert left_in(disk) == ["run"]
+
+
+def test_a_bit_that_is_flipped_in_a_model_with_shared_blocks_stays_there(
+    disk: Path, expected: dict[str, bytes]
+) -> None:
+    share(disk / "run", disk / "out", share="always", proof="stored")
+    flip_bit(disk / "out" / "model.safetensors", -1000)
+    assert not ckptkit.verify(disk / "out").ok
+    assert ckptkit.verify(disk / "run").ok
+    share(disk / "run", disk / "again", share="always")
+    assert weights(disk / "again") == expected
+
+
+@pytest.mark.parametrize("proof", ["read", "stored"])
+@pytest.mark.parametrize("number", [0, 3])
+def test_a_source_that_is_rewritten_between_two_clones_is_refused(
+    disk: Path, proof: str, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shard, clone, left = shard_of(disk / "run"), OpenFile.share_blocks, [number]
+
+    def rewrite_before(self: OpenFile, *arguments: Any) -> None:
+        if left[0] == 0:
+            shard.write_bytes(shard.read_bytes())
+        left[0] -= 1
+        clone(self, *arguments)
+
+    monkeypatch.setattr(OpenFile, "share_blocks", rewrite_before)
+    with pytest.raises(SourceChangedError, match="changed while it was read"):
+        share(disk / "run", disk / "out", share="always", proof=proof)
+    assert left[0] < 0
+    assert left_in(disk) == ["run"]
+
+
+def test_a_model_is_whole_after_its_step_is_gone(disk: Path, expected: dict[str, bytes]) -> None:
+    share(disk / "run", disk / "out", share="always")
+    save_step(disk / "run", 2, save_number=9)
+    ckptkit.prune(disk / "run", keep_last=1)
+    assert not shard_of(disk / "run").exists()
+    os.sync()
+    assert weights(disk / "out") == expected
+    assert ckptkit.verify(disk / "out").ok
+
+
+def test_a_file_that_is_open_for_writing_elsewhere_is_shared(
+    disk: Path, expected: dict[str, bytes]
+) -> None:
+    with shard_of(disk / "run").open("r+b") as file:
+        file.read(1)
+        share(disk / "run", disk / "out", share="always")
+    assert weights(disk / "out") == expected
+
+
+def test_what_fits_only_without_a_copy_is_made(disk: Path, expected: dict[str, bytes]) -> None:
+    leave_free(disk, sum(map(len, expected.values())) // 2)
+    with pytest.raises(NoSpaceError):
+        share(disk / "run", disk / "out", share="never")
+    assert left_in(disk) == ["ballast", "run"]
+    share(disk / "run", disk / "out", share="always")
+    assert weights(disk / "out") == expected
+    assert left_in(disk) == ["ballast", "out", "run"]
+
+
+def test_a_disk_without_room_for_heads_and_tails_is_refused(disk: Path) -> None:
+    leave_free(disk, 32 << 10)
+    with pytest.raises(NoSpaceError):
+        share(disk / "run", disk / "out", share="always")
+    assert left_in(disk) == ["ballast", "run"]
+
+
+def convert_and_die(run: str, out: str, proof: Proof, before: int) -> None:
+    """Dies before the nth clone; each later opening for writing and renaming counts as one, too."""
+    left, has_begun = [before], [False]
+
+    def see(event: str, arguments: tuple[Any, ...]) -> None:
+        is_clone = event == "fcntl.ioctl" and arguments[1] == CLONE
+        has_begun[0] |= is_clone
+        writes = event == "open" and out in str(arguments[0]) and bool(arguments[2] & 3)
+        if is_clone or (has_begun[0] and (event == "os.rename" or writes)):
+            left[0] -= 1
+            if left[0] < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(see)
+    ckptkit.consolidate(run, out, share="always", proof=proof)
+
+
+# Of the parts, every second one takes the word of the step.
+@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.quick("xfs-0")
+def test_a_kill_at_any_clone_leaves_nothing_that_is_visible(
+    disk: Path,
+    part: int,
+    expected: dict[str, bytes],
+    forks: ForkedCommands,
+    record_property: Callable[[str, object], None],
+) -> None:
+    run, out = disk / "run", disk / "out"
+    proof: Proof = "stored" if part % 2 else "read"
+    numbers = iter(range(part, 200, PARTS))
+    kills = 0
+    while forks.host.run(convert_and_die, str(run), str(out), proof, next(numbers)):
+        kills += 1
+        assert not out.exists()
+        share(run, out, share="always", proof=proof)
+        assert weights(out) == expected
+        assert left_in(disk) == ["out", "run"], "what was killed is swept away"
+        shutil.rmtree(out)
+    record_property("kills", kills)
+    assert kills > 1
+    assert weights(out) == expected
+
+
+@pytest.mark.parametrize("kind", ["xfs", "xfs_plain", "ext4"])
+def test_a_target_that_cannot_share_gets_copies(
+    kind: str, saved: Path, tmp_path: Path, expected: dict[str, bytes]
+) -> None:
+    with reflink_mount(kind, tmp_path) as disk:
+        source = saved
+        if kind != "xfs":  # which only is another disk
+            source = disk / "run"
+            shutil.copytree(saved, source)
+        assert share(source, disk / "out") == 0
+        assert weights(disk / "out") == expected
+        shutil.rmtree(disk / "out")
+        reason = "is on another file system" if kind == "xfs" else rf"\({kind[:4].strip('_')}\)"
+        with pytest.raises(RefusedError, match=reason):
+            share(source, disk / "out", share="always")
+        assert share(source, disk / "out", proof="stored") == 0
+        proofs = {tensor.proof for tensor in manifest_of(disk / "out").tensors.values()}
+        assert proofs == {"crc32"}, "what is copied is read"
+
+
+def test_a_step_of_stock_torch_is_copied(tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    tensors = {f"layers.{i}.weight": torch.randn(301, 257) for i in range(4)}
+    with reflink_mount("xfs", tmp_path) as disk:
+        write_sharded(disk / "step", tensors, ranks=2)
+        with pytest.raises(RefusedError, match="no tensor is stored at an offset that fits"):
+            share(disk / "step", disk / "out", share="always")
+        with pytest.raises(RefusedError, match="no manifest of ckptkit"):
+            share(disk / "step", disk / "out", proof="stored")
+        assert share(disk / "step", disk / "out") == 0
+        share(disk / "step", disk / "copied", share="never")
+        assert weights(disk / "out") == weights(disk / "copied")
+
+
+def test_compressed_files_give_the_same_bytes(tmp_path: Path, saved: Path) -> None:
+    with reflink_mount("btrfs_zstd", tmp_path) as disk:
+        shutil.copytree(saved, disk / "run")
+        os.sync()
+        share(disk / "run", disk / "out", share="always")
+        share(disk / "run", disk / "copied", share="never")
+        assert weights(disk / "out") == weights(disk / "copied")
+        assert ckptkit.verify(disk / "out").ok
+
+
+def test_an_overlay_gives_the_same_bytes(
+    tmp_path: Path, saved: Path, expected: dict[str, bytes]
+) -> None:
+    with reflink_mount("xfs", tmp_path) as disk:
+        for name in ("lower", "upper", "work"):
+            (disk / name).mkdir()
+        shutil.copytree(saved, disk / "lower" / "run")
+        layers = ",".join(f"{name}dir={disk / name}" for name in ("lower", "upper", "work"))
+        with mounted(tmp_path / "over", "-t", "overlay", "overlay", "-o", layers) as over:
+            share(over / "run", over / "out")
+            assert weights(over / "out") == expected
+            shutil.copytree(over / "run", over / "again")
+            share(over / "again", over / "other", share="always")
+            assert weights(over / "other") == expected
+
+
+def manifest_of(out: Path) -> Any:
+    return parse_manifest((out / "ckptkit.json").read_bytes(), where="the output")
