@@ -83,6 +83,10 @@ test-lowest: $(DIST)/.ready ## Quick tests with the oldest dependencies that pyp
 test-newest: $(DIST)/.ready ## Quick tests with the newest dependencies: make PYTHON=python3.13 test-newest
 	@$(DIST)/bin/python .ci/test_versions.py newest $(PYTHON)
 
+.PHONY: fixtures
+fixtures: $(DIST)/.ready $(VENV)/.dev ## Save with other frameworks and read it: FRAMEWORK=verl, newest or all; KEEP=1
+	@$(BIN)/python fixtures/environments.py $(if $(KEEP),--keep) $(FRAMEWORK)
+
 .PHONY: test-pythons
 test-pythons: $(DIST)/.ready ## The same with each later Python that is found here
 	@$(DIST)/bin/python .ci/test_versions.py newest each $(if $(MAY_SKIP),--may-skip)
@@ -145,7 +149,7 @@ gpu: $(VENV)/.dev ## Check and measure saves on a CUDA device, if there is one
 
 .PHONY: clean
 clean: ## Remove the environment, caches and what the demo wrote
-	rm -rf $(VENV) $(OLD_TORCH) $(AUDIT) $(DIST) .venv-lowest .venv-newest runs/demo runs/demo-model build dist .mypy_cache .pytest_cache .ruff_cache \
+	rm -rf $(VENV) $(OLD_TORCH) $(AUDIT) $(DIST) .venv-lowest .venv-newest .venv-fixtures runs/demo runs/demo-model build dist .mypy_cache .pytest_cache .ruff_cache \
 		.hypothesis .import_linter_cache .coverage .coverage.*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 

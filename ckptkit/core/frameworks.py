@@ -115,7 +115,7 @@ PROFILES = (
     Profile(
         "verl",
         "verl/utils/checkpoint/fsdp_checkpoint_manager.py, verl 0.5 to 0.9",
-        ("verl_fsdp2", "verl_fsdp1", "verl_hsdp"),
+        ("verl_fsdp2", "verl_fsdp1", "verl_hsdp", "verl_0_9_fsdp2"),
         mark="transformer_config.json",
         weights=(MEGATRON_OF_VERL,),
         copies={"huggingface": "rank-files"},
@@ -214,7 +214,7 @@ PROFILES = (
     Profile(
         "torchtitan",  # Meta's own Llama, whose names it took over, is recognised by them too
         "torchtitan/components/checkpoint.py, torchtitan 0.2 and 0.3",
-        ("torchtitan_steps", "torchtitan_family_llama"),
+        ("torchtitan_steps", "torchtitan_0_3_steps", "torchtitan_family_llama"),
         tensors=r"^layers\.\d+\.att(?:entio)?n\.(?:(?:qkv_linear\.)?w[qkv]|wkv_[ab])\.(?:weight|bias)$",
         modules=r"^layers\.\d+\.(?:attention|feed_forward|moe)\.",
     ),

@@ -39,11 +39,12 @@ CASES = (
     *("rank_files_torch_2_1", "rank_files_torch_2_4", "rank_files_torch_2_6"),
     "rank_files_torch_2_9",
     *("fairscale_fairseq", "fairscale_pair", "fairscale_apart"),
+    "verl_0_9_lora",
 )
 QUICK = (  # of each kind; the others are in `make test-slow`
     *("verl_fsdp1_sharded", "verl_one_rank", "rank_files_tensor_parallel", "rank_files_placements"),
     *("rank_files_accelerate_fsdp2", "rank_files_local_orig", "rank_files_torch_2_1"),
-    *("rank_files_torch_2_9", "fairscale_fairseq", "fairscale_apart"),
+    *("rank_files_torch_2_9", "fairscale_fairseq", "fairscale_apart", "verl_0_9_lora"),
 )
 
 

@@ -100,6 +100,8 @@ CASES = (
     Case("torchtitan_steps", optimizer=OPTIMIZER),
     Case("torchtitan_steps", "step-10"),
     Case("torchtitan_model_only"),
+    Case("torchtitan_0_3_steps", optimizer=OPTIMIZER),
+    Case("verl_0_9_fsdp2", optimizer=OPTIMIZER, absent=TIED),
     Case("fsdp2_wrapped", select="model"),
 )
 Image = tuple[torch.dtype, tuple[int, ...], bytes]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +21,7 @@ from ckptkit.core.unread_formats import UNREAD, UnreadFormat
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGES = [*(ROOT / "docs/reference").glob("*.md"), *(ROOT / "docs/how-to").glob("*.md")]
+ENVIRONMENTS = tomllib.loads((ROOT / "fixtures/environments.toml").read_text())
 UNNAMED = {"stacked experts"}  # what several frameworks do
 
 
@@ -29,6 +32,23 @@ def test_a_profile_has_a_page_its_source_and_real_checkpoints(profile: Profile) 
     assert profile.source or profile.name in UNNAMED
     for fixture in profile.fixtures:
         assert (ROOT / "fixtures" / fixture / "checkpoint").is_dir()
+
+
+@pytest.mark.parametrize("row", ENVIRONMENTS.values(), ids=list(ENVIRONMENTS))
+def test_an_environment_writes_fixtures_and_the_page_lists_the_newest(row: dict[str, Any]) -> None:
+    for case in (case for cases in row["run"].values() for case in cases):
+        assert (ROOT / "fixtures" / case / "checkpoint").is_dir()
+    assert all((ROOT / file).is_file() for file in row["tests"])
+    page = (ROOT / "docs/reference/versions.md").read_text()
+    line = f"| {row['title']} | {row['tried']} | {row['saves']} |"
+    assert (line in page) == row.get("newest", False)
+
+
+def test_the_page_lists_no_other_release() -> None:
+    page = (ROOT / "docs/reference/versions.md").read_text()
+    newest = [row for row in ENVIRONMENTS.values() if row.get("newest")]
+    table = page.split("| | tried on | saves |\n|---|---|---|\n")[1].split("\n\n")[0]
+    assert len(table.splitlines()) == len(newest)
 
 
 @pytest.mark.parametrize(
