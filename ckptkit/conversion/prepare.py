@@ -67,6 +67,7 @@ from ckptkit.conversion.source.model_folders import (
 from ckptkit.conversion.source.open import OpenedCheckpoint, open_checkpoint
 from ckptkit.conversion.source.read import Ties, find_absent_twins, find_ties
 from ckptkit.conversion.source.side_folders import SideChoice, SideFolders
+from ckptkit.conversion.unpacking import unpack_checkpoint
 from ckptkit.conversion.write import (
     PlannedOutput,
     check_destination,
@@ -358,14 +359,7 @@ def _plan(stack: ExitStack, job: ConversionJob, notes: Sequence[str]) -> Planned
             draft.notes.append(f"{problem.where} {problem.message}")
 
     side, side_notes = folders.choose(allow_code=request.allow_code)
-    stored_config = folders.config(side)
-    config = drop_stale_quantization(stored_config, checkpoint.index.of_part("model"))
-    if config != stored_config:
-        draft.notes.append(
-            "config.json has a quantization_config, which is left out: the weights of the"
-            " source are not packed"
-        )
-
+    config = _settle_packing(draft, side)
     _convert_names(draft, config)
     side, modules = _settle_modules(draft, side, config)
     config, side = _settle_text_model(draft, config, side)
@@ -470,6 +464,23 @@ def _open_filling(
             hint="name the model that the run was started from with --base",
         )
     return open_filling(stack, base, option)
+
+
+def _settle_packing(draft: _Draft, side: Sequence[SideFile]) -> Mapping[str, Any] | None:
+    """Unpacks packed weights where another type is asked for; returns the configuration then."""
+    stored = draft.folders.config(side)
+    config = drop_stale_quantization(stored, draft.checkpoint.index.of_part("model"))
+    if config != stored:
+        draft.notes.append(
+            "config.json has a quantization_config, which is left out: the weights of the"
+            " source are not packed"
+        )
+    if draft.request.names == "live":
+        return config
+    asked = draft.request.dtype
+    draft.checkpoint, config, notes = unpack_checkpoint(draft.checkpoint, config, asked)
+    draft.notes += notes
+    return config
 
 
 def _convert_names(draft: _Draft, config: Mapping[str, Any] | None) -> None:
