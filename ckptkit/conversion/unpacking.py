@@ -25,6 +25,7 @@ from ckptkit.engine.reader import Origin, TensorReader
 from ckptkit.plan.coverage import refuse_problems
 from ckptkit.plan.number_formats import METHODS, PackedGroup, Packing, find_packing
 from ckptkit.plan.packing_settings import (
+    HEADER,
     WHOLE,
     Blocks,
     Settings,
@@ -36,6 +37,7 @@ from ckptkit.plan.plan import SOURCE
 
 _WORD_BITS = 32
 _SIZES = (2, 4, 8)  # bits of numbers that do not cross the bytes of a word
+_ONES = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}  # a one in each number of a word
 _LISTED = 3
 _RESULTS = ("float32", "float16", "bfloat16")
 _PUBLISHED = "pass the configuration that was published with these files with --config"
@@ -54,6 +56,8 @@ def unpack_checkpoint(
     if config is None or options is None or method not in METHODS or asked not in _RESULTS:
         return checkpoint, config, []
     index, where = checkpoint.index, checkpoint.path
+    header = {path[1]: text for path, text in index.values.items() if path[:1] == (HEADER,)}
+    options = {**options, HEADER: header}
     trees: dict[str, dict[str, TensorEntry]] = {}
     for entry in index.of_part("model"):
         if checkpoint.select in {None, entry.tree}:
@@ -248,6 +252,7 @@ class _Weight:
                 *(_stored(entry), scales.rows, scales.columns, shape[1], number),
                 packs_rows=packs_rows,
                 order=scheme.order,
+                added=_ONES[bits] if self._settings.is_one_less else 0,
             ),
             0.0,
         )
@@ -267,18 +272,21 @@ class _Weight:
             if high == wide == WHOLE:
                 shapes |= {self._outer, (), (1,), (1, 1)}
             if entry.shape in shapes:
-                self._check_division(columns, block[1], high)
+                self._check_division(rows, columns, block)
                 is_shared = math.prod(entry.shape) == math.prod(grid)
                 return Grid(_stored(entry), *grid, grid[1], number, is_shared=is_shared), block
             expected.append(min(shapes, key=lambda shape: -len(shape)))
         shown = " or ".join(map(str, expected))
         raise self._refuse(entry, f"has shape {entry.shape}, expected {shown}")
 
-    def _check_division(self, columns: int, wide: int, high: int) -> None:
-        if high == 1 and columns % wide and not self._scheme.has_rest:
-            raise self._refuse(
-                self._group.packed, f"has {columns:,} columns, which blocks of {wide} do not divide"
-            )
+    def _check_division(self, rows: int, columns: int, block: Blocks) -> None:
+        """Refuses a group that ends short, but of blocks of rows and columns."""
+        for size, along, across in ((columns, *block[::-1]), (rows, *block)):
+            if across == 1 and size % along and not self._scheme.has_rest:
+                raise self._refuse(
+                    self._group.packed,
+                    f"has {size:,} numbers in a line, which blocks of {along} do not divide",
+                )
 
     def _result(self) -> DType:
         result = self._scheme.result

@@ -36,7 +36,8 @@ _SINGLE: dict[str, Any] = {  # types of a byte that numpy casts itself
     "e8m0": ml_dtypes.float8_e8m0fnu,
     "float8_e4m3fn": ml_dtypes.float8_e4m3fn,
 }
-_BITS = {"e2m1": 4, "uint4": 4, "uint2": 2}  # of a number; of others eight
+ONE_ZERO = "e2m1 with one zero"  # which has no sign
+_BITS = {"e2m1": 4, ONE_ZERO: 4, "uint4": 4, "uint2": 2}  # of a number; of others eight
 # Where the columns that are wanted are far apart, whole rows up to so many bytes are read.
 _MOST_AROUND_BYTES = 32 << 20
 _LONG_RUN_BYTES = 4 << 10
@@ -59,8 +60,9 @@ def make_table(number: str) -> Floats:
     bits = _BITS.get(number, 8)
     shifts = np.arange(0, 8, bits, dtype=np.uint8)
     held = (codes[:, np.newaxis] >> shifts) & np.uint8((1 << bits) - 1)
-    if number == "e2m1":
-        values = np.array([*_E2M1, *(-value for value in _E2M1)], np.float32)
+    if number.startswith("e2m1"):
+        zero = 0.0 if number == ONE_ZERO else -0.0
+        values = np.array([*_E2M1, zero, *(-value for value in _E2M1[1:])], np.float32)
         return values.take(held)
     numbers: Floats = held.astype(np.float32)
     return numbers

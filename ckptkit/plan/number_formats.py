@@ -41,6 +41,7 @@ class Scheme(Struct, frozen=True, kw_only=True):
     index: str = ""  # the block of each column, where blocks are not in order
     is_centred: bool = False  # whether half of the numbers' range stands for zero
     shape: str = ""  # the shape of the weight
+    foreign: tuple[str, ...] = ()  # endings of what changes the layer too, and is not modelled
     # What the elements are rounded to before any cast: a type, that of the scales (`scale`), or
     # the one that the user asks for (`asked`), to which scales are rounded as well.
     result: str = "float32"
@@ -138,13 +139,68 @@ SCHEMES = (
         scales=_EXPONENTS,
         result="bfloat16",
     ),
+    Scheme(
+        title="ModelOpt FP8",
+        method="modelopt",
+        calls=("FP8", "FP8_PER_CHANNEL_PER_TOKEN"),
+        numbers=_FLOAT8,
+        scale=("_scale",),
+        foreign=(".pre_quant_scale",),
+        result="asked",
+    ),
+    Scheme(
+        title="ModelOpt NVFP4",
+        method="modelopt",
+        calls=("NVFP4",),
+        numbers={"uint8": "e2m1 with one zero"},
+        scale=("_scale",),
+        scales=_FLOAT8,
+        total="_scale_2",
+        blocks=(1, 16),
+    ),
+    Scheme(
+        title="GPTQ",
+        method="gptq",
+        calls=("gptq", "gptq_v2"),
+        packed=".qweight",
+        numbers={"int32": "uint{bits}"},
+        scale=(".scales",),
+        zero=".qzeros",
+        index=".g_idx",
+        result="scale",
+        has_rest=True,
+        is_transposed=True,
+        packs_rows=True,
+    ),
+    Scheme(
+        title="AWQ",
+        method="awq",
+        calls=("gemm",),
+        packed=".qweight",
+        numbers={"int32": "uint{bits}"},
+        scale=(".scales",),
+        zero=".qzeros",
+        result="scale",
+        is_transposed=True,
+        order="awq",
+    ),
+    Scheme(
+        title="torchao",
+        method="torchao",
+        calls=("Int8Tensor", "Float8Tensor"),
+        packed="._weight_qdata",
+        numbers={**_FLOAT8, "int8": "int8"},
+        scale=("._weight_scale",),
+        zero="._weight_zero_point",
+        foreign=("._weight_act_pre_scale",),
+    ),
 )
 METHODS = frozenset(scheme.method for scheme in SCHEMES)
 
 UNUSED = (
     *("activation_scale", "input_scale", "input_zero_point", "input_global_scale"),
     *("output_scale", "output_zero_point", "q_scale", "k_scale", "v_scale", "k_zero_point"),
-    *("v_zero_point",),
+    *("v_zero_point", "_weight_act_quant_scale", "_weight_act_quant_zero_point"),
 )
 """The last segments of names of what only computing with packed numbers needs."""
 _WEIGHT = ".weight"
@@ -210,9 +266,10 @@ def find_packing(entries: Mapping[str, TensorEntry], method: str, *, location: s
     for name in entries:
         if name not in taken and _is_companion(name, schemes):
             raise RefusedError(
-                f"tensor {name!r} is stored for a packed weight, and no packed weight has it",
+                f"tensor {name!r} belongs to a packed weight, but to none of the forms of"
+                f" {method!r} that can be unpacked: {', '.join(s.title for s in schemes)}",
                 where=location,
-                hint="complete the download, or leave it out with --exclude if it has no use",
+                hint="complete the download; the library of the format unpacks its other forms",
             )
     return Packing(list(groups.values()), unused)
 
@@ -264,7 +321,8 @@ def _has_its_scales(group: PackedGroup) -> bool:
 
 def _is_companion(name: str, schemes: Sequence[Scheme]) -> bool:
     for scheme in schemes:
-        for ending in (*scheme.scale, scheme.total, scheme.zero, scheme.index, scheme.shape):
+        endings = (*scheme.scale, scheme.total, scheme.zero, scheme.index, scheme.shape)
+        for ending in (*endings, *scheme.foreign, scheme.packed):
             whole = _WEIGHT + ending if ending.startswith("_scale") else ending
             # `.scale` alone can be the parameter of a norm.
             if ending and ending != ".scale" and name.endswith((whole, *_ALWAYS & {ending})):

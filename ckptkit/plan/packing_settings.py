@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,8 @@ from ckptkit.plan.number_formats import PackedGroup
 
 CONFIG_KEYS = ("quantization_config", "compression_config")
 """The keys of `config.json` under which it is said."""
+HEADER = "__metadata__"
+"""Of the settings: the texts in the headers of safetensors."""
 _TEXT = "text_config"
 WHOLE = 0
 """Of a block: all rows, or all columns."""
@@ -27,6 +30,7 @@ class Settings(Struct, frozen=True):
     blocks: tuple[Blocks, ...]
     calls: str = ""  # what the configuration calls the scheme
     bits: tuple[int, ...] = (8,)  # of a number; several where the shape decides
+    is_one_less: bool = False  # whether zero points are stored less one
 
 
 def find_quantization(config: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
@@ -56,7 +60,7 @@ def read_settings(options: Mapping[str, Any], group: PackedGroup, *, location: s
     scheme = group.scheme
     try:
         settings = _READERS[scheme.method](options, group)
-    except (TypeError, ValueError, KeyError, AttributeError):
+    except (TypeError, ValueError, KeyError, AttributeError, RecursionError):
         settings = None
     if settings is None:
         raise RefusedError(
@@ -132,4 +136,46 @@ def _read_sizes(sizes: Any) -> Blocks:
     return high, wide
 
 
-_READERS = {"fp8": _read_fp8, "mxfp4": _read_fixed, "compressed-tensors": _read_groups}
+def _read_modelopt(options: Mapping[str, Any], group: PackedGroup) -> Settings:
+    called = options["quant_algo"]
+    if called == "MIXED_PRECISION":
+        module = group.name.rpartition(".")[0]
+        called = options["quantized_layers"][module]["quant_algo"]
+    fixed = group.scheme.blocks
+    return Settings((_TENSOR, _CHANNEL) if fixed is None else (fixed,), called)
+
+
+def _read_gptq(options: Mapping[str, Any], _group: PackedGroup) -> Settings:
+    called = "marlin" if options.get("is_marlin_format") else options.get("checkpoint_format")
+    called, bits = called or "gptq", int(options["bits"])
+    return Settings((_read_rows(options),), called, (bits,), is_one_less=called == "gptq")
+
+
+def _read_awq(options: Mapping[str, Any], group: PackedGroup) -> Settings:
+    if "zero" not in group.companions:
+        raise ValueError
+    bits, called = int(options.get("bits", 4)), str(options.get("version", "gemm")).lower()
+    return Settings((_read_rows(options),), called, (bits,))
+
+
+def _read_rows(options: Mapping[str, Any]) -> Blocks:
+    size = int(options["group_size"])
+    return (WHOLE, 1) if size == -1 else _read_sizes((size, 1))
+
+
+def _read_torchao(options: Mapping[str, Any], group: PackedGroup) -> Settings:
+    """Reads what torchao says of a tensor in the header of its file."""
+    said = json.loads(options[HEADER][group.name])
+    blocks = _read_sizes(said["_data"]["block_size"])
+    return Settings((blocks,), said["_type"])
+
+
+_READERS = {
+    "awq": _read_awq,
+    "compressed-tensors": _read_groups,
+    "fp8": _read_fp8,
+    "gptq": _read_gptq,
+    "modelopt": _read_modelopt,
+    "mxfp4": _read_fixed,
+    "torchao": _read_torchao,
+}

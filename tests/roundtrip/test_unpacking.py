@@ -13,6 +13,14 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
+from torchao.quantization import (
+    Float8WeightOnlyConfig,
+    Int8WeightOnlyConfig,
+    PerGroup,
+    PerTensor,
+    quantize_,
+)
 from transformers import (
     AutoModelForCausalLM,
     GptOssConfig,
@@ -26,6 +34,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 import ckptkit
 from ckptkit.core.errors import RefusedError
 
+pytestmark = pytest.mark.filterwarnings("ignore")  # libraries warn of what they replace
 Tensors = dict[str, torch.Tensor]
 Pack = Callable[[torch.Tensor], Mapping[str, torch.Tensor]]
 PROJECTION = "model.layers.0.mlp.up_proj.weight"
@@ -311,29 +320,72 @@ def list_cases(library: str) -> list[Any]:
     return [pytest.param(library, name, id=f"{library}-{name}") for name in read_cases(library)[0]]
 
 
-def save_case(library: str, name: str, folder: Path) -> torch.Tensor:
-    """Writes a packed weight `layer.weight` and its configuration; returns what it stands for."""
+def save_case(library: str, name: str, folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    """Writes a packed weight `layer.weight` and its configuration.
+
+    Returns what it stands for, in the type that its library has for it and in float32.
+    """
     configs, tensors = read_cases(library)
     own = {
         key.removeprefix(f"{name}/"): t for key, t in tensors.items() if key.startswith(f"{name}/")
     }
     unpacked = own.pop("unpacked")
+    wide = own.pop("unpacked_float32", unpacked.float())
     folder.mkdir()
     held = {f"layer.{part}": value for part, value in own.items()}
     save_file(held | {"norm.weight": torch.ones(4)}, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps({"quantization_config": configs[name]}))
-    return unpacked
+    return unpacked, wide
 
 
 @pytest.mark.parametrize("dtype", ["own", "float32"])
-@pytest.mark.parametrize(("library", "name"), [*list_cases("compressed-tensors")])
+@pytest.mark.parametrize(
+    ("library", "name"),
+    [case for path in sorted(FIXTURES.glob("*.safetensors")) for case in list_cases(path.stem)],
+)
 def test_weights_are_unpacked_as_the_owner_of_the_format_does(
     tmp_path: Path, library: str, name: str, dtype: str
 ) -> None:
     folder, out = tmp_path / "packed", tmp_path / "out"
-    expected = save_case(library, name, folder)
-    wanted = expected.dtype if dtype == "own" else torch.float32
-    ckptkit.consolidate(folder, out, dtype=str(wanted).removeprefix("torch."))
+    own, wide = save_case(library, name, folder)
+    expected = own if dtype == "own" else wide
+    ckptkit.consolidate(folder, out, dtype=str(expected.dtype).removeprefix("torch."))
     made = load_file(out / "model.safetensors")
     assert set(made) == {"layer.weight", "norm.weight"}
-    assert_same_bits(made["layer.weight"], expected.to(wanted))
+    assert_same_bits(made["layer.weight"], expected)
+
+
+@pytest.mark.parametrize("config", ["int8", "int8 in groups", "float8", "float8 of the whole"])
+def test_files_of_torchao_are_unpacked_as_it_does(tmp_path: Path, config: str) -> None:
+    made = {
+        "int8": Int8WeightOnlyConfig(),
+        "int8 in groups": Int8WeightOnlyConfig(granularity=PerGroup(8)),
+        "float8": Float8WeightOnlyConfig(),
+        "float8 of the whole": Float8WeightOnlyConfig(granularity=PerTensor()),
+    }[config]
+    torch.manual_seed(0)
+    folder, out = tmp_path / "packed", tmp_path / "out"
+    model = torch.nn.Sequential(torch.nn.Linear(40, 24, bias=False).bfloat16())
+    quantize_(model, made)
+    tensors, header = flatten_tensor_state_dict(model.state_dict())
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors", metadata=header)
+    (folder / "config.json").write_text('{"quantization_config": {"quant_method": "torchao"}}')
+    ckptkit.consolidate(folder, out, dtype="bfloat16")
+    written = load_file(out / "model.safetensors")
+    assert set(written) == {"0.weight"}
+    assert_same_bits(written["0.weight"], model[0].weight.dequantize())
+
+
+def test_a_tensor_of_torchao_that_its_header_does_not_describe_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "packed"
+    folder.mkdir()
+    model = torch.nn.Sequential(torch.nn.Linear(40, 24, bias=False).bfloat16())
+    quantize_(model, Int8WeightOnlyConfig())
+    tensors, header = flatten_tensor_state_dict(model.state_dict())
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text('{"quantization_config": {"quant_method": "torchao"}}')
+    assert "does not say how '0._weight_qdata' is packed" in refusal(folder)
+    kind = {"0.weight": header["0.weight"].replace("Int8Tensor", "Int4Tensor")}
+    save_file(tensors, folder / "model.safetensors", metadata={**header, **kind})
+    assert "has 'Int4Tensor' for '0.weight'" in refusal(folder)
