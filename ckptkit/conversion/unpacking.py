@@ -6,17 +6,21 @@ name, with its shape. All that follows, such as casts, names and layouts, sees p
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Mapping, Sequence
+import posixpath
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from msgspec.structs import replace
 
+from ckptkit.consumers.folder_truth import MAX_JSON_BYTES
 from ckptkit.conversion.source.open import OpenedCheckpoint
 from ckptkit.core.arrays import numpy_dtype
 from ckptkit.core.dtypes import BY_NAME, DType
-from ckptkit.core.errors import RefusedError
+from ckptkit.core.errors import InputError, RefusedError
 from ckptkit.core.index import ChunkTable, Fqn, Key, Shape, Span, TensorEntry
 from ckptkit.core.text import counted, join_first
 from ckptkit.engine.kernels import StoredOperand
@@ -35,6 +39,7 @@ from ckptkit.plan.packing_settings import (
 )
 from ckptkit.plan.plan import SOURCE
 
+_MODELOPT = "hf_quant_config.json"
 _WORD_BITS = 32
 _SIZES = (2, 4, 8)  # bits of numbers that do not cross the bytes of a word
 _ONES = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}  # a one in each number of a word
@@ -51,9 +56,9 @@ def unpack_checkpoint(
     `asked`: the element type that the user wants. Returns the checkpoint, the configuration of the
     unpacked model, and notes.
     """
-    options = find_quantization(config)
+    options = find_quantization(config) or _read_modelopt(checkpoint)
     method = str((options or {}).get("quant_method"))
-    if config is None or options is None or method not in METHODS or asked not in _RESULTS:
+    if options is None or method not in METHODS or asked not in _RESULTS:
         return checkpoint, config, []
     index, where = checkpoint.index, checkpoint.path
     header = {path[1]: text for path, text in index.values.items() if path[:1] == (HEADER,)}
@@ -89,7 +94,40 @@ def unpack_checkpoint(
         listed = join_first(list(map(repr, unused)), len(unused), _LISTED)
         notes.append(f"left out, as unpacked weights need none of them: {listed}")
     opened = replace(checkpoint, index=replace(index, tensors=tensors))
-    return opened, drop_quantization(config), notes
+    return opened, None if config is None else drop_quantization(config), notes
+
+
+def name_packing(
+    checkpoint: OpenedCheckpoint,
+    config: Mapping[str, Any] | None,
+    entries: Iterable[TensorEntry],
+) -> dict[str, int]:
+    """Returns how many weights each scheme has packed, by the title of the scheme."""
+    method = str(
+        (find_quantization(config) or _read_modelopt(checkpoint) or {}).get("quant_method")
+    )
+    trees: dict[str, dict[str, TensorEntry]] = {}
+    for entry in entries:
+        if entry.part == "model":
+            trees.setdefault(entry.tree, {})[entry.name] = entry
+    return dict(
+        Counter(
+            group.scheme.title
+            for tensors in trees.values()
+            for group in find_packing(tensors, method, location=checkpoint.path).groups
+        )
+    )
+
+
+def _read_modelopt(checkpoint: OpenedCheckpoint) -> Mapping[str, Any] | None:
+    """Returns what ModelOpt says in a file of its own; None where there is none."""
+    path = posixpath.join(checkpoint.folder, _MODELOPT)
+    try:
+        size = min(checkpoint.source.stat(path).size_bytes, MAX_JSON_BYTES)
+        said = json.loads(checkpoint.source.read(path, 0, size))["quantization"]
+    except (InputError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return {**said, "quant_method": "modelopt"} if isinstance(said, dict) else None
 
 
 def _refuse_split(entries: Sequence[TensorEntry], where: str) -> None:

@@ -41,6 +41,7 @@ class Scheme(Struct, frozen=True, kw_only=True):
     index: str = ""  # the block of each column, where blocks are not in order
     is_centred: bool = False  # whether half of the numbers' range stands for zero
     shape: str = ""  # the shape of the weight
+    needs: tuple[str, ...] = ("scale",)  # fields of those that no weight is without
     foreign: tuple[str, ...] = ()  # endings of what changes the layer too, and is not modelled
     # What the elements are rounded to before any cast: a type, that of the scales (`scale`), or
     # the one that the user asks for (`asked`), to which scales are rounded as well.
@@ -105,6 +106,7 @@ SCHEMES = (
         zero="_zero_point",
         index="_g_idx",
         shape="_shape",
+        needs=("scale", "shape"),
         is_centred=True,
         result="scale",
     ),
@@ -117,6 +119,7 @@ SCHEMES = (
         scale=("_scale",),
         scales=_FLOAT8,
         total="_global_scale",
+        needs=("scale", "total"),
         total_divides=True,
         result="bfloat16",
     ),
@@ -156,6 +159,7 @@ SCHEMES = (
         scale=("_scale",),
         scales=_FLOAT8,
         total="_scale_2",
+        needs=("scale", "total"),
         blocks=(1, 16),
     ),
     Scheme(
@@ -166,6 +170,7 @@ SCHEMES = (
         numbers={"int32": "uint{bits}"},
         scale=(".scales",),
         zero=".qzeros",
+        needs=("scale", "zero"),
         index=".g_idx",
         result="scale",
         has_rest=True,
@@ -180,6 +185,7 @@ SCHEMES = (
         numbers={"int32": "uint{bits}"},
         scale=(".scales",),
         zero=".qzeros",
+        needs=("scale", "zero"),
         result="scale",
         is_transposed=True,
         order="awq",
@@ -251,17 +257,17 @@ def find_packing(entries: Mapping[str, TensorEntry], method: str, *, location: s
         if "scale" in group.companions:
             groups[group.name] = group
             taken |= {str(one.name) for one in group.entries}
-        else:
+        if any(role not in group.companions for role in group.scheme.needs):
             lacking[name] = group
     unused = [entry for name, entry in entries.items() if name.rpartition(".")[2] in UNUSED]
     taken |= {str(entry.name) for entry in unused}
     for name, group in lacking.items():
-        if name not in taken:  # by another weight
+        if group.name in groups or name not in taken:  # else it is a scale of another weight
             raise RefusedError(
-                f"tensor {name!r} is packed ({group.scheme.title}), and its scale"
-                f" {place(group.name, group.scheme.scale[0])!r} is missing",
+                f"tensor {name!r} is packed ({group.scheme.title}), and"
+                f" {_name_missing(group)!r} is missing",
                 where=location,
-                hint="complete the download; numbers without a scale have no meaning",
+                hint="complete the download: without it the numbers have no meaning",
             )
     for name in entries:
         if name not in taken and _is_companion(name, schemes):
@@ -309,6 +315,13 @@ def _find_companions(
             if entry is not None:
                 yield role, entry
                 break
+
+
+def _name_missing(group: PackedGroup) -> str:
+    """Returns the name of the first tensor that a weight lacks."""
+    role = next(role for role in group.scheme.needs if role not in group.companions)
+    endings = getattr(group.scheme, role)
+    return place(group.name, endings if isinstance(endings, str) else endings[0])
 
 
 def _has_its_scales(group: PackedGroup) -> bool:

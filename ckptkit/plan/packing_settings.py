@@ -151,9 +151,7 @@ def _read_gptq(options: Mapping[str, Any], _group: PackedGroup) -> Settings:
     return Settings((_read_rows(options),), called, (bits,), is_one_less=called == "gptq")
 
 
-def _read_awq(options: Mapping[str, Any], group: PackedGroup) -> Settings:
-    if "zero" not in group.companions:
-        raise ValueError
+def _read_awq(options: Mapping[str, Any], _group: PackedGroup) -> Settings:
     bits, called = int(options.get("bits", 4)), str(options.get("version", "gemm")).lower()
     return Settings((_read_rows(options),), called, (bits,))
 

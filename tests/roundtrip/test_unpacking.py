@@ -214,7 +214,7 @@ def test_packed_tensors_are_kept_as_they_are_unless_another_type_is_asked_for(
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        (None, "its scale 'model.layers.0.mlp.up_proj.weight_scale_inv' is missing"),
+        (None, "'model.layers.0.mlp.up_proj.weight_scale_inv' is missing"),
         (torch.ones(6, 3), "has shape (6, 3), expected (6, 4)"),
         (torch.zeros(6, 4), "has the scale 0 at [0, 0]"),
         (torch.full((6, 4), torch.nan), "has the scale nan at [0, 0]"),
@@ -235,7 +235,7 @@ def test_a_scale_without_its_weight_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "packed"
     save_packed(folder, pack_blocks(16, 16), {**FP8, "weight_block_size": [16, 16]})
     change(folder, weight=torch.zeros(96, 64, dtype=torch.bfloat16))
-    assert f"{PROJECTION}_scale_inv' is stored for a packed weight" in refusal(folder)
+    assert f"{PROJECTION}_scale_inv' belongs to a packed weight" in refusal(folder)
 
 
 @pytest.mark.parametrize("size", [[16, 32], None, [0, 16], "many"])
@@ -374,7 +374,8 @@ def test_files_of_torchao_are_unpacked_as_it_does(tmp_path: Path, config: str) -
     ckptkit.consolidate(folder, out, dtype="bfloat16")
     written = load_file(out / "model.safetensors")
     assert set(written) == {"0.weight"}
-    assert_same_bits(written["0.weight"], model[0].weight.dequantize())
+    packed: Any = model[0].weight
+    assert_same_bits(written["0.weight"], packed.dequantize())
 
 
 def test_a_tensor_of_torchao_that_its_header_does_not_describe_is_refused(tmp_path: Path) -> None:
@@ -389,3 +390,151 @@ def test_a_tensor_of_torchao_that_its_header_does_not_describe_is_refused(tmp_pa
     kind = {"0.weight": header["0.weight"].replace("Int8Tensor", "Int4Tensor")}
     save_file(tensors, folder / "model.safetensors", metadata={**header, **kind})
     assert "has 'Int4Tensor' for '0.weight'" in refusal(folder)
+
+
+# --- where else packed weights are ---
+
+
+def test_experts_that_one_tensor_holds_have_blocks_of_their_own(tmp_path: Path) -> None:
+    folder, out = tmp_path / "packed", tmp_path / "out"
+    folder.mkdir()
+    torch.manual_seed(0)
+    packed = [quantize_float8(torch.randn(20, 36), 8, 16) for _ in range(3)]
+    weight, scale = (torch.stack(parts) for parts in zip(*packed, strict=True))
+    tensors = {"experts.gate_up_proj": weight, "experts.gate_up_proj_scale_inv": scale}
+    save_file(tensors, folder / "model.safetensors")
+    options = {**FP8, "weight_block_size": [8, 16]}
+    (folder / "config.json").write_text(json.dumps({"quantization_config": options}))
+    ckptkit.consolidate(folder, out, dtype="bfloat16")
+    made = load_file(out / "model.safetensors")
+    whole = scale.repeat_interleave(8, 1).repeat_interleave(16, 2)[:, :20, :36]
+    assert_same_bits(made["experts.gate_up_proj"], (weight.float() * whole).bfloat16())
+
+
+def test_what_modelopt_says_in_a_file_of_its_own_counts(tmp_path: Path) -> None:
+    folder, out = tmp_path / "packed", tmp_path / "out"
+    expected, _ = save_case("modelopt", "nvfp4", folder)
+    (folder / "config.json").unlink()
+    said = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4"}}
+    (folder / "hf_quant_config.json").write_text(json.dumps(said))
+    ckptkit.consolidate(folder, out, dtype="bfloat16")
+    assert_same_bits(load_file(out / "model.safetensors")["layer.weight"], expected)
+    assert not (out / "hf_quant_config.json").exists()
+
+
+def test_a_packed_base_completes_an_output_unpacked(tmp_path: Path) -> None:
+    base, trained, out = tmp_path / "base", tmp_path / "trained", tmp_path / "out"
+    tensors = save_packed(base, pack_blocks(16, 16), {**FP8, "weight_block_size": [16, 16]})
+    trained.mkdir()
+    own = {name: t + 1 for name, t in tensors.items() if "norm" in name or "embed" in name}
+    save_file(own, trained / "model.safetensors")
+    ckptkit.consolidate(trained, out, base=base, fill_from_base=True, dtype="bfloat16")
+    made = load_file(out / "model.safetensors")
+    scale = tensors[f"{PROJECTION}_scale_inv"]
+    assert_same_bits(made[PROJECTION], dequantize(tensors[PROJECTION], scale, torch.bfloat16))
+    assert torch.equal(made["model.norm.weight"], own["model.norm.weight"])
+
+
+def test_packed_shards_are_refused(tmp_path: Path) -> None:
+    """As torch saves them; each rank counted its blocks from its own first row, or did not."""
+    folder = tmp_path / "packed"
+    folder.mkdir()
+    numbers, scale = quantize_float8(torch.randn(48, 32), 16, 16)
+    for rank, (rows, blocks) in enumerate(
+        [(slice(0, 24), slice(0, 2)), (slice(24, 48), slice(2, 3))], 1
+    ):
+        held = {"q.weight": numbers[rows].clone(), "q.weight_scale_inv": scale[blocks].clone()}
+        places = {
+            "q.weight": {"saved_offsets": [rows.start, 0]},
+            "q.weight_scale_inv": {"saved_offsets": [blocks.start, 0]},
+        }
+        header = {"DCP_SHARDING_INFO": json.dumps(places), "DCP_VERSION": "1.0"}
+        save_file(held, folder / f"shard-0000{rank}-model-00001-of-00001.safetensors", header)
+    options = {**FP8, "weight_block_size": [16, 16]}
+    (folder / "config.json").write_text(json.dumps({"quantization_config": options}))
+    assert "'q.weight' is packed and split over 2 pieces" in refusal(folder)
+
+
+@pytest.mark.parametrize(
+    ("library", "name", "options", "said"),
+    [
+        ("gptqmodel", "gptq_4_32", {"group_size": 64}, "has shape (3, 64), expected (2, 64)"),
+        ("gptqmodel", "gptq_4_32", {"bits": 8}, "has shape (3, 64), expected (2, 64)"),
+        ("gptqmodel", "gptq_4_32", {"bits": 3}, "has numbers of 3 bits"),
+        ("gptqmodel", "gptq_4_32", {"checkpoint_format": "marlin"}, "has 'marlin'"),
+        ("autoawq", "gemm", {"version": "gemv"}, "has 'gemv'"),
+        ("autoawq", "gemm", {"group_size": 36}, "which blocks of 36 do not divide"),
+        ("modelopt", "nvfp4", {"quant_algo": "FP8"}, "has 'FP8' for 'layer.weight'"),
+        ("modelopt", "fp8", {"quant_algo": "FP8_PB_WO"}, "has 'FP8_PB_WO' for 'layer.weight'"),
+        ("compressed-tensors", "int4_group", {"format": "marlin-24"}, "has 'marlin-24'"),
+        ("compressed-tensors", "int4_group", {"config_groups": {}}, "has 'nothing' for"),
+        (
+            *("compressed-tensors", "int4_group"),
+            {"transform_config": {"config_groups": {"u": {}}}},
+            "has 'a transform_config'",
+        ),
+    ],
+)
+def test_what_is_packed_in_another_way_than_the_configuration_says_is_refused(
+    tmp_path: Path, library: str, name: str, options: Mapping[str, Any], said: str
+) -> None:
+    folder = tmp_path / "packed"
+    save_case(library, name, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] |= options
+    (folder / "config.json").write_text(json.dumps(config))
+    assert said in refusal(folder)
+
+
+@pytest.mark.parametrize(
+    ("library", "name", "changed", "said"),
+    [
+        (
+            "gptqmodel",
+            "gptq_8_shuffled",
+            {"g_idx": 3},
+            "'layer.g_idx' names block 3, and there are 3",
+        ),
+        ("gptqmodel", "gptq_4_32", {"qzeros": None}, "'layer.qzeros' is missing"),
+        ("modelopt", "nvfp4", {"weight_scale_2": torch.zeros(())}, "has the scale 0 at"),
+        ("modelopt", "nvfp4", {"weight_scale_2": None}, "'layer.weight_scale_2' is missing"),
+        ("modelopt", "fp8", {"pre_quant_scale": torch.ones(40)}, "'layer.pre_quant_scale' belongs"),
+        (
+            "compressed-tensors",
+            "int4_channel",
+            {"weight_shape": None},
+            "'layer.weight_shape' is missing",
+        ),
+        (
+            *("compressed-tensors", "int4_channel"),
+            {"weight_shape": torch.tensor([9, 37])},
+            "'layer.weight_shape' says (9, 37)",
+        ),
+    ],
+)
+def test_tensors_that_contradict_each_other_are_refused(
+    tmp_path: Path, library: str, name: str, changed: Mapping[str, Any], said: str
+) -> None:
+    folder = tmp_path / "packed"
+    save_case(library, name, folder)
+    held = load_file(folder / "model.safetensors")
+    for part, value in changed.items():
+        key = f"layer.{part}"
+        if value is None:
+            del held[key]
+        elif isinstance(value, int):
+            held[key][-1] = value
+        else:
+            held[key] = value
+    save_file(held, folder / "model.safetensors")
+    assert said in refusal(folder)
+
+
+def test_inspect_names_how_weights_are_packed(tmp_path: Path) -> None:
+    folder = tmp_path / "packed"
+    save_packed(folder, pack_blocks(16, 16), {**FP8, "weight_block_size": [16, 16]})
+    assert ckptkit.inspect(folder).packing == {"fine-grained FP8": 14}
+    change(folder, weight_scale_inv=None)
+    report = ckptkit.inspect(folder)
+    assert not report.packing
+    assert any(f"{PROJECTION}_scale_inv' is missing" in note for note in report.notes)
