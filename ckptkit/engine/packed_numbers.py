@@ -41,6 +41,7 @@ _BITS = {"e2m1": 4, ONE_ZERO: 4, "uint4": 4, "uint2": 2}  # of a number; of othe
 # Where the columns that are wanted are far apart, whole rows up to so many bytes are read.
 _MOST_AROUND_BYTES = 32 << 20
 _LONG_RUN_BYTES = 4 << 10
+_MOST_WIDER = 2  # times the elements of a range that are unpacked with it to have whole rows
 _WIDE = {1: np.float32, 2: np.complex64, 4: np.complex128}  # types of so many float32
 _AWQ = (0, 4, 1, 5, 2, 6, 3, 7)  # the place in a word of each of its eight numbers
 
@@ -173,10 +174,17 @@ class UnpackedOperand(Struct, frozen=True):
     def demands(self, span: Span) -> tuple[Demand, ...]:
         return tuple(
             demand
-            for box in slabs(span, self.shape)
+            for box in slabs(self._widen(span), self.shape)
             for part in self._parts(box)
             for demand in part
         )
+
+    def _widen(self, span: Span) -> Span:
+        """Returns whole rows where each begun row would have the same bytes read once more."""
+        row = max(1, self.shape[-1])
+        around = Span(span.start // row * row, -(-span.stop // row) * row)
+        is_close = around.stop - around.start <= _MOST_WIDER * (span.stop - span.start)
+        return around if self.is_transposed and is_close else span
 
     def values(self, span: Span, inputs: Sequence[NDArray[Any]]) -> NDArray[Any]:
         values = np.empty(span.stop - span.start, numpy_dtype(self.dtype))
@@ -185,6 +193,15 @@ class UnpackedOperand(Struct, frozen=True):
 
     def put(self, span: Span, inputs: Sequence[NDArray[Any]], target: NDArray[Any]) -> None:
         """Fills an array with the elements of a range."""
+        around = self._widen(span)
+        if around != span:
+            elements = np.empty(around.stop - around.start, target.dtype)
+            self._put(around, inputs, elements)
+            target[:] = elements[span.start - around.start : span.stop - around.start]
+        else:
+            self._put(span, inputs, target)
+
+    def _put(self, span: Span, inputs: Sequence[NDArray[Any]], target: NDArray[Any]) -> None:
         at = made = 0
         for box in slabs(span, self.shape):
             given = []
