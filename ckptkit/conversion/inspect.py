@@ -6,7 +6,7 @@ import json
 import os
 import posixpath
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,7 @@ from ckptkit.conversion.source.open import OpenedCheckpoint, list_checkpoints, o
 from ckptkit.conversion.source.paths import make_absolute
 from ckptkit.conversion.source.search import TAG_FILES, FoundCheckpoint
 from ckptkit.conversion.source.side_folders import SIDE_FOLDERS, SideFolders
+from ckptkit.conversion.unpacking import name_packing
 from ckptkit.core.arguments import ambiguous_truth
 from ckptkit.core.display import Displayed, Facts, plain_fields
 from ckptkit.core.errors import (
@@ -40,6 +41,7 @@ from ckptkit.core.errors import (
     InputError,
     MissingFileError,
     NotACheckpointError,
+    RefusedError,
 )
 from ckptkit.core.frameworks import recognise_by_tensors
 from ckptkit.core.geometry import distinct
@@ -134,7 +136,8 @@ class Inspection(Displayed, Struct, frozen=True):
     conversion would have none, as `--json` shows errors. `shards` is set where it was asked for.
     `steps` are the steps of the run, the newest last. `finals` maps the selection of each final
     model to what that model lacks. `checkpoints` is set where no checkpoint can be chosen: it lists
-    all of them, and `problems` has what some of them lack.
+    all of them, and `problems` has what some of them lack. `packing` has how many weights are
+    packed, by the scheme.
     """
 
     path: str
@@ -170,6 +173,7 @@ class Inspection(Displayed, Struct, frozen=True):
     steps: tuple[str, ...] = ()
     finals: Mapping[str, str] = field(default_factory=dict)
     checkpoints: tuple[FoundCheckpoint, ...] = ()
+    packing: Mapping[str, int] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         raise ambiguous_truth(self, "`not inspection.problems`, or ckptkit.verify")
@@ -360,6 +364,7 @@ def _report(
         from ckptkit.plan.coverage import map_shards  # for reports alone
 
         shard_map = map_shards(index, entries, frozenset(key for key, _ in problems))
+    packing, wrong = _find_packing(checkpoint, config, entries)
     return Inspection(
         path=checkpoint.path,
         format=index.format,
@@ -392,7 +397,7 @@ def _report(
             *(problem for _, problem in problems),
             *(problem for problem in index.problems if problem.where not in keys),
         ),
-        notes=(*checkpoint.notes, *index.run.notes),
+        notes=(*checkpoint.notes, *index.run.notes, *wrong),
         layout=_text(saved.get("layout")),
         metrics={name: value for name, value in metrics.items() if value is not None},
         saved_at=_text(saved.get("saved_at")),
@@ -401,7 +406,18 @@ def _report(
         shards=shard_map,
         steps=tuple(checkpoint.steps),
         finals=dict(checkpoint.finals),
+        packing=packing,
     )
+
+
+def _find_packing(
+    checkpoint: OpenedCheckpoint, config: Mapping[str, Any], entries: Iterable[TensorEntry]
+) -> tuple[dict[str, int], tuple[str, ...]]:
+    """Returns how weights are packed, and what keeps them from being unpacked."""
+    try:
+        return name_packing(checkpoint, config, entries), ()
+    except RefusedError as error:
+        return {}, (error.message,)
 
 
 def _text(value: object) -> str | None:

@@ -66,8 +66,10 @@ from ckptkit.conversion.source.model_folders import (
     read_file_map,
 )
 from ckptkit.conversion.source.open import OpenedCheckpoint, open_checkpoint
+from ckptkit.conversion.source.paths import read_config_in
 from ckptkit.conversion.source.read import Ties, find_absent_twins, find_ties
 from ckptkit.conversion.source.side_folders import SideChoice, SideFolders
+from ckptkit.conversion.unpacking import unpack_checkpoint
 from ckptkit.conversion.write import (
     PlannedOutput,
     check_destination,
@@ -363,14 +365,7 @@ def _plan(stack: ExitStack, job: ConversionJob, notes: Sequence[str]) -> Planned
             draft.notes.append(f"{problem.where} {problem.message}")
 
     side, side_notes = folders.choose(allow_code=request.allow_code)
-    stored_config = folders.config(side)
-    config = drop_stale_quantization(stored_config, checkpoint.index.of_part("model"))
-    if config != stored_config:
-        draft.notes.append(
-            "config.json has a quantization_config, which is left out: the weights of the"
-            " source are not packed"
-        )
-
+    config = _settle_packing(draft, side)
     _convert_names(draft, config)
     side, modules = _settle_modules(draft, side, config)
     config, side = _settle_text_model(draft, config, side)
@@ -461,7 +456,7 @@ def _open_filling(
     stack: ExitStack, request: ConsolidateRequest, base: str | None
 ) -> Filling | None:
     if request.fill_from is not None:
-        return open_filling(stack, request.fill_from, "--fill-from")
+        return _open_unpacked(stack, request, request.fill_from, "--fill-from")
     if not (request.fill_from_base or request.into_base):
         return None
     option = "--into-base" if request.into_base else "--fill-from-base"
@@ -471,7 +466,36 @@ def _open_filling(
             where=option,
             hint="name the model that the run was started from with --base",
         )
-    return open_filling(stack, base, option)
+    return _open_unpacked(stack, request, base, option)
+
+
+def _open_unpacked(
+    stack: ExitStack, request: ConsolidateRequest, path: PathLike, option: str
+) -> Filling:
+    """Opens a model that completes an output; its weights are unpacked as those of the source."""
+    filling = open_filling(stack, path, option)
+    entries = filling.opened.index.of_part("model")
+    if request.names != "live" and any(entry.dtype.itemsize == 1 for entry in entries):
+        config = read_config_in(path, option)
+        filling.opened = unpack_checkpoint(filling.opened, config, request.dtype)[0]
+    return filling
+
+
+def _settle_packing(draft: _Draft, side: Sequence[SideFile]) -> Mapping[str, Any] | None:
+    """Unpacks packed weights where another type is asked for; returns the configuration then."""
+    stored = draft.folders.config(side)
+    config = drop_stale_quantization(stored, draft.checkpoint.index.of_part("model"))
+    if config != stored:
+        draft.notes.append(
+            "config.json has a quantization_config, which is left out: the weights of the"
+            " source are not packed"
+        )
+    if draft.request.names == "live":
+        return config
+    asked = draft.request.dtype
+    draft.checkpoint, config, notes = unpack_checkpoint(draft.checkpoint, config, asked)
+    draft.notes += notes
+    return config
 
 
 def _convert_names(draft: _Draft, config: Mapping[str, Any] | None) -> None:

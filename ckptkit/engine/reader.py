@@ -73,6 +73,7 @@ SHORT_REMOTE_RUN_BYTES = 256 << 10
 """The same of a distant source, where each run is a request."""
 # Blocks of tensors that are made from others; what they are made from takes up to twice as much.
 _DERIVED_BYTES = 2 << 20
+_ALIGNMENT = 16  # bytes, of an element of any type
 _LOOKUPS = 16
 _MOST_RUNS = 8  # of chunks that are smaller, several are better read with one request
 _LOCATED, _MOST_LOCATED = 4096, 16384  # chunks that a reader keeps, and an origin
@@ -311,14 +312,16 @@ class TensorReader:
             self.prefetch([(entry.key, part)])
             demands, inputs, at = derivation.demands(part), [], 0
             dtypes = [self._origin.index.tensors[demand.key].dtype for demand in demands]
-            widest = max((dtype.itemsize for dtype in dtypes), default=1)
-            wanted = sum(demand.place.stop - demand.place.start for demand in demands) * widest
+            sizes = [
+                (demand.place.stop - demand.place.start) * dtype.itemsize
+                for demand, dtype in zip(demands, dtypes, strict=True)
+            ]
+            wanted = sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)
             if len(self._inputs) < wanted:
                 self._inputs = memoryview(bytearray(wanted))
-            for demand, dtype in zip(demands, dtypes, strict=True):
-                size = (demand.place.stop - demand.place.start) * widest
-                values = self._inputs[at : at + size // widest * dtype.itemsize]
-                at += size
+            for demand, dtype, size in zip(demands, dtypes, sizes, strict=True):
+                values = self._inputs[at : at + size]
+                at += -(-size // _ALIGNMENT) * _ALIGNMENT
                 self.fill(demand.key, demand.place, values)
                 if demand.key in self._origin.unverified:
                     self._origin.unverified.add(entry.key)

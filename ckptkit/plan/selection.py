@@ -184,13 +184,20 @@ def refuse_casting_quantized(
     names = {entry.name: entry.dtype for entry in entries}
     packed = next((e.name for e in cast if is_quantized(e.name, names)), None)
     what = f"tensor {packed!r} is quantized, or a scale of one that is" if packed else ""
-    if (config or {}).get("quantization_config"):
-        what = "the configuration has a 'quantization_config'"
+    said = (config or {}).get("quantization_config")
+    if said:
+        method = said.get("quant_method") if isinstance(said, Mapping) else None
+        of = f" of {method!r}" if method else ""
+        what = f"the configuration has a 'quantization_config'{of}"
     if what:
         raise RefusedError(
             f"{what}; --dtype {policy.choice} would change its numbers without unpacking them",
             where=location,
-            hint="leave --dtype out, or keep those tensors with --keep-dtype GLOB and --names live",
+            hint="leave --dtype out to copy them as they are; the library that packed them unpacks"
+            " them"
+            if said
+            else "leave --dtype out to copy them as they are, or pass with --config the"
+            " configuration that says how they are packed",
         )
 
 

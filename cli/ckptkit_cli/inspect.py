@@ -575,6 +575,10 @@ class _Page:
         yield from self._fact("names", escaped(self._names(listed=typed.map is not None)))
         if inspection.peft is not None and not inspection.peft.is_of_lora:
             yield from self._fact("adapter", inspection.peft.title)
+        yield from self._fact(
+            "packed",
+            ", ".join(f"{counted(n, 'weight')} as {t}" for t, n in inspection.packing.items()),
+        )
         yield from self._fact("on disk", size)
         objects = inspection.objects
         if objects:

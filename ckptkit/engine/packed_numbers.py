@@ -1,0 +1,332 @@
+"""Unpacking: the elements of weights from packed numbers, their scales and zero points.
+
+A number format is a table of what each byte stands for, one number or several. An element is
+`(number - zero) * scale`, computed in float32, in which each product of such numbers is exact or
+rounded once, and then rounded to the type that the library of the format returns.
+
+`ckptkit.plan.number_formats` says which tensors hold what.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from msgspec import Struct
+from numpy.typing import NDArray
+
+from ckptkit.core.arrays import numpy_dtype
+from ckptkit.core.dtypes import DType
+from ckptkit.core.errors import RefusedError
+from ckptkit.core.geometry import slabs
+from ckptkit.core.index import Box, Key, Shape, Span
+from ckptkit.engine.kernels import StoredOperand
+from ckptkit.plan.number_formats import Order
+from ckptkit.plan.plan import Demand
+
+Floats = NDArray[np.float32]
+
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_BYTE = 256
+_SINGLE: dict[str, Any] = {  # types of a byte that numpy casts itself
+    "int8": np.int8,
+    "e8m0": ml_dtypes.float8_e8m0fnu,
+    "float8_e4m3fn": ml_dtypes.float8_e4m3fn,
+}
+ONE_ZERO = "e2m1 with one zero"  # which has no sign
+_BITS = {"e2m1": 4, ONE_ZERO: 4, "uint4": 4, "uint2": 2}  # of a number; of others eight
+# Where the columns that are wanted are far apart, whole rows up to so many bytes are read.
+_MOST_AROUND_BYTES = 32 << 20
+_LONG_RUN_BYTES = 4 << 10
+_MOST_WIDER = 2  # times the elements of a range that are unpacked with it to have whole rows
+_WIDE = {1: np.float32, 2: np.complex64, 4: np.complex128}  # types of so many float32
+_AWQ = (0, 4, 1, 5, 2, 6, 3, 7)  # the place in a word of each of its eight numbers
+
+
+@cache
+def make_table(number: str) -> Floats:
+    """Returns what each byte stands for, of shape [256, numbers in a byte], the lowest bits first.
+
+    >>> make_table("e2m1")[0x2F].tolist(), make_table("e8m0")[128].tolist()
+    ([-6.0, 1.0], [2.0])
+    """
+    codes = np.arange(_BYTE, dtype=np.uint8)
+    single = _SINGLE.get(number)
+    if single is not None:
+        values: Floats = codes.view(single).astype(np.float32)
+        return values[:, np.newaxis]
+    bits = _BITS.get(number, 8)
+    shifts = np.arange(0, 8, bits, dtype=np.uint8)
+    held = (codes[:, np.newaxis] >> shifts) & np.uint8((1 << bits) - 1)
+    if number.startswith("e2m1"):
+        zero = 0.0 if number == ONE_ZERO else -0.0
+        values = np.array([*_E2M1, zero, *(-value for value in _E2M1[1:])], np.float32)
+        return values.take(held)
+    numbers: Floats = held.astype(np.float32)
+    return numbers
+
+
+class Grid(Struct, frozen=True):
+    """Stored matrices of numbers, one after the other."""
+
+    stored: StoredOperand
+    rows: int  # of numbers in a matrix
+    columns: int
+    width: int  # stored elements in a row of the stored matrix
+    number: str = ""  # the format of the numbers; empty for plain floats and integers
+    packs_rows: bool = False
+    order: Order = "plain"
+    added: int = 0  # what is added to each stored word of 32 bits
+    is_shared: bool = False  # whether there is one matrix for all of the weight
+
+    @property
+    def held(self) -> int:
+        """How many numbers a stored element holds."""
+        if not self.number:
+            return 1
+        return 8 * self.stored.dtype.itemsize // _BITS.get(self.number, 8)
+
+    def _window(self, rows: Span, columns: Span) -> tuple[Span, Span, bool]:
+        """Returns the stored rows and columns of a box, and whether whole rows are read."""
+        if self.packs_rows:
+            rows = Span(rows.start // self.held, -(-rows.stop // self.held))
+        else:
+            columns = Span(columns.start // self.held, -(-columns.stop // self.held))
+        is_whole = rows.stop - rows.start > 1
+        if is_whole and columns != Span(0, self.width):
+            itemsize = self.stored.dtype.itemsize
+            run = (columns.stop - columns.start) * itemsize
+            around = (rows.stop - rows.start) * self.width * itemsize
+            is_whole = run < _LONG_RUN_BYTES and around <= _MOST_AROUND_BYTES
+        return rows, columns, is_whole
+
+    def demands(self, matrix: int, rows: Span, columns: Span) -> tuple[Demand, ...]:
+        """Returns what a box of a matrix is read from."""
+        rows, columns, is_whole = self._window(rows, columns)
+        high = -(-self.rows // self.held) if self.packs_rows else self.rows
+        first = 0 if self.is_shared else matrix * high
+        if is_whole:
+            span = Span((first + rows.start) * self.width, (first + rows.stop) * self.width)
+            return self.stored.demands(span)
+        starts = ((first + row) * self.width for row in range(rows.start, rows.stop))
+        return tuple(
+            demand
+            for start in starts
+            for demand in self.stored.demands(Span(start + columns.start, start + columns.stop))
+        )
+
+    def read(self, rows: Span, columns: Span, inputs: Sequence[NDArray[Any]]) -> Floats:
+        """Returns the numbers of a box, of shape [rows, columns]."""
+        stored, places, is_whole = self._window(rows, columns)
+        high, wide = stored.stop - stored.start, places.stop - places.start
+        if is_whole:
+            held = inputs[0].reshape(high, self.width)[:, places.start : places.stop]
+        else:
+            held = inputs[0].reshape(1, wide) if high == 1 else np.stack(inputs)
+        if not self.number:
+            return held.astype(np.float32)
+        if self.added:
+            words = np.ascontiguousarray(held).view(np.uint32)
+            held = words + np.uint32(self.added)
+        table = make_table(self.number)
+        # All numbers of a byte are taken as one element.
+        lookup: NDArray[Any] = table.view(_WIDE[table.shape[1]]).reshape(-1)
+        made: Floats = np.take(lookup, held.view(np.uint8), mode="clip").view(np.float32)
+        if self.order == "awq":
+            made = made.reshape(high, wide, self.held)[:, :, _AWQ].reshape(high, -1)
+        if self.packs_rows:
+            made = made.reshape(high, wide, self.held).swapaxes(1, 2).reshape(-1, wide)
+            first = rows.start - stored.start * self.held
+            return made[first : first + rows.stop - rows.start]
+        first = columns.start - places.start * self.held
+        return made[:, first : first + columns.stop - columns.start]
+
+
+class UnpackedOperand(Struct, frozen=True):
+    """A packed weight, as the numbers that it stands for."""
+
+    codes: Grid
+    scales: Grid
+    blocks: tuple[int, int]  # rows and columns of numbers that share a scale
+    shape: Shape  # of the weight
+    dtype: DType
+    where: str  # of the checkpoint, for messages
+    zeros: Grid | None = None  # one for each scale
+    offset: float = 0.0  # what is subtracted from each number
+    total: StoredOperand | None = None
+    total_divides: bool = False
+    index: StoredOperand | None = None  # the block of each number along `index_axis`
+    index_axis: int = 1
+    is_transposed: bool = False
+    rounds_scales: bool = False  # to the type of the elements
+
+    @property
+    def reads(self) -> tuple[tuple[str, Key], ...]:
+        grids = (self.codes, self.scales, *([self.zeros] if self.zeros is not None else []))
+        others = [one for one in (self.total, self.index) if one is not None]
+        return tuple(
+            read for one in (*(grid.stored for grid in grids), *others) for read in one.reads
+        )
+
+    def demands(self, span: Span) -> tuple[Demand, ...]:
+        return tuple(
+            demand
+            for box in slabs(self._widen(span), self.shape)
+            for part in self._parts(box)
+            for demand in part
+        )
+
+    def _widen(self, span: Span) -> Span:
+        """Returns whole rows where each begun row would have the same bytes read once more."""
+        row = max(1, self.shape[-1])
+        around = Span(span.start // row * row, -(-span.stop // row) * row)
+        is_close = around.stop - around.start <= _MOST_WIDER * (span.stop - span.start)
+        return around if self.is_transposed and is_close else span
+
+    def values(self, span: Span, inputs: Sequence[NDArray[Any]]) -> NDArray[Any]:
+        values = np.empty(span.stop - span.start, numpy_dtype(self.dtype))
+        self.put(span, inputs, values)
+        return values
+
+    def put(self, span: Span, inputs: Sequence[NDArray[Any]], target: NDArray[Any]) -> None:
+        """Fills an array with the elements of a range."""
+        around = self._widen(span)
+        if around != span:
+            elements = np.empty(around.stop - around.start, target.dtype)
+            self._put(around, inputs, elements)
+            target[:] = elements[span.start - around.start : span.stop - around.start]
+        else:
+            self._put(span, inputs, target)
+
+    def _put(self, span: Span, inputs: Sequence[NDArray[Any]], target: NDArray[Any]) -> None:
+        at = made = 0
+        for box in slabs(span, self.shape):
+            given = []
+            for part in self._parts(box):
+                given.append(inputs[at : at + len(part)])
+                at += len(part)
+            for _, rows, columns in self._matrices(box):
+                # Products may be infinite, or lose bits at the lower end, as in the libraries.
+                with np.errstate(over="ignore", under="ignore"):
+                    values = self._unpack(rows, columns, given[:5])
+                    values = values.T if self.is_transposed else values
+                    stop = made + values.size
+                    target[made:stop].reshape(values.shape)[...] = values
+                given, made = given[5:], stop
+
+    def _matrices(self, box: Box) -> Iterator[tuple[int, Span, Span]]:
+        """Yields which rows and columns a box has of which stored matrices."""
+        outer = self.shape[:-2]
+        offsets, sizes = box.offsets[-2:], box.sizes[-2:]
+        rows, columns = (
+            Span(start, start + size) for start, size in zip(offsets, sizes, strict=True)
+        )
+        if self.is_transposed:
+            rows, columns = columns, rows
+        if not outer:
+            yield 0, rows, columns
+            return
+        for place in np.ndindex(*box.sizes[:-2]):
+            corner = [start + step for start, step in zip(box.offsets, place, strict=False)]
+            yield int(np.ravel_multi_index(corner, outer)), rows, columns
+
+    def _parts(self, box: Box) -> Iterator[tuple[Demand, ...]]:
+        """Yields what each part of the matrices is read from: five tuples for each matrix."""
+        for matrix, rows, columns in self._matrices(box):
+            yield self.codes.demands(matrix, rows, columns)
+            of_blocks = self._blocks_of(rows, columns)
+            yield self.scales.demands(matrix, *of_blocks)
+            yield () if self.zeros is None else self.zeros.demands(matrix, *of_blocks)
+            yield () if self.total is None else self.total.demands(Span(0, 1))
+            along = (rows, columns)[self.index_axis]
+            yield () if self.index is None else self.index.demands(along)
+
+    def _blocks_of(self, rows: Span, columns: Span) -> tuple[Span, Span]:
+        high, wide = self.blocks
+        of_rows = Span(rows.start // high, -(-rows.stop // high))
+        of_columns = Span(columns.start // wide, -(-columns.stop // wide))
+        if self.index is None:
+            return of_rows, of_columns
+        if self.index_axis:
+            return of_rows, Span(0, self.scales.columns)
+        return Span(0, self.scales.rows), of_columns
+
+    def _unpack(self, rows: Span, columns: Span, given: Sequence[Sequence[NDArray[Any]]]) -> Floats:
+        codes, scales, zeros, total, index = given
+        values = self.codes.read(rows, columns, codes)
+        of_blocks = self._blocks_of(rows, columns)
+        factors = self.scales.read(*of_blocks, scales)
+        self._check(factors, self.scales.stored, of_blocks)
+        if total:
+            whole = total[0].astype(np.float32)
+            self._check(whole, self.total or self.scales.stored)
+            factors = factors / whole if self.total_divides else factors * whole
+        if self.rounds_scales:
+            factors = factors.astype(numpy_dtype(self.dtype)).astype(np.float32)
+        order = self._order(index[0], self.index) if index and self.index else None
+        if self.offset:
+            values -= np.float32(self.offset)
+        if self.zeros is not None:
+            subtracted = self.zeros.read(*of_blocks, zeros)
+            self._apply(np.subtract, values, subtracted, rows, columns, order)
+        self._apply(np.multiply, values, factors, rows, columns, order)
+        return values
+
+    def _apply(
+        self,
+        change: np.ufunc,
+        values: Floats,
+        of_blocks: Floats,
+        rows: Span,
+        columns: Span,
+        order: NDArray[np.int64] | None,
+    ) -> None:
+        """Subtracts, or multiplies by, the number of its block from each value, in place."""
+        high, wide = self.blocks
+        if order is not None:
+            of_blocks = np.take(of_blocks, order, axis=self.index_axis)
+            high, wide = (high, 1) if self.index_axis else (1, wide)
+        if wide > 1 and of_blocks.shape[1] > 1:
+            first = columns.start % wide
+            of_blocks = np.repeat(of_blocks, wide, axis=1)
+            of_blocks = of_blocks[:, first : first + columns.stop - columns.start]
+        if high == 1 or of_blocks.shape[0] == 1:
+            change(values, of_blocks, out=values)
+            return
+        for number, row in enumerate(of_blocks, rows.start // high):
+            start, stop = number * high - rows.start, (number + 1) * high - rows.start
+            part = values[max(0, start) : stop]
+            change(part, row, out=part)
+
+    def _order(self, index: NDArray[Any], stored: StoredOperand) -> NDArray[np.int64]:
+        blocks = self.scales.columns if self.index_axis else self.scales.rows
+        wrong = (index < 0) | (index >= blocks)
+        if wrong.any():
+            raise RefusedError(
+                f"tensor {stored.key!r} names block {int(index[wrong][0])}, and there are"
+                f" {blocks:,}",
+                where=self.where,
+                hint="the file is damaged: download it again",
+            )
+        return index.astype(np.int64)
+
+    def _check(
+        self, scales: Floats, stored: StoredOperand, box: tuple[Span, Span] | None = None
+    ) -> None:
+        """Refuses scales that no packed weight can have."""
+        is_wrong = ~np.isfinite(scales) | (scales == 0)
+        if not is_wrong.any():
+            return
+        place = np.argwhere(is_wrong)[0].tolist()
+        found = scales[tuple(place)]
+        if box is not None:
+            place = [span.start + step for span, step in zip(box, place, strict=True)]
+        raise RefusedError(
+            f"tensor {stored.key!r} has the scale {found:g} at {place}, with which numbers have no"
+            " meaning",
+            where=self.where,
+            hint="the file is damaged, or was not written whole: download it again",
+        )
