@@ -41,6 +41,7 @@ class Profile(Struct, frozen=True):
             the metadata that has their order, or `row-major`.
         mark: A file beside the weights, or in the folder above, that no other framework writes.
         tensors: A part of a name that only its own models have.
+        beside: The same, where only models that have both are its own.
         modules: The same for a module that is adapted; models of users may have such names, too.
         weights: Folders below a step that hold a state dict.
         copies: Folders of the same model in another form, below the weights or their step. Each
@@ -64,6 +65,7 @@ class Profile(Struct, frozen=True):
     bare: str = ""
     mark: str = ""
     tensors: str = ""
+    beside: str = ""
     modules: str = ""
     weights: tuple[str, ...] = ()
     copies: Mapping[str, str] = field(default_factory=dict)
@@ -224,6 +226,7 @@ PROFILES = (
         ("autoep_zero1", "autoep_qwen2_moe", "autoep_deepseek_v3"),
         tensors=r"(?:^|\.)layers\.\d+\.mlp\."
         r"(?:gate\.gate\.weight|router\.e_score_correction_bias)$",
+        beside=r"\.mlp\.experts\.w1$",
     ),
     Profile(
         "prime-rl",
@@ -332,7 +335,8 @@ SETTINGS = tuple(dict.fromkeys(folder for p in PROFILES for folder in p.settings
 def recognise_by_tensors(names: Iterable[str]) -> str:
     """Returns the framework whose models have tensors of these names; empty for others."""
     listed = list(names)
-    return next((p.name for p in PROFILES if p.tensors and _has(p.tensors, listed)), "")
+    own = (p for p in PROFILES if p.tensors and _has(p.tensors, listed))
+    return next((p.name for p in own if _has(p.beside, listed)), "")
 
 
 def recognise_by_modules(names: Iterable[str]) -> str:

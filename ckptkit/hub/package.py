@@ -76,7 +76,8 @@ _STATES = (  # how the files of a step begin that hold tensors or states
 _OF_STEP = re.compile(
     r"\.metadata(\.json)?|\.snapshot_metadata|\w+\.distcp|latest(_universal)?|zero_to_fp32\.py"
     r"|(latest_checkpointed_iteration|dlrover_latest)\.txt|trainer_state\.json|fsdp_config\.json"
-    r"|(run|flat_parameters|metadata|meta|params|integrity|running_states)\.json|lr_scheduler"
+    r"|(run|flat_parameters|metadata|meta|params|integrity|running_states|lora_train_meta)\.json"
+    r"|lr_scheduler"
     r"|(run_config|model_config|hyperparameters)\.yaml"
     rf"|({_STATES})([\w.=-]*)\.({_TENSORS[1:-1]}|pth\.lora)(\.index\.json)?"
 )
