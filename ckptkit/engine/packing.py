@@ -1,0 +1,155 @@
+"""Packing: the numbers and the scales of weights, each a kernel over the same dense weight.
+
+A scale is that of the largest magnitude in its block, so a kernel reads whole blocks, and for that
+whole rows. What forms there are is said by `ckptkit.plan.packed_forms`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import ml_dtypes
+import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
+from numpy.typing import NDArray
+
+from ckptkit.core.arrays import numpy_dtype
+from ckptkit.core.errors import RefusedError
+from ckptkit.core.index import Span
+from ckptkit.engine.packed_numbers import Floats
+from ckptkit.plan.packed_forms import Number, PackedForm
+from ckptkit.plan.plan import Demand, Kernel, Reading, TensorSpec
+
+Part = Literal["numbers", "scales"]
+_READ_ELEMENTS = 1 << 20  # of the dense weight for one block of scales
+# The least and the greatest number of each format. Half of their distance is the greatest
+# magnitude that a scale maps to.
+_LIMITS: dict[Number, tuple[float, float]] = {
+    "float8_e4m3fn": (-448, 448),
+    "int8": (-128, 127),
+    "int4": (-8, 7),
+}
+_FACTOR_LIMIT = np.finfo(np.float32).max
+_EPSILON = np.float32(2**-7)  # of bfloat16: the scale of a block of zeros in compressed-tensors
+_HELD = 8  # numbers of four bits in a word
+
+
+class PackingKernel(Kernel, Struct, frozen=True):
+    """Makes the numbers of a weight, or its scales."""
+
+    form: PackedForm
+    weight: TensorSpec
+    body: Kernel  # of the weight
+    part: Part
+
+    @property
+    def is_ready(self) -> bool:
+        return self.body.is_ready
+
+    def prepare(self, _out: TensorSpec, reading: Reading) -> Kernel:
+        return replace(self, body=self.body.prepare(self.weight, reading))
+
+    def most_elements(self, out: TensorSpec) -> int:
+        """Returns how many elements are made at a time."""
+        high = self.form.blocks[0] if self.part == "scales" else 1
+        rows = max(1, _READ_ELEMENTS // (high * self.weight.shape[1]))
+        return rows * out.shape[1]
+
+    def grain_elements(self, out: TensorSpec) -> int:
+        return out.shape[1]
+
+    def _rows(self, out: TensorSpec, block: Span) -> Span:
+        """Returns the rows of the weight whose blocks an output's block is made from."""
+        high, rows = self.form.blocks[0], self.weight.shape[0]
+        first, last = block.start // out.shape[1], -(-block.stop // out.shape[1])
+        if self.part == "numbers":
+            first, last = first // high, -(-last // high)
+        return Span(first * high, min(last * high, rows))
+
+    def _place(self, rows: Span) -> Span:
+        columns = self.weight.shape[1]
+        return Span(rows.start * columns, rows.stop * columns)
+
+    def demands(self, out: TensorSpec, block: Span) -> tuple[Demand, ...]:
+        return self.body.demands(self.weight, self._place(self._rows(out, block)))
+
+    def run(
+        self, out: TensorSpec, block: Span, inputs: Sequence[NDArray[Any]], target: NDArray[Any]
+    ) -> None:
+        """Makes one block."""
+        rows = self._rows(out, block)
+        place = self._place(rows)
+        stored = np.empty(place.stop - place.start, numpy_dtype(self.weight.dtype))
+        self.body.run(self.weight, place, inputs, stored)
+        values: Floats = stored.astype(np.float32).reshape(-1, self.weight.shape[1])
+        scales, factors = self._find_scales(self._find_largest(values, rows))
+        high = self.form.blocks[0]
+        if self.part == "scales":
+            first, made = rows.start // high * out.shape[1], scales.astype(numpy_dtype(out.dtype))
+        else:
+            first, made = rows.start * out.shape[1], self._find_numbers(values, factors)
+        target[...] = made.reshape(-1)[block.start - first : block.stop - first]
+
+    def _find_largest(self, values: Floats, rows: Span) -> Floats:
+        """Returns the greatest magnitude of each block; refuses what is no number."""
+        high, wide = self.form.blocks
+        columns = range(0, values.shape[1], wide or values.shape[1])
+        largest = np.maximum.reduceat(np.abs(values), columns, axis=1)
+        if high > 1:
+            largest = np.maximum.reduceat(largest, range(0, len(values), high), axis=0)
+        if not np.isfinite(largest).all():
+            place = np.argwhere(~np.isfinite(values))[0]
+            found, where = values[tuple(place)], [rows.start + int(place[0]), int(place[1])]
+            raise RefusedError(
+                f"value {found:g} at {where} gives its block no scale",
+                where=f"tensor {self.weight.name!r}",
+                hint="take an earlier checkpoint; `ckptkit stats` counts such values",
+            )
+        made: Floats = largest
+        return made
+
+    def _find_scales(self, largest: Floats) -> tuple[Floats, Floats]:
+        """Returns the scales as they are stored, and what numbers are made with."""
+        low, high = _LIMITS[self.form.number]
+        if self.form.scale == "float32":  # as Transformers: multiplied by the inverse
+            with np.errstate(over="ignore", divide="ignore"):
+                factors = np.float32(1) / largest * np.float32(high)
+            factors[factors > _FACTOR_LIMIT] = 1  # where all is zero, or nearly
+            return np.float32(1) / factors, factors
+        scales = _rounded(largest / np.float32((high - low) / 2))
+        scales[scales == 0] = _EPSILON
+        return scales, scales
+
+    def _find_numbers(self, values: Floats, factors: Floats) -> NDArray[Any]:
+        low, high = _LIMITS[self.form.number]
+        tall, wide = self.form.blocks
+        for number, row in enumerate(factors):
+            band = values[number * tall : (number + 1) * tall]
+            if len(row) > 1:
+                row = np.repeat(row, wide)[: values.shape[1]]  # noqa: PLW2901
+            if self.form.scale == "float32":
+                band *= row
+            else:
+                band /= row
+        if self.form.scale != "float32":
+            values = _rounded(values)
+            values += 0  # the zero point, of which -0 becomes 0
+        np.clip(values, low, high, out=values)
+        if self.form.number == "float8_e4m3fn":
+            return values.astype(ml_dtypes.float8_e4m3fn)
+        whole = np.rint(values, out=values).astype(np.int8)
+        if self.form.number == "int8":
+            return whole
+        whole -= np.int8(low)
+        held = np.zeros((len(whole), -(-whole.shape[1] // _HELD) * _HELD), np.uint8)
+        held[:, : whole.shape[1]] = whole.view(np.uint8)
+        words: NDArray[Any] = (held[:, ::2] | held[:, 1::2] << np.uint8(4)).view("<i4")
+        return words
+
+
+def _rounded(values: Floats) -> Floats:
+    """Rounds to bfloat16, as each operation of a library that computes in it does."""
+    made: Floats = values.astype(ml_dtypes.bfloat16).astype(np.float32)
+    return made
