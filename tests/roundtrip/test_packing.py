@@ -341,6 +341,16 @@ def test_what_packed_weights_do_not_go_with_is_refused(
     assert f"cannot be combined with {said}" in refusal(tmp_path / "plain", "fp8-block", **options)
 
 
+def test_an_average_is_packed_in_a_second_step(tmp_path: Path) -> None:
+    save_model(tmp_path / "plain")
+    sources = [tmp_path / "plain", tmp_path / "plain"]
+    with pytest.raises(CkptkitError, match="packs weights, and an average") as caught:
+        ckptkit.average(sources, tmp_path / "out", dtype="int4-group")
+    assert "ckptkit consolidate" in caught.value.hint
+    ckptkit.average(sources, tmp_path / "out")
+    pack(tmp_path / "out", "int4-group")
+
+
 @pytest.mark.parametrize("layout", ["dcp", "torch"])
 def test_other_layouts_have_no_packed_weights(tmp_path: Path, layout: Any) -> None:
     save_model(tmp_path / "plain")
