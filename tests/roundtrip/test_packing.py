@@ -343,7 +343,8 @@ def test_what_packed_weights_do_not_go_with_is_refused(
 
 def test_an_average_is_packed_in_a_second_step(tmp_path: Path) -> None:
     save_model(tmp_path / "plain")
-    sources = [tmp_path / "plain", tmp_path / "plain"]
+    save_model(tmp_path / "other")
+    sources = [tmp_path / "plain", tmp_path / "other"]
     with pytest.raises(CkptkitError, match="packs weights, and an average") as caught:
         ckptkit.average(sources, tmp_path / "out", dtype="int4-group")
     assert "ckptkit consolidate" in caught.value.hint
