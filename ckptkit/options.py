@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ckptkit.engine.outcome import Listener
 
 DTypeChoice = Literal["keep", "float32", "bfloat16", "float16"]
-PackedForm = Literal["fp8-block", "fp8-channel", "int8-channel", "int4-group"]
+PackedForm = Literal["fp8-block", "fp8-channel", "int8-channel", "int4-group", "nvfp4", "mxfp4"]
 OutputDType = Literal[DTypeChoice, "base", PackedForm]
 CountLike = int | str  # as a user gives it; see `positive_number`
 DTypeLike = Any  # a name or alias, or a dtype of torch or numpy; see `choose_dtype`

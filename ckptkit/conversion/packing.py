@@ -20,6 +20,8 @@ from ckptkit.plan.packed_forms import FORMS, PackedForm, is_packed, list_kept
 from ckptkit.plan.packing_settings import WHOLE, find_quantization
 from ckptkit.plan.plan import Compute, Copy, Product, TensorSpec
 
+# The stored type of numbers that share an element, and how many do.
+_STORED = {"int4": ("int32", 8), "e2m1": ("uint8", 2)}
 _WEIGHT, _BIAS = ".weight", ".bias"
 
 
@@ -94,12 +96,20 @@ def _pack(product: Product, form: PackedForm, choice: str) -> list[Product]:
         body = OperandKernel(StoredOperand(body.origin, body.key, spec.dtype)).compute()
     scheme = form.scheme
     grid = -(-rows // high), -(-columns // (wide or columns))
-    kind, width = ("int32", columns // 8) if form.number == "int4" else (form.number, columns)
+    kind, held = _STORED.get(form.number, (form.number, 1))
     scale = Fqn(place(spec.name, scheme.scale[0]))
     outputs: tuple[tuple[Part, TensorSpec], ...] = (
-        ("numbers", TensorSpec(Fqn(place(spec.name, scheme.packed)), BY_NAME[kind], (rows, width))),
+        (
+            "numbers",
+            TensorSpec(
+                Fqn(place(spec.name, scheme.packed)), BY_NAME[kind], (rows, columns // held)
+            ),
+        ),
         ("scales", TensorSpec(scale, BY_NAME[form.scale], grid)),
     )
+    if scheme.total:
+        total = TensorSpec(Fqn(place(spec.name, scheme.total)), BY_NAME["float32"], (1,))
+        outputs = (*outputs, ("total", total))
     made = []
     for part, out in outputs:
         kernel = PackingKernel(form, spec, body.kernel, part)

@@ -20,7 +20,7 @@ from ckptkit.plan.packing_settings import WHOLE, Blocks
 from ckptkit.plan.plan import TensorSpec, name_order
 from ckptkit.plan.vocabulary import is_embedding, is_head
 
-Number = Literal["float8_e4m3fn", "int8", "int4"]
+Number = Literal["float8_e4m3fn", "int8", "int4", "e2m1"]
 
 
 class PackedForm(Struct, frozen=True, kw_only=True):
@@ -31,7 +31,7 @@ class PackedForm(Struct, frozen=True, kw_only=True):
     number: Number
     blocks: Blocks  # the rows and columns that share a scale
     # The type of scales. Where it is that of the weights, the library computes in it throughout.
-    scale: Literal["float32", "bfloat16"]
+    scale: Literal["float32", "bfloat16", "float8_e4m3fn", "uint8"]
     weights: Mapping[str, Any] = {}  # what the configuration says besides
     activations: Mapping[str, Any] | None = None
 
@@ -81,6 +81,22 @@ def _of_bytes(kind: Literal["float", "int"]) -> PackedForm:
     )
 
 
+def _of_e2m1(
+    title: str, strategy: str, size: int, scale: Literal["float8_e4m3fn", "uint8"]
+) -> PackedForm:
+    """Returns a form of compressed-tensors with floats of four bits."""
+    scheme = _scheme(title)
+    numbers = {"num_bits": 4, "type": "float", "strategy": strategy, "group_size": size}
+    return PackedForm(
+        scheme=scheme,
+        calls=scheme.calls[0],
+        number="e2m1",
+        blocks=(1, size),
+        scale=scale,
+        weights={**numbers, "scale_dtype": f"torch.{scale}"},
+    )
+
+
 FORMS: Mapping[str, PackedForm] = {
     "fp8-block": PackedForm(
         scheme=_scheme("fine-grained FP8"),
@@ -98,6 +114,8 @@ FORMS: Mapping[str, PackedForm] = {
         scale="bfloat16",
         weights={"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128},
     ),
+    "nvfp4": _of_e2m1("compressed-tensors NVFP4", "tensor_group", 16, "float8_e4m3fn"),
+    "mxfp4": _of_e2m1("compressed-tensors MXFP4", "group", 32, "uint8"),
 }
 """By the value of `--dtype`."""
 UNPACKED = "bfloat16"
