@@ -292,6 +292,10 @@ def test_values_that_give_a_block_no_scale_are_refused(
     said = refusal(tmp_path / "plain", choice)
     assert f"tensor '{PROJECTION}'" in said
     assert f"value {value:g} at [300, 17] gives its block no scale" in said
+    assert "`ckptkit stats` counts such values" in said
+    table = run_command("stats", tmp_path / "plain").stdout.splitlines()
+    (row,) = (line.split() for line in table if f" {PROJECTION} " in f" {line}")
+    assert row[-2:] == (["0", "1"] if value == torch.inf else ["1", "0"])
 
 
 def test_groups_that_do_not_divide_are_refused_with_what_keeps_the_tensor(tmp_path: Path) -> None:
@@ -308,6 +312,14 @@ def test_layers_with_inputs_in_rows_are_refused(tmp_path: Path) -> None:
     config = GPT2Config(vocab_size=41, n_embd=128, n_layer=1, n_head=2, n_positions=32)
     GPT2LMHeadModel(config).to(torch.bfloat16).save_pretrained(tmp_path / "plain")
     assert "has its inputs in rows" in refusal(tmp_path / "plain", "fp8-block")
+
+
+def test_a_model_of_nothing_but_embeddings_and_norms_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "plain").mkdir()
+    tensors = {"wte.weight": torch.ones(4, 4), "norm.weight": torch.ones(4)}
+    save_file(tensors, tmp_path / "plain" / "model.safetensors")
+    (tmp_path / "plain" / "config.json").write_text('{"model_type": "made_up"}')
+    assert "has no weight of a linear layer" in refusal(tmp_path / "plain", "nvfp4")
 
 
 def test_a_model_that_another_method_packs_is_refused(tmp_path: Path) -> None:
