@@ -120,7 +120,8 @@ class OutputOptions(SourceOptions, ProgressOptions, total=False):
 
     Attributes:
         dtype: Element type of floating tensors, "keep" by default; integers are never cast. An
-            alias such as "bf16", or a dtype of torch or numpy, is understood too.
+            alias such as "bf16", or a dtype of torch or numpy, is understood too. "fp8-block" and
+            the like pack the weights of linear layers, and write all else in bfloat16.
             "base" takes the type of each tensor from the files of `base`.
         config: The configuration that is written instead of that of the source: a folder with a
             `config.json`, such a file, or the id of a model on the Hub.

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from ckptkit.engine.outcome import Listener
 
 DTypeChoice = Literal["keep", "float32", "bfloat16", "float16"]
-OutputDType = Literal[DTypeChoice, "base"]
+PackedForm = Literal["fp8-block", "fp8-channel", "int8-channel", "int4-group", "nvfp4", "mxfp4"]
+OutputDType = Literal[DTypeChoice, "base", PackedForm]
 CountLike = int | str  # as a user gives it; see `positive_number`
 DTypeLike = Any  # a name or alias, or a dtype of torch or numpy; see `choose_dtype`
 FACTOR_DTYPES = ("float32", "bfloat16", "float16")
@@ -335,6 +336,8 @@ class ConsolidateRequest(Struct, frozen=True, kw_only=True):
         force_setattr(self, "dtype", choose_dtype(self.dtype, get_args(OutputDType)))
         check_choice("--names", self.names, get_args(NameChoice))
         check_choice("--generation-config", self.generation_config, get_args(GenerationChoice))
+        if self.is_packed:
+            self._refuse_beside_packed()
         if self.fill_from is not None and (self.fill_from_base or self.into_base):
             option = "--fill-from-base" if self.fill_from_base else "--into-base"
             raise UsageError(
@@ -374,6 +377,30 @@ class ConsolidateRequest(Struct, frozen=True, kw_only=True):
             )
         force_setattr(self, "dtype", "float32")
         force_setattr(self, "optimizer", True)  # noqa: FBT003
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether the weights of linear layers are packed."""
+        return self.dtype in get_args(PackedForm)
+
+    @property
+    def element_type(self) -> OutputDType:
+        """What `dtype` says of tensors that are not packed, and of packed ones before they are."""
+        return "bfloat16" if self.is_packed else self.dtype
+
+    def _refuse_beside_packed(self) -> None:
+        wrong = {
+            "--optimizer, whose states are those of unpacked weights": self.optimizer,
+            f"--to {self.layout}: training loads no packed weights": self.layout != "hf",
+            "--names live: training loads no packed weights": self.names == "live",
+            "--like, whose files have no place for scales": self.like is not None,
+        }
+        for option in (option for option, is_given in wrong.items() if is_given):
+            raise UsageError(
+                f"cannot be combined with {option}",
+                where=f"--dtype {self.dtype}",
+                hint="leave one of the two out",
+            )
 
     def _refuse_names_of_training(self) -> None:
         wrong = {

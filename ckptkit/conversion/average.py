@@ -276,6 +276,12 @@ class AverageJob(ConversionJob, frozen=True):
     def check_places(self) -> None:
         """Refuses an output that could not be written, before any work is done."""
         like = self.request.like
+        if self.request.is_packed:
+            raise UsageError(
+                "packs weights, and an average has none that are stored",
+                where=f"--dtype {self.request.dtype}",
+                hint="leave it out, and pack the average with `ckptkit consolidate`",
+            )
         for source in self.sources:
             check_destination(
                 source, self.destination, overwrite=self.overwrite, base=self.base, like=like

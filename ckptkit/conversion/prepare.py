@@ -397,6 +397,7 @@ def _plan(stack: ExitStack, job: ConversionJob, notes: Sequence[str]) -> Planned
         products = _fill(draft, filling, products, names, config, policy)
     config = _config_to_write(draft, config, products, ties, trim)
     comparison, is_complete, lacking = _compare_names(draft, config, side, products, names)
+    products, config = _pack(draft, products, config, names)
     states, states_bytes, state_notes = _find_states(draft, config, entries, ties, origin)
     copies = _list_copies(draft, entries, config, ties)
     weights, names = _lay_out(draft, products, config, names, like, states, origin, copies)
@@ -477,7 +478,7 @@ def _open_unpacked(
     entries = filling.opened.index.of_part("model")
     if request.names != "live" and any(entry.dtype.itemsize == 1 for entry in entries):
         config = read_config_in(path, option)
-        filling.opened = unpack_checkpoint(filling.opened, config, request.dtype)[0]
+        filling.opened = unpack_checkpoint(filling.opened, config, request.element_type)[0]
     return filling
 
 
@@ -492,7 +493,7 @@ def _settle_packing(draft: _Draft, side: Sequence[SideFile]) -> Mapping[str, Any
         )
     if draft.request.names == "live":
         return config
-    asked = draft.request.dtype
+    asked = draft.request.element_type
     draft.checkpoint, config, notes = unpack_checkpoint(draft.checkpoint, config, asked)
     draft.notes += notes
     return config
@@ -647,7 +648,7 @@ def _name_and_cast(
     """
     request, folders, checkpoint = draft.request, draft.folders, draft.checkpoint
     known: KeptDtypes | None = None  # what stays in float32; None where all is cast
-    if not request.cast_all and request.dtype in {"float16", "bfloat16"}:
+    if not request.cast_all and request.element_type in {"float16", "bfloat16"}:
         known = KeptDtypes()
         if config is not None:
             known = folders.consumer.find_kept(config)
@@ -660,7 +661,7 @@ def _name_and_cast(
     # What is not written is named too: it may be needed to load the output.
     held = {e.name: (e.dtype, e.shape) for e in draft.select(everything=True)}
     # `--dtype base` applies to the names that are written.
-    choice = "keep" if request.dtype == "base" else request.dtype
+    choice = "keep" if request.dtype == "base" else request.element_type
     while True:
         policy = DTypePolicy(choice, request.keep_dtype, kept=known or KeptDtypes())
         live = make_products(entries, policy, ties.dropped, origin=draft.job.origins[0])
@@ -871,6 +872,31 @@ def _compare_names(
             text = f"{counted(len(made), 'buffer')} that models make themselves"
             draft.notes.append(Aside(f"{shown} has {text}, such as {made[0]!r}: not written"))
     return comparison, is_complete, lacking
+
+
+def _pack(
+    draft: _Draft,
+    products: Sequence[Product],
+    config: dict[str, Any] | None,
+    names: NamedProducts,
+) -> tuple[Sequence[Product], dict[str, Any] | None]:
+    """Packs weights where that was asked for, once they were compared with those of the model."""
+    request = draft.request
+    if not request.is_packed:
+        return products, config
+    from ckptkit.conversion.packing import pack_products  # few outputs are packed
+
+    written = {product.spec.name for product in products}
+    packed = pack_products(
+        products,
+        config if draft.folders.consumer.owns_config else None,
+        request.dtype,
+        keep=request.keep_dtype,
+        tied={*names.dropped, *find_absent_tied_names(config, written)},
+        where=draft.checkpoint.path,
+    )
+    draft.option_notes += packed.notes
+    return packed.products, packed.config
 
 
 def _find_states(

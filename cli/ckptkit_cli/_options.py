@@ -24,6 +24,7 @@ from ckptkit.options import (
     Layout,
     NameChoice,
     OutputDType,
+    PackedForm,
     Proof,
     Resources,
     Sharing,
@@ -155,8 +156,10 @@ OVERWRITE_HTML = replace(
 DTYPE = Option(
     "--dtype",
     NAMED,
-    "Element type of floating tensors; bf16, fp16 and fp32 are accepted too. 'base' takes those of"
-    " the --base model, tensor by tensor.",
+    "Element type of floating tensors: float32, bfloat16, float16 (or fp32, bf16, fp16), 'keep', or"
+    " 'base' for those of the --base model, tensor by tensor. Or a form in which the weights of"
+    f" linear layers are packed: {', '.join(get_args(PackedForm))}; all else is bfloat16 then.",
+    metavar="TYPE",
     choices=get_args(OutputDType),
     default="keep",
     parse=partial(choose_dtype, choices=get_args(OutputDType)),

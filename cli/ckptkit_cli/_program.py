@@ -98,7 +98,7 @@ class Option(Struct, frozen=True):
         flag: As it is typed, such as `--vocab-size`, or `--private/--public` for a yes and a no.
         group: The heading of the help that it is under.
         help: One to three sentences.
-        metavar: What the help calls its value; empty for a flag.
+        metavar: What the help calls its value; empty for a flag, or to show its choices.
         choices: All values that it can have.
         default: Its value, as text, if it is not passed.
         parse: Turns the text, or all texts of a repeated option, into the value that the
@@ -131,7 +131,7 @@ class Option(Struct, frozen=True):
         return self.keyword or words.replace("-", "_")
 
     def parameter(self) -> click.Parameter:
-        metavar = "|".join(self.choices) or self.metavar
+        metavar = self.metavar or "|".join(self.choices)
         is_flag = not metavar
         default: dict[str, Any] = {}
         if self.default is not None:

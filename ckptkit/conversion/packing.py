@@ -1,0 +1,179 @@
+"""Packing the weights of an output in the form that `--dtype` names."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from msgspec import Struct
+
+from ckptkit.core.dtypes import BY_NAME
+from ckptkit.core.errors import RefusedError
+from ckptkit.core.index import Fqn
+from ckptkit.core.text import counted
+from ckptkit.engine.kernels import ConstantKernel, OperandKernel, StoredOperand
+from ckptkit.engine.packing import PackingKernel, Part
+from ckptkit.options import matches
+from ckptkit.plan.number_formats import place
+from ckptkit.plan.packed_forms import FORMS, PackedForm, is_packed, list_kept
+from ckptkit.plan.packing_settings import WHOLE, find_quantization
+from ckptkit.plan.plan import Compute, Copy, Product, TensorSpec
+
+# The stored type of numbers that share an element, and how many do.
+_STORED = {"int4": ("int32", 8), "e2m1": ("uint8", 2)}
+_WEIGHT, _BIAS = ".weight", ".bias"
+
+
+class Packed(Struct, frozen=True):
+    """The tensors of an output with packed weights, its configuration, and notes."""
+
+    products: Sequence[Product]
+    config: dict[str, Any]
+    notes: Sequence[str]
+
+
+def pack_products(
+    products: Sequence[Product],
+    config: Mapping[str, Any] | None,
+    choice: str,
+    *,
+    keep: tuple[str, ...],
+    tied: Collection[str],
+    where: str,
+) -> Packed:
+    """Packs the weights of linear layers, and says so in the configuration.
+
+    `keep`: patterns of names that are not packed. `tied`: names of weights that are not written.
+    """
+    form = FORMS[choice]
+    if config is None:
+        raise RefusedError(
+            f"--dtype {choice} needs the config.json of a model of Transformers, to say in it how"
+            " weights are packed",
+            where=where,
+            hint="pass the model that was trained with --base, or its configuration with --config",
+        )
+    _refuse_packed(products, config, choice, where)
+    _refuse_transposed(products, choice, where)
+    made: list[Product] = []
+    packed: list[TensorSpec] = []
+    for product in products:
+        if is_packed(product.spec) and not matches(product.spec.name, keep):
+            packed.append(product.spec)
+            made += _pack(product, form, choice)
+        else:
+            made.append(product)
+    if not packed:
+        raise RefusedError(
+            f"has no weight of a linear layer that --dtype {choice} packs",
+            where=where,
+            hint="leave --dtype out, or look with `ckptkit inspect` at what it has",
+        )
+    names = {spec.name for spec in packed}
+    kept = list_kept((product.spec for product in products), names)
+    kept += [name.removesuffix(_WEIGHT) for name in tied if name.endswith(_WEIGHT)]
+    note = (
+        f"{counted(len(packed), 'weight')} packed: {form.scheme.title}; embeddings, norms, heads"
+        f" and routers are not, nor {counted(len(set(kept)), 'module')} in all"
+    )
+    notes = [note, *_describe_short(packed, form)]
+    return Packed(made, {**config, "quantization_config": form.make_config(kept)}, notes)
+
+
+def _pack(product: Product, form: PackedForm, choice: str) -> list[Product]:
+    """Returns the tensors that a weight is packed in."""
+    spec, body = product.spec, product.body
+    high, wide = form.blocks
+    rows, columns = spec.shape
+    if not form.scheme.has_rest and high == 1 and wide != WHOLE and columns % wide:
+        raise RefusedError(
+            f"has {columns:,} columns, which groups of {wide} do not divide",
+            where=f"tensor {spec.name!r}, --dtype {choice}",
+            hint=f"leave it as it is with --keep-dtype '{spec.name}'",
+        )
+    if isinstance(body, Copy):
+        body = OperandKernel(StoredOperand(body.origin, body.key, spec.dtype)).compute()
+    scheme = form.scheme
+    grid = -(-rows // high), -(-columns // (wide or columns))
+    kind, held = _STORED.get(form.number, (form.number, 1))
+    scale = Fqn(place(spec.name, scheme.scale[0]))
+    outputs: tuple[tuple[Part, TensorSpec], ...] = (
+        (
+            "numbers",
+            TensorSpec(
+                Fqn(place(spec.name, scheme.packed)), BY_NAME[kind], (rows, columns // held)
+            ),
+        ),
+        ("scales", TensorSpec(scale, BY_NAME[form.scale], grid)),
+    )
+    if scheme.total:
+        total = TensorSpec(Fqn(place(spec.name, scheme.total)), BY_NAME["float32"], (1,))
+        outputs = (*outputs, ("total", total))
+    made = []
+    for part, out in outputs:
+        kernel = PackingKernel(form, spec, body.kernel, part)
+        made.append(Product(out, Compute(kernel, body.reads, kernel.most_elements(out))))
+    if scheme.shape:
+        out = TensorSpec(Fqn(place(spec.name, scheme.shape)), BY_NAME["int64"], (2,))
+        shape = ConstantKernel(np.array(spec.shape, np.int64))
+        made.append(Product(out, Compute(shape, body.reads)))
+    return made
+
+
+def _refuse_packed(
+    products: Sequence[Product], config: Mapping[str, Any], choice: str, where: str
+) -> None:
+    """Refuses a model that is packed already, and was not unpacked."""
+    names = [
+        str(product.spec.name)
+        for product in products
+        if product.spec.dtype.itemsize == 1 and product.spec.dtype.kind == "float"
+    ]
+    if not names and find_quantization(config) is None:
+        return
+    what = f"tensor {names[0]!r} is" if names else "its quantization_config says that weights are"
+    raise RefusedError(
+        f"{what} packed in another form, which --dtype {choice} cannot unpack first",
+        where=where,
+        hint="take the model that was not packed, or pass with --config the configuration that"
+        " says how it is",
+    )
+
+
+def _refuse_transposed(products: Sequence[Product], choice: str, where: str) -> None:
+    """Refuses a model whose layers are no linear ones, as GPT-2's: rows are their inputs."""
+    biases = {
+        product.spec.name: product.spec.shape
+        for product in products
+        if product.spec.name.endswith(_BIAS)
+    }
+    for spec in (product.spec for product in products):
+        bias = biases.get(Fqn(spec.name.removesuffix(_WEIGHT) + _BIAS))
+        if is_packed(spec) and bias == spec.shape[1:] != spec.shape[:1]:
+            raise RefusedError(
+                f"tensor {spec.name!r} has its inputs in rows, as {Fqn(place(spec.name, _BIAS))!r}"
+                " shows: no library packs such layers",
+                where=where,
+                hint=f"leave --dtype {choice} out, or pass --dtype bfloat16",
+            )
+
+
+def _describe_short(packed: Sequence[TensorSpec], form: PackedForm) -> list[str]:
+    """Returns a note on weights whose last blocks are short; none for none."""
+    high, wide = form.blocks
+    if high == 1:
+        return []
+    short = [
+        spec.name
+        for spec in packed
+        if any(n > size and n % size for n, size in zip(spec.shape, (high, wide), strict=True))
+    ]
+    if not short:
+        return []
+    note = (
+        f"blocks of {high} x {wide} end short in {counted(len(short), 'weight')}, such as"
+        f" {short[0]!r}: vLLM and transformers on a GPU read them, transformers on a CPU does not;"
+        " --keep-dtype with their names leaves them unpacked"
+    )
+    return [note]

@@ -1,0 +1,371 @@
+"""Models that `--dtype` packs: the bits are those that the owner of the format rounds to."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, get_args
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    FineGrainedFP8Config,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
+from transformers.integrations.finegrained_fp8 import Fp8Quantize
+
+import ckptkit
+from ckptkit.core.errors import CkptkitError
+from ckptkit.options import PackedForm
+from ckptkit.plan.packed_forms import FORMS
+from tests.command_line import run_command
+from tests.reports.folders import notes_of
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # libraries warn of what they replace
+Tensors = dict[str, torch.Tensor]
+FIXTURE = (
+    Path(__file__).resolve().parents[2] / "fixtures/packed_weights/compressed-tensors.safetensors"
+)
+CHOICES = get_args(PackedForm)
+PROJECTION = "model.layers.0.mlp.up_proj.weight"
+
+
+def save_model(folder: Path, *, tied: bool = False, **sizes: Any) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        **{"hidden_size": 256, "intermediate_size": 384, **sizes},
+        vocab_size=41,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=32,
+        tie_word_embeddings=tied,
+    )
+    model = LlamaForCausalLM(config).to(torch.bfloat16)
+    model.save_pretrained(folder)
+    return model
+
+
+def change(folder: Path, name: str, value: torch.Tensor) -> None:
+    path = folder / "model.safetensors"
+    save_file({**load_file(path), name: value}, path, metadata={"format": "pt"})
+
+
+def assert_same_bits(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
+    assert torch.equal(
+        actual.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8)
+    )
+
+
+def pack(folder: Path, dtype: str, **options: Any) -> tuple[Tensors, dict[str, Any]]:
+    """Returns the packed tensors, and what the configuration says of them."""
+    out = folder.parent / f"{folder.name}-{dtype}"
+    ckptkit.consolidate(folder, out, dtype=dtype, **options)
+    assert ckptkit.verify(out).ok
+    config = json.loads((out / "config.json").read_text())
+    assert config["dtype"] == "bfloat16"
+    return load_file(out / "model.safetensors"), config["quantization_config"]
+
+
+def refusal(folder: Path, dtype: str, **options: Any) -> str:
+    """Returns why a model is not packed; nothing is written."""
+    out = folder.parent / "refused"
+    with pytest.raises(CkptkitError) as caught:
+        ckptkit.consolidate(folder, out, dtype=dtype, **options)
+    assert not out.exists()
+    return f"{caught.value}\n{caught.value.hint}"
+
+
+def quantize(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns what Transformers' own rounding makes of whole blocks."""
+    quantizer = SimpleNamespace(quantization_config=FineGrainedFP8Config())
+    made = Fp8Quantize(quantizer)._quantize_one("weight", value)
+    return made["weight"], made["weight_scale_inv"]
+
+
+def test_each_choice_of_the_command_has_a_form() -> None:
+    assert tuple(FORMS) == CHOICES
+
+
+def test_fp8_blocks_are_those_of_transformers(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "plain")
+    tensors, said = pack(tmp_path / "plain", "fp8-block")
+    assert said == {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "weight_block_size": [128, 128],
+        "modules_to_not_convert": ["lm_head"],
+    }
+    packed = 0
+    for name, value in model.state_dict().items():
+        if not name.endswith("_proj.weight"):
+            assert_same_bits(tensors[name], value)
+            continue
+        numbers, scale = quantize(value)
+        assert_same_bits(tensors[name], numbers)
+        assert_same_bits(tensors[f"{name}_scale_inv"], scale)
+        packed += 1
+    assert len(tensors) == len(model.state_dict()) + packed
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "plain-fp8-block", dtype="auto")
+    ckptkit.consolidate(tmp_path / "plain-fp8-block", tmp_path / "again", dtype="bfloat16")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "again", dtype="auto")
+    tokens = torch.arange(20)[None]
+    assert torch.equal(loaded(tokens).logits, again(tokens).logits)
+    assert torch.allclose(loaded(tokens).logits, model(tokens).logits, atol=0.1)
+
+
+def test_fp8_blocks_may_end_short(tmp_path: Path) -> None:
+    """As DeepSeek publishes them: the last blocks are rounded as if zeros followed."""
+    model = save_model(tmp_path / "plain", intermediate_size=300)
+    given = model.state_dict()[PROJECTION]
+    tensors, _ = pack(tmp_path / "plain", "fp8-block")
+    padded = torch.nn.functional.pad(given, (0, -given.shape[1] % 128, 0, -given.shape[0] % 128))
+    numbers, scale = quantize(padded)
+    assert_same_bits(tensors[PROJECTION], numbers[: given.shape[0], : given.shape[1]])
+    assert_same_bits(tensors[f"{PROJECTION}_scale_inv"], scale)
+    notes = notes_of(ckptkit.consolidate, tmp_path / "plain", tmp_path / "noted", dtype="fp8-block")
+    assert any("end short in 6 weights, such as" in note for note in notes)
+
+
+def test_blocks_of_zeros_and_of_tiny_numbers_have_a_scale(tmp_path: Path) -> None:
+    """Transformers stores 448 with a scale of 0 for the tiny ones, which stands for 0 as well."""
+    save_model(tmp_path / "plain")
+    given = torch.zeros(384, 256, dtype=torch.bfloat16)
+    given[:128, :128] = 1e-38
+    given[200:, :] = torch.randn(184, 256).bfloat16() * 1e30
+    change(tmp_path / "plain", PROJECTION, given)
+    tensors, _ = pack(tmp_path / "plain", "fp8-block")
+    numbers, scale = quantize(given)
+    own, found = tensors[PROJECTION], tensors[f"{PROJECTION}_scale_inv"]
+    assert_same_bits(own[128:], numbers[128:])
+    assert_same_bits(found[1:], scale[1:])
+    assert found[0].tolist() == [1, 1]
+    assert not own[:128].float().any()
+
+
+def test_large_weights_are_packed_block_by_block_as_at_once(tmp_path: Path) -> None:
+    """Tensors of more than a leaf of digests, whose blocks begin within rows of blocks."""
+    torch.manual_seed(0)
+    folder = tmp_path / "plain"
+    folder.mkdir()
+    given = torch.randn(2700, 3328).bfloat16()
+    save_file(
+        {"a.weight": given, "b.weight": given[:, :128].contiguous()}, folder / "model.safetensors"
+    )
+    (folder / "config.json").write_text('{"model_type": "made_up", "dtype": "bfloat16"}')
+    tensors, _ = pack(folder, "fp8-block")
+    padded = torch.nn.functional.pad(given, (0, 0, 0, -len(given) % 128))
+    numbers, scale = quantize(padded)
+    assert_same_bits(tensors["a.weight"], numbers[: len(given)])
+    assert_same_bits(tensors["a.weight_scale_inv"], scale)
+    for number in range(3):
+        options = "--dtype", "fp8-block", "--slice", f"{number}/3"
+        assert run_command("consolidate", folder, tmp_path / "sliced", *options).returncode == 0
+    for name, value in load_file(tmp_path / "sliced" / "model.safetensors").items():
+        assert_same_bits(value, tensors[name])
+
+
+@pytest.mark.parametrize("choice", [choice for choice in CHOICES if choice != "fp8-block"])
+def test_weights_are_packed_as_compressed_tensors_does(tmp_path: Path, choice: str) -> None:
+    held = load_file(FIXTURE)
+    own = {k.removeprefix(f"{choice}/"): v for k, v in held.items() if k.startswith(f"{choice}/")}
+    given = own.pop("given")
+    folder = tmp_path / "plain"
+    folder.mkdir()
+    save_file({"a.weight": given, "norm.weight": given[0].clone()}, folder / "model.safetensors")
+    (folder / "config.json").write_text('{"model_type": "made_up", "dtype": "bfloat16"}')
+    tensors, said = pack(folder, choice)
+    assert set(tensors) == {"norm.weight", *(f"a.{name}" for name in own)}
+    for name, value in own.items():
+        assert_same_bits(tensors[f"a.{name}"], value)
+    with safe_open(FIXTURE, "pt") as file:
+        preset = json.loads(file.metadata()["configs"])[choice]
+    (group,) = said["config_groups"].values()
+    assert said["quant_method"] == "compressed-tensors"
+    assert said["format"] == group["format"]
+    for part in ("weights", "input_activations"):
+        for key, value in (group[part] or {}).items():
+            assert preset[part][key] == value
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_packed_models_are_unpacked_again(tmp_path: Path, choice: str) -> None:
+    model = save_model(tmp_path / "plain", hidden_size=512, intermediate_size=640)
+    pack(tmp_path / "plain", choice)
+    ckptkit.consolidate(tmp_path / f"plain-{choice}", tmp_path / "again", dtype="float32")
+    again = load_file(tmp_path / "again" / "model.safetensors")
+    given = model.state_dict()
+    assert set(again) == set(given)
+    most = {"int4-group": 0.08, "int8-channel": 0.006, "nvfp4": 0.2, "mxfp4": 0.3}.get(choice, 0.07)
+    for name, value in again.items():
+        distance = (value - given[name].float()).abs().max() / given[name].float().abs().max()
+        assert distance <= (most if name.endswith("_proj.weight") else 0)
+
+
+def test_routers_and_tied_heads_are_kept(tmp_path: Path) -> None:
+    save_model(tmp_path / "tied", tied=True)
+    tensors, said = pack(tmp_path / "tied", "fp8-block")
+    assert said["modules_to_not_convert"] == ["lm_head"]
+    assert "lm_head.weight" not in tensors
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        vocab_size=41,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        num_local_experts=2,
+        max_position_embeddings=32,
+    )
+    MixtralForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "routed")
+    tensors, said = pack(tmp_path / "routed", "fp8-block")
+    (gate,) = (name for name in tensors if name.endswith(".gate.weight"))
+    assert tensors[gate].dtype == torch.bfloat16
+    assert said["modules_to_not_convert"] == ["lm_head", gate.removesuffix(".weight")]
+    experts = [n for n in tensors if ".experts." in n and n.endswith(".weight")]
+    assert len(experts) == 6
+    assert {tensors[name].dtype for name in experts} == {torch.float8_e4m3fn}
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "routed-fp8-block", dtype="auto")
+    ckptkit.consolidate(tmp_path / "routed-fp8-block", tmp_path / "again", dtype="bfloat16")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "again", dtype="auto")
+    tokens = torch.arange(20)[None]
+    assert torch.equal(loaded(tokens).logits, again(tokens).logits)
+
+
+def test_what_keep_dtype_names_is_not_packed(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "plain")
+    tensors, said = pack(tmp_path / "plain", "int8-channel", keep_dtype=[PROJECTION])
+    assert_same_bits(tensors[PROJECTION], model.state_dict()[PROJECTION])
+    assert said["ignore"] == ["lm_head", PROJECTION.removesuffix(".weight")]
+
+
+def test_weights_of_float32_are_packed_as_those_of_bfloat16(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "plain")
+    expected, _ = pack(tmp_path / "plain", "int4-group")
+    wide = {name: value.float() for name, value in model.state_dict().items()}
+    (tmp_path / "wide").mkdir()
+    save_file(wide, tmp_path / "wide" / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "wide" / "config.json").write_bytes(
+        (tmp_path / "plain" / "config.json").read_bytes()
+    )
+    tensors, _ = pack(tmp_path / "wide", "int4-group")
+    assert set(tensors) == set(expected)
+    for name, value in tensors.items():
+        assert_same_bits(value, expected[name])
+
+
+def test_packed_weights_are_unpacked_before_they_are_packed_in_another_form(
+    tmp_path: Path,
+) -> None:
+    save_model(tmp_path / "plain")
+    pack(tmp_path / "plain", "fp8-block")
+    tensors, said = pack(tmp_path / "plain-fp8-block", "int8-channel")
+    ckptkit.consolidate(tmp_path / "plain-fp8-block", tmp_path / "again", dtype="bfloat16")
+    expected, _ = pack(tmp_path / "again", "int8-channel")
+    assert said["quant_method"] == "compressed-tensors"
+    assert set(tensors) == set(expected)
+    for name, value in tensors.items():
+        assert_same_bits(value, expected[name])
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_values_that_give_a_block_no_scale_are_refused(
+    tmp_path: Path, choice: str, value: float
+) -> None:
+    save_model(tmp_path / "plain")
+    given = torch.ones(384, 256, dtype=torch.bfloat16)
+    given[300, 17] = value
+    change(tmp_path / "plain", PROJECTION, given)
+    said = refusal(tmp_path / "plain", choice)
+    assert f"tensor '{PROJECTION}'" in said
+    assert f"value {value:g} at [300, 17] gives its block no scale" in said
+    assert "`ckptkit stats` counts such values" in said
+    table = run_command("stats", tmp_path / "plain").stdout.splitlines()
+    (row,) = (line.split() for line in table if f" {PROJECTION} " in f" {line}")
+    assert row[-2:] == (["0", "1"] if value == torch.inf else ["1", "0"])
+
+
+def test_groups_that_do_not_divide_are_refused_with_what_keeps_the_tensor(tmp_path: Path) -> None:
+    save_model(tmp_path / "plain", intermediate_size=300)
+    said = refusal(tmp_path / "plain", "int4-group")
+    assert "has 300 columns, which groups of 128 do not divide" in said
+    assert "--keep-dtype 'model.layers.0.mlp.down_proj.weight'" in said
+    names = [f"model.layers.{layer}.mlp.down_proj.weight" for layer in range(2)]
+    tensors, _ = pack(tmp_path / "plain", "int4-group", keep_dtype=names)
+    assert all(tensors[name].dtype == torch.bfloat16 for name in names)
+
+
+def test_layers_with_inputs_in_rows_are_refused(tmp_path: Path) -> None:
+    config = GPT2Config(vocab_size=41, n_embd=128, n_layer=1, n_head=2, n_positions=32)
+    GPT2LMHeadModel(config).to(torch.bfloat16).save_pretrained(tmp_path / "plain")
+    assert "has its inputs in rows" in refusal(tmp_path / "plain", "fp8-block")
+
+
+def test_a_model_of_nothing_but_embeddings_and_norms_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "plain").mkdir()
+    tensors = {"wte.weight": torch.ones(4, 4), "norm.weight": torch.ones(4)}
+    save_file(tensors, tmp_path / "plain" / "model.safetensors")
+    (tmp_path / "plain" / "config.json").write_text('{"model_type": "made_up"}')
+    assert "has no weight of a linear layer" in refusal(tmp_path / "plain", "nvfp4")
+
+
+def test_a_model_that_another_method_packs_is_refused(tmp_path: Path) -> None:
+    save_model(tmp_path / "plain")
+    path = tmp_path / "plain" / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, "quantization_config": {"quant_method": "hqq"}}))
+    assert "packed in another form" in refusal(tmp_path / "plain", "fp8-block")
+
+
+def test_a_source_without_a_configuration_is_refused(tmp_path: Path) -> None:
+    save_model(tmp_path / "plain")
+    (tmp_path / "plain" / "config.json").unlink()
+    assert "needs the config.json of a model of Transformers" in refusal(
+        tmp_path / "plain", "fp8-block"
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"optimizer": True}, "--optimizer"),
+        ({"names": "live"}, "--names live"),
+        ({"like": "."}, "--like"),
+    ],
+)
+def test_what_packed_weights_do_not_go_with_is_refused(
+    tmp_path: Path, options: dict[str, Any], said: str
+) -> None:
+    save_model(tmp_path / "plain")
+    assert f"cannot be combined with {said}" in refusal(tmp_path / "plain", "fp8-block", **options)
+
+
+def test_an_average_is_packed_in_a_second_step(tmp_path: Path) -> None:
+    save_model(tmp_path / "plain")
+    save_model(tmp_path / "other")
+    sources = [tmp_path / "plain", tmp_path / "other"]
+    with pytest.raises(CkptkitError, match="packs weights, and an average") as caught:
+        ckptkit.average(sources, tmp_path / "out", dtype="int4-group")
+    assert "ckptkit consolidate" in caught.value.hint
+    ckptkit.average(sources, tmp_path / "out")
+    pack(tmp_path / "out", "int4-group")
+
+
+@pytest.mark.parametrize("layout", ["dcp", "torch"])
+def test_other_layouts_have_no_packed_weights(tmp_path: Path, layout: Any) -> None:
+    save_model(tmp_path / "plain")
+    with pytest.raises(CkptkitError, match=f"cannot be combined with --to {layout}"):
+        ckptkit.convert(tmp_path / "plain", tmp_path / "out", to=layout, dtype="fp8-block")
