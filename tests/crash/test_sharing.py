@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -12,11 +13,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import ckptkit
 from ckptkit.core.errors import (
     ChecksumError,
     NoSpaceError,
+    NotFiniteError,
     RefusedError,
     SourceChangedError,
 )
@@ -24,6 +27,8 @@ from ckptkit.core.manifest import BY_SOURCE, parse_manifest
 from ckptkit.engine.outcome import BlocksShared
 from ckptkit.options import Proof
 from ckptkit.storage.local.disk import OpenFile
+from ckptkit.training import Checkpointer
+from tests.command_line import run_command
 from tests.crash.forked_commands import ForkedCommands
 from tests.files import contents, flip_bit, mounted
 from tests.made_up_runs import save_step
@@ -251,6 +256,52 @@ def test_a_target_that_cannot_share_gets_copies(
         assert share(source, disk / "out", proof="stored") == 0
         proofs = {tensor.proof for tensor in manifest_of(disk / "out").tensors.values()}
         assert proofs == {"crc32"}, "what is copied is read"
+
+
+def test_what_is_checked_is_read(tmp_path: Path) -> None:
+    model = torch.nn.Linear(300, 300)
+    with torch.no_grad():
+        model.weight[3, 3] = float("nan")
+    with reflink_mount("xfs", tmp_path) as disk:
+        with Checkpointer(disk / "run") as checkpointer:
+            checkpointer.save(1, {"model": model}).result(60)
+        with pytest.raises(NotFiniteError, match="has 1 NaN"):
+            share(disk / "run", disk / "out", proof="stored", check=["nan"])
+        assert share(disk / "run", disk / "out", proof="stored", check=["inf"]) > 0
+        proofs = {tensor.proof for tensor in manifest_of(disk / "out").tensors.values()}
+        assert proofs == {"crc32"}
+
+
+def test_each_source_shares_what_it_can(tmp_path: Path) -> None:
+    part, whole = {"b.weight": torch.randn(300, 300)}, tmp_path / "whole"
+    whole.mkdir()
+    save_file({"a.weight": torch.randn(200, 200), **part}, whole / "model.safetensors")
+    with reflink_mount("xfs", tmp_path) as disk:
+        (disk / "part").mkdir()
+        save_file(part, disk / "part" / "model.safetensors")
+        options: dict[str, Any] = {"fill_from": whole, "share": "always"}
+        assert share(disk / "part", disk / "out", **options) > 300_000
+        share(disk / "part", disk / "copied", **{**options, "share": "never"})
+        assert weights(disk / "out") == weights(disk / "copied")
+        assert ckptkit.verify(disk / "out").ok
+
+
+def test_a_plan_shares_what_the_run_would(tmp_path: Path, disk: Path) -> None:
+    run, out = disk / "run", disk / "out"
+
+    def plan(*options: str | Path) -> Any:
+        done = run_command("consolidate", run, *options, "--dry-run", "--json")
+        return json.loads(done.stdout)["shared_bytes"] if done.returncode == 0 else done.stderr
+
+    assert plan(out) == share(run, out, share="always") > 0
+    assert plan(disk / "slices", "--slice", "1/2") == 0
+    assert "only one process" in plan(disk / "slices", "--slice", "1/2", "--share", "always")
+    (tmp_path / "other").mkdir()
+    with reflink_mount("xfs", tmp_path / "other") as other:
+        assert plan(other / "out") == 0
+        assert "is on another file system" in plan(other / "out", "--share", "always")
+    (run / "checkpoint-1" / "ckptkit.json").unlink()
+    assert "no manifest of ckptkit" in plan(disk / "new", "--proof", "stored")
 
 
 def test_a_step_of_stock_torch_is_copied(tmp_path: Path) -> None:
