@@ -8,6 +8,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from ckptkit.core.errors import (
 from ckptkit.core.manifest import BY_SOURCE, parse_manifest
 from ckptkit.engine.outcome import BlocksShared
 from ckptkit.options import Proof
-from ckptkit.storage.local.disk import OpenFile
+from ckptkit.storage.local.disk import LOCAL_DISK, OpenFile
 from ckptkit.training import Checkpointer
 from tests.command_line import run_command
 from tests.crash.forked_commands import ForkedCommands
@@ -284,6 +285,29 @@ def test_each_source_shares_what_it_can(tmp_path: Path) -> None:
         share(disk / "part", disk / "copied", **{**options, "share": "never"})
         assert weights(disk / "out") == weights(disk / "copied")
         assert ckptkit.verify(disk / "out").ok
+
+
+@pytest.mark.parametrize("proof", ["read", "stored"])
+def test_deltas_share_what_they_leave_as_it_is(tmp_path: Path, proof: Proof) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.Linear(200, 200))
+    with reflink_mount("xfs", tmp_path) as disk:
+        with Checkpointer(disk / "run") as checkpointer:
+            for step in (1, 2, 3):
+                checkpointer.save(step, {"model": model}).result(60)
+                with torch.no_grad():
+                    for parameter in model[1:].parameters() if step == 1 else model.parameters():
+                        parameter.add_(1)
+        steps = [disk / "run" / f"checkpoint-{step}" for step in (1, 2, 3)]
+        ckptkit.create_delta(*steps[:2], disk / "some", version=1)
+        ckptkit.create_delta(*steps[1:], disk / "all", version=2)
+        made = ckptkit.apply_delta(steps[0], disk / "some", disk / "out", proof=proof)
+        assert (made.tensors["0.weight"].proof == BY_SOURCE) == (proof == "stored")
+        share(steps[1], disk / "expected", share="never")
+        assert weights(disk / "out") == weights(disk / "expected")
+        with closing(LOCAL_DISK.open_for_reading(disk / "out" / "model.safetensors")) as file:
+            assert sum(stop - start for start, stop in file.shared_blocks()) > 350_000
+        with pytest.raises(RefusedError, match="no tensor is stored at an offset that fits"):
+            ckptkit.apply_delta(steps[1], disk / "all", disk / "third", share="always")
 
 
 def test_a_plan_shares_what_the_run_would(tmp_path: Path, disk: Path) -> None:
