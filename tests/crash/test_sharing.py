@@ -298,8 +298,8 @@ def test_deltas_share_what_they_leave_as_it_is(tmp_path: Path, proof: Proof) -> 
                     for parameter in model[1:].parameters() if step == 1 else model.parameters():
                         parameter.add_(1)
         steps = [disk / "run" / f"checkpoint-{step}" for step in (1, 2, 3)]
-        ckptkit.create_delta(*steps[:2], disk / "some", version=1)
-        ckptkit.create_delta(*steps[1:], disk / "all", version=2)
+        ckptkit.create_delta(steps[0], steps[1], disk / "some", version=1)
+        ckptkit.create_delta(steps[1], steps[2], disk / "all", version=2)
         made = ckptkit.apply_delta(steps[0], disk / "some", disk / "out", proof=proof)
         assert (made.tensors["0.weight"].proof == BY_SOURCE) == (proof == "stored")
         share(steps[1], disk / "expected", share="never")
