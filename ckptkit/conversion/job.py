@@ -98,18 +98,27 @@ def run_job(job: ConversionJob, listener: Listener = ignore) -> JobResult:
     return _write(job, listener)
 
 
-def _write(job: ConversionJob, listener: Listener) -> JobResult:
-    job.check_places()
-    out = job.destination
-    if job.resume:
-        refuse_resuming(out, job.resources)
-    is_divided = job.share is not None or job.resources.engine != "local"
-    if job.resources.sharing == "always" and (is_divided or is_url(out)):
+def is_divided(job: ConversionJob) -> bool:
+    """Says whether several processes write the output; these share no blocks."""
+    return job.share is not None or job.resources.engine != "local"
+
+
+def refuse_divided_sharing(job: ConversionJob) -> None:
+    """Refuses to share blocks at any rate where that is not done."""
+    if job.resources.sharing == "always" and (is_divided(job) or is_url(job.destination)):
         raise RefusedError(
             "only one process that writes to a disk shares blocks with the source",
             where="--share always",
             hint="leave it out, or leave --slice and --engine out and name a directory",
         )
+
+
+def _write(job: ConversionJob, listener: Listener) -> JobResult:
+    job.check_places()
+    out = job.destination
+    if job.resume:
+        refuse_resuming(out, job.resources)
+    refuse_divided_sharing(job)
     strategy: WriteStrategy[Manifest | MissingSlices]
     if job.share is not None:
         strategy = Slice(out, job.share, listener, overwrite=job.overwrite)

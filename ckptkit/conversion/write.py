@@ -84,7 +84,7 @@ from ckptkit.engine.outcome import (
 )
 from ckptkit.engine.remote_reads import with_store_copies
 from ckptkit.engine.segment_reader import Inputs
-from ckptkit.engine.shared_blocks import with_shared_blocks
+from ckptkit.engine.shared_blocks import WhyNoSharing, with_shared_blocks
 from ckptkit.formats.dcp.megatron import INTEGRITY, check_integrity
 from ckptkit.formats.dcp.reader import METADATA
 from ckptkit.options import Resources
@@ -98,7 +98,7 @@ from ckptkit.plan.plan import (
     RawCopy,
 )
 from ckptkit.runs.local_run import hold_at_stores
-from ckptkit.storage.base import Target
+from ckptkit.storage.base import Source, Target
 from ckptkit.storage.local.disk import LOCAL_DISK
 from ckptkit.storage.local.target import (
     LocalTarget,
@@ -110,7 +110,7 @@ from ckptkit.storage.local.target import (
 from ckptkit.storage.local.workdir import is_free
 from ckptkit.storage.locations import S3_PROTOCOLS, current_directory
 from ckptkit.storage.manifests import read_manifest, refuse_unnamed_in
-from ckptkit.storage.place_identity import PlaceRelation, find_filesystem_type, find_overlap
+from ckptkit.storage.place_identity import PlaceRelation, find_mount, find_overlap, read_mounts
 from ckptkit.storage.places import PathLike, Place, is_url, local_path, open_source, place_of
 from ckptkit.version import __version__
 
@@ -333,13 +333,10 @@ class SingleProcess(WriteStrategy[Manifest]):
 
     def _with_shared_blocks(self, planned: PlannedOutput) -> PlannedOutput:
         """Leaves to the file system what it shares; makes sure that there is room for the rest."""
-        settings, origins = planned.settings, planned.inputs.origins
-        if settings.proof == "stored":
+        if planned.settings.proof == "stored":
             refuse_unproven(planned.sources)
-        plan = with_shared_blocks(
-            planned.plan, origins, self._target, settings.sharing, settings.proof
-        )
-        planned = replace(planned, plan=plan)
+        if self._target.shares_blocks:
+            planned = _share(planned, self._target.why_no_sharing)
         refuse_full_disk(planned, self._target)
         return planned
 
@@ -369,14 +366,30 @@ _SHARING = frozenset({"bcachefs", "btrfs", "ocfs2", "xfs"})
 
 def with_expected_sharing(planned: PlannedOutput, out: PathLike) -> PlannedOutput:
     """Returns a plan, to be shown only, with what the file system of the output may share."""
-    if not out or is_url(out) or is_url(planned.checkpoint.source.location):
+    if planned.settings.proof == "stored":
+        refuse_unproven(planned.sources)
+    if not out or is_url(out):
         return planned
-    places = [local_path(out).absolute(), local_path(planned.checkpoint.source.location)]
-    kinds = {find_filesystem_type(place) for place in places}
-    if len(kinds) > 1 or _SHARING.isdisjoint(kinds):
+    mounts = read_mounts()
+    there = find_mount(local_path(out).resolve(), mounts)
+    if there is None or there.kind not in _SHARING:
         return planned
-    origins, settings = planned.inputs.origins, planned.settings
-    plan = with_shared_blocks(planned.plan, origins, None, settings.sharing, settings.proof)
+
+    def why_not(source: Source, _path: str) -> str:
+        here = find_mount(local_path(source.location).resolve(), mounts)
+        # Subvolumes of btrfs have one device here, and others in `stat`.
+        is_one = here is not None and here.device == there.device
+        return "" if is_one else "the source is on another file system than the output"
+
+    return _share(planned, why_not)
+
+
+def _share(planned: PlannedOutput, why_not: WhyNoSharing) -> PlannedOutput:
+    settings = planned.settings
+    proof = "read" if settings.check else settings.proof  # what is to be checked has to be read
+    plan = with_shared_blocks(
+        planned.plan, planned.inputs.origins, why_not, settings.sharing, proof
+    )
     return replace(planned, plan=plan)
 
 

@@ -12,14 +12,16 @@ of safetensors, the output's own header is fitted with `align_headers`.
 
 from __future__ import annotations
 
+import posixpath
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from ckptkit.core.checksums import leaf_ranges
-from ckptkit.core.errors import RefusedError
+from ckptkit.core.crc import crc32
+from ckptkit.core.errors import ChecksumError, RefusedError
 from ckptkit.core.index import FileRange, Key, Span, TensorIndex
 from ckptkit.core.object_parts import CopiedRange, SharedRange
 from ckptkit.engine.kernels import StoredOperand
@@ -28,11 +30,13 @@ from ckptkit.engine.reader import Origin
 from ckptkit.options import Proof, Sharing
 from ckptkit.plan.layouts.hf import pad_header
 from ckptkit.plan.plan import Copy, OutputFile, Plan, copied_ranges
-from ckptkit.storage.base import Sink
+from ckptkit.storage.base import Sink, Source
 from ckptkit.storage.local.disk import BLOCK_BYTES
 
 _LEAST_BYTES = 64 << 10  # each is a record of the file system
 _HEADER_ALIGNMENT = 8  # of tensors in safetensors
+WhyNoSharing = Callable[[Source, str], str]
+"""Returns why blocks of a file of a source cannot be shared; empty where they can be."""
 
 
 class _Run(Struct, frozen=True):
@@ -74,39 +78,39 @@ def _find_raw_start(index: TensorIndex, key: Key) -> int | None:
 def with_shared_blocks(
     plan: Plan,
     origins: Mapping[str, Origin],
-    target: Sink | None,
+    why_not: WhyNoSharing,
     sharing: Sharing,
     proof: Proof = "read",
 ) -> Plan:
     """Returns a plan whose files have the blocks that can be shared.
 
-    `target`: None to find what could be shared if the file system does that. `proof`: `stored`
-    where what is shared is not read.
+    `why_not`: is asked once of each source. `proof`: `stored` where what is shared is not read.
 
     Raises:
         RefusedError: If something has to be shared, and nothing can be.
     """
-    if sharing == "never" or (target is not None and not target.shares_blocks):
+    if sharing == "never":
         return plan
     locators = {name: Locator(RangeCache(o.source), o.index) for name, o in origins.items()}
-    files, reason = [], "" if target is None else None
+    files, reasons = [], dict[str, str]()
     for file in plan.files:
         runs: list[_Run] = []
-        for run in _runs(file, origins, locators):
-            if reason is None:  # before all others are located
-                assert target is not None  # noqa: S101  where there is none, nothing is tried
-                path = run.place.stored.path
-                reason = target.why_no_sharing(origins[run.place.origin].source, path)
-            if reason:
-                break
-            runs.append(run)
+        for run in _runs(file, origins, locators, reasons):
+            name, path = run.place.origin, run.place.stored.path
+            if name not in reasons:
+                reasons[name] = why_not(origins[name].source, path)
+            if not reasons[name]:
+                runs.append(run)
         shared = [part for run in _joined(run.place for run in runs) for part in _whole_blocks(run)]
         trusted = _taking_the_word(file, runs) if proof == "stored" and shared else file
         files.append(replace(trusted, shared=tuple(shared)))
     if sharing == "always" and not any(file.shared for file in files):
         raise RefusedError(
             "no blocks can be shared with the source: "
-            + (reason or "no tensor is stored at an offset that fits its place in the output"),
+            + next(
+                filter(None, reasons.values()),
+                "no tensor is stored at an offset that fits its place in the output",
+            ),
             where="--share always",
             hint="leave it out to have the bytes copied; saves of ckptkit 0.3 fit, on XFS or btrfs",
         )
@@ -114,16 +118,28 @@ def with_shared_blocks(
 
 
 def copy_edges(file: OutputFile, origins: Mapping[str, Origin], target: Sink) -> None:
-    """Copies those bytes of a created file that are not read otherwise, and that are not shared."""
+    """Copies those bytes of a created file that are not read otherwise, and that are not shared.
+
+    Where the file system has refused to share, all of the range is read and compared.
+    """
     for segment in file.segments:
         for copied in copied_ranges(segment):
             assert isinstance(segment.body, Copy)  # noqa: S101  nothing else is copied
-            source = origins[segment.body.origin].source
-            for low, high in target.unshared(file.path, copied.start, copied.stop):
+            source, crc = origins[segment.body.origin].source, 0
+            parts = list(target.unshared(file.path, copied.start, copied.stop))
+            is_refused = any(high - low > BLOCK_BYTES for low, high in parts)
+            for low, high in [(copied.start, copied.stop)] if is_refused else parts:
                 for start, stop in leaf_ranges(high - low):
                     at = copied.source_start + low - copied.start
-                    data = source.read(copied.path, at + start, at + stop)
-                    target.write(file.path, low + start, memoryview(data))
+                    data = memoryview(source.read(copied.path, at + start, at + stop))
+                    crc = crc32(data, crc)
+                    target.write(file.path, low + start, data)
+            if is_refused and crc != copied.crc32:
+                raise ChecksumError(
+                    f"has CRC-32 {crc:08x} against {copied.crc32:08x}, which was stored with it",
+                    where=posixpath.join(source.location, copied.path),
+                    hint="the file was damaged: take another copy of the step, or another step",
+                )
 
 
 def _taking_the_word(file: OutputFile, runs: Iterable[_Run]) -> OutputFile:
@@ -143,15 +159,21 @@ def _taking_the_word(file: OutputFile, runs: Iterable[_Run]) -> OutputFile:
 
 
 def _runs(
-    file: OutputFile, origins: Mapping[str, Origin], locators: Mapping[str, Locator]
+    file: OutputFile,
+    origins: Mapping[str, Origin],
+    locators: Mapping[str, Locator],
+    reasons: Mapping[str, str],
 ) -> Iterator[_Run]:
-    """Yields what of a file is one run of bytes in a local file of a source, in order."""
+    """Yields what of a file is one run of bytes in a local file of a source, in order.
+
+    `reasons`: why none is to be located in a source, once that is known.
+    """
     for position, segment in enumerate(file.segments):
         body, spec = segment.body, segment.spec
         if not isinstance(body, Copy) or spec is None or spec.size_bytes < _LEAST_BYTES:
             continue
         origin, key, span = origins[body.origin], body.key, Span(0, spec.elements)
-        if origin.source.is_remote:
+        if origin.source.is_remote or reasons.get(body.origin):
             continue
         while isinstance(made := origin.index.tensors[key].derivation, StoredOperand):
             ((key, span),) = [(demand.key, demand.place) for demand in made.demands(span)]

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from ckptkit.core.arguments import ambiguous_truth
 from ckptkit.core.display import Displayed, Facts
 from ckptkit.core.errors import MissingFileError, NotACheckpointError
+from ckptkit.core.frameworks import is_optimizer_folder
 from ckptkit.core.manifest import NODE_RANKS, TRAINING, Manifest
 from ckptkit.core.text import counted, size_text
 from ckptkit.formats.base import Candidate
@@ -57,6 +58,7 @@ _RANDOM_STATES = "random_states_0.pkl"
 _WRITTEN_LAST = (TRAINER_STATE, _RANDOM_STATES)  # by the Trainer, and by accelerate
 _BEST = "best_model_checkpoint"
 _NAMED = 5
+_OPTIMIZER_ALONE = "it holds the state of an optimizer, and no model"
 OF_SOME_RANKS = "holds the files of some ranks only"
 """What begins the problem of a step on the disk of one of several nodes."""
 OF_UNREAD = "holds no checkpoint that is read"
@@ -220,10 +222,13 @@ class _Listing:
 
     def _problem(self, name: str, candidates: Sequence[Candidate]) -> str:
         """Returns why a step that ckptkit has not saved is not complete; empty where it is."""
-        if all(candidate.format == TorchOptimizerReader.name for candidate in candidates):
+        if all(map(_is_of_optimizer, candidates)):
             inside = (path for path in self._listed if path.startswith(f"{name}/"))
             unread = find_unread(self._source, inside, name)
-            return f"{OF_UNREAD}: {unread.message}; {unread.hint}" if unread else NO_CHECKPOINT
+            if unread is not None:
+                return f"{OF_UNREAD}: {unread.message}; {unread.hint}"
+            is_known = any(c.format != TorchOptimizerReader.name for c in candidates)
+            return _OPTIMIZER_ALONE if is_known else NO_CHECKPOINT
         if self._has(name, _SENTINEL):
             return "the Trainer has not finished it"
         series = series_of(name)
@@ -298,6 +303,11 @@ def _group(entries: Iterable[_T], name_of: Callable[[_T], str]) -> dict[str, lis
     for entry in entries:
         groups.setdefault(name_of(entry), []).append(entry)
     return groups
+
+
+def _is_of_optimizer(candidate: Candidate) -> bool:
+    name = posixpath.basename(candidate.folder)
+    return candidate.format == TorchOptimizerReader.name or is_optimizer_folder(name)
 
 
 def _writer(name: str, files: Sequence[StoredFile], manifest: Manifest | None) -> str:

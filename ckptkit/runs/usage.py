@@ -26,6 +26,7 @@ from ckptkit.runs.find_run import ENTER_HINT, absent_run, describe_links
 from ckptkit.runs.steps import StoredFile, freed_bytes
 from ckptkit.storage.local.disk import LOCAL_DISK
 from ckptkit.storage.locations import is_work_folder
+from ckptkit.storage.place_identity import find_mount, read_mounts
 from ckptkit.storage.places import PathLike, is_url, local_path, open_source
 
 MODEL, OPTIMIZER, STATE = "model", "optimizer", "other state"
@@ -127,8 +128,8 @@ class Usage(Struct, frozen=True):
         }
 
 
-# By the inode of a file: the blocks on its disk that it shares with others.
-_Shared = Mapping[str, Sequence[tuple[int, int]]]
+# By the inode of a file: the blocks that it shares with others, each a disk, a start and a stop.
+_Shared = Mapping[str, Sequence[tuple[str, int, int]]]
 
 
 def measure_runs(place: PathLike) -> Usage:
@@ -165,7 +166,9 @@ def measure_runs(place: PathLike) -> Usage:
 
 
 def _find_shared_blocks(root: Path, files: Iterable[StoredFile]) -> _Shared:
-    shared: dict[str, Sequence[tuple[int, int]]] = {}
+    shared: dict[str, Sequence[tuple[str, int, int]]] = {}
+    disks: dict[str, str] = {}
+    mounts = read_mounts()
     for stored in files:
         if stored.size_bytes < _LEAST_SHARED_BYTES or stored.inode in shared:
             continue
@@ -173,24 +176,25 @@ def _find_shared_blocks(root: Path, files: Iterable[StoredFile]) -> _Shared:
         with suppress(OSError):  # the file may not be read, or its file system does not tell
             file = LOCAL_DISK.open_for_reading(root / stored.path)
             try:
-                shared[stored.inode] = list(file.shared_blocks())
+                blocks = list(file.shared_blocks())
             finally:
                 file.close()
+            device, _, _ = stored.inode.partition("-")
+            if blocks and device not in disks:  # subvolumes of btrfs each have a device
+                mount = find_mount((root / stored.path).resolve(), mounts)
+                disks[device] = device if mount is None else mount.device
+            shared[stored.inode] = [(disks[device], start, stop) for start, stop in blocks]
     return shared
 
 
 def _repeated_bytes(files: Iterable[StoredFile], shared: _Shared) -> int:
     """Returns how much less files take than their sizes are, since they share blocks."""
     inodes = {file.inode for file in files}
-    blocks = sorted(
-        (inode.partition("-")[0], start, stop)  # the number of the device comes first
-        for inode in inodes
-        for start, stop in shared.get(inode, ())
-    )
+    blocks = sorted(block for inode in inodes for block in shared.get(inode, ()))
     repeated, last, end = 0, "", 0
-    for device, start, stop in blocks:
-        if device != last:
-            last, end = device, start
+    for disk, start, stop in blocks:
+        if disk != last:
+            last, end = disk, start
         repeated += max(min(stop, end) - start, 0)
         end = max(end, stop)
     return repeated
@@ -218,7 +222,7 @@ def _measure_step(name: str, files: Sequence[StoredFile], shared: _Shared) -> St
 
 
 def _shared_bytes(file: StoredFile, shared: _Shared) -> int:
-    return sum(stop - start for start, stop in shared.get(file.inode, ()))
+    return sum(stop - start for _, start, stop in shared.get(file.inode, ()))
 
 
 def _sum_kinds(files: Iterable[tuple[str, StoredFile]]) -> dict[str, int]:

@@ -73,6 +73,7 @@ def run_conversion(
 
 def _show_plan(job: ConversionJob, output: Output) -> None:
     """Shows what a run would do, and fails where it would fail before its first byte."""
+    from ckptkit.conversion.job import is_divided, refuse_divided_sharing
     from ckptkit.conversion.write import with_expected_sharing
     from ckptkit_cli._pages import plan_json, plan_page
 
@@ -86,9 +87,10 @@ def _show_plan(job: ConversionJob, output: Output) -> None:
             output.lines(_removal_page(output, removal))
             return
     job.check_places()
+    refuse_divided_sharing(job)
     out = os.fspath(job.out or "")
     with job.plan_output() as plan:
-        planned = with_expected_sharing(plan, out)
+        planned = plan if is_divided(job) else with_expected_sharing(plan, out)
         if planned.comparison is not None:
             planned.comparison.finish(partial(_warn, output))
         output.document(plan_json(planned, out) | _removal_json(removal))

@@ -62,8 +62,6 @@ _SIDE = (
     options.MEMORY_LIMIT,
     options.WORKERS,
     _OF_CONVERSION["bandwidth"],
-    _OF_CONVERSION["share"],
-    _OF_CONVERSION["proof"],
     options.SRC_OPTION,
     options.DST_OPTION,
     options.JSON,
@@ -127,6 +125,8 @@ def create(output: Output, before: str, after: str, out: str, **values: Any) -> 
     options.MAX_SHARD_SIZE,
     options.ALLOW_CODE,
     *_SIDE,
+    _OF_CONVERSION["share"],
+    _OF_CONVERSION["proof"],
     of=DELTA,
 )
 def apply(output: Output, before: str, deltas: list[str], out: str, **values: Any) -> None:

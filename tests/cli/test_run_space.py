@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
 import time
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -80,10 +81,15 @@ def test_du_counts_each_file_once_by_run_step_and_kind(run: Path, tmp_path: Path
     assert removed["freed_bytes"] == first["freed_bytes"]
 
 
-@pytest.mark.parametrize("kind", ["xfs", "btrfs"])
+@pytest.mark.parametrize("kind", ["xfs", "btrfs", "subvolume"])
 def test_du_counts_shared_blocks_once(kind: str, tmp_path: Path) -> None:
     size, half = 4 << 20, 2 << 20
-    with reflink_mount(kind, tmp_path) as place:
+    with reflink_mount("xfs" if kind == "xfs" else "btrfs", tmp_path) as place:
+        if kind == "subvolume":  # files of it have another device
+            tool = shutil.which("btrfs", path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
+            assert tool is not None, "mkfs.btrfs comes with it"
+            command = [tool, "subvolume", "create", str(place / "models")]
+            subprocess.run(command, check=True, capture_output=True)
         step, model = place / "run" / "checkpoint-100", place / "models" / "checkpoint-100"
         for folder in (step, model):
             folder.mkdir(parents=True)
@@ -113,6 +119,8 @@ def test_du_counts_shared_blocks_once(kind: str, tmp_path: Path) -> None:
         page = run_command("du", place).stdout
         assert page.count("share blocks") == 1
         assert page.splitlines()[-1].endswith("18.9 MB on the disk, since files share blocks")
+        if kind == "subvolume":  # nothing is moved out of it without a copy
+            return
         (model / "model.safetensors").replace(step / "model-again.safetensors")
         page = run_command("du", place / "run").stdout
         assert page.splitlines()[0].endswith(

@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import ckptkit
 from ckptkit.core.errors import (
     ChecksumError,
     NoSpaceError,
+    NotFiniteError,
     RefusedError,
     SourceChangedError,
 )
 from ckptkit.core.manifest import BY_SOURCE, parse_manifest
 from ckptkit.engine.outcome import BlocksShared
 from ckptkit.options import Proof
-from ckptkit.storage.local.disk import OpenFile
+from ckptkit.storage.local.disk import LOCAL_DISK, OpenFile
+from ckptkit.training import Checkpointer
+from tests.command_line import run_command
 from tests.crash.forked_commands import ForkedCommands
 from tests.files import contents, flip_bit, mounted
 from tests.made_up_runs import save_step
@@ -253,6 +260,75 @@ def test_a_target_that_cannot_share_gets_copies(
         assert proofs == {"crc32"}, "what is copied is read"
 
 
+def test_what_is_checked_is_read(tmp_path: Path) -> None:
+    model = torch.nn.Linear(300, 300)
+    with torch.no_grad():
+        model.weight[3, 3] = float("nan")
+    with reflink_mount("xfs", tmp_path) as disk:
+        with Checkpointer(disk / "run") as checkpointer:
+            checkpointer.save(1, {"model": model}).result(60)
+        with pytest.raises(NotFiniteError, match="has 1 NaN"):
+            share(disk / "run", disk / "out", proof="stored", check=["nan"])
+        assert share(disk / "run", disk / "out", proof="stored", check=["inf"]) > 0
+        proofs = {tensor.proof for tensor in manifest_of(disk / "out").tensors.values()}
+        assert proofs == {"crc32"}
+
+
+def test_each_source_shares_what_it_can(tmp_path: Path) -> None:
+    part, whole = {"b.weight": torch.randn(300, 300)}, tmp_path / "whole"
+    whole.mkdir()
+    save_file({"a.weight": torch.randn(200, 200), **part}, whole / "model.safetensors")
+    with reflink_mount("xfs", tmp_path) as disk:
+        (disk / "part").mkdir()
+        save_file(part, disk / "part" / "model.safetensors")
+        options: dict[str, Any] = {"fill_from": whole, "share": "always"}
+        assert share(disk / "part", disk / "out", **options) > 300_000
+        share(disk / "part", disk / "copied", **{**options, "share": "never"})
+        assert weights(disk / "out") == weights(disk / "copied")
+        assert ckptkit.verify(disk / "out").ok
+
+
+@pytest.mark.parametrize("proof", ["read", "stored"])
+def test_deltas_share_what_they_leave_as_it_is(tmp_path: Path, proof: Proof) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.Linear(200, 200))
+    with reflink_mount("xfs", tmp_path) as disk:
+        with Checkpointer(disk / "run") as checkpointer:
+            for step in (1, 2, 3):
+                checkpointer.save(step, {"model": model}).result(60)
+                with torch.no_grad():
+                    for parameter in model[1:].parameters() if step == 1 else model.parameters():
+                        parameter.add_(1)
+        steps = [disk / "run" / f"checkpoint-{step}" for step in (1, 2, 3)]
+        ckptkit.create_delta(steps[0], steps[1], disk / "some", version=1)
+        ckptkit.create_delta(steps[1], steps[2], disk / "all", version=2)
+        made = ckptkit.apply_delta(steps[0], disk / "some", disk / "out", proof=proof)
+        assert (made.tensors["0.weight"].proof == BY_SOURCE) == (proof == "stored")
+        share(steps[1], disk / "expected", share="never")
+        assert weights(disk / "out") == weights(disk / "expected")
+        with closing(LOCAL_DISK.open_for_reading(disk / "out" / "model.safetensors")) as file:
+            assert sum(stop - start for start, stop in file.shared_blocks()) > 350_000
+        with pytest.raises(RefusedError, match="no tensor is stored at an offset that fits"):
+            ckptkit.apply_delta(steps[1], disk / "all", disk / "third", share="always")
+
+
+def test_a_plan_shares_what_the_run_would(tmp_path: Path, disk: Path) -> None:
+    run, out = disk / "run", disk / "out"
+
+    def plan(*options: str | Path) -> Any:
+        done = run_command("consolidate", run, *options, "--dry-run", "--json")
+        return json.loads(done.stdout)["shared_bytes"] if done.returncode == 0 else done.stderr
+
+    assert plan(out) == share(run, out, share="always") > 0
+    assert plan(disk / "slices", "--slice", "1/2") == 0
+    assert "only one process" in plan(disk / "slices", "--slice", "1/2", "--share", "always")
+    (tmp_path / "other").mkdir()
+    with reflink_mount("xfs", tmp_path / "other") as other:
+        assert plan(other / "out") == 0
+        assert "is on another file system" in plan(other / "out", "--share", "always")
+    (run / "checkpoint-1" / "ckptkit.json").unlink()
+    assert "no manifest of ckptkit" in plan(disk / "new", "--proof", "stored")
+
+
 def test_a_step_of_stock_torch_is_copied(tmp_path: Path) -> None:
     torch.manual_seed(3)
     tensors = {f"layers.{i}.weight": torch.randn(301, 257) for i in range(4)}
@@ -275,6 +351,28 @@ def test_compressed_files_give_the_same_bytes(tmp_path: Path, saved: Path) -> No
         share(disk / "run", disk / "copied", share="never")
         assert weights(disk / "out") == weights(disk / "copied")
         assert ckptkit.verify(disk / "out").ok
+
+
+def test_what_is_refused_is_read_although_the_word_of_the_source_is_taken(
+    tmp_path: Path, saved: Path, expected: dict[str, bytes]
+) -> None:
+    with reflink_mount("btrfs", tmp_path) as disk:
+        shutil.copytree(saved, disk / "run")
+        shard = shard_of(disk / "run")
+        data = shard.read_bytes()
+        shard.unlink()
+        shard.touch()
+        # Without checksums of btrfs, whose blocks go into no file that has them.
+        subprocess.run(["chattr", "+C", shard], check=True)
+        shard.write_bytes(data)
+        assert (
+            0 < share(disk / "run", disk / "out", proof="stored") < len(b"".join(expected.values()))
+        )
+        assert weights(disk / "out") == expected
+        flip_bit(shard, len(data) // 2)
+        with pytest.raises(ChecksumError, match="which was stored with it"):
+            share(disk / "run", disk / "other", proof="stored")
+        assert left_in(disk) == ["out", "run"]
 
 
 def test_an_overlay_gives_the_same_bytes(

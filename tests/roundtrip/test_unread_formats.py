@@ -112,6 +112,22 @@ def test_a_newer_step_without_weights_is_told_as_one_that_is_cut_short_is(tmp_pa
     assert "from step-1\n" in run_command("ls", run).stdout
 
 
+def test_a_step_with_an_optimizer_alone_is_not_complete(tmp_path: Path) -> None:
+    """It counted as the newest whole step, and `prune` removed those with models before it."""
+    run = tmp_path / "run"
+    shutil.copytree(UNREAD.parent / "trainer_fsdp2" / "checkpoint", run)
+    assert [step.complete for step in ckptkit.list_run(run).steps] == [True, True]
+    shutil.rmtree(run / "checkpoint-4" / "pytorch_model_fsdp_0")
+    steps = ckptkit.list_run(run).steps
+    assert [step.problem for step in steps] == [
+        "",
+        "it holds the state of an optimizer, and no model",
+    ]
+    pruned = ckptkit.prune(run, keep_last=1)
+    assert [one.action for one in pruned.steps] == ["keep", "keep"]
+    assert "trainer.train(resume_from_checkpoint" in run_command("ls", run).stdout
+
+
 def test_where_nothing_is_read_the_newest_step_is_named(tmp_path: Path) -> None:
     """The Python of the message merged the files of all steps: the last by name won."""
     for step in (3, 20):

@@ -36,12 +36,17 @@ from ckptkit.engine.shared_blocks import _joined, _whole_blocks, with_shared_blo
 from ckptkit.plan.layouts.hf import layout_hf_weights
 from ckptkit.plan.plan import SOURCE, Copy, OutputFile, Plan, copied_ranges, cut_into_tasks
 from ckptkit.plan.selection import DTypePolicy
+from ckptkit.storage.base import Source
 from ckptkit.storage.overlay import MemorySource
 from tests.memory_target import MemoryTarget
 from tests.property.examples import examples
 
 BLOCK, LEAST = 4096, 64 << 10
 OFFSETS = st.integers(0, 1 << 20)
+
+
+def shares(_source: Source, _path: str) -> str:
+    return ""
 
 
 def run_of(start: int, stored_start: int, size: int, path: str = "x") -> SharedRange:
@@ -167,7 +172,7 @@ def test_shared_blocks_are_the_bytes_of_the_output_and_as_many_as_can_be(
 ) -> None:
     stored, least = case
     origins = stored.origins()
-    (file,) = with_shared_blocks(stored.plan(), origins, None, "auto").files
+    (file,) = with_shared_blocks(stored.plan(), origins, shares, "auto").files
     written, at = stored.copied(origins)[file.path], 0
     for part in file.shared:
         assert part.start % BLOCK == part.stored.start % BLOCK == 0
@@ -185,7 +190,7 @@ def test_where_the_word_is_taken_each_byte_is_read_or_has_a_stored_checksum(
 ) -> None:
     stored, _ = case
     origins = stored.origins()
-    plan = with_shared_blocks(stored.plan(), origins, None, "auto", "stored")
+    plan = with_shared_blocks(stored.plan(), origins, shares, "auto", "stored")
     written = stored.copied(origins)[plan.files[0].path]
     covered = np.zeros(len(written), np.uint8)
     for task in cut_into_tasks(0, plan.files[0]):
@@ -204,15 +209,18 @@ def test_what_does_not_fit_is_refused_where_it_has_to_be_shared() -> None:
     stored = Stored()
     stored.add("w", np.zeros(200_000, np.uint8), [(200_000, 1)])
     plan, origins = stored.plan(), stored.origins()
-    assert with_shared_blocks(plan, origins, None, "auto").files[0].shared == ()
+    assert with_shared_blocks(plan, origins, shares, "auto").files[0].shared == ()
     with pytest.raises(RefusedError, match="no tensor is stored at an offset that fits"):
-        with_shared_blocks(plan, origins, None, "always")
+        with_shared_blocks(plan, origins, shares, "always")
     stored = Stored()
     stored.add("w", np.zeros(200_000, np.uint8), [(200_000, 0)])
     plan, origins = stored.plan(), stored.origins()
-    assert with_shared_blocks(plan, origins, None, "never") is plan
-    assert with_shared_blocks(plan, origins, MemoryTarget(), "auto") is plan
-    assert with_shared_blocks(plan, origins, None, "auto").files[0].shared
+    assert with_shared_blocks(plan, origins, shares, "never") is plan
+    refused = with_shared_blocks(plan, origins, lambda *_: "no", "auto")
+    assert refused.files[0].shared == ()
+    with pytest.raises(RefusedError, match="source: no"):
+        with_shared_blocks(plan, origins, lambda *_: "no", "always")
+    assert with_shared_blocks(plan, origins, shares, "auto").files[0].shared
     small: Any = Stored()
     small.add("w", np.zeros(LEAST - 1, np.uint8), [(LEAST - 1, 0)])
-    assert with_shared_blocks(small.plan(), small.origins(), None, "auto").files[0].shared == ()
+    assert with_shared_blocks(small.plan(), small.origins(), shares, "auto").files[0].shared == ()
