@@ -363,7 +363,7 @@ def test_what_is_refused_is_read_although_the_word_of_the_source_is_taken(
         shard.unlink()
         shard.touch()
         # Without checksums of btrfs, whose blocks go into no file that has them.
-        subprocess.run(["chattr", "+C", shard], check=True)
+        subprocess.run(["chattr", "+C", shard], check=True)  # noqa: S607
         shard.write_bytes(data)
         assert (
             0 < share(disk / "run", disk / "out", proof="stored") < len(b"".join(expected.values()))
