@@ -13,13 +13,12 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
 from ckptkit.core.arrays import numpy_dtype
-from ckptkit.core.dtypes import DType
+from ckptkit.core.dtypes import BY_NAME, DType
 from ckptkit.core.errors import RefusedError
 from ckptkit.core.geometry import slabs
 from ckptkit.core.index import Box, Key, Shape, Span
@@ -31,11 +30,8 @@ Floats = NDArray[np.float32]
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _BYTE = 256
-_SINGLE: dict[str, Any] = {  # types of a byte that numpy casts itself
-    "int8": np.int8,
-    "e8m0": ml_dtypes.float8_e8m0fnu,
-    "float8_e4m3fn": ml_dtypes.float8_e4m3fn,
-}
+# Types of a byte that numpy casts itself.
+_SINGLE = {"int8": "int8", "e8m0": "float8_e8m0fnu", "float8_e4m3fn": "float8_e4m3fn"}
 ONE_ZERO = "e2m1 with one zero"  # which has no sign
 _BITS = {"e2m1": 4, ONE_ZERO: 4, "uint4": 4, "uint2": 2}  # of a number; of others eight
 # Where the columns that are wanted are far apart, whole rows up to so many bytes are read.
@@ -56,7 +52,7 @@ def make_table(number: str) -> Floats:
     codes = np.arange(_BYTE, dtype=np.uint8)
     single = _SINGLE.get(number)
     if single is not None:
-        values: Floats = codes.view(single).astype(np.float32)
+        values: Floats = codes.view(numpy_dtype(BY_NAME[single])).astype(np.float32)
         return values[:, np.newaxis]
     bits = _BITS.get(number, 8)
     shifts = np.arange(0, 8, bits, dtype=np.uint8)
