@@ -86,10 +86,6 @@ class SourceOptions(TypedDict, total=False):
         memory_budget: What buffers may take together, in bytes or such as "64MB".
         memory_limit: What the whole process may take.
         bandwidth: Bytes per second that are read at most, and written at most.
-        share: Whether the file system makes blocks of the sources those of the output: "auto", the
-            default, where it can; "always", or else refused; "never".
-        proof: What proves bytes that are shared so: they are "read" and compared, or, much faster,
-            the "stored" checksums of a save of ckptkit are taken as they are.
     """
 
     select: str | None
@@ -111,6 +107,18 @@ class SourceOptions(TypedDict, total=False):
     memory_budget: int | str | None
     memory_limit: int | str | None
     bandwidth: int | str | None
+
+
+class SharingOptions(TypedDict, total=False):
+    """The options of functions that may share blocks with what they read.
+
+    Attributes:
+        share: Whether the file system makes blocks of the sources those of the output: "auto", the
+            default, where it can; "always", or else refused; "never".
+        proof: What proves bytes that are shared so: they are "read" and compared, or, much faster,
+            the "stored" checksums of a save of ckptkit are taken as they are.
+    """
+
     share: Sharing
     proof: Proof
 
@@ -165,7 +173,7 @@ class OutputOptions(SourceOptions, ProgressOptions, total=False):
     engine: Engine
 
 
-class Options(OutputOptions, total=False):
+class Options(OutputOptions, SharingOptions, total=False):
     """The options of `consolidate` and `convert`; they are those of the commands.
 
     Attributes:
@@ -825,7 +833,7 @@ def adapter_from_diff(
         )
 
 
-class MergeOptions(ProgressOptions, total=False):
+class MergeOptions(ProgressOptions, SharingOptions, total=False):
     """The options of `merge_adapter`; they are those of `ckptkit adapter merge`.
 
     Attributes:
@@ -961,7 +969,7 @@ class CreationOptions(SideOptions, total=False):
     checksum: ChecksumFormat
 
 
-class ApplicationOptions(SideOptions, total=False):
+class ApplicationOptions(SideOptions, SharingOptions, total=False):
     """The options of `apply_delta`; they are those of `ckptkit delta apply`.
 
     Attributes:

@@ -301,6 +301,22 @@ def limit_list(
     return items[: len(items) - more], [f"  ... and {more:,} more ({ALL.flag})"] if more else []
 
 
+SHARE = Option(
+    "--share",
+    LIMITS,
+    "Whether the file system makes blocks of SRC those of OUT, as XFS and btrfs can: 'auto'"
+    " where it can, 'always' or else refuse, 'never'.",
+    choices=get_args(Sharing),
+    default="auto",
+)
+PROOF = Option(
+    "--proof",
+    LIMITS,
+    "What proves bytes that are shared so: they are 'read' and compared, or 'stored' checksums"
+    " of a save of ckptkit are taken as they are.",
+    choices=get_args(Proof),
+    default="read",
+)
 CONVERSION = (
     SRC,
     OUT,
@@ -376,22 +392,8 @@ CONVERSION = (
     Option(
         "--bandwidth", LIMITS, "Most bytes to read, and most bytes to write, per second.", "SIZE"
     ),
-    Option(
-        "--share",
-        LIMITS,
-        "Whether the file system makes blocks of SRC those of OUT, as XFS and btrfs can: 'auto'"
-        " where it can, 'always' or else refuse, 'never'.",
-        choices=get_args(Sharing),
-        default="auto",
-    ),
-    Option(
-        "--proof",
-        LIMITS,
-        "What proves bytes that are shared so: they are 'read' and compared, or 'stored' checksums"
-        " of a save of ckptkit are taken as they are.",
-        choices=get_args(Proof),
-        default="read",
-    ),
+    SHARE,
+    PROOF,
     Option(
         "--engine",
         MACHINES,

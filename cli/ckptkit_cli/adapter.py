@@ -281,6 +281,8 @@ def _conversion_page(output: Output, manifest: Manifest, out: str, seconds: floa
     options.COMPARED_NAMES,
     replace(options.MAP, help="Name map that converts the names of --base, as for `consolidate`."),
     options.MEMORY_BUDGET,
+    options.SHARE,
+    options.PROOF,
     options.MEMORY_LIMIT,
     options.WORKERS,
     options.SRC_OPTION,

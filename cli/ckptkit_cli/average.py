@@ -21,7 +21,7 @@ def _parse_weights(text: str) -> list[float]:
     return [parse_number(word, option="--weights", hint="pass 0.5,0.3,0.2") for word in words]
 
 
-_NOT_AVERAGED = {"src", "also", "optimizer", "delete_source"}
+_NOT_AVERAGED = {"src", "also", "optimizer", "delete_source", "share", "proof"}
 _OPTIONS = (
     Argument(
         "sources",

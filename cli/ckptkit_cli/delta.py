@@ -125,8 +125,8 @@ def create(output: Output, before: str, after: str, out: str, **values: Any) -> 
     options.MAX_SHARD_SIZE,
     options.ALLOW_CODE,
     *_SIDE,
-    _OF_CONVERSION["share"],
-    _OF_CONVERSION["proof"],
+    options.SHARE,
+    options.PROOF,
     of=DELTA,
 )
 def apply(output: Output, before: str, deltas: list[str], out: str, **values: Any) -> None:

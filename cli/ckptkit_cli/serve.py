@@ -26,6 +26,7 @@ _MOST_PORT = 65_535
 _NOT_SERVED = {
     *("out", "optimizer", "dry_run", "overwrite", "if_exists", "resume", "delete_source", "check"),
     *("engine", "slice", "dst_option", "as_json", "quiet", "events", "base", "memory_budget"),
+    *("share", "proof"),
 }
 _OF_MERGES = (
     options.ADAPTERS,
