@@ -365,6 +365,8 @@ def _write_model(trainer: Any, checkpoints: TrainerCheckpoints, output_dir: str 
 _NEVER_PUSHED = [".ckptkit*", ".checkpoint-*"]
 """Not part of a model: the run's lock, and folders that are being written."""
 
+_OWN = ".ckptkit"
+_LISTINGS = 5  # of a folder in which files come and go
 _BLOCK_BYTES = 8 << 20  # of files that are too large for memory
 
 
@@ -396,11 +398,19 @@ def _blocks(path: Path) -> Iterator[bytes]:
 
 def _upload(upload: Callable[..., Any], options: dict[str, Any]) -> Any:
     """Uploads a folder except for files with secrets, which it searches first."""
-    ignored = options.pop("ignore_patterns", None) or []
+    folder, ignored = Path(options["folder_path"]), options.pop("ignore_patterns", None) or []
     ignored = [ignored] if isinstance(ignored, str) else list(ignored)
     ignored += _NEVER_PUSHED
-    ignored += _with_secrets(Path(options["folder_path"]), ignored, options.get("token"))
-    return upload(**options, ignore_patterns=ignored)
+    for again in reversed(range(_LISTINGS)):
+        try:
+            secret = _with_secrets(folder, ignored, options.get("token"))
+            return upload(**options, ignore_patterns=[*ignored, *secret])
+        except FileNotFoundError as error:
+            # Folders of a run's own come and go while all that is in it is listed, here and by the
+            # client, which has sent nothing then.
+            if not again or folder / _OWN not in Path(str(error.filename)).parents:
+                raise
+    raise AssertionError("the last try returns or raises")
 
 
 @contextmanager

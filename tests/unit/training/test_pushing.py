@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -561,6 +561,23 @@ def test_files_with_secrets_are_left_out_where_the_trainer_itself_uploads(
     kept = [name for name in names if not any(fnmatchcase(name, one) for one in patterns)]
     assert sorted(kept) == ["README.md", "checkpoint-1", "logs"]
     assert "train.sh is not pushed: it holds a Weights & Biases key" in caplog.text
+
+
+@pytest.mark.parametrize(("gone", "tries"), [(".ckptkit/8a2d0af7/1", 3), ("checkpoint-1", 1)])
+def test_folders_of_a_run_that_go_while_it_is_listed_do_not_end_an_upload(
+    gone: str, tries: int, tmp_path: Path, uploads: Uploads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: list[int] = []
+
+    def upload(**_given: Any) -> None:
+        called.append(1)
+        if len(called) < 3:
+            os.scandir(tmp_path / gone)
+
+    monkeypatch.setattr(uploads.api, "upload_folder", upload)
+    with uploads.filter_uploads(), nullcontext() if tries > 1 else pytest.raises(FileNotFoundError):
+        uploads.api.upload_folder(folder_path=str(tmp_path), token=None)
+    assert len(called) == tries
 
 
 def test_a_token_of_any_form_that_the_environment_has_is_looked_for_by_value(
