@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 # torch 2.13 refuses metadata of 2.15, whose tensor properties have one field more.
-NEWER_THAN_TORCH = "dcp_torch_2_15"
+NEWER_THAN_TORCH = ("dcp_torch_2_15", "torchtitan_0_3_steps")
 # It takes safetensors images for archives.
 UNREADABLE_TO_TORCH = {"dcp_images_fsdp2", "dcp_images_grid"}
 NOTHING_IN_IT = "peft_fsdp1_empty"
@@ -35,7 +35,7 @@ DIRECTORIES = sorted(
             "dlrover_",  # without archives, which torch reads
         )
     )
-    and not {NEWER_THAN_TORCH, NOTHING_IN_IT, *UNREADABLE_TO_TORCH} & set(path.parts)
+    and not {*NEWER_THAN_TORCH, NOTHING_IN_IT, *UNREADABLE_TO_TORCH} & set(path.parts)
 )
 PLACES = {
     "pytorch_model_fsdp_1": "truth_1",
