@@ -13,7 +13,6 @@ stands in README.md.
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -24,10 +23,12 @@ from measuring import (
     MB,
     WORK,
     ckptkit,
+    compare,
     keep,
     make_once,
     markdown,
     median_ratio,
+    peak_megabytes,
     size_below,
 )
 from zero3 import Samples, run_rounds
@@ -65,28 +66,11 @@ def _commands(kind: str, made: Path, out: Path, python: str) -> Mapping[str, lis
     return commands
 
 
-def _table(samples: Samples) -> str:
-    baseline = [sample.seconds for sample in samples["cp"]]
-    rows = []
-    for name, found in samples.items():
-        seconds = [sample.seconds for sample in found]
-        peak = max(sample.peak_bytes for sample in found) / MB
-        rows.append(
-            [
-                _LABELS[name],
-                *(f"{f(seconds):.2f}" for f in (statistics.median, min, max)),
-                f"{median_ratio(seconds, baseline):.2f}",
-                f"{peak:.0f}",
-            ]
-        )
-    return markdown(("", "seconds (median)", "min", "max", "x cp", "peak MB"), rows)
-
-
 def _verdict(samples: Samples) -> str:
     seconds = {name: [sample.seconds for sample in found] for name, found in samples.items()}
     found = {
         "x cp": median_ratio(seconds["ckptkit"], seconds["cp"]),
-        "peak MB": max(sample.peak_bytes for sample in samples["ckptkit"]) / MB,
+        "peak MB": peak_megabytes(samples["ckptkit"]),
     }
     rows = [
         [f"at most {limit:g}", what, f"{found[what]:.2f}", "yes" if found[what] <= limit else "NO"]
@@ -115,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     samples = run_rounds(
         made, _commands(options.kind, made, out, options.deepspeed), out, options.repeats
     )
-    print(f"\n{_table(samples)}\n\n{_verdict(samples)}\n")
+    print(f"\n{compare(samples, _LABELS, 'cp')}\n\n{_verdict(samples)}\n")
     document = {name: [asdict(sample) for sample in taken] for name, taken in samples.items()}
     print(f"every sample: {keep(made.name, document)}\n")
 

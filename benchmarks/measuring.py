@@ -13,7 +13,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -163,6 +163,27 @@ def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Formats a table, the first column to the left and all others to the right."""
     lines = [header, [":--"] + ["--:"] * (len(header) - 1), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def peak_megabytes(samples: Iterable[Sample]) -> float:
+    """Returns the most memory that a command took."""
+    return max(sample.peak_bytes for sample in samples) / MB
+
+
+def compare(
+    samples: Mapping[str, Sequence[Sample]], labels: Mapping[str, str], baseline: str
+) -> str:
+    """Formats what was measured, one line a command, beside one of them."""
+    header = ("", "seconds (median)", "min", "max", f"x {baseline}", "CPU seconds", "peak MB")
+    first = [sample.seconds for sample in samples[baseline]]
+    rows = []
+    for name, found in samples.items():
+        seconds = [sample.seconds for sample in found]
+        times = (statistics.median(seconds), min(seconds), max(seconds))
+        ratio, cpu = median_ratio(seconds, first), [sample.cpu_seconds for sample in found]
+        figures = [f"{value:.2f}" for value in (*times, ratio, statistics.median(cpu))]
+        rows.append([labels[name], *figures, f"{peak_megabytes(found):.0f}"])
+    return markdown(header, rows)
 
 
 def keep(name: str, document: object) -> Path:

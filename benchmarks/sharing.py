@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,11 +28,13 @@ from measuring import (
     ROOT,
     WORK,
     Sample,
+    compare,
     files_below,
     keep,
     markdown,
     measure,
     median_ratio,
+    peak_megabytes,
     settle,
     size_below,
     warm,
@@ -205,26 +206,6 @@ def measure_space(case: Case, disk: Path, out: Path) -> tuple[float, float]:
     return taken, size
 
 
-def table(samples: Samples) -> str:
-    """Formats what was measured, one line a command."""
-    header = ("", "seconds (median)", "min", "max", "x before", "CPU seconds", "peak MB")
-    baseline = [sample.seconds for sample in samples["before"]]
-    rows = []
-    for name, found in samples.items():
-        seconds = [sample.seconds for sample in found]
-        times = (statistics.median(seconds), min(seconds), max(seconds))
-        rows.append(
-            [
-                LABELS[name],
-                *(f"{value:.2f}" for value in times),
-                f"{median_ratio(seconds, baseline):.2f}",
-                f"{statistics.median(sample.cpu_seconds for sample in found):.2f}",
-                f"{max(sample.peak_bytes for sample in found) / MB:.0f}",
-            ]
-        )
-    return markdown(header, rows)
-
-
 def verdict(case: Case, samples: Samples, space: tuple[float, float] | None) -> str:
     """Formats the targets of a case, and whether they are met."""
     seconds = {name: [sample.seconds for sample in found] for name, found in samples.items()}
@@ -235,7 +216,7 @@ def verdict(case: Case, samples: Samples, space: tuple[float, float] | None) -> 
     if space is not None:
         taken, size = space
         found += [("% more disk space", 100 * taken / size, 1.0)]
-        found += [("peak MB", max(one.peak_bytes for one in samples["now"]) / MB, 100)]
+        found += [("peak MB", peak_megabytes(samples["now"]), 100)]
     rows = [
         [what, f"{value:.3f}", f"{limit:g}", "yes" if value <= limit else "NO"]
         for what, value, limit in found
@@ -263,7 +244,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 samples = run_rounds(case, out, options.repeats)
                 shares = kind != "ext4" and case.name.endswith("proven")
                 space = measure_space(case, disk, out) if shares else None
-                print(f"\n{table(samples)}\n\n{verdict(case, samples, space)}\n", flush=True)
+                print(
+                    f"\n{compare(samples, LABELS, 'before')}\n\n{verdict(case, samples, space)}\n",
+                    flush=True,
+                )
                 document[case.name] = {
                     "space": space,
                     "samples": {n: [asdict(one) for one in taken] for n, taken in samples.items()},

@@ -11,7 +11,6 @@ its turn. How it is measured stands in README.md.
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -23,12 +22,14 @@ from measuring import (
     WORK,
     Sample,
     ckptkit,
+    compare,
     files_below,
     keep,
     make_once,
     markdown,
     measure,
     median_ratio,
+    peak_megabytes,
     settle,
     size_below,
     warm,
@@ -91,36 +92,11 @@ def run_rounds(made: Path, commands: Mapping[str, list[str]], out: Path, repeats
     return samples
 
 
-def table(samples: Samples) -> str:
-    """Formats what was measured, one line a tool."""
-    header = ("", "seconds (median)", "min", "max", "x cp", "CPU seconds", "peak MB")
-    baseline = [sample.seconds for sample in samples["cp"]]
-    rows = []
-    for name, found in samples.items():
-        seconds = [sample.seconds for sample in found]
-        times = (statistics.median(seconds), min(seconds), max(seconds))
-        cpu = statistics.median(sample.cpu_seconds for sample in found)
-        rows.append(
-            [
-                _LABELS[name],
-                *(f"{value:.2f}" for value in times),
-                f"{median_ratio(seconds, baseline):.2f}",
-                f"{cpu:.2f}",
-                f"{_peak(found):.0f}",
-            ]
-        )
-    return markdown(header, rows)
-
-
-def _peak(samples: Sequence[Sample]) -> float:
-    return max(sample.peak_bytes for sample in samples) / MB
-
-
 def _verdict(samples: Samples) -> str:
     seconds = {name: [sample.seconds for sample in found] for name, found in samples.items()}
     found = {
         "x cp": median_ratio(seconds["ckptkit"], seconds["cp"]),
-        "peak MB": _peak(samples["ckptkit"]),
+        "peak MB": peak_megabytes(samples["ckptkit"]),
     }
     rows = [
         [f"at most {limit:g}", what, f"{found[what]:.2f}", "yes" if found[what] <= limit else "NO"]
@@ -144,7 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sizes = [size_below(made / name) / MB for name in ("checkpoint", "bytes")]
     print(f"{made.name}: {sizes[0]:,.0f} MB, of which {sizes[1]:,.0f} MB are the weights")
     samples = run_rounds(made, _commands(made, out, options.deepspeed), out, options.repeats)
-    print(f"\n{table(samples)}\n\n{_verdict(samples)}\n")
+    print(f"\n{compare(samples, _LABELS, 'cp')}\n\n{_verdict(samples)}\n")
     document = {name: [asdict(sample) for sample in taken] for name, taken in samples.items()}
     print(f"every sample: {keep(made.name, document)}\n")
 

@@ -238,8 +238,6 @@ steps = [{ split = ["query", "head_dim", "head_dim"], groups = "groups" }]
 optional = true
 """
 _QKV = re.compile(r"\.attention\.qkv_linear\.w(q|k|v|qkv)\.(?:weight|bias)$")
-
-
 _OF_MEGATRON = ("exp_avg", "exp_avg_sq")
 
 
@@ -387,7 +385,7 @@ def split_qkv(
         return states
     rest, own = _split(states, lambda name: name in fused)
     # What ckptkit writes has the states in both forms.
-    return rest if qkv - fused else _join(rest, _map_qkv(own, _FUSED_QKV, config, origin, where))
+    return rest if qkv - fused else _join(rest, _map_qkv(own, config, origin, where))
 
 
 def fuse_qkv(
@@ -401,19 +399,18 @@ def fuse_qkv(
     is_fused = (config or {}).get("model_type") in parse_map(_FUSED_QKV, where="").model_types
     if not own.tensors or not is_fused:
         return states
-    return _join(states, _map_qkv(own, _FUSED_QKV, config, origin, where, is_inverse=True))
+    return _join(states, _map_qkv(own, config, origin, where, is_inverse=True))
 
 
 def _map_qkv(
     states: OptimizerStates,
-    text: str,
     config: Mapping[str, Any] | None,
     origin: Origin,
     where: str,
     *,
     is_inverse: bool = False,
 ) -> OptimizerStates:
-    name_map = parse_map(text, where="queries, keys and values of torchtitan")
+    name_map = parse_map(_FUSED_QKV, where="queries, keys and values of torchtitan")
     name_map = invert(name_map) if is_inverse else name_map
     wrapper = name_map.find_wrapper(_list_parameters(states))
     live = {

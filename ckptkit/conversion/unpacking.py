@@ -251,7 +251,7 @@ class _Weight:
         return number.format(bits=bits[0])
 
     def _fit_shape(self, rows: int, columns: int) -> tuple[int, int]:
-        """Returns the rows and columns of the weight, of which the last word may hold fewer."""
+        """Returns the rows and columns of the weight; the last word may be partly empty."""
         if self._said is None:
             return rows, columns
         *outer, high, wide = self._said

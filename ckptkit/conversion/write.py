@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, Self, TypeVar
@@ -26,6 +26,7 @@ from ckptkit.conversion.source.open import (
     OpenedCheckpoint,
     StoredDigest,
     describe_sources,
+    read_model_manifest,
     read_stored_digests,
 )
 from ckptkit.conversion.source.paths import check_path
@@ -84,7 +85,7 @@ from ckptkit.engine.outcome import (
 )
 from ckptkit.engine.remote_reads import with_store_copies
 from ckptkit.engine.segment_reader import Inputs
-from ckptkit.engine.shared_blocks import WhyNoSharing, with_shared_blocks
+from ckptkit.engine.shared_blocks import with_shared_blocks
 from ckptkit.formats.dcp.megatron import INTEGRITY, check_integrity
 from ckptkit.formats.dcp.reader import METADATA
 from ckptkit.options import Resources
@@ -333,10 +334,12 @@ class SingleProcess(WriteStrategy[Manifest]):
 
     def _with_shared_blocks(self, planned: PlannedOutput) -> PlannedOutput:
         """Leaves to the file system what it shares; makes sure that there is room for the rest."""
-        if planned.settings.proof == "stored":
-            refuse_unproven(planned.sources)
+        trusted = _list_trusted(planned)
         if self._target.shares_blocks:
-            planned = _share(planned, self._target.why_no_sharing)
+            why_not, sharing = self._target.why_no_sharing, planned.settings.sharing
+            origins = planned.inputs.origins
+            plan = with_shared_blocks(planned.plan, origins, why_not, sharing, trusted)
+            planned = replace(planned, plan=plan)
         refuse_full_disk(planned, self._target)
         return planned
 
@@ -366,8 +369,7 @@ _SHARING = frozenset({"bcachefs", "btrfs", "ocfs2", "xfs"})
 
 def with_expected_sharing(planned: PlannedOutput, out: PathLike) -> PlannedOutput:
     """Returns a plan, to be shown only, with what the file system of the output may share."""
-    if planned.settings.proof == "stored":
-        refuse_unproven(planned.sources)
+    trusted = _list_trusted(planned)
     if not out or is_url(out):
         return planned
     mounts = read_mounts()
@@ -381,27 +383,32 @@ def with_expected_sharing(planned: PlannedOutput, out: PathLike) -> PlannedOutpu
         is_one = here is not None and here.device == there.device
         return "" if is_one else "the source is on another file system than the output"
 
-    return _share(planned, why_not)
-
-
-def _share(planned: PlannedOutput, why_not: WhyNoSharing) -> PlannedOutput:
-    settings = planned.settings
-    proof = "read" if settings.check else settings.proof  # what is to be checked has to be read
-    plan = with_shared_blocks(
-        planned.plan, planned.inputs.origins, why_not, settings.sharing, proof
-    )
+    origins, sharing = planned.inputs.origins, planned.settings.sharing
+    plan = with_shared_blocks(planned.plan, origins, why_not, sharing, trusted)
     return replace(planned, plan=plan)
 
 
-def refuse_unproven(sources: Iterable[OpenedCheckpoint]) -> None:
-    """Refuses to take the word of a source that ckptkit has neither saved nor written."""
-    for source in sources:
-        if source.manifest is None:
-            raise RefusedError(
-                "no manifest of ckptkit says that its checksums were computed with its bytes",
-                where=f"--proof stored {source.path}",
-                hint="leave it out: all bytes are read and compared then",
-            )
+def _list_trusted(planned: PlannedOutput) -> Collection[str]:
+    """Returns the origins whose word is taken: of those that ckptkit has saved or written.
+
+    Raises:
+        RefusedError: If it is to be taken, and there is none of these.
+    """
+    if planned.settings.proof != "stored":
+        return ()
+    indexes = {
+        id(source.index)
+        for source in planned.sources
+        if source.manifest is not None or read_model_manifest(source) is not None
+    }
+    names = {name for name, one in planned.inputs.origins.items() if id(one.index) in indexes}
+    if not names:
+        raise RefusedError(
+            "no manifest of ckptkit says that its checksums were computed with its bytes",
+            where=f"--proof stored {planned.checkpoint.path}",
+            hint="leave it out: all bytes are read and compared then",
+        )
+    return () if planned.settings.check else names  # what is to be checked has to be read
 
 
 def refuse_full_disk(planned: PlannedOutput, target: Target | SharedOutput) -> None:
@@ -463,14 +470,15 @@ def build_manifest(planned: PlannedOutput, digests: Digests) -> Manifest:
         reads: Iterable[tuple[str, str]] = body.reads if isinstance(body, Compute) else ()
         if isinstance(body, Copy):
             reads = ((body.origin, body.key),)
-        if str(spec.name) in stored:
+        is_copied = isinstance(body, Copy) and bool(body.copied)
+        if is_copied and file.shared:
+            proof = BY_SOURCE
+        elif str(spec.name) in stored:
             proof = BY_MANIFEST
         elif not unverified.isdisjoint(reads):
             proof = UNVERIFIED
         else:
-            proof = "crc32"
-            if isinstance(body, Copy) and body.copied:
-                proof = BY_SOURCE if file.shared else BY_STORE
+            proof = BY_STORE if is_copied else "crc32"
         tensors[spec.name] = TensorRecord(
             dtype=spec.dtype.name,
             shape=spec.shape,

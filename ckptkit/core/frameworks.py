@@ -48,7 +48,7 @@ class Profile(Struct, frozen=True):
             has the format of the weights, or a file that is one of theirs.
         settings: Folders with configuration and tokenizer, below the weights or the step.
         counters: Files below a step with its number, each with the key of that.
-        beside_run: The folder of the steps, and the folder beside it with the configuration.
+        beside_run: The name of the folder with the steps, and that of the configuration's folder.
         options: Files of plain YAML beside the weights with what decided their form, and what each
             of their keys is called here: by Transformers, by PEFT, or by `joined`.
         merged: Files of adapters. The model in the same folder has the adapter merged already.

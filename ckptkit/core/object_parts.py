@@ -1,4 +1,4 @@
-"""How an object is cut into the parts of a multipart upload, and which of them a store copies.
+"""What of an output moves in parts: by upload, by copy at a store, by sharing blocks of a disk.
 
 Source:
     https://docs.aws.amazon.com/AmazonS3/latest/userguide/qfacts.html (the limits)

@@ -214,7 +214,7 @@ class UnpackedOperand(Struct, frozen=True):
                 given, made = given[5:], stop
 
     def _matrices(self, box: Box) -> Iterator[tuple[int, Span, Span]]:
-        """Yields which rows and columns a box has of which stored matrices."""
+        """Yields the number of each stored matrix in a box, and the rows and columns of it."""
         outer = self.shape[:-2]
         offsets, sizes = box.offsets[-2:], box.sizes[-2:]
         rows, columns = (

@@ -65,7 +65,7 @@ class PackingKernel(Kernel, Struct, frozen=True):
         return replace(made, total=total)
 
     def find_total(self, reading: Reading) -> float:
-        """Returns the one scale of a weight, of which all is read for that."""
+        """Reads a whole weight, and returns the scale that it has besides those of its blocks."""
         rows, columns = self.weight.shape
         largest = 0.0
         for part in cut_span(Span(0, rows), max(1, _READ_ELEMENTS // columns)):
@@ -175,7 +175,7 @@ class PackingKernel(Kernel, Struct, frozen=True):
         if self.form.scale in {"bfloat16", "uint8"}:
             values = _rounded(values)
         if self.form.scale == "bfloat16":
-            values += 0  # the zero point, of which -0 becomes 0
+            values += 0  # as the library adds a zero point: -0 becomes 0
         np.clip(values, low, high, out=values)
         if self.form.number == "e2m1":
             return _join_pairs(_round_to_e2m1(values))

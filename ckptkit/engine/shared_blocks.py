@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import posixpath
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -27,7 +27,7 @@ from ckptkit.core.object_parts import CopiedRange, SharedRange
 from ckptkit.engine.kernels import StoredOperand
 from ckptkit.engine.locate import ChunkLookup, Locator, RangeCache
 from ckptkit.engine.reader import Origin
-from ckptkit.options import Proof, Sharing
+from ckptkit.options import Sharing
 from ckptkit.plan.layouts.hf import pad_header
 from ckptkit.plan.plan import Copy, OutputFile, Plan, copied_ranges
 from ckptkit.storage.base import Sink, Source
@@ -80,11 +80,11 @@ def with_shared_blocks(
     origins: Mapping[str, Origin],
     why_not: WhyNoSharing,
     sharing: Sharing,
-    proof: Proof = "read",
+    trusted: Collection[str] = (),
 ) -> Plan:
     """Returns a plan whose files have the blocks that can be shared.
 
-    `why_not`: is asked once of each source. `proof`: `stored` where what is shared is not read.
+    `why_not`: is asked once of each source. `trusted`: the sources of which it is not read.
 
     Raises:
         RefusedError: If something has to be shared, and nothing can be.
@@ -94,16 +94,10 @@ def with_shared_blocks(
     locators = {name: Locator(RangeCache(o.source), o.index) for name, o in origins.items()}
     files, reasons = [], dict[str, str]()
     for file in plan.files:
-        runs: list[_Run] = []
-        for run in _runs(file, origins, locators, reasons):
-            name, path = run.place.origin, run.place.stored.path
-            if name not in reasons:
-                reasons[name] = why_not(origins[name].source, path)
-            if not reasons[name]:
-                runs.append(run)
+        runs = list(_runs(file, origins, locators, why_not, reasons))
         shared = [part for run in _joined(run.place for run in runs) for part in _whole_blocks(run)]
-        trusted = _taking_the_word(file, runs) if proof == "stored" and shared else file
-        files.append(replace(trusted, shared=tuple(shared)))
+        unread = [run for run in runs if run.place.origin in trusted]
+        files.append(replace(_taking_the_word(file, unread), shared=tuple(shared)))
     if sharing == "always" and not any(file.shared for file in files):
         raise RefusedError(
             "no blocks can be shared with the source: "
@@ -162,11 +156,12 @@ def _runs(
     file: OutputFile,
     origins: Mapping[str, Origin],
     locators: Mapping[str, Locator],
-    reasons: Mapping[str, str],
+    why_not: WhyNoSharing,
+    reasons: dict[str, str],
 ) -> Iterator[_Run]:
-    """Yields what of a file is one run of bytes in a local file of a source, in order.
+    """Yields what of a file is one run of bytes in a file of a source that shares, in order.
 
-    `reasons`: why none is to be located in a source, once that is known.
+    `reasons`: what `why_not` has answered, by source; with a reason, no more is located there.
     """
     for position, segment in enumerate(file.segments):
         body, spec = segment.body, segment.spec
@@ -186,6 +181,10 @@ def _runs(
             if not overlap.is_contiguous or size < _LEAST_BYTES:
                 continue
             located = locators[body.origin].locate(entry, lookup.chunks, overlap.row)
+            if body.origin not in reasons:
+                reasons[body.origin] = why_not(origin.source, located.path)
+            if reasons[body.origin]:
+                break
             if located.strides is None and located.compressed is None:
                 origin.keep_located((key, overlap.row), located)
                 start = located.origin + overlap.source_start * itemsize

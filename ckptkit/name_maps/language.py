@@ -212,7 +212,8 @@ class Rule(Struct, frozen=True):
     # The sizes of a tensor of float32 zeros that the inverse writes for what is left out.
     zeros: tuple[str, ...] = ()
     axis: int = 0  # that which is unstacked
-    # By capture of which it has some numbers only: a capture or size with the first, the distance.
+    # For captures that take only some numbers: what has the first number, and the distance to the
+    # next one.
     numbers: Mapping[str, tuple[str, int]] = field(default_factory=dict)
     # The source's name of a tensor beside which it does so; None if it does not.
     beside: NameTemplate | None = None

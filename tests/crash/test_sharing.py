@@ -274,6 +274,18 @@ def test_what_is_checked_is_read(tmp_path: Path) -> None:
         assert proofs == {"crc32"}
 
 
+def test_the_word_of_a_folder_that_ckptkit_wrote_is_taken_too(
+    disk: Path, expected: dict[str, bytes]
+) -> None:
+    share(disk / "run", disk / "model")
+    assert share(disk / "model", disk / "again", proof="stored") > 0
+    assert weights(disk / "again") == expected
+    assert BY_SOURCE in {one.proof for one in manifest_of(disk / "again").tensors.values()}
+    (disk / "again" / "ckptkit.json").unlink()
+    with pytest.raises(RefusedError, match="no manifest of ckptkit"):
+        share(disk / "again", disk / "third", proof="stored")
+
+
 def test_each_source_shares_what_it_can(tmp_path: Path) -> None:
     part, whole = {"b.weight": torch.randn(300, 300)}, tmp_path / "whole"
     whole.mkdir()

@@ -56,7 +56,13 @@ from ckptkit.core.index import (
     TensorEntry,
     TensorIndex,
 )
-from ckptkit.core.manifest import MANIFEST_NAME, TRAINING, Manifest, TensorRecord
+from ckptkit.core.manifest import (
+    CRC32_SCHEME,
+    MANIFEST_NAME,
+    TRAINING,
+    Manifest,
+    TensorRecord,
+)
 from ckptkit.core.model_configs import parse_json_object
 from ckptkit.core.text import Aside, counted, join_first
 from ckptkit.formats.base import Candidate
@@ -546,10 +552,13 @@ class StoredDigest(Struct, frozen=True):
     location: str
 
     def compare(self, found: str) -> None:
-        """Compares the digest of what was read."""
-        if found != self.record.digest:
+        """Compares the digest of what was read, or the CRC-32 of what was not."""
+        expected = self.record.digest
+        if found.startswith(CRC32_SCHEME) and self.record.crc32 is not None:
+            expected = f"{CRC32_SCHEME}:{self.record.crc32:08x}"
+        if found != expected:
             raise ChecksumError(
-                f"has digest {found} against {self.record.digest} in {MANIFEST_NAME}",
+                f"has digest {found} against {expected} in {MANIFEST_NAME}",
                 where=f"{self.location}, tensor {self.name!r}",
                 hint="the file was damaged or changed after it was written; write it again, or"
                 f" remove {MANIFEST_NAME} if the change is meant",

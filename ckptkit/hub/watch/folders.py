@@ -92,7 +92,7 @@ class StepFolders:
         return StepCommit(step.name, os.fspath(path), size, notes=unique)
 
     def _is_written(self, path: Path, source: PathLike) -> bool:
-        """Returns whether a folder is what would be made of a step, whoever has made it."""
+        """Returns whether a folder is the one that would be made of a step."""
         if _read(path) is None:
             return False
         with self._build.make_any_job(source, path).plan_output() as planned:

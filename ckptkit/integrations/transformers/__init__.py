@@ -401,16 +401,17 @@ def _upload(upload: Callable[..., Any], options: dict[str, Any]) -> Any:
     folder, ignored = Path(options["folder_path"]), options.pop("ignore_patterns", None) or []
     ignored = [ignored] if isinstance(ignored, str) else list(ignored)
     ignored += _NEVER_PUSHED
-    for again in reversed(range(_LISTINGS)):
+    left = _LISTINGS
+    while True:
         try:
             secret = _with_secrets(folder, ignored, options.get("token"))
             return upload(**options, ignore_patterns=[*ignored, *secret])
         except FileNotFoundError as error:
             # Folders of a run's own come and go while all that is in it is listed, here and by the
             # client, which has sent nothing then.
-            if not again or folder / _OWN not in Path(str(error.filename)).parents:
+            left -= 1
+            if not left or folder / _OWN not in Path(str(error.filename)).parents:
                 raise
-    raise AssertionError("the last try returns or raises")
 
 
 @contextmanager

@@ -190,7 +190,7 @@ def test_where_the_word_is_taken_each_byte_is_read_or_has_a_stored_checksum(
 ) -> None:
     stored, _ = case
     origins = stored.origins()
-    plan = with_shared_blocks(stored.plan(), origins, shares, "auto", "stored")
+    plan = with_shared_blocks(stored.plan(), origins, shares, "auto", origins)
     written = stored.copied(origins)[plan.files[0].path]
     covered = np.zeros(len(written), np.uint8)
     for task in cut_into_tasks(0, plan.files[0]):
