@@ -861,7 +861,8 @@ class MergeOptions(ProgressOptions, SharingOptions, total=False):
             nor the base has them; a base with the names of Megatron-Core needs one.
         select: Which model to take where there are several.
         also: Further directories that hold files of the same checkpoint, see `Options`.
-        max_shard_size: Size at which a new weight file is begun, in bytes or such as "5GB".
+        max_shard_size: Size at which a new weight file is begun, in bytes or such as "5GB"; None
+            for the files of the base.
         allow_code: Whether python files and `auto_map` are copied.
         check: A list with "nan", "inf" or both, see `Options`.
         src_options: Options of the storage that is read, see `Options`.

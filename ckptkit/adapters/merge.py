@@ -107,10 +107,10 @@ from ckptkit.lora.changes import (
 from ckptkit.lora.dialects import build_table, find_linear_shapes
 from ckptkit.lora.pairing import Renaming, find_changes
 from ckptkit.lora.quantized import Packing, identify_base
-from ckptkit.options import Resources
-from ckptkit.plan.layouts.hf import layout_hf_weights
+from ckptkit.options import DEFAULT_MAX_FILE_BYTES, Resources
+from ckptkit.plan.layouts.hf import FileMap, distribute, layout_hf_files, layout_hf_weights
 from ckptkit.plan.load_report import MERGE
-from ckptkit.plan.plan import Copy, Plan, Product, TensorSpec
+from ckptkit.plan.plan import Copy, OutputFile, Plan, Product, TensorSpec, name_shards
 from ckptkit.plan.selection import (
     DTypePolicy,
     KeptDtypes,
@@ -123,6 +123,8 @@ from ckptkit.storage.base import is_there
 from ckptkit.storage.locations import Sources
 from ckptkit.storage.manifests import read_manifest
 from ckptkit.storage.places import PathLike, open_source, open_target
+
+_MOST_GROWTH = 1.25  # how much larger an output may be than a base that lends it its files
 
 
 class AdapterChoice(Struct, frozen=True, kw_only=True):
@@ -385,10 +387,7 @@ class _Planning:
             names_written.get(t, t): names_written.get(s, s) for t, s in ties.dropped.items()
         }
         folders = self._folders
-        weights = align_headers(
-            layout_hf_weights(products, request.max_file_bytes, folders.consumer.stem),
-            self._origins,
-        )
+        weights = align_headers(self._lay_out(products), self._origins)
         truth = folders.tell_truth(
             *(folders.texts(self._side), config, [str(p.spec.name) for p in products]),
             keep_generation=request.generation_config == "keep",
@@ -414,6 +413,19 @@ class _Planning:
             comparison=comparison,
         )
         return planned, layers
+
+    def _lay_out(self, products: Sequence[Product]) -> list[OutputFile]:
+        """Puts weights into the files of the base, with which unchanged ones can share blocks."""
+        limit, stem = self._request.max_file_bytes, self._folders.consumer.stem
+        files = _find_files(self._base) if limit is None else {}
+        size_bytes = sum(product.spec.size_bytes for product in products)
+        # Files of unpacked or wider weights would be too large.
+        if size_bytes > _MOST_GROWTH * sum(self._base.entries[name].size_bytes for name in files):
+            return layout_hf_weights(products, limit or DEFAULT_MAX_FILE_BYTES, stem)
+        as_base = FileMap(self._base.opened.path, files)
+        groups, _ = distribute(products, as_base, is_wanted=lambda _: False, tied=())
+        names = name_shards(stem, "safetensors", len(groups))
+        return layout_hf_files([(n, g) for n, (_, g) in zip(names, groups, strict=True)], stem)
 
     def _note_outside(self, renaming: Renaming, shapes: Mapping[Fqn, Shape]) -> None:
         """Notes tensors of the checkpoint that the model of `--base` does not have."""
@@ -607,6 +619,18 @@ def _resize_config(
         " set to it"
     )
     return resize_vocabulary(config, old, new), [note]
+
+
+def _find_files(base: BaseSource) -> dict[Fqn, str]:
+    """Returns the files of the weights of a base; empty if they are not in safetensors."""
+    index = base.opened.index
+    records = {
+        name: index.records[int(entry.chunks.record[0])]
+        for name, entry in base.entries.items()
+        if len(entry.chunks)
+    }
+    files = {name: index.files[record.file].path for name, record in records.items()}
+    return files if all(path.endswith(".safetensors") for path in files.values()) else {}
 
 
 def _find_pairs(config: Mapping[str, Any] | None, tensors: Sequence[BaseTensor]) -> list[TiedPair]:

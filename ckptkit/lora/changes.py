@@ -27,7 +27,6 @@ from ckptkit.core.model_configs import list_model_types
 from ckptkit.lora.config import NORM_OF_UNMERGED, parse_version
 from ckptkit.lora.dialects import is_vocabulary
 from ckptkit.options import (
-    DEFAULT_MAX_FILE_BYTES,
     GenerationChoice,
     NotFinite,
     TokenizerOrigin,
@@ -130,7 +129,7 @@ NormOf = Literal["base", "running"]
 
 class MergeRequest(Struct, frozen=True, kw_only=True):
     dtype: MergeDType = "keep"
-    max_file_bytes: int = DEFAULT_MAX_FILE_BYTES
+    max_file_bytes: int | None = None  # None for the files of the base
     match_peft: bool = False  # round where `merge_and_unload` rounds, instead of once
     qlora_base: QloraBase | None = None
     double_quant: bool | None = None  # for weights without a quantization state
@@ -148,7 +147,8 @@ class MergeRequest(Struct, frozen=True, kw_only=True):
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> Self:
         """Reads the options of a merge as a user passes them; ignores all others."""
-        limit = parse_file_limit(options.get("max_shard_size"), like=None)
+        size = options.get("max_shard_size")
+        limit = None if size is None else parse_file_limit(size, like=None)
         values = {name: options[name] for name in cls.__struct_fields__ if name in options}
         return cls(**values, max_file_bytes=limit)
 

@@ -259,7 +259,10 @@ def _conversion_page(output: Output, manifest: Manifest, out: str, seconds: floa
         " them; a base of Megatron needs one.",
     ),
     *options.ADAPTER_HINTS,
-    options.MAX_SHARD_SIZE,
+    replace(
+        options.MAX_SHARD_SIZE,
+        help="Start a new weight file at this size.  [default: the files of the base, or 5GB]",
+    ),
     options.ALLOW_CODE,
     options.GENERATION_CONFIG,
     options.TOKENIZER_FROM,

@@ -351,6 +351,36 @@ def test_sixteen_bits_are_rounded_once_or_where_peft_rounds(tmp_path: Path) -> N
     assert tensors_in(tmp_path / "once")[name].equal(exact.bfloat16())
 
 
+@pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}, {"max_shard_size": "1GB"}])
+def test_weights_stay_in_the_files_that_the_base_has(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    trained = _trained(_llama, _LINEAR, tmp_path)
+    (trained.base / "model.safetensors").unlink()
+    trained.untrained.save_pretrained(trained.base, max_shard_size="4KB")
+    ckptkit.merge_adapter(trained.adapter, tmp_path / "out", base=trained.base, **options)
+    held = {
+        folder: {file.name: {*load_file(file)} for file in folder.glob("*.safetensors")}
+        for folder in (trained.base, tmp_path / "out")
+    }
+    assert len(held[trained.base]) > 2
+    is_one = "max_shard_size" in options
+    assert (
+        len(held[tmp_path / "out"]) == 1 if is_one else held[tmp_path / "out"] == held[trained.base]
+    )
+    assert type(trained.untrained).from_pretrained(tmp_path / "out") is not None
+
+
+def test_files_of_a_base_are_not_kept_where_weights_become_wider(tmp_path: Path) -> None:
+    trained = _trained(_llama, _LINEAR, tmp_path, dtype=torch.bfloat16)
+    (trained.base / "model.safetensors").unlink()
+    trained.untrained.save_pretrained(trained.base, max_shard_size="4KB")
+    ckptkit.merge_adapter(
+        trained.adapter, tmp_path / "out", base=trained.base, dtype="float32", cast_all=True
+    )
+    assert [path.name for path in (tmp_path / "out").glob("*.safetensors")] == ["model.safetensors"]
+
+
 def test_a_head_that_the_base_lacks_is_written_and_named(tmp_path: Path) -> None:
     trained = _trained(
         lambda: _llama(kind="ForSequenceClassification"),
