@@ -524,7 +524,8 @@ def check_choice(option: str, value: str, choices: tuple[str, ...]) -> None:
     if option == "--to" and value.lower() == GGUF:
         refuse_gguf("SRC", "OUT")
     if value not in choices:
-        *others, last = get_close_matches(value, choices, n=1, cutoff=_ALIKE) or choices
+        begun = [choice for choice in choices if value and choice.startswith(value)]
+        *others, last = begun or get_close_matches(value, choices, n=1, cutoff=_ALIKE) or choices
         named = f"{', '.join(others)} or {last}" if others else last
         raise UsageError(
             f"{value!r} is not among {', '.join(choices)}",

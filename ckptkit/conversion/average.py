@@ -246,6 +246,7 @@ class AverageJob(ConversionJob, frozen=True):
     sources: tuple[PathLike, ...] = ()  # all of them, the oldest first
     weighting: Weighting = Weighting()
     take_last: tuple[str, ...] = ()  # patterns of tensors that the last source gives as they are
+    passed: tuple[str, ...] = ()  # notes on newer steps that are no sources
 
     @classmethod
     def of(
@@ -258,6 +259,7 @@ class AverageJob(ConversionJob, frozen=True):
         take_last: Sequence[str] = (),
     ) -> AverageJob:
         """Makes the job of an average."""
+        passed: tuple[str, ...] = ()
         if last is not None:
             if len(sources) != 1:
                 raise UsageError(
@@ -265,12 +267,16 @@ class AverageJob(ConversionJob, frozen=True):
                     where=f"--last {last}",
                     hint="name one run, or leave --last out",
                 )
-            sources = find_last_steps(place_of(sources[0]), last)
+            sources, passed = find_last_steps(place_of(sources[0]), last)
         weighting.check_count(len(sources))
         values = {name: getattr(job, name) for name in ConversionJob.__struct_fields__}
         values |= {"src": sources[-1], "advice": AVERAGE}
         return cls(
-            **values, sources=tuple(sources), weighting=weighting, take_last=tuple(take_last)
+            **values,
+            sources=tuple(sources),
+            weighting=weighting,
+            take_last=tuple(take_last),
+            passed=passed,
         )
 
     def check_places(self) -> None:
@@ -304,8 +310,8 @@ class AverageJob(ConversionJob, frozen=True):
             yield _join_plans(self, plans, layout)
 
 
-def find_last_steps(run: Place, count: int) -> tuple[Place, ...]:
-    """Returns the newest complete steps of a run, the oldest of them first.
+def find_last_steps(run: Place, count: int) -> tuple[tuple[Place, ...], tuple[str, ...]]:
+    """Returns the newest complete steps of a run, the oldest first, and notes on those between.
 
     Steps that training went back from do not count.
     """
@@ -331,7 +337,13 @@ def find_last_steps(run: Place, count: int) -> tuple[Place, ...]:
             hint=(f"pass --last {len(steps)}; " if steps else "")
             + f"`ckptkit ls {shlex.quote(run.location)}` lists the steps, and what they lack",
         )
-    return tuple(run.beside(step.path) for step in steps[-count:])
+    taken = steps[-count:]
+    passed = [
+        f"{step.name} was passed over: {step.problem or 'training went back from it'}"
+        for step in listing.steps
+        if step.step > taken[0].step and step not in taken
+    ]
+    return tuple(run.beside(step.path) for step in taken), (*listing.notes, *passed)
 
 
 Tensors = Mapping[Fqn, Product]
@@ -380,7 +392,7 @@ def _join_plans(
     files = tuple(
         replace(file, segments=tuple(map(average, file.segments))) for file in layout.plan.files
     )
-    plan = replace(layout.plan, files=files)
+    plan = replace(layout.plan, files=files, notes=(*job.passed, *layout.plan.notes))
     sources = tuple(plan.checkpoint for plan in reversed(plans))
     settings = choose_settings(job.resources, plan, sources=sources, out=job.out)
     settings = replace(settings, check=job.request.check)

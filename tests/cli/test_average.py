@@ -236,6 +236,7 @@ def test_the_newest_complete_steps_of_a_run_are_taken(made: Path, tmp_path: Path
     assert result.returncode == 0, result.stderr
     listed = json.loads(result.stdout)["source"]["average"]
     assert [source["step"] for source in listed] == [100, 1000, 1500]
+    assert "checkpoint-2000 was passed over: 1 of 2 files are there" in result.stderr
     few = run("average", copy, tmp_path / "more", "--last", "9")
     assert few.returncode == 4
     assert "5 complete steps were found" in few.stderr

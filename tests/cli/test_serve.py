@@ -161,6 +161,7 @@ def test_an_adapter_is_served_merged(tmp_path: Path, has_base: bool) -> None:
         (["--access-key", "a/b", "--secret-key", "S"], 2, "'a/b' has characters that"),
         (["--qlora-base", "original"], 4, ""),
         (["--dtype", "int8"], 2, "'int8' is not among"),
+        (["--dtype", "fp8"], 2, "pass --dtype fp8-block or fp8-channel"),
         (["--follow"], 3, "is a step, where a run was expected"),
     ],
 )

@@ -371,20 +371,28 @@ def test_what_is_refused_is_read_although_the_word_of_the_source_is_taken(
     with reflink_mount("btrfs", tmp_path) as disk:
         shutil.copytree(saved, disk / "run")
         shard = shard_of(disk / "run")
-        data = shard.read_bytes()
-        shard.unlink()
-        shard.touch()
-        # Without checksums of btrfs, whose blocks go into no file that has them.
-        subprocess.run(["chattr", "+C", shard], check=True)  # noqa: S607
-        shard.write_bytes(data)
+        without_checksums(shard)
         assert (
             0 < share(disk / "run", disk / "out", proof="stored") < len(b"".join(expected.values()))
         )
         assert weights(disk / "out") == expected
-        flip_bit(shard, len(data) // 2)
+        flip_bit(shard, shard.stat().st_size // 2)
         with pytest.raises(ChecksumError, match="which was stored with it"):
             share(disk / "run", disk / "other", proof="stored")
         assert left_in(disk) == ["out", "run"]
+        for one in shard.parent.glob("*.distcp"):
+            without_checksums(one)
+        with pytest.raises(RefusedError, match=r"no blocks of '.*distcp', as of one without"):
+            share(disk / "run", disk / "other", share="always")
+
+
+def without_checksums(file: Path) -> None:
+    """Makes a file one whose blocks btrfs puts into no file that has checksums of its own."""
+    data = file.read_bytes()
+    file.unlink()
+    file.touch()
+    subprocess.run(["chattr", "+C", file], check=True)  # noqa: S607
+    file.write_bytes(data)
 
 
 def test_an_overlay_gives_the_same_bytes(

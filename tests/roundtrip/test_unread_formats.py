@@ -83,6 +83,12 @@ def test_a_newer_step_that_holds_it_alone_is_told(case: str, tmp_path: Path) -> 
     assert text in ckptkit.list_run(run).notes
     listed = run_command("ls", run)
     assert "step-20 was passed over" in listed.stdout
+    shutil.copytree(run / "step-3", run / "step-4")
+    averaged = run_command("average", run, tmp_path / "mean", "--last", "2", "--names", "live")
+    assert "warning: step-20 was passed over" in averaged.stderr
+    chosen = run_command("consolidate", run, tmp_path / "chosen", "--select", "step-20")
+    assert chosen.returncode == 3
+    assert f"step-20/{NAMES[case]}".replace("\\", "") in " ".join(chosen.stderr.split())
 
 
 def test_a_newer_step_that_is_a_file_is_told(tmp_path: Path) -> None:

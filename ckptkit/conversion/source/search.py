@@ -421,6 +421,11 @@ class Search:
             is_itself = posixpath.basename(select) == ITSELF
             if (is_itself and candidates) or (steps and find_step(select) == select):
                 home = posixpath.dirname(select)
+                folder = posixpath.join(base, select)
+                inside = [path for path in self.paths if _is_below(path, folder)]
+                unread = None if is_itself else find_unread(self.source, inside, folder)
+                if unread is not None:
+                    raise unread
                 itself = f"{home!r} itself" if home else "the folder itself"
                 text = f"no model in {itself}" if is_itself else f"no step {select!r}"
                 newest_first = sorted(all_steps, key=self._sort_key, reverse=True)

@@ -107,8 +107,10 @@ class StagedFiles(Sink):
                     raise
                 if error.errno == errno.EXDEV:
                     return "the source is on another file system, or mount, than the output"
-                kind = find_filesystem_type(self._work.path)
-                return f"the file system ({kind or 'unknown'}) does not share blocks between files"
+                named = f"the file system ({find_filesystem_type(self._work.path) or 'unknown'})"
+                if error.errno == errno.EINVAL:  # by ioctl_ficlonerange(2)
+                    return f"{named} shares no blocks of {path!r}, as of one without checksums"
+                return f"{named} does not share blocks between files"
             probe.unlink()
         return ""
 
