@@ -422,8 +422,8 @@ class Search:
             if (is_itself and candidates) or (steps and find_step(select) == select):
                 home = posixpath.dirname(select)
                 folder = posixpath.join(base, select)
-                inside = [path for path in self.paths if _is_below(path, folder)]
-                unread = None if is_itself else find_unread(self.source, inside, folder)
+                held = [path for path in self.paths if _is_below(path, folder)]
+                unread = None if is_itself else find_unread(self.source, held, folder)
                 if unread is not None:
                     raise unread
                 itself = f"{home!r} itself" if home else "the folder itself"
