@@ -289,8 +289,8 @@ def prepare_for_megatron(
             state = weight if kind == "param" else held[kind].get(name)
             if state is None:
                 raise RefusedError(
-                    f"parameter {quote(part.name)} has no state {kind!r}, and Megatron-Core loads"
-                    " one for each",
+                    f"parameter {quote(part.name)} has no state {kind!r}, as a frozen one, and"
+                    " Megatron-Core loads one for each",
                     where=place,
                     hint=hint,
                 )
@@ -510,7 +510,7 @@ def map_states(
         if lacking:
             raise RefusedError(
                 f"{quote(lacking[0])}, a part of {quote(stacked(lacking[0]))}, has no state"
-                f" {kind!r}, and other parts have one",
+                f" {kind!r}, as a frozen one, and other parts have one",
                 where=f"optimizer of {where}",
                 hint=_HINT,
             )
