@@ -347,6 +347,16 @@ def find_stored(index: TensorIndex, key: Key, span: Span) -> Iterator[tuple[Key,
         yield from find_stored(index, demand.key, demand.place)
 
 
+def list_stored(index: TensorIndex, key: Key) -> Iterator[Key]:
+    """Yields the stored tensors that a tensor is made of; itself where it is one."""
+    derivation = index.tensors[key].derivation
+    if derivation is None:
+        yield key
+        return
+    for _, source in derivation.reads:
+        yield from list_stored(index, source)
+
+
 def ranges_of(
     index: TensorIndex,
     lookup: ChunkLookup,

@@ -24,6 +24,7 @@ from types import TracebackType
 from typing import Any, Self, SupportsIndex, Unpack, cast, get_args
 
 import torch
+import torch.distributed as dist
 
 from ckptkit.core.arguments import check_names
 from ckptkit.core.errors import CkptkitError, SaveError, UsageError
@@ -355,6 +356,7 @@ class Checkpointer:
         step: int | None = None,
         folder: str | PathLike[str] | None = None,
         missing_groups: MissingGroups | None = None,
+        group: dist.ProcessGroup | None = None,
     ) -> int | None:
         """Loads the newest complete step of the run into the state, in place.
 
@@ -369,6 +371,8 @@ class Checkpointer:
                 the model is loaded alone, as `load_into` does it.
             missing_groups: What to do if the step has parameter groups that an optimizer does not
                 have: "error", or "drop" to leave their state out; None for what `Options` says.
+            group: Ranks of which one reads what several of them hold alike, such as those of the
+                replicate dimension of HSDP, and sends it to the others. None issues no collective.
 
         Returns:
             The step that was loaded, None if the run has none, 0 if `folder` does not name one.
@@ -398,10 +402,14 @@ class Checkpointer:
                     if is_url(folder)
                     else local_path(folder).absolute()
                 )
-                loaded_step = resume_from(bound, place, peers, timeout_seconds=timeout)
+                loaded_step = resume_from(bound, place, peers, timeout_seconds=timeout, group=group)
             else:
                 loaded_step = resume(
-                    bound, run.place, peers, timeout_seconds=timeout, step=step, prefix=run.prefix
+                    *(bound, run.place, peers),
+                    timeout_seconds=timeout,
+                    step=step,
+                    prefix=run.prefix,
+                    group=group,
                 )
             self._binding.forget()  # parameters may have left the meta device
             return loaded_step

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from msgspec import Struct
 from msgspec.structs import replace
 from numpy.typing import NDArray
@@ -57,6 +58,7 @@ from ckptkit.engine.box_reads import (
     read_spans,
 )
 from ckptkit.engine.checksum_tracker import NumberedRecord
+from ckptkit.engine.locate import list_stored
 from ckptkit.engine.outcome import BytesWritten, Listener, Started, ignore
 from ckptkit.engine.progress import report_to
 from ckptkit.engine.reader import BoxMemory, ChunkRead, Origin
@@ -66,6 +68,7 @@ from ckptkit.plan.selection import select_model
 from ckptkit.storage.local.control_groups import available_bytes
 from ckptkit.storage.places import is_url, place_of
 from ckptkit.training.environment import ranks_of_this_machine
+from ckptkit.training.load.group_reads import GroupReads, agreeing
 from ckptkit.training.load.load_pieces import (
     MOST_PARTS,
     DeviceMemory,
@@ -88,6 +91,7 @@ from ckptkit.training.load.tensor_sources import (
 )
 from ckptkit.training.state.memory_changes import announce_changes, count_changes
 from ckptkit.training.state.models import check_modes, plain_torch
+from ckptkit.training.state.pieces import Piece
 from ckptkit.training.state.quant_states import (
     StoredScale,
     is_made_anew,
@@ -111,6 +115,7 @@ def load_into(
     map: str | PathLike[str] | None = None,  # noqa: A002  as the option of the commands
     strict: bool = True,
     select: str | None = None,
+    group: dist.ProcessGroup | None = None,
     listener: Listener | None = None,
     progress: bool = False,
 ) -> LoadResult:
@@ -132,6 +137,9 @@ def load_into(
             for the one that fits, if names need one.
         strict: Whether to refuse tensors that only the model has, or only the checkpoint.
         select: Which of several checkpoints or models to take, as `--select`.
+        group: Ranks that load at the same time, such as those of the replicate dimension of HSDP:
+            what several of them hold alike, one reads and sends to the others. All of them have to
+            call it. None issues no collective.
         listener: Receives progress events of this rank, from several threads.
         progress: Whether rank 0 shows its progress, see `ckptkit.api.Options`.
 
@@ -146,11 +154,14 @@ def load_into(
     """
     with plain_torch() as unsuited:
         check_modes(unsuited, "load_into")
-        with ModelLoad(model, source, dtype=dtype, name_map=map, select=select) as pending:
-            pending.check(strict=strict)
+        with ExitStack() as stack:
+            with agreeing(group):
+                load = ModelLoad(model, source, dtype=dtype, name_map=map, select=select)
+                pending = stack.enter_context(load)
+                pending.check(strict=strict)
             shows = progress and pending.is_first_rank
             with report_to("load_into", {"listener": listener, "progress": shows}) as listen:
-                result = pending.fill(listener=listen)
+                result = pending.fill(listener=listen, group=group)
     if result.unproven and pending.is_first_rank:
         logger.warning(
             "%s: checksums of %s were not compared, since each rank reads a part of their records;"
@@ -172,7 +183,7 @@ class LoadResult(Struct, frozen=True):
         left_alone: Tensors of the model that such a checkpoint does not hold, as those of an
             adapter where it is a base model, and extra states of modules; they are unchanged.
         bytes_read: By this rank, from files of tensors.
-        bytes_shared: Taken from other ranks of the node, which have read them from the URL.
+        bytes_shared: Taken from other ranks, of the node for a URL, or of the group.
         bytes_needed: What this rank holds of the tensors, in the element types of the files.
         unverified: Tensors with bytes for which the checkpoint has no checksum.
         unproven: Tensors with bytes whose checksum is that of more than this rank has read.
@@ -298,22 +309,33 @@ class ModelLoad(Closing):
                 " quantization_config of the checkpoint",
             )
 
-    def fill(self, optimizers: Sequence[Optimizer] = (), listener: Listener = ignore) -> LoadResult:
+    def fill(
+        self,
+        optimizers: Sequence[Optimizer] = (),
+        listener: Listener = ignore,
+        group: dist.ProcessGroup | None = None,
+    ) -> LoadResult:
         """Reads what this rank needs, and says how far it came if that fails."""
         checkpoint, sources = self._checkpoint, self._sources
         announce_changes(self._live.module)
-        self._live.materialise(self._dtype, self.unfilled, optimizers)
+        with agreeing(group):
+            self._live.materialise(self._dtype, self.unfilled, optimizers)
         files, self._listener = SharedSource(checkpoint.source, self._node), listener
-        chunks, spans = self._plan(self._wanted_of_all())
+        filled = [tensor for tensor in self._live.tensors if tensor.name in sources.parts]
+        pieces = [piece for tensor in filled for piece in tensor.pieces]
+        texts = [(self._describe(t), p) for t in filled for p in t.pieces]
+        shared = GroupReads([(f"{text} {p.places}", p.local) for text, p in texts], group)
+        own = {id(p) for p, is_own in zip(pieces, shared.is_own, strict=True) if is_own}
+        chunks, spans = self._plan(self._wanted_of_all(own))
         # Digests of whole tensors, without a CRC-32, would have each rank read all of them.
         records = checkpoint.index.records
         index = replace(checkpoint.index, records=records.with_sums(records.crc32, {}))
         origins = [Origin("source", files, index, most_pieces=MOST_PARTS) for _ in range(2)]
-        filled = [tensor for tensor in self._live.tensors if tensor.name in sources.parts]
-        pieces = [piece for tensor in filled for piece in tensor.pieces]
         try:
-            files.announce(checkpoint.index, chunks, spans)
-            read_bytes = self._read(origins, chunks, spans)
+            with agreeing(group):
+                files.announce(checkpoint.index, chunks, spans)
+                read_bytes = self._read(origins, chunks, spans)
+            sent_bytes = shared.exchange()
             read_bytes += self._read(origins, *self._plan(self._wanted_again()))
             self._refuse_collisions()
             read_bytes += sum(map(self._prove, origins))
@@ -344,7 +366,7 @@ class ModelLoad(Closing):
             unexpected_keys=sources.unexpected,
             left_alone=(*sources.left_alone, *self._live.extra),
             bytes_read=read_bytes - files.bytes_shared,
-            bytes_shared=files.bytes_shared,
+            bytes_shared=files.bytes_shared + sent_bytes,
             bytes_needed=self._needed_bytes,
             unverified=tuple(name for name in unverified if name not in proven),
             unproven=self._names_in({number for number, _ in self.partial}),
@@ -393,15 +415,31 @@ class ModelLoad(Closing):
         self._kept += memories  # so that their identities are not used again
         return chunks, spans
 
-    def _wanted_of_all(self) -> Iterator[tuple[Fqn, WantedBox]]:
-        """Yields the parts of live tensors that are on this rank, as boxes of stored tensors."""
+    def _describe(self, tensor: LiveTensor) -> str:
+        """Returns what a tensor is filled from: of equal texts, its elements are equal."""
+        index = self._checkpoint.index
+        parts = []
+        for part in self._sources.parts[tensor.name]:
+            entry = best_entry(index, self._stored[part.name], tensor.dtype)
+            stored = (index.tensors[key].chunks.record for key in list_stored(index, entry.key))
+            files = {index.files[int(index.records.file[n])] for records in stored for n in records}
+            parts.append((part, entry.key, sorted((file.path, file.identity) for file in files)))
+        return repr((tensor.dtype.name, parts))
+
+    def _wanted_of_all(self, own: Collection[int]) -> Iterator[tuple[Fqn, WantedBox]]:
+        """Yields the parts of live tensors that are on this rank, as boxes of stored tensors.
+
+        `own`: the identities of the pieces that it reads itself.
+        """
         for tensor in self._live.tensors:
-            for place, elements in _places(tensor):
-                parts = self._sources.parts.get(tensor.name, ())
-                memory = memory_of(elements)
-                for count, wanted in self._wanted(tensor, parts, place, memory):
-                    self._needed_bytes += count * wanted[0].stored_dtype.itemsize
-                    yield tensor.name, wanted
+            parts = self._sources.parts.get(tensor.name, ())
+            for piece in tensor.pieces:
+                for place, elements in _places_of(piece):
+                    memory = memory_of(elements)
+                    for count, wanted in self._wanted(tensor, parts, place, memory):
+                        self._needed_bytes += count * wanted[0].stored_dtype.itemsize
+                        if id(piece) in own:
+                            yield tensor.name, wanted
 
     def _wanted_again(self) -> Iterator[tuple[Fqn, WantedBox]]:
         """Yields what is read to be compared with what is there.
@@ -593,8 +631,12 @@ def _whole_bytes(tensor: LiveTensor) -> memoryview | None:
 def _places(tensor: LiveTensor) -> Iterator[tuple[Box, torch.Tensor]]:
     """Yields where the parts of a tensor are that are on this rank, with their elements."""
     for piece in tensor.pieces:
-        for place, elements in piece.boxes() if piece.elements else ():
-            yield place, elements.detach().view(place.sizes)
+        yield from _places_of(piece)
+
+
+def _places_of(piece: Piece) -> Iterator[tuple[Box, torch.Tensor]]:
+    for place, elements in piece.boxes() if piece.elements else ():
+        yield place, elements.detach().view(place.sizes)
 
 
 def _may_overlap(tensor: torch.Tensor) -> bool:

@@ -36,9 +36,10 @@ from msgspec import Struct
 
 from ckptkit.core.crc import crc32
 from ckptkit.core.geometry import widen
-from ckptkit.core.index import FileRange, FileRef, Key, TensorIndex
+from ckptkit.core.index import FileRange, FileRef, TensorIndex
 from ckptkit.core.text import Closing
 from ckptkit.engine.box_reads import SpanRead
+from ckptkit.engine.locate import list_stored
 from ckptkit.engine.reader import SHORT_REMOTE_RUN_BYTES, ChunkRead
 from ckptkit.storage.base import Source
 
@@ -640,7 +641,7 @@ def _list_wants(
                 box = widen(box, overlap.chunk, short)  # what is read, as `TensorReader` does it
             parts[read.record].append(f"{read.entry.key!r} {read.row} {box}")
     for span in spans:
-        for key in _stored_keys(index, span.entry.key):
+        for key in list_stored(index, span.entry.key):
             for record in set(index.tensors[key].chunks.record.tolist()):
                 parts[record].append(f"{span.entry.key!r} {span.box}")
     wants: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
@@ -650,12 +651,3 @@ def _list_wants(
         digest = int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
         wants[file.path].append((record.start, record.stop, digest))
     return {path: sorted(records) for path, records in wants.items()}
-
-
-def _stored_keys(index: TensorIndex, key: Key) -> Iterator[Key]:
-    derivation = index.tensors[key].derivation
-    if derivation is None:
-        yield key
-        return
-    for _, source in derivation.reads:
-        yield from _stored_keys(index, source)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from msgspec import Struct
 
 from ckptkit.core.errors import (
@@ -42,6 +43,7 @@ from ckptkit.formats.discovery import parse_step
 from ckptkit.runs.marks import STEP_PREFIXES, step_folders
 from ckptkit.storage.places import Place
 from ckptkit.training.agree.peers import Peers, check_same_place, place_facts
+from ckptkit.training.load.group_reads import GroupReads, agreeing
 from ckptkit.training.load.load_into import ModelLoad
 from ckptkit.training.load.load_pieces import (
     FillReport,
@@ -69,6 +71,7 @@ from ckptkit.training.run_folders import saved_steps
 from ckptkit.training.state.collect import BoundModel, BoundOptimizer, BoundState, bind
 from ckptkit.training.state.dtensors import Copies
 from ckptkit.training.state.fsdp import cast_buffers
+from ckptkit.training.state.memory_changes import count_changes
 from ckptkit.training.state.models import ModelView, ModelWalk
 from ckptkit.training.state.pieces import Entry, Piece, ShardLayout
 from ckptkit.training.state.quant_states import (
@@ -108,6 +111,7 @@ def resume(
     timeout_seconds: float,
     step: int | None = None,
     prefix: str = STEP_PREFIXES[0],
+    group: dist.ProcessGroup | None = None,
 ) -> int | None:
     """Loads the newest complete step of a run in place, on all ranks.
 
@@ -124,7 +128,7 @@ def resume(
         lambda requests: _steps_to_try(requests, run, prefix),
         timeout_seconds=timeout_seconds,
     )
-    attempt = _Attempt(bound, peers, timeout_seconds)
+    attempt = _Attempt(bound, peers, timeout_seconds, group)
     for entry in steps:
         problem = entry["problem"] or attempt.load_from(run, entry["folder"], entry["step"])
         if problem is None:
@@ -161,7 +165,12 @@ def decline(peers: Peers, error: Exception, *, timeout_seconds: float) -> None:
 
 
 def resume_from(
-    bound: BoundState, folder: Path | Place, peers: Peers, *, timeout_seconds: float
+    bound: BoundState,
+    folder: Path | Place,
+    peers: Peers,
+    *,
+    timeout_seconds: float,
+    group: dist.ProcessGroup | None = None,
 ) -> int:
     """Loads one given directory in place, on all ranks; it may have been written by other tools.
 
@@ -174,7 +183,7 @@ def resume_from(
         lambda requests: _step_in(folder, requests, bound),
         timeout_seconds=timeout_seconds,
     )
-    attempt = _Attempt(bound, peers, timeout_seconds)
+    attempt = _Attempt(bound, peers, timeout_seconds, group)
     if found["is_other"]:
         return attempt.fill_model(folder) or found["step"]
     problem = attempt.load(folder, found["step"])
@@ -275,6 +284,7 @@ class _Attempt(Struct, frozen=True):
     bound: BoundState
     peers: Peers
     timeout_seconds: float
+    group: dist.ProcessGroup | None = None  # of ranks that read for each other
 
     def load_from(self, run: Path | Place, name: str, step: int) -> InputError | None:
         """Does what `load` does with a step of a run, if need be without the nodes' own copies."""
@@ -302,7 +312,7 @@ class _Attempt(Struct, frozen=True):
             # Fill: each rank reads its parts of tensors, and rank 0 proves what none read whole.
             filled, problem = self._together(
                 "what was loaded of a step",
-                lambda: opening.fill(pieces),
+                lambda: opening.fill(pieces, self.group),
                 lambda filled: {
                     "partial": self._pack({unit: r.partial for unit, r in filled[0].items()}),
                     "untied": filled[1],
@@ -349,7 +359,7 @@ class _Attempt(Struct, frozen=True):
                 raise problem
             result, problem = self._together(
                 "whether the model was filled",
-                lambda: load.fill([entry.optimizer for entry in bound.optimizers]),
+                lambda: load.fill([o.optimizer for o in bound.optimizers], group=self.group),
                 lambda _: {"partial": self._pack({_WHOLE: load.partial})},
                 lambda values: _unproven(load, values),
             )
@@ -597,11 +607,23 @@ class StepLoader(Closing):
             match_entries(stored.index(unit), of_unit)
         return pieces, changes
 
-    def fill(self, pieces: Mapping[str, Sequence[Piece]]) -> tuple[dict[str, FillReport], Untied]:
-        reports = {
-            unit: load_pieces(self.stored.index(unit), self.stored.source, of_unit)
-            for unit, of_unit in pieces.items()
-        }
+    def fill(
+        self, pieces: Mapping[str, Sequence[Piece]], group: dist.ProcessGroup | None = None
+    ) -> tuple[dict[str, FillReport], Untied]:
+        own, reports = defaultdict(list), dict[str, FillReport]()
+        wanted = [piece for of_unit in pieces.values() for piece in of_unit]
+        folder = str(self._folder)
+        texts = [f"{folder} {p.unit} {p.key} {p.places} {p.local.dtype}" for p in wanted]
+        locals_ = [piece.local for piece in wanted]
+        shared = GroupReads(list(zip(texts, locals_, strict=True)), group)
+        for piece, is_own in zip(wanted, shared.is_own, strict=True):
+            if is_own:
+                own[piece.unit].append(piece)
+        with agreeing(group):
+            for unit in pieces:
+                reports[unit] = load_pieces(self.stored.index(unit), self.stored.source, own[unit])
+        shared.exchange()
+        count_changes(locals_)
         # What the model holds as one tensor and the step as several, as far as it was read.
         differing: Untied = {}
         starts = {unit: len(m.path) for m in self.bound.models for unit in m.places.units}
