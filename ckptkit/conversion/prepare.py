@@ -478,7 +478,7 @@ def _open_unpacked(
     entries = filling.opened.index.of_part("model")
     if request.names != "live" and any(entry.dtype.itemsize == 1 for entry in entries):
         config = read_config_in(path, option)
-        filling.opened = unpack_checkpoint(filling.opened, config, request.element_type)[0]
+        filling.opened = unpack_checkpoint(filling.opened, config, request.element_type).checkpoint
     return filling
 
 
@@ -494,9 +494,10 @@ def _settle_packing(draft: _Draft, side: Sequence[SideFile]) -> Mapping[str, Any
     if draft.request.names == "live":
         return config
     asked = draft.request.element_type
-    draft.checkpoint, config, notes = unpack_checkpoint(draft.checkpoint, config, asked)
-    draft.notes += notes
-    return config
+    unpacked = unpack_checkpoint(draft.checkpoint, config, asked)
+    draft.checkpoint = unpacked.checkpoint
+    draft.notes += unpacked.notes
+    return unpacked.config
 
 
 def _convert_names(draft: _Draft, config: Mapping[str, Any] | None) -> None:

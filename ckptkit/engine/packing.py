@@ -6,6 +6,7 @@ whole rows. What forms there are is said by `ckptkit.plan.packed_forms`.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -20,7 +21,7 @@ from ckptkit.core.errors import RefusedError
 from ckptkit.core.geometry import cut_span
 from ckptkit.core.index import Span
 from ckptkit.engine.kernels import ConstantKernel
-from ckptkit.engine.packed_numbers import Floats
+from ckptkit.engine.packed_numbers import Floats, make_table
 from ckptkit.plan.packed_forms import Number, PackedForm
 from ckptkit.plan.plan import Demand, Kernel, Reading, TensorSpec
 
@@ -42,6 +43,26 @@ _EPSILON = np.float32(2**-7)  # of bfloat16: the scale of a block of zeros in co
 _HELD = 8  # numbers of four bits in a word
 
 
+class PackingLoss:
+    """How far the numbers of a packed weight are from those that were packed; threads add to it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._largest = self._distance = 0.0
+
+    def add(self, given: Floats, restored: Floats) -> None:
+        largest = float(np.abs(given).max(initial=0))
+        distance = float(np.abs(restored - given).max(initial=0))
+        with self._lock:
+            self._largest = max(self._largest, largest)
+            self._distance = max(self._distance, distance)
+
+    @property
+    def relative(self) -> float:
+        """The largest difference, divided by the largest magnitude that was packed."""
+        return self._distance / self._largest if self._largest else self._distance
+
+
 class PackingKernel(Kernel, Struct, frozen=True):
     """Makes the numbers of a weight, its scales, or the one scale of all of it."""
 
@@ -50,6 +71,7 @@ class PackingKernel(Kernel, Struct, frozen=True):
     body: Kernel  # of the weight
     part: Part
     total: float | None = None  # the one scale, once it was computed
+    loss: PackingLoss | None = None  # what is measured of the numbers as they are packed
 
     @property
     def is_ready(self) -> bool:
@@ -113,7 +135,11 @@ class PackingKernel(Kernel, Struct, frozen=True):
         if self.part == "scales":
             first, made = rows.start // high * out.shape[1], scales.astype(numpy_dtype(out.dtype))
         else:
+            given = None if self.loss is None else values.copy()
             first, made = rows.start * out.shape[1], self._find_numbers(values, factors)
+            if self.loss is not None and given is not None:
+                whole = scales if self.form.scale == "float32" else factors
+                self.loss.add(given, self._restore(made, whole))
         target[...] = made.reshape(-1)[block.start - first : block.stop - first]
 
     def _read(self, rows: Span, inputs: Sequence[NDArray[Any]]) -> Floats:
@@ -188,6 +214,20 @@ class PackingKernel(Kernel, Struct, frozen=True):
         held = np.zeros((len(whole), -(-whole.shape[1] // _HELD) * _HELD), np.uint8)
         held[:, : whole.shape[1]] = whole.view(np.uint8)
         return _join_pairs(held).view("<i4")
+
+    def _restore(self, numbers: NDArray[Any], factors: Floats) -> Floats:
+        """Returns what packed numbers stand for."""
+        number = "uint4" if self.form.number == "int4" else self.form.number
+        table, rows = make_table(number), len(numbers)
+        values = table[numbers.view(np.uint8)].reshape(rows, -1)
+        if self.form.number == "int4":
+            values += np.float32(_LIMITS["int4"][0])
+        high, wide = self.form.blocks
+        spread = np.repeat(factors, high, axis=0)[:rows]
+        if wide:
+            spread = np.repeat(spread, wide, axis=1)[:, : self.weight.shape[1]]
+        made: Floats = values[:, : self.weight.shape[1]] * spread
+        return made
 
 
 def _join_pairs(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
