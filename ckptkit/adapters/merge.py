@@ -76,7 +76,7 @@ from ckptkit.core.index import Fqn, Shape, Span, TensorEntry
 from ckptkit.core.manifest import LEAF_BYTES, MANIFEST_NAME, Manifest
 from ckptkit.core.text import Aside, counted, list_first
 from ckptkit.engine.kernels import CastOperand, OperandKernel, StoredOperand, recast
-from ckptkit.engine.outcome import Digests, Listener, ignore
+from ckptkit.engine.outcome import Digests, Listener, Planned, ignore
 from ckptkit.engine.packing import PackingLoss
 from ckptkit.engine.reader import Origin
 from ckptkit.engine.segment_reader import Inputs
@@ -239,27 +239,25 @@ def run_merge(job: MergeJob, listener: Listener = ignore) -> MergedModel:
     job.check_places()
     target = open_target(job.destination, overwrite=job.overwrite)
     with SingleProcess(target, listener) as strategy, job.plan() as (planned, layers):
-        strategy.make_manifest = _describe
-        manifest = write_output(planned, strategy, listener)
-        notes = [*planned.plan.notes]
-        losses = manifest.source.get(_AGAIN) or {}
-        if losses:
+        measured: list[str] = []
+
+        def describe(planned: PlannedOutput, digests: Digests) -> Manifest:
+            """Returns the manifest, with what packing changed in weights that it packed again."""
+            losses = describe_losses(planned.plan)
+            if not losses:
+                return build_manifest(planned, digests)
             worst = max(losses, key=losses.__getitem__)
-            notes.append(
+            measured.append(
                 f"packing again changed numbers by up to {losses[worst]:.2g} of the largest number"
                 f" of their weight, most in {worst!r}"
             )
-        return MergedModel(manifest, layers, tuple(notes))
+            listener(Planned(tuple(measured)))
+            facts = {**planned.facts, "packed_again": losses}
+            return build_manifest(replace(planned, facts=facts), digests)
 
-
-_AGAIN = "packed_again"  # the key of the manifest's source
-
-
-def _describe(planned: PlannedOutput, digests: Digests) -> Manifest:
-    """Returns the manifest, with what packing changed in each weight that was packed again."""
-    losses = describe_losses(planned.plan)
-    facts = {**planned.facts, **({_AGAIN: losses} if losses else {})}
-    return build_manifest(replace(planned, facts=facts), digests)
+        strategy.make_manifest = describe
+        manifest = write_output(planned, strategy, listener)
+        return MergedModel(manifest, layers, (*planned.plan.notes, *measured))
 
 
 def list_adapters(options: Mapping[str, Any], resources: Resources) -> list[AdapterChoice]:

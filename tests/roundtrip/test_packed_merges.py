@@ -17,8 +17,11 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     FineGrainedFP8Config,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    PreTrainedModel,
 )
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
 
@@ -57,7 +60,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def save_adapter(model: LlamaForCausalLM, folder: Path, **options: Any) -> None:
+def save_adapter(model: PreTrainedModel, folder: Path, **options: Any) -> None:
     chosen = LoraConfig(r=4, lora_alpha=2, task_type="CAUSAL_LM", **options)
     wrapped = get_peft_model(copy.deepcopy(model), chosen)
     shake(wrapped)
@@ -213,9 +216,10 @@ def test_notes_say_what_was_rounded_twice_and_how_far_it_is(models: Path, tmp_pa
     assert "10 packed weights of the base left as stored, 4 weights packed again, which" in text
     assert "rounds a second time: 'model.layers.0.mlp.down_proj.weight'" in text
     assert "packing again changed numbers by up to 0.0" in text
-    notes = notes_of(
-        ckptkit.merge_adapter, models / "adapter", tmp_path / "wide", base=base, dtype="float32"
-    )
+    merge = ckptkit.merge_adapter, models / "adapter"
+    notes = notes_of(*merge, tmp_path / "again", base=base)
+    assert sum("changed numbers by up to" in note for note in notes) == 1
+    notes = notes_of(*merge, tmp_path / "wide", base=base, dtype="float32")
     assert "14 weights unpacked: fine-grained FP8" in notes
 
 
@@ -256,6 +260,103 @@ def test_scales_of_activations_stay(models: Path, tmp_path: Path) -> None:
     ckptkit.merge_adapter(models / "adapter", tmp_path / "out", base=base)
     found = load_file(tmp_path / "out" / "model.safetensors")
     assert set(found) == set(load_file(base / "model.safetensors"))
+
+
+def save_gpt_oss(folder: Path) -> PreTrainedModel:
+    """Writes a model with random MXFP4 experts, and returns the one that has them unpacked."""
+    config = GptOssConfig(
+        vocab_size=41,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=1,
+        layer_types=["full_attention"],
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_local_experts=3,
+        num_experts_per_tok=2,
+        rope_scaling=None,
+    )
+    model = GptOssForCausalLM(config).to(torch.bfloat16)
+    model.save_pretrained(folder)
+    tensors: Tensors = {}
+    for name, value in load_file(folder / "model.safetensors").items():
+        if not name.endswith(("gate_up_proj", "down_proj")):
+            tensors[name] = value
+            continue
+        experts, columns, rows = value.shape
+        blocks = torch.randint(0, 256, (experts, rows, columns // 32, 16), dtype=torch.uint8)
+        tensors[f"{name}_blocks"] = blocks
+        tensors[f"{name}_scales"] = torch.randint(100, 140, blocks.shape[:3], dtype=torch.uint8)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config.quantization_config = {"quant_method": "mxfp4"}
+    config.save_pretrained(folder)
+    return model
+
+
+def test_experts_of_gpt_oss_stay_and_are_not_packed_again(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = save_gpt_oss(tmp_path / "base")
+    save_adapter(model, tmp_path / "attention", target_modules=["q_proj"])
+    ckptkit.merge_adapter(tmp_path / "attention", tmp_path / "out", base=tmp_path / "base")
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    base = load_file(tmp_path / "base" / "model.safetensors")
+    changed = {name for name, value in found.items() if not torch.equal(value, base[name])}
+    assert changed == {Q_PROJ}
+    assert found.keys() == base.keys()
+    assert quantization_of(tmp_path / "out") == {"quant_method": "mxfp4"}
+    parameters = ["mlp.experts.down_proj"]
+    save_adapter(model, tmp_path / "experts", target_parameters=parameters, target_modules=[])
+    said = refusal(tmp_path / "experts", tmp_path / "base", tmp_path / "no")
+    assert "down_proj' cannot be packed as it is there (MXFP4)" in said
+    ckptkit.merge_adapter(
+        tmp_path / "experts", tmp_path / "wide", base=tmp_path / "base", dtype="bfloat16"
+    )
+    ckptkit.consolidate(tmp_path / "base", tmp_path / "unpacked", dtype="bfloat16")
+    ckptkit.merge_adapter(tmp_path / "experts", tmp_path / "two", base=tmp_path / "unpacked")
+    assert_same_bits(
+        load_file(tmp_path / "wide" / "model.safetensors"),
+        load_file(tmp_path / "two" / "model.safetensors"),
+    )
+
+
+def test_a_checkpoint_that_holds_its_packed_base_is_merged_unpacked(
+    models: Path, tmp_path: Path
+) -> None:
+    folder, packed = tmp_path / "step", load_file(models / "fp8-block" / "model.safetensors")
+    shutil.copytree(models / "adapter", folder)
+    held = load_file(folder / "adapter_model.safetensors")
+    (folder / "adapter_model.safetensors").unlink()
+    live = {name.replace(".weight", ".default.weight"): value for name, value in held.items()}
+    for name, value in packed.items():
+        wrapped = name.replace("_proj.weight", "_proj.base_layer.weight")
+        live[f"base_model.model.{wrapped if is_touched(name) else name}"] = value
+    save_file(live, folder / "model.safetensors")
+    shutil.copy(models / "fp8-block" / "config.json", folder)
+    ckptkit.merge_adapter(folder, tmp_path / "out", dtype="bfloat16")
+    ckptkit.merge_adapter(
+        models / "adapter", tmp_path / "expected", base=models / "fp8-block", dtype="bfloat16"
+    )
+    assert_same_bits(
+        load_file(tmp_path / "out" / "model.safetensors"),
+        load_file(tmp_path / "expected" / "model.safetensors"),
+    )
+    with pytest.raises(CkptkitError) as caught:
+        ckptkit.merge_adapter(folder, tmp_path / "no")
+    assert "is written under another name" in str(caught.value)
+    assert "pass --dtype bfloat16" in caught.value.hint
+
+
+def test_an_adapter_of_a_packed_base_is_merged_into_it_alone(models: Path, tmp_path: Path) -> None:
+    """The record of an extracted adapter says that its base was packed in FP8."""
+    folder = tmp_path / "step"
+    shutil.copytree(models / "adapter", folder)
+    shutil.copy(models / "fp8-block" / "config.json", folder)
+    ckptkit.extract_adapter(folder, tmp_path / "extracted")
+    assert "fp8" in (tmp_path / "extracted" / "ckptkit.json").read_text()
+    ckptkit.merge_adapter(tmp_path / "extracted", tmp_path / "out", base=models / "fp8-block")
+    said = refusal(tmp_path / "extracted", models / "plain", tmp_path / "no")
+    assert "trained on packed weights (fp8)" in said
 
 
 # --- what is refused ---
