@@ -56,7 +56,7 @@ from ckptkit.consumers.side_files import sum_bytes_by_dtype, update_config
 from ckptkit.conversion.compare_names import LIVE_NAMES, Comparison, Subject, plan_comparison
 from ckptkit.conversion.names_on_disk import join_sources
 from ckptkit.conversion.naming_program import NamingProgram
-from ckptkit.conversion.packing import describe_losses, pack_again
+from ckptkit.conversion.packing import describe_losses, pack_as
 from ckptkit.conversion.source.adapters import read_record_of_base
 from ckptkit.conversion.source.paths import find_model, is_folder, resolve_path
 from ckptkit.conversion.source.side_folders import SideChoice, SideFolders, find_component
@@ -628,7 +628,7 @@ class _Planning:
                 made += [_copy(entry, origin.name) for entry in one.group.entries]
             else:
                 again.append(name)
-                made += pack_again(product, one, PackingLoss(), where=where, hint=hint)
+                made += pack_as(one, product, where, hint, PackingLoss())
         made += [_copy(entry, origin.name) for entry in base.unpacked.unused]
         note = f"{counted(len(stored) - len(again), 'packed weight')} of the base left as stored"
         if again:

@@ -83,8 +83,8 @@ def pack_products(
     return Packed(made, {**config, "quantization_config": form.make_config(kept)}, notes)
 
 
-def pack_again(
-    product: Product, stored: StoredForm, loss: PackingLoss, *, where: str, hint: str
+def pack_as(
+    stored: StoredForm, product: Product, where: str, hint: str, loss: PackingLoss | None = None
 ) -> list[Product]:
     """Returns the tensors that a weight is packed in, as another model has it packed."""
     group, made = stored.group, []
