@@ -6,6 +6,7 @@ name, with its shape. All that follows, such as casts, names and layouts, sees p
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import posixpath
@@ -40,6 +41,7 @@ from ckptkit.plan.packing_settings import (
     read_settings,
 )
 from ckptkit.plan.plan import SOURCE
+from ckptkit.plan.weight_kinds import describe_stored
 
 _MODELOPT = "hf_quant_config.json"
 _WORD_BITS = 32
@@ -119,6 +121,29 @@ def unpack_checkpoint(
     opened = replace(checkpoint, index=replace(index, tensors=tensors))
     plain = None if config is None else drop_quantization(config)
     return Unpacked(opened, plain, asked, notes, method, found, unused)
+
+
+def unpack_to_measure(
+    checkpoint: OpenedCheckpoint, config: Mapping[str, Any] | None
+) -> OpenedCheckpoint:
+    """Unpacks weights as far as possible without rounding; refuses those that stay packed."""
+    checkpoint = unpack_checkpoint(checkpoint, config, "float32").checkpoint
+    rows = [(str(e.name), e.shape, e.dtype.name) for e in checkpoint.index.of_part("model")]
+    packed = (n for n, one in describe_stored(rows).items() if one.is_packed)
+    tiny = (name for name, _, dtype in rows if dtype.startswith("float8"))
+    name = next(itertools.chain(packed, tiny), None)
+    if name is not None:
+        said = find_quantization(config)
+        method = "no configuration says how" if said is None else f"as {said.get('quant_method')!r}"
+        raise RefusedError(
+            f"tensor {name!r} belongs to a packed weight ({method}), which is not unpacked",
+            where=checkpoint.path,
+            hint="pass with --base the configuration that says how weights are packed, or leave"
+            " --unpacked out"
+            if said is None
+            else "leave --unpacked out: numbers are those that are stored then",
+        )
+    return checkpoint
 
 
 def name_packing(
