@@ -140,7 +140,8 @@ class OutputOptions(SourceOptions, ProgressOptions, total=False):
         tokenizer_from: Whose tokenizer is written: "step", "base", or "auto", the default, which
             takes the files of the base if the step has the same tokens.
         like: A model folder, or one with its index alone, whose file names and distribution of
-            tensors over files are kept; it takes the place of `max_shard_size`.
+            tensors over files are kept; it takes the place of `max_shard_size`. Without `dtype`,
+            weights are packed as those of a packed model are.
         max_shard_size: Size at which a new weight file is begun, in bytes or such as "5GB", which
             is the default.
         allow_code: Whether python files and `auto_map` are copied.
@@ -855,7 +856,8 @@ class MergeOptions(ProgressOptions, SharingOptions, total=False):
         qlora_base: "dequantized" or "original": what adapters of packed weights are merged onto.
         double_quant: Whether the scales of 4-bit weights were quantized too, where no file of
             the checkpoint says so; assumed when left out.
-        dtype: Element type of floating tensors, "keep" by default.
+        dtype: Element type of floating tensors, "keep" by default, which leaves a packed base
+            packed; any other unpacks it.
         cast_all: Whether `dtype` also casts what the class of the model, or the base, keeps in
             float32.
         generation_config: "align" or "keep"; see `ckptkit.api.Options`.
