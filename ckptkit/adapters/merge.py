@@ -905,12 +905,19 @@ def _plan_products(
     for name, brought in changes.items():
         change = brought[0]
         is_tied = name in ties.written or name in ties.dropped
-        if name not in present and not is_tied and isinstance(change, Replacement):
-            entry = change.tensor
-            operand = StoredOperand(change.source.origin, entry.key, entry.dtype)
-            output = called.get(name, name)
-            tensor = BaseTensor(output, (name,), entry.shape, entry.dtype, operand)
-            yield make(tensor, (), entry.shape)
+        if name in present or is_tied:
+            continue
+        if not isinstance(change, Replacement):
+            raise RefusedError(
+                f"{name!r} is changed, and no tensor of the base is, or is a part of, this one",
+                where=change.source.where,
+                hint="pass the model that the adapter was trained on with --base",
+            )
+        entry = change.tensor
+        operand = StoredOperand(change.source.origin, entry.key, entry.dtype)
+        output = called.get(name, name)
+        tensor = BaseTensor(output, (name,), entry.shape, entry.dtype, operand)
+        yield make(tensor, (), entry.shape)
 
 
 class _Ties(Struct, frozen=True):

@@ -22,6 +22,8 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
 
@@ -260,6 +262,47 @@ def test_scales_of_activations_stay(models: Path, tmp_path: Path) -> None:
     ckptkit.merge_adapter(models / "adapter", tmp_path / "out", base=base)
     found = load_file(tmp_path / "out" / "model.safetensors")
     assert set(found) == set(load_file(base / "model.safetensors"))
+
+
+@pytest.mark.parametrize("form", ["fp8-block", "nvfp4", "int4-group"])
+def test_experts_that_are_fused_in_memory_are_packed_again_one_by_one(
+    form: str, tmp_path: Path
+) -> None:
+    """In some forms no tensor of the folder has the name that the experts have unpacked."""
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=41,
+        hidden_size=128,
+        intermediate_size=256,
+        moe_intermediate_size=128,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_experts=3,
+        num_experts_per_tok=2,
+        tie_word_embeddings=False,
+    )
+    model = Qwen3MoeForCausalLM(config).to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "plain")
+    ckptkit.consolidate(tmp_path / "plain", tmp_path / "base", dtype=form)
+    parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    save_adapter(model, tmp_path / "adapter", target_modules=[], target_parameters=parameters)
+    manifest = ckptkit.merge_adapter(tmp_path / "adapter", tmp_path / "out", base=tmp_path / "base")
+    assert len(manifest.source["packed_again"]) == 9
+    ckptkit.consolidate(tmp_path / "base", tmp_path / "unpacked", dtype="bfloat16")
+    ckptkit.merge_adapter(tmp_path / "adapter", tmp_path / "merged", base=tmp_path / "unpacked")
+    ckptkit.consolidate(tmp_path / "merged", tmp_path / "expected", dtype=form)
+    base = load_file(tmp_path / "base" / "model.safetensors")
+    again = load_file(tmp_path / "expected" / "model.safetensors")
+    expected = {n: again[n] if ".experts." in n else value for n, value in base.items()}
+    assert_same_bits(load_file(tmp_path / "out" / "model.safetensors"), expected)
+    changed = [
+        name
+        for name, value in base.items()
+        if not torch.equal(value.view(torch.uint8), expected[name].view(torch.uint8))
+    ]
+    assert len(changed) >= 9
 
 
 def save_gpt_oss(folder: Path) -> PreTrainedModel:
