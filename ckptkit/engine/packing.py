@@ -27,6 +27,7 @@ from ckptkit.plan.plan import Demand, Kernel, Reading, TensorSpec
 
 Part = Literal["numbers", "scales", "total"]
 _READ_ELEMENTS = 1 << 20  # of the dense weight for one block of scales
+_MEASURED_ELEMENTS = 1 << 16  # that stay in a processor's cache
 # The least and the greatest number of each format. Half of their distance is the greatest
 # magnitude that a scale maps to.
 _LIMITS: dict[Number, tuple[float, float]] = {
@@ -52,7 +53,8 @@ class PackingLoss:
 
     def add(self, given: Floats, restored: Floats) -> None:
         largest = float(np.abs(given).max(initial=0))
-        distance = float(np.abs(restored - given).max(initial=0))
+        restored -= given
+        distance = float(np.abs(restored, out=restored).max(initial=0))
         with self._lock:
             self._largest = max(self._largest, largest)
             self._distance = max(self._distance, distance)
@@ -103,7 +105,9 @@ class PackingKernel(Kernel, Struct, frozen=True):
     def most_elements(self, out: TensorSpec) -> int:
         """Returns how many elements are made at a time."""
         high = self.form.blocks[0] if self.part == "scales" else 1
-        rows = max(1, _READ_ELEMENTS // (high * self.weight.shape[1]))
+        # What is measured takes memory of its own, and comes of merges, which do too.
+        most = _READ_ELEMENTS if self.loss is None else _READ_ELEMENTS // 2
+        rows = max(1, most // (high * self.weight.shape[1]))
         return rows * out.shape[-1]
 
     def grain_elements(self, out: TensorSpec) -> int:
@@ -135,11 +139,11 @@ class PackingKernel(Kernel, Struct, frozen=True):
         if self.part == "scales":
             first, made = rows.start // high * out.shape[1], scales.astype(numpy_dtype(out.dtype))
         else:
-            given = None if self.loss is None else values.copy()
+            # In the type that they were read in, which is smaller.
+            given = None if self.loss is None else values.astype(numpy_dtype(self.weight.dtype))
             first, made = rows.start * out.shape[1], self._find_numbers(values, factors)
-            if self.loss is not None and given is not None:
-                whole = scales if self.form.scale == "float32" else factors
-                self.loss.add(given, self._restore(made, whole))
+            if given is not None:
+                self._measure(given, made, scales if self.form.scale == "float32" else factors)
         target[...] = made.reshape(-1)[block.start - first : block.stop - first]
 
     def _read(self, rows: Span, inputs: Sequence[NDArray[Any]]) -> Floats:
@@ -214,6 +218,16 @@ class PackingKernel(Kernel, Struct, frozen=True):
         held = np.zeros((len(whole), -(-whole.shape[1] // _HELD) * _HELD), np.uint8)
         held[:, : whole.shape[1]] = whole.view(np.uint8)
         return _join_pairs(held).view("<i4")
+
+    def _measure(self, given: NDArray[Any], numbers: NDArray[Any], factors: Floats) -> None:
+        """Compares packed numbers with those that were packed, a few rows at a time."""
+        high = self.form.blocks[0]
+        step = high * max(1, _MEASURED_ELEMENTS // (high * given.shape[1]))
+        for start in range(0, len(given), step):
+            rows = slice(start, start + step)
+            own = factors[start // high : -(-(start + step) // high)]
+            assert self.loss is not None  # noqa: S101  of what is measured
+            self.loss.add(given[rows].astype(np.float32), self._restore(numbers[rows], own))
 
     def _restore(self, numbers: NDArray[Any], factors: Floats) -> Floats:
         """Returns what packed numbers stand for."""
