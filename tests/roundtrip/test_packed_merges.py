@@ -482,6 +482,32 @@ def test_what_cannot_be_packed_again_is_refused_with_what_unpacks_it(
     assert shown.returncode == 0, shown.stderr
 
 
+def test_what_only_a_file_of_modelopt_describes_is_merged_unpacked(
+    models: Path, tmp_path: Path
+) -> None:
+    base = tmp_path / "base"
+    shutil.copytree(models / "plain", base)
+    tensors: Tensors = {}
+    for name, value in load_file(base / "model.safetensors").items():
+        tensors[name] = value
+        if "_proj" in name:
+            scale = value.float().abs().max() / 448
+            tensors[name] = (value / scale).to(torch.float8_e4m3fn)
+            tensors[f"{name}_scale"] = scale
+            tensors[f"{name.removesuffix('weight')}input_scale"] = torch.ones(())
+    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+    said = {"quantization": {"quant_algo": "FP8"}}
+    (base / "hf_quant_config.json").write_text(json.dumps(said))
+    assert "no config.json says how" in refusal(models / "adapter", base, tmp_path / "no")
+    ckptkit.merge_adapter(models / "adapter", tmp_path / "out", base=base, dtype="bfloat16")
+    ckptkit.consolidate(base, tmp_path / "unpacked", dtype="bfloat16")
+    ckptkit.merge_adapter(models / "adapter", tmp_path / "expected", base=tmp_path / "unpacked")
+    assert_same_bits(
+        load_file(tmp_path / "out" / "model.safetensors"),
+        load_file(tmp_path / "expected" / "model.safetensors"),
+    )
+
+
 def test_what_cannot_be_packed_is_kept_where_no_adapter_touches_it(
     models: Path, tmp_path: Path
 ) -> None:

@@ -429,6 +429,9 @@ def test_what_is_packed_as_the_published_model_is_copied(tmp_path: Path) -> None
     said = refusal_as(tmp_path / "trained from-int4-group", published)
     assert "is packed, and not as --like" in said
     assert "`ckptkit consolidate SRC OUT --dtype bfloat16`" in said
+    unpacked = tmp_path / "unpacked"
+    ckptkit.consolidate(tmp_path / "trained from-int4-group", unpacked, dtype="bfloat16")
+    ckptkit.consolidate(unpacked, tmp_path / "again", like=published)
 
 
 def refusal_as(source: Path, like: Path, **options: Any) -> str:
