@@ -140,7 +140,8 @@ class OutputOptions(SourceOptions, ProgressOptions, total=False):
         tokenizer_from: Whose tokenizer is written: "step", "base", or "auto", the default, which
             takes the files of the base if the step has the same tokens.
         like: A model folder, or one with its index alone, whose file names and distribution of
-            tensors over files are kept; it takes the place of `max_shard_size`.
+            tensors over files are kept; it takes the place of `max_shard_size`. Without `dtype`,
+            weights are packed as those of a packed model are.
         max_shard_size: Size at which a new weight file is begun, in bytes or such as "5GB", which
             is the default.
         allow_code: Whether python files and `auto_map` are copied.
@@ -464,6 +465,7 @@ def diff(
     base: PathLike | None = None,
     select: str | Sequence[str] = (),
     numeric: bool = False,
+    unpacked: bool = False,
     src_options: Mapping[str, Any] | None = None,
     listener: Listener | None = None,
     progress: bool = False,
@@ -483,6 +485,8 @@ def diff(
         numeric: Whether values are compared, whatever their types, instead of bits; `numeric` of
             the result then has the largest absolute and relative difference, the cosine and the
             norms of each tensor.
+        unpacked: Whether packed weights are compared by the numbers that they stand for; with
+            `numeric`.
         src_options: Options of the storage, see `Options`.
         listener: Receives progress events, from several threads.
         progress: Whether progress is shown, see `Options`.
@@ -493,7 +497,7 @@ def diff(
 
     Raises:
         InputError: If one of them cannot be read whole.
-        UsageError: If a tolerance is negative, or there is one without `numeric`.
+        UsageError: If a tolerance is negative, or one, or `unpacked`, is without `numeric`.
     """
     from ckptkit.conversion.diff import make_tolerance, run_diff
     from ckptkit.engine.progress import report_to
@@ -509,6 +513,7 @@ def diff(
             tolerance=make_tolerance(
                 numeric=numeric, rtol=tolerance.get("rtol"), atol=tolerance.get("atol")
             ),
+            unpacked=unpacked,
             listener=listen,
         )
 
@@ -521,9 +526,11 @@ class StatsOptions(ProgressOptions, total=False):
         include: Patterns of names to measure; all when empty.
         exclude: Patterns of names to leave out.
         also: Further directories that hold files of the same checkpoint, see `Options`.
-        base: A model folder with the configuration, if the checkpoint has none; for `map`.
+        base: A model folder with the configuration, if the checkpoint has none; for `map` and
+            `unpacked`.
         optimizer: Whether the states of the optimizer are measured too; their names begin with
             `optimizer.`.
+        unpacked: Whether packed weights are measured by the numbers that they stand for.
         map: The name map that converts the names of another framework, see `Options`; "none", the
             default, keeps names as they are stored.
         src_options: Options of the storage, see `Options`.
@@ -535,6 +542,7 @@ class StatsOptions(ProgressOptions, total=False):
     also: Sequence[PathLike]
     base: PathLike | None
     optimizer: bool
+    unpacked: bool
     map: PathLike
     src_options: Mapping[str, Any] | None
 
@@ -565,6 +573,7 @@ def stats(path: PathLike, **options: Unpack[StatsOptions]) -> Statistics:
             ConsolidateRequest.from_options({"map": "none", **options}),
             also=sources.further(options.get("also", ())),
             base=sources.optional(options.get("base")),
+            unpacked=options.get("unpacked", False),
             listener=listener,
         )
 
@@ -847,7 +856,8 @@ class MergeOptions(ProgressOptions, SharingOptions, total=False):
         qlora_base: "dequantized" or "original": what adapters of packed weights are merged onto.
         double_quant: Whether the scales of 4-bit weights were quantized too, where no file of
             the checkpoint says so; assumed when left out.
-        dtype: Element type of floating tensors, "keep" by default.
+        dtype: Element type of floating tensors, "keep" by default, which leaves a packed base
+            packed; any other unpacks it.
         cast_all: Whether `dtype` also casts what the class of the model, or the base, keeps in
             float32.
         generation_config: "align" or "keep"; see `ckptkit.api.Options`.

@@ -393,7 +393,8 @@ class ConsolidateRequest(Struct, frozen=True, kw_only=True):
             "--optimizer, whose states are those of unpacked weights": self.optimizer,
             f"--to {self.layout}: training loads no packed weights": self.layout != "hf",
             "--names live: training loads no packed weights": self.names == "live",
-            "--like, whose files have no place for scales": self.like is not None,
+            "--like: a packed model there says itself how weights are packed": self.like
+            is not None,
         }
         for option in (option for option, is_given in wrong.items() if is_given):
             raise UsageError(

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 
+import ckptkit
 from ckptkit.training import Checkpointer
 from tests import pages
 from tests.compared_models import model_of
@@ -100,6 +101,7 @@ ADAPTERS = {
     "how-to/trl-lora.md": "lora",
     "how-to/qlora.md": "qlora",
     "reference/adapters.md": "lora",
+    "reference/number-formats.md": "lora",
 }
 OF_A_STORE = {
     *("how-to/s3.md", "how-to/disk-space.md"),
@@ -196,6 +198,9 @@ def fit_world(page: str, here: Path) -> None:
     if page == "explanation/guarantees.md":
         shutil.copytree(here / "runs/llama", here / "runs/damaged")
         flip_bit(next((here / "runs/damaged").rglob("checkpoint-300/**/__0_0.distcp")))
+    if page == "reference/number-formats.md":
+        ckptkit.consolidate(here / "base", here / "models/published-fp8", dtype="fp8-block")
+        ckptkit.merge_adapter(here / "runs/lora", here / "runs/tuned")
     if page == "reference/deltas.md":
         tensors = {f"layers.{layer}.weight": torch.rand(8, 6) for layer in range(3)}
         for step in (100, 101, 102):

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from ckptkit.adapters.array_reader import ArrayReader
-from ckptkit.adapters.base_model import BaseSource, open_base, take_weights
+from ckptkit.adapters.base_model import BaseSource, NamesOfBase, open_base, take_weights
 from ckptkit.adapters.packed_bases import ModelWeights, QuantizedBase, find_packings
 from ckptkit.adapters.sources import OpenedAdapter
 from ckptkit.consumers.folder_truth import MAX_JSON_BYTES
@@ -86,8 +86,10 @@ def open_recorded_base(
         return None
     if path.samefile(base.opened.location):
         return None
+    packed = base.unpacked
+    names = NamesOfBase(unpack="keep" if packed is None else packed.asked)
     try:
-        return open_base(stack, path, None)
+        return open_base(stack, path, None, names)
     except CkptkitError:
         return None  # a folder that has become something else proves nothing
 
@@ -216,8 +218,10 @@ class BaseChecks:
             if adapter.base:
                 continue
             record = read_record_of_base(adapter.opened)
-            if record.quantization is not None and not quantized.operands:
-                self._check_packing(record.quantization, adapter, choice)
+            packed, unpacked = record.quantization, self._given and self._given.unpacked
+            is_unpacked = packed and unpacked and unpacked.method in packed.kinds
+            if packed is not None and not quantized.operands and not is_unpacked:
+                self._check_packing(packed, adapter, choice)
             digests = {n: d for n, d in record.digests.items() if n not in quantized.hidden}
             if digests:
                 is_whole = quantized.is_proven or not quantized.operands

@@ -23,6 +23,7 @@ from ckptkit.conversion.source.model_folders import read_pretrained_index
 from ckptkit.conversion.source.open import OpenedCheckpoint, open_checkpoint
 from ckptkit.conversion.source.paths import find_model, is_anything, is_folder
 from ckptkit.conversion.source.side_folders import SideFolders
+from ckptkit.conversion.unpacking import Unpacked, unpack_checkpoint
 from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import (
     AmbiguousSourceError,
@@ -58,6 +59,10 @@ class BaseSource(Struct, frozen=True):
     config: Mapping[str, Any] | None
     is_live: bool  # the names are certainly those of training
     home: str = ""  # the folder of the configuration; empty where there is none
+    # The model with unpacked weights, and its configuration as it is stored; None where none of
+    # them is packed in a form of `ckptkit.plan.number_formats`.
+    unpacked: Unpacked | None = None
+    packed_config: Mapping[str, Any] | None = None
 
 
 class Alignment(Struct, frozen=True):
@@ -78,6 +83,8 @@ class NamesOfBase(Struct, frozen=True):
     model_config: PathLike | None = None
     config: Mapping[str, Any] | None = None  # of another model, if there is none
     option: str = "--model-config"  # that names a folder with one, for messages
+    # The element type that packed weights are unpacked for; `keep` leaves them as they are.
+    unpack: str = "keep"
 
 
 def open_base(
@@ -98,7 +105,9 @@ def open_base(
         checkpoint = _open_weights(stack, path, limit_bytes)
         folders = SideFolders(stack, checkpoint, names.model_config)
         side, _ = folders.choose(allow_code=False)
-        config = folders.config(side)
+        packed_config = folders.config(side)
+        unpacked = unpack_checkpoint(checkpoint, packed_config, names.unpack)
+        checkpoint, config = unpacked.checkpoint, unpacked.config
         try:
             checkpoint = convert_names(checkpoint, names.map, config or names.config)
         except CkptkitError as error:
@@ -120,6 +129,8 @@ def open_base(
         config,
         is_live=False,
         home=next((file.origin for file in side if file.name == CONFIG), ""),
+        unpacked=unpacked if unpacked.stored else None,
+        packed_config=packed_config,
     )
 
 

@@ -56,12 +56,14 @@ from ckptkit.consumers.side_files import sum_bytes_by_dtype, update_config
 from ckptkit.conversion.compare_names import LIVE_NAMES, Comparison, Subject, plan_comparison
 from ckptkit.conversion.names_on_disk import join_sources
 from ckptkit.conversion.naming_program import NamingProgram
+from ckptkit.conversion.packing import describe_losses, pack_as
 from ckptkit.conversion.source.adapters import read_record_of_base
 from ckptkit.conversion.source.paths import find_model, is_folder, resolve_path
 from ckptkit.conversion.source.side_folders import SideChoice, SideFolders, find_component
 from ckptkit.conversion.write import (
     PlannedOutput,
     SingleProcess,
+    build_manifest,
     check_destination,
     choose_settings,
     estimate_plan,
@@ -70,11 +72,12 @@ from ckptkit.conversion.write import (
 from ckptkit.core.checksums import digest_of, join_leaves, leaf_digest
 from ckptkit.core.errors import AdapterError, AmbiguousSourceError, RefusedError, UsageError
 from ckptkit.core.frameworks import is_merged_beside
-from ckptkit.core.index import Fqn, Shape, Span
+from ckptkit.core.index import Fqn, Shape, Span, TensorEntry
 from ckptkit.core.manifest import LEAF_BYTES, MANIFEST_NAME, Manifest
-from ckptkit.core.text import counted
+from ckptkit.core.text import Aside, counted, list_first
 from ckptkit.engine.kernels import CastOperand, OperandKernel, StoredOperand, recast
-from ckptkit.engine.outcome import Listener, ignore
+from ckptkit.engine.outcome import Digests, Listener, Planned, ignore
+from ckptkit.engine.packing import PackingLoss
 from ckptkit.engine.reader import Origin
 from ckptkit.engine.segment_reader import Inputs
 from ckptkit.engine.shared_blocks import align_headers
@@ -110,6 +113,8 @@ from ckptkit.lora.quantized import Packing, identify_base
 from ckptkit.options import DEFAULT_MAX_FILE_BYTES, Resources
 from ckptkit.plan.layouts.hf import FileMap, distribute, layout_hf_files, layout_hf_weights
 from ckptkit.plan.load_report import MERGE
+from ckptkit.plan.packed_forms import UNPACKED, list_kept
+from ckptkit.plan.packing_settings import find_quantization, restore_quantization
 from ckptkit.plan.plan import Copy, OutputFile, Plan, Product, TensorSpec, name_shards
 from ckptkit.plan.selection import (
     DTypePolicy,
@@ -197,7 +202,7 @@ class MergeJob(Struct, frozen=True, kw_only=True):
                 seen.add(identity)
             given = None
             if self.base is not None:
-                names = NamesOfBase(request.map, request.model_config)
+                names = NamesOfBase(request.map, request.model_config, unpack=self._unpack)
                 place = find_component(
                     find_model(self.base, "--base")[0], adapters[0].adapter.shapes
                 )
@@ -206,12 +211,18 @@ class MergeJob(Struct, frozen=True, kw_only=True):
             planning = _Planning(stack, adapters, given, request, self.resources)
             yield planning.run(self.destination or None)
 
+    @property
+    def _unpack(self) -> str:
+        """What packed weights are unpacked for; those that change are packed again from there."""
+        return UNPACKED if self.request.dtype == "keep" else self.request.dtype
+
     def _open(self, stack: ExitStack, number: int) -> OpenedAdapter:
         """Opens an adapter; only in the first checkpoint do options choose among several."""
         choice, first = self.adapters[number], self.adapters[0]
+        request = replace(choice.request, unpack=self._unpack)
         try:
             return open_adapter(
-                *(stack, choice.path, choice.request), position=number, weight=choice.weight
+                *(stack, choice.path, request), position=number, weight=choice.weight
             )
         except AmbiguousSourceError as error:
             if choice is first:
@@ -230,8 +241,25 @@ def run_merge(job: MergeJob, listener: Listener = ignore) -> MergedModel:
     job.check_places()
     target = open_target(job.destination, overwrite=job.overwrite)
     with SingleProcess(target, listener) as strategy, job.plan() as (planned, layers):
+        measured: list[str] = []
+
+        def describe(planned: PlannedOutput, digests: Digests) -> Manifest:
+            """Returns the manifest, with what packing changed in weights that it packed again."""
+            losses = describe_losses(planned.plan)
+            if not losses:
+                return build_manifest(planned, digests)
+            worst = max(losses, key=losses.__getitem__)
+            measured.append(
+                f"packing again changed numbers by up to {losses[worst]:.2g} of the largest number"
+                f" of their weight, most in {worst!r}"
+            )
+            listener(Planned(tuple(measured)))
+            facts = {**planned.facts, "packed_again": losses}
+            return build_manifest(replace(planned, facts=facts), digests)
+
+        strategy.make_manifest = describe
         manifest = write_output(planned, strategy, listener)
-        return MergedModel(manifest, layers, planned.plan.notes)
+        return MergedModel(manifest, layers, (*planned.plan.notes, *measured))
 
 
 def list_adapters(options: Mapping[str, Any], resources: Resources) -> list[AdapterChoice]:
@@ -275,6 +303,7 @@ def _refuse_merged(base: BaseSource, adapters: Sequence[OpenedAdapter]) -> None:
 
 
 _MATRIX = 2
+_LISTED = 3
 _EXPERT = re.compile(r"\.experts\.\d+\.")  # disk names of experts that are fused in memory
 
 
@@ -306,7 +335,11 @@ class _Planning:
         choice = SideChoice(tokenizer_from=request.tokenizer_from)
         self._folders = SideFolders(stack, first.opened, folder, choice)
         self._side, self._side_notes = self._folders.choose(allow_code=request.allow_code)
-        self._config = self._folders.config(self._side)
+        stored_config = self._folders.config(self._side)
+        self._config: Mapping[str, Any] | None = stored_config
+        unpacked = first.unpacked if given is None else given.unpacked
+        if unpacked is not None and stored_config is not None:
+            self._config = drop_quantization(stored_config)
         if given is None and not first.base:
             raise RefusedError(
                 "the checkpoint holds the adapter alone, and no base to merge it into",
@@ -314,7 +347,10 @@ class _Planning:
                 hint="pass the model that the adapter was trained on with --base",
             )
         self._base = given or BaseSource(
-            first.opened, first.origin, first.base, self._config, is_live=True
+            *(first.opened, first.origin, first.base, self._config),
+            is_live=True,
+            unpacked=unpacked,
+            packed_config=stored_config,
         )
         self._origins = {o.name: o for o in (*(a.origin for a in adapters), self._base.origin)}
         self._notes = [note for adapter in adapters for note in adapter.notes]
@@ -362,10 +398,13 @@ class _Planning:
         kept = KeptDtypes()
         if not request.cast_all and self._config is not None:
             # What the class keeps in float32, and what the base has so.
-            halves = find_float32_among_halves(self._base.entries.values())
+            packed = {} if self._base.unpacked is None else self._base.unpacked.stored
+            stored = (e for e in self._base.entries.values() if e.key not in packed)
+            halves = find_float32_among_halves(stored)
             names = frozenset(str(t.live[0]) for t in tensors if t.name in halves)
             kept = replace(self._folders.consumer.find_kept(self._config), names=names)
         dtypes = DTypePolicy(request.dtype, kept=kept)
+        tensors = [self._round_unpacked(tensor, kept) for tensor in tensors]
         specs = [TensorSpec(t.live[0], t.dtype, t.shape) for t in tensors]
         self._notes += describe_kept(dtypes, specs)
         make = partial(
@@ -382,6 +421,7 @@ class _Planning:
         if self._base.opened.maps:
             self._notes += self._base.opened.notes
         comparison = self._compare_names(products, config)
+        products, config = self._pack_again(products, config)
         names_written = {live: tensor.name for live, tensor in by_live.items()}
         dropped = {
             names_written.get(t, t): names_written.get(s, s) for t, s in ties.dropped.items()
@@ -417,10 +457,9 @@ class _Planning:
     def _lay_out(self, products: Sequence[Product]) -> list[OutputFile]:
         """Puts weights into the files of the base, with which unchanged ones can share blocks."""
         limit, stem = self._request.max_file_bytes, self._folders.consumer.stem
-        files = _find_files(self._base) if limit is None else {}
-        size_bytes = sum(product.spec.size_bytes for product in products)
+        files, held_bytes = _find_files(self._base) if limit is None else ({}, 0)
         # Files of unpacked or wider weights would be too large.
-        if size_bytes > _MOST_GROWTH * sum(self._base.entries[name].size_bytes for name in files):
+        if sum(product.spec.size_bytes for product in products) > _MOST_GROWTH * held_bytes:
             return layout_hf_weights(products, limit or DEFAULT_MAX_FILE_BYTES, stem)
         as_base = FileMap(self._base.opened.path, files)
         groups, _ = distribute(products, as_base, is_wanted=lambda _: False, tied=())
@@ -454,10 +493,11 @@ class _Planning:
             found = [record.packings for record in records if record is not None]
             packings = found[0] if found and all(other == found[0] for other in found) else ()
         workers = choose_settings(self._resources).workers
+        is_unpacked = choice == "dequantized" and self._base.unpacked is not None
         quantized = plan_quantized(
             *(self._take_trained(), given),
             shapes=shapes,
-            choice=None if packings else choice,
+            choice=None if packings or is_unpacked else choice,
             nested=nested,
             workers=workers,
         )
@@ -472,6 +512,8 @@ class _Planning:
         if not first.base:
             return None
         config = first.folders.config(first.folders.choose(allow_code=False)[0])
+        if config is not None and first.unpacked is not None:
+            config = drop_quantization(config)
         entries = {str(name): entry for name, entry in first.base.items()}
         return ModelWeights(first.origin, entries, config, first.opened.path)
 
@@ -549,6 +591,66 @@ class _Planning:
         updated = update_config(resized, written, allow_code=self._request.allow_code)
         return drop_quantization(untie_config(updated) if ties.untied or ties.broken else updated)
 
+    def _round_unpacked(self, tensor: BaseTensor, kept: KeptDtypes) -> BaseTensor:
+        """Rounds an unpacked weight to the type that the model has it in, before the merge."""
+        packed, operand = self._base.unpacked, tensor.operand
+        if packed is None or not any(key in packed.stored for _, key in operand.reads):
+            return tensor
+        policy = DTypePolicy(packed.asked, kept=kept)
+        wanted = policy.target(TensorSpec(tensor.live[0], operand.dtype, tensor.shape))
+        if wanted == operand.dtype:
+            return tensor
+        return replace(tensor, operand=CastOperand(operand, wanted), dtype=wanted)
+
+    def _pack_again(
+        self, products: list[Product], config: dict[str, Any] | None
+    ) -> tuple[list[Product], dict[str, Any] | None]:
+        """Leaves packed weights of the base as they are stored, and packs those that changed."""
+        base = self._base
+        if base.unpacked is None:
+            return products, config
+        if self._request.dtype != "keep":
+            self._notes += base.unpacked.notes
+            return products, config
+        where, origin = base.opened.path, base.origin
+        hint = "pass --dtype bfloat16, which unpacks the whole model"
+        packed_config = base.packed_config or {}
+        stored = {
+            str(base.opened.index.tensors[key].name): (key, one)
+            for key, one in base.unpacked.stored.items()
+        }
+        names = {str(product.spec.name) for product in products}
+        lost = next((n for n, (_, one) in stored.items() if {n, one.group.name} - names), None)
+        if lost is not None or config is None or find_quantization(packed_config) is None:
+            what = (
+                "no config.json says how its weights are packed"
+                if lost is None
+                else f"packed weight {stored[lost][1].group.name!r} is written under another name"
+            )
+            raise RefusedError(what, where=where, hint=hint)
+        made, again = [], []
+        for product in products:
+            name, body = str(product.spec.name), product.body
+            reads = ((body.origin, body.key),) if isinstance(body, Copy) else body.reads
+            key, one = stored.get(name, (None, None))
+            if one is None:
+                made.append(product)
+            elif reads == ((origin.name, key),):
+                made += [_copy(entry, origin.name) for entry in one.group.entries]
+            else:
+                again.append(name)
+                made += pack_as(one, product, where, hint, PackingLoss())
+        made += [_copy(entry, origin.name) for entry in base.unpacked.unused]
+        note = f"{counted(len(stored) - len(again), 'packed weight')} of the base left as stored"
+        if again:
+            more = f"{counted(len(again), 'weight')} packed again, which rounds a second time"
+            self._notes.append(f"{note}, {more}: {list_first(again, _LISTED)}")
+        else:
+            self._notes.append(Aside(note))
+        held = {str(name) for name in base.entries}
+        new = list_kept((p.spec for p in products if str(p.spec.name) not in held), ())
+        return made, restore_quantization(config, packed_config, new)
+
     def _compare_names(
         self, products: Sequence[Product], config: Mapping[str, Any] | None
     ) -> Comparison | None:
@@ -573,6 +675,10 @@ class _Planning:
         comparison, notes = plan_comparison(subject, self._program)
         self._notes += notes
         return comparison
+
+
+def _copy(entry: TensorEntry, origin: str) -> Product:
+    return Product(TensorSpec(entry.name, entry.dtype, entry.shape), Copy(origin, entry.key))
 
 
 def _resize_config(
@@ -621,16 +727,17 @@ def _resize_config(
     return resize_vocabulary(config, old, new), [note]
 
 
-def _find_files(base: BaseSource) -> dict[Fqn, str]:
-    """Returns the files of the weights of a base; empty if they are not in safetensors."""
+def _find_files(base: BaseSource) -> tuple[dict[Fqn, str], int]:
+    """Returns the files of the tensors of a base, and their size; none of other formats."""
     index = base.opened.index
-    records = {
-        name: index.records[int(entry.chunks.record[0])]
-        for name, entry in base.entries.items()
-        if len(entry.chunks)
+    stored = {entry.name: entry for entry in index.tensors.values() if len(entry.chunks)}
+    files = {
+        name: index.files[index.records[int(entry.chunks.record[0])].file].path
+        for name, entry in stored.items()
     }
-    files = {name: index.files[record.file].path for name, record in records.items()}
-    return files if all(path.endswith(".safetensors") for path in files.values()) else {}
+    if not all(path.endswith(".safetensors") for path in files.values()):
+        return {}, 0
+    return files, sum(entry.size_bytes for entry in stored.values())
 
 
 def _find_pairs(config: Mapping[str, Any] | None, tensors: Sequence[BaseTensor]) -> list[TiedPair]:
@@ -822,12 +929,19 @@ def _plan_products(
     for name, brought in changes.items():
         change = brought[0]
         is_tied = name in ties.written or name in ties.dropped
-        if name not in present and not is_tied and isinstance(change, Replacement):
-            entry = change.tensor
-            operand = StoredOperand(change.source.origin, entry.key, entry.dtype)
-            output = called.get(name, name)
-            tensor = BaseTensor(output, (name,), entry.shape, entry.dtype, operand)
-            yield make(tensor, (), entry.shape)
+        if name in present or is_tied:
+            continue
+        if not isinstance(change, Replacement):
+            raise RefusedError(
+                f"{name!r} is changed, and no tensor of the base is, or is a part of, this one",
+                where=change.source.where,
+                hint="pass the model that the adapter was trained on with --base",
+            )
+        entry = change.tensor
+        operand = StoredOperand(change.source.origin, entry.key, entry.dtype)
+        output = called.get(name, name)
+        tensor = BaseTensor(output, (name,), entry.shape, entry.dtype, operand)
+        yield make(tensor, (), entry.shape)
 
 
 class _Ties(Struct, frozen=True):

@@ -35,6 +35,7 @@ from ckptkit.conversion.source.adapters import (
 from ckptkit.conversion.source.open import OpenedCheckpoint, open_checkpoint
 from ckptkit.conversion.source.paths import find_local, read_config_in
 from ckptkit.conversion.source.side_folders import SideFolders
+from ckptkit.conversion.unpacking import Unpacked, unpack_checkpoint
 from ckptkit.core.arrays import numpy_dtype
 from ckptkit.core.errors import AdapterError, CkptkitError, InputError, RefusedError
 from ckptkit.core.index import Fqn, TensorEntry
@@ -87,6 +88,8 @@ class AdapterRequest(Struct, frozen=True, kw_only=True):
     also: Sequence[PathLike] = ()
     allow_untrained: bool = False
     limit_bytes: int | None = None  # memory that the process may use
+    # The element type that a packed base is unpacked for; `keep` leaves it as it is.
+    unpack: str = "keep"
 
     @classmethod
     def from_options(
@@ -138,6 +141,7 @@ class OpenedAdapter(Struct, frozen=True):
     converted: ConvertedAdapter | None = None  # None for the names of PEFT
     tree: str = ""  # the state dict that holds it
     weight: float = 1.0  # what a merge multiplies its scaling by
+    unpacked: Unpacked | None = None  # the checkpoint, if its base was packed
 
 
 def open_adapter(
@@ -160,13 +164,17 @@ def open_adapter(
     )
     folders = SideFolders(stack, checkpoint, None)
     name = SOURCE if position is None else f"adapter{position}"
+    config = folders.config(folders.choose(allow_code=False)[0])
+    unpacked = unpack_checkpoint(checkpoint, config, request.unpack)
     try:
-        found = _read_adapter(checkpoint, folders, request, name)
+        found = _read_adapter(unpacked.checkpoint, folders, request, name)
     except CkptkitError as error:
         if error.where and not error.where.startswith(_INSIDE):
             raise
         raise error.located(checkpoint.path) from error
-    return replace(found, source=replace(found.source, position=position or 0), weight=weight)
+    source = replace(found.source, position=position or 0)
+    of_base = unpacked if unpacked.stored else None
+    return replace(found, source=source, weight=weight, unpacked=of_base)
 
 
 def _read_adapter(

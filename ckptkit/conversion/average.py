@@ -55,7 +55,7 @@ from ckptkit.plan.plan import (
     SegmentRange,
     TensorSpec,
 )
-from ckptkit.plan.weight_kinds import is_quantized
+from ckptkit.plan.weight_kinds import describe_stored, is_quantized
 from ckptkit.runs.listing import list_run
 from ckptkit.runs.steps import abandoned
 from ckptkit.storage.places import PathLike, Place, place_of
@@ -529,19 +529,21 @@ def _choose_averaged(job: AverageJob, layout: PlannedOutput, last: Tensors) -> s
                 hint="patterns must fit whole names, such as '*.running_mean'",
             )
     filled = layout.facts.get("filled", {}).get("tensors", ())  # the same in all sources
+    stored = describe_stored((n, p.spec.shape, p.spec.dtype.name) for n, p in last.items())
     chosen = set()
     for name, dtype in dtypes.items():
-        if dtype.kind != "float" or name in filled or matches(name, job.take_last):
+        if name in filled or matches(name, job.take_last):
             continue
-        if is_quantized(name, dtypes) or dtype.name == _SCALES:
+        if stored[name].is_packed or is_quantized(name, dtypes) or dtype.name == _SCALES:
             raise RefusedError(
                 f"tensor {name!r} is quantized, or a scale of one that is: an average of packed"
                 " numbers is none of the weights",
                 where=layout.checkpoint.path,
-                hint="average steps that are not quantized, or keep the last with"
-                f" --take-last '{name}'",
+                hint="unpack each source first, with `ckptkit consolidate SRC OUT --dtype"
+                f" bfloat16`, or keep the last with --take-last '{name}'",
             )
-        chosen.add(name)
+        if dtype.kind == "float":
+            chosen.add(name)
     return chosen
 
 

@@ -20,6 +20,7 @@ from ckptkit.conversion.source.open import open_checkpoint
 from ckptkit.conversion.source.paths import read_config_in
 from ckptkit.conversion.source.read import leaf_span, report_notes, scan
 from ckptkit.conversion.source.side_folders import SideFolders
+from ckptkit.conversion.unpacking import unpack_to_measure
 from ckptkit.core.arrays import numpy_dtype
 from ckptkit.core.display import Displayed, Facts, plain_fields
 from ckptkit.core.errors import AmbiguousSourceError, CannotPlanError, UsageError
@@ -34,6 +35,7 @@ from ckptkit.formats.discovery import ITSELF
 from ckptkit.hub_names.known_models import determine_need
 from ckptkit.options import ConsolidateRequest
 from ckptkit.plan.coverage import refuse_problems
+from ckptkit.plan.packing_settings import find_quantization
 from ckptkit.plan.ties import find_tie_candidates
 from ckptkit.storage.places import PathLike
 
@@ -246,9 +248,16 @@ def run_diff(
     select: Sequence[str] = (),
     tolerance: Tolerance | None = None,
     measures: bool = False,
+    unpacked: bool = False,
     listener: Listener | None = None,
 ) -> Difference:
     """Compares the models of two checkpoints bit by bit, whatever their formats."""
+    if unpacked and tolerance is None:
+        raise UsageError(
+            "applies to a comparison of numbers, and bits are compared",
+            where="--unpacked",
+            hint="pass --numeric with it (in Python, numeric=True)",
+        )
     if len(select) > _SIDES:
         raise UsageError(
             f"was given {len(select)} times",
@@ -257,6 +266,11 @@ def run_diff(
         )
     with ExitStack() as stack:
         sides = _open_sides(stack, (a, b), select, listener)
+        for side in sides if unpacked else ():
+            config = side.config
+            if find_quantization(config) is None and base is not None:
+                config = read_config_in(base, "--base")
+            side.checkpoint = unpack_to_measure(side.checkpoint, config)
         note = _convert_names(sides, choice, base)
         first, second = sides[0].with_ties_of(sides[1]), sides[1].with_ties_of(sides[0])
         common = [name for name in first if name in second]

@@ -42,6 +42,7 @@ from ckptkit.hub_names.known_models import determine_need, explain_doubt
 from ckptkit.options import NameChoice, Resources
 from ckptkit.plan.plan import Compute, Kernel, Product, Reading, TensorSpec
 from ckptkit.plan.ties import find_tie_candidates, find_tie_conflicts
+from ckptkit.plan.weight_kinds import find_dense_name
 
 _BLOCK = 1 << 20  # elements that are gathered at once
 _LIVE = "pass --names live to write the names that training holds"
@@ -294,6 +295,9 @@ def _find_names(
     # Weights of the base that are not needed may be damaged or missing.
     may_need = choice != "live" and determine_need(config, has_base=True).kind != "none"
     names_of_base = read_names(base) if base is not None and may_need else ()
+    # The tensors of a packed weight stand for its own name.
+    dense = (Fqn(find_dense_name(name)) for name in names_of_base)
+    names_of_base = tuple(dict.fromkeys((*names_of_base, *dense)))
     need = determine_need(config, has_base=bool(names_of_base))
     if choice == "live" or need.kind == "none":
         return DiskNames(None)

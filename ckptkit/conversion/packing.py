@@ -8,17 +8,18 @@ from typing import Any
 import numpy as np
 from msgspec import Struct
 
+from ckptkit.conversion.unpacking import StoredForm
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import RefusedError
 from ckptkit.core.index import Fqn
 from ckptkit.core.text import counted
 from ckptkit.engine.kernels import ConstantKernel, OperandKernel, StoredOperand
-from ckptkit.engine.packing import PackingKernel, Part
+from ckptkit.engine.packing import PackingKernel, PackingLoss, Part
 from ckptkit.options import matches
 from ckptkit.plan.number_formats import place
 from ckptkit.plan.packed_forms import FORMS, PackedForm, is_packed, list_kept
 from ckptkit.plan.packing_settings import WHOLE, find_quantization
-from ckptkit.plan.plan import Compute, Copy, Product, TensorSpec
+from ckptkit.plan.plan import Compute, Copy, Plan, Product, TensorSpec
 
 # The stored type of numbers that share an element, and how many do.
 _STORED = {"int4": ("int32", 8), "e2m1": ("uint8", 2)}
@@ -58,10 +59,11 @@ def pack_products(
     _refuse_transposed(products, choice, where)
     made: list[Product] = []
     packed: list[TensorSpec] = []
+    option = f"--dtype {choice}"
     for product in products:
         if is_packed(product.spec) and not matches(product.spec.name, keep):
             packed.append(product.spec)
-            made += _pack(product, form, choice)
+            made += _pack(product, form, option)
         else:
             made.append(product)
     if not packed:
@@ -81,7 +83,40 @@ def pack_products(
     return Packed(made, {**config, "quantization_config": form.make_config(kept)}, notes)
 
 
-def _pack(product: Product, form: PackedForm, choice: str) -> list[Product]:
+def pack_as(
+    stored: StoredForm, product: Product, where: str, hint: str, loss: PackingLoss | None = None
+) -> list[Product]:
+    """Returns the tensors that a weight is packed in, as another model has it packed."""
+    group, made = stored.group, []
+    if stored.form is not None and product.spec.shape == stored.shape:
+        made = _pack(product, stored.form, where, loss)
+    expected = {str(entry.name): (entry.dtype, entry.shape) for entry in group.entries}
+    found = {str(one.spec.name): (one.spec.dtype, one.spec.shape) for one in made}
+    if found == expected:
+        return made
+    if product.spec.shape != stored.shape:
+        problem = f"has shape {product.spec.shape}, and there {stored.shape}"
+    else:
+        listed = ", ".join(f"{n!r} ({d.name} {list(s)})" for n, (d, s) in expected.items())
+        problem = f"cannot be packed as it is there ({group.scheme.title}): in {listed}"
+    raise RefusedError(f"weight {product.spec.name!r} {problem}", where=where, hint=hint)
+
+
+def describe_losses(plan: Plan) -> dict[str, float]:
+    """Returns how far packed weights are from what was packed, once a plan was executed."""
+    return {
+        str(kernel.weight.name): kernel.loss.relative
+        for _, segment, _ in plan.specs()
+        if isinstance(segment.body, Compute)
+        and isinstance(kernel := segment.body.kernel, PackingKernel)
+        and kernel.loss is not None
+        and kernel.part == "numbers"
+    }
+
+
+def _pack(
+    product: Product, form: PackedForm, option: str, loss: PackingLoss | None = None
+) -> list[Product]:
     """Returns the tensors that a weight is packed in."""
     spec, body = product.spec, product.body
     high, wide = form.blocks
@@ -89,7 +124,7 @@ def _pack(product: Product, form: PackedForm, choice: str) -> list[Product]:
     if not form.scheme.has_rest and high == 1 and wide != WHOLE and columns % wide:
         raise RefusedError(
             f"has {columns:,} columns, which groups of {wide} do not divide",
-            where=f"tensor {spec.name!r}, --dtype {choice}",
+            where=f"tensor {spec.name!r}, {option}",
             hint=f"leave it as it is with --keep-dtype '{spec.name}'",
         )
     if isinstance(body, Copy):
@@ -112,7 +147,7 @@ def _pack(product: Product, form: PackedForm, choice: str) -> list[Product]:
         outputs = (*outputs, ("total", total))
     made = []
     for part, out in outputs:
-        kernel = PackingKernel(form, spec, body.kernel, part)
+        kernel = PackingKernel(form, spec, body.kernel, part, loss=loss)
         made.append(Product(out, Compute(kernel, body.reads, kernel.most_elements(out))))
     if scheme.shape:
         out = TensorSpec(Fqn(place(spec.name, scheme.shape)), BY_NAME["int64"], (2,))

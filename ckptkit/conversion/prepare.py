@@ -69,15 +69,20 @@ from ckptkit.conversion.source.open import OpenedCheckpoint, open_checkpoint
 from ckptkit.conversion.source.paths import read_config_in
 from ckptkit.conversion.source.read import Ties, find_absent_twins, find_ties
 from ckptkit.conversion.source.side_folders import SideChoice, SideFolders
-from ckptkit.conversion.unpacking import unpack_checkpoint
+from ckptkit.conversion.unpacking import (
+    StoredForm,
+    Unpacked,
+    name_packing,
+    unpack_checkpoint,
+)
 from ckptkit.conversion.write import (
     PlannedOutput,
     check_destination,
     choose_settings,
     estimate_plan,
 )
-from ckptkit.core.dtypes import DType
-from ckptkit.core.errors import InputError, RefusedError, UsageError
+from ckptkit.core.dtypes import BY_NAME, DType
+from ckptkit.core.errors import InputError, NotACheckpointError, RefusedError, UsageError
 from ckptkit.core.frameworks import recognise_by_tensors
 from ckptkit.core.index import Fqn, TensorEntry
 from ckptkit.core.text import Aside, counted, list_first
@@ -101,6 +106,8 @@ from ckptkit.plan.coverage import refuse_problems
 from ckptkit.plan.layouts.hf import FileMap, distribute, layout_hf_files, layout_hf_weights
 from ckptkit.plan.load_report import CONSOLIDATE, Advice, MisfitError
 from ckptkit.plan.optimizer_states import OptimizerStates
+from ckptkit.plan.packed_forms import UNPACKED, list_kept
+from ckptkit.plan.packing_settings import drop_quantization, restore_quantization
 from ckptkit.plan.plan import FILLING, SOURCE, OutputFile, Plan, Product, Share
 from ckptkit.plan.selection import (
     DTypePolicy,
@@ -116,7 +123,7 @@ from ckptkit.plan.selection import (
 )
 from ckptkit.plan.ties import find_absent_tied_names, untie_config
 from ckptkit.plan.vocabulary import Trim, choose_trim, trim_config
-from ckptkit.plan.weight_kinds import hint_at_raw_names, refuse_packed
+from ckptkit.plan.weight_kinds import find_dense_name, hint_at_raw_names, refuse_packed
 from ckptkit.storage.places import PathLike
 
 _LISTED = 3
@@ -283,6 +290,24 @@ class _WrappedNames(Exception):  # noqa: N818  no failure: the model is planned 
     """All names begin with what a wrapper of the model put there, which is its argument."""
 
 
+class _PackedModel(Struct, frozen=True):
+    """The model of `--like`, whose weights are packed."""
+
+    unpacked: Unpacked
+    config: Mapping[str, Any]
+    where: str  # for messages
+
+    @property
+    def dtypes(self) -> dict[Fqn, DType]:
+        """The element type of each tensor, packed ones before they are packed."""
+        entries, stored = self.unpacked.checkpoint.index.of_part("model"), self.unpacked.stored
+        return {e.name: BY_NAME[UNPACKED] if e.key in stored else e.dtype for e in entries}
+
+    @property
+    def stored(self) -> dict[str, StoredForm]:
+        return {one.group.name: one for one in self.unpacked.stored.values()}
+
+
 class _Draft(Struct):
     """What is decided of an output; the functions of `_plan` take one decision each."""
 
@@ -294,6 +319,7 @@ class _Draft(Struct):
     filling: Filling | None
     notes: list[str]
     option_notes: list[str] = field(default_factory=list)  # which follow those on names
+    packed: _PackedModel | None = None  # as which weights are packed
     needs_config: bool = True  # not the first modules of some sentence-transformers
     is_text: bool = False  # whether it is the text model of a multimodal configuration
     text: Mapping[str, Any] | None = None  # the configuration of one that is put into a whole
@@ -351,10 +377,6 @@ def _plan(stack: ExitStack, job: ConversionJob, notes: Sequence[str]) -> Planned
     folders = SideFolders(stack, checkpoint, job.base, job.side, request)
     if request.names != "live":
         _refuse_adapters(job, checkpoint, folders)
-    base_dtypes: dict[Fqn, DType] | None = None
-    if request.dtype == "base" and folders.base is not None:
-        entries = read_entries(folders.base, option="--base")
-        base_dtypes = {entry.name: entry.dtype for entry in entries}
     like = None if request.like is None else read_file_map(request.like, option="--like")
     program = stack.enter_context(NamingProgram())
     filling = _open_filling(stack, request, folders.base)
@@ -365,7 +387,8 @@ def _plan(stack: ExitStack, job: ConversionJob, notes: Sequence[str]) -> Planned
             draft.notes.append(f"{problem.where} {problem.message}")
 
     side, side_notes = folders.choose(allow_code=request.allow_code)
-    config = _settle_packing(draft, side)
+    config = _settle_packing(stack, draft, side)
+    base_dtypes = _read_dtypes(draft)
     _convert_names(draft, config)
     side, modules = _settle_modules(draft, side, config)
     config, side = _settle_text_model(draft, config, side)
@@ -420,7 +443,7 @@ def _plan(stack: ExitStack, job: ConversionJob, notes: Sequence[str]) -> Planned
     facts: dict[str, Any] = {
         **({"complete": True} if is_complete else {}),
         **({"modules": list(modules)} if modules else {}),
-        **({} if base_dtypes is None else {"base": folders.base}),
+        **({"base": folders.base} if request.dtype == "base" else {}),
     }
     if filling is not None:
         opened, taken = filling.opened, filling.taken
@@ -478,13 +501,76 @@ def _open_unpacked(
     entries = filling.opened.index.of_part("model")
     if request.names != "live" and any(entry.dtype.itemsize == 1 for entry in entries):
         config = read_config_in(path, option)
-        filling.opened = unpack_checkpoint(filling.opened, config, request.element_type)[0]
+        filling.opened = unpack_checkpoint(filling.opened, config, request.element_type).checkpoint
     return filling
 
 
-def _settle_packing(draft: _Draft, side: Sequence[SideFile]) -> Mapping[str, Any] | None:
+def _open_packed(stack: ExitStack, request: ConsolidateRequest, like: str) -> _PackedModel | None:
+    """Opens the model of `--like` if its weights are packed."""
+    where = f"--like {like}"
+    names = read_file_map(like, option="--like").files
+    if not any(find_dense_name(name) != name for name in names):
+        return None
+    with suppress(NotACheckpointError):  # an index alone, which was named itself
+        config = read_config_in(like, "--like")
+        opened = open_filling(stack, like, "--like").opened
+        unpacked = unpack_checkpoint(opened, config, UNPACKED)
+        if not unpacked.stored:
+            return None
+        packed = _PackedModel(unpacked, config, where)
+        kept = next((name for name in packed.stored if matches(name, request.keep_dtype)), None)
+        problem = ""
+        if kept is not None:
+            problem = f"packs {kept!r}, which --keep-dtype keeps"
+        elif request.optimizer or request.names == "live":
+            option = "--optimizer" if request.optimizer else "--names live"
+            problem = f"packs weights, and cannot be combined with {option}"
+        elif unpacked.unused:
+            problem = (
+                f"has {unpacked.unused[0].name!r}, a scale of activations, which only data to"
+                " calibrate with gives"
+            )
+        if problem:
+            raise RefusedError(problem, where=where, hint=_WITHOUT_LIKE)
+        return packed
+    return None
+
+
+_WITHOUT_LIKE = "leave --like out, and pass the form of packed weights with --dtype, or bfloat16"
+
+
+def _read_dtypes(draft: _Draft) -> dict[Fqn, DType] | None:
+    """Returns the element types that another model gives to the tensors; None without one."""
+    if draft.packed is not None:
+        return draft.packed.dtypes
+    base = draft.folders.base
+    if draft.request.dtype != "base" or base is None:
+        return None
+    return {entry.name: entry.dtype for entry in read_entries(base, option="--base")}
+
+
+def _settle_packing(
+    stack: ExitStack, draft: _Draft, side: Sequence[SideFile]
+) -> Mapping[str, Any] | None:
     """Unpacks packed weights where another type is asked for; returns the configuration then."""
-    stored = draft.folders.config(side)
+    stored, request = draft.folders.config(side), draft.request
+    if request.like is not None and request.dtype == "keep":
+        draft.packed = _open_packed(stack, request, request.like)
+    if draft.packed is not None:
+        entries = draft.select(everything=True)
+        if not name_packing(draft.checkpoint, stored, entries):
+            return None if stored is None else drop_quantization(stored)
+        own = {e.name: (e.dtype, e.shape) for e in entries}
+        there = [e for one in draft.packed.stored.values() for e in one.group.entries]
+        wrong = next((e for e in there if own.get(e.name) != (e.dtype, e.shape)), None)
+        if wrong is not None:
+            raise RefusedError(
+                f"is packed, and not as {draft.packed.where}, which has {wrong.name!r} as"
+                f" {wrong.dtype.name} {list(wrong.shape)}",
+                where=draft.checkpoint.path,
+                hint="unpack it first, with `ckptkit consolidate SRC OUT --dtype bfloat16`",
+            )
+        draft.packed = None  # it is copied as it is
     config = drop_stale_quantization(stored, draft.checkpoint.index.of_part("model"))
     if config != stored:
         draft.notes.append(
@@ -494,9 +580,10 @@ def _settle_packing(draft: _Draft, side: Sequence[SideFile]) -> Mapping[str, Any
     if draft.request.names == "live":
         return config
     asked = draft.request.element_type
-    draft.checkpoint, config, notes = unpack_checkpoint(draft.checkpoint, config, asked)
-    draft.notes += notes
-    return config
+    unpacked = unpack_checkpoint(draft.checkpoint, config, asked)
+    draft.checkpoint = unpacked.checkpoint
+    draft.notes += unpacked.notes
+    return unpacked.config
 
 
 def _convert_names(draft: _Draft, config: Mapping[str, Any] | None) -> None:
@@ -683,7 +770,7 @@ def _name_and_cast(
         known = adapt_kept(known, names.hub)
     if request.names != "live":
         asked = policy
-        if request.dtype == "base":
+        if request.dtype == "base" or base_dtypes is not None:
             asked = DTypePolicy("base", request.keep_dtype, base_dtypes)
         refuse_casting_quantized(entries, config, asked, location=checkpoint.path)
     draft.notes += filter(None, [describe_masters(entries, live)])
@@ -716,8 +803,9 @@ def _apply_options(
     draft.option_notes += notes
     if trim is not None:
         products = [first_rows(product, trim.shape(product.spec)) for product in products]
-    if request.dtype != "base":
+    if request.dtype != "base" and base_dtypes is None:
         return products, trim
+    model = f"--base {base}" if draft.packed is None else draft.packed.where
     policy = DTypePolicy("base", request.keep_dtype, base_dtypes)
     cast = [recast(product, policy.target(product.spec)) for product in products]
     lacking = [
@@ -731,13 +819,14 @@ def _apply_options(
         raise RefusedError(
             f"has none of the {len(products):,} tensors that are to be written, such as"
             f" {lacking[0]!r}",
-            where=f"--base {base}",
+            where=model,
             hint="name the folder of the model that the run was started from",
         )
     if lacking:
         listed = list_first(lacking, _LISTED)
         draft.option_notes.append(
-            f"{base} has no tensor {listed}: written in the element type that the source has"
+            f"{model.partition(' ')[2]} has no tensor {listed}: written in the element type that"
+            " the source has"
         )
     return cast, trim
 
@@ -882,9 +971,28 @@ def _pack(
 ) -> tuple[Sequence[Product], dict[str, Any] | None]:
     """Packs weights where that was asked for, once they were compared with those of the model."""
     request = draft.request
-    if not request.is_packed:
+    if not request.is_packed and draft.packed is None:
         return products, config
-    from ckptkit.conversion.packing import pack_products  # few outputs are packed
+    from ckptkit.conversion.packing import pack_as, pack_products  # few outputs are packed
+
+    if draft.packed is not None:
+        if config is None or not draft.folders.consumer.owns_config:
+            raise RefusedError(
+                f"no config.json says how weights are packed as {draft.packed.where}",
+                where=draft.checkpoint.path,
+                hint="pass the model that was trained with --base, or its configuration with"
+                " --config",
+            )
+        made, stored = [], draft.packed.stored
+        for product in products:
+            one = stored.get(product.spec.name)
+            where = draft.packed.where
+            made += [product] if one is None else pack_as(one, product, where, _WITHOUT_LIKE)
+        count = counted(len(stored), "weight")
+        draft.option_notes.append(Aside(f"{count} packed as {draft.packed.where}"))
+        known = draft.packed.dtypes
+        new = list_kept((p.spec for p in products if p.spec.name not in known), ())
+        return made, restore_quantization(config, draft.packed.config, new)
 
     written = {product.spec.name for product in products}
     packed = pack_products(

@@ -11,9 +11,11 @@ from typing import Any
 import numpy as np
 from msgspec import Struct, field
 
-from ckptkit.conversion.source.adapters import ROLES, Role, select_with_base
+from ckptkit.conversion.source.adapters import ROLES, Role, read_config, select_with_base
 from ckptkit.conversion.source.open import OpenedCheckpoint
 from ckptkit.conversion.source.read import open_with_names, report_notes, scan
+from ckptkit.conversion.source.side_folders import SideFolders
+from ckptkit.conversion.unpacking import unpack_to_measure
 from ckptkit.core.arguments import ambiguous_truth
 from ckptkit.core.arrays import numpy_dtype
 from ckptkit.core.display import Displayed, Facts, plain_fields
@@ -184,6 +186,7 @@ def run_stats(
     *,
     also: Sequence[PathLike] = (),
     base: PathLike | None = None,
+    unpacked: bool = False,
     listener: Listener | None = None,
 ) -> Statistics:
     """Reads the tensors of a checkpoint once, and measures them."""
@@ -192,6 +195,9 @@ def run_stats(
             stack, path, select=request.select, also=also, choice=request.map, base=base
         )
         report_notes(checkpoint, listener or ignore)
+        if unpacked:
+            config = read_config(SideFolders(stack, checkpoint, base))
+            checkpoint = unpack_to_measure(checkpoint, config)
         index = checkpoint.index
         named, roles = select_with_base(checkpoint, request)
         for entry in index.of_part("optimizer") if request.optimizer else ():

@@ -6,6 +6,7 @@ name, with its shape. All that follows, such as casts, names and layouts, sees p
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import posixpath
@@ -14,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 from msgspec.structs import replace
 
 from ckptkit.consumers.folder_truth import MAX_JSON_BYTES
@@ -28,6 +30,7 @@ from ckptkit.engine.packed_numbers import Grid, UnpackedOperand, make_table
 from ckptkit.engine.reader import Origin, TensorReader
 from ckptkit.plan.coverage import refuse_problems
 from ckptkit.plan.number_formats import METHODS, PackedGroup, Packing, find_packing
+from ckptkit.plan.packed_forms import PackedForm, find_form
 from ckptkit.plan.packing_settings import (
     HEADER,
     WHOLE,
@@ -38,6 +41,7 @@ from ckptkit.plan.packing_settings import (
     read_settings,
 )
 from ckptkit.plan.plan import SOURCE
+from ckptkit.plan.weight_kinds import describe_stored
 
 _MODELOPT = "hf_quant_config.json"
 _WORD_BITS = 32
@@ -48,18 +52,37 @@ _RESULTS = ("float32", "float16", "bfloat16")
 _PUBLISHED = "pass the configuration that was published with these files with --config"
 
 
+class StoredForm(Struct, frozen=True):
+    """How an unpacked weight is stored."""
+
+    group: PackedGroup
+    shape: Shape  # of the weight
+    form: PackedForm | None  # None for one that nothing is packed in
+
+
+class Unpacked(Struct, frozen=True):
+    """A model with unpacked weights."""
+
+    checkpoint: OpenedCheckpoint
+    config: Mapping[str, Any] | None  # which says nothing of packed weights
+    asked: str  # the element type
+    notes: Sequence[str] = ()
+    method: str = ""  # `quant_method` of the configuration
+    stored: Mapping[Key, StoredForm] = {}  # by the unpacked weight; empty where none is packed
+    unused: Sequence[TensorEntry] = ()  # what only packed weights need
+
+
 def unpack_checkpoint(
     checkpoint: OpenedCheckpoint, config: Mapping[str, Any] | None, asked: str
-) -> tuple[OpenedCheckpoint, Mapping[str, Any] | None, list[str]]:
+) -> Unpacked:
     """Unpacks what the schemes of `ckptkit.plan.number_formats` have packed; else changes nothing.
 
-    `asked`: the element type that the user wants. Returns the checkpoint, the configuration of the
-    unpacked model, and notes.
+    `asked`: the element type that the user wants.
     """
     options = find_quantization(config) or _read_modelopt(checkpoint)
     method = str((options or {}).get("quant_method"))
     if options is None or method not in METHODS or asked not in _RESULTS:
-        return checkpoint, config, []
+        return Unpacked(checkpoint, config, asked)
     index, where = checkpoint.index, checkpoint.path
     header = {path[1]: text for path, text in index.values.items() if path[:1] == (HEADER,)}
     options = {**options, HEADER: header}
@@ -68,8 +91,8 @@ def unpack_checkpoint(
         if checkpoint.select in {None, entry.tree}:
             trees.setdefault(entry.tree, {})[entry.name] = entry
     tensors = dict(index.tensors)
-    found: list[PackedGroup] = []
-    unused: list[str] = []
+    found: dict[Key, StoredForm] = {}
+    unused: list[TensorEntry] = []
     for entries in trees.values():
         packing = find_packing(entries, method, location=where)
         if not packing.groups:
@@ -80,21 +103,47 @@ def unpack_checkpoint(
         shapes = _read_shapes(checkpoint, packing)
         for group in packing.groups:
             settings = read_settings(options, group, location=where)
-            made = _Weight(group, settings, shapes.get(group.name), asked, where).make()
+            weight = _Weight(group, settings, shapes.get(group.name), asked, where)
+            made = weight.make()
             tensors[made.key] = made
+            form = find_form(group.scheme, settings.calls, weight.blocks, made.shape)
+            found[made.key] = StoredForm(group, made.shape, form)
         for entry in (*stored, *packing.unused):
             tensors[entry.key] = replace(entry, part="other")
-        found += packing.groups
-        unused += [str(entry.name) for entry in packing.unused]
+        unused += packing.unused
     if not found:
-        return checkpoint, config, []
-    titles = dict.fromkeys(group.scheme.title for group in found)
+        return Unpacked(checkpoint, config, asked)
+    titles = dict.fromkeys(one.group.scheme.title for one in found.values())
     notes = [f"{counted(len(found), 'weight')} unpacked: {', '.join(titles)}"]
     if unused:
-        listed = join_first(list(map(repr, unused)), len(unused), _LISTED)
+        listed = join_first([repr(str(entry.name)) for entry in unused], len(unused), _LISTED)
         notes.append(f"left out, as unpacked weights need none of them: {listed}")
     opened = replace(checkpoint, index=replace(index, tensors=tensors))
-    return opened, None if config is None else drop_quantization(config), notes
+    plain = None if config is None else drop_quantization(config)
+    return Unpacked(opened, plain, asked, notes, method, found, unused)
+
+
+def unpack_to_measure(
+    checkpoint: OpenedCheckpoint, config: Mapping[str, Any] | None
+) -> OpenedCheckpoint:
+    """Unpacks weights as far as possible without rounding; refuses those that stay packed."""
+    checkpoint = unpack_checkpoint(checkpoint, config, "float32").checkpoint
+    rows = [(str(e.name), e.shape, e.dtype.name) for e in checkpoint.index.of_part("model")]
+    packed = (n for n, one in describe_stored(rows).items() if one.is_packed)
+    tiny = (name for name, _, dtype in rows if dtype.startswith("float8"))
+    name = next(itertools.chain(packed, tiny), None)
+    if name is not None:
+        said = find_quantization(config)
+        method = "no configuration says how" if said is None else f"as {said.get('quant_method')!r}"
+        raise RefusedError(
+            f"tensor {name!r} belongs to a packed weight ({method}), which is not unpacked",
+            where=checkpoint.path,
+            hint="pass with --base the configuration that says how weights are packed, or leave"
+            " --unpacked out"
+            if said is None
+            else "leave --unpacked out: numbers are those that are stored then",
+        )
+    return checkpoint
 
 
 def name_packing(
@@ -168,7 +217,12 @@ def _read_shapes(checkpoint: OpenedCheckpoint, packing: Packing) -> dict[str, Sh
 
 
 class _Weight:
-    """Makes the operand of one packed weight; every contradiction is refused."""
+    """Makes the operand of one packed weight; every contradiction is refused.
+
+    `blocks`: the rows and columns that share a scale, once it is made.
+    """
+
+    blocks: Blocks
 
     def __init__(
         self,
@@ -198,7 +252,7 @@ class _Weight:
         high = codes.held if scheme.packs_rows else 1
         rows, columns = self._fit_shape(self._high * high, self._width * codes.held // high)
         codes = replace(codes, rows=rows, columns=columns)
-        scales, blocks = self._find_scales(rows, columns)
+        scales, self.blocks = self._find_scales(rows, columns)
         shape = (*self._outer, *((columns, rows) if scheme.is_transposed else (rows, columns)))
         dtype = self._result()
         total, index = companions.get("total"), companions.get("index")
@@ -209,7 +263,7 @@ class _Weight:
             raise self._refuse(index, f"has shape {index.shape}, expected {(rows, columns)[axis]}")
         zeros, offset = self._find_zeros(scales, number)
         operand = UnpackedOperand(
-            *(codes, scales, blocks, shape, dtype, self._where, zeros, offset),
+            *(codes, scales, self.blocks, shape, dtype, self._where, zeros, offset),
             total=None if total is None else _stored(total),
             total_divides=scheme.total_divides,
             index=None if index is None else _stored(index),

@@ -65,6 +65,7 @@ from ckptkit.engine.segment_reader import SegmentReader
 from ckptkit.options import DEFAULT_MAX_FILE_BYTES, check_choice
 from ckptkit.plan.load_report import DELTA_CREATE
 from ckptkit.plan.plan import Segment, SegmentRange, TensorSpec, name_order
+from ckptkit.plan.weight_kinds import find_dense_name
 from ckptkit.storage.base import Target
 from ckptkit.storage.local.target import LocalTarget, translate_errors
 from ckptkit.storage.locations import resolve_places
@@ -103,11 +104,14 @@ def pair_tensors(before: PlannedOutput, after: PlannedOutput) -> tuple[TensorPai
     ):
         lacking = sorted(one.keys() - other.keys(), key=name_order)
         if lacking:
+            hint = "leave tensors out with --exclude, or publish the new model as a whole"
+            if any(find_dense_name(name) != name for name in lacking):
+                hint = "one of the two is packed: pass --dtype bfloat16, which unpacks it"
             raise RefusedError(
                 f"lacks {list_first(lacking, _LISTED)}, which {of} has; a delta needs the same"
                 " tensors",
                 where=location,
-                hint="leave tensors out with --exclude, or publish the new model as a whole",
+                hint=hint,
             )
     pairs = []
     for name, (number, segment, spec) in second.items():

@@ -6,6 +6,7 @@ whole rows. What forms there are is said by `ckptkit.plan.packed_forms`.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -20,12 +21,13 @@ from ckptkit.core.errors import RefusedError
 from ckptkit.core.geometry import cut_span
 from ckptkit.core.index import Span
 from ckptkit.engine.kernels import ConstantKernel
-from ckptkit.engine.packed_numbers import Floats
+from ckptkit.engine.packed_numbers import Floats, make_table
 from ckptkit.plan.packed_forms import Number, PackedForm
 from ckptkit.plan.plan import Demand, Kernel, Reading, TensorSpec
 
 Part = Literal["numbers", "scales", "total"]
 _READ_ELEMENTS = 1 << 20  # of the dense weight for one block of scales
+_MEASURED_ELEMENTS = 1 << 16  # that stay in a processor's cache
 # The least and the greatest number of each format. Half of their distance is the greatest
 # magnitude that a scale maps to.
 _LIMITS: dict[Number, tuple[float, float]] = {
@@ -42,6 +44,27 @@ _EPSILON = np.float32(2**-7)  # of bfloat16: the scale of a block of zeros in co
 _HELD = 8  # numbers of four bits in a word
 
 
+class PackingLoss:
+    """How far the numbers of a packed weight are from those that were packed; threads add to it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._largest = self._distance = 0.0
+
+    def add(self, given: Floats, restored: Floats) -> None:
+        largest = float(np.abs(given).max(initial=0))
+        restored -= given
+        distance = float(np.abs(restored, out=restored).max(initial=0))
+        with self._lock:
+            self._largest = max(self._largest, largest)
+            self._distance = max(self._distance, distance)
+
+    @property
+    def relative(self) -> float:
+        """The largest difference, divided by the largest magnitude that was packed."""
+        return self._distance / self._largest if self._largest else self._distance
+
+
 class PackingKernel(Kernel, Struct, frozen=True):
     """Makes the numbers of a weight, its scales, or the one scale of all of it."""
 
@@ -50,6 +73,7 @@ class PackingKernel(Kernel, Struct, frozen=True):
     body: Kernel  # of the weight
     part: Part
     total: float | None = None  # the one scale, once it was computed
+    loss: PackingLoss | None = None  # what is measured of the numbers as they are packed
 
     @property
     def is_ready(self) -> bool:
@@ -81,7 +105,9 @@ class PackingKernel(Kernel, Struct, frozen=True):
     def most_elements(self, out: TensorSpec) -> int:
         """Returns how many elements are made at a time."""
         high = self.form.blocks[0] if self.part == "scales" else 1
-        rows = max(1, _READ_ELEMENTS // (high * self.weight.shape[1]))
+        # What is measured takes memory of its own, and comes of merges, which do too.
+        most = _READ_ELEMENTS if self.loss is None else _READ_ELEMENTS // 2
+        rows = max(1, most // (high * self.weight.shape[1]))
         return rows * out.shape[-1]
 
     def grain_elements(self, out: TensorSpec) -> int:
@@ -113,7 +139,11 @@ class PackingKernel(Kernel, Struct, frozen=True):
         if self.part == "scales":
             first, made = rows.start // high * out.shape[1], scales.astype(numpy_dtype(out.dtype))
         else:
+            # In the type that they were read in, which is smaller.
+            given = None if self.loss is None else values.astype(numpy_dtype(self.weight.dtype))
             first, made = rows.start * out.shape[1], self._find_numbers(values, factors)
+            if given is not None:
+                self._measure(given, made, scales if self.form.scale == "float32" else factors)
         target[...] = made.reshape(-1)[block.start - first : block.stop - first]
 
     def _read(self, rows: Span, inputs: Sequence[NDArray[Any]]) -> Floats:
@@ -188,6 +218,30 @@ class PackingKernel(Kernel, Struct, frozen=True):
         held = np.zeros((len(whole), -(-whole.shape[1] // _HELD) * _HELD), np.uint8)
         held[:, : whole.shape[1]] = whole.view(np.uint8)
         return _join_pairs(held).view("<i4")
+
+    def _measure(self, given: NDArray[Any], numbers: NDArray[Any], factors: Floats) -> None:
+        """Compares packed numbers with those that were packed, a few rows at a time."""
+        high = self.form.blocks[0]
+        step = high * max(1, _MEASURED_ELEMENTS // (high * given.shape[1]))
+        for start in range(0, len(given), step):
+            rows = slice(start, start + step)
+            own = factors[start // high : -(-(start + step) // high)]
+            assert self.loss is not None  # noqa: S101  of what is measured
+            self.loss.add(given[rows].astype(np.float32), self._restore(numbers[rows], own))
+
+    def _restore(self, numbers: NDArray[Any], factors: Floats) -> Floats:
+        """Returns what packed numbers stand for."""
+        number = "uint4" if self.form.number == "int4" else self.form.number
+        table, rows = make_table(number), len(numbers)
+        values = table[numbers.view(np.uint8)].reshape(rows, -1)
+        if self.form.number == "int4":
+            values += np.float32(_LIMITS["int4"][0])
+        high, wide = self.form.blocks
+        spread = np.repeat(factors, high, axis=0)[:rows]
+        if wide:
+            spread = np.repeat(spread, wide, axis=1)[:, : self.weight.shape[1]]
+        made: Floats = values[:, : self.weight.shape[1]] * spread
+        return made
 
 
 def _join_pairs(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:

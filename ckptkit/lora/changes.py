@@ -35,6 +35,7 @@ from ckptkit.options import (
     parse_file_limit,
     parse_not_finite,
 )
+from ckptkit.plan.packing_settings import CONFIG_KEYS
 from ckptkit.plan.ties import Specs, find_absent_tied_names, find_tie_candidates, find_tie_conflicts
 
 Form = Literal[
@@ -368,7 +369,7 @@ def drop_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         key: drop_quantization(value) if isinstance(value, Mapping) else value
         for key, value in config.items()
-        if key not in {"quantization_config", "_pre_quantization_dtype"}
+        if key not in {*CONFIG_KEYS, "_pre_quantization_dtype"}
     }
 
 

@@ -14,7 +14,9 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Literal
 
 from msgspec import Struct
+from msgspec.structs import replace
 
+from ckptkit.core.index import Shape
 from ckptkit.plan.number_formats import SCHEMES, Scheme
 from ckptkit.plan.packing_settings import WHOLE, Blocks
 from ckptkit.plan.plan import TensorSpec, name_order
@@ -118,6 +120,26 @@ FORMS: Mapping[str, PackedForm] = {
     "mxfp4": _of_e2m1("compressed-tensors MXFP4", "group", 32, "uint8"),
 }
 """By the value of `--dtype`."""
+_MATRIX = 2
+
+
+def find_form(scheme: Scheme, calls: str, blocks: Blocks, shape: Shape) -> PackedForm | None:
+    """Returns the form that a weight is packed in; None for one that nothing is packed in.
+
+    `calls`: what the configuration calls it. `blocks`: the rows and columns that share a scale.
+    """
+    for form in FORMS.values():
+        if form.scheme != scheme or form.calls != calls or len(shape) != _MATRIX:
+            continue
+        high, wide = form.blocks
+        if wide == WHOLE:
+            return form if blocks == (high, shape[1]) else None
+        is_fixed = form.number == "e2m1"
+        if blocks == form.blocks or (not is_fixed and (high > 1 or blocks[0] == 1)):
+            return replace(form, blocks=blocks)
+    return None
+
+
 UNPACKED = "bfloat16"
 """The type that weights have before they are packed, and that all others are written in."""
 
@@ -126,7 +148,7 @@ _KEPT = re.compile(
     r"(^|\.)([^.]*(embed|norm|router)[^.]*|w[pt]e|relative_attention_bias"
     r"|([^.]*_)?(head|heads|classifier|classification|score|gate|wg)|qa_outputs|cls|pooler)(\.|$)"
 )
-_WEIGHT, _MATRIX = ".weight", 2
+_WEIGHT = ".weight"
 
 
 def is_packed(spec: TensorSpec) -> bool:

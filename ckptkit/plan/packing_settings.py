@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from msgspec import Struct
@@ -15,7 +15,7 @@ CONFIG_KEYS = ("quantization_config", "compression_config")
 """The keys of `config.json` under which it is said."""
 HEADER = "__metadata__"
 """Of the settings: the texts in the headers of safetensors."""
-_TEXT = "text_config"
+_TEXT, _COMPRESSED = "text_config", "compressed-tensors"
 WHOLE = 0
 """Of a block: all rows, or all columns."""
 Blocks = tuple[int, int]
@@ -52,6 +52,25 @@ def drop_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
     return rest
 
 
+def restore_quantization(
+    config: Mapping[str, Any], packed: Mapping[str, Any], kept: Iterable[str] = ()
+) -> dict[str, Any]:
+    """Returns a configuration that says of packed weights what another one does.
+
+    `kept`: modules that the other one does not have, and that are not packed.
+    """
+    said = find_quantization(packed)
+    assert said is not None  # noqa: S101  of a packed model
+    if modules := sorted(set(kept)):
+        key = "ignore" if said.get("quant_method") == _COMPRESSED else "modules_to_not_convert"
+        said = {**said, key: [*(said.get(key) or ()), *modules]}
+    own = next((key for key in CONFIG_KEYS if isinstance(packed.get(key), Mapping)), "")
+    if own or not isinstance(config.get(_TEXT), Mapping):
+        return {**config, own or CONFIG_KEYS[0]: said}
+    key = next(key for key in CONFIG_KEYS if isinstance(packed[_TEXT].get(key), Mapping))
+    return {**config, _TEXT: {**config[_TEXT], key: said}}
+
+
 def read_settings(options: Mapping[str, Any], group: PackedGroup, *, location: str) -> Settings:
     """Returns how a weight is packed; refuses a configuration that says something else of it.
 
@@ -85,7 +104,8 @@ def _read_fp8(options: Mapping[str, Any], group: PackedGroup) -> Settings:
     sizes = options.get("weight_block_size")
     if sizes is None:
         return Settings((_TENSOR, _CHANNEL))
-    return Settings((_read_sizes(sizes),))
+    # Where scales are powers of two, they are so by name.
+    return Settings((_read_sizes(sizes),), options.get("scale_fmt") or "")
 
 
 def _read_fixed(_options: Mapping[str, Any], group: PackedGroup) -> Settings:

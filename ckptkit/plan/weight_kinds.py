@@ -401,7 +401,7 @@ _COMPANIONS = (
         r"(\.(nested_)?quant_map|\.quant_state\.bitsandbytes__\w+|_shape|g_idx|\.weight_format)$",
     ),
 )
-FOUR_BIT = "4-bit"
+FOUR_BIT, _RANK = "4-bit", "rank"
 _BASE_LAYER = ".base_layer."
 _QUANT = "quant_state.bitsandbytes__"
 
@@ -411,6 +411,11 @@ class StoredWeight(Struct, frozen=True):
 
     parameters: int  # how many parameters of the model it holds; none for scales
     label: str = ""  # such as `4-bit`, `scales` or `rank 8`; empty for a plain tensor
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether it is a packed weight, or stored with one."""
+        return bool(self.label) and not self.label.startswith(_RANK)
 
 
 def describe_stored(tensors: Iterable[tuple[str, Shape, str]]) -> dict[str, StoredWeight]:
@@ -439,7 +444,7 @@ def _describe_stored(
     elements = math.prod(shape)
     factor = re.search(_RANK_OF_FACTOR, name)
     if factor is not None and len(shape) >= _MATRIX:
-        return StoredWeight(elements, f"rank {shape[0 if factor[1] == 'A' else 1]:,}")
+        return StoredWeight(elements, f"{_RANK} {shape[0 if factor[1] == 'A' else 1]:,}")
     if len(group) > 1:
         for label, ending in _COMPANIONS:
             if re.search(ending, name):

@@ -339,7 +339,8 @@ CONVERSION = (
     Option(
         "--like",
         WRITTEN,
-        "Model folder, or its index file: write the same files, with the same tensors in each.",
+        "Model folder, or its index file: write the same files, with the same tensors in each. Of a"
+        " packed model, weights are packed as they are there, unless --dtype is passed.",
         "DIR",
     ),
     ALLOW_CODE,

@@ -276,7 +276,8 @@ def _conversion_page(output: Output, manifest: Manifest, out: str, seconds: floa
     Option(
         "--dtype",
         NAMED,
-        "Element type of floating tensors. 'keep' takes that of the base.",
+        "Element type of floating tensors. 'keep' takes that of the base, and leaves a packed base"
+        " packed; any other unpacks it.",
         choices=get_args(DTypeChoice),
         default="keep",
         parse=lambda text: choose_dtype(text, get_args(DTypeChoice)),

@@ -77,6 +77,11 @@ _LISTED_LONE = 3
         "X",
         parse=partial(parse_number, option="--atol"),
     ),
+    Option(
+        "--unpacked",
+        _COMPARED,
+        "With --numeric: compare packed weights by the numbers that they stand for.",
+    ),
     SRC_OPTION,
     HTML,
     OVERWRITE_HTML,
@@ -93,6 +98,7 @@ def diff(
     src_option: Mapping[str, Any],
     html: str | None,
     overwrite: bool,
+    unpacked: bool,
     **tolerances: Any,
 ) -> None:
     """Compare two models bit by bit, or by their numbers.
@@ -100,6 +106,7 @@ def diff(
         ckptkit diff runs/llama/checkpoint-500 models/llama
         ckptkit diff runs/megatron/iter_0001000 models/llama
         ckptkit diff models/llama models/llama-bf16 --numeric --rtol 0.004
+        ckptkit diff models/llama models/llama-fp8 --numeric --unpacked
         ckptkit diff models/llama models/tuned --html diff.html
 
     Tensors are compared by name, whatever the two formats; --map converts the names of each side
@@ -120,6 +127,7 @@ def diff(
             select=select,
             tolerance=make_tolerance(**tolerances),
             measures=html is not None,
+            unpacked=unpacked,
             listener=progress.listen,
         )
     progress.warn(progress.notes)

@@ -47,8 +47,12 @@ _SORTS: Mapping[str, Callable[[TensorStatistics], Any]] = {
     INCLUDE,
     EXCLUDE,
     ALSO,
-    replace(BASE, help="Folder with the config.json of the model, if SRC has none; for --map."),
+    replace(
+        BASE,
+        help="Folder with the config.json of the model, if SRC has none; for --map and --unpacked.",
+    ),
     Option("--optimizer", READ, "Measure the states of the optimizer too."),
+    Option("--unpacked", READ, "Measure packed weights by the numbers that they stand for."),
     replace(MAP, default="none"),
     Option(
         "--fail-on",

@@ -34,7 +34,8 @@ def wrap(kind: str, seed: int) -> tuple[nn.Module, Any]:
     """Returns a model and the group of those ranks that hold alike what this one holds."""
     model = make_model(seed)
     if kind == "ddp":
-        model[1].weight = nn.Parameter(model[1].weight.detach().t())  # it is not contiguous
+        layer: Any = model[1]
+        layer.weight = nn.Parameter(layer.weight.detach().t())  # it is not contiguous
         return DistributedDataParallel(model), dist.group.WORLD
     mesh = grid()
     group = dist.group.WORLD if kind == "world" else mesh["replicate"].get_group()

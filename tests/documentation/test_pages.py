@@ -29,7 +29,7 @@ from tests.object_store import ObjectStore
 from tests.page_runs import PageRun, environment_of, make_home, make_programs, make_world
 
 HOW_TO = (*("check-before-a-run", "evaluate", "reports", "troubleshooting"),)
-REFERENCE = ("adapters", "consolidate", "several-steps", "training")
+REFERENCE = ("adapters", "consolidate", "number-formats", "several-steps", "training")
 PAGES = (
     "index.md",
     *(f"how-to/{name}.md" for name in HOW_TO),

@@ -371,6 +371,23 @@ def test_weights_stay_in_the_files_that_the_base_has(
     assert type(trained.untrained).from_pretrained(tmp_path / "out") is not None
 
 
+def test_a_packed_base_keeps_its_files_unless_it_is_unpacked(tmp_path: Path) -> None:
+    trained = _trained(_llama, _LINEAR, tmp_path, dtype=torch.bfloat16)
+    base = tmp_path / "packed"
+    ckptkit.consolidate(trained.base, base, dtype="fp8-block", max_shard_size="4KB")
+    for name, dtype in (("again", "keep"), ("unpacked", "bfloat16")):
+        ckptkit.merge_adapter(
+            trained.adapter, tmp_path / name, base=base, dtype=dtype, allow_other_base=True
+        )
+    held, again, unpacked = (
+        {file.name: {*load_file(file)} for file in folder.glob("*.safetensors")}
+        for folder in (base, tmp_path / "again", tmp_path / "unpacked")
+    )
+    assert len(held) > 1
+    assert again == held
+    assert list(unpacked) == ["model.safetensors"]
+
+
 def test_files_of_a_base_are_not_kept_where_weights_become_wider(tmp_path: Path) -> None:
     trained = _trained(_llama, _LINEAR, tmp_path, dtype=torch.bfloat16)
     (trained.base / "model.safetensors").unlink()

@@ -369,3 +369,99 @@ def test_other_layouts_have_no_packed_weights(tmp_path: Path, layout: Any) -> No
     save_model(tmp_path / "plain")
     with pytest.raises(CkptkitError, match=f"cannot be combined with --to {layout}"):
         ckptkit.convert(tmp_path / "plain", tmp_path / "out", to=layout, dtype="fp8-block")
+
+
+# --- as a published model has it ---
+
+
+def publish(folder: Path, dtype: str, **options: Any) -> Path:
+    """Packs a model, some of whose projections stay as they are, and a norm in float32."""
+    save_model(folder / "trained from")
+    change(folder / "trained from", "model.norm.weight", torch.full((256,), 0.1))
+    published = folder / "published"
+    keep = ["model.layers.0.mlp.*", "model.norm.weight"]
+    ckptkit.consolidate(folder / "trained from", published, dtype=dtype, keep_dtype=keep, **options)
+    return published
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_a_fine_tune_is_packed_as_the_published_model_is(tmp_path: Path, choice: str) -> None:
+    published = publish(tmp_path, choice, max_shard_size=500_000)
+    torch.manual_seed(1)
+    model = LlamaForCausalLM.from_pretrained(tmp_path / "trained from", dtype="auto")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.01 * torch.randn_like(parameter))
+    model.save_pretrained(tmp_path / "tuned")
+    assert (
+        run_command(
+            *("consolidate", tmp_path / "tuned", tmp_path / "out", "--like", published)
+        ).returncode
+        == 0
+    )
+    assert ckptkit.verify(tmp_path / "out").ok
+    says, does = (
+        json.loads((folder / "config.json").read_text()) for folder in (published, tmp_path / "out")
+    )
+    assert does["quantization_config"] == says["quantization_config"]
+    assert does["dtype"] == says["dtype"]
+    files = sorted(file.name for file in published.glob("*.safetensors"))
+    assert len(files) > 1
+    ckptkit.consolidate(tmp_path / "tuned", tmp_path / "packed", dtype=choice)
+    expected = load_file(tmp_path / "packed" / "model.safetensors")
+    for file in files:
+        found, there = load_file(tmp_path / "out" / file), load_file(published / file)
+        assert set(found) == set(there)
+        for name, value in found.items():
+            assert (value.dtype, value.shape) == (there[name].dtype, there[name].shape)
+            own = model.state_dict().get(name)
+            is_kept = own is not None and own.shape == value.shape and value.dtype.itemsize > 1
+            assert_same_bits(value, own.to(value.dtype) if is_kept else expected[name])
+
+
+def test_what_is_packed_as_the_published_model_is_copied(tmp_path: Path) -> None:
+    published = publish(tmp_path, "fp8-block")
+    ckptkit.consolidate(published, tmp_path / "out", like=published)
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    for name, value in load_file(published / "model.safetensors").items():
+        assert_same_bits(found[name], value)
+    pack(tmp_path / "trained from", "int4-group")
+    said = refusal_as(tmp_path / "trained from-int4-group", published)
+    assert "is packed, and not as --like" in said
+    assert "`ckptkit consolidate SRC OUT --dtype bfloat16`" in said
+    unpacked = tmp_path / "unpacked"
+    ckptkit.consolidate(tmp_path / "trained from-int4-group", unpacked, dtype="bfloat16")
+    ckptkit.consolidate(unpacked, tmp_path / "again", like=published)
+
+
+def refusal_as(source: Path, like: Path, **options: Any) -> str:
+    """Returns why a model is not packed as another one; nothing is written."""
+    out = like.parent / "refused"
+    with pytest.raises(CkptkitError) as caught:
+        ckptkit.consolidate(source, out, like=like, **options)
+    assert not out.exists()
+    return f"{caught.value}\n{caught.value.hint}"
+
+
+def test_what_cannot_be_packed_as_the_published_model_is_refused_by_name(tmp_path: Path) -> None:
+    published = publish(tmp_path, "fp8-block")
+    source, scale = tmp_path / "trained from", "model.layers.1.mlp.up_proj.weight_scale_inv"
+    name = scale.removesuffix("_scale_inv")
+    said = refusal_as(source, published, keep_dtype=[name])
+    assert f"packs '{name}', which --keep-dtype keeps" in said
+    assert "cannot be combined with --names live" in refusal_as(source, published, names="live")
+    (published / "ckptkit.json").unlink()  # as a model that others published
+    change(published, scale, torch.ones(3, 2, dtype=torch.bfloat16))
+    said = refusal_as(source, published)
+    assert f"weight '{name}' cannot be packed as it is there (fine-grained FP8)" in said
+    change(published, scale, torch.ones(3, 2))
+    change(published, "model.layers.1.mlp.up_proj.input_scale", torch.ones(1))
+    assert "a scale of activations" in refusal_as(source, published)
+    ckptkit.consolidate(source, tmp_path / "packed", dtype="fp8-block")
+
+
+def test_a_fine_tune_of_other_sizes_is_refused(tmp_path: Path) -> None:
+    published = publish(tmp_path, "fp8-block")
+    save_model(tmp_path / "wider", intermediate_size=512)
+    said = refusal_as(tmp_path / "wider", published)
+    assert "has shape (256, 512), and there (256, 384)" in said

@@ -33,6 +33,7 @@ from ckptkit.hub_names.disk_tensors import HubNames, HubTensor
 from ckptkit.hub_names.known_models import is_counted_beyond_layers
 from ckptkit.lora.dialects import holds_adapters, make_plain_name
 from ckptkit.plan.ties import find_absent_tied_names
+from ckptkit.plan.weight_kinds import find_dense_name, looks_packed
 from ckptkit.training.load.materialise import is_wide_float, materialise
 from ckptkit.training.state.collect import BoundModel
 from ckptkit.training.state.dtensors import Copies, has_data
@@ -411,8 +412,17 @@ def refuse_misfits(
     *,
     strict: bool,
 ) -> None:
-    """Refuses what torch's `load_state_dict` refuses, and casts between numbers of other kinds."""
-    problems: list[str] = []
+    """Refuses what torch's `load_state_dict` refuses, and casts between numbers of other kinds.
+
+    What packed weights need has no place in a model that has them unpacked, strictly or not.
+    """
+    plain = {*sources.missing, *(name for name, _ in sources.all_parts())}
+    weights = {n: find_dense_name(n) for n in sources.unexpected if not looks_packed(n, ())}
+    packed = [(n, dense) for n, dense in weights.items() if dense != n and dense in plain]
+    problems = [
+        f"{name!r} belongs to a packed weight, and the model has {dense!r} unpacked."
+        for name, dense in packed[:1]
+    ]
     if strict and sources.missing:
         problems.append(f"Missing key(s) in state_dict: {_quoted(sources.missing)}.")
     if strict and sources.unexpected and not model.is_stage:  # others may be of other stages
@@ -433,6 +443,11 @@ def refuse_misfits(
         more = len(problems) - _LISTED
         shown = [*problems[:_LISTED], *([f"And {more:,} more."] if more > 0 else [])]
         hint = "build the model that was saved, or pass strict=False for a part of it"
+        if packed:
+            hint = (
+                "unpack the checkpoint first, with `ckptkit consolidate SRC OUT --dtype bfloat16`,"
+                " and load that"
+            )
         if sources.why_live:
             hint += f"; names on disk are not known, as {sources.why_live}"
         raise LoadError(
