@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from ckptkit.core.index import Fqn
 from ckptkit.core.text import counted
 from ckptkit.engine.kernels import ConstantKernel, OperandKernel, StoredOperand
 from ckptkit.engine.packing import PackingKernel, PackingLoss, Part
-from ckptkit.options import matches
+from ckptkit.options import find_patterns, matches
 from ckptkit.plan.number_formats import place
 from ckptkit.plan.packed_forms import FORMS, PackedForm, is_packed, list_kept
 from ckptkit.plan.packing_settings import WHOLE, find_quantization
@@ -57,27 +58,23 @@ def pack_products(
         )
     _refuse_packed(products, config, choice, where)
     _refuse_transposed(products, choice, where)
-    made: list[Product] = []
-    packed: list[TensorSpec] = []
-    option = f"--dtype {choice}"
-    for product in products:
-        if is_packed(product.spec) and not matches(product.spec.name, keep):
-            packed.append(product.spec)
-            made += _pack(product, form, option)
-        else:
-            made.append(product)
+    packed = [p.spec for p in products if is_packed(p.spec) and not matches(p.spec.name, keep)]
     if not packed:
         raise RefusedError(
             f"has no weight of a linear layer that --dtype {choice} packs",
             where=where,
             hint="leave --dtype out, or look with `ckptkit inspect` at what it has",
         )
+    _refuse_undivided(packed, form, choice)
     names = {spec.name for spec in packed}
+    made: list[Product] = []
+    for product in products:
+        made += _pack(product, form) if product.spec.name in names else [product]
     kept = list_kept((product.spec for product in products), names)
     kept += [name.removesuffix(_WEIGHT) for name in tied if name.endswith(_WEIGHT)]
     note = (
-        f"{counted(len(packed), 'weight')} packed: {form.scheme.title}; embeddings, norms, heads"
-        f" and routers are not, nor {counted(len(set(kept)), 'module')} in all"
+        f"{counted(len(packed), 'weight')} packed: {form.scheme.title}; not embeddings, norms,"
+        f" heads and routers, and config.json lists {counted(len(set(kept)), 'module')} as unpacked"
     )
     notes = [note, *_describe_short(packed, form)]
     return Packed(made, {**config, "quantization_config": form.make_config(kept)}, notes)
@@ -89,7 +86,7 @@ def pack_as(
     """Returns the tensors that a weight is packed in, as another model has it packed."""
     group, made = stored.group, []
     if stored.form is not None and product.spec.shape == stored.shape:
-        made = _pack(product, stored.form, where, loss)
+        made = _pack(product, stored.form, loss)
     expected = {str(entry.name): (entry.dtype, entry.shape) for entry in group.entries}
     found = {str(one.spec.name): (one.spec.dtype, one.spec.shape) for one in made}
     if found == expected:
@@ -114,19 +111,11 @@ def describe_losses(plan: Plan) -> dict[str, float]:
     }
 
 
-def _pack(
-    product: Product, form: PackedForm, option: str, loss: PackingLoss | None = None
-) -> list[Product]:
+def _pack(product: Product, form: PackedForm, loss: PackingLoss | None = None) -> list[Product]:
     """Returns the tensors that a weight is packed in."""
     spec, body = product.spec, product.body
     high, wide = form.blocks
     rows, columns = spec.shape
-    if not form.scheme.has_rest and high == 1 and wide != WHOLE and columns % wide:
-        raise RefusedError(
-            f"has {columns:,} columns, which groups of {wide} do not divide",
-            where=f"tensor {spec.name!r}, {option}",
-            hint=f"leave it as it is with --keep-dtype '{spec.name}'",
-        )
     if isinstance(body, Copy):
         body = OperandKernel(StoredOperand(body.origin, body.key, spec.dtype)).compute()
     scheme = form.scheme
@@ -154,6 +143,23 @@ def _pack(
         shape = ConstantKernel(np.array(spec.shape, np.int64))
         made.append(Product(out, Compute(shape, body.reads)))
     return made
+
+
+def _refuse_undivided(packed: Sequence[TensorSpec], form: PackedForm, choice: str) -> None:
+    high, wide = form.blocks
+    if form.scheme.has_rest or high != 1 or wide == WHOLE:
+        return
+    rest = [spec for spec in packed if spec.shape[1] % wide]
+    if rest:
+        names = [spec.name for spec in rest]
+        patterns = find_patterns(names, {spec.name for spec in packed}.difference(names))
+        options = " ".join(f"--keep-dtype {shlex.quote(pattern)}" for pattern in patterns)
+        raise RefusedError(
+            f"has {rest[0].shape[1]:,} columns, which groups of {wide} do not divide"
+            + (f", nor those of {counted(len(rest) - 1, 'more weight')}" if rest[1:] else ""),
+            where=f"tensor {rest[0].name!r}, --dtype {choice}",
+            hint=f"leave {'them' if rest[1:] else 'it'} unpacked with {options}",
+        )
 
 
 def _refuse_packed(
