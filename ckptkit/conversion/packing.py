@@ -12,13 +12,13 @@ from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import RefusedError
 from ckptkit.core.index import Fqn
 from ckptkit.core.text import counted
-from ckptkit.engine.kernels import ConstantKernel, OperandKernel, StoredOperand
+from ckptkit.engine.kernels import ConstantKernel, operand_of
 from ckptkit.engine.packing import PackingKernel, Part
 from ckptkit.options import matches
 from ckptkit.plan.number_formats import place
 from ckptkit.plan.packed_forms import FORMS, PackedForm, is_packed, list_kept
 from ckptkit.plan.packing_settings import WHOLE, find_quantization
-from ckptkit.plan.plan import Compute, Copy, Product, TensorSpec
+from ckptkit.plan.plan import Compute, Product, TensorSpec
 
 # The stored type of numbers that share an element, and how many do.
 _STORED = {"int4": ("int32", 8), "e2m1": ("uint8", 2)}
@@ -83,7 +83,7 @@ def pack_products(
 
 def _pack(product: Product, form: PackedForm, choice: str) -> list[Product]:
     """Returns the tensors that a weight is packed in."""
-    spec, body = product.spec, product.body
+    spec, body = product.spec, operand_of(product)
     high, wide = form.blocks
     rows, columns = spec.shape
     if not form.scheme.has_rest and high == 1 and wide != WHOLE and columns % wide:
@@ -92,8 +92,6 @@ def _pack(product: Product, form: PackedForm, choice: str) -> list[Product]:
             where=f"tensor {spec.name!r}, --dtype {choice}",
             hint=f"leave it as it is with --keep-dtype '{spec.name}'",
         )
-    if isinstance(body, Copy):
-        body = OperandKernel(StoredOperand(body.origin, body.key, spec.dtype)).compute()
     scheme = form.scheme
     grid = -(-rows // high), -(-columns // (wide or columns))
     kind, held = _STORED.get(form.number, (form.number, 1))
@@ -112,7 +110,7 @@ def _pack(product: Product, form: PackedForm, choice: str) -> list[Product]:
         outputs = (*outputs, ("total", total))
     made = []
     for part, out in outputs:
-        kernel = PackingKernel(form, spec, body.kernel, part)
+        kernel = PackingKernel(form, spec, body, part)
         made.append(Product(out, Compute(kernel, body.reads, kernel.most_elements(out))))
     if scheme.shape:
         out = TensorSpec(Fqn(place(spec.name, scheme.shape)), BY_NAME["int64"], (2,))
