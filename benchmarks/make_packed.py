@@ -2,13 +2,14 @@
 
     python benchmarks/make_packed.py gpt-oss|gptq|awq BASE OUT
 
-The layers are those of `BASE`, a bfloat16 Llama. For GPT-OSS, the experts of one of its layers are
-made that take as many bytes unpacked.
+The layers are those of `BASE`, a bfloat16 Llama. For GPT-OSS, one layer is made with experts that
+take as many bytes unpacked.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from safetensors.torch import save_file
 
 Tensors = dict[str, torch.Tensor]
 _GROUP, _HELD, _BLOCK = 128, 8, 32
-_GPT_OSS = 2880  # its hidden and its intermediate size
+_GPT_OSS, _VOCABULARY = 2880, 1024  # its hidden and its intermediate size; fewer words
 _CONFIGS = {
     "gpt-oss": {"quant_method": "mxfp4"},
     "gptq": {"quant_method": "gptq", "bits": 4, "group_size": _GROUP, "desc_act": False},
@@ -43,13 +44,25 @@ def _pack(form: str, rows: int, columns: int) -> Tensors:
     return made
 
 
-def _make_experts(size_bytes: int) -> Tensors:
+def _make_gpt_oss(size_bytes: int, out: Path) -> Tensors:
+    """Returns one layer of GPT-OSS with so many experts; saves its configuration."""
+    from transformers import GptOssConfig, GptOssForCausalLM  # no other form needs it
+
     count = max(1, size_bytes // (2 * 3 * _GPT_OSS * _GPT_OSS))
+    config = GptOssConfig(num_hidden_layers=1, num_local_experts=count, vocab_size=_VOCABULARY)
+    config.architectures, config.dtype = ["GptOssForCausalLM"], "bfloat16"
+    config.save_pretrained(out)
+    with torch.device("meta"):
+        model = GptOssForCausalLM(config)
     made = {}
-    for name, rows in (("gate_up_proj", 2 * _GPT_OSS), ("down_proj", _GPT_OSS)):
-        stem, shape = f"model.layers.0.mlp.experts.{name}", (count, rows, _GPT_OSS // _BLOCK)
-        made[f"{stem}_blocks"] = torch.randint(0, 256, (*shape, _BLOCK // 2), dtype=torch.uint8)
-        made[f"{stem}_scales"] = torch.randint(115, 125, shape, dtype=torch.uint8)
+    for name, value in model.state_dict().items():
+        if not name.endswith(("gate_up_proj", "down_proj")):
+            made[name] = torch.randn(value.shape).bfloat16()
+            continue
+        experts, columns, rows = value.shape
+        shape = experts, rows, columns // _BLOCK
+        made[f"{name}_blocks"] = torch.randint(0, 256, (*shape, _BLOCK // 2), dtype=torch.uint8)
+        made[f"{name}_scales"] = torch.randint(115, 125, shape, dtype=torch.uint8)
     return made
 
 
@@ -59,7 +72,7 @@ def main(form: str, base: Path, out: Path) -> None:
     files = sorted(base.glob("*.safetensors"))
     tensors: Tensors = {}
     if form == "gpt-oss":
-        tensors = _make_experts(sum(path.stat().st_size for path in files))
+        tensors = _make_gpt_oss(sum(path.stat().st_size for path in files), out)
     else:
         for path in files:
             with safe_open(path, "pt") as file:
@@ -70,11 +83,10 @@ def main(form: str, base: Path, out: Path) -> None:
                         continue
                     stem = name.removesuffix("weight")
                     tensors |= {stem + part: t for part, t in _pack(form, *value.shape).items()}
-    out.mkdir(parents=True)
+        out.mkdir(parents=True)
+        shutil.copy(base / "config.json", out)
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
-    config = {"model_type": "made_up"} if form == "gpt-oss" else {}
-    if not config:
-        config = json.loads((base / "config.json").read_text())
+    config = json.loads((out / "config.json").read_text())
     config["quantization_config"] = _CONFIGS[form]
     (out / "config.json").write_text(json.dumps(config))
 
