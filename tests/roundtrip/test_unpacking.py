@@ -246,6 +246,35 @@ def test_a_configuration_that_contradicts_the_files_is_refused(tmp_path: Path, s
     assert "_scale_inv' has shape" in said or "does not say how" in said
 
 
+@pytest.mark.parametrize("scales", [torch.float8_e8m0fnu, torch.uint8, torch.float32])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_fp4_experts_are_unpacked_as_transformers_does(
+    tmp_path: Path, scales: torch.dtype, dtype: str
+) -> None:
+    folder, out = tmp_path / "packed", tmp_path / "out"
+    folder.mkdir()
+    torch.manual_seed(0)
+    expert, (numbers, _) = "mlp.experts.0.up_proj", quantize_float8(torch.randn(32, 48), 16, 16)
+    scale = torch.randint(100, 140, (24, 3), dtype=torch.uint8)
+    packed = torch.randint(-128, 128, (24, 48), dtype=torch.int8)
+    made_of = {torch.uint8: scale, torch.float32: torch.exp2(scale.float() - 127)}
+    scale = made_of.get(scales, scale.view(torch.float8_e8m0fnu))
+    tensors = {
+        f"{expert}.weight": packed,
+        f"{expert}.weight_scale_inv": scale,
+        "mlp.shared.weight": numbers,
+        "mlp.shared.weight_scale_inv": torch.ones(2, 3),
+    }
+    save_file(tensors, folder / "model.safetensors")
+    options = {**FP8, "weight_block_size": [16, 16], "expert_dtype": "fp4"}
+    (folder / "config.json").write_text(json.dumps({"quantization_config": options}))
+    ckptkit.consolidate(folder, out, dtype=dtype)
+    made = load_file(out / "model.safetensors")
+    assert set(made) == {f"{expert}.weight", "mlp.shared.weight"}
+    expected = dequantize(packed, scale, getattr(torch, dtype))
+    assert_same_bits(made[f"{expert}.weight"], expected)
+
+
 # --- MXFP4 ---
 
 
