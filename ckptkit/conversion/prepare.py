@@ -494,9 +494,10 @@ def _settle_packing(draft: _Draft, side: Sequence[SideFile]) -> Mapping[str, Any
     if draft.request.names == "live":
         return config
     asked = draft.request.element_type
-    draft.checkpoint, config, notes = unpack_checkpoint(draft.checkpoint, config, asked)
+    # Scales without any packed weight are refused by what the configuration says.
+    draft.checkpoint, unpacked, notes = unpack_checkpoint(draft.checkpoint, stored, asked)
     draft.notes += notes
-    return config
+    return unpacked if notes else config
 
 
 def _convert_names(draft: _Draft, config: Mapping[str, Any] | None) -> None:

@@ -567,3 +567,109 @@ def test_inspect_names_how_weights_are_packed(tmp_path: Path) -> None:
     report = ckptkit.inspect(folder)
     assert not report.packing
     assert any(f"{PROJECTION}_scale_inv' is missing" in note for note in report.notes)
+
+
+# --- bad input, of each family of schemes ---
+
+SCALES = (
+    *("weight_scale", "scales", "weight_scale_inv", "weight_scales", "_weight_scale"),
+    "weight_global_scale",
+    "weight_scale_2",
+)
+
+
+def hold_case(library: str, name: str) -> tuple[Tensors, dict[str, Any], dict[str, str]]:
+    """Returns the tensors of a packed weight, what the configuration says, and a header."""
+    if library == "transformers":
+        numbers, scale = quantize_float8(torch.randn(48, 32), 16, 16)
+        if name == "fp8":
+            options = {**FP8, "weight_block_size": [16, 16]}
+            return {"weight": numbers, "weight_scale_inv": scale}, options, {}
+        blocks = torch.randint(0, 256, (2, 6, 3, 16), dtype=torch.uint8)
+        scales = torch.full((2, 6, 3), 120, dtype=torch.uint8)
+        options = {"quant_method": "mxfp4"}
+        return {"weight_blocks": blocks, "weight_scales": scales}, options, {}
+    if library == "torchao":
+        model = torch.nn.ModuleDict({"layer": torch.nn.Linear(40, 24, bias=False).bfloat16()})
+        quantize_(model, Int8WeightOnlyConfig())
+        tensors, header = flatten_tensor_state_dict(model.state_dict())
+        own = {key.removeprefix("layer."): value for key, value in tensors.items()}
+        return own, {"quant_method": "torchao"}, header
+    configs, tensors = read_cases(library)
+    own = {
+        key.removeprefix(f"{name}/"): t for key, t in tensors.items() if key.startswith(f"{name}/")
+    }
+    own = {part: value for part, value in own.items() if not part.startswith("unpacked")}
+    return own, configs[name], {}
+
+
+FAMILIES = [
+    *(("transformers", "fp8"), ("transformers", "mxfp4"), ("torchao", "int8")),
+    *(("modelopt", "fp8"), ("modelopt", "nvfp4"), ("gptqmodel", "gptq_4_32"), ("autoawq", "gemm")),
+    *(("compressed-tensors", name) for name in ("float_block", "int_channel", "int4_group")),
+    *(("compressed-tensors", name) for name in ("nvfp4", "mxfp4", "mxfp8")),
+    ("compressed-tensors-0.12", "int4_shuffled"),
+]
+
+
+@pytest.mark.parametrize("damage", ["missing", "longer", "zero", "nan", "inf", "left over"])
+@pytest.mark.parametrize(("library", "name"), FAMILIES)
+def test_scales_that_fit_no_numbers_are_refused_in_each_family(
+    tmp_path: Path, library: str, name: str, damage: str
+) -> None:
+    own, options, header = hold_case(library, name)
+    for scale in own.keys() & set(SCALES):
+        folder = tmp_path / f"packed {scale}" / "model"
+        folder.mkdir(parents=True)
+        held, value = dict(own), own[scale].clone()
+        packed = next(
+            part for part in own if part.endswith(("weight", "_packed", "_blocks", "data"))
+        )
+        if damage == "missing":
+            del held[scale]
+        elif damage == "left over":
+            del held[packed]
+        elif damage == "longer":
+            held[scale] = torch.cat([value.reshape(-1, *value.shape[1:])] * 3)
+        elif value.dtype == torch.uint8:  # powers of two have one value that is no number
+            held[scale] = torch.full_like(value, 255)
+        else:
+            number = {"zero": 0.0, "nan": torch.nan, "inf": torch.inf}[damage]
+            if value.dtype == FLOAT8 and damage == "inf":
+                number = torch.nan  # the type has no infinity
+            held[scale] = torch.full(value.shape, number).to(value.dtype)
+        tensors = {f"layer.{part}": value for part, value in held.items()}
+        save_file(tensors, folder / "model.safetensors", metadata=header or None)
+        (folder / "config.json").write_text(json.dumps({"quantization_config": options}))
+        said = refusal(folder)
+        assert "tensor 'layer." in said
+        expected = {
+            "missing": ("is missing", "belongs to a packed weight"),
+            "left over": ("belongs to a packed weight", "is missing"),
+            "longer": ("has shape", "has more than one element"),
+        }
+        assert any(part in said for part in expected.get(damage, ("has the scale",)))
+
+
+@pytest.mark.parametrize(("library", "name"), FAMILIES)
+def test_packed_shards_are_refused_in_each_family(tmp_path: Path, library: str, name: str) -> None:
+    own, options, header = hold_case(library, name)
+    folder = tmp_path / "packed"
+    folder.mkdir()
+    for rank in range(2):
+        held, places = {}, {}
+        for part, value in own.items():
+            half = len(value) // 2 if value.dim() else 0
+            if half:
+                rows = slice(0, half) if rank == 0 else slice(half, None)
+                held[f"layer.{part}"] = value[rows].clone()
+                places[f"layer.{part}"] = {"saved_offsets": [rank * half] + [0] * (value.dim() - 1)}
+            elif rank == 0:
+                held[f"layer.{part}"] = value
+                places[f"layer.{part}"] = {"saved_offsets": [0] * value.dim()}
+        said = {"DCP_SHARDING_INFO": json.dumps(places), "DCP_VERSION": "1.0"}
+        path = folder / f"shard-0000{rank + 1}-model-00001-of-00001.safetensors"
+        save_file(held, path, {**header, **said})
+    (folder / "config.json").write_text(json.dumps({"quantization_config": options}))
+    said = refusal(folder)
+    assert "is packed and split over 2 pieces" in said
