@@ -673,3 +673,35 @@ def test_packed_shards_are_refused_in_each_family(tmp_path: Path, library: str, 
     (folder / "config.json").write_text(json.dumps({"quantization_config": options}))
     said = refusal(folder)
     assert "is packed and split over 2 pieces" in said
+
+
+@pytest.mark.parametrize(
+    "method", ["fp8", "mxfp4", "compressed-tensors", "modelopt", "gptq", "awq", "torchao"]
+)
+@pytest.mark.parametrize(("library", "name"), FAMILIES)
+def test_a_configuration_of_another_method_is_refused_in_each_family(
+    tmp_path: Path, library: str, name: str, method: str
+) -> None:
+    own, options, header = hold_case(library, name)
+    if options["quant_method"] == method:
+        return
+    folder = tmp_path / "packed"
+    folder.mkdir()
+    tensors = {f"layer.{part}": value for part, value in own.items()}
+    tensors["norm.weight"] = torch.ones(4)  # which --dtype changes
+    save_file(tensors, folder / "model.safetensors", metadata=header or None)
+    weights = {"num_bits": 8, "type": "int", "strategy": "channel"}
+    said = {
+        "fp8": {"weight_block_size": [16, 16]},
+        "gptq": {"bits": 4, "group_size": 32},
+        "awq": {"bits": 4, "group_size": 32},
+        "modelopt": {"quant_algo": "FP8"},
+        "compressed-tensors": {
+            "format": "int-quantized",
+            "config_groups": {"group_0": {"weights": weights}},
+        },
+    }
+    other = {"quant_method": method, **said.get(method, {})}
+    (folder / "config.json").write_text(json.dumps({"quantization_config": other}))
+    found = refusal(folder)
+    assert "tensor 'layer." in found or f"has a 'quantization_config' of {method!r}" in found
