@@ -213,6 +213,23 @@ def test_packed_models_are_unpacked_again(tmp_path: Path, choice: str) -> None:
         assert distance <= (most if name.endswith("_proj.weight") else 0)
 
 
+@pytest.mark.parametrize("choice", [choice for choice in CHOICES if choice != "fp8-block"])
+def test_packed_models_are_loaded_by_transformers(tmp_path: Path, choice: str) -> None:
+    """The tensors are those of compressed-tensors, and so is what it makes of them."""
+    pytest.importorskip("compressed_tensors")
+    model = save_model(tmp_path / "plain", hidden_size=512, intermediate_size=640)
+    pack(tmp_path / "plain", choice)
+    ckptkit.consolidate(tmp_path / f"plain-{choice}", tmp_path / "again", dtype="bfloat16")
+    tokens = torch.arange(20)[None]
+    loaded, again = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype="auto")(tokens).logits
+        for name in (f"plain-{choice}", "again")
+    )
+    # Those of channels round activations while they run.
+    assert torch.allclose(loaded, again, atol=0.2 if choice.endswith("channel") else 0)
+    assert torch.allclose(loaded, model(tokens).logits, atol=0.6)
+
+
 def test_routers_and_tied_heads_are_kept(tmp_path: Path) -> None:
     save_model(tmp_path / "tied", tied=True)
     tensors, said = pack(tmp_path / "tied", "fp8-block")
