@@ -295,11 +295,13 @@ class UnpackedOperand(Struct, frozen=True):
             along = (rows, columns)[self.index_axis]
             yield () if self.index is None else self.index.demands(along)
 
-    def _blocks_of(self, rows: Span, columns: Span) -> tuple[Span, Span]:
+    def _blocks_of(
+        self, rows: Span, columns: Span, *, is_ordered: bool = False
+    ) -> tuple[Span, Span]:
         high, wide = self.blocks
         of_rows = Span(rows.start // high, -(-rows.stop // high))
         of_columns = Span(columns.start // wide, -(-columns.stop // wide))
-        if self.index is None:
+        if self.index is None or is_ordered:
             return of_rows, of_columns
         if self.index_axis:
             return of_rows, Span(0, self.scales.columns)
@@ -321,14 +323,16 @@ class UnpackedOperand(Struct, frozen=True):
         whole = total[0].astype(np.float32) if total else None
         if whole is not None:
             self._check(whole, self.total or self.scales.stored)
-        order = self._order(index[0], self.index) if index and self.index else None
+        order = None
+        if index and self.index is not None:
+            order = self._order(index[0], self.index, (rows, columns)[self.index_axis])
         is_transposed = self.is_transposed
         high, wide = (columns, rows) if is_transposed else (rows, columns)  # of the weight
         for across in cut_span(wide, _TILE_WIDTH if is_transposed else _TILE_ELEMENTS):
             for down in cut_span(high, max(1, _TILE_ELEMENTS // (across.stop - across.start))):
                 tile = (across, down) if is_transposed else (down, across)
                 values = self.codes.read(numbers, *tile, is_transposed=is_transposed)
-                of_tile = self._blocks_of(*tile)
+                of_tile = self._blocks_of(*tile, is_ordered=order is None)
                 scale = self.scales.read(factors, *of_tile, is_transposed=is_transposed)
                 self._check(scale.T if is_transposed else scale, self.scales.stored, of_tile)
                 if whole is not None:
@@ -377,7 +381,10 @@ class UnpackedOperand(Struct, frozen=True):
             part = values[max(0, number * high - row) : (number + 1) * high - row]
             change(part, factors, out=part)
 
-    def _order(self, index: NDArray[Any], stored: StoredOperand) -> NDArray[np.int64]:
+    def _order(
+        self, index: NDArray[Any], stored: StoredOperand, place: Span
+    ) -> NDArray[np.int64] | None:
+        """Returns the block of each number; None where they are in order."""
         blocks = self.scales.columns if self.index_axis else self.scales.rows
         wrong = (index < 0) | (index >= blocks)
         if wrong.any():
@@ -387,7 +394,8 @@ class UnpackedOperand(Struct, frozen=True):
                 where=self.where,
                 hint="the file is damaged: download it again",
             )
-        return index.astype(np.int64)
+        ordered = np.arange(place.start, place.stop) // self.blocks[self.index_axis]
+        return None if np.array_equal(index, ordered) else index.astype(np.int64)
 
     def _check(
         self, scales: Floats, stored: StoredOperand, box: tuple[Span, Span] | None = None
