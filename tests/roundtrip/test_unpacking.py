@@ -671,8 +671,7 @@ def test_packed_shards_are_refused_in_each_family(tmp_path: Path, library: str, 
         path = folder / f"shard-0000{rank + 1}-model-00001-of-00001.safetensors"
         save_file(held, path, {**header, **said})
     (folder / "config.json").write_text(json.dumps({"quantization_config": options}))
-    said = refusal(folder)
-    assert "is packed and split over 2 pieces" in said
+    assert "is packed and split over 2 pieces" in refusal(folder)
 
 
 @pytest.mark.parametrize(
@@ -691,7 +690,7 @@ def test_a_configuration_of_another_method_is_refused_in_each_family(
     tensors["norm.weight"] = torch.ones(4)  # which --dtype changes
     save_file(tensors, folder / "model.safetensors", metadata=header or None)
     weights = {"num_bits": 8, "type": "int", "strategy": "channel"}
-    said = {
+    said: dict[str, dict[str, Any]] = {
         "fp8": {"weight_block_size": [16, 16]},
         "gptq": {"bits": 4, "group_size": 32},
         "awq": {"bits": 4, "group_size": 32},
