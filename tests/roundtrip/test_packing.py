@@ -25,8 +25,10 @@ from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
 import ckptkit
 from ckptkit.core.errors import CkptkitError
+from ckptkit.engine.packing import PackingKernel
 from ckptkit.options import PackedForm
 from ckptkit.plan.packed_forms import FORMS
+from ckptkit.plan.plan import Reading
 from tests.command_line import run_command
 from tests.reports.folders import notes_of
 
@@ -259,6 +261,22 @@ def test_routers_and_tied_heads_are_kept(tmp_path: Path) -> None:
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "again", dtype="auto")
     tokens = torch.arange(20)[None]
     assert torch.equal(loaded(tokens).logits, again(tokens).logits)
+
+
+def test_the_one_scale_of_a_weight_is_found_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For its numbers, the scales of its blocks, and itself; several threads ask for it."""
+    save_model(tmp_path / "plain")
+    found, find = [], PackingKernel.find_total
+
+    def note(kernel: PackingKernel, reading: Reading) -> float:
+        found.append(kernel.weight.name)
+        return find(kernel, reading)
+
+    monkeypatch.setattr(PackingKernel, "find_total", note)
+    pack(tmp_path / "plain", "nvfp4")
+    assert len(found) == len(set(found)) == 14
 
 
 def test_what_keep_dtype_names_is_not_packed(tmp_path: Path) -> None:

@@ -32,7 +32,12 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import ckptkit
+from ckptkit.conversion.source.open import open_checkpoint
+from ckptkit.conversion.unpacking import unpack_checkpoint
 from ckptkit.core.errors import RefusedError
+from ckptkit.core.index import Span
+from ckptkit.engine.reader import Origin, TensorReader
+from ckptkit.plan.plan import SOURCE
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # libraries warn of what they replace
 Tensors = dict[str, torch.Tensor]
@@ -324,6 +329,27 @@ def test_mxfp4_is_unpacked_as_transformers_does(tmp_path: Path, dtype: str) -> N
             tensors[f"{name}_blocks"], tensors[f"{name}_scales"], dtype=getattr(torch, dtype)
         )
         assert_same_bits(made[name], expected)
+
+
+def test_what_several_blocks_are_made_from_is_read_once(tmp_path: Path) -> None:
+    """A row of the weight is a column of the packed tensor, for which whole rows are read."""
+    folder = tmp_path / "packed"
+    save_gpt_oss(folder)
+    config = json.loads((folder / "config.json").read_text())
+    with open_checkpoint(folder) as opened:
+        unpacked, _, _ = unpack_checkpoint(opened, config, "bfloat16")
+        reader = TensorReader(Origin(SOURCE, unpacked.source, unpacked.index))
+        name = "model.layers.0.mlp.experts.down_proj"
+        entry = next(e for e in unpacked.index.of_part("model") if e.name == name)
+        row = entry.shape[-1]
+        target = memoryview(bytearray(row * entry.dtype.itemsize))
+        reader.fill(entry.key, Span(0, row), target)
+        read_bytes = reader.cache.bytes_read
+        assert read_bytes > 0
+        reader.fill(entry.key, Span(row, 2 * row), target)
+        assert reader.cache.bytes_read == read_bytes
+        reader.fill(entry.key, Span(row * entry.shape[1], row * (entry.shape[1] + 1)), target)
+        assert reader.cache.bytes_read == 2 * read_bytes
 
 
 def test_the_exponent_that_is_no_number_is_refused(tmp_path: Path) -> None:
