@@ -160,7 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--no-libraries", action="store_true")
     parser.add_argument("--keep", action="store_true", help="keep the packed folders")
     options = parser.parse_args(arguments)
-    base, rows, document = make_base(options.gigabytes), [], {}
+    base, rows, document, path = make_base(options.gigabytes), [], {}, WORK
     out = WORK / "out" / "converted"
     out.parent.mkdir(parents=True, exist_ok=True)
     for form in options.forms.split(","):
@@ -172,13 +172,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sizes = {"packed MB": size_below(packed) / MB, "unpacked MB": size_below(plain) / MB}
         taken = {name: [asdict(one) for one in found] for name, found in samples.items()}
         document[form] = {**sizes, "samples": taken}
+        path = keep(f"packing-{options.gigabytes:g}GB", document)  # each form takes minutes
         if not options.keep:
             for folder in {packed, plain} - {base}:
                 shutil.rmtree(folder)
     header = ("", "seconds (median)", "x cp", "CPU seconds", "peak MB", "library, seconds")
     header = (*header, "x faster", "its peak MB", "target missed")
     print(f"\n{markdown(header, rows)}\n")
-    print(f"every sample: {keep(f'packing-{options.gigabytes:g}GB', document)}\n")
+    print(f"every sample: {path}\n")
 
 
 if __name__ == "__main__":
