@@ -14,13 +14,13 @@ from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import RefusedError
 from ckptkit.core.index import Fqn
 from ckptkit.core.text import counted
-from ckptkit.engine.kernels import ConstantKernel, OperandKernel, StoredOperand
+from ckptkit.engine.kernels import ConstantKernel, operand_of
 from ckptkit.engine.packing import PackingKernel, PackingLoss, Part
 from ckptkit.options import find_patterns, matches
 from ckptkit.plan.number_formats import place
 from ckptkit.plan.packed_forms import FORMS, PackedForm, is_packed, list_kept
 from ckptkit.plan.packing_settings import WHOLE, find_quantization
-from ckptkit.plan.plan import Compute, Copy, Plan, Product, TensorSpec
+from ckptkit.plan.plan import Compute, Plan, Product, TensorSpec
 
 # The stored type of numbers that share an element, and how many do.
 _STORED = {"int4": ("int32", 8), "e2m1": ("uint8", 2)}
@@ -113,11 +113,9 @@ def describe_losses(plan: Plan) -> dict[str, float]:
 
 def _pack(product: Product, form: PackedForm, loss: PackingLoss | None = None) -> list[Product]:
     """Returns the tensors that a weight is packed in."""
-    spec, body = product.spec, product.body
+    spec, body = product.spec, operand_of(product)
     high, wide = form.blocks
     rows, columns = spec.shape
-    if isinstance(body, Copy):
-        body = OperandKernel(StoredOperand(body.origin, body.key, spec.dtype)).compute()
     scheme = form.scheme
     grid = -(-rows // high), -(-columns // (wide or columns))
     kind, held = _STORED.get(form.number, (form.number, 1))
@@ -136,7 +134,7 @@ def _pack(product: Product, form: PackedForm, loss: PackingLoss | None = None) -
         outputs = (*outputs, ("total", total))
     made = []
     for part, out in outputs:
-        kernel = PackingKernel(form, spec, body.kernel, part, loss=loss)
+        kernel = PackingKernel(form, spec, body, part, loss=loss)
         made.append(Product(out, Compute(kernel, body.reads, kernel.most_elements(out))))
     if scheme.shape:
         out = TensorSpec(Fqn(place(spec.name, scheme.shape)), BY_NAME["int64"], (2,))

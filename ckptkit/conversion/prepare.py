@@ -580,10 +580,11 @@ def _settle_packing(
     if draft.request.names == "live":
         return config
     asked = draft.request.element_type
-    unpacked = unpack_checkpoint(draft.checkpoint, config, asked)
+    # Scales without any packed weight are refused by what the configuration says.
+    unpacked = unpack_checkpoint(draft.checkpoint, stored, asked)
     draft.checkpoint = unpacked.checkpoint
     draft.notes += unpacked.notes
-    return unpacked.config
+    return unpacked.config if unpacked.stored else config
 
 
 def _convert_names(draft: _Draft, config: Mapping[str, Any] | None) -> None:

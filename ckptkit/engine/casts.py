@@ -10,6 +10,7 @@ open is corrected in the result while it is in the processor's cache.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -63,8 +64,8 @@ class Caster:
 
     It holds scratch memory and is therefore for one thread at a time.
 
-    `scratch_bytes`: memory that it holds, at most 256 KiB. A call takes up to 512 KiB more for a
-    time: indices of a float8 source, masks of a block with NaN or overflow.
+    `scratch_bytes`: memory that it holds, at most 256 KiB. A call takes up to 1 MiB more for a
+    time: indices of a short source, bits of float16, masks of a block with NaN or overflow.
     """
 
     _at_once = BLOCK_ELEMENTS
@@ -88,7 +89,9 @@ class Caster:
         self._sign = 1 << (8 * target.itemsize - 1)
         through = source.itemsize > _FLOAT32.itemsize > target.itemsize
         self._single = np.empty(BLOCK_ELEMENTS if through else 0, np.float32)
-        self._table = _table(self._source, self._target) if source.itemsize == 1 else None
+        is_half = source.name == "float16" and target.itemsize <= _FLOAT32.itemsize
+        is_short = source.itemsize == 1 or is_half
+        self._table = _table(self._source, self._target) if is_short else None
 
     @property
     def scratch_bytes(self) -> int:
@@ -141,12 +144,13 @@ class Caster:
         # Rounds, and leaves NaN and overflow as they fall.
         if self._table is not None:
             # Clipping lets numpy write without a copy of its own; no index is out of bounds.
-            np.take(self._table, values.view(np.uint8), out=bits, mode="clip")
+            places = values.view(f"u{values.itemsize}")
+            np.take(self._table, places, out=bits, mode="clip")
         elif self._single.size:
             self._single[: values.size] = values
-            wanted[:] = self._single[: values.size]
+            copy_rounded(self._single[: values.size], wanted)
         else:
-            wanted[:] = values
+            copy_rounded(values, wanted)
         # Magnitudes of floats are ordered as their bits are: read as signed integers, the
         # largest is the largest positive one; as unsigned, the largest negative one. Below these
         # the block holds neither a NaN nor, where that matters, an infinity.
@@ -174,12 +178,39 @@ class Caster:
         return Overflow(count=int(np.count_nonzero(lost)), first=first, value=float(values[first]))
 
 
+@cache
 def _table(source: np.dtype[Any], target: np.dtype[Any]) -> NDArray[Any]:
-    """Casts each of the 256 values of a one-byte type; looking them up is ten times faster."""
+    """Casts each value of a short type; looking them up is two to ten times faster."""
+    codes = np.arange(1 << (8 * source.itemsize), dtype=f"u{source.itemsize}")
     with np.errstate(all="ignore"):
         # float32 holds them all; ml_dtypes has no direct way between some of its types.
-        values = np.arange(256, dtype=np.uint8).view(source).astype(np.float32).astype(target)
+        values = codes.view(source).astype(np.float32).astype(target)
     return values.view(np.dtype(f"uint{8 * target.itemsize}"))
+
+
+# Bits of float32: its magnitude, the least normal number of float16, and the least one that
+# float16 rounds to infinity.
+_MAGNITUDE, _LEAST, _BEYOND = np.uint32(0x7FFF_FFFF), 0x3880_0000, 0x477F_F000
+_HALF_REST, _HALF_BIAS = np.uint32(13), np.uint32(112 << 10)  # bits that it lacks; of exponents
+
+
+def copy_rounded(values: NDArray[Any], target: NDArray[Any]) -> None:
+    """Copies floats into an array of another type, as numpy does, and twice as fast to float16."""
+    if values.dtype != np.float32 or target.dtype != np.float16:
+        target[...] = values
+        return
+    bits = values.view(np.uint32)
+    rounded = bits & _MAGNITUDE
+    least = int((rounded - np.uint32(1)).min(initial=_MAGNITUDE))  # zero is the largest then
+    if least < _LEAST - 1 or int(rounded.max(initial=0)) >= _BEYOND:
+        target[...] = values
+        return
+    rounded += (rounded >> _HALF_REST & np.uint32(1)) + np.uint32(0xFFF)
+    rounded >>= _HALF_REST
+    np.maximum(rounded, _HALF_BIAS, out=rounded)  # zero
+    rounded -= _HALF_BIAS
+    rounded |= bits >> np.uint32(16) & np.uint32(0x8000)
+    target.view(np.uint16)[...] = rounded
 
 
 def overflow_error(

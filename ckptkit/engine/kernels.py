@@ -426,7 +426,7 @@ class Preparations:
         self._shared_lock = threading.Lock()
         self._stack = ExitStack()
         self._limited = False
-        self._kept: dict[Hashable, Any] = {}
+        self._kept: dict[Hashable, _Kept] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -465,9 +465,11 @@ class Preparations:
     def open_once(self, key: Hashable, opened: Callable[[], AbstractContextManager[Any]]) -> Any:
         """Returns an opened resource; the first call opens it, and the end of all closes it."""
         with self._lock:
-            if key not in self._kept:
-                self._kept[key] = self._stack.enter_context(opened())
-            return self._kept[key]
+            kept = self._kept.setdefault(key, _Kept())
+        with kept.lock:
+            if not kept.is_open:
+                kept.value, kept.is_open = self._stack.enter_context(opened()), True
+            return kept.value
 
     def read_shared(self, demand: Demand, read: Read) -> NDArray[Any]:
         """Reads a part for one tensor and keeps it for others, the latest parts of them."""
@@ -489,6 +491,12 @@ class Preparations:
                 slot.left -= elements
                 if slot.left <= 0:
                     del self._slots[out.name]
+
+
+class _Kept:
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.is_open, self.value = False, None
 
 
 class _Slot:

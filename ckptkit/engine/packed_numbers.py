@@ -9,6 +9,7 @@ rounded once, and then rounded to the type that the library of the format return
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
@@ -20,13 +21,15 @@ from numpy.typing import NDArray
 from ckptkit.core.arrays import numpy_dtype
 from ckptkit.core.dtypes import BY_NAME, DType
 from ckptkit.core.errors import RefusedError
-from ckptkit.core.geometry import slabs
+from ckptkit.core.geometry import cut_span, slabs
 from ckptkit.core.index import Box, Key, Shape, Span
+from ckptkit.engine.casts import copy_rounded
 from ckptkit.engine.kernels import StoredOperand
 from ckptkit.plan.number_formats import Order
 from ckptkit.plan.plan import Demand
 
 Floats = NDArray[np.float32]
+Window = tuple[NDArray[Any], int, int]  # stored elements, and the place of the first of them
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _BYTE = 256
@@ -39,6 +42,10 @@ _MOST_AROUND_BYTES = 32 << 20
 _LONG_RUN_BYTES = 4 << 10
 _MOST_WIDER = 2  # times the elements of a range that are unpacked with it to have whole rows
 _WIDE = {1: np.float32, 2: np.complex64, 4: np.complex128}  # types of so many float32
+_MOST_WIDE = max(_WIDE)
+# What is computed at once: it fits into the processor's cache, and its memory is not given back to
+# the system each time. Transposed, both sides of a tile are in few pages.
+_TILE_ELEMENTS, _TILE_WIDTH = 1 << 17, 512
 _AWQ = (0, 4, 1, 5, 2, 6, 3, 7)  # the place in a word of each of its eight numbers
 
 
@@ -63,6 +70,32 @@ def make_table(number: str) -> Floats:
         return values.take(held)
     numbers: Floats = held.astype(np.float32)
     return numbers
+
+
+@cache
+def _make_lookup(number: str, place: int | None, held: int) -> NDArray[Any]:
+    """Returns what one or two bytes stand for, all their numbers as one element.
+
+    `place`: of the only number of each byte that is wanted; None for all. `held`: how many bytes.
+    """
+    table = make_table(number)
+    if place is not None:
+        table = table[:, place : place + 1]
+    if held > 1:
+        first, second = np.tile(table, (_BYTE, 1)), np.repeat(table, _BYTE, axis=0)
+        table = np.concatenate([first, second], axis=1)
+    lookup: NDArray[Any] = np.ascontiguousarray(table).view(_WIDE[table.shape[1]]).reshape(-1)
+    return lookup
+
+
+def _look_up(codes: NDArray[np.uint8], number: str, place: int | None = None) -> Floats:
+    """Returns the numbers of bytes, those of a row in a row."""
+    numbers = 1 if place is not None else make_table(number).shape[1]
+    held = 1 if codes.shape[-1] % 2 or 2 * numbers > _MOST_WIDE else 2
+    lookup = _make_lookup(number, place, held)
+    # Clipping lets numpy write without a copy of its own; no index is out of bounds.
+    made: Floats = np.take(lookup, codes.view(f"<u{held}"), mode="clip").view(np.float32)
+    return made
 
 
 class Grid(Struct, frozen=True):
@@ -114,31 +147,54 @@ class Grid(Struct, frozen=True):
             for demand in self.stored.demands(Span(start + columns.start, start + columns.stop))
         )
 
-    def read(self, rows: Span, columns: Span, inputs: Sequence[NDArray[Any]]) -> Floats:
-        """Returns the numbers of a box, of shape [rows, columns]."""
+    def arrange(self, rows: Span, columns: Span, inputs: Sequence[NDArray[Any]]) -> Window:
+        """Returns the stored elements of a box."""
         stored, places, is_whole = self._window(rows, columns)
         high, wide = stored.stop - stored.start, places.stop - places.start
         if is_whole:
             held = inputs[0].reshape(high, self.width)[:, places.start : places.stop]
         else:
             held = inputs[0].reshape(1, wide) if high == 1 else np.stack(inputs)
+        return held, stored.start, places.start
+
+    def read(
+        self, window: Window, rows: Span, columns: Span, *, is_transposed: bool = False
+    ) -> Floats:
+        """Returns the numbers of a box in a window, of shape [rows, columns], or transposed.
+
+        Stored elements are transposed and not numbers, which take up to eight times the memory.
+        """
+        held, first_row, first_place = window
+        stored, places, _ = self._window(rows, columns)
+        held = held[
+            stored.start - first_row : stored.stop - first_row,
+            places.start - first_place : places.stop - first_place,
+        ]
+        high, wide = held.shape
         if not self.number:
-            return held.astype(np.float32)
+            return np.ascontiguousarray(held.T if is_transposed else held, np.float32)
         if self.added:
-            words = np.ascontiguousarray(held).view(np.uint32)
-            held = words + np.uint32(self.added)
-        table = make_table(self.number)
-        # All numbers of a byte are taken as one element.
-        lookup: NDArray[Any] = table.view(_WIDE[table.shape[1]]).reshape(-1)
-        made: Floats = np.take(lookup, held.view(np.uint8), mode="clip").view(np.float32)
+            held = np.ascontiguousarray(held).view(np.uint32) + np.uint32(self.added)
+        first = columns.start - places.start * self.held
+        wanted = slice(first, first + columns.stop - columns.start)
+        if self.packs_rows:
+            first = rows.start - stored.start * self.held
+            wanted = slice(first, first + rows.stop - rows.start)
+            made = _look_up(np.ascontiguousarray(held.T).view(np.uint8), self.number)[:, wanted]
+            return made if is_transposed else made.T
+        if is_transposed:
+            size = self.stored.dtype.itemsize
+            codes = np.ascontiguousarray(held.view(np.uint8).T).reshape(wide, size, high)
+            made = np.empty((wide, self.held, high), np.float32)
+            for number in range(self.held):
+                place = _AWQ[number] if self.order == "awq" else number
+                byte, place = divmod(place, self.held // size)
+                made[:, number] = _look_up(codes[:, byte], self.number, place)
+            return made.reshape(-1, high)[wanted]
+        made = _look_up(np.ascontiguousarray(held).view(np.uint8), self.number)
         if self.order == "awq":
             made = made.reshape(high, wide, self.held)[:, :, _AWQ].reshape(high, -1)
-        if self.packs_rows:
-            made = made.reshape(high, wide, self.held).swapaxes(1, 2).reshape(-1, wide)
-            first = rows.start - stored.start * self.held
-            return made[first : first + rows.stop - rows.start]
-        first = columns.start - places.start * self.held
-        return made[:, first : first + columns.stop - columns.start]
+        return made[:, wanted]
 
 
 class UnpackedOperand(Struct, frozen=True):
@@ -204,13 +260,12 @@ class UnpackedOperand(Struct, frozen=True):
             for part in self._parts(box):
                 given.append(inputs[at : at + len(part)])
                 at += len(part)
+            shape = box.sizes[-2:]
             for _, rows, columns in self._matrices(box):
+                stop = made + math.prod(shape)
                 # Products may be infinite, or lose bits at the lower end, as in the libraries.
                 with np.errstate(over="ignore", under="ignore"):
-                    values = self._unpack(rows, columns, given[:5])
-                    values = values.T if self.is_transposed else values
-                    stop = made + values.size
-                    target[made:stop].reshape(values.shape)[...] = values
+                    self._unpack(rows, columns, given[:5], target[made:stop].reshape(shape))
                 given, made = given[5:], stop
 
     def _matrices(self, box: Box) -> Iterator[tuple[int, Span, Span]]:
@@ -240,64 +295,96 @@ class UnpackedOperand(Struct, frozen=True):
             along = (rows, columns)[self.index_axis]
             yield () if self.index is None else self.index.demands(along)
 
-    def _blocks_of(self, rows: Span, columns: Span) -> tuple[Span, Span]:
+    def _blocks_of(
+        self, rows: Span, columns: Span, *, is_ordered: bool = False
+    ) -> tuple[Span, Span]:
         high, wide = self.blocks
         of_rows = Span(rows.start // high, -(-rows.stop // high))
         of_columns = Span(columns.start // wide, -(-columns.stop // wide))
-        if self.index is None:
+        if self.index is None or is_ordered:
             return of_rows, of_columns
         if self.index_axis:
             return of_rows, Span(0, self.scales.columns)
         return Span(0, self.scales.rows), of_columns
 
-    def _unpack(self, rows: Span, columns: Span, given: Sequence[Sequence[NDArray[Any]]]) -> Floats:
+    def _unpack(
+        self,
+        rows: Span,
+        columns: Span,
+        given: Sequence[Sequence[NDArray[Any]]],
+        target: NDArray[Any],
+    ) -> None:
+        """Fills an array with the elements of a box of the stored matrix, tile by tile."""
         codes, scales, zeros, total, index = given
-        values = self.codes.read(rows, columns, codes)
         of_blocks = self._blocks_of(rows, columns)
-        factors = self.scales.read(*of_blocks, scales)
-        self._check(factors, self.scales.stored, of_blocks)
-        if total:
-            whole = total[0].astype(np.float32)
+        numbers = self.codes.arrange(rows, columns, codes)
+        factors = self.scales.arrange(*of_blocks, scales)
+        points = None if self.zeros is None else self.zeros.arrange(*of_blocks, zeros)
+        whole = total[0].astype(np.float32) if total else None
+        if whole is not None:
             self._check(whole, self.total or self.scales.stored)
-            factors = factors / whole if self.total_divides else factors * whole
-        if self.rounds_scales:
-            factors = factors.astype(numpy_dtype(self.dtype)).astype(np.float32)
-        order = self._order(index[0], self.index) if index and self.index else None
-        if self.offset:
-            values -= np.float32(self.offset)
-        if self.zeros is not None:
-            subtracted = self.zeros.read(*of_blocks, zeros)
-            self._apply(np.subtract, values, subtracted, rows, columns, order)
-        self._apply(np.multiply, values, factors, rows, columns, order)
-        return values
+        order = None
+        if index and self.index is not None:
+            order = self._order(index[0], self.index, (rows, columns)[self.index_axis])
+        is_transposed = self.is_transposed
+        high, wide = (columns, rows) if is_transposed else (rows, columns)  # of the weight
+        for across in cut_span(wide, _TILE_WIDTH if is_transposed else _TILE_ELEMENTS):
+            for down in cut_span(high, max(1, _TILE_ELEMENTS // (across.stop - across.start))):
+                tile = (across, down) if is_transposed else (down, across)
+                values = self.codes.read(numbers, *tile, is_transposed=is_transposed)
+                of_tile = self._blocks_of(*tile, is_ordered=order is None)
+                scale = self.scales.read(factors, *of_tile, is_transposed=is_transposed)
+                self._check(scale.T if is_transposed else scale, self.scales.stored, of_tile)
+                if whole is not None:
+                    scale = scale / whole if self.total_divides else scale * whole
+                if self.rounds_scales:
+                    scale = scale.astype(numpy_dtype(self.dtype)).astype(np.float32)
+                if self.offset:
+                    values -= np.float32(self.offset)
+                part = order
+                if order is not None:
+                    at, box = tile[self.index_axis], (rows, columns)[self.index_axis]
+                    part = order[at.start - box.start : at.stop - box.start]
+                if self.zeros is not None and points is not None:
+                    zero = self.zeros.read(points, *of_tile, is_transposed=is_transposed)
+                    self._apply(np.subtract, values, zero, tile, part)
+                self._apply(np.multiply, values, scale, tile, part)
+                lines = target[down.start - high.start : down.stop - high.start]
+                copy_rounded(values, lines[:, across.start - wide.start : across.stop - wide.start])
 
     def _apply(
         self,
         change: np.ufunc,
         values: Floats,
         of_blocks: Floats,
-        rows: Span,
-        columns: Span,
+        tile: tuple[Span, Span],
         order: NDArray[np.int64] | None,
     ) -> None:
-        """Subtracts, or multiplies by, the number of its block from each value, in place."""
-        high, wide = self.blocks
+        """Subtracts, or multiplies by, the number of its block from each value, in place.
+
+        `tile`: the rows and columns of the stored matrix that the values are of.
+        """
+        (high, wide), axis = self.blocks, self.index_axis
+        row, column = tile[0].start, tile[1].start
+        if self.is_transposed:
+            high, wide, row, column, axis = wide, high, column, row, 1 - axis
         if order is not None:
-            of_blocks = np.take(of_blocks, order, axis=self.index_axis)
-            high, wide = (high, 1) if self.index_axis else (1, wide)
+            of_blocks = np.take(of_blocks, order, axis=axis)
+            high, wide = (high, 1) if axis else (1, wide)
         if wide > 1 and of_blocks.shape[1] > 1:
-            first = columns.start % wide
-            of_blocks = np.repeat(of_blocks, wide, axis=1)
-            of_blocks = of_blocks[:, first : first + columns.stop - columns.start]
+            first = column % wide
+            of_blocks = np.repeat(of_blocks, wide, axis=1)[:, first : first + values.shape[1]]
         if high == 1 or of_blocks.shape[0] == 1:
             change(values, of_blocks, out=values)
             return
-        for number, row in enumerate(of_blocks, rows.start // high):
-            start, stop = number * high - rows.start, (number + 1) * high - rows.start
-            part = values[max(0, start) : stop]
-            change(part, row, out=part)
+        for number, factors in enumerate(of_blocks, row // high):
+            part = values[max(0, number * high - row) : (number + 1) * high - row]
+            change(part, factors, out=part)
 
-    def _order(self, index: NDArray[Any], stored: StoredOperand) -> NDArray[np.int64]:
+    def _order(
+        self, index: NDArray[Any], stored: StoredOperand, place: Span
+    ) -> NDArray[np.int64] | None:
+        """Returns the block of each number; None where they are in order."""
         blocks = self.scales.columns if self.index_axis else self.scales.rows
         wrong = (index < 0) | (index >= blocks)
         if wrong.any():
@@ -307,7 +394,8 @@ class UnpackedOperand(Struct, frozen=True):
                 where=self.where,
                 hint="the file is damaged: download it again",
             )
-        return index.astype(np.int64)
+        ordered = np.arange(place.start, place.stop) // self.blocks[self.index_axis]
+        return None if np.array_equal(index, ordered) else index.astype(np.int64)
 
     def _check(
         self, scales: Floats, stored: StoredOperand, box: tuple[Span, Span] | None = None

@@ -2,12 +2,18 @@
 
 A scale is that of the largest magnitude in its block, so a kernel reads whole blocks, and for that
 whole rows. What forms there are is said by `ckptkit.plan.packed_forms`.
+
+Magnitudes of bfloat16 are ordered as their bits are, so the largest is found among integers. A
+number is looked up by the bits of its quotient in bfloat16, of which there are 65,536: where the
+library rounds quotients to bfloat16 it is that, and else the one that rounds to the same number.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import cache
 from typing import Any, Literal
 
 import ml_dtypes
@@ -20,14 +26,17 @@ from ckptkit.core.arrays import numpy_dtype
 from ckptkit.core.errors import RefusedError
 from ckptkit.core.geometry import cut_span
 from ckptkit.core.index import Span
-from ckptkit.engine.kernels import ConstantKernel
+from ckptkit.engine.kernels import ComputedOperand, ConstantKernel, StoredOperand
 from ckptkit.engine.packed_numbers import Floats, make_table
 from ckptkit.plan.packed_forms import Number, PackedForm
 from ckptkit.plan.plan import Demand, Kernel, Reading, TensorSpec
 
 Part = Literal["numbers", "scales", "total"]
-_READ_ELEMENTS = 1 << 20  # of the dense weight for one block of scales
-_MEASURED_ELEMENTS = 1 << 16  # that stay in a processor's cache
+Stored = NDArray[np.uint16]  # the bits of bfloat16
+Codes = NDArray[np.uint8]
+_READ_ELEMENTS = 1 << 22  # of the dense weight for one block
+_MERGED_ELEMENTS = 1 << 19  # of one that a merge computes, which takes memory too
+_BAND_ELEMENTS = 1 << 17  # that are computed at once: they fit into the processor's cache
 # The least and the greatest number of each format. Half of their distance is the greatest
 # magnitude that a scale maps to.
 _LIMITS: dict[Number, tuple[float, float]] = {
@@ -36,12 +45,13 @@ _LIMITS: dict[Number, tuple[float, float]] = {
     "int4": (-8, 7),
     "e2m1": (-6, 6),
 }
-_TIES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # between the magnitudes of e2m1
+_FOUR_BITS = frozenset({"int4", "e2m1"})  # numbers of which a byte holds two
 _LARGEST_SCALE = 448  # of float8_e4m3fn
 _LEAST_SCALE = np.float32(0.125)  # what compressed-tensors stores of those for 0
 _FACTOR_LIMIT = np.finfo(np.float32).max
 _EPSILON = np.float32(2**-7)  # of bfloat16: the scale of a block of zeros in compressed-tensors
-_HELD = 8  # numbers of four bits in a word
+_MAGNITUDE, _INFINITE = 0x7FFF, 0x7F80  # bits of bfloat16
+_LOW = np.uint32(0xFFFF)  # the bits of float32 that bfloat16 lacks
 
 
 class PackingLoss:
@@ -70,20 +80,26 @@ class PackingKernel(Kernel, Struct, frozen=True):
 
     form: PackedForm
     weight: TensorSpec
-    body: Kernel  # of the weight
+    body: StoredOperand | ComputedOperand  # the elements of the weight
     part: Part
     total: float | None = None  # the one scale, once it was computed
     loss: PackingLoss | None = None  # what is measured of the numbers as they are packed
 
     @property
     def is_ready(self) -> bool:
-        return self.body.is_ready and not (self.form.scheme.total and self.total is None)
+        is_stored = isinstance(self.body, StoredOperand) or self.body.kernel.is_ready
+        return is_stored and not (self.form.scheme.total and self.total is None)
 
     def prepare(self, _out: TensorSpec, reading: Reading) -> Kernel:
-        made = replace(self, body=self.body.prepare(self.weight, reading))
+        made = self
+        if isinstance(self.body, ComputedOperand):
+            made = replace(self, body=self.body.prepare(reading))
         if not self.form.scheme.total:
             return made
-        total = made.find_total(reading)
+        # All tensors of a weight need it.
+        total = reading.open_once(
+            ("total", self.weight.name), lambda: nullcontext(made.find_total(reading))
+        )
         if self.part == "total":
             return ConstantKernel(np.array([total], np.float32))
         return replace(made, total=total)
@@ -92,10 +108,10 @@ class PackingKernel(Kernel, Struct, frozen=True):
         """Reads a whole weight, and returns the scale that it has besides those of its blocks."""
         rows, columns = self.weight.shape
         largest = 0.0
-        for part in cut_span(Span(0, rows), max(1, _READ_ELEMENTS // columns)):
-            demands = self.body.demands(self.weight, self._place(part))
+        for part in cut_span(Span(0, rows), max(1, _BAND_ELEMENTS // columns)):
+            demands = self.body.demands(self._place(part))
             values = self._read(part, [reading.read(demand) for demand in demands])
-            largest = max(largest, float(self._find_largest(values, part).max()))
+            largest = max(largest, float(self._find_largest(values, part.start).max()))
         tiny = np.float32(2.0**-126)
         with np.errstate(over="ignore"):
             inverse = _rounded(np.float32(1) / np.maximum(np.float32(largest), tiny))
@@ -105,8 +121,7 @@ class PackingKernel(Kernel, Struct, frozen=True):
     def most_elements(self, out: TensorSpec) -> int:
         """Returns how many elements are made at a time."""
         high = self.form.blocks[0] if self.part == "scales" else 1
-        # What is measured takes memory of its own, and comes of merges, which do too.
-        most = _READ_ELEMENTS if self.loss is None else _READ_ELEMENTS // 2
+        most = _READ_ELEMENTS if self.loss is None else _MERGED_ELEMENTS
         rows = max(1, most // (high * self.weight.shape[1]))
         return rows * out.shape[-1]
 
@@ -126,7 +141,7 @@ class PackingKernel(Kernel, Struct, frozen=True):
         return Span(rows.start * columns, rows.stop * columns)
 
     def demands(self, out: TensorSpec, block: Span) -> tuple[Demand, ...]:
-        return self.body.demands(self.weight, self._place(self._rows(out, block)))
+        return self.body.demands(self._place(self._rows(out, block)))
 
     def run(
         self, out: TensorSpec, block: Span, inputs: Sequence[NDArray[Any]], target: NDArray[Any]
@@ -134,42 +149,58 @@ class PackingKernel(Kernel, Struct, frozen=True):
         """Makes one block."""
         rows = self._rows(out, block)
         values = self._read(rows, inputs)
-        scales, factors = self._find_scales(self._find_largest(values, rows))
         high = self.form.blocks[0]
-        if self.part == "scales":
-            first, made = rows.start // high * out.shape[1], scales.astype(numpy_dtype(out.dtype))
-        else:
-            # In the type that they were read in, which is smaller.
-            given = None if self.loss is None else values.astype(numpy_dtype(self.weight.dtype))
-            first, made = rows.start * out.shape[1], self._find_numbers(values, factors)
-            if given is not None:
-                self._measure(given, made, scales if self.form.scale == "float32" else factors)
-        target[...] = made.reshape(-1)[block.start - first : block.stop - first]
+        step = high if high > 1 else max(1, _BAND_ELEMENTS // values.shape[1])
+        bands = []
+        for start in range(0, len(values), step):
+            band = values[start : start + step]
+            scales, factors = self._find_scales(self._find_largest(band, rows.start + start))
+            if self.part == "numbers":
+                bands.append(self._find_numbers(band, factors))
+                if self.loss is not None:
+                    used = scales if self.form.scale == "float32" else factors
+                    self.loss.add(_as_floats(band), self._restore(bands[-1], used))
+            elif out.dtype.name == "float8_e4m3fn":
+                bands.append(_look_up("float8_e4m3fn", scales))
+            else:
+                bands.append(scales.astype(numpy_dtype(out.dtype)))
+        made = np.concatenate(bands).view(target.dtype).reshape(-1)
+        first = (rows.start if self.part == "numbers" else rows.start // high) * out.shape[1]
+        target[...] = made[block.start - first : block.stop - first]
 
-    def _read(self, rows: Span, inputs: Sequence[NDArray[Any]]) -> Floats:
-        place = self._place(rows)
-        stored = np.empty(place.stop - place.start, numpy_dtype(self.weight.dtype))
-        self.body.run(self.weight, place, inputs, stored)
-        values: Floats = stored.astype(np.float32).reshape(-1, self.weight.shape[1])
-        return values
+    def _read(self, rows: Span, inputs: Sequence[NDArray[Any]]) -> Stored:
+        values = self.body.values(self._place(rows), inputs)
+        return values.view(np.uint16).reshape(-1, self.weight.shape[1])
 
-    def _find_largest(self, values: Floats, rows: Span) -> Floats:
-        """Returns the greatest magnitude of each block; refuses what is no number."""
+    def _find_largest(self, values: Stored, first: int) -> Floats:
+        """Returns the greatest magnitude of each block in a band; refuses what is no number.
+
+        A band is one row of blocks, or of blocks that are a row high so many that the cache holds
+        them. `first`: the row of the weight that it begins with.
+        """
         high, wide = self.form.blocks
-        columns = range(0, values.shape[1], wide or values.shape[1])
-        largest = np.maximum.reduceat(np.abs(values), columns, axis=1)
+        columns = values.shape[1]
+        largest = values & np.uint16(_MAGNITUDE)
         if high > 1:
-            largest = np.maximum.reduceat(largest, range(0, len(values), high), axis=0)
-        if not np.isfinite(largest).all():
-            place = np.argwhere(~np.isfinite(values))[0]
-            found, where = values[tuple(place)], [rows.start + int(place[0]), int(place[1])]
+            largest = largest.max(axis=0, keepdims=True)
+            largest = np.maximum.reduceat(largest, range(0, columns, wide), axis=1)
+        elif wide:
+            # Neighbours in pairs: groups are powers of two, too short to be reduced one by one.
+            largest = largest.reshape(-1)
+            while largest.size > values.size // wide:
+                largest = np.maximum(largest[::2], largest[1::2])
+            largest = largest.reshape(len(values), -1)
+        else:
+            largest = largest.max(axis=1, keepdims=True)
+        if int(largest.max(initial=0)) >= _INFINITE:
+            place = np.argwhere(values & np.uint16(_MAGNITUDE) >= _INFINITE)[0].tolist()
+            found, where = _as_floats(values)[tuple(place)], [first + place[0], place[1]]
             raise RefusedError(
                 f"value {found:g} at {where} gives its block no scale",
                 where=f"tensor {self.weight.name!r}",
                 hint="take an earlier checkpoint; `ckptkit stats` counts such values",
             )
-        made: Floats = largest
-        return made
+        return _as_floats(largest)
 
     def _find_scales(self, largest: Floats) -> tuple[Floats, Floats]:
         """Returns the scales as they are stored, and what numbers are made with."""
@@ -185,55 +216,32 @@ class PackingKernel(Kernel, Struct, frozen=True):
         if self.total is not None:
             total = np.float32(self.total)
             scales = np.minimum(scales * total, _LARGEST_SCALE)
-            scales = scales.astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+            scales = make_table("float8_e4m3fn")[_look_up("float8_e4m3fn", scales), 0]
             scales[scales == 0] = _LEAST_SCALE
             return scales, scales / total
         scales[scales == 0] = _EPSILON
         return scales, scales
 
-    def _find_numbers(self, values: Floats, factors: Floats) -> NDArray[Any]:
-        low, high = _LIMITS[self.form.number]
-        tall, wide = self.form.blocks
-        for number, row in enumerate(factors):
-            band = values[number * tall : (number + 1) * tall]
-            if len(row) > 1:
-                row = np.repeat(row, wide)[: values.shape[1]]  # noqa: PLW2901
-            if self.form.scale == "float32":
-                band *= row
-            else:
-                band /= row
-        if self.form.scale in {"bfloat16", "uint8"}:
-            values = _rounded(values)
-        if self.form.scale == "bfloat16":
-            values += 0  # as the library adds a zero point: -0 becomes 0
-        np.clip(values, low, high, out=values)
-        if self.form.number == "e2m1":
-            return _join_pairs(_round_to_e2m1(values))
-        if self.form.number == "float8_e4m3fn":
-            return values.astype(ml_dtypes.float8_e4m3fn)
-        whole = np.rint(values, out=values).astype(np.int8)
-        if self.form.number == "int8":
-            return whole
-        whole -= np.int8(low)
-        held = np.zeros((len(whole), -(-whole.shape[1] // _HELD) * _HELD), np.uint8)
-        held[:, : whole.shape[1]] = whole.view(np.uint8)
-        return _join_pairs(held).view("<i4")
+    def _find_numbers(self, values: Stored, factors: Floats) -> Codes:
+        quotients = _as_floats(values)
+        if factors.shape[1] > 1:
+            factors = np.repeat(factors, self.form.blocks[1], axis=1)[:, : values.shape[1]]
+        if self.form.scale == "float32":
+            quotients *= factors
+        else:
+            quotients /= factors
+        is_rounded = self.form.scale in {"bfloat16", "uint8"}
+        made = _look_up(self.form.number, quotients, is_rounded=is_rounded)
+        if self.form.number in _FOUR_BITS:
+            pairs = made.view("<u2")
+            made = (pairs | pairs >> np.uint16(4)).astype(np.uint8)
+        return made
 
-    def _measure(self, given: NDArray[Any], numbers: NDArray[Any], factors: Floats) -> None:
-        """Compares packed numbers with those that were packed, a few rows at a time."""
-        high = self.form.blocks[0]
-        step = high * max(1, _MEASURED_ELEMENTS // (high * given.shape[1]))
-        for start in range(0, len(given), step):
-            rows = slice(start, start + step)
-            own = factors[start // high : -(-(start + step) // high)]
-            assert self.loss is not None  # noqa: S101  of what is measured
-            self.loss.add(given[rows].astype(np.float32), self._restore(numbers[rows], own))
-
-    def _restore(self, numbers: NDArray[Any], factors: Floats) -> Floats:
+    def _restore(self, numbers: Codes, factors: Floats) -> Floats:
         """Returns what packed numbers stand for."""
         number = "uint4" if self.form.number == "int4" else self.form.number
         table, rows = make_table(number), len(numbers)
-        values = table[numbers.view(np.uint8)].reshape(rows, -1)
+        values = table[numbers].reshape(rows, -1)
         if self.form.number == "int4":
             values += np.float32(_LIMITS["int4"][0])
         high, wide = self.form.blocks
@@ -244,18 +252,40 @@ class PackingKernel(Kernel, Struct, frozen=True):
         return made
 
 
-def _join_pairs(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Puts two numbers of four bits into each byte, the first one low."""
-    made: NDArray[np.uint8] = codes[:, ::2] | codes[:, 1::2] << np.uint8(4)
+@cache
+def _make_codes(number: Number, *, is_rounded: bool) -> Codes:
+    """Returns the byte of each number in bfloat16, by its bits."""
+    values = _as_floats(np.arange(1 << 16, dtype=np.uint16))
+    if is_rounded or number == "e2m1":
+        values += 0  # as compressed-tensors adds a zero point: -0 becomes 0
+    low, high = _LIMITS[number]
+    values = np.clip(np.nan_to_num(values, nan=0), low, high)
+    if number == "float8_e4m3fn":
+        return values.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    if number == "e2m1":
+        return values.astype(ml_dtypes.float4_e2m1fn).view(np.uint8)
+    first = low if number in _FOUR_BITS else 0
+    return (np.rint(values).astype(np.int8) - np.int8(first)).view(np.uint8)
+
+
+def _look_up(number: Number, values: Floats, *, is_rounded: bool = False) -> Codes:
+    """Returns the bytes of numbers, which are rounded to bfloat16 before, or only once."""
+    if is_rounded:
+        index = values.astype(ml_dtypes.bfloat16).view(np.uint16)
+    else:
+        # Cut to the bits of bfloat16, the last one set where others were: a tie stays a tie.
+        bits = values.view(np.uint32)
+        rest = bits & _LOW
+        rest += _LOW
+        rest |= bits
+        rest >>= np.uint32(16)
+        index = rest.astype(np.uint16)
+    return np.take(_make_codes(number, is_rounded=is_rounded), index, mode="clip")
+
+
+def _as_floats(values: Stored) -> Floats:
+    made: Floats = values.view(ml_dtypes.bfloat16).astype(np.float32)
     return made
-
-
-def _round_to_e2m1(values: Floats) -> NDArray[np.uint8]:
-    """Rounds to nearest, ties to even."""
-    magnitudes, codes = np.abs(values), np.zeros(values.shape, np.uint8)
-    for number, tie in enumerate(_TIES):
-        codes += magnitudes >= tie if number % 2 else magnitudes > tie
-    return codes | (values < 0).astype(np.uint8) << np.uint8(3)
 
 
 def _find_exponents(largest: Floats) -> tuple[Floats, Floats]:

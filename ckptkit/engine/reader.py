@@ -196,7 +196,10 @@ class TensorReader:
         self._located: OrderedDict[tuple[Key, int], Located] = OrderedDict()
         self._scratch: memoryview | None = None
         self._unrounded: memoryview | None = None
-        self._inputs = memoryview(bytearray())  # of what a derived tensor is made from
+        # What the last elements of a derived tensor were made from: the next ones may be, too.
+        self._input_memory = memoryview(bytearray())
+        self._inputs: list[NDArray[Any]] = []
+        self._derived_from: tuple[Any, ...] = ()
 
     def fill(self, key: Key, span: Span, target: memoryview) -> None:
         """Writes the elements of `span` into `target`, which has exactly their size in bytes."""
@@ -309,25 +312,33 @@ class TensorReader:
             return
         elements = np.frombuffer(target, numpy_dtype(entry.dtype))
         for part in cut_span(span, _DERIVED_BYTES // entry.dtype.itemsize):
-            self.prefetch([(entry.key, part)])
-            demands, inputs, at = derivation.demands(part), [], 0
-            dtypes = [self._origin.index.tensors[demand.key].dtype for demand in demands]
-            sizes = [
-                (demand.place.stop - demand.place.start) * dtype.itemsize
-                for demand, dtype in zip(demands, dtypes, strict=True)
-            ]
-            wanted = sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)
-            if len(self._inputs) < wanted:
-                self._inputs = memoryview(bytearray(wanted))
-            for demand, dtype, size in zip(demands, dtypes, sizes, strict=True):
-                values = self._inputs[at : at + size]
-                at += -(-size // _ALIGNMENT) * _ALIGNMENT
-                self.fill(demand.key, demand.place, values)
-                if demand.key in self._origin.unverified:
-                    self._origin.unverified.add(entry.key)
-                inputs.append(np.frombuffer(values, numpy_dtype(dtype)))
+            demands = derivation.demands(part)
+            if demands != self._derived_from:
+                self.prefetch([(entry.key, part)])
+                self._read_inputs(demands)
+            if any(demand.key in self._origin.unverified for demand in demands):
+                self._origin.unverified.add(entry.key)
+            inputs = self._inputs
             low, high = part.start - span.start, part.stop - span.start
             derivation.put(part, inputs, elements[low:high])
+
+    def _read_inputs(self, demands: tuple[Any, ...]) -> None:
+        """Reads what elements are made from, into memory that is used again."""
+        self._derived_from, self._inputs = (), []
+        dtypes = [self._origin.index.tensors[demand.key].dtype for demand in demands]
+        sizes = [
+            (demand.place.stop - demand.place.start) * dtype.itemsize
+            for demand, dtype in zip(demands, dtypes, strict=True)
+        ]
+        wanted, at = sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), 0
+        if len(self._input_memory) < wanted:
+            self._input_memory = memoryview(bytearray(wanted))
+        for demand, dtype, size in zip(demands, dtypes, sizes, strict=True):
+            values = self._input_memory[at : at + size]
+            at += -(-size // _ALIGNMENT) * _ALIGNMENT
+            self.fill(demand.key, demand.place, values)
+            self._inputs.append(np.frombuffer(values, numpy_dtype(dtype)))
+        self._derived_from = demands
 
     def _is_prefetched(self, key: Key, span: Span) -> bool:
         return any(

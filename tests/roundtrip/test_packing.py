@@ -26,8 +26,10 @@ from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
 import ckptkit
 from ckptkit.core.errors import CkptkitError
+from ckptkit.engine.packing import PackingKernel
 from ckptkit.options import PackedForm
 from ckptkit.plan.packed_forms import FORMS
+from ckptkit.plan.plan import Reading
 from tests.command_line import run_command
 from tests.reports.folders import notes_of
 
@@ -214,6 +216,23 @@ def test_packed_models_are_unpacked_again(tmp_path: Path, choice: str) -> None:
         assert distance <= (most if name.endswith("_proj.weight") else 0)
 
 
+@pytest.mark.parametrize("choice", [choice for choice in CHOICES if choice != "fp8-block"])
+def test_packed_models_are_loaded_by_transformers(tmp_path: Path, choice: str) -> None:
+    """The tensors are those of compressed-tensors, and so is what it makes of them."""
+    pytest.importorskip("compressed_tensors")
+    model = save_model(tmp_path / "plain", hidden_size=512, intermediate_size=640)
+    pack(tmp_path / "plain", choice)
+    ckptkit.consolidate(tmp_path / f"plain-{choice}", tmp_path / "again", dtype="bfloat16")
+    tokens = torch.arange(20)[None]
+    loaded, again = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype="auto")(tokens).logits
+        for name in (f"plain-{choice}", "again")
+    )
+    # Those of channels round activations while they run.
+    assert torch.allclose(loaded, again, atol=0.2 if choice.endswith("channel") else 0)
+    assert torch.allclose(loaded, model(tokens).logits, atol=0.6)
+
+
 def test_routers_and_tied_heads_are_kept(tmp_path: Path) -> None:
     save_model(tmp_path / "tied", tied=True)
     tensors, said = pack(tmp_path / "tied", "fp8-block")
@@ -243,6 +262,22 @@ def test_routers_and_tied_heads_are_kept(tmp_path: Path) -> None:
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "again", dtype="auto")
     tokens = torch.arange(20)[None]
     assert torch.equal(loaded(tokens).logits, again(tokens).logits)
+
+
+def test_the_one_scale_of_a_weight_is_found_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For its numbers, the scales of its blocks, and itself; several threads ask for it."""
+    save_model(tmp_path / "plain")
+    found, find = [], PackingKernel.find_total
+
+    def note(kernel: PackingKernel, reading: Reading) -> float:
+        found.append(kernel.weight.name)
+        return find(kernel, reading)
+
+    monkeypatch.setattr(PackingKernel, "find_total", note)
+    pack(tmp_path / "plain", "nvfp4")
+    assert len(found) == len(set(found)) == 14
 
 
 def test_what_keep_dtype_names_is_not_packed(tmp_path: Path) -> None:

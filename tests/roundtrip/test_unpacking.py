@@ -32,7 +32,12 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import ckptkit
+from ckptkit.conversion.source.open import open_checkpoint
+from ckptkit.conversion.unpacking import unpack_checkpoint
 from ckptkit.core.errors import RefusedError
+from ckptkit.core.index import Span
+from ckptkit.engine.reader import Origin, TensorReader
+from ckptkit.plan.plan import SOURCE
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # libraries warn of what they replace
 Tensors = dict[str, torch.Tensor]
@@ -246,6 +251,35 @@ def test_a_configuration_that_contradicts_the_files_is_refused(tmp_path: Path, s
     assert "_scale_inv' has shape" in said or "does not say how" in said
 
 
+@pytest.mark.parametrize("scales", [torch.float8_e8m0fnu, torch.uint8, torch.float32])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_fp4_experts_are_unpacked_as_transformers_does(
+    tmp_path: Path, scales: torch.dtype, dtype: str
+) -> None:
+    folder, out = tmp_path / "packed", tmp_path / "out"
+    folder.mkdir()
+    torch.manual_seed(0)
+    expert, (numbers, _) = "mlp.experts.0.up_proj", quantize_float8(torch.randn(32, 48), 16, 16)
+    scale = torch.randint(100, 140, (24, 3), dtype=torch.uint8)
+    packed = torch.randint(-128, 128, (24, 48), dtype=torch.int8)
+    made_of = {torch.uint8: scale, torch.float32: torch.exp2(scale.float() - 127)}
+    scale = made_of.get(scales, scale.view(torch.float8_e8m0fnu))
+    tensors = {
+        f"{expert}.weight": packed,
+        f"{expert}.weight_scale_inv": scale,
+        "mlp.shared.weight": numbers,
+        "mlp.shared.weight_scale_inv": torch.ones(2, 3),
+    }
+    save_file(tensors, folder / "model.safetensors")
+    options = {**FP8, "weight_block_size": [16, 16], "expert_dtype": "fp4"}
+    (folder / "config.json").write_text(json.dumps({"quantization_config": options}))
+    ckptkit.consolidate(folder, out, dtype=dtype)
+    made = load_file(out / "model.safetensors")
+    assert set(made) == {f"{expert}.weight", "mlp.shared.weight"}
+    expected = dequantize(packed, scale, getattr(torch, dtype))
+    assert_same_bits(made[f"{expert}.weight"], expected)
+
+
 # --- MXFP4 ---
 
 
@@ -295,6 +329,27 @@ def test_mxfp4_is_unpacked_as_transformers_does(tmp_path: Path, dtype: str) -> N
             tensors[f"{name}_blocks"], tensors[f"{name}_scales"], dtype=getattr(torch, dtype)
         )
         assert_same_bits(made[name], expected)
+
+
+def test_what_several_blocks_are_made_from_is_read_once(tmp_path: Path) -> None:
+    """A row of the weight is a column of the packed tensor, for which whole rows are read."""
+    folder = tmp_path / "packed"
+    save_gpt_oss(folder)
+    config = json.loads((folder / "config.json").read_text())
+    with open_checkpoint(folder) as opened:
+        unpacked = unpack_checkpoint(opened, config, "bfloat16").checkpoint
+        reader = TensorReader(Origin(SOURCE, unpacked.source, unpacked.index))
+        name = "model.layers.0.mlp.experts.down_proj"
+        entry = next(e for e in unpacked.index.of_part("model") if e.name == name)
+        row = entry.shape[-1]
+        target = memoryview(bytearray(row * entry.dtype.itemsize))
+        reader.fill(entry.key, Span(0, row), target)
+        read_bytes = reader.cache.bytes_read
+        assert read_bytes > 0
+        reader.fill(entry.key, Span(row, 2 * row), target)
+        assert reader.cache.bytes_read == read_bytes
+        reader.fill(entry.key, Span(row * entry.shape[1], row * (entry.shape[1] + 1)), target)
+        assert reader.cache.bytes_read == 2 * read_bytes
 
 
 def test_the_exponent_that_is_no_number_is_refused(tmp_path: Path) -> None:
@@ -538,3 +593,140 @@ def test_inspect_names_how_weights_are_packed(tmp_path: Path) -> None:
     report = ckptkit.inspect(folder)
     assert not report.packing
     assert any(f"{PROJECTION}_scale_inv' is missing" in note for note in report.notes)
+
+
+# --- bad input, of each family of schemes ---
+
+SCALES = (
+    *("weight_scale", "scales", "weight_scale_inv", "weight_scales", "_weight_scale"),
+    "weight_global_scale",
+    "weight_scale_2",
+)
+
+
+def hold_case(library: str, name: str) -> tuple[Tensors, dict[str, Any], dict[str, str]]:
+    """Returns the tensors of a packed weight, what the configuration says, and a header."""
+    if library == "transformers":
+        numbers, scale = quantize_float8(torch.randn(48, 32), 16, 16)
+        if name == "fp8":
+            options = {**FP8, "weight_block_size": [16, 16]}
+            return {"weight": numbers, "weight_scale_inv": scale}, options, {}
+        blocks = torch.randint(0, 256, (2, 6, 3, 16), dtype=torch.uint8)
+        scales = torch.full((2, 6, 3), 120, dtype=torch.uint8)
+        options = {"quant_method": "mxfp4"}
+        return {"weight_blocks": blocks, "weight_scales": scales}, options, {}
+    if library == "torchao":
+        model = torch.nn.ModuleDict({"layer": torch.nn.Linear(40, 24, bias=False).bfloat16()})
+        quantize_(model, Int8WeightOnlyConfig())
+        tensors, header = flatten_tensor_state_dict(model.state_dict())
+        own = {key.removeprefix("layer."): value for key, value in tensors.items()}
+        return own, {"quant_method": "torchao"}, header
+    configs, tensors = read_cases(library)
+    own = {
+        key.removeprefix(f"{name}/"): t for key, t in tensors.items() if key.startswith(f"{name}/")
+    }
+    own = {part: value for part, value in own.items() if not part.startswith("unpacked")}
+    return own, configs[name], {}
+
+
+FAMILIES = [
+    *(("transformers", "fp8"), ("transformers", "mxfp4"), ("torchao", "int8")),
+    *(("modelopt", "fp8"), ("modelopt", "nvfp4"), ("gptqmodel", "gptq_4_32"), ("autoawq", "gemm")),
+    *(("compressed-tensors", name) for name in ("float_block", "int_channel", "int4_group")),
+    *(("compressed-tensors", name) for name in ("nvfp4", "mxfp4", "mxfp8")),
+    ("compressed-tensors-0.12", "int4_shuffled"),
+]
+
+
+@pytest.mark.parametrize("damage", ["missing", "longer", "zero", "nan", "inf", "left over"])
+@pytest.mark.parametrize(("library", "name"), FAMILIES)
+def test_scales_that_fit_no_numbers_are_refused_in_each_family(
+    tmp_path: Path, library: str, name: str, damage: str
+) -> None:
+    own, options, header = hold_case(library, name)
+    for scale in own.keys() & set(SCALES):
+        folder = tmp_path / f"packed {scale}" / "model"
+        folder.mkdir(parents=True)
+        held, value = dict(own), own[scale].clone()
+        packed = next(
+            part for part in own if part.endswith(("weight", "_packed", "_blocks", "data"))
+        )
+        if damage == "missing":
+            del held[scale]
+        elif damage == "left over":
+            del held[packed]
+        elif damage == "longer":
+            held[scale] = torch.cat([value.reshape(-1, *value.shape[1:])] * 3)
+        elif value.dtype == torch.uint8:  # powers of two have one value that is no number
+            held[scale] = torch.full_like(value, 255)
+        else:
+            number = {"zero": 0.0, "nan": torch.nan, "inf": torch.inf}[damage]
+            if value.dtype == FLOAT8 and damage == "inf":
+                number = torch.nan  # the type has no infinity
+            held[scale] = torch.full(value.shape, number).to(value.dtype)
+        tensors = {f"layer.{part}": value for part, value in held.items()}
+        save_file(tensors, folder / "model.safetensors", metadata=header or None)
+        (folder / "config.json").write_text(json.dumps({"quantization_config": options}))
+        said = refusal(folder)
+        assert "tensor 'layer." in said
+        expected = {
+            "missing": ("is missing", "belongs to a packed weight"),
+            "left over": ("belongs to a packed weight", "is missing"),
+            "longer": ("has shape", "has more than one element"),
+        }
+        assert any(part in said for part in expected.get(damage, ("has the scale",)))
+
+
+@pytest.mark.parametrize(("library", "name"), FAMILIES)
+def test_packed_shards_are_refused_in_each_family(tmp_path: Path, library: str, name: str) -> None:
+    own, options, header = hold_case(library, name)
+    folder = tmp_path / "packed"
+    folder.mkdir()
+    for rank in range(2):
+        held, places = {}, {}
+        for part, value in own.items():
+            half = len(value) // 2 if value.dim() else 0
+            if half:
+                rows = slice(0, half) if rank == 0 else slice(half, None)
+                held[f"layer.{part}"] = value[rows].clone()
+                places[f"layer.{part}"] = {"saved_offsets": [rank * half] + [0] * (value.dim() - 1)}
+            elif rank == 0:
+                held[f"layer.{part}"] = value
+                places[f"layer.{part}"] = {"saved_offsets": [0] * value.dim()}
+        said = {"DCP_SHARDING_INFO": json.dumps(places), "DCP_VERSION": "1.0"}
+        path = folder / f"shard-0000{rank + 1}-model-00001-of-00001.safetensors"
+        save_file(held, path, {**header, **said})
+    (folder / "config.json").write_text(json.dumps({"quantization_config": options}))
+    assert "is packed and split over 2 pieces" in refusal(folder)
+
+
+@pytest.mark.parametrize(
+    "method", ["fp8", "mxfp4", "compressed-tensors", "modelopt", "gptq", "awq", "torchao"]
+)
+@pytest.mark.parametrize(("library", "name"), FAMILIES)
+def test_a_configuration_of_another_method_is_refused_in_each_family(
+    tmp_path: Path, library: str, name: str, method: str
+) -> None:
+    own, options, header = hold_case(library, name)
+    if options["quant_method"] == method:
+        return
+    folder = tmp_path / "packed"
+    folder.mkdir()
+    tensors = {f"layer.{part}": value for part, value in own.items()}
+    tensors["norm.weight"] = torch.ones(4)  # which --dtype changes
+    save_file(tensors, folder / "model.safetensors", metadata=header or None)
+    weights = {"num_bits": 8, "type": "int", "strategy": "channel"}
+    said: dict[str, dict[str, Any]] = {
+        "fp8": {"weight_block_size": [16, 16]},
+        "gptq": {"bits": 4, "group_size": 32},
+        "awq": {"bits": 4, "group_size": 32},
+        "modelopt": {"quant_algo": "FP8"},
+        "compressed-tensors": {
+            "format": "int-quantized",
+            "config_groups": {"group_0": {"weights": weights}},
+        },
+    }
+    other = {"quant_method": method, **said.get(method, {})}
+    (folder / "config.json").write_text(json.dumps({"quantization_config": other}))
+    found = refusal(folder)
+    assert "tensor 'layer." in found or f"has a 'quantization_config' of {method!r}" in found

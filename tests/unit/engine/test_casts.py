@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from ckptkit.core.arrays import numpy_dtype
 from ckptkit.core.dtypes import BY_NAME, DType
 from ckptkit.core.errors import OverflowRefusedError, UnsupportedError
-from ckptkit.engine.casts import BLOCK_ELEMENTS, Caster, Overflow, overflow_error
+from ckptkit.engine.casts import BLOCK_ELEMENTS, Caster, Overflow, copy_rounded, overflow_error
 from tests.sampled import sampled
 
 
@@ -206,3 +206,21 @@ def test_ml_dtypes_is_imported_only_for_types_that_numpy_lacks() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False True False\n"
+
+
+@pytest.mark.parametrize("least", [0, 2.0**-14], ids=["with subnormals", "normal and zero"])
+def test_copies_to_float16_round_as_numpy_does(least: float) -> None:
+    """Each number of the type, those around the middle of two, and what rounds to infinity."""
+    halves = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
+    bits = halves[np.isfinite(halves)].astype(np.float32).view(np.uint32)
+    steps = np.array([0, 1, 0xFFF, 0x1000, 0x1001, 0x1FFF], np.uint32)
+    values = (bits[:, np.newaxis] + steps).view(np.float32)
+    is_taken = (values == 0) | (np.abs(values) >= least)
+    if least:
+        is_taken &= np.abs(values) < 65_520
+    values = values[is_taken]
+    with np.errstate(over="ignore"):
+        expected = values.astype(np.float16)
+        target = np.zeros((len(values), 2), np.float16)
+        copy_rounded(values, target[:, 0])
+    assert np.array_equal(target[:, 0].view(np.uint16), expected.view(np.uint16))
