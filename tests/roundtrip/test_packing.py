@@ -219,7 +219,6 @@ def test_packed_models_are_unpacked_again(tmp_path: Path, choice: str) -> None:
 @pytest.mark.parametrize("choice", [choice for choice in CHOICES if choice != "fp8-block"])
 def test_packed_models_are_loaded_by_transformers(tmp_path: Path, choice: str) -> None:
     """The tensors are those of compressed-tensors, and so is what it makes of them."""
-    pytest.importorskip("compressed_tensors")
     model = save_model(tmp_path / "plain", hidden_size=512, intermediate_size=640)
     pack(tmp_path / "plain", choice)
     ckptkit.consolidate(tmp_path / f"plain-{choice}", tmp_path / "again", dtype="bfloat16")
