@@ -37,6 +37,7 @@ from ckptkit.storage.locations import Sources, local_path, place_of, resolve_pla
 if TYPE_CHECKING:
     from ckptkit.conversion.diff import Difference
     from ckptkit.conversion.inspect import Inspection
+    from ckptkit.conversion.seal import Sealing
     from ckptkit.conversion.source.read import Checkpoint
     from ckptkit.conversion.stats import Statistics
     from ckptkit.conversion.verify import Verification
@@ -590,6 +591,42 @@ def list_run(run: PathLike, *, state: PathLike | None = None) -> RunListing:
     return listing.list_run(
         find_run(place_of(run)), state=None if state is None else place_of(state)
     )
+
+
+@check_arguments
+def seal(
+    path: PathLike,
+    *,
+    src_options: Mapping[str, Any] | None = None,
+    listener: Listener | None = None,
+    progress: bool = False,
+) -> Sealing:
+    """Writes the manifest, with digests, beside steps that another saver wrote.
+
+    All of a step is read, and compared with the checksums that its format stores. A step is
+    complete with its manifest as one that ckptkit saved is, and `verify` finds what changes in any
+    of its files. A step that has a manifest is left as it is.
+
+    Args:
+        path: A step, or a run, whose complete steps are all sealed.
+        src_options: Options of the storage, see `Options`.
+        listener: Receives progress events; their bytes are those that are read.
+        progress: Whether progress is shown, see `Options`.
+
+    Returns:
+        What became of each step. Of a run, those that are damaged are in `failed`.
+
+    Raises:
+        VerificationError: If the step that was passed is damaged; nothing is written.
+        InputError: If it is not complete, changes meanwhile, or cannot be read.
+        RefusedError: If it has no folder for a manifest, or the storage is read-only.
+        OutputError: If the manifest cannot be written.
+    """
+    from ckptkit.conversion.seal import run_seal
+    from ckptkit.engine.progress import report_to
+
+    with report_to("seal", {"listener": listener, "progress": progress}) as listen:
+        return run_seal(place_of(path, src_options), listener=listen)
 
 
 @check_arguments

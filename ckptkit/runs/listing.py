@@ -44,6 +44,7 @@ from ckptkit.runs.steps import (
     bytes_of,
     parse_metrics,
     series_of,
+    step_files,
     step_of_manifest,
 )
 from ckptkit.storage.base import Source
@@ -199,7 +200,7 @@ class _Listing:
             writer=_writer(name, files, manifest),
             size_bytes=bytes_of(files),
             files=files,
-            modified=max((file.modified for file in files), default=0.0),
+            modified=max((file.modified for file in step_files(step, files)), default=0.0),
             pushes=tuple(push for push in self._pushes if push.step == number),
             markers=tuple(sorted(map(marker, candidates))),
         )
@@ -311,7 +312,7 @@ def _is_of_optimizer(candidate: Candidate) -> bool:
 
 
 def _writer(name: str, files: Sequence[StoredFile], manifest: Manifest | None) -> str:
-    if manifest is not None and manifest.kind == TRAINING:
+    if manifest is not None and manifest.kind == TRAINING and not manifest.is_sealed:
         return "ckptkit"
     paths = {file.path.removeprefix(f"{name}/") for file in files}
     if TRAINER_STATE in paths:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import posixpath
 import re
+import socket
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -24,8 +25,8 @@ from ckptkit.runs.marks import FileLocks, claim, hold, run_is_live
 from ckptkit.runs.steps import StoredFile
 from ckptkit.storage.base import Source
 from ckptkit.storage.local.disk import LOCAL_DISK
-from ckptkit.storage.local.durable import TRASH, new_hidden_path, remove_tree
-from ckptkit.storage.locations import WORK_INFIX, is_work_folder
+from ckptkit.storage.local.durable import TRASH, new_hidden_path, remove_tree, replace_file
+from ckptkit.storage.locations import MARKS_FOLDER, WORK_INFIX, is_work_folder
 from ckptkit.storage.places import PathLike, Place, is_url, local_path, place_of
 
 if TYPE_CHECKING:
@@ -89,6 +90,20 @@ class LocalRun:
     ) -> FileLocks | None:
         """Keeps new readers from a step that is to be removed; None if it is being read."""
         return claim(self._root / path for path in sorted(markers))
+
+    def put(self, path: str, data: bytes) -> None:
+        """Creates or replaces a small file of a step, which becomes visible as a whole."""
+        folder = self._root / MARKS_FOLDER  # what a kill leaves there is in no step
+        draft = folder / f".put-{socket.gethostname()}-{os.getpid()}"
+        try:
+            folder.mkdir(exist_ok=True)
+            replace_file(self._root / path, data, LOCAL_DISK, draft=draft)
+        except OSError as error:
+            raise OutputError(
+                f"cannot be written: {error.strerror or error}",
+                where=str(self._root / path),
+                hint="check its owner, and whether the file system is mounted read-only",
+            ) from error
 
     def remove(self, step: str, files: Sequence[StoredFile]) -> None:
         """Renames a step, durably, and then removes it: no part of it looks like a complete step.

@@ -195,7 +195,7 @@ _MOST_BYTES = 64 << 20
 
 def save_orders(source: Source, steps: Sequence[RunStep]) -> dict[str, int]:
     """Returns a number for each folder that grows with the time of the save; 0 where unknown."""
-    if any(step.has_manifest for step in steps):
+    if any(step.save_number for step in steps):
         return {step.name: step.save_number for step in steps}
     ordered = sorted(steps, key=lambda step: step.step)
     pairs = [

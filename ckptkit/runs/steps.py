@@ -10,7 +10,7 @@ import math
 import posixpath
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,7 +19,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from ckptkit.core.errors import CkptkitError, InputError
-from ckptkit.core.manifest import MANIFEST_NAME, TRAINING, Manifest
+from ckptkit.core.manifest import MANIFEST_NAME, SEALED, TRAINING, Manifest
 from ckptkit.runs.push_journal import StepPush
 from ckptkit.storage.manifests import read_local_manifest
 
@@ -64,7 +64,7 @@ class RunStep(Struct, frozen=True):
     What a rule of retention may ask for is known wherever steps are listed: `step`, `complete`,
     `protected`, and what `step_of_source` reads of a manifest, which in training a new step has
     before it is durable. `ckptkit ls`, `prune` and `watch` list files too (`ckptkit.runs.listing`):
-    there alone are `writer`, `size_bytes`, `files`, `modified`, `pushes` and `markers`.
+    there alone are `writer`, `size_bytes`, `files`, `pushes` and `markers`.
 
     Attributes:
         step: Its number.
@@ -82,12 +82,14 @@ class RunStep(Struct, frozen=True):
         writer: The framework that saved it; empty where unknown.
         size_bytes: Of its files; those that it shares with other steps count in each.
         files: Its files.
-        modified: When its newest file was written, in seconds since 1970; 0 where unknown.
+        modified: When its newest file was written, in seconds since 1970; 0 where unknown. Where
+            files are not listed, when its manifest says that it was saved.
         pushes: Its pushes to the Hub, finished or under way.
         markers: The files that its readers lock, relative to the run.
         digest: Of its manifest, or of what is known of its files: distinguishes it from a step
             that replaces it. Empty where nothing has asked for it.
         world_size: The ranks of the job that saved it; None where unknown.
+        sealed: Whether another saver wrote it, and `ckptkit seal` its manifest.
     """
 
     step: int
@@ -107,6 +109,7 @@ class RunStep(Struct, frozen=True):
     markers: tuple[str, ...] = ()
     digest: str = ""
     world_size: int | None = None
+    sealed: bool = False
 
     @property
     def series(self) -> str:
@@ -121,6 +124,7 @@ class RunStep(Struct, frozen=True):
             "path": self.path,
             "complete": self.complete,
             "problem": self.problem,
+            "sealed": self.sealed,
             "saved_by": self.writer,
             "bytes": self.size_bytes,
             "files": len(self.files),
@@ -133,6 +137,12 @@ class RunStep(Struct, frozen=True):
                 if p.state == "pushed"
             ],
         }
+
+
+def step_files(step: RunStep, files: Iterable[StoredFile]) -> Iterator[StoredFile]:
+    """Yields the files of a step as its saver wrote them: without the manifest of a seal."""
+    manifest = f"{step.name}/{MANIFEST_NAME}"
+    return (file for file in files if not (step.sealed and file.path == manifest))
 
 
 def series_of(name: str) -> str:
@@ -254,7 +264,20 @@ def step_of_source(number: int, name: str, source: Mapping[str, Any]) -> RunStep
         metrics=parse_metrics(source.get("metrics")),
         save_number=save_number_of(source),
         world_size=world_size if isinstance(world_size, int) and world_size > 0 else None,
+        modified=_parse_time(source.get("saved_at")),
+        sealed=isinstance(source.get(SEALED), Mapping),
     )
+
+
+TIME_FORMAT = "%Y-%m-%dT%H:%M:%SZ"
+
+
+def _parse_time(text: object) -> float:
+    """Returns when a manifest says that a step was saved, in seconds since 1970; else 0."""
+    try:
+        return datetime.strptime(str(text), TIME_FORMAT).replace(tzinfo=UTC).timestamp()
+    except (ValueError, OverflowError):
+        return 0.0
 
 
 def _problem_of(number: int, manifest: Manifest, size_bytes: Callable[[str], int | None]) -> str:

@@ -140,7 +140,8 @@ def listing_page(
     yield f"{output.styled(escaped(listing.location), 'bold')}{job[listing.live]}"
     rows: list[tuple[str, ...]] = [("step", "state", "size", "age", "metrics", "pushed to")]
     for step in listing.steps:
-        state = "complete" if step.complete else "incomplete"
+        state = "sealed" if step.sealed else "complete"
+        state = state if step.complete else "incomplete"
         if step.name in found:
             state = "damaged" if found[step.name] else "verified"
         done = [p for p in step.pushes if p.state == "pushed"]

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     STATE,
     SRC_OPTION,
     JSON,
-    order=10,
+    order=11,
 )
 def prune(
     output: Output,

@@ -194,7 +194,7 @@ _OPTIONS = (
 )
 
 
-@command(*_OPTIONS, parses=False, order=14)
+@command(*_OPTIONS, parses=False, order=15)
 def watch(output: Output, json_lines: bool, **typed: Any) -> None:
     """Publish each step of a run, on the Hub or as a folder.
 

@@ -41,7 +41,7 @@ from ckptkit.hub.watch.build import BuildSettings
 from ckptkit.runs.listing import list_run
 from ckptkit.runs.local_run import open_run
 from ckptkit.runs.push_journal import StepPush
-from ckptkit.runs.steps import RunStep
+from ckptkit.runs.steps import RunStep, step_files
 from ckptkit.storage.places import PathLike, Place, is_url, open_source
 
 OF_NO_STEP = (AccessError, NoSpaceError, OutputError, StorageError)
@@ -128,14 +128,16 @@ class WatchedRun:
         """Returns the digest of a step; empty if it may not be finished yet."""
         path = f"{step.name}/{MANIFEST_NAME}"
         manifest = next((file for file in step.files if file.path == path), None)
-        if manifest is not None:
+        if manifest is not None and not step.sealed:
             identity, digest = self._digests.get(step.name, ("", ""))
             if identity != manifest.identity:
                 with open_source(self._run) as source:
                     digest = _short_digest(source.read(path, 0, manifest.size_bytes))
                 self._digests[step.name] = manifest.identity, digest
             return digest
-        listed = "".join(f"{f.path}\0{f.size_bytes}\0{f.modified}\n" for f in step.files)
+        # A seal leaves a step the one that it is: what was pushed of it is not pushed again.
+        files = step_files(step, step.files)
+        listed = "".join(f"{f.path}\0{f.size_bytes}\0{f.modified}\n" for f in files)
         digest = _short_digest(listed.encode())
         self._unsettled[step.name] = digest
         is_quiet = step.modified > 0 and time.time() - step.modified > _QUIET_SECONDS
