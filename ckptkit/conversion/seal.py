@@ -141,24 +141,25 @@ def run_seal(path: PathLike, *, listener: Listener = ignore) -> Sealing:
     store = open_run(run)
     chosen = [step for step in listing.steps if name in {"", step.name}]
     now = time.time()
-    if any(_why_not(step) is None and now - step.modified < _QUIET_SECONDS for step in chosen):
+    young = [step for step in chosen if now - step.modified < _QUIET_SECONDS]
+    if any(_why_not(step) is None for step in young):
         time.sleep(_LOOK_SECONDS)  # whether files have changed meanwhile, each step is asked first
     results = []
     for step in chosen:
-        result = _kept(step)
-        if result is None:
-            try:
-                error = _why_not(step)
-                if error is not None:
-                    raise error
+        try:
+            if step.complete and step.has_manifest:
+                result = SealedStep(
+                    step, "kept", f"it has its {MANIFEST_NAME}, see `ckptkit verify`"
+                )
+            else:
                 unverified = seal_step(run, store, step, listener=listener)
                 result = SealedStep(step, "sealed", unverified=unverified)
-            except CkptkitError as error:
-                if name:
-                    raise
-                unfinished = IncompleteCheckpointError, SourceChangedError
-                action: Action = "left" if isinstance(error, unfinished) else "failed"
-                result = SealedStep(step, action, error.message, error=error)
+        except CkptkitError as error:
+            if name:
+                raise
+            unfinished = IncompleteCheckpointError, SourceChangedError
+            action: Action = "left" if isinstance(error, unfinished) else "failed"
+            result = SealedStep(step, action, error.message, error=error)
         results.append(result)
     return Sealing(listing.location, tuple(results))
 
@@ -179,13 +180,6 @@ def _find_steps(place: Place) -> tuple[PathLike, str, RunListing]:
                 return run, name, listing
     whole = find_run(place)
     return whole, "", list_run(whole)
-
-
-def _kept(step: RunStep) -> SealedStep | None:
-    """Returns the result for a step that has a manifest, whose files have their sizes."""
-    if not step.complete or not any(f.path == _manifest_path(step) for f in step.files):
-        return None
-    return SealedStep(step, "kept", f"it has its {MANIFEST_NAME}; `ckptkit verify` compares it")
 
 
 def _why_not(step: RunStep) -> CkptkitError | None:
@@ -227,6 +221,9 @@ def _find_home(step: RunStep) -> str:
 
 def seal_step(run: PathLike, store: RunStore, step: RunStep, *, listener: Listener = ignore) -> int:
     """Writes the manifest of a complete step; returns how many tensors had no stored checksum."""
+    error = _why_not(step)
+    if error is not None:
+        raise error
     with store.hold(step.name, step.markers), open_source(run) as source:
         _check_unchanged(store, step, "is still written to")
         report = run_verification(place_of(run).beside(step.path), listener=listener)

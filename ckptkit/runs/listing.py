@@ -34,7 +34,7 @@ from ckptkit.runs.find_run import (
 )
 from ckptkit.runs.local_run import RunStore, marker, open_run
 from ckptkit.runs.marks import STEP_PREFIXES, is_step_folder
-from ckptkit.runs.push_journal import read_pushes, read_watch
+from ckptkit.runs.push_journal import read_commands, read_pushes, read_watch
 from ckptkit.runs.retention import TRAINER_STATE, save_orders, trainer_state
 from ckptkit.runs.step_manifests import StepManifests, list_files
 from ckptkit.runs.steps import (
@@ -134,6 +134,7 @@ class _Listing:
         self._store = store
         self._run = run
         self._pushes = read_pushes(run, state)
+        self._commands = read_commands(run, state)
         self._watch = read_watch(run, state)
         self._listed = paths = list_files(source)
         candidates = recognise(paths)
@@ -202,6 +203,7 @@ class _Listing:
             files=files,
             modified=max((file.modified for file in step_files(step, files)), default=0.0),
             pushes=tuple(push for push in self._pushes if push.step == number),
+            commands=tuple(one for one in self._commands if one.step == number),
             markers=tuple(sorted(map(marker, candidates))),
         )
 

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from ckptkit.core.errors import CkptkitError, InputError
 from ckptkit.core.manifest import MANIFEST_NAME, SEALED, TRAINING, Manifest
-from ckptkit.runs.push_journal import StepPush
+from ckptkit.runs.push_journal import CommandRun, StepPush
 from ckptkit.storage.manifests import read_local_manifest
 
 _NUMBER = re.compile(r"\d+")
@@ -64,7 +64,7 @@ class RunStep(Struct, frozen=True):
     What a rule of retention may ask for is known wherever steps are listed: `step`, `complete`,
     `protected`, and what `step_of_source` reads of a manifest, which in training a new step has
     before it is durable. `ckptkit ls`, `prune` and `watch` list files too (`ckptkit.runs.listing`):
-    there alone are `writer`, `size_bytes`, `files`, `pushes` and `markers`.
+    there alone are `writer`, `size_bytes`, `files`, `pushes`, `commands` and `markers`.
 
     Attributes:
         step: Its number.
@@ -85,6 +85,7 @@ class RunStep(Struct, frozen=True):
         modified: When its newest file was written, in seconds since 1970; 0 where unknown. Where
             files are not listed, when its manifest says that it was saved.
         pushes: Its pushes to the Hub, finished or under way.
+        commands: The commands that a watch has started for it.
         markers: The files that its readers lock, relative to the run.
         digest: Of its manifest, or of what is known of its files: distinguishes it from a step
             that replaces it. Empty where nothing has asked for it.
@@ -106,6 +107,7 @@ class RunStep(Struct, frozen=True):
     files: tuple[StoredFile, ...] = ()
     modified: float = 0.0
     pushes: tuple[StepPush, ...] = ()
+    commands: tuple[CommandRun, ...] = ()
     markers: tuple[str, ...] = ()
     digest: str = ""
     world_size: int | None = None
@@ -135,6 +137,10 @@ class RunStep(Struct, frozen=True):
                 {"repo_id": p.repo_id, "commit": p.commit, "tag": p.tag, "url": p.url, "at": p.at}
                 for p in self.pushes
                 if p.state == "pushed"
+            ],
+            "commands": [
+                {name: getattr(run, name) for name in ("command", "state", "status", "log", "at")}
+                for run in self.commands
             ],
         }
 
