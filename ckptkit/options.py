@@ -81,12 +81,15 @@ class RetentionOptions(TypedDict, total=False):
     Attributes:
         keep_last: How many of the newest complete steps stay.
         keep_every: Steps divisible by this stay.
+        keep_for: Steps saved in that time, such as "12h" or "7d", stay, by the time in their
+            manifest or of their files.
         keep_best: The metric by which the best step stays; given to `save(…, metrics=…)`.
         best_mode: Whether the smallest ("min", default) or the largest ("max") is best.
     """
 
     keep_last: int | None
     keep_every: int | None
+    keep_for: str | None
     keep_best: str | None
     best_mode: BestMode
 

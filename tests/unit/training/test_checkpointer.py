@@ -8,6 +8,7 @@ import json
 import os
 import random
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -500,6 +501,16 @@ def test_a_step_may_have_a_name_of_its_own(tmp_path: Path) -> None:
         assert files_of(tmp_path) == {"epoch_0", "checkpoint-2", ".ckptkit"}
         assert checkpointer.resume(other, folder=tmp_path / "epoch_0") == 1
     assert torch.equal(other["model"][0].weight, state["model"][0].weight)
+
+
+def test_steps_stay_for_a_time(tmp_path: Path) -> None:
+    state = trained()
+    with Checkpointer(tmp_path, keep_for="1s") as checkpointer:
+        checkpointer.save(1, state).result()
+        time.sleep(2.5)
+        checkpointer.save(2, state).result()
+        checkpointer.save(3, state).result()
+        assert files_of(tmp_path) == {"checkpoint-2", "checkpoint-3", ".ckptkit"}
 
 
 @pytest.mark.parametrize("name", ["", "..", "a/b", "checkpoint-7", "checkpoint_7", ".hidden"])
