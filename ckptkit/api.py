@@ -635,6 +635,7 @@ def prune(
     *,
     incomplete: bool = False,
     max_total_size: int | str | None = None,
+    drop_optimizer_older_than: int | None = None,
     dry_run: bool = False,
     listener: Listener | None = None,
     progress: bool = False,
@@ -652,6 +653,8 @@ def prune(
             was written to them in the last 10 minutes.
         max_total_size: What all steps may take together, in bytes or such as "500GB": the oldest
             are removed until they fit, though a rule other than `keep_best` keeps them.
+        drop_optimizer_older_than: How many of the newest steps keep their optimizer; the others
+            lose it, where it is in files of its own and the step has a manifest.
         dry_run: Whether to say only what would be done.
         listener: Receives progress events; their bytes are those that are removed.
         progress: Whether progress is shown, see `Options`.
@@ -672,12 +675,16 @@ def prune(
 
     size = max_total_size
     total = None if size is None else parse_total(size, option="--max-total-size")
+    whole = positive_number(
+        drop_optimizer_older_than, option="--drop-optimizer-older-than", example=3
+    )
     with report_to("prune", {"listener": listener, "progress": progress}) as listen:
         return prune_run(
             run,
             Retention(**rules),
             dry_run=dry_run,
             incomplete=incomplete,
+            whole_steps=whole,
             most_bytes=total,
             listener=listen,
         )

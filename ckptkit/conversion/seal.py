@@ -44,15 +44,15 @@ from ckptkit.core.manifest import (
 from ckptkit.core.text import counted, size_text
 from ckptkit.core.threads import run_crew, usable_cores
 from ckptkit.engine.outcome import BytesWritten, Listener, Started, ignore
-from ckptkit.formats.discovery import name_step, parse_step
+from ckptkit.formats.discovery import parse_step
 from ckptkit.formats.pickle.torch_zip import LOCAL_SIGNATURE, data_start, read_directory
 from ckptkit.formats.registry import recognise
 from ckptkit.runs.find_run import find_run
 from ckptkit.runs.listing import RunListing, list_run
-from ckptkit.runs.local_run import RunStore, open_run
+from ckptkit.runs.local_run import RunStore, check_unchanged, open_run
 from ckptkit.runs.remote_run import run_and_step
 from ckptkit.runs.step_manifests import is_data_file, step_folder
-from ckptkit.runs.steps import TIME_FORMAT, RunStep, StoredFile
+from ckptkit.runs.steps import TIME_FORMAT, RunStep
 from ckptkit.storage.base import Source
 from ckptkit.storage.places import PathLike, Place, is_url, local_path, open_source, place_of
 from ckptkit.version import __version__
@@ -225,7 +225,7 @@ def seal_step(run: PathLike, store: RunStore, step: RunStep, *, listener: Listen
     if error is not None:
         raise error
     with store.hold(step.name, step.markers), open_source(run) as source:
-        _check_unchanged(store, step, "is still written to")
+        check_unchanged(store, step, "is still written to, and was not sealed")
         report = run_verification(place_of(run).beside(step.path), listener=listener)
         if report.problems:
             more = len(report.problems) - 1
@@ -237,27 +237,13 @@ def seal_step(run: PathLike, store: RunStore, step: RunStep, *, listener: Listen
             )
         files = [file.path for file in step.files]
         records = _digest_files(source, files, listener)
-        _check_unchanged(store, step, "changed while it was read")
+        check_unchanged(store, step, "changed while it was read, and was not sealed")
         store.put(_manifest_path(step), _make_manifest(step, records).to_json())
     return len(report.unverified)
 
 
 def _manifest_path(step: RunStep) -> str:
     return f"{step.name}/{MANIFEST_NAME}"
-
-
-def _check_unchanged(store: RunStore, step: RunStep, text: str) -> None:
-    now = [file for file in store.files() if name_step(file.path) == step.name]
-    if _identities(now) != _identities(step.files):
-        raise SourceChangedError(
-            f"{text}, and was not sealed",
-            where=step.path,
-            hint="run again when nothing writes there any more",
-        )
-
-
-def _identities(files: Sequence[StoredFile]) -> dict[str, str]:
-    return {file.path: file.identity for file in files}
 
 
 def _make_manifest(step: RunStep, records: Mapping[str, FileRecord]) -> Manifest:

@@ -141,7 +141,7 @@ class _Listing:
         tags = (read_tag(source, tracker) for tracker in TRACKERS if tracker in paths)
         self._tag = next((tag for tag in tags if tag is not None), "")
         self._manifests = StepManifests(source, candidates)
-        candidates = self._manifests.without_side_folders(candidates)
+        candidates = self._manifests.without_side_files(candidates)
         right_here = [candidate for candidate in candidates if not candidate.folder]
         as_files = {
             name_step(first): [candidate]
@@ -225,7 +225,7 @@ class _Listing:
 
     def _problem(self, name: str, candidates: Sequence[Candidate]) -> str:
         """Returns why a step that ckptkit has not saved is not complete; empty where it is."""
-        if all(map(_is_of_optimizer, candidates)):
+        if all(map(is_of_optimizer, candidates)):
             inside = (path for path in self._listed if path.startswith(f"{name}/"))
             unread = find_unread(self._source, inside, name)
             if unread is not None:
@@ -308,7 +308,8 @@ def _group(entries: Iterable[_T], name_of: Callable[[_T], str]) -> dict[str, lis
     return groups
 
 
-def _is_of_optimizer(candidate: Candidate) -> bool:
+def is_of_optimizer(candidate: Candidate) -> bool:
+    """Returns whether a checkpoint in a step is the state of an optimizer, and no model."""
     name = posixpath.basename(candidate.folder)
     return candidate.format == TorchOptimizerReader.name or is_optimizer_folder(name)
 
@@ -350,7 +351,9 @@ def advise_on_resume(listing: RunListing) -> tuple[RunStep, str] | None:
         for series in {step.series for step in complete}
         for number in abandoned(step for step in complete if step.series == series)
     }
-    current = [step for step in complete if (step.series, step.step) not in left]
+    current = [
+        step for step in complete if (step.series, step.step) not in left and not step.thinned
+    ]
     tracked = [step for step in current if step.name in listing.tracked]
     step = max(tracked or current, key=_resume_order, default=None)
     if step is None:

@@ -110,6 +110,10 @@ class RemoteRun:
             return None
         return self._claimed(step)
 
+    def drop(self, step: str, files: Sequence[StoredFile]) -> None:  # noqa: ARG002
+        """Removes some files of a claimed step."""
+        self._objects.remove(*(file.path for file in files))
+
     def put(self, path: str, data: bytes) -> None:
         """Creates or replaces a small object of a step, which becomes visible as a whole."""
         self._check_writable()

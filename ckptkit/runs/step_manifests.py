@@ -35,6 +35,7 @@ from ckptkit.formats.base import Candidate
 from ckptkit.formats.discovery import UNFINISHED, is_tag_in_step, parse_step
 from ckptkit.formats.registry import list_paths, read_index, recognise
 from ckptkit.formats.safetensors.reader import SafetensorsReader
+from ckptkit.runs.steps import step_of_source
 from ckptkit.storage.base import Source, is_there
 from ckptkit.storage.locations import relative_path
 from ckptkit.storage.manifests import read_manifest
@@ -91,13 +92,24 @@ class StepManifests:
             return index
         return prove_index(self._source, folder, manifest, candidate, index)
 
-    def without_side_folders(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """Leaves out candidates in the side folder of a step, which is no model."""
+    def without_side_files(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+        """Leaves out candidates in the side folder of a step, and what is left of an optimizer.
+
+        Neither is part of the model. A pruning that drops the optimizer of a step may be under way,
+        or killed.
+        """
         side_folders = [posixpath.join(folder, SIDE_FOLDER) for folder in self._manifests]
+        dropped = {
+            posixpath.join(folder, path)
+            for folder, manifest in self._manifests.items()
+            if isinstance(manifest, Manifest)
+            for path in step_of_source(0, "", manifest.source).thinned
+        }
         return [
             candidate
             for candidate in candidates
-            if not any(f"{candidate.folder}/".startswith(f"{folder}/") for folder in side_folders)
+            if not dropped.issuperset(candidate.files)
+            and not any(f"{candidate.folder}/".startswith(f"{folder}/") for folder in side_folders)
         ]
 
     def problem(self, folder: str) -> Problem | None:

@@ -6,6 +6,7 @@ steps that any framework saved, with their files, for `ckptkit ls`, pruning and 
 
 from __future__ import annotations
 
+import hashlib
 import math
 import posixpath
 import re
@@ -19,11 +20,12 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from ckptkit.core.errors import CkptkitError, InputError
-from ckptkit.core.manifest import MANIFEST_NAME, SEALED, TRAINING, Manifest
+from ckptkit.core.manifest import MANIFEST_NAME, SEALED, THINNED, TRAINING, Manifest
 from ckptkit.runs.push_journal import CommandRun, StepPush
 from ckptkit.storage.manifests import read_local_manifest
 
 _NUMBER = re.compile(r"\d+")
+_DIGEST_LENGTH = 16  # hexadecimal digits
 
 
 class StoredFile(Struct, frozen=True):
@@ -91,6 +93,7 @@ class RunStep(Struct, frozen=True):
             that replaces it. Empty where nothing has asked for it.
         world_size: The ranks of the job that saved it; None where unknown.
         sealed: Whether another saver wrote it, and `ckptkit seal` its manifest.
+        thinned: The files of its optimizer that a pruning has removed, relative to the step.
     """
 
     step: int
@@ -112,6 +115,7 @@ class RunStep(Struct, frozen=True):
     digest: str = ""
     world_size: int | None = None
     sealed: bool = False
+    thinned: tuple[str, ...] = ()
 
     @property
     def series(self) -> str:
@@ -127,6 +131,7 @@ class RunStep(Struct, frozen=True):
             "complete": self.complete,
             "problem": self.problem,
             "sealed": self.sealed,
+            "weights_only": bool(self.thinned),
             "saved_by": self.writer,
             "bytes": self.size_bytes,
             "files": len(self.files),
@@ -146,9 +151,21 @@ class RunStep(Struct, frozen=True):
 
 
 def step_files(step: RunStep, files: Iterable[StoredFile]) -> Iterator[StoredFile]:
-    """Yields the files of a step as its saver wrote them: without the manifest of a seal."""
+    """Yields the files of a step as its saver wrote them: without a manifest that came later."""
     manifest = f"{step.name}/{MANIFEST_NAME}"
-    return (file for file in files if not (step.sealed and file.path == manifest))
+    is_later = step.sealed or bool(step.thinned)
+    return (file for file in files if not (is_later and file.path == manifest))
+
+
+def digest_files(step: RunStep) -> str:
+    """Returns the digest of a step that another saver wrote, which a seal does not change."""
+    files = step_files(step, step.files)
+    listed = "".join(f"{f.path}\0{f.size_bytes}\0{f.modified}\n" for f in files)
+    return short_digest(listed.encode())
+
+
+def short_digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:_DIGEST_LENGTH]
 
 
 def series_of(name: str) -> str:
@@ -263,7 +280,9 @@ def step_of_manifest(
 
 def step_of_source(number: int, name: str, source: Mapping[str, Any]) -> RunStep:
     """Returns what the `source` of a manifest says of a step, as if all of its files were there."""
-    world_size = source.get("world_size")
+    world_size, thinned = source.get("world_size"), source.get(THINNED)
+    thinned = thinned if isinstance(thinned, Mapping) else {}
+    dropped = thinned.get("files")
     return RunStep(
         number,
         name,
@@ -272,6 +291,8 @@ def step_of_source(number: int, name: str, source: Mapping[str, Any]) -> RunStep
         world_size=world_size if isinstance(world_size, int) and world_size > 0 else None,
         modified=_parse_time(source.get("saved_at")),
         sealed=isinstance(source.get(SEALED), Mapping),
+        thinned=tuple(map(str, dropped)) if isinstance(dropped, list) else (),
+        digest=str(thinned.get("digest", "")),
     )
 
 

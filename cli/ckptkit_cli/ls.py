@@ -143,6 +143,7 @@ def listing_page(
     rows: list[tuple[str, ...]] = [(*_HEADER, "commands")]
     for step in listing.steps:
         state = "sealed" if step.sealed else "complete"
+        state = "weights only" if step.thinned else state
         state = state if step.complete else "incomplete"
         if step.name in found:
             state = "damaged" if found[step.name] else "verified"
