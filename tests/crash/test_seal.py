@@ -31,6 +31,7 @@ from ckptkit.storage.places import Place
 from ckptkit.training import Checkpointer
 from tests.command_line import run_command
 from tests.crash.forked_commands import ForkedCommands
+from tests.files import contents
 from tests.object_store import ObjectStore
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
@@ -42,6 +43,7 @@ STEPS = {
     "torchtitan": "torchtitan_0_3_steps/checkpoint/step-10",
     "lightning": "lightning_trainer_sharded/checkpoint/epoch=0-step=4.ckpt",
     "dcp": "fsdp2_plain/checkpoint",
+    "hf": "hf_sharded/checkpoint",
     "dcp-without-checksums": "fsdp2_without_checksums/checkpoint",
 }
 
@@ -94,6 +96,17 @@ def test_every_flipped_bit_in_a_sealed_step_is_found(kind: str, tmp_path: Path) 
                 assert not ckptkit.verify(step).ok, (path, at)
             path.write_bytes(whole)
     assert ckptkit.verify(step).ok
+
+
+@pytest.mark.parametrize("kind", ["trainer", "deepspeed", "torchtitan", "dcp", "hf"])
+def test_a_seal_changes_nothing_of_what_a_step_makes(kind: str, tmp_path: Path) -> None:
+    step = put(tmp_path, kind)
+    inspected = ckptkit.inspect(step)
+    ckptkit.convert(step, tmp_path / "before", to="hf", names="live")
+    ckptkit.seal(step)
+    ckptkit.convert(step, tmp_path / "after", to="hf", names="live")
+    assert contents(tmp_path / "before") == contents(tmp_path / "after")
+    assert ckptkit.inspect(step).writer == inspected.writer
 
 
 @pytest.mark.parametrize(
@@ -284,6 +297,9 @@ def test_a_checkpointer_resumes_from_a_sealed_step_of_stock_torch(tmp_path: Path
     with Checkpointer(tmp_path, layout="dcp") as checkpointer:
         assert checkpointer.resume({"model": model}) is not None
     assert all(torch.equal(value, saved[name]) for name, value in model.state_dict().items())
+    stock = {"model": torch.nn.Linear(3, 2).state_dict()}
+    dcp.load(stock, checkpoint_id=tmp_path / "checkpoint-5", no_dist=True)
+    assert all(torch.equal(value, saved[name]) for name, value in stock["model"].items())
 
 
 def test_a_damaged_file_of_a_sealed_step_is_mended_from_a_copy(tmp_path: Path) -> None:
