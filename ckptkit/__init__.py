@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         merge_adapter,
         open,  # noqa: A004
         prune,
+        seal,
         serve,
         stats,
         verify,
@@ -147,6 +148,7 @@ __all__ = [
     "merge_adapter",
     "open",
     "prune",
+    "seal",
     "serve",
     "stats",
     "verify",

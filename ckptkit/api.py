@@ -37,6 +37,7 @@ from ckptkit.storage.locations import Sources, local_path, place_of, resolve_pla
 if TYPE_CHECKING:
     from ckptkit.conversion.diff import Difference
     from ckptkit.conversion.inspect import Inspection
+    from ckptkit.conversion.seal import Sealing
     from ckptkit.conversion.source.read import Checkpoint
     from ckptkit.conversion.stats import Statistics
     from ckptkit.conversion.verify import Verification
@@ -602,11 +603,48 @@ def list_run(run: PathLike, *, state: PathLike | None = None) -> RunListing:
 
 
 @check_arguments
+def seal(
+    path: PathLike,
+    *,
+    src_options: Mapping[str, Any] | None = None,
+    listener: Listener | None = None,
+    progress: bool = False,
+) -> Sealing:
+    """Writes the manifest, with digests, beside steps that another saver wrote.
+
+    All of a step is read, and compared with the checksums that its format stores. A step is
+    complete with its manifest as one that ckptkit saved is, and `verify` finds what changes in any
+    of its files. A step that has a manifest is left as it is.
+
+    Args:
+        path: A step, or a run, whose complete steps are all sealed.
+        src_options: Options of the storage, see `Options`.
+        listener: Receives progress events; their bytes are those that are read.
+        progress: Whether progress is shown, see `Options`.
+
+    Returns:
+        What became of each step. Of a run, those that are damaged are in `failed`.
+
+    Raises:
+        VerificationError: If the step that was passed is damaged; nothing is written.
+        InputError: If it is not complete, changes meanwhile, or cannot be read.
+        RefusedError: If it has no folder for a manifest, or the storage is read-only.
+        OutputError: If the manifest cannot be written.
+    """
+    from ckptkit.conversion.seal import run_seal
+    from ckptkit.engine.progress import report_to
+
+    with report_to("seal", {"listener": listener, "progress": progress}) as listen:
+        return run_seal(place_of(path, src_options), listener=listen)
+
+
+@check_arguments
 def prune(
     run: PathLike,
     *,
     incomplete: bool = False,
     max_total_size: int | str | None = None,
+    drop_optimizer_older_than: int | None = None,
     dry_run: bool = False,
     listener: Listener | None = None,
     progress: bool = False,
@@ -624,6 +662,8 @@ def prune(
             was written to them in the last 10 minutes.
         max_total_size: What all steps may take together, in bytes or such as "500GB": the oldest
             are removed until they fit, though a rule other than `keep_best` keeps them.
+        drop_optimizer_older_than: How many of the newest steps keep their optimizer; the others
+            lose it, where it is in files of its own and the step has a manifest.
         dry_run: Whether to say only what would be done.
         listener: Receives progress events; their bytes are those that are removed.
         progress: Whether progress is shown, see `Options`.
@@ -644,12 +684,16 @@ def prune(
 
     size = max_total_size
     total = None if size is None else parse_total(size, option="--max-total-size")
+    whole = positive_number(
+        drop_optimizer_older_than, option="--drop-optimizer-older-than", example=3
+    )
     with report_to("prune", {"listener": listener, "progress": progress}) as listen:
         return prune_run(
             run,
             Retention(**rules),
             dry_run=dry_run,
             incomplete=incomplete,
+            whole_steps=whole,
             most_bytes=total,
             listener=listen,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import math
 import os
 import re
 import shlex
@@ -44,6 +45,8 @@ DEFAULT_MAX_FILE_BYTES = 5_000_000_000
 DEFAULT_BUDGET_BYTES = 64_000_000
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _BINARY_UNITS = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_SECONDS = {"s": 1, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+_DURATION = re.compile(rf"(\d{{1,9}}(?:\.\d{{1,9}})?) ?({'|'.join(_SECONDS)})", re.IGNORECASE)
 GGUF = "gguf"
 BestMode = Literal["min", "max"]
 PushKind = Literal["auto", "model", "adapter", "merged"]
@@ -78,12 +81,15 @@ class RetentionOptions(TypedDict, total=False):
     Attributes:
         keep_last: How many of the newest complete steps stay.
         keep_every: Steps divisible by this stay.
+        keep_for: Steps saved in that time, such as "12h" or "7d", stay, by the time in their
+            manifest or of their files.
         keep_best: The metric by which the best step stays; given to `save(…, metrics=…)`.
         best_mode: Whether the smallest ("min", default) or the largest ("max") is best.
     """
 
     keep_last: int | None
     keep_every: int | None
+    keep_for: str | None
     keep_best: str | None
     best_mode: BestMode
 
@@ -145,6 +151,29 @@ def parse_total(size: str | int, *, option: str) -> int:
             hint=f"pass {option} {size.strip()}GB, or {size.strip()}B for bytes",
         )
     return number
+
+
+def parse_duration(text: str, *, option: str) -> float:
+    """Turns `7d` into seconds; units are s, min, h, d and w, and one has to be there.
+
+    Returns:
+        The time in seconds.
+
+    Raises:
+        UsageError: If the text is no positive time with a unit.
+
+    >>> parse_duration("12h", option="--keep-for")
+    43200.0
+    """
+    match = _DURATION.fullmatch(text.strip())
+    seconds = float(match[1]) * _SECONDS[match[2].lower()] if match else 0.0
+    if not 0 < seconds < math.inf:
+        raise UsageError(
+            f"{text!r:.100} is not a time; expected a number and one of {', '.join(_SECONDS)}",
+            where=option,
+            hint=f"pass {option} 12h, or 7d",
+        )
+    return seconds
 
 
 def refuse_gguf(src: object, out: object) -> NoReturn:

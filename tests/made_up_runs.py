@@ -13,6 +13,7 @@ from ckptkit.core.manifest import MANIFEST_NAME, TRAINING, FileRecord, Manifest
 RULES: Mapping[str, Any] = {
     "keep_last": 3,
     "keep_every": 1000,
+    "keep_for": "7d",
     "keep_best": "loss",
     "best_mode": "max",
 }

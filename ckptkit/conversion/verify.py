@@ -59,6 +59,7 @@ from ckptkit.runs.step_manifests import (
     file_problems,
     list_files,
     step_folder,
+    with_sealed_digests,
 )
 from ckptkit.storage.base import Source
 from ckptkit.storage.local.disk import LOCAL_DISK
@@ -178,17 +179,16 @@ def run_verification(
     checksums of its own format. Of a run, the newest step is, and the models beside its steps.
     """
     listener = listener or ignore
-    place = place_of(path)
+    place, manifest = place_of(path), None
     if is_url(place) or local_path(place).is_dir():
         with open_source(place) as source:
-            manifest = None
             with suppress(MissingFileError):
                 manifest = read_manifest(source)
             if manifest is not None and manifest.kind != TRAINING:  # an output, of any size
                 is_chosen = select == ITSELF or not _has_steps(source, manifest)
                 if is_chosen:
                     return _verify_output(source, manifest, str(place), listener)
-    found, finals, others = _verify_source(path, select, also, listener)
+    found, finals, others = _verify_source(path, select, also, manifest, listener)
     if select is not None or not finals:
         return found
     for label, lack in finals.items():
@@ -232,9 +232,16 @@ def _has_steps(source: Source, manifest: Manifest) -> bool:
 
 
 def _verify_source(
-    path: PathLike, select: str | None, also: Sequence[PathLike], listener: Listener
+    path: PathLike,
+    select: str | None,
+    also: Sequence[PathLike],
+    own: Manifest | None,
+    listener: Listener,
 ) -> tuple[Verification, Mapping[str, str], int]:
-    """Returns what was found, the models beside the steps, and how many steps were not read."""
+    """Returns what was found, the models beside the steps, and how many steps were not read.
+
+    `own` is the manifest at the path itself, which counts if a step is sealed above its checkpoint.
+    """
     with open_checkpoint(path, select=select, also=also) as checkpoint:
         report_notes(checkpoint, listener)
         index, manifest = checkpoint.index, checkpoint.manifest
@@ -280,8 +287,12 @@ def _verify_source(
             is_summed = is_summed or bool(matching)
             if matching:
                 proven.append(f"files that have their SHA-256 of '{INTEGRITY}': {matching:,}")
-        if manifest is not None:  # of a step that ckptkit saved
-            folder = step_folder(checkpoint.units[0].candidate.folder)
+        folder = step_folder(checkpoint.units[0].candidate.folder)
+        if manifest is None and own is not None and own.is_sealed:
+            manifest, folder = own, ""
+            files += file_problems(checkpoint.source, folder, manifest)
+        if manifest is not None:  # of a step that ckptkit saved or sealed
+            manifest = with_sealed_digests(manifest)
             wrong = {problem.where for problem in files}
             files += digest_problems(checkpoint.source, folder, manifest, leaving_out=wrong)
             if not files:

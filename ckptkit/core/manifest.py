@@ -25,6 +25,11 @@ NODE_RANKS = "node_ranks"
 """In the source of such a manifest: the ranks whose files are there, if these are not all."""
 NODE_RUN = "node_run"
 """In the same place: the identity of the run that they belong to, and its path."""
+THINNED = "thinned"
+"""In the same place: the `files` of the optimizer that a pruning has removed from the step, and the
+`digest` by which a watch has known the step before."""
+SEALED = "sealed"
+"""In the same place, where another saver wrote the step: the digests of its data files."""
 SIDE_FOLDER = "ckptkit"
 """The folder of a step with the files that describe the run."""
 RUN_FACTS = f"{SIDE_FOLDER}/run.json"
@@ -103,6 +108,11 @@ class Manifest(Displayed, Struct, frozen=True):
     @property
     def size_bytes(self) -> int:
         return sum(file.size_bytes for file in self.files.values())
+
+    @property
+    def is_sealed(self) -> bool:
+        """Whether `ckptkit seal` wrote it beside a step that another saver wrote."""
+        return isinstance(self.source.get(SEALED), Mapping)
 
     @property
     def unverified(self) -> list[str]:

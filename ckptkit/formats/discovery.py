@@ -155,16 +155,21 @@ def parse_step(folder: str) -> int | None:
 def find_step(folder: str) -> str | None:
     """Returns the folder, or file, of the step that a folder is or belongs to; None without one.
 
-    What a framework names iteration 0 below a step, as Megatron-Core in NeMo-RL, is that step.
+    What a framework names iteration 0 below a step, as Megatron-Core in NeMo-RL, is that step, and
+    so is the folder of DeepSpeed in a step of the Trainer.
 
     >>> find_step("run/step_10/policy/weights/iter_0000000"), find_step("run/model")
     ('run/step_10', None)
+    >>> find_step("run/checkpoint-5/global_step5"), find_step("run/global_step5")
+    ('run/checkpoint-5', 'run/global_step5')
     """
     path, found, is_unit_below = folder.replace("\\", "/").rstrip("/"), None, False
     while path:
         above, name = posixpath.split(path)
         number = parse_step_name(name)
-        if number is not None and found is None:
+        if is_tag_in_step(path):
+            pass
+        elif number is not None and found is None:
             found, is_unit_below = path, False
             if number or not name.startswith("iter_"):  # else Megatron's iteration 0
                 break
@@ -176,6 +181,13 @@ def find_step(folder: str) -> str | None:
             break
         path = above
     return found
+
+
+def is_tag_in_step(folder: str) -> bool:
+    """Returns whether a folder is DeepSpeed's in a step of the Trainer, both of one number."""
+    above, name = posixpath.split(folder)
+    number = parse_step_name(name) if name.startswith("global_step") else None
+    return number is not None and number == parse_step_name(posixpath.basename(above))
 
 
 def parse_step_name(name: str) -> int | None:

@@ -34,7 +34,7 @@ from ckptkit.runs.find_run import (
 )
 from ckptkit.runs.local_run import RunStore, marker, open_run
 from ckptkit.runs.marks import STEP_PREFIXES, is_step_folder
-from ckptkit.runs.push_journal import read_pushes, read_watch
+from ckptkit.runs.push_journal import read_commands, read_pushes, read_watch
 from ckptkit.runs.retention import TRAINER_STATE, save_orders, trainer_state
 from ckptkit.runs.step_manifests import StepManifests, list_files
 from ckptkit.runs.steps import (
@@ -44,6 +44,7 @@ from ckptkit.runs.steps import (
     bytes_of,
     parse_metrics,
     series_of,
+    step_files,
     step_of_manifest,
 )
 from ckptkit.storage.base import Source
@@ -133,13 +134,14 @@ class _Listing:
         self._store = store
         self._run = run
         self._pushes = read_pushes(run, state)
+        self._commands = read_commands(run, state)
         self._watch = read_watch(run, state)
         self._listed = paths = list_files(source)
         candidates = recognise(paths)
         tags = (read_tag(source, tracker) for tracker in TRACKERS if tracker in paths)
         self._tag = next((tag for tag in tags if tag is not None), "")
         self._manifests = StepManifests(source, candidates)
-        candidates = self._manifests.without_side_folders(candidates)
+        candidates = self._manifests.without_side_files(candidates)
         right_here = [candidate for candidate in candidates if not candidate.folder]
         as_files = {
             name_step(first): [candidate]
@@ -199,8 +201,9 @@ class _Listing:
             writer=_writer(name, files, manifest),
             size_bytes=bytes_of(files),
             files=files,
-            modified=max((file.modified for file in files), default=0.0),
+            modified=max((file.modified for file in step_files(step, files)), default=0.0),
             pushes=tuple(push for push in self._pushes if push.step == number),
+            commands=tuple(one for one in self._commands if one.step == number),
             markers=tuple(sorted(map(marker, candidates))),
         )
 
@@ -222,7 +225,7 @@ class _Listing:
 
     def _problem(self, name: str, candidates: Sequence[Candidate]) -> str:
         """Returns why a step that ckptkit has not saved is not complete; empty where it is."""
-        if all(map(_is_of_optimizer, candidates)):
+        if all(map(is_of_optimizer, candidates)):
             inside = (path for path in self._listed if path.startswith(f"{name}/"))
             unread = find_unread(self._source, inside, name)
             if unread is not None:
@@ -305,13 +308,14 @@ def _group(entries: Iterable[_T], name_of: Callable[[_T], str]) -> dict[str, lis
     return groups
 
 
-def _is_of_optimizer(candidate: Candidate) -> bool:
+def is_of_optimizer(candidate: Candidate) -> bool:
+    """Returns whether a checkpoint in a step is the state of an optimizer, and no model."""
     name = posixpath.basename(candidate.folder)
     return candidate.format == TorchOptimizerReader.name or is_optimizer_folder(name)
 
 
 def _writer(name: str, files: Sequence[StoredFile], manifest: Manifest | None) -> str:
-    if manifest is not None and manifest.kind == TRAINING:
+    if manifest is not None and manifest.kind == TRAINING and not manifest.is_sealed:
         return "ckptkit"
     paths = {file.path.removeprefix(f"{name}/") for file in files}
     if TRAINER_STATE in paths:
@@ -347,7 +351,9 @@ def advise_on_resume(listing: RunListing) -> tuple[RunStep, str] | None:
         for series in {step.series for step in complete}
         for number in abandoned(step for step in complete if step.series == series)
     }
-    current = [step for step in complete if (step.series, step.step) not in left]
+    current = [
+        step for step in complete if (step.series, step.step) not in left and not step.thinned
+    ]
     tracked = [step for step in current if step.name in listing.tracked]
     step = max(tracked or current, key=_resume_order, default=None)
     if step is None:

@@ -9,23 +9,24 @@ from __future__ import annotations
 import os
 import posixpath
 import re
+import socket
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from ckptkit.core.errors import InputError, OutputError
+from ckptkit.core.errors import InputError, OutputError, SourceChangedError
 from ckptkit.core.frameworks import is_unit_folder
 from ckptkit.formats.base import Candidate
-from ckptkit.formats.discovery import parse_step
+from ckptkit.formats.discovery import name_step, parse_step
 from ckptkit.formats.registry import find_candidates
 from ckptkit.runs.find_run import ENTER_HINT, absent_run
 from ckptkit.runs.marks import FileLocks, claim, hold, run_is_live
-from ckptkit.runs.steps import StoredFile
+from ckptkit.runs.steps import RunStep, StoredFile
 from ckptkit.storage.base import Source
 from ckptkit.storage.local.disk import LOCAL_DISK
-from ckptkit.storage.local.durable import TRASH, new_hidden_path, remove_tree
-from ckptkit.storage.locations import WORK_INFIX, is_work_folder
+from ckptkit.storage.local.durable import TRASH, new_hidden_path, remove_tree, replace_file
+from ckptkit.storage.locations import MARKS_FOLDER, WORK_INFIX, is_work_folder
 from ckptkit.storage.places import PathLike, Place, is_url, local_path, place_of
 
 if TYPE_CHECKING:
@@ -89,6 +90,31 @@ class LocalRun:
     ) -> FileLocks | None:
         """Keeps new readers from a step that is to be removed; None if it is being read."""
         return claim(self._root / path for path in sorted(markers))
+
+    def drop(self, step: str, files: Sequence[StoredFile]) -> None:
+        """Removes some files of a claimed step, and folders that are empty without them."""
+        for file in files:
+            path = self._root / file.path
+            with _removable(path):
+                path.unlink()
+            with suppress(OSError):  # it has other files
+                while path.parent != self._root / step:
+                    path.parent.rmdir()
+                    path = path.parent
+
+    def put(self, path: str, data: bytes) -> None:
+        """Creates or replaces a small file of a step, which becomes visible as a whole."""
+        folder = self._root / MARKS_FOLDER  # what a kill leaves there is in no step
+        draft = folder / f".put-{socket.gethostname()}-{os.getpid()}"
+        try:
+            folder.mkdir(exist_ok=True)
+            replace_file(self._root / path, data, LOCAL_DISK, draft=draft)
+        except OSError as error:
+            raise OutputError(
+                f"cannot be written: {error.strerror or error}",
+                where=str(self._root / path),
+                hint="check its owner, and whether the file system is mounted read-only",
+            ) from error
 
     def remove(self, step: str, files: Sequence[StoredFile]) -> None:
         """Renames a step, durably, and then removes it: no part of it looks like a complete step.
@@ -218,6 +244,15 @@ def open_run(run: PathLike) -> RunStore:
 
         return RemoteRun(run)
     return LocalRun(local_path(run))
+
+
+def check_unchanged(store: RunStore, step: RunStep, text: str) -> None:
+    """Refuses a step whose files are not those that were listed."""
+    now = {f.path: f.identity for f in store.files() if name_step(f.path) == step.name}
+    if now != {file.path: file.identity for file in step.files}:
+        raise SourceChangedError(
+            text, where=step.path, hint="run again when nothing writes there any more"
+        )
 
 
 def marker(candidate: Candidate) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from posixpath import basename
 from typing import Any, Literal
 
 from msgspec import Struct
@@ -12,10 +14,19 @@ from msgspec.structs import replace
 from ckptkit.core.arguments import ambiguous_truth
 from ckptkit.core.display import Displayed, Facts
 from ckptkit.core.errors import CkptkitError, OutputError, RefusedError, UsageError
+from ckptkit.core.frameworks import is_optimizer_folder
+from ckptkit.core.manifest import MANIFEST_NAME, SEALED, THINNED, parse_manifest
 from ckptkit.core.text import counted, size_text
 from ckptkit.engine.outcome import BytesWritten, Listener, Started, ignore
-from ckptkit.runs.listing import OF_SOME_RANKS, OF_UNREAD, RunListing, list_run
-from ckptkit.runs.local_run import RunStore, open_run
+from ckptkit.formats.registry import recognise
+from ckptkit.runs.listing import (
+    OF_SOME_RANKS,
+    OF_UNREAD,
+    RunListing,
+    is_of_optimizer,
+    list_run,
+)
+from ckptkit.runs.local_run import RunStore, check_unchanged, open_run
 from ckptkit.runs.retention import (
     NEWEST,
     RATING,
@@ -26,10 +37,19 @@ from ckptkit.runs.retention import (
     steps_to_remove,
     unknown_metric,
 )
-from ckptkit.runs.steps import RunStep, abandoned, bytes_of, freed_bytes
-from ckptkit.storage.places import PathLike
+from ckptkit.runs.steps import (
+    RunStep,
+    StoredFile,
+    abandoned,
+    bytes_of,
+    digest_files,
+    freed_bytes,
+    short_digest,
+)
+from ckptkit.storage.base import Source
+from ckptkit.storage.places import PathLike, open_source
 
-Action = Literal["keep", "remove", "failed"]
+Action = Literal["keep", "remove", "thin", "failed"]
 
 _SETTLED_SECONDS = 600.0  # after which nothing is still saving a step
 
@@ -39,14 +59,16 @@ class PrunedStep(Struct, frozen=True):
 
     Attributes:
         step: The step.
-        action: `remove` if it was removed, or would be in a dry run; `failed` if its removal
-            failed.
+        action: `remove` if it was removed, or would be in a dry run; `thin` if its optimizer was;
+            `failed` if that failed.
         why: The reason, as a text.
+        dropped: The files of the optimizer that were removed.
     """
 
     step: RunStep
     action: Action
     why: str
+    dropped: tuple[StoredFile, ...] = ()
 
 
 class Pruned(Displayed, Struct, frozen=True):
@@ -76,6 +98,11 @@ class Pruned(Displayed, Struct, frozen=True):
         return tuple(pruned.step for pruned in self.steps if pruned.action == "remove")
 
     @property
+    def thinned(self) -> tuple[RunStep, ...]:
+        """The steps that have lost their optimizer."""
+        return tuple(pruned.step for pruned in self.steps if pruned.action == "thin")
+
+    @property
     def failed(self) -> tuple[PrunedStep, ...]:
         """The steps whose removal failed."""
         return tuple(pruned for pruned in self.steps if pruned.action == "failed")
@@ -83,9 +110,10 @@ class Pruned(Displayed, Struct, frozen=True):
     def _facts(self) -> Facts:
         verb = "would be removed" if self.dry_run else "removed"
         done = f"{counted(len(self.removed), 'step')} {verb}, {size_text(self.freed_bytes)}"
+        thinned = f"{counted(len(self.thinned), 'step')} thinned" if self.thinned else ""
         failed = f"{counted(len(self.failed), 'step')} not removed" if self.failed else ""
         rows = [(one.step.name, one.action, one.why) for one in self.steps]
-        lines = [("result", done), ("failed", failed)]
+        lines = [("result", done), ("thinned", thinned), ("failed", failed)]
         return Facts(self.location, lines, ("step", "action", "why"), rows)
 
     def to_json(self, *, now: float) -> dict[str, Any]:
@@ -93,6 +121,7 @@ class Pruned(Displayed, Struct, frozen=True):
             "run": self.location,
             "dry_run": self.dry_run,
             "removed": [step.step for step in self.removed],
+            "thinned": [step.step for step in self.thinned],
             "failed": [pruned.step.step for pruned in self.failed],
             "freed_bytes": self.freed_bytes,
             "cleared": list(self.cleared),
@@ -112,6 +141,7 @@ def prune_run(
     state: PathLike | None = None,
     incomplete: bool = False,
     most_bytes: int | None = None,
+    whole_steps: int | None = None,
     listener: Listener = ignore,
 ) -> Pruned:
     """Removes the steps of a run that no rule keeps.
@@ -121,14 +151,17 @@ def prune_run(
     kill each step is complete or gone, and the next pruning finishes the removal.
 
     With `incomplete`, incomplete steps go too, if nothing writes to them any more. With
-    `most_bytes`, the oldest go until all together take no more than that.
+    `most_bytes`, the oldest go until all together take no more than that. With `whole_steps`, of
+    those that stay only so many of the newest keep their optimizer. A step whose manifest has lost
+    the optimizer is thinned; the files go after that, and the next pruning removes what a kill has
+    left.
     """
-    if retention.keeps_all and not incomplete and most_bytes is None:
+    if retention.keeps_all and not incomplete and most_bytes is None and whole_steps is None:
         raise UsageError(
             "no rule says which steps stay",
             where="prune",
-            hint="pass --keep-last N, such as 3; --max-total-size SIZE, such as 500GB; or"
-            " --incomplete",
+            hint="pass --keep-last N, such as 3; --max-total-size SIZE, such as 500GB;"
+            " --drop-optimizer-older-than N; or --incomplete",
         )
     store = open_run(run)
     listing = list_run(run, state=state)
@@ -137,8 +170,13 @@ def prune_run(
     notes: list[str] = []
     if most_bytes is not None:
         verdicts, notes = judge.fit(verdicts, most_bytes)
+    if whole_steps is not None:
+        verdicts = judge.thin(verdicts, whole_steps)
     listing = replace(listing, notes=(*listing.notes, *notes))
-    return _execute_all(store, listing, verdicts, judge.newest, listener, dry_run=dry_run)
+    with open_source(run) as source:
+        return _execute_all(
+            store, source, listing, verdicts, judge.newest, listener, dry_run=dry_run
+        )
 
 
 class _Verdicts:
@@ -190,6 +228,35 @@ class _Verdicts:
             PrunedStep(v.step, "remove", why) if v.step.name in gone else v for v in verdicts
         ], notes
 
+    def thin(self, verdicts: Sequence[PrunedStep], whole: int) -> list[PrunedStep]:
+        """Has steps lose their optimizer, except for so many of the newest of each series."""
+        spared: set[str] = set()
+        for series in {step.series for step in self._listing.steps}:
+            complete = [one for one in self._listing.steps if one.complete and one.series == series]
+            left = abandoned(complete)
+            current = sorted((s for s in complete if s.step not in left), key=lambda s: s.step)
+            spared |= {step.name for step in current[-whole:]}
+        return [
+            self._thin(one)
+            if one.action == "keep" and one.step.complete and one.step.name not in spared
+            else one
+            for one in verdicts
+        ]
+
+    def _thin(self, verdict: PrunedStep) -> PrunedStep:
+        step, protection = verdict.step, self._protection(verdict.step)
+        files = find_optimizer(step)
+        if files and not protection and step.has_manifest:
+            return replace(verdict, action="thin", why="an older step", dropped=files)
+        why = protection
+        if step.thinned:
+            why = "it is thinned"
+        elif not files:
+            why = "it has none in files of its own"
+        elif not step.has_manifest:
+            why = f"`ckptkit seal {shlex.quote(step.path)}` has to come first"
+        return replace(verdict, why=f"{verdict.why}; optimizer: {why}")
+
     def _of_series(self, steps: Sequence[RunStep]) -> Iterator[PrunedStep]:
         judged = [replace(step, protected=bool(self._protection(step))) for step in steps]
         gone = set(steps_to_remove(judged, self._retention))
@@ -240,12 +307,31 @@ class _Verdicts:
         return "its files are the newest" if step.name in self._newest_files else ""
 
 
+def find_optimizer(step: RunStep) -> tuple[StoredFile, ...]:
+    """Returns the files of a step that are of the optimizer alone; of a thinned one, what is left.
+
+    Frameworks that have weights and optimizer in the same files, as ZeRO and single DCP folders,
+    have none.
+    """
+    inside = f"{step.name}/"
+    if step.thinned:
+        return tuple(f for f in step.files if f.path.removeprefix(inside) in step.thinned)
+    candidates = recognise([file.path for file in step.files])
+    own = [candidate for candidate in candidates if is_of_optimizer(candidate)]
+    if len(own) == len(candidates):
+        return ()
+    folders = tuple(f"{c.folder}/" for c in own if is_optimizer_folder(basename(c.folder)))
+    single = {path for candidate in own for path in candidate.files}
+    return tuple(f for f in step.files if f.path in single or f.path.startswith(folders))
+
+
 def _size_of(verdicts: Iterable[PrunedStep]) -> int:
     return bytes_of(file for verdict in verdicts for file in verdict.step.files)
 
 
 def _execute_all(
     store: RunStore,
+    source: Source,
     listing: RunListing,
     verdicts: Sequence[PrunedStep],
     newest: Mapping[str, RunStep],
@@ -259,26 +345,30 @@ def _execute_all(
     except OutputError as error:
         cleared = ()
         notes.append(str(error))
-    bound = [verdict.step for verdict in verdicts if verdict.action == "remove"]
+    bound = {v.step.name: v.step.size_bytes for v in verdicts if v.action == "remove"}
+    bound |= {v.step.name: bytes_of(v.dropped) for v in verdicts if v.action == "thin"}
     if bound and not dry_run:
-        listener(Started(sum(step.size_bytes for step in bound)))
+        listener(Started(sum(bound.values())))
     steps = []
     for verdict in verdicts:
-        if verdict.action != "remove":
+        if verdict.action not in {"remove", "thin"}:
             steps.append(verdict)
             continue
         try:
             if dry_run:
                 is_free = not store.in_use(verdict.step.name, verdict.step.markers)
+            elif verdict.action == "thin":
+                is_free = _drop_optimizer(store, source, verdict)
             else:
                 is_free = _remove(store, verdict.step, newest[verdict.step.series])
             done = verdict if is_free else PrunedStep(verdict.step, "keep", "it is being read")
         except CkptkitError as error:
-            done = PrunedStep(verdict.step, "failed", error.message)
+            done = replace(verdict, action="failed", why=error.message)
         steps.append(done)
         if not dry_run:
-            listener(BytesWritten(verdict.step.size_bytes))
+            listener(BytesWritten(bound[verdict.step.name]))
     gone = [f for pruned in steps if pruned.action == "remove" for f in pruned.step.files]
+    gone += [f for pruned in steps if pruned.action == "thin" for f in pruned.dropped]
     return Pruned(
         location=listing.location,
         dry_run=dry_run,
@@ -287,6 +377,31 @@ def _execute_all(
         cleared=cleared,
         notes=tuple(notes),
     )
+
+
+def _drop_optimizer(store: RunStore, source: Source, verdict: PrunedStep) -> bool:
+    """Removes the optimizer of a step; returns whether the step was not being read."""
+    step, files = verdict.step, verdict.dropped
+    mark = store.claim(step.name, step.markers, files)
+    if mark is None:
+        return False
+    with mark:
+        check_unchanged(store, step, "was replaced or changed since it was listed")
+        if not step.thinned:
+            path = f"{step.name}/{MANIFEST_NAME}"
+            before = source.read(path, 0, source.stat(path).size_bytes)
+            manifest = parse_manifest(before, where=f"{step.path}/{MANIFEST_NAME}")
+            gone = {file.path.removeprefix(f"{step.name}/") for file in files}
+            known = digest_files(step) if manifest.is_sealed else short_digest(before)
+            facts = {**manifest.source, THINNED: {"files": sorted(gone), "digest": known}}
+            if manifest.is_sealed:
+                digests = manifest.source[SEALED].items()
+                facts[SEALED] = {path: one for path, one in digests if path not in gone}
+            rest = {path: one for path, one in manifest.files.items() if path not in gone}
+            data = replace(manifest, source=facts, files=rest).to_json()
+            store.put(path, data)
+        store.drop(step.name, files)
+    return True
 
 
 def _remove(store: RunStore, step: RunStep, newest: RunStep) -> bool:

@@ -4,6 +4,7 @@ RUN/.ckptkit/watch/lock               locked while a watch pushes the steps of R
 RUN/.ckptkit/watch/identity           identifies the run, also against an earlier one at its path
 RUN/.ckptkit/watch/ORG--NAME.json     the journal of one repository
 RUN/.ckptkit/watch/status             what the last watch has not pushed, and why
+RUN/.ckptkit/watch/commands/NAME      the journal of one command, and a log for each of its steps
 
 The files are written as a whole and renamed, so a reader sees the old or the new one. The journal
 only saves requests to the Hub: a commit may lack an entry, since a kill may happen between the two.
@@ -11,6 +12,7 @@ only saves requests to the Hub: a commit may lack an entry, since a kill may hap
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -34,6 +36,8 @@ from ckptkit.storage.locations import MARKS_FOLDER, PathLike, is_url, local_path
 WATCH_FOLDER = f"{MARKS_FOLDER}/watch"
 _LOCK = "lock"
 _STATUS = "status"
+_COMMANDS = "commands"
+_COMMAND_DIGITS = 12
 _VERSION = 1
 _SUFFIX = ".json"
 _MOST_BYTES = 64 << 20
@@ -116,6 +120,84 @@ def read_status(state: Path) -> WatchStatus:
     return WatchStatus(found.repo_id, found.waiting, found.failed, found.problem)
 
 
+class CommandRun(Struct, frozen=True):
+    """A command that a watch has started for one step.
+
+    Attributes:
+        step: The number of the step.
+        digest: Of the step, as for a push.
+        state: `running` from before it is started until it has ended.
+        command: The command, with its placeholders.
+        log: The file that its output goes to.
+        status: Its exit status: 128 and the number of the signal that ended it, 124 after the time
+            limit; None while it runs.
+        at: When it ended, in UTC.
+        seconds: How long it took.
+        save_number: As for a push.
+        metrics: Those of the step.
+    """
+
+    step: int
+    digest: str
+    state: Literal["running", "ended"]
+    command: str
+    log: str = ""
+    status: int | None = None
+    at: str = ""
+    seconds: float = 0.0
+    save_number: int = 0
+    metrics: Mapping[str, float | None] = field(default_factory=dict)
+
+
+class _CommandFile(Struct, frozen=True):
+    ckptkit_commands: Literal[1]
+    run: str
+    steps: dict[int, CommandRun]
+
+
+class CommandJournal:
+    """What one command has run for in a run, in a file; a damaged file counts as none."""
+
+    def __init__(self, state: Path, command: str, run: str) -> None:
+        """Reads it; entries of an earlier run at this path are left out."""
+        name = hashlib.sha256(command.encode()).hexdigest()[:_COMMAND_DIGITS]
+        self._path = state / _COMMANDS / f"{name}{_SUFFIX}"
+        self._run = run
+        found = _read_commands(self._path)
+        self.runs = dict(found.steps) if found is not None and found.run == run else {}
+
+    def log_of(self, step: int) -> Path:
+        """Returns the file for the output of the command."""
+        return self._path.absolute().with_name(f"{self._path.stem}-step-{step}.log")
+
+    def note(self, entry: CommandRun) -> None:
+        runs = {**self.runs, entry.step: entry}
+        document = {
+            "ckptkit_commands": _VERSION,
+            "run": self._run,
+            "steps": {str(step): plain_fields(one) for step, one in sorted(runs.items())},
+        }
+        _replace_json(self._path, document)
+        self.runs = runs
+
+
+def _read_commands(path: Path) -> _CommandFile | None:
+    try:
+        with path.open("rb") as file:
+            return decode(file.read(_MOST_BYTES), type=_CommandFile)
+    except (OSError, MsgspecError, RecursionError):
+        return None
+
+
+def read_commands(run: PathLike, state: PathLike | None) -> tuple[CommandRun, ...]:
+    """Returns what watches have run for the steps of a run, sorted by steps."""
+    folder = _watch_folder(run, state)
+    paths = [] if folder is None else sorted((folder / _COMMANDS).glob(f"*{_SUFFIX}"))
+    found = filter(None, map(_read_commands, paths))
+    runs = [entry for file in found for entry in file.steps.values()]
+    return tuple(sorted(runs, key=lambda entry: entry.step))
+
+
 class _JournalFile(Struct, frozen=True):
     ckptkit_pushes: Literal[1]
     run: str
@@ -145,15 +227,17 @@ class PushJournal:
             "run": self._run,
             "steps": {str(step): plain_fields(push) for step, push in sorted(pushes.items())},
         }
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            draft = self.path.with_name(f".{self.path.name}")
-            replace_file(
-                self.path, json.dumps(document, indent=1).encode(), LOCAL_DISK, draft=draft
-            )
-        except OSError as error:
-            raise _unwritable(self.path, error) from error
+        _replace_json(self.path, document)
         self.pushes = dict(pushes)
+
+
+def _replace_json(path: Path, document: Mapping[str, Any]) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_name(f".{path.name}")
+        replace_file(path, json.dumps(document, indent=1).encode(), LOCAL_DISK, draft=draft)
+    except OSError as error:
+        raise _unwritable(path, error) from error
 
 
 def journal_path(state: Path, repo_id: str) -> Path:

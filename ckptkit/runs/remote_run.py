@@ -101,8 +101,7 @@ class RemoteRun:
         self, step: str, markers: Collection[str], files: Sequence[StoredFile]
     ) -> AbstractContextManager[object] | None:
         """Marks a step as being removed; None if it is being read."""
-        if self._objects.store.protocol in _READ_ONLY:
-            raise RefusedError("this storage is read-only", where=self.location)
+        self._check_writable()
         path = _claim_path(step)
         listed = {file.path: [file.identity, file.modified] for file in files}
         self._objects.put(path, json.dumps(listed).encode())
@@ -110,6 +109,19 @@ class RemoteRun:
             self._drop(path)
             return None
         return self._claimed(step)
+
+    def drop(self, step: str, files: Sequence[StoredFile]) -> None:  # noqa: ARG002
+        """Removes some files of a claimed step."""
+        self._objects.remove(*(file.path for file in files))
+
+    def put(self, path: str, data: bytes) -> None:
+        """Creates or replaces a small object of a step, which becomes visible as a whole."""
+        self._check_writable()
+        self._objects.put(path, data)
+
+    def _check_writable(self) -> None:
+        if self._objects.store.protocol in _READ_ONLY:
+            raise RefusedError("this storage is read-only", where=self.location)
 
     def remove(self, step: str, files: Sequence[StoredFile]) -> None:
         """Removes a claimed step: first the files that make it complete, then the rest."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, get_args
 
 from msgspec import Struct
@@ -17,6 +18,7 @@ from msgspec.structs import asdict, replace
 
 from ckptkit.core.errors import CkptkitError, RefusedError, UsageError
 from ckptkit.options import BestMode as BestMode  # noqa: PLC0414  part of a retention
+from ckptkit.options import parse_duration
 from ckptkit.runs.steps import RunStep, abandoned
 from ckptkit.storage.base import Source, is_there
 
@@ -30,15 +32,51 @@ SPARED = frozenset({NEWEST, BEST})
 
 The texts of that option name them: `ckptkit.prune`, `ckptkit prune` and docs/reference/runs.md.
 """
-_Kept = Callable[[int, Sequence[RunStep], Sequence[RunStep]], Iterable[RunStep]]
-_NUMBER_RULES: Mapping[str, tuple[str, _Kept]] = {
-    "keep_last": ("among the last {:,}", lambda count, _, current: current[-count:]),
+_Kept = Callable[[Any, Sequence[RunStep], Sequence[RunStep]], Iterable[RunStep]]
+
+
+def _check_count(name: str, value: object) -> None:
+    if type(value) is not int or value < 1:
+        raise UsageError(
+            f"is {value!r}, where a whole number of at least 1 was expected",
+            where=name,
+            hint=_LEFT_OUT,
+        )
+
+
+def _check_time(name: str, value: object) -> None:
+    if not isinstance(value, str):
+        raise UsageError(
+            f"is {value!r}, where a time such as '7d' was expected", where=name, hint=_LEFT_OUT
+        )
+    parse_duration(value, option=name)
+
+
+def _saved_within(time_text: str, complete: Sequence[RunStep]) -> Iterator[RunStep]:
+    """Yields the steps that were saved in a time until now, or whose time is unknown."""
+    since = time.time() - parse_duration(time_text, option="keep_for")
+    return (step for step in complete if not step.modified or step.modified >= since)
+
+
+_LEFT_OUT = "leave it out to keep no step by it; without any rule, all stay"
+_RULES: Mapping[str, tuple[str, Callable[[str, object], None], _Kept]] = {
+    "keep_last": (
+        "among the last {:,}",
+        _check_count,
+        lambda count, _, current: current[-count:],
+    ),
     "keep_every": (
         "every {:,} steps",
+        _check_count,
         lambda count, complete, _: (step for step in complete if step.step % count == 0),
     ),
+    "keep_for": (
+        "saved in the last {}",
+        _check_time,
+        lambda time_text, complete, _: _saved_within(time_text, complete),
+    ),
 }
-"""By each rule that is a number: why a step stays, and which steps do.
+"""By each rule that has one value: why a step stays, which values it can have, which steps stay.
 
 These are found among the complete ones, and those of them that are not abandoned.
 """
@@ -49,18 +87,15 @@ class Retention(Struct, frozen=True, kw_only=True):
 
     keep_last: int | None = None
     keep_every: int | None = None
+    keep_for: str | None = None
     keep_best: str | None = None
     best_mode: BestMode = "min"
 
     def __post_init__(self) -> None:
-        for name in _NUMBER_RULES:
+        for name, (_, check, _) in _RULES.items():
             value = getattr(self, name)
-            if value is not None and (type(value) is not int or value < 1):
-                raise UsageError(
-                    f"is {value!r}, where a whole number of at least 1 was expected",
-                    where=name,
-                    hint="leave it out to keep no step by it; without any rule, all stay",
-                )
+            if value is not None:
+                check(name, value)
         metric: object = self.keep_best
         if metric is not None and not (isinstance(metric, str) and metric):
             raise UsageError(
@@ -89,8 +124,8 @@ class Retention(Struct, frozen=True, kw_only=True):
 
     def explain(self, rule: str) -> str:
         """Says why a step stays that a rule keeps."""
-        if rule in _NUMBER_RULES:
-            return _NUMBER_RULES[rule][0].format(getattr(self, rule))
+        if rule in _RULES:
+            return _RULES[rule][0].format(getattr(self, rule))
         best = f"the best {self.keep_best}"
         return {NEWEST: "the newest complete step", BEST: best, RATING: "nothing removes it"}[rule]
 
@@ -118,10 +153,10 @@ def rules_that_keep(steps: Iterable[RunStep], retention: Retention) -> dict[int,
             kept[step.step].append(rule)
 
     keep(NEWEST, current[-1:])
-    for name, (_, choose) in _NUMBER_RULES.items():
-        count = getattr(retention, name)
-        if count is not None:
-            keep(name, choose(count, complete, current))
+    for name, (_, _, choose) in _RULES.items():
+        value = getattr(retention, name)
+        if value is not None:
+            keep(name, choose(value, complete, current))
     keep(BEST, (*_best(complete, retention), *_best(current, retention)))
     if retention.keep_best is not None:
         # Without it, an abandoned step would be rated among the others the next time, and the best
@@ -195,7 +230,7 @@ _MOST_BYTES = 64 << 20
 
 def save_orders(source: Source, steps: Sequence[RunStep]) -> dict[str, int]:
     """Returns a number for each folder that grows with the time of the save; 0 where unknown."""
-    if any(step.has_manifest for step in steps):
+    if any(step.save_number for step in steps):
         return {step.name: step.save_number for step in steps}
     ordered = sorted(steps, key=lambda step: step.step)
     pairs = [

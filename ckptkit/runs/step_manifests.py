@@ -25,15 +25,17 @@ from ckptkit.core.index import FileRange, Problem, RunFacts, TensorIndex
 from ckptkit.core.manifest import (
     MANIFEST_NAME,
     RUN_FACTS,
+    SEALED,
     SIDE_FOLDER,
     TRAINING,
     FileRecord,
     Manifest,
 )
 from ckptkit.formats.base import Candidate
-from ckptkit.formats.discovery import UNFINISHED, parse_step
+from ckptkit.formats.discovery import UNFINISHED, is_tag_in_step, parse_step
 from ckptkit.formats.registry import list_paths, read_index, recognise
 from ckptkit.formats.safetensors.reader import SafetensorsReader
+from ckptkit.runs.steps import step_of_source
 from ckptkit.storage.base import Source, is_there
 from ckptkit.storage.locations import relative_path
 from ckptkit.storage.manifests import read_manifest
@@ -90,13 +92,24 @@ class StepManifests:
             return index
         return prove_index(self._source, folder, manifest, candidate, index)
 
-    def without_side_folders(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """Leaves out candidates in the side folder of a step, which is no model."""
+    def without_side_files(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+        """Leaves out candidates in the side folder of a step, and what is left of an optimizer.
+
+        Neither is part of the model. A pruning that drops the optimizer of a step may be under way,
+        or killed.
+        """
         side_folders = [posixpath.join(folder, SIDE_FOLDER) for folder in self._manifests]
+        dropped = {
+            posixpath.join(folder, path)
+            for folder, manifest in self._manifests.items()
+            if isinstance(manifest, Manifest)
+            for path in step_of_source(0, "", manifest.source).thinned
+        }
         return [
             candidate
             for candidate in candidates
-            if not any(f"{candidate.folder}/".startswith(f"{folder}/") for folder in side_folders)
+            if not dropped.issuperset(candidate.files)
+            and not any(f"{candidate.folder}/".startswith(f"{folder}/") for folder in side_folders)
         ]
 
     def problem(self, folder: str) -> Problem | None:
@@ -115,7 +128,7 @@ class StepManifests:
             return f"{posixpath.basename(manifest.where)!r} {manifest.message}"
         run = posixpath.dirname(folder)
         ours = any(
-            isinstance(other, Manifest) and posixpath.dirname(step) == run
+            isinstance(other, Manifest) and not other.is_sealed and posixpath.dirname(step) == run
             for step, other in self._manifests.items()
         )
         is_step = parse_step(folder) is not None
@@ -129,7 +142,7 @@ class StepManifests:
             version = str(output.versions.get(_WRITER, ""))
             return replace(named, writer=_WRITER, version=version, step=step)
         manifest = self.manifest(folder)
-        if manifest is None:
+        if manifest is None or manifest.is_sealed:
             return named
         found = read_findings(manifest)
         return RunFacts(
@@ -163,8 +176,10 @@ def step_folder(folder: str) -> str:
 
     >>> step_folder("runs/checkpoint-5/pytorch_model_fsdp_0"), step_folder("optimizer_0")
     ('runs/checkpoint-5', '')
+    >>> step_folder("runs/checkpoint-5/global_step5"), step_folder("runs/global_step5")
+    ('runs/checkpoint-5', 'runs/global_step5')
     """
-    while folder and is_unit_folder(posixpath.basename(folder)):
+    while folder and (is_unit_folder(posixpath.basename(folder)) or is_tag_in_step(folder)):
         folder = posixpath.dirname(folder)
     return folder
 
@@ -280,6 +295,27 @@ def digest_problems(
                 yield Problem(ChecksumError.code, path, message)
         except InputError as error:
             yield Problem(error.code, path, error.message)
+
+
+def with_sealed_digests(manifest: Manifest) -> Manifest:
+    """Returns the manifest of a step with the digests that `ckptkit seal` gave its data files.
+
+    They are kept apart, since what opens a step compares the digests of its files: whole files are
+    read by `verify` only.
+    """
+    if not manifest.is_sealed:
+        return manifest
+    digests = manifest.source[SEALED]
+    files = {
+        path: replace(record, digest=str(digests.get(path, record.digest)))
+        for path, record in manifest.files.items()
+    }
+    return replace(manifest, files=files)
+
+
+def is_data_file(path: str) -> bool:
+    """Returns whether a file of a step is large as a rule, and read in parts."""
+    return path.endswith((*_ARCHIVES, _WEIGHTS, _NO_HEADERS))
 
 
 def check_file(source: Source, path: str, manifest: Manifest, name: str) -> None:

@@ -6,11 +6,12 @@ steps that any framework saved, with their files, for `ckptkit ls`, pruning and 
 
 from __future__ import annotations
 
+import hashlib
 import math
 import posixpath
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,11 +20,12 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from ckptkit.core.errors import CkptkitError, InputError
-from ckptkit.core.manifest import MANIFEST_NAME, TRAINING, Manifest
-from ckptkit.runs.push_journal import StepPush
+from ckptkit.core.manifest import MANIFEST_NAME, SEALED, THINNED, TRAINING, Manifest
+from ckptkit.runs.push_journal import CommandRun, StepPush
 from ckptkit.storage.manifests import read_local_manifest
 
 _NUMBER = re.compile(r"\d+")
+_DIGEST_LENGTH = 16  # hexadecimal digits
 
 
 class StoredFile(Struct, frozen=True):
@@ -64,7 +66,7 @@ class RunStep(Struct, frozen=True):
     What a rule of retention may ask for is known wherever steps are listed: `step`, `complete`,
     `protected`, and what `step_of_source` reads of a manifest, which in training a new step has
     before it is durable. `ckptkit ls`, `prune` and `watch` list files too (`ckptkit.runs.listing`):
-    there alone are `writer`, `size_bytes`, `files`, `modified`, `pushes` and `markers`.
+    there alone are `writer`, `size_bytes`, `files`, `pushes`, `commands` and `markers`.
 
     Attributes:
         step: Its number.
@@ -82,12 +84,16 @@ class RunStep(Struct, frozen=True):
         writer: The framework that saved it; empty where unknown.
         size_bytes: Of its files; those that it shares with other steps count in each.
         files: Its files.
-        modified: When its newest file was written, in seconds since 1970; 0 where unknown.
+        modified: When its newest file was written, in seconds since 1970; 0 where unknown. Where
+            files are not listed, when its manifest says that it was saved.
         pushes: Its pushes to the Hub, finished or under way.
+        commands: The commands that a watch has started for it.
         markers: The files that its readers lock, relative to the run.
         digest: Of its manifest, or of what is known of its files: distinguishes it from a step
             that replaces it. Empty where nothing has asked for it.
         world_size: The ranks of the job that saved it; None where unknown.
+        sealed: Whether another saver wrote it, and `ckptkit seal` its manifest.
+        thinned: The files of its optimizer that a pruning has removed, relative to the step.
     """
 
     step: int
@@ -104,9 +110,12 @@ class RunStep(Struct, frozen=True):
     files: tuple[StoredFile, ...] = ()
     modified: float = 0.0
     pushes: tuple[StepPush, ...] = ()
+    commands: tuple[CommandRun, ...] = ()
     markers: tuple[str, ...] = ()
     digest: str = ""
     world_size: int | None = None
+    sealed: bool = False
+    thinned: tuple[str, ...] = ()
 
     @property
     def series(self) -> str:
@@ -121,6 +130,8 @@ class RunStep(Struct, frozen=True):
             "path": self.path,
             "complete": self.complete,
             "problem": self.problem,
+            "sealed": self.sealed,
+            "weights_only": bool(self.thinned),
             "saved_by": self.writer,
             "bytes": self.size_bytes,
             "files": len(self.files),
@@ -132,7 +143,29 @@ class RunStep(Struct, frozen=True):
                 for p in self.pushes
                 if p.state == "pushed"
             ],
+            "commands": [
+                {name: getattr(run, name) for name in ("command", "state", "status", "log", "at")}
+                for run in self.commands
+            ],
         }
+
+
+def step_files(step: RunStep, files: Iterable[StoredFile]) -> Iterator[StoredFile]:
+    """Yields the files of a step as its saver wrote them: without a manifest that came later."""
+    manifest = f"{step.name}/{MANIFEST_NAME}"
+    is_later = step.sealed or bool(step.thinned)
+    return (file for file in files if not (is_later and file.path == manifest))
+
+
+def digest_files(step: RunStep) -> str:
+    """Returns the digest of a step that another saver wrote, which a seal does not change."""
+    files = step_files(step, step.files)
+    listed = "".join(f"{f.path}\0{f.size_bytes}\0{f.modified}\n" for f in files)
+    return short_digest(listed.encode())
+
+
+def short_digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:_DIGEST_LENGTH]
 
 
 def series_of(name: str) -> str:
@@ -247,14 +280,31 @@ def step_of_manifest(
 
 def step_of_source(number: int, name: str, source: Mapping[str, Any]) -> RunStep:
     """Returns what the `source` of a manifest says of a step, as if all of its files were there."""
-    world_size = source.get("world_size")
+    world_size, thinned = source.get("world_size"), source.get(THINNED)
+    thinned = thinned if isinstance(thinned, Mapping) else {}
+    dropped = thinned.get("files")
     return RunStep(
         number,
         name,
         metrics=parse_metrics(source.get("metrics")),
         save_number=save_number_of(source),
         world_size=world_size if isinstance(world_size, int) and world_size > 0 else None,
+        modified=_parse_time(source.get("saved_at")),
+        sealed=isinstance(source.get(SEALED), Mapping),
+        thinned=tuple(map(str, dropped)) if isinstance(dropped, list) else (),
+        digest=str(thinned.get("digest", "")),
     )
+
+
+TIME_FORMAT = "%Y-%m-%dT%H:%M:%SZ"
+
+
+def _parse_time(text: object) -> float:
+    """Returns when a manifest says that a step was saved, in seconds since 1970; else 0."""
+    try:
+        return datetime.strptime(str(text), TIME_FORMAT).replace(tzinfo=UTC).timestamp()
+    except (ValueError, OverflowError):
+        return 0.0
 
 
 def _problem_of(number: int, manifest: Manifest, size_bytes: Callable[[str], int | None]) -> str:

@@ -30,6 +30,7 @@ from ckptkit.options import (
     Sharing,
     TokenizerOrigin,
     choose_dtype,
+    parse_duration,
 )
 from ckptkit.storage.locations import parse_options, resolve_places
 from ckptkit_cli._program import OUTPUT as OUTPUT  # noqa: PLC0414  a group as the others below
@@ -446,12 +447,24 @@ def make_job(layout: Layout, values: Mapping[str, Any]) -> ConversionJob:
     return replace(job, share=parse_slice(text))
 
 
+def _check_time(text: str) -> str:
+    parse_duration(text, option="--keep-for")
+    return text
+
+
 STATE = Option(
     "--state", READ, "Directory in which a watch of RUN keeps its state, if not in RUN.", "DIR"
 )
 RETENTION = (
     Option("--keep-last", KEPT, "The newest N complete steps stay.", "N", count=3),
     Option("--keep-every", KEPT, "Steps divisible by N stay.", "N", count=1000),
+    Option(
+        "--keep-for",
+        KEPT,
+        "Steps saved in the last TIME stay, such as 12h or 7d.",
+        "TIME",
+        parse=_check_time,
+    ),
     Option(
         "--keep-best",
         KEPT,

@@ -31,7 +31,7 @@ ADAPTER = make_group(
 
     `ckptkit inspect` shows whether a checkpoint contains an adapter, and the command to run.
     """,
-    order=17,
+    order=18,
 )
 _REPORT = Option("--report", OUTPUT, "Show a table of the layers.")
 

@@ -28,7 +28,7 @@ DELTA = make_group(
 
     `ckptkit inspect` shows what is in a delta, `ckptkit verify` reads all of it.
     """,
-    order=18,
+    order=19,
 )
 _OF_CONVERSION = {option.name: option for option in CONVERSION}
 _BEFORE = Argument(

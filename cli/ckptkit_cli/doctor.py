@@ -43,7 +43,7 @@ _STYLES: Mapping[Severity, Style] = {"error": "red", "warning": "yellow", "ok": 
     Option("--no-probe", OUTPUT, "Write nothing; locks and speed are not tried then."),
     SRC_OPTION,
     JSON,
-    order=16,
+    order=17,
 )
 def doctor(
     output: Output,

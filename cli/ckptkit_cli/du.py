@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     Argument("run", "RUN", "A run, or a folder or URL above several runs."),
     SRC_OPTION,
     JSON,
-    order=11,
+    order=12,
 )
 def du(output: Output, run: str, src_option: Mapping[str, Any]) -> None:
     """Show what runs take on a disk or in a store.

@@ -26,10 +26,12 @@ from ckptkit_cli._program import Option, command
 
 if TYPE_CHECKING:
     from ckptkit.runs.listing import RunListing
+    from ckptkit.runs.push_journal import CommandRun
     from ckptkit.runs.steps import RunStep
     from ckptkit.storage.places import PathLike
 
 _LISTED_PROBLEMS = 3
+_HEADER = ("step", "state", "size", "age", "metrics", "pushed to")
 
 
 @command(
@@ -138,9 +140,11 @@ def listing_page(
     """Yields the lines of `ckptkit ls`."""
     job = {None: "", True: ", a job is writing to it", False: ", no job is writing to it"}
     yield f"{output.styled(escaped(listing.location), 'bold')}{job[listing.live]}"
-    rows: list[tuple[str, ...]] = [("step", "state", "size", "age", "metrics", "pushed to")]
+    rows: list[tuple[str, ...]] = [(*_HEADER, "commands")]
     for step in listing.steps:
-        state = "complete" if step.complete else "incomplete"
+        state = "sealed" if step.sealed else "complete"
+        state = "weights only" if step.thinned else state
+        state = state if step.complete else "incomplete"
         if step.name in found:
             state = "damaged" if found[step.name] else "verified"
         done = [p for p in step.pushes if p.state == "pushed"]
@@ -150,7 +154,10 @@ def listing_page(
         if (watch := listing.watch) is not None and watch.repo_id not in begun:
             pushes += [f"{watch.repo_id} (waits)"] if step.step in watch.waiting else []
             pushes += [f"{watch.repo_id} (failed)"] if step.step in watch.failed else []
-        rows.append((escaped(step.name), state, *step_facts(step, now), escaped(", ".join(pushes))))
+        row = (escaped(step.name), state, *step_facts(step, now), escaped(", ".join(pushes)))
+        rows.append((*row, escaped(", ".join(map(_command_text, step.commands)))))
+    if not any(step.commands for step in listing.steps):
+        rows = [row[:-1] for row in rows]
     yield from table(rows, width=output.width, right=RIGHT, elastic=(5, 4, 0))
     for step in listing.steps:
         if not step.complete:
@@ -168,6 +175,11 @@ def listing_page(
     counts += [f"{damaged:,} damaged"] if damaged else []
     yield f"  {', '.join(counts)}, {size_text(listing.size_bytes)}"
     yield from _resume_lines(output, listing, advice)
+
+
+def _command_text(run: CommandRun) -> str:
+    ended = "begun" if run.status is None else f"exit {run.status}"
+    return f"{os.path.basename(run.command.split(' ')[0])} ({ended})"  # noqa: PTH119  a name
 
 
 def _watch_lines(listing: RunListing) -> Iterator[str]:

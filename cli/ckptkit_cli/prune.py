@@ -32,6 +32,14 @@ if TYPE_CHECKING:
         parse=partial(parse_total, option="--max-total-size"),
     ),
     Option(
+        "--drop-optimizer-older-than",
+        KEPT,
+        "Of the steps that stay, all but the newest N lose their optimizer, if it is in files of"
+        " its own and the step has a manifest.",
+        "N",
+        count=3,
+    ),
+    Option(
         "--incomplete",
         KEPT,
         "Remove incomplete steps too, if a complete one exists and nothing was written to them in"
@@ -41,13 +49,14 @@ if TYPE_CHECKING:
     STATE,
     SRC_OPTION,
     JSON,
-    order=10,
+    order=11,
 )
 def prune(
     output: Output,
     run: str,
     *,
     max_total_size: int | None,
+    drop_optimizer_older_than: int | None,
     incomplete: bool,
     dry_run: bool,
     state: str | None,
@@ -58,10 +67,12 @@ def prune(
 
         ckptkit prune runs/llama --keep-last 3 --keep-best eval_loss --dry-run
         ckptkit prune runs/llama --max-total-size 500GB --incomplete
+        ckptkit prune runs/llama --keep-for 7d --drop-optimizer-older-than 3
 
     A step stays if any rule keeps it. The newest complete step always stays, and so do steps that
     are being read or pushed, or that the Trainer calls its best, and without --incomplete those
-    that are not complete. If the command is killed, each step is either whole or gone.
+    that are not complete. If the command is killed, each step is either whole or gone, or has
+    lost its optimizer: then it still makes a model, and training cannot go on from it.
     """
     from ckptkit.runs.pruning import prune_run
     from ckptkit.runs.retention import Retention
@@ -76,13 +87,15 @@ def prune(
             state=state,
             incomplete=incomplete,
             most_bytes=max_total_size,
+            whole_steps=drop_optimizer_older_than,
             listener=progress.listen,
         )
     now = time.time()
     output.document(pruned.to_json(now=now))
     output.lines(pruned_page(output, pruned, now=now))
     for failure in pruned.failed:
-        output.warn(f"{failure.step.path} was not removed: {failure.why}")
+        what = "its optimizer was" if failure.dropped else "it was"
+        output.warn(f"{failure.step.path}: {what} not removed: {failure.why}")
     exit_unless(not pruned.failed, OutputError)
 
 
@@ -90,8 +103,8 @@ def pruned_page(output: Output, pruned: Pruned, *, now: float) -> Iterator[str]:
     """Yields the lines of `ckptkit prune`; a dry run shows the same table."""
     yield output.styled(escaped(pruned.location), "bold")
     rows: list[tuple[str, ...]] = [("step", "verdict", "size", "age", "metrics", "why")]
-    removed = "would go" if pruned.dry_run else "removed"
-    verdicts = {"keep": "stays", "remove": removed, "failed": "not removed"}
+    removed, thinned = ("would go", "would thin") if pruned.dry_run else ("removed", "thinned")
+    verdicts = {"keep": "stays", "remove": removed, "thin": thinned, "failed": "not removed"}
     for entry in pruned.steps:
         step, verdict = entry.step, verdicts[entry.action]
         rows.append((escaped(step.name), verdict, *step_facts(step, now), escaped(entry.why)))
@@ -101,6 +114,9 @@ def pruned_page(output: Output, pruned: Pruned, *, now: float) -> Iterator[str]:
         yield escaped(f"  {name}: the rest of an interrupted removal {verb}")
     for note in pruned.notes:
         yield from wrapped(escaped(note), width=output.width)
+    if pruned.thinned:
+        verb = "would lose their" if pruned.dry_run else "without their"
+        yield f"  {counted(len(pruned.thinned), 'step')} {verb} optimizer"
     count, size = counted(len(pruned.removed), "step"), size_text(pruned.freed_bytes)
     verb = "would be removed, which frees" if pruned.dry_run else "removed,"
     yield f"  {count} {verb} {size}{'' if pruned.dry_run else ' freed'}"

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     Option("--revision", READ, "Branch, tag or commit.  [default: main]", "R"),
     JSON,
     QUIET,
-    order=13,
+    order=14,
 )
 def pull(output: Output, repo_id: str, folder: str, revision: str | None) -> None:
     """Download a model from the Hub, completely or not at all.

@@ -63,7 +63,7 @@ _UPLOADED = "What is uploaded"
     ),
     JSON,
     QUIET,
-    order=12,
+    order=13,
 )
 def push(output: Output, folder: str, repo_id: str, dry_run: bool, **options: Any) -> None:
     """Publish a model folder on the Hub, in one commit.

@@ -130,7 +130,7 @@ def _parse_secret(name: str) -> str:
     replace(options.MEMORY_BUDGET, default="96MB"),
     options.JSON_LINES,
     options.QUIET,
-    order=15,
+    order=16,
 )
 def serve(output: Output, json_lines: bool, **values: Any) -> None:
     """Serve a model as objects of S3, without writing it.

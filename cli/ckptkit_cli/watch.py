@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from ckptkit.core.errors import AmbiguousSourceError, CkptkitError, NotACheckpointError, UsageError
 from ckptkit.core.text import counted, size_text
-from ckptkit.options import ConsolidateRequest, PushKind, Resources
+from ckptkit.options import ConsolidateRequest, PushKind, Resources, parse_duration
 from ckptkit.storage.locations import Place, is_url, local_path, place_of
 from ckptkit_cli import _options as options
 from ckptkit_cli._options import HUB, WRITTEN
@@ -30,9 +30,11 @@ if TYPE_CHECKING:
     from ckptkit.engine.outcome import Event
     from ckptkit.engine.progress import ProgressBar
     from ckptkit.hub.watch.build import BuildSettings
+    from ckptkit.hub.watch.commands import StepCommand
     from ckptkit.hub.watch.watch import EventName, WatchEvent, WatchRequest
 
 _PUSHED = "Which steps are pushed"
+_EACH = "What is done with each step"
 _TIMING = "When"
 _ONCE_TRIES = 2  # with --once, cron or a person runs the watch again
 _FOLDER_NAME = re.compile(r"(?!ckptkit)[A-Za-z0-9_{][A-Za-z0-9_{}.-]*")
@@ -95,6 +97,28 @@ _OPTIONS = (
     options.PRIVATE,
     options.REVISION,
     Option("--tag-prefix", HUB, "Beginning of tags, before the step.", "TEXT", default="step-"),
+    Option(
+        "--seal",
+        _EACH,
+        "Write the manifest of each step that another saver wrote, as `ckptkit seal` does, before"
+        " all else.",
+    ),
+    Option(
+        "--exec",
+        _EACH,
+        "Run CMD for each step, without a shell; {step} stands for its number, {dir} for its folder"
+        " or URL. Once it has ended it is not run again, whatever its exit status is.",
+        "CMD",
+        keyword="command",
+    ),
+    Option("--jobs", _EACH, "Run CMD for so many steps at once.  [default: 1]", "N", count=2),
+    Option(
+        "--exec-timeout",
+        _EACH,
+        "Stop CMD after this time, such as 30min.",
+        "TIME",
+        parse=partial(parse_duration, option="--exec-timeout"),
+    ),
     Option("--every", _PUSHED, "Push only steps divisible by N.", "N", count=1000),
     Option(
         "--best",
@@ -194,20 +218,21 @@ _OPTIONS = (
 )
 
 
-@command(*_OPTIONS, parses=False, order=14)
+@command(*_OPTIONS, parses=False, order=15)
 def watch(output: Output, json_lines: bool, **typed: Any) -> None:
-    """Publish each step of a run, on the Hub or as a folder.
+    """Publish each step of a run, or run a command for it.
 
         ckptkit watch runs/llama --push org/llama
         ckptkit watch runs/llama --push org/llama --best eval_loss --once
         ckptkit watch runs/llama --to-dir models/llama
         ckptkit watch runs/rl --into /shared/weights --delta 20
+        ckptkit watch runs/llama --seal --exec 'python evaluate.py {dir} --step {step}'
 
     Each step is published once it is committed. With --push it becomes a verified model folder or
     adapter, and one commit with one tag; with --to-dir, a folder that stays in a directory, where
     XFS and btrfs need no more room for it; with --into, a version that engines pull. A kill neither
-    loses nor repeats a step. With --keep-last and the like, steps of RUN that no rule keeps are
-    removed afterwards.
+    loses nor repeats a step. With --exec, a command runs for each step, beside all else. With
+    --keep-last and the like, steps of RUN that no rule keeps are removed afterwards.
     """
     from ckptkit.hub.watch.watch import run_watch
 
@@ -248,7 +273,7 @@ def _make_request(values: Mapping[str, Any]) -> WatchRequest:
     retries = replace(WATCH_RETRIES, attempts=_ONCE_TRIES) if values["once"] else WATCH_RETRIES
     return WatchRequest(
         run=run,
-        repo_id=values["push"] if place is None or values["push"] else os.fspath(place),
+        repo_id=(values["push"] or "") if place is None or values["push"] else os.fspath(place),
         state=state,
         choice=PushChoice(
             **{name: values[name] for name in ("every", "best", "best_mode", "last_only")}
@@ -260,6 +285,8 @@ def _make_request(values: Mapping[str, Any]) -> WatchRequest:
         tag_prefix=values["tag_prefix"],
         versions=versions,
         to_dir=to_dir,
+        seal=values["seal"],
+        command=_parse_command(values),
         whole_every=values["delta"] or 1,
         retention=Retention(**{name: values[name] for name in RETENTION_OPTIONS}),
         poll_seconds=values["interval"] or default_poll_seconds(run),
@@ -269,6 +296,20 @@ def _make_request(values: Mapping[str, Any]) -> WatchRequest:
         needs_steps=not of_training,
         repeats_pushes=of_training,
         waits_for_lock=values["wait_for_lock"],
+    )
+
+
+def _parse_command(values: Mapping[str, Any]) -> StepCommand | None:
+    from ckptkit.hub.watch.commands import StepCommand
+
+    if values["command"] is None:
+        for name in ("jobs", "exec_timeout"):
+            if values[name] is not None:
+                flag = f"--{name.replace('_', '-')}"
+                raise UsageError("needs --exec", where=flag, hint="leave it out")
+        return None
+    return StepCommand.parse(
+        values["command"], jobs=values["jobs"] or 1, timeout_seconds=values["exec_timeout"]
     )
 
 
@@ -283,9 +324,17 @@ _OF_THE_HUB = (*_OF_COMMITS, "adapter", "adapter_config")
 def _place_of_versions(values: Mapping[str, Any]) -> Place | None:
     """Returns where versions are published; None if steps are pushed to the Hub."""
     given = [name for name in ("push", "to_dir", "into") if values[name] is not None]
+    if not given and (values["seal"] or values["command"] is not None):
+        other = next((name for name in (*_OF_COMMITS, "delta") if values[name] is not None), None)
+        if other is not None:
+            needed = "--into" if other == "delta" else "--push"
+            raise UsageError(
+                f"needs {needed}", where=f"--{other.replace('_', '-')}", hint="leave it out"
+            )
+        return None
     if not given or ("into" in given and len(given) > 1):
         raise UsageError(
-            "one of --push, --to-dir and --into is needed"
+            "one of --push, --to-dir, --into, --seal and --exec is needed"
             if not given
             else f"--into cannot be combined with --{given[0].replace('_', '-')}",
             where="watch",
@@ -451,6 +500,10 @@ class WatchPauses:
         self._news.wait(seconds)
         self._news.clear()
 
+    def notify(self) -> None:
+        """Ends a wait, or the next one."""
+        self._news.set()
+
     def _read(self) -> None:
         # Not through sys.stdin, whose lock a thread must not hold when the interpreter ends.
         try:
@@ -576,6 +629,16 @@ def _written(facts: Mapping[str, Any]) -> str:
     return f"written, {size} in {facts['seconds']:.1f} s: {facts['path']}"
 
 
+def _sealed(facts: Mapping[str, Any]) -> str:
+    return f"sealed, {size_text(facts['read_bytes'])} in {facts['seconds']:.1f} s"
+
+
+def _executed(facts: Mapping[str, Any]) -> str:
+    status = facts["status"]
+    ended = "done" if not status else f"failed with exit status {status}, see {facts['log']}"
+    return f"{facts['command']}: {ended}, in {facts['seconds']:.1f} s"
+
+
 def _stopped(facts: Mapping[str, Any]) -> str:
     if "error" in facts:
         return "stopped by an error"  # the command reports it, as any other does
@@ -585,7 +648,7 @@ def _stopped(facts: Mapping[str, Any]) -> str:
         steps = facts["failed"]
         listed = ", ".join(first_of([str(step) for step in steps], _LISTED_STEPS))
         return f"nothing else to push; {counted(len(steps), 'step')} could not be pushed: {listed}"
-    return "nothing left to push"
+    return "nothing left to do"
 
 
 def _error(facts: Mapping[str, Any]) -> str:
@@ -596,16 +659,21 @@ def _error(facts: Mapping[str, Any]) -> str:
 
 
 _TEXTS: dict[EventName, Callable[[Mapping[str, Any]], str]] = {
-    "started": lambda facts: f"watching {facts['run']} for {facts['repo_id']}",
+    "started": lambda facts: (
+        f"watching {facts['run']}" + (f" for {facts['repo_id']}" if facts["repo_id"] else "")
+    ),
     "waiting": lambda facts: f"waiting: {_error(facts) if 'error' in facts else facts['message']}",
     "seen": lambda _: "waits to be pushed",
     "building": lambda _: "building",
+    "sealed": _sealed,
+    "executing": lambda facts: f"running {facts['command']}; its output: {facts['log']}",
+    "executed": _executed,
     "written": _written,
     "pushing": lambda facts: f"pushing to {facts['repo_id']}",
     "progress": lambda facts: str(facts["message"]),
     "pushed": _pushed,
     "passed": lambda facts: f"is not pushed: {facts['reason']}",
-    "failed": lambda facts: f"cannot be pushed: {_error(facts)}",
+    "failed": lambda facts: f"cannot be {facts['what']}: {_error(facts)}",
     "retrying": lambda facts: f"{_error(facts)}; retrying in {facts['seconds']:g} s",
     "pruned": lambda facts: f"removed from the run: {', '.join(map(str, facts['steps']))}",
     "note": lambda facts: f"note: {facts['message']}",

@@ -31,6 +31,7 @@ GROUPS = {
     *("What is read", "What is written", "Names and types", "Limits", "Many machines"),
     *("What is compared", "What is averaged"),
     *("Storage", "Output", "Which steps stay", "Which steps are pushed", "When"),
+    "What is done with each step",
     *("The repository", "What is uploaded", "Without an adapter_config.json"),
     *("Where it is served", "Merging an adapter"),
 }

@@ -132,7 +132,7 @@ def test_a_folder_without_a_complete_step_is_no_success_and_says_what_lies_there
     assert main(words) == 3
     printed = capfd.readouterr()
     assert said.format(run) in printed.err
-    assert "nothing left to push" not in printed.out
+    assert "nothing left to do" not in printed.out
     assert not own_hub.has(REPO)
 
 
@@ -159,7 +159,7 @@ def test_of_a_run_whose_steps_were_pushed_and_removed_nothing_is_left(
     assert main(command(tmp_path)) == 0
     shutil.rmtree(tmp_path / "checkpoint-2")
     assert main(command(tmp_path)) == 0
-    assert "nothing left to push" in capfd.readouterr().out
+    assert "nothing left to do" in capfd.readouterr().out
     assert len(own_hub.repo(REPO).commits) == 1
 
 

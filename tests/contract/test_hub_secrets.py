@@ -79,6 +79,9 @@ def watch(hub: HubServer, run: Path) -> Callable[..., tuple[list[WatchEvent], di
     class AtOnce:
         ending = True
 
+        def notify(self) -> None:
+            """Does nothing: a test does not wait."""
+
         def wait(self, seconds: float) -> None:
             raise AssertionError(seconds)
 

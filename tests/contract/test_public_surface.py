@@ -138,6 +138,7 @@ def documents() -> dict[str, list[str]]:
             "diff --numeric": ["diff", out / "model", out / "model", "--numeric"],
             "stats": ["stats", out / "model"],
             "ls": ["ls", out / "run"],
+            "seal": ["seal", out / "run"],
             "adapter extract": ["adapter", "extract", ADAPTER, out / "adapter", *ALPHA],
         }
         shutil.copytree(LLAMA, out / "run" / "checkpoint-4")

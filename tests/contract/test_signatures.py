@@ -14,7 +14,16 @@ from tests.contract.test_public_surface import _functions, functions
 FUNCTIONS = dict(_functions())
 WORKS_ON_DATA = (
     *("adapter_from_diff", "apply_delta", "average", "consolidate", "convert", "create_delta"),
-    *("convert_adapter", "diff", "extract_adapter", "merge_adapter", "prune", "stats", "verify"),
+    *(
+        "convert_adapter",
+        "diff",
+        "extract_adapter",
+        "merge_adapter",
+        "prune",
+        "seal",
+        "stats",
+        "verify",
+    ),
     *("hub.pull", "hub.push", "training.load_into"),
 )
 

@@ -59,6 +59,9 @@ class Pauses:
     def ending(self) -> bool:
         return not self._moments
 
+    def notify(self) -> None:
+        """Does nothing: a test does not wait."""
+
     def wait(self, seconds: float) -> None:  # noqa: ARG002  whatever is asked, time is short
         if self._moments:
             self._moments.pop(0)()

@@ -251,7 +251,7 @@ def test_folders_that_are_not_its_own_are_refused(run: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        (["--delta", "3"], "one of --push, --to-dir and --into is needed"),
+        (["--delta", "3"], "one of --push, --to-dir, --into, --seal and --exec is needed"),
         (["--push", "org/name", "--into", "x"], "--into cannot be combined with --push"),
         (["--to-dir", "x", "--into", "y"], "--into cannot be combined with --to-dir"),
         (["--to-dir", "x", "--private"], "--private: needs --push"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from ckptkit.runs.retention import Retention, steps_to_remove
 from ckptkit.runs.steps import RunStep, abandoned
 
+NOW = time.time()
 METRICS = st.dictionaries(st.sampled_from(["loss", "accuracy"]), st.none() | st.floats())
 STEPS = st.lists(
     st.builds(
@@ -19,6 +21,7 @@ STEPS = st.lists(
         metrics=METRICS,
         protected=st.booleans(),
         save_number=st.integers(0, 5),
+        modified=st.sampled_from([0.0, NOW - 7200, NOW]),
     ),
     unique_by=lambda facts: facts.step,
 )
@@ -28,7 +31,9 @@ VALUES = {
     "BestMode": st.sampled_from(["min", "max"]),
 }
 RULES = st.builds(
-    Retention, **{name: VALUES[kind] for name, kind in Retention.__annotations__.items()}
+    Retention,
+    **{name: VALUES[kind] for name, kind in Retention.__annotations__.items()}
+    | {"keep_for": st.none() | st.sampled_from(["1h", "1d"])},
 )
 
 
@@ -62,6 +67,10 @@ def test_what_must_stay_stays(steps: list[RunStep], rules: Retention) -> None:
         assert not removed & set(line(steps)[-rules.keep_last :])
     if rules.keep_every is not None:
         assert not any(step % rules.keep_every == 0 for step in removed)
+    if rules.keep_for is not None:
+        hours = 1 if rules.keep_for == "1h" else 24
+        old = {one.step for one in steps if 0 < one.modified < NOW - hours * 3600}
+        assert removed <= old
 
 
 @given(steps=STEPS, rules=RULES)

@@ -268,7 +268,7 @@ class Search:
 
     def _drop_parts_of_steps(self, candidates: Sequence[Candidate]) -> list[Candidate]:
         """Drops what is in the side folders of steps, and files of optimizers without a model."""
-        among = self.steps.without_side_folders(candidates)
+        among = self.steps.without_side_files(candidates)
         folders = {one.folder for one in among if one.format != _OF_OPTIMIZER}
         return [one for one in among if one.format != _OF_OPTIMIZER or one.folder in folders]
 

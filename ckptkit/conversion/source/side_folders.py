@@ -821,8 +821,10 @@ def _is_model_folder(checkpoint: OpenedCheckpoint, folder: str) -> bool:
         if path.startswith(begin):
             name = path.removeprefix(begin)
             names |= {name, name.split("/")[0]}
-    if MANIFEST_NAME in names and RUN_FACTS not in names:
-        return checkpoint.manifest is None
+    manifest = checkpoint.manifest
+    is_sealed = manifest is not None and manifest.is_sealed  # what it is does not follow from that
+    if MANIFEST_NAME in names and RUN_FACTS not in names and not is_sealed:
+        return manifest is None
     return CONFIG in names and names.isdisjoint(_OF_STEPS)
 
 

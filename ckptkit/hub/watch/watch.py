@@ -1,5 +1,7 @@
 """Watches a run, and publishes each committed step once: as a commit with a tag, or as a version.
 
+Steps of other savers can be sealed first, and a command can run for each step beside all else.
+
 Errors that may pass by themselves are retried; errors of a step leave that step out. All others,
 such as wrong credentials, end a watch, since no step could be pushed.
 """
@@ -19,6 +21,7 @@ from typing import Any, Literal, Protocol
 from msgspec import Struct, field
 from msgspec.structs import replace
 
+from ckptkit.conversion.seal import seal_step
 from ckptkit.core.errors import (
     AccessError,
     AmbiguousSourceError,
@@ -31,6 +34,7 @@ from ckptkit.core.errors import (
     OutputError,
     OutputExistsError,
     RefusedError,
+    SourceChangedError,
     VerificationError,
 )
 from ckptkit.core.text import event_of_note
@@ -38,6 +42,7 @@ from ckptkit.engine.outcome import Listener
 from ckptkit.hub.client import Hub, check_tag, quiet_client
 from ckptkit.hub.secrets import redact_secrets
 from ckptkit.hub.watch.build import BuildSettings, PushChoice, build_folder, choose_steps
+from ckptkit.hub.watch.commands import StepCommand, StepCommands
 from ckptkit.hub.watch.folders import StepFolders
 from ckptkit.hub.watch.versions import PublishedVersions
 from ckptkit.hub.watch.watched_steps import (
@@ -48,10 +53,13 @@ from ckptkit.hub.watch.watched_steps import (
     WatchedRun,
 )
 from ckptkit.runs.find_run import absent_folder
+from ckptkit.runs.local_run import open_run
 from ckptkit.runs.marks import FileLocks
 from ckptkit.runs.pruning import prune_run
 from ckptkit.runs.push_journal import (
     WATCH_FOLDER,
+    CommandJournal,
+    CommandRun,
     PushJournal,
     StepPush,
     WatchStatus,
@@ -82,12 +90,15 @@ EventName = Literal[
     "waiting",  # another watch has the lock, or a step is still written to
     "seen",  # a committed step is to be pushed
     "building",  # its model or adapter is being built
+    "sealed",  # the manifest of a step of another saver is written
+    "executing",  # the command for a step is started
+    "executed",  # it has ended
     "written",  # its folder beside the pushes is there
     "pushing",  # what was built is verified and is being uploaded
     "progress",  # in JSON lines: how far a build or an upload is, now and then
     "pushed",  # commit and tag are on the Hub
     "passed",  # a step is not pushed, and need not be
-    "failed",  # a step cannot be pushed; the watch continues with others
+    "failed",  # a step cannot be pushed, or sealed; the watch continues with others
     "retrying",  # the network, the Hub or a disk failed; another attempt follows
     "pruned",  # steps were removed from the run
     "note",  # what was chosen
@@ -123,13 +134,18 @@ class Pauses(Protocol):
         """Waits for at most so many seconds; less if the run may have changed."""
         ...
 
+    def notify(self) -> None:
+        """Ends a wait, or the next one; called by any thread."""
+        ...
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WatchRequest:
     """A run to watch, where its steps go, and how."""
 
     run: PathLike
-    # With `versions`, the location of their folder; that of `to_dir` where nothing else is made
+    # With `versions`, the location of their folder; that of `to_dir` where nothing else is made;
+    # empty where steps are sealed, or a command runs for them, and nothing is published
     repo_id: str
     state: Path | None = None  # the folder of journal and lock; by default inside a local run
     choice: PushChoice = dataclasses.field(default_factory=PushChoice)
@@ -140,6 +156,8 @@ class WatchRequest:
     tag_prefix: str = TAG_PREFIX
     versions: PathLike | None = None  # where versions are published, instead of a repository
     to_dir: Path | None = None  # where the folder of each step is made, too
+    seal: bool = False  # whether steps of other savers get their manifests, before all else
+    command: StepCommand | None = None  # what runs for each step
     whole_every: int = 1  # one of so many versions is a whole model, the others are deltas
     retention: Retention = dataclasses.field(
         default_factory=Retention
@@ -179,7 +197,7 @@ def run_watch(
     with ExitStack() as stack:
         stack.enter_context(_take_lock(request, state, pauses, listener))
         hub, repo_id = None, request.repo_id
-        if request.versions is None and not only_folders:
+        if request.versions is None and not only_folders and request.repo_id:
             stack.enter_context(quiet_client())
             hub = _open_hub(request, state, pauses, listener)
             repo_id = hub.repo_id
@@ -200,8 +218,10 @@ def run_watch(
         if request.to_dir is not None:
             folders = StepFolders(request.to_dir, run, identity, request.build, progress)
             folders.sweep()
-        destination: PushedSteps | PublishedVersions | StepFolders
-        if folders is not None and only_folders:
+        destination: _Destination | None
+        if not request.repo_id:
+            destination = None
+        elif folders is not None and only_folders:
             destination, folders = folders, None
         elif request.versions is not None:
             destination = PublishedVersions(
@@ -219,9 +239,17 @@ def run_watch(
                 listener=progress,
             )
         watch = _Watch(request, run, journal, destination, folders, listener, progress)
+        if request.command is not None:
+            commands = CommandJournal(state, request.command.text, identity)
+            watch.commands = StepCommands(
+                request.command, run, commands, watch.report_command, pauses.notify
+            )
         stack.callback(watch.close)
         watch.run(pauses)
     return watch.failures
+
+
+_Destination = PushedSteps | PublishedVersions | StepFolders
 
 
 class _Watch:
@@ -243,12 +271,13 @@ class _Watch:
         request: WatchRequest,
         run: WatchedRun,
         journal: PushJournal,
-        destination: PushedSteps | PublishedVersions | StepFolders,
+        destination: _Destination | None,
         folders: StepFolders | None,
         listener: WatchListener,
         progress: Listener,
     ) -> None:
         self.failures: dict[int, CkptkitError] = {}
+        self.commands: StepCommands | None = None
         self._request = request
         self._run = run
         self._journal = journal
@@ -267,7 +296,9 @@ class _Watch:
         self._has_repeated = False
         self._settling_since = 0.0
         self._warned_of_metrics: set[str] = set()
-        self._has_pushed = False  # a step since the run was last pruned
+        self._has_news = (
+            False  # a step was pushed, or its command has ended, since the last pruning
+        )
         self._waiting_steps: tuple[int, ...] = ()
         self._problem = ""  # why they are not pushed now
         self._status = WatchStatus()
@@ -285,7 +316,7 @@ class _Watch:
                 continue
             retries.failed = 0
             self._note_status("")
-            if is_idle and not ending:
+            if is_idle and (not ending or (self.commands is not None and self.commands.is_running)):
                 pauses.wait(self._request.poll_seconds)
             elif is_idle and not self._wait_for_unsettled(pauses):
                 # A run whose steps were all pushed and removed is no error.
@@ -295,45 +326,102 @@ class _Watch:
                 return
 
     def close(self) -> None:
-        """Releases the steps that wait, and removes what was built."""
+        """Stops commands, releases the steps that wait, and removes what was built."""
+        if self.commands is not None:
+            self.commands.close()
         for digest in list(self._marks):
             self._release(digest)
         self._remove_built()
 
     def _advance(self, *, ending: bool) -> bool:
         """Does the next piece of work; returns whether there was none."""
-        steps = self._run.list_steps()
+        steps: Sequence[RunStep] = self._run.list_steps()
+        if self._request.seal:
+            steps, has_sealed = self._seal(steps)
+            if has_sealed:
+                return False
         waiting = self._find_waiting(steps)
         if self._request.repeats_pushes and not self._has_repeated:
             self._has_repeated = True
             self._repeat_pushes(steps)
         if not self._has_begun:
-            if not ending:  # reports a wrong token before the first step is committed
-                self._destination.check()
-            self._finish_interrupted()
+            if self._destination is not None:
+                if not ending:  # reports a wrong token before the first step is committed
+                    self._destination.check()
+                self._finish_interrupted(self._destination)
             self._has_begun = True
             waiting = self._find_waiting(steps)
         self._check_metrics(steps, ending=ending)
-        self._warn_of_passed_over(steps, waiting)
-        if waiting and (ending or not self._request.at_end):
+        self._start_commands(steps)
+        if self._destination is not None:
+            self._warn_of_passed_over(steps, waiting)
+        if waiting and self._destination is not None and (ending or not self._request.at_end):
             # Folders first: they do not wait for a Hub that is away.
             lacking = [one for one in waiting if one.digest not in self._written]
             if self._folders is not None and lacking:
                 self._write_folder(self._folders, lacking[0])
             else:
-                self._publish(waiting[0])
+                self._publish(self._destination, waiting[0])
             return False
-        if self._has_pushed and not self._request.retention.keeps_all:
-            self._has_pushed = False
+        if self._has_news and not self._request.retention.keeps_all:
+            self._has_news = False
             self._prune()
         return True
 
+    def _seal(self, steps: Sequence[RunStep]) -> tuple[Sequence[RunStep], bool]:
+        """Seals the first step without a manifest; returns those that have one, and if it did."""
+        ready = [step for step in steps if step.has_manifest]
+        for step in steps:
+            if step.has_manifest or self._failed.get(step.step) == step.digest:
+                continue
+            began = time.monotonic()
+            try:
+                run, store = self._request.run, open_run(self._request.run)
+                unverified = seal_step(run, store, step, listener=self._progress)
+            except SourceChangedError:
+                continue  # it is still written to, which the next look shows
+            except OF_NO_STEP:
+                raise
+            except _OF_A_STEP as error:
+                self._give_up(step, error, "sealed")
+                continue
+            seconds = round(time.monotonic() - began, 3)
+            facts = {"read_bytes": step.size_bytes, "unverified": unverified}
+            self._emit("sealed", step.step, **facts, seconds=seconds)
+            return ready, True
+        return ready, False
+
+    def _start_commands(self, steps: Sequence[RunStep]) -> None:
+        """Starts the command for steps that wait for it, as far as there is room."""
+        for step in self._find_waiting_for_commands(steps):
+            if self.commands is None or not self.commands.has_room:
+                return
+            with suppress(InputError):  # it is gone, which the next listing shows
+                self.commands.start(step)
+
+    def _find_waiting_for_commands(self, steps: Sequence[RunStep]) -> list[RunStep]:
+        if self.commands is None:
+            return []
+        good = [step for step in steps if self._failed.get(step.step) != step.digest]
+        return self.commands.waiting(good, self._request.choice)
+
+    def report_command(self, run: CommandRun) -> None:
+        """Reports the start or the end of a command, which may be in another thread."""
+        if run.state == "running":
+            self._emit("executing", run.step, command=run.command, log=run.log)
+            return
+        self._has_news = True
+        facts = {name: getattr(run, name) for name in ("command", "log", "status", "seconds")}
+        self._emit("executed", run.step, **facts)
+
     def _find_waiting(self, steps: Sequence[RunStep]) -> list[RunStep]:
-        """Returns the steps to push; reports them, and protects them from pruning."""
+        """Returns the steps to push; reports them, and protects all that wait from pruning."""
         digests = {step.step: step.digest for step in steps}
         earlier = {n: push for n, push in self._journal.pushes.items() if push.state == "pushed"}
         by_number = {step.step: step for step in steps}
-        numbers = choose_steps(steps, digests, earlier, self._request.choice)
+        is_published = self._destination is not None
+        choice = self._request.choice
+        numbers = choose_steps(steps, digests, earlier, choice) if is_published else ()
         waiting = [by_number[n] for n in numbers if self._failed.get(n) != digests[n]]
         self._waiting_steps = tuple(step.step for step in waiting)
         self._note_status(self._problem)
@@ -342,7 +430,8 @@ class _Watch:
             if self._announced.get(step.step) != step.digest:
                 self._announced[step.step] = step.digest
                 self._emit("seen", step.step, digest=step.digest, **counts)
-        wanted = {step.digest: step for step in waiting[:_MOST_MARKS]}
+        protected = [*waiting, *self._find_waiting_for_commands(steps)]
+        wanted = {step.digest: step for step in protected[:_MOST_MARKS]}
         for digest in self._marks.keys() - wanted.keys():
             self._release(digest)
         for digest in wanted.keys() - self._marks.keys():
@@ -365,22 +454,22 @@ class _Watch:
             self._status = status
             write_status(self._journal.path.parent, status)
 
-    def _finish_interrupted(self) -> None:
+    def _finish_interrupted(self, destination: _Destination) -> None:
         """Finishes or takes back pushes that a kill interrupted, also of steps that are gone."""
         self._remove_built()
         for push in list(self._journal.pushes.values()):
             if push.state == "pushed":
                 continue
             try:
-                commit = self._destination.find(push)
+                commit = destination.find(push)
             except RefusedError:
                 commit = None  # another commit has its tag; reported when the step is pushed again
             if commit is None:
                 self._take_back(push)
             else:
-                self._complete(push, commit, time.monotonic())
+                self._complete(destination, push, commit, time.monotonic())
 
-    def _publish(self, step: RunStep) -> None:
+    def _publish(self, destination: _Destination, step: RunStep) -> None:
         began = time.monotonic()
         earlier = self._journal.pushes.get(step.step)
         replaces = ""
@@ -397,15 +486,15 @@ class _Watch:
             replaces=replaces,
         )
         try:
-            commit = self._destination.find(push)
+            commit = destination.find(push)
             if commit is None:
-                folder = self._build(step) if self._destination.takes_folders else self._work
+                folder = self._build(step) if destination.takes_folders else self._work
                 self._journal.note(push)
                 self._emit("pushing", step.step, repo_id=push.repo_id)
-                commit = self._destination.publish(step, push, folder)
+                commit = destination.publish(step, push, folder)
                 for note in commit.notes:
                     self._emit(event_of_note(note), step.step, message=note)
-            self._complete(push, commit, began)
+            self._complete(destination, push, commit, began)
         except OF_NO_STEP:
             raise
         except _OF_A_STEP as error:
@@ -445,19 +534,21 @@ class _Watch:
         self._built_digest = ""
         shutil.rmtree(self._work, ignore_errors=True)
 
-    def _complete(self, push: StepPush, commit: StepCommit, began: float) -> None:
+    def _complete(
+        self, destination: _Destination, push: StepPush, commit: StepCommit, began: float
+    ) -> None:
         """Tags the commit, and records that the step is pushed."""
-        push = replace(push, tag=self._destination.tag(push, commit))
+        push = replace(push, tag=destination.tag(push, commit))
         at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         done = replace(push, state="pushed", commit=commit.commit, url=commit.url, at=at)
         self._journal.note(replace(done, size_bytes=commit.uploaded_bytes))
-        self._has_pushed = True
+        self._has_news = True
         self._waiting_steps = tuple(one for one in self._waiting_steps if one != push.step)
         self._remove_built()
         seconds = round(time.monotonic() - began, 3)
         self._emit_pushed(push, commit, seconds=seconds, resumed=not commit.is_new)
 
-    def _give_up(self, step: RunStep, error: CkptkitError) -> None:
+    def _give_up(self, step: RunStep, error: CkptkitError, what: str = "pushed") -> None:
         if isinstance(error, InputError) and not self._run.is_there(step):
             self._emit("passed", step.step, reason="it was removed from the run, or replaced")
             return
@@ -470,7 +561,7 @@ class _Watch:
         push = self._journal.pushes.get(step.step)
         if push is not None and push.state == "pushing":
             self._take_back(push)
-        self._emit("failed", step.step, error=error.to_json())
+        self._emit("failed", step.step, error=error.to_json(), what=what)
 
     def _take_back(self, push: StepPush) -> None:
         """Removes a push from the journal, or puts back the push of an earlier save of the step."""

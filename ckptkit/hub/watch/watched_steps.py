@@ -7,7 +7,6 @@ and its journal entry finds the commit again.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -41,7 +40,7 @@ from ckptkit.hub.watch.build import BuildSettings
 from ckptkit.runs.listing import list_run
 from ckptkit.runs.local_run import open_run
 from ckptkit.runs.push_journal import StepPush
-from ckptkit.runs.steps import RunStep
+from ckptkit.runs.steps import RunStep, digest_files, short_digest
 from ckptkit.storage.places import PathLike, Place, is_url, open_source
 
 OF_NO_STEP = (AccessError, NoSpaceError, OutputError, StorageError)
@@ -50,7 +49,6 @@ TAG_PREFIX = "step-"
 PUBLISHED = "published"
 """In the source of the manifest of what is not pushed: the run and the step it was made from."""
 _QUIET_SECONDS = 60.0  # after which a step without manifest counts as finished
-_DIGEST_LENGTH = 16  # hexadecimal digits
 _LISTED = 5
 
 
@@ -128,25 +126,22 @@ class WatchedRun:
         """Returns the digest of a step; empty if it may not be finished yet."""
         path = f"{step.name}/{MANIFEST_NAME}"
         manifest = next((file for file in step.files if file.path == path), None)
-        if manifest is not None:
+        if step.digest:  # as it was before it lost its optimizer
+            return step.digest
+        if manifest is not None and not step.sealed:
             identity, digest = self._digests.get(step.name, ("", ""))
             if identity != manifest.identity:
                 with open_source(self._run) as source:
-                    digest = _short_digest(source.read(path, 0, manifest.size_bytes))
+                    digest = short_digest(source.read(path, 0, manifest.size_bytes))
                 self._digests[step.name] = manifest.identity, digest
             return digest
-        listed = "".join(f"{f.path}\0{f.size_bytes}\0{f.modified}\n" for f in step.files)
-        digest = _short_digest(listed.encode())
+        digest = digest_files(step)
         self._unsettled[step.name] = digest
         is_quiet = step.modified > 0 and time.time() - step.modified > _QUIET_SECONDS
         if is_quiet or before.get(step.name) == digest:
             self._taken.add(step.name)
             return digest
         return ""
-
-
-def _short_digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()[:_DIGEST_LENGTH]
 
 
 class StepCommit(Struct, frozen=True):

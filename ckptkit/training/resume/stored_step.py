@@ -23,6 +23,7 @@ from ckptkit.core.text import Closing, list_first
 from ckptkit.formats.base import Candidate
 from ckptkit.formats.dcp.reader import METADATA, DcpReader
 from ckptkit.runs.step_manifests import Findings, digest_problems, read_findings
+from ckptkit.runs.steps import step_of_source
 from ckptkit.storage.base import Source
 from ckptkit.storage.manifests import read_manifest
 from ckptkit.storage.places import Place, open_source
@@ -297,6 +298,14 @@ class StoredStep(Closing):
 
     def _require(self, path: str) -> None:
         if not self.has_file(path):
+            source = self.manifest.source if self.manifest is not None else {}
+            if path in step_of_source(0, "", source).thinned:
+                raise ResumeError(
+                    "has lost its optimizer: `ckptkit prune --drop-optimizer-older-than` removed"
+                    f" {posixpath.dirname(path) or path!r}",
+                    where=self.source.location,
+                    hint="resume from a newer step, or without the optimizer",
+                )
             raise ResumeError(
                 f"{path!r} was not saved with this step",
                 where=self.source.location,

@@ -28,6 +28,7 @@ EXACT = "the client takes the name as it is"
 CONSTANT = "the pattern is a constant of ours, and the folder is no pattern"
 GIVEN = "the pattern is the user's option, and the name is none"
 PROGRAM = "a list of arguments without a shell, which holds no name of a checkpoint"
+WORDS = "the user's own command, without a shell; a name is in one word of it"
 ESCAPED = "a pattern is made of a name, in which nothing is one"
 NAMELESS = "no name is given there"
 S3 = "requests of S3 by exact keys"
@@ -64,7 +65,10 @@ ALLOWED = {
     ("ckptkit/storage/place_identity", "_find_s3_endpoint", "filesystem.connect"): NAMELESS,
     ("ckptkit/storage/place_identity", "_find_s3_endpoint", "filesystem.s3"): NAMELESS,
     ("ckptkit/storage/local/workdir", "_place_all", "files.rglob"): CONSTANT,
+    ("ckptkit/runs/push_journal", "read_commands", ".glob"): CONSTANT,
     ("ckptkit/runs/push_journal", "read_journals", "state.glob"): CONSTANT,
+    ("ckptkit/hub/watch/command_guard", "main", "subprocess.Popen"): WORDS,
+    ("ckptkit/hub/watch/commands", "StepCommands._open", "subprocess.Popen"): WORDS,
     ("ckptkit/storage/remote/store", "RemoteStore._delete", "filesystem.rm_file"): EXACT,
     ("ckptkit/storage/remote/store", "RemoteStore._list_all.ask", "filesystem.find"): EXACT,
     (

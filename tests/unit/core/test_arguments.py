@@ -20,6 +20,7 @@ import ckptkit.hub
 import ckptkit.training
 from ckptkit.conversion.diff import Difference, TensorDifference
 from ckptkit.conversion.inspect import Inspection
+from ckptkit.conversion.seal import Sealing
 from ckptkit.conversion.stats import Statistics
 from ckptkit.conversion.verify import Verification
 from ckptkit.core.arguments import check_arguments, check_names
@@ -298,7 +299,7 @@ def test_a_push_is_true_once_the_hub_holds_it() -> None:
 def test_every_result_of_a_public_function_was_decided_about() -> None:
     """Those that are true whenever they exist stand here: what failed was raised instead."""
     decided = {Verification, Difference, Inspection, RunListing, Pruned, Pushed, Statistics}
-    decided |= {DeltaInspection, Diagnosis}
+    decided |= {DeltaInspection, Diagnosis, Sealing}
     assert all("__bool__" in vars(kind) for kind in decided)
     always_true = {"Manifest", "Pulled", "Checkpoint", "Serving", "Path"}
     assert not hasattr(Manifest, "__bool__")

@@ -17,6 +17,7 @@ import peft
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from msgspec.structs import replace
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.distributed.fsdp import fully_shard
@@ -25,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ckptkit
 from ckptkit.core.errors import CkptkitError, ResumeError, SaveError, UnsupportedError, UsageError
+from ckptkit.core.manifest import parse_manifest
 from ckptkit.training import Checkpointer
 from tests.sampled import sampled
 from tests.unit.training.builders import assert_equal, by_fsdp1, content
@@ -500,6 +502,19 @@ def test_a_step_may_have_a_name_of_its_own(tmp_path: Path) -> None:
         assert files_of(tmp_path) == {"epoch_0", "checkpoint-2", ".ckptkit"}
         assert checkpointer.resume(other, folder=tmp_path / "epoch_0") == 1
     assert torch.equal(other["model"][0].weight, state["model"][0].weight)
+
+
+def test_steps_stay_for_a_time(tmp_path: Path) -> None:
+    state = trained()
+    with Checkpointer(tmp_path, keep_for="1h") as checkpointer:
+        checkpointer.save(1, state).result()
+        checkpointer.save(2, state).result()
+        path = tmp_path / "checkpoint-1" / "ckptkit.json"
+        manifest = parse_manifest(path.read_bytes(), where="")
+        older = {**manifest.source, "saved_at": "2020-01-01T00:00:00Z"}
+        path.write_bytes(replace(manifest, source=older).to_json())
+        checkpointer.save(3, state).result()
+        assert files_of(tmp_path) == {"checkpoint-2", "checkpoint-3", ".ckptkit"}
 
 
 @pytest.mark.parametrize("name", ["", "..", "a/b", "checkpoint-7", "checkpoint_7", ".hidden"])

@@ -1,0 +1,323 @@
+"""`ckptkit seal` beside steps that other savers wrote, and what then knows of them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import ckptkit
+from ckptkit.core.errors import (
+    CkptkitError,
+    IncompleteCheckpointError,
+    RefusedError,
+    SourceChangedError,
+    VerificationError,
+)
+from ckptkit.core.manifest import MANIFEST_NAME
+from ckptkit.engine.outcome import BytesWritten, Event
+from ckptkit.hub.watch.watched_steps import WatchedRun
+from ckptkit.storage.places import Place
+from ckptkit.training import Checkpointer
+from tests.command_line import run_command
+from tests.crash.forked_commands import ForkedCommands
+from tests.files import contents
+from tests.object_store import ObjectStore
+
+FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
+STEPS = {
+    "trainer": "trainer_fsdp2/checkpoint/checkpoint-2",
+    "accelerate": "accelerate_fsdp2_two_models/checkpoint",
+    "accelerate-ddp": "accelerate_ddp/checkpoint",
+    "deepspeed": "deepspeed_0_18_zero2/checkpoint/global_step2",
+    "torchtitan": "torchtitan_0_3_steps/checkpoint/step-10",
+    "lightning": "lightning_trainer_sharded/checkpoint/epoch=0-step=4.ckpt",
+    "dcp": "fsdp2_plain/checkpoint",
+    "hf": "hf_sharded/checkpoint",
+    "dcp-without-checksums": "fsdp2_without_checksums/checkpoint",
+}
+
+
+def age(folder: Path, seconds: float = 3600.0) -> None:
+    then = time.time() - seconds
+    for path in [*folder.rglob("*"), folder]:
+        os.utime(path, (then, then))
+
+
+def put(run: Path, kind: str, step: int = 7) -> Path:
+    folder = run / f"checkpoint-{step}"
+    shutil.copytree(FIXTURES / STEPS[kind], folder)
+    age(folder)
+    return folder
+
+
+def flip(path: Path, at: int | None = None) -> None:
+    data, status = bytearray(path.read_bytes()), path.stat()
+    data[len(data) // 2 if at is None else at] ^= 1
+    path.write_bytes(data)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def flip_data(path: Path) -> None:
+    """Flips a bit of the first tensor in a file of torch, which follows a padding."""
+    data = path.read_bytes()
+    padding = data.index(b"FB", data.index(b"data/0"))
+    flip(path, padding + 4 + int.from_bytes(data[padding + 2 : padding + 4], "little"))
+
+
+def listed(run: Path | Place) -> dict[str, Any]:
+    return {step.name: step for step in ckptkit.list_run(run).steps}
+
+
+@pytest.mark.parametrize("kind", STEPS)
+def test_every_flipped_bit_in_a_sealed_step_is_found(kind: str, tmp_path: Path) -> None:
+    step = put(tmp_path, kind)
+    before = listed(tmp_path)["checkpoint-7"]
+    assert [one.action for one in ckptkit.seal(step).steps] == ["sealed"]
+    assert ckptkit.verify(step).ok
+    after = listed(tmp_path)["checkpoint-7"]
+    assert (after.sealed, after.complete, after.writer) == (True, True, before.writer)
+    assert (after.modified, after.metrics) == (before.modified, before.metrics)
+    for path in sorted(path for path in step.rglob("*") if path.is_file()):
+        for at in (0, path.stat().st_size // 2, path.stat().st_size - 1):
+            whole = path.read_bytes()
+            flip(path, at)
+            with suppress(CkptkitError):  # what cannot be parsed is an error
+                assert not ckptkit.verify(step).ok, (path, at)
+            path.write_bytes(whole)
+    assert ckptkit.verify(step).ok
+
+
+@pytest.mark.parametrize("kind", ["trainer", "deepspeed", "torchtitan", "dcp", "hf"])
+def test_a_seal_changes_nothing_of_what_a_step_makes(kind: str, tmp_path: Path) -> None:
+    step = put(tmp_path, kind)
+    inspected = ckptkit.inspect(step)
+    ckptkit.convert(step, tmp_path / "before", to="hf", names="live")
+    ckptkit.seal(step)
+    ckptkit.convert(step, tmp_path / "after", to="hf", names="live")
+    assert contents(tmp_path / "before") == contents(tmp_path / "after")
+    assert ckptkit.inspect(step).writer == inspected.writer
+
+
+@pytest.mark.parametrize(
+    ("kind", "file"),
+    [
+        ("trainer", "pytorch_model_fsdp_0/__0_0.distcp"),
+        ("accelerate", "pytorch_model_fsdp_1/__1_0.distcp"),
+        ("trainer", "rng_state_1.pth"),
+        ("accelerate-ddp", "random_states_0.pkl"),
+        ("deepspeed", "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"),
+    ],
+)
+def test_bytes_without_their_stored_checksum_are_not_sealed(
+    kind: str, file: str, tmp_path: Path
+) -> None:
+    step = put(tmp_path, kind)
+    flip_data(step / file)
+    with pytest.raises((VerificationError, ckptkit.ChecksumError, ckptkit.FormatError)):
+        ckptkit.seal(step)
+    assert not (step / MANIFEST_NAME).exists()
+
+
+def test_of_a_run_all_complete_steps_are_sealed_once(tmp_path: Path) -> None:
+    for number in (10, 20, 30, 40):
+        put(tmp_path, "trainer", number)
+    flip_data(tmp_path / "checkpoint-20" / "pytorch_model_fsdp_0" / "__0_0.distcp")
+    (tmp_path / "checkpoint-40" / "trainer_state.json").unlink()
+    result = ckptkit.seal(tmp_path)
+    assert [one.action for one in result.steps] == ["sealed", "failed", "sealed", "left"]
+    assert not result.ok
+    assert "checkpoint-20" in str(result.failed[0].error)
+    manifest = (tmp_path / "checkpoint-10" / MANIFEST_NAME).read_bytes()
+    again = run_command("seal", tmp_path)
+    assert again.returncode == 6
+    assert "checkpoint-10  as it was" in again.stdout
+    assert "checkpoint-20 was not sealed: is damaged" in again.stderr
+    assert (tmp_path / "checkpoint-10" / MANIFEST_NAME).read_bytes() == manifest
+    shutil.rmtree(tmp_path / "checkpoint-20")
+    assert run_command("seal", tmp_path).returncode == 0
+    # A step that is not sealed is as complete as it was, though others beside it are.
+    assert listed(tmp_path)["checkpoint-30"].complete
+    put(tmp_path, "trainer", 50)
+    assert listed(tmp_path)["checkpoint-50"].complete
+
+
+def test_what_is_not_finished_is_refused(tmp_path: Path) -> None:
+    step = put(tmp_path, "trainer")
+    (step / "optimizer_0" / "__1_0.distcp").unlink()
+    (step / "pytorch_model_fsdp_0" / "__1_0.distcp").unlink()
+    with pytest.raises(IncompleteCheckpointError, match="not complete"):
+        ckptkit.seal(step)
+    with pytest.raises(ckptkit.NotACheckpointError):
+        ckptkit.seal(tmp_path / "checkpoint-8")
+    single = tmp_path / "files" / "step-500.pt"
+    single.parent.mkdir()
+    torch.save({"weight": torch.ones(3)}, single)
+    age(single.parent)
+    result = ckptkit.seal(single.parent)
+    assert isinstance(result.steps[0].error, RefusedError)
+    assert not list(tmp_path.rglob(MANIFEST_NAME))
+
+
+def test_a_step_that_changes_while_it_is_sealed_is_not(tmp_path: Path) -> None:
+    step = put(tmp_path, "trainer")
+    changed = threading.Event()
+
+    def change(event: Event) -> None:
+        if isinstance(event, BytesWritten) and not changed.is_set():
+            changed.set()
+            (step / "scheduler.pt").write_bytes((step / "scheduler.pt").read_bytes())
+
+    with pytest.raises(SourceChangedError, match="changed while it was read"):
+        ckptkit.seal(step, listener=change)
+    assert not (step / MANIFEST_NAME).exists()
+
+
+def test_a_step_that_is_still_written_to_is_not_sealed(tmp_path: Path) -> None:
+    step = put(tmp_path, "trainer")
+    (step / "rng_state_0.pth").touch()
+    ended = threading.Event()
+
+    def write() -> None:
+        while not ended.wait(0.2):
+            with (step / "rng_state_2.pth").open("ab") as file:
+                file.write(b"x")
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    try:
+        with pytest.raises(SourceChangedError, match="still written to"):
+            ckptkit.seal(step)
+    finally:
+        ended.set()
+        thread.join()
+    assert not (step / MANIFEST_NAME).exists()
+    (step / "rng_state_2.pth").unlink()
+    assert ckptkit.seal(step).ok  # though it is young: nothing changes between two looks
+
+
+def test_a_step_that_was_saved_again_is_named_with_what_helps(tmp_path: Path) -> None:
+    step = put(tmp_path, "dcp")
+    ckptkit.seal(step)
+    (step / "__0_0.distcp").write_bytes((step / "__0_0.distcp").read_bytes() + b"x")
+    with pytest.raises(VerificationError, match="does not fit") as caught:
+        ckptkit.seal(step)
+    shutil.rmtree(step)
+    put(tmp_path, "dcp")
+    ckptkit.seal(step)
+    os.system(caught.value.hint.partition(": ")[2])  # noqa: S605  what the message proposes
+    assert [one.action for one in ckptkit.seal(step).steps] == ["sealed"]
+
+
+def seal_and_die(step: str, at: str) -> None:
+    def watch(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == at and ".put-" in str(arguments[0]):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(watch)
+    ckptkit.seal(step)
+
+
+@pytest.mark.parametrize("at", ["open", "os.rename"])
+def test_a_kill_leaves_the_step_as_it_was(at: str, tmp_path: Path, forks: ForkedCommands) -> None:
+    step = put(tmp_path, "dcp")
+    names = sorted(path.name for path in step.iterdir())
+    assert forks.host.run(seal_and_die, str(step), at) == -9
+    assert sorted(path.name for path in step.iterdir()) == names
+    assert not listed(tmp_path)["checkpoint-7"].sealed
+    assert ckptkit.seal(step).ok
+    assert sorted(path.name for path in step.iterdir()) == sorted([*names, MANIFEST_NAME])
+
+
+def test_a_run_on_a_store_is_sealed_like_a_local_one(
+    object_store: ObjectStore, tmp_path: Path
+) -> None:
+    put(tmp_path / "run", "trainer", 5)
+    put(tmp_path / "run", "trainer", 7)
+    bucket = object_store.bucket("runs-to-seal")
+    bucket.clear()
+    bucket.put_tree(tmp_path / "run", "run")
+    run = Place(f"{bucket.url}/run", bucket.store.options)
+    step = run.beside(f"{run}/checkpoint-7")
+    assert [one.action for one in ckptkit.seal(run).steps] == ["sealed", "sealed"]
+    assert [one.action for one in ckptkit.seal(step).steps] == ["kept"]
+    assert [one.sealed for one in listed(run).values()] == [True, True]
+    assert ckptkit.verify(step).ok
+    assert not [key for key in bucket.keys("run/") if "in-use" in key]
+    bucket.clear()
+
+
+def test_what_was_pushed_of_a_step_is_not_pushed_again_once_it_is_sealed(tmp_path: Path) -> None:
+    put(tmp_path, "trainer", 5)
+    run = WatchedRun(tmp_path, None)
+    (before,) = run.list_steps()
+    ckptkit.seal(tmp_path)
+    (after,) = run.list_steps()
+    assert after.sealed
+    assert after.digest == before.digest
+    (other,) = WatchedRun(tmp_path, None).list_steps()
+    assert other.digest == before.digest
+
+
+def test_the_order_of_sealed_steps_is_that_of_their_times(tmp_path: Path) -> None:
+    for number, hours in ((100, 3), (200, 2), (150, 1)):  # training went back
+        step = put(tmp_path, "trainer", number)
+        state = (step / "trainer_state.json").read_text()
+        (step / "trainer_state.json").write_text(state.replace('"step": 2', f'"step": {number}'))
+        age(step, hours * 3600)
+    plain = ckptkit.prune(tmp_path, keep_last=1, dry_run=True)
+    ckptkit.seal(tmp_path)
+    sealed = ckptkit.prune(tmp_path, keep_last=1, dry_run=True)
+    assert [(one.action, one.why) for one in sealed.steps] == [
+        (one.action, one.why) for one in plain.steps
+    ]
+    assert ckptkit.prune(tmp_path, keep_last=1).removed
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_a_checkpointer_resumes_from_a_sealed_step_of_stock_torch(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 2)
+    dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "checkpoint-5", no_dist=True)
+    saved = {name: value.clone() for name, value in model.state_dict().items()}
+    age(tmp_path / "checkpoint-5")
+    with Checkpointer(tmp_path, layout="dcp") as checkpointer:
+        torch.nn.init.zeros_(model.weight)
+        assert checkpointer.resume({"model": model}) is None
+    ckptkit.seal(tmp_path)
+    with Checkpointer(tmp_path, layout="dcp") as checkpointer:
+        assert checkpointer.resume({"model": model}) is not None
+    assert all(torch.equal(value, saved[name]) for name, value in model.state_dict().items())
+    stock = {"model": torch.nn.Linear(3, 2).state_dict()}
+    dcp.load(stock, checkpoint_id=tmp_path / "checkpoint-5", no_dist=True)
+    assert all(torch.equal(value, saved[name]) for name, value in stock["model"].items())
+
+
+def test_a_damaged_file_of_a_sealed_step_is_mended_from_a_copy(tmp_path: Path) -> None:
+    first, second = put(tmp_path / "a", "trainer"), put(tmp_path / "b", "trainer")
+    ckptkit.seal(first)
+    ckptkit.seal(second)  # apart: it is the same step nevertheless
+    flip(first / "rng_state_0.pth")
+    assert not ckptkit.verify(first).ok
+    assert ckptkit.verify(first, repair=True, copies=[second]).mended == ("rng_state_0.pth",)
+
+
+def test_a_step_of_deepspeed_below_one_of_the_trainer_is_sealed(tmp_path: Path) -> None:
+    step = tmp_path / "checkpoint-2"
+    shutil.copytree(FIXTURES / STEPS["deepspeed"], step / "global_step2")
+    (step / "latest").write_text("global_step2")
+    age(tmp_path)
+    assert [one.action for one in ckptkit.seal(step).steps] == ["sealed"]
+    assert listed(tmp_path)["checkpoint-2"].sealed
+    assert list(listed(tmp_path)) == ["checkpoint-2"]
+    flip(step / "latest")
+    assert not ckptkit.verify(step).ok
