@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import distributed, nn
@@ -443,7 +443,12 @@ def test_any_objects_in_a_dcp_checkpoint_are_listed(
     }
     folder = tmp_path / "step"
     shutil.rmtree(folder, ignore_errors=True)
-    dcp.save(state, checkpoint_id=folder, no_dist=True)
+    try:
+        dcp.save(state, checkpoint_id=folder, no_dist=True)
+    except dcp.api.CheckpointException as error:
+        if "SparseTensorImpl" not in str(error):
+            raise
+        reject()  # torch stores no sparse tensor
     (candidate,) = DcpReader().find([path.name for path in folder.iterdir()])
     with LocalSource(folder) as source:
         (note,) = DcpReader().read_index(source, candidate).run.warnings
