@@ -36,6 +36,7 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.stateful import Stateful
 
+from ckptkit.core.arguments import STOCK
 from ckptkit.core.errors import CkptkitError, SaveError, UnsupportedError
 from ckptkit.core.index import Box, KeyPath
 from ckptkit.core.manifest import Manifest
@@ -60,9 +61,6 @@ from ckptkit.version import __version__
 
 __all__ = ["async_save", "load", "save"]
 logger = logging.getLogger(__name__)
-
-STOCK = "ckptkit_stock"
-"""The attribute of what replaces one of torch's functions, with the function."""
 
 _SETTINGS = Settings(layout="dcp")
 _TIMEOUT_SECONDS = _SETTINGS.timeout_seconds

@@ -71,3 +71,22 @@ def test_a_kill_leaves_the_step_before_and_the_next_save_clears_up(
     run_ranks(SCRIPT, 2, tmp_path, "dies_leaving:killed", torchrun=True)
     assert ckptkit.verify(run / "step-2").ok
     assert sorted(path.name for path in run.iterdir()) == ["step-1", "step-2"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("choice", ["on", "wait", "off"])
+def test_a_loop_that_calls_the_functions_of_torch_saves_through_ckptkit(
+    choice: str, run_ranks: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CKPTKIT_RUN", choice)
+    script = SCRIPT.with_name("dcp_script.py")
+    hurry = ["--hurry"] if choice == "on" else []
+    done = run_ranks("-m", 2, "ckptkit.run", script, tmp_path / "run", *hurry, status=None)
+    assert done.returncode == 0, done.stderr[-4_000:]
+    steps = sorted(path.name for path in (tmp_path / "run").iterdir())
+    assert steps == [f"step-{step}" for step in range(1, 7)]
+    ours = [step for step in steps if (tmp_path / "run" / step / "ckptkit.json").exists()]
+    assert ours == ([] if choice == "off" else steps)
+    assert all(ckptkit.verify(tmp_path / "run" / step).ok for step in steps)
+    lines = done.stderr.count("sharded saves of torch.distributed.checkpoint 2.")
+    assert lines == (0 if choice == "off" else 1)
