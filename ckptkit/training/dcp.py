@@ -65,7 +65,7 @@ logger = logging.getLogger(__name__)
 _SETTINGS = Settings(layout="dcp")
 _TIMEOUT_SECONDS = _SETTINGS.timeout_seconds
 _TOPIC = "ckptkit.training.dcp"
-_BEGIN, _KEYS, _LOAD = f"{_TOPIC}.save", f"the keys of {_TOPIC}.save", f"{_TOPIC}.load"
+BEGIN, _KEYS, _LOAD = f"{_TOPIC}.save", f"the keys of {_TOPIC}.save", f"{_TOPIC}.load"
 _STAGERS = frozenset({"BlockingAsyncStager", "DefaultStager"})
 _FIELDS = frozenset(field.name for field in fields(Metadata))
 _HASH_BYTES = 6  # of a key among those of one entry
@@ -177,7 +177,7 @@ def load(
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
                 stock(no_dist=True)
         except BaseException as error:  # torch's own, which is no `Exception`
-            session.refuse(_LOAD, error)
+            session.agreement.refuse(_LOAD, error)
             raise
         session.peers.raise_first(_LOAD, None, timeout_seconds=_TIMEOUT_SECONDS)
 
@@ -338,6 +338,7 @@ class _Session:
             self.peers = Peers(0, 1, LocalKeyValueStore(), os.urandom(4).hex())
         else:
             self.peers = open_peers(_TOPIC, timeout_seconds=_TIMEOUT_SECONDS, is_place=False)
+        self.agreement = Agreement(self.peers)
         rank, nonce = self.peers.rank, self.peers.nonce
         timeouts = WriterTimeouts(_SETTINGS.stall_seconds, _TIMEOUT_SECONDS)
         self._process = WriterProcess(timeouts, name=f"committer of rank {rank}")
@@ -351,9 +352,6 @@ class _Session:
         frozen = FrozenFiles(nonce, rank, 1)
         self._slot = SaveSlot(self.peers, _SETTINGS, self._committer.end, frozen)
         self.handles: list[SaveHandle] = []  # of saves under way, and of errors not heard yet
-        self._count = 0
-        # The ranks that hold each key of an entry that is not alike on all, by their digests.
-        self._holders: dict[str, tuple[tuple[str, ...], dict[str, Ranks]]] = {}
 
     def save(
         self, state_dict: Mapping[str, Any], path: Path, check: Callable[[], None]
@@ -363,32 +361,22 @@ class _Session:
         What is wrong on this rank is raised here; on the others the save fails.
         """
         began = time.perf_counter()
-        self._count += 1
-        found = parse_step(str(path))
-        step = self._count if found is None else found
         try:
             check()
-            flat = _Flat(state_dict)
-            value = {
-                "number": self._count,
-                "place": place_facts(path),
-                "stock": flat.reason,
-                "digests": flat.digests(),
-            }
+            flat = FlatState(state_dict)
         except BaseException as error:
-            self.refuse(_BEGIN, error)
+            self.agreement.refuse(BEGIN, error)
             raise
         self.handles = [h for h in self.handles if not h.done() or h.unheard_error]
-        handle, after = SaveHandle(step), self.handles[-1] if self.handles else None
+        handle, after = SaveHandle(parse_step(str(path)) or 0), next(reversed(self.handles), None)
         try:
-            agreed = self.peers.agree(_BEGIN, value, _decide, timeout_seconds=_TIMEOUT_SECONDS)
-            if agreed["stock"]:
-                return str(agreed["stock"])
-            held = self._held(flat, agreed["digests"])
+            number, reason, held = self.agreement.begin(flat, path)
         except CkptkitError as error:
             return self._failed(handle, path, error)
+        if reason:
+            return reason
         self.handles.append(handle)
-        save = self._named(int(agreed["number"]), path, handle)
+        save = self._named(number, path, handle)
         save.began, save.after = began, after
         with self._slot.hand_over(save):
             self._slot.stage(save, held)
@@ -400,13 +388,6 @@ class _Session:
         handle.fail(error)
         self.handles.append(handle)
         return handle
-
-    def refuse(self, topic: str, error: BaseException) -> None:
-        """Tells the other ranks of an error, without waiting for them."""
-        failures = getattr(error, "failures", None)  # of torch's `CheckpointException`, by rank
-        found = next(iter(failures.values()))[0] if failures else error
-        told = found if isinstance(found, Exception) else SaveError(type(found).__name__)
-        self.peers.refuse(topic, told, timeout_seconds=_TIMEOUT_SECONDS)
 
     def wait(self, seconds: float | None = None) -> None:
         """Waits for saves under way to end or fail."""
@@ -456,7 +437,37 @@ class _Session:
             shares=True,
         )
 
-    def _held(self, flat: _Flat, digests: Mapping[str, Any]) -> Holdings:
+
+class Agreement:
+    """What ranks agree on at the call of a save: who saves, its number, and who holds what."""
+
+    def __init__(self, peers: Peers) -> None:
+        self.peers = peers
+        self._count = 0
+        # The ranks that hold each key of an entry that is not alike on all, by their digests.
+        self._holders: dict[str, tuple[tuple[str, ...], dict[str, Ranks]]] = {}
+
+    def refuse(self, topic: str, error: BaseException) -> None:
+        """Tells the other ranks of an error, without waiting for them."""
+        failures = getattr(error, "failures", None)  # of torch's `CheckpointException`, by rank
+        found = next(iter(failures.values()))[0] if failures else error
+        told = found if isinstance(found, Exception) else SaveError(type(found).__name__)
+        self.peers.refuse(topic, told, timeout_seconds=_TIMEOUT_SECONDS)
+
+    def begin(self, flat: FlatState, path: Path) -> tuple[int, str, Holdings]:
+        """Returns the number, why only torch can save it, and what this rank holds."""
+        self._count += 1
+        value = {
+            "number": self._count,
+            "place": place_facts(path),
+            "stock": flat.reason,
+            "digests": flat.digests(),
+        }
+        agreed = self.peers.agree(BEGIN, value, _decide, timeout_seconds=_TIMEOUT_SECONDS)
+        number, reason = int(agreed["number"]), str(agreed["stock"])
+        return number, reason, Holdings(()) if reason else self._held(flat, agreed["digests"])
+
+    def _held(self, flat: FlatState, digests: Mapping[str, Any]) -> Holdings:
         """Returns what this rank holds, once it knows which ranks hold the same."""
         ranks = range(self.peers.world_size)
         unlike = {name: tuple(of_ranks) for name, of_ranks in digests.items() if of_ranks}
@@ -500,7 +511,7 @@ def _decide(values: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-class _Flat:
+class FlatState:
     """A state dict on this rank, flattened as torch does it."""
 
     def __init__(self, state_dict: Mapping[str, Any]) -> None:
