@@ -33,7 +33,7 @@ def blocked(rounds: int, blocks: int) -> None:
     for kind in _KINDS:
         options = (f"--rounds={rounds}", f"--blocks={blocks}", f"--savers={OURS};{kind}")
         ranks = run_ranks("compare", *options)
-        found = {name: over(ranks, name, lambda v: v["blocked"]) for name in (OURS, kind)}
+        found = {name: over(ranks, name, lambda v: v["call"]) for name in (OURS, kind)}
         ratio = statistics.median(a / b for a, b in zip(found[OURS], found[kind], strict=True))
         durable = {
             name: statistics.median(over(ranks, name, lambda v: v["durable"])) for name in found

@@ -97,6 +97,12 @@ class Ending:
 
     def __init__(self) -> None:
         self.at = 0.0
+        self.called = time.perf_counter()
+
+    def call(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Notes that the call begins, once its argument is there."""
+        self.called = time.perf_counter()
+        return state
 
     def now(self, _: Any = None) -> None:
         """Notes that it is durable."""
@@ -121,7 +127,8 @@ def savers(
         reports.append(checkpointer.save(len(reports) + 1, loop.state))
 
     def by_door(folder: Path, ending: Ending) -> None:
-        future = door.async_save(state(), checkpoint_id=folder, process_group=group)
+        given = ending.call(state())
+        future = door.async_save(given, checkpoint_id=folder, process_group=group)
         future.add_done_callback(ending.now)
 
     def by_dcp(folder: Path, ending: Ending) -> None:
@@ -129,13 +136,14 @@ def savers(
         ending.now()
 
     def by_thread(folder: Path, ending: Ending) -> None:
-        future = dcp.async_save(state(), checkpoint_id=folder, process_group=group)
+        given = ending.call(state())
+        future = dcp.async_save(given, checkpoint_id=folder, process_group=group)
         future.add_done_callback(ending.now)
 
     def by_process(folder: Path, ending: Ending) -> None:
-        kind = AsyncCheckpointerType.PROCESS
+        kind, given = AsyncCheckpointerType.PROCESS, ending.call(state())
         future = dcp.async_save(
-            state(), checkpoint_id=folder, process_group=group, async_checkpointer_type=kind
+            given, checkpoint_id=folder, process_group=group, async_checkpointer_type=kind
         )
         future.add_done_callback(ending.now)
 
@@ -159,7 +167,7 @@ def one_save(loop: Loop, save: Saver, folder: Path, copy: WarmCopy) -> dict[str,
     ending = Ending()
     began = time.perf_counter()
     save(folder, ending)
-    blocked = time.perf_counter() - began
+    ended = time.perf_counter()
     during: list[float] = []
     while not loop.together(flag=bool(ending.at)):
         during.append(loop.step())
@@ -167,7 +175,8 @@ def one_save(loop: Loop, save: Saver, folder: Path, copy: WarmCopy) -> dict[str,
     time.sleep(AFTER_SECONDS)
     return {
         "warm": warm,
-        "blocked": blocked,
+        "blocked": ended - began,
+        "call": ended - ending.called,
         "durable": ending.at - began,
         "quiet": quiet,
         "during": during,
