@@ -374,6 +374,8 @@ def dies_leaving(folder: Path, how: str) -> None:
     dist.barrier()
     dcp.async_save({"w": big, "rank": dist.get_rank()}, checkpoint_id=folder / "step-2")
     if how == "killed" and is_first:
+        while not list(folder.glob(".step-2*")):  # nothing of it is there yet
+            time.sleep(0.001)
         os.kill(os.getpid(), 9)
     raise SystemExit
 
