@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.fsdp import fully_shard
 
 from ckptkit.training import Checkpointer
+from ckptkit.training import dcp as door
 
 BLOCKS, PAIRS, WIDE, NARROW = 28, 4, 1_024, 384
 TOKENS = 16
@@ -96,6 +97,12 @@ class Ending:
 
     def __init__(self) -> None:
         self.at = 0.0
+        self.called = time.perf_counter()
+
+    def call(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Notes that the call begins, once its argument is there."""
+        self.called = time.perf_counter()
+        return state
 
     def now(self, _: Any = None) -> None:
         """Notes that it is durable."""
@@ -119,23 +126,30 @@ def savers(
         endings.append(ending)
         reports.append(checkpointer.save(len(reports) + 1, loop.state))
 
+    def by_door(folder: Path, ending: Ending) -> None:
+        given = ending.call(state())
+        future = door.async_save(given, checkpoint_id=folder, process_group=group)
+        future.add_done_callback(ending.now)
+
     def by_dcp(folder: Path, ending: Ending) -> None:
         dcp.save(state(), checkpoint_id=folder)
         ending.now()
 
     def by_thread(folder: Path, ending: Ending) -> None:
-        future = dcp.async_save(state(), checkpoint_id=folder, process_group=group)
+        given = ending.call(state())
+        future = dcp.async_save(given, checkpoint_id=folder, process_group=group)
         future.add_done_callback(ending.now)
 
     def by_process(folder: Path, ending: Ending) -> None:
-        kind = AsyncCheckpointerType.PROCESS
+        kind, given = AsyncCheckpointerType.PROCESS, ending.call(state())
         future = dcp.async_save(
-            state(), checkpoint_id=folder, process_group=group, async_checkpointer_type=kind
+            given, checkpoint_id=folder, process_group=group, async_checkpointer_type=kind
         )
         future.add_done_callback(ending.now)
 
     return {
         "ckptkit": by_ckptkit,
+        "ckptkit.training.dcp": by_door,
         "dcp.save": by_dcp,
         "dcp.async_save, thread": by_thread,
         "dcp.async_save, process": by_process,
@@ -153,7 +167,7 @@ def one_save(loop: Loop, save: Saver, folder: Path, copy: WarmCopy) -> dict[str,
     ending = Ending()
     began = time.perf_counter()
     save(folder, ending)
-    blocked = time.perf_counter() - began
+    ended = time.perf_counter()
     during: list[float] = []
     while not loop.together(flag=bool(ending.at)):
         during.append(loop.step())
@@ -161,7 +175,8 @@ def one_save(loop: Loop, save: Saver, folder: Path, copy: WarmCopy) -> dict[str,
     time.sleep(AFTER_SECONDS)
     return {
         "warm": warm,
-        "blocked": blocked,
+        "blocked": ended - began,
+        "call": ended - ending.called,
         "durable": ending.at - began,
         "quiet": quiet,
         "during": during,
@@ -256,6 +271,35 @@ def resume(loop: Loop, folder: Path, rounds: int) -> dict[str, Any]:
     return found
 
 
+def many(loop: Loop, folder: Path, saves: int) -> dict[str, Any]:
+    """Saves again and again by each saver, and says what the rank and its children hold."""
+    with Checkpointer(folder / "run") as checkpointer:
+        compared = savers(loop, checkpointer, [], [])
+    found: dict[str, Any] = {}
+    for name in ("ckptkit.training.dcp", "dcp.async_save, thread"):
+        rows = found[name] = {}
+        for number in range(1, saves + 1):
+            ending = Ending()
+            compared[name](folder / "peer", ending)
+            while not loop.together(flag=bool(ending.at)):
+                time.sleep(0.002)
+            clear(folder / "peer")
+            if number in {5, 20, 50, 100, saves}:
+                gc.collect()
+                rows[number] = held_bytes()
+    return found
+
+
+def held_bytes() -> int:
+    """Returns the memory of this process and its children, shared memory once."""
+    pids = [os.getpid()]
+    for task in Path("/proc/self/task").iterdir():
+        pids += map(int, (task / "children").read_text(encoding="ascii").split())
+    rows = [Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii") for pid in pids]
+    return sum(int(line.split()[1]) << 10 for text in rows for line in text.splitlines()
+               if line.startswith("Pss:"))  # fmt: skip
+
+
 def clear(folder: Path) -> None:
     """Removes what a peer wrote."""
     dist.barrier()
@@ -267,7 +311,7 @@ def clear(folder: Path) -> None:
 def main() -> None:
     """Runs what the command line asks for, and prints every rank's findings on rank 0."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=["compare", "long", "resume"])
+    parser.add_argument("what", choices=["compare", "long", "many", "resume"])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--blocks", type=int, default=BLOCKS)
@@ -282,6 +326,8 @@ def main() -> None:
         loop.step()
     if arguments.what == "compare":
         found = compare(loop, arguments.folder, arguments.rounds, arguments.savers.split(";"))
+    elif arguments.what == "many":
+        found = many(loop, arguments.folder, arguments.steps)
     elif arguments.what == "long":
         found = long_run(loop, arguments.folder, arguments.steps, 30)
     else:

@@ -13,6 +13,7 @@ import os
 import runpy
 import sys
 from collections.abc import Callable, Sequence
+from concurrent import futures
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
@@ -20,10 +21,10 @@ from typing import Any, TextIO
 
 from msgspec import Struct
 
+from ckptkit.core.arguments import STOCK
 from ckptkit.core.errors import UnsupportedError, UsageError
 from ckptkit.core.text import a_kind
 from ckptkit.integrations.patches import (
-    STOCK,
     ImportPatcher,
     Library,
     replace_methods,
@@ -41,7 +42,8 @@ usage: python -m ckptkit.run SCRIPT [ARGUMENT...]
 Runs an unmodified training script. What accelerate's save_state and the Trainer save in shards
 (FSDP with SHARDED_STATE_DICT) is saved by ckptkit, in the background and in the same files, and
 loaded by it; save_model of both writes without a gather, and get_state_dict of accelerate collects
-the state without one; all else stays as it is.
+the state without one. save, async_save and load of torch.distributed.checkpoint go through ckptkit
+too, whichever framework calls them. All else stays as it is.
 
 CKPTKIT_RUN=on     the default
 CKPTKIT_RUN=wait   training waits for each save, for scripts that use the folder right after it
@@ -53,6 +55,7 @@ _OTHER_WORDS = {"": "on", **dict.fromkeys(("1", "yes", "true"), "on")}
 _OTHER_WORDS |= dict.fromkeys(("0", "no", "false"), "off")
 _OWN_FRAMES = frozenset({__file__, runpy.__file__, "<frozen runpy>"})
 _OPEN_RUNS = "ckptkit.integrations.checkpointers"
+_OPEN_SAVES = "ckptkit.training.dcp"
 
 
 class Script(Struct, frozen=True):
@@ -177,8 +180,38 @@ def _patch_trainer(module: ModuleType, patcher: ImportPatcher) -> None:
     replace_methods(module.Trainer, __init__=init)
 
 
+def _patch_dcp(module: ModuleType, patcher: ImportPatcher) -> None:
+    """Makes the functions of torch.distributed.checkpoint save and load through ckptkit.
+
+    Source: `state_dict_saver` and `state_dict_loader` of it, torch 2.6 to 2.15.
+    """
+
+    def ours(name: str) -> Callable[..., Any]:
+        def function(*arguments: Any, **options: Any) -> Any:
+            patcher.log_use()
+            answer = getattr(importlib.import_module(_OPEN_SAVES), name)(*arguments, **options)
+            if patcher.waits and name == "async_save":
+                futures.wait([getattr(answer, "upload_completion", answer)])
+            return answer
+
+        return function
+
+    names = [name for name in ("save", "async_save", "load") if hasattr(module, name)]
+    stock = {name: getattr(module, name) for name in names}
+    replace_methods(module, **{name: ours(name) for name in names})
+    package = sys.modules.get(_DCP)
+    for name in names:  # where the package was imported before
+        if getattr(package, name, None) is stock[name]:
+            setattr(package, name, getattr(module, name))
+
+
+_DCP = "torch.distributed.checkpoint"
 _ACCELERATE = "accelerate.accelerator"
 _LIBRARIES = (
+    *(
+        Library(f"{_DCP}.state_dict_{part}", _DCP, (2, 6), (2, 15), _patch_dcp)
+        for part in ("saver", "loader")
+    ),
     Library(_ACCELERATE, "accelerate", (1, 7), (1, 15), _patch_accelerate),
     Library(
         "transformers.trainer", "Trainer", (5, 6), (5, 23), _patch_trainer, requires=_ACCELERATE
@@ -229,11 +262,10 @@ def _execute(script: Script) -> None:
 
 def _wait_for_saves() -> int:
     """Waits for all saves, and returns the exit status for their errors."""
-    if _OPEN_RUNS not in sys.modules:  # nothing was saved
-        return 0
-    from ckptkit.integrations.checkpointers import close_all
-
-    failures = close_all()
+    failures = []
+    for name in (_OPEN_SAVES, _OPEN_RUNS):
+        if name in sys.modules:  # otherwise nothing was saved
+            failures += sys.modules[name].close_all()
     for failure in failures:
         logger.error("%s", failure)
     return failures[0].exit_status if failures else 0

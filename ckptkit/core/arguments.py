@@ -20,6 +20,9 @@ from ckptkit.core.text import a_kind
 P = ParamSpec("P")
 R = TypeVar("R")
 
+STOCK = "ckptkit_stock"
+"""The attribute of what replaces a function of a library, with that function."""
+
 _ALIKE = 0.5  # from which two names are taken for one
 
 

@@ -18,12 +18,10 @@ from typing import Any
 
 from msgspec import Struct
 
+from ckptkit.core.arguments import STOCK
 from ckptkit.version import __version__
 
 logger = logging.getLogger(__name__)
-
-STOCK = "ckptkit_stock"
-"""The attribute of a replacement that holds the method that it replaces."""
 
 _NUMBERS = re.compile(r"(\d+)\.(\d+)")
 _Version = tuple[int, int]
@@ -86,7 +84,7 @@ class ImportPatcher(importlib.abc.MetaPathFinder):
                 "ckptkit %s: sharded saves of %s go through ckptkit%s; CKPTKIT_RUN=off switches"
                 " it off",
                 __version__,
-                " and ".join(self._patched),
+                " and ".join(dict.fromkeys(self._patched)),
                 ending,
             )
 
@@ -131,8 +129,8 @@ class ImportPatcher(importlib.abc.MetaPathFinder):
         return ""
 
 
-def replace_methods(owner: type, **methods: Callable[..., Any]) -> None:
-    """Replaces methods of a class; each replacement has the replaced method as `STOCK`."""
+def replace_methods(owner: type | ModuleType, **methods: Callable[..., Any]) -> None:
+    """Replaces methods of a class, or functions of a module; each has the replaced as `STOCK`."""
     stock = {name: getattr(owner, name) for name in methods}
     for name, method in methods.items():
         replacement = functools.update_wrapper(method, stock[name])

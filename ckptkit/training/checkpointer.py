@@ -298,7 +298,7 @@ class Checkpointer:
             if save.error is None:
                 bound = find_state()
                 self._describe(save, bound, metrics)
-                slot.stage(save, bound)
+                slot.stage(save, bound.holdings(save.step), bound.models)
         # Not of a call that raises, which training hears anyway.
         self._failed.open.append(save.handle)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -18,7 +18,7 @@ from ckptkit.training.step_names import name_save
 
 Report = TypeVar("Report", "PushReport", "SaveReport", "ExportReport")
 _OF_CKPTKIT = frozenset(
-    {"add_copy", "fail", "follow", "free", "mark_known", "set_local", "succeed"}
+    {"add_copy", "call_at_end", "fail", "follow", "free", "mark_known", "set_local", "succeed"}
 )
 """Methods of results that the threads call which make them."""
 
@@ -108,6 +108,10 @@ class BackgroundResult(Generic[Report]):
     def mark_known(self) -> None:
         """Records that the caller knows the result."""
         self._asked = True
+
+    def call_at_end(self, call: Callable[[], None]) -> None:
+        """Calls a function once it has ended, at once if it has."""
+        self._future.add_done_callback(lambda _: call())
 
     def succeed(self, report: Report) -> None:
         """Ends it with success."""

@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from ckptkit.core.crc import crc32
 from ckptkit.core.errors import (
     ChecksumError,
+    CkptkitError,
     FormatError,
     MissingFileError,
     OutputExistsError,
@@ -43,6 +44,7 @@ from ckptkit.storage.locations import check_relative, unstaged_path
 from ckptkit.writer.merge import Merged, MergedUnit, Merger, with_findings
 from ckptkit.writer.messages import ByteCounter, Commit, RecordProof, StepCommitted
 from ckptkit.writer.record import RECORDS_FOLDER, RankRecord, parse_record
+from ckptkit.writer.sweep import sweep
 
 
 def commit(request: Commit, disk: Disk, counter: ByteCounter) -> StepCommitted:
@@ -86,12 +88,14 @@ def commit(request: Commit, disk: Disk, counter: ByteCounter) -> StepCommitted:
     manifest = manifest_bytes({**request.manifest, "source": source}, attempt.files, str(place))
     put_file(place, manifest)
     disk.sync_directory(folder)
-    replaced = _rename(folder, final, disk)
+    replaced = _rename(folder, final, disk, shared=request.shared)
     if replaced is not None:
         try:
             shutil.rmtree(replaced)
         except OSError as error:
             notes.append(f"the replaced step could not be removed: {error}")
+    if request.shared:
+        notes += sweep(final.parent, final.name)
     # A step with lost values must not retire a complete one.
     remove = () if merged.lost else request.remove
     removed, unremoved = remove_steps([Path(step) for step in remove if Path(step) != final])
@@ -137,8 +141,10 @@ def _copy_sidecar(source: Path, folder: Path, counter: ByteCounter) -> dict[str,
     return files
 
 
-def _rename(folder: Path, final: Path, disk: Disk) -> Path | None:
+def _rename(folder: Path, final: Path, disk: Disk, *, shared: bool) -> Path | None:
     """Renames a durable working folder to its step, durably; a complete step is replaced.
+
+    Where files of others may be in the step's directory, and are, the files are moved into it.
 
     Returns:
         The hidden folder that has the replaced step now, None if nothing was replaced.
@@ -149,6 +155,9 @@ def _rename(folder: Path, final: Path, disk: Disk) -> Path | None:
     except OSError as error:
         if error.errno not in OCCUPIED:
             raise
+        if shared and final.is_dir() and _holds_more(final):
+            _move_into(folder, final, disk)
+            return None
         if not final.is_dir() or final.is_symlink() or not (final / MANIFEST_NAME).is_file():
             raise OutputExistsError(
                 f"expected a step or nothing, found something without a {MANIFEST_NAME}",
@@ -168,6 +177,34 @@ def _rename(folder: Path, final: Path, disk: Disk) -> Path | None:
                 replaced = folder.rename(trash)
     disk.sync_directory(final.parent)
     return replaced
+
+
+def _holds_more(final: Path) -> bool:
+    """Returns whether a folder has other files than those of one complete step."""
+    try:
+        data = (final / MANIFEST_NAME).read_bytes()
+        own = {*parse_manifest(data, where=str(final)).files, MANIFEST_NAME}
+    except (OSError, CkptkitError):
+        return True
+    files = (path for path in final.rglob("*") if not path.is_dir())
+    return any(path.relative_to(final).as_posix() not in own for path in files)
+
+
+def _move_into(folder: Path, final: Path, disk: Disk) -> None:
+    """Moves durable files into a folder that is there; what makes it a checkpoint comes last."""
+    last = (METADATA_NAME, MANIFEST_NAME)
+    for name in reversed(last):  # of an earlier save, some files of which are replaced
+        (final / name).unlink(missing_ok=True)
+        disk.sync_directory(final)
+    paths = [path for path in folder.rglob("*") if path.is_file()]
+    for path in sorted(paths, key=lambda path: last.index(path.name) if path.name in last else -1):
+        target = final / path.relative_to(folder)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if path.name in last:
+            sync_folders(final, disk)
+        path.replace(target)
+    disk.sync_directory(final)
+    shutil.rmtree(folder)
 
 
 def remove_steps(steps: Sequence[Path]) -> tuple[list[Path], list[str]]:

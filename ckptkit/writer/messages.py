@@ -121,6 +121,8 @@ class Commit(Struct, frozen=True, tag=True, tag_field="kind"):
     beside: str = ""  # a folder whose files are copied into the step; empty for none
     remove: tuple[str, ...] = ()  # older steps to remove once the new one is durable
     visible_seconds: float = 60.0  # how long to wait until files of other ranks become visible
+    # Whether files of others may be in the directory, and stay there. Leftovers of its name go.
+    shared: bool = False
     # The ranks with a proof if these are not all: their files become a node's copy of the step,
     # which keeps their records and is not merged.
     node_ranks: tuple[int, ...] = ()

@@ -32,27 +32,29 @@ class Leftover(Struct, frozen=True):
     kind: str  # `work`, `old` or `trash`
 
 
-def leftovers(run: Path) -> tuple[Leftover, ...]:
-    """Lists the hidden folders of saves in a run, including those in use."""
+def leftovers(run: Path, step: str = "") -> tuple[Leftover, ...]:
+    """Lists the hidden folders of saves in a run, or of one step, including those in use."""
     folders = []
     for path in sorted(run.iterdir()):
         match = _HIDDEN.fullmatch(path.name)
-        if match and path.is_dir() and not path.is_symlink() and not (path / _LOCK).exists():
+        if match is None or match["name"] != (step or match["name"]):
+            continue
+        if path.is_dir() and not path.is_symlink() and not (path / _LOCK).exists():
             folders.append(Leftover(path, match["name"], match["kind"] or "work"))
     return tuple(folders)
 
 
-def sweep(run: Path) -> tuple[str, ...]:
+def sweep(run: Path, step: str = "") -> tuple[str, ...]:
     """Restores a step whose replacement was interrupted, and removes all other leftovers.
 
-    Nothing may be saving into the run at the same time.
+    Nothing may be saving into the run, or the step if one is named, at the same time.
 
     Returns:
         Notes for the log.
     """
     notes = []
     try:
-        folders = leftovers(run)
+        folders = leftovers(run, step)
     except OSError as error:
         return (f"{run} could not be searched for leftovers of earlier jobs: {error}",)
     # Replaced steps come first: one may be the only complete copy of its step.
@@ -71,7 +73,7 @@ def sweep(run: Path) -> tuple[str, ...]:
     if folders:
         LOCAL_DISK.sync_directory(run)
     marks = run / MARKS_FOLDER
-    for path in sorted(marks.iterdir()) if marks.is_dir() else ():
+    for path in sorted(marks.iterdir()) if marks.is_dir() and not step else ():
         # The sidecar folder of a job that has ended.
         if _SIDECARS.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
             try:

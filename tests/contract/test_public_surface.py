@@ -34,7 +34,7 @@ PINNED = Path(__file__).with_name("public_surface.json")
 LLAMA = ROOT / "fixtures" / "accelerate_fsdp2_tied_with_config" / "checkpoint"
 ADAPTER = ROOT / "fixtures" / "peft_fsdp2" / "checkpoint"
 MODULES = (
-    *("ckptkit", "ckptkit.hub", "ckptkit.readers", "ckptkit.training"),
+    *("ckptkit", "ckptkit.hub", "ckptkit.readers", "ckptkit.training", "ckptkit.training.dcp"),
     *("ckptkit.integrations.accelerate", "ckptkit.integrations.scalars"),
     "ckptkit.integrations.transformers",
 )

@@ -11,6 +11,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,14 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
 
 from ckptkit.core.errors import UsageError
 from ckptkit.training import Checkpointer
@@ -297,7 +302,69 @@ def mistakes(folder: Path, kind: str) -> None:
     assert time.monotonic() - began < 150  # on a busy machine; nothing waited for the timeout
 
 
+class Uneven(nn.Module):
+    """Two weights of one shape, of which the ranks hold other numbers of rows."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for name, cut in {"one": 5, "two": 2}.items():
+            self.register_parameter(name, self.part_of(cut, declared=kind != "undeclared"))
+        if kind != "silent":
+            self.register_state_dict_post_hook(Uneven.gather_shapes)  # type: ignore[no-untyped-call]
+        self.refuses = kind == "extra"
+
+    def part_of(self, cut: int, *, declared: bool) -> nn.Parameter:
+        whole = torch.arange(21.0).view(7, 3) + cut
+        start, stop = (cut, 7) if dist.get_rank() else (0, cut)
+        local, cuts = whole[start:stop].clone(), [Shard(0)]
+        part = DTensor.from_local(
+            local, self.mesh, cuts, run_check=False, shape=whole.shape, stride=(3, 1)
+        )
+        parameter: Any = nn.Parameter(part)
+        if declared:
+            chunk = ChunkStorageMetadata(torch.Size((start, 0)), torch.Size((stop - start, 3)))
+            parameter._local_tensor.__create_chunk_list__ = lambda: [chunk]
+        assert isinstance(parameter, nn.Parameter)
+        return parameter
+
+    def gather_shapes(self, *_: Any) -> None:
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, len(list(self.parameters())))
+
+    def get_extra_state(self) -> torch.Tensor:
+        if self.refuses:
+            self.gather_shapes()
+        return torch.ones(1)
+
+    def set_extra_state(self, state: Any) -> None:
+        pass
+
+
+def talkative(folder: Path, kind: str) -> None:
+    """A module whose `state_dict()` asks the other ranks, which may look at another moment."""
+    module, path = Uneven(kind), folder
+    with Checkpointer(folder / "run", layout="dcp", timeout_seconds=30) as checkpointer:
+        for step in (1, 2):
+            if dist.get_rank() == 0:  # so that this rank alone looks anew
+                module.one.requires_grad_(step == 1)
+            began = time.monotonic()
+            if kind in {"undeclared", "extra"}:
+                found = "one" if kind == "undeclared" else "module 'Uneven'"
+                error = checkpointer.save(step, {"model": module}).exception(60)
+                assert found in str(error), error
+                assert time.monotonic() - began < 15
+                return
+            with nobody_talks() if kind == "silent" else nullcontext():
+                path = checkpointer.save(step, {"model": module}).result(60)
+    loaded = {"model": {"one": torch.zeros(7, 3), "two": torch.zeros(7, 3)}}
+    dcp.load(loaded, checkpoint_id=path)
+    for name, cut in {"one": 5, "two": 2}.items():
+        assert torch.equal(loaded["model"][name], torch.arange(21.0).view(7, 3) + cut)
+
+
 CASES: dict[str, Callable[[Path, str], None]] = {
+    "talkative": talkative,
     "save": save_and_resume,
     "stopped": stopped_rank,
     "waves": waves,

@@ -53,6 +53,15 @@ def test_saves_in_parts_kept_skipped_and_mistaken_are_what_all_ranks_take_them_f
 
 @pytest.mark.distributed
 @pytest.mark.slow
+def test_a_save_calls_nothing_that_another_rank_would_have_to_call_alike(
+    run_ranks: Callable[..., Any], tmp_path: Path
+) -> None:
+    kinds = ("silent", "gathering", "undeclared", "extra")
+    run_ranks(SCRIPT, 2, tmp_path, *(f"talkative:{kind}" for kind in kinds))
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
 def test_a_save_returns_while_another_rank_is_stopped_for_a_minute(
     run_ranks: Callable[..., Any], tmp_path: Path
 ) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ckptkit.core.arguments import STOCK
 from ckptkit.core.errors import OutputExistsError, SaveError, UnsupportedError, UsageError
 from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.integrations.accelerate import accelerator_state as states
@@ -25,7 +26,6 @@ from ckptkit.integrations.accelerate.accelerator_state import (
 )
 from ckptkit.integrations.accelerate.whole_state import whole_state
 from ckptkit.integrations.checkpointers import OpenRun, export_into, naming_options
-from ckptkit.integrations.patches import STOCK
 from ckptkit.storage.locations import MARKS_FOLDER
 from ckptkit.training import step_names
 from ckptkit.training.agree.barrier import SharedAnswers

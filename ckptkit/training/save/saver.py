@@ -51,7 +51,7 @@ from ckptkit.training.save.staging import SharedBuffer, Staged, Stager, measure_
 from ckptkit.training.save.writer_process import WriterProcess, WriterTimeouts
 from ckptkit.training.settings import Settings
 from ckptkit.training.sidecar import configuration_of
-from ckptkit.training.state.collect import BoundState, expected_state_bytes
+from ckptkit.training.state.collect import BoundModel, BoundState, expected_state_bytes
 from ckptkit.training.state.memory_changes import call_before_changes
 from ckptkit.training.state.objects import is_plain, serialise, torch_archive
 from ckptkit.training.state.pieces import Holdings, ObjectValue, Piece
@@ -85,6 +85,7 @@ class Save(Struct):
     handle: SaveHandle  # the caller's handle
     began: float = 0.0  # `time.perf_counter` at the call of `save`
     retires: bool = True  # whether older steps are removed for it, by the rules of retention
+    shares: bool = False  # whether files of others may be in the step's directory, and stay there
     # The previous save, which ends first, so that the later of two saves of a step stays
     after: SaveHandle | None = None
     beside: str = ""  # a folder whose files are copied next to the shards; empty for none
@@ -260,6 +261,7 @@ class SaveCommitter:
                     beside=save.beside,
                     remove=tuple(map(str, retired)),
                     visible_seconds=min(_VISIBLE_SECONDS, self._timeout_seconds / 2),
+                    shared=save.shares,
                 )
             )
         except CkptkitError as error:
@@ -423,7 +425,7 @@ class SaveSlot:
         if self._current is not None:
             self._current.wait_freed()
         pieces = bound.holdings(0).pieces  # cached, so the first save finds them faster
-        plan = self._plan_for(bound, pieces)
+        plan = self._plan_for(bound.models, pieces)
         # Large enough for later saves, so that it need not grow.
         further_bytes = expected_state_bytes(bound, pieces, self._signatures.of(pieces)[0])
         self._stager.close()
@@ -433,7 +435,7 @@ class SaveSlot:
         self._copy_limit = measure_copy_limit(self._buffer)
         self._stager.load(plan)
         self._writer.start()
-        self._guard(bound)
+        self._guard(bound.models)
 
     @contextmanager
     def hand_over(self, save: Save) -> Iterator[None]:
@@ -468,11 +470,10 @@ class SaveSlot:
                 save.handle.blocked_seconds = time.perf_counter() - save.began
             self._worker.submit_unwatched(partial(self._finish, save))
 
-    def stage(self, save: Save, bound: BoundState) -> None:
+    def stage(self, save: Save, holdings: Holdings, models: Sequence[BoundModel] = ()) -> None:
         """Copies this rank's part of the state; the last wave is persisted in the background."""
-        holdings = bound.holdings(save.step)
-        pieces, plan = holdings.pieces, self._plan_for(bound, holdings.pieces)
-        self._guard(bound)
+        pieces, plan = holdings.pieces, self._plan_for(models, holdings.pieces)
+        self._guard(models)
         waves, with_frozen = self._frozen.files_for(plan, pieces, self._stager, save)
         save.staged_bytes = plan.data_bytes - (0 if with_frozen else plan.frozen_bytes)
         save.copy_limit = self._copy_limit
@@ -497,6 +498,10 @@ class SaveSlot:
             save.handle.blocked_seconds = time.perf_counter() - save.began
             write = partial(self._persist, save, wave, staged, samples, small, record)
             self._worker.submit_unwatched(write)
+
+    def join(self) -> None:
+        """Makes each device's current stream wait for copies, so that it may change tensors."""
+        self._stager.join()
 
     def kill(self) -> None:
         self._writer.kill()
@@ -561,7 +566,7 @@ class SaveSlot:
         save.durable = time.perf_counter()
         self._end(save)
 
-    def _plan_for(self, bound: BoundState, pieces: Sequence[Piece]) -> SavePlan:
+    def _plan_for(self, bound: Sequence[BoundModel], pieces: Sequence[Piece]) -> SavePlan:
         owners, signature = self._signatures.of(pieces)
         changing, plan = self._frozen.changing, self._plan
         if plan is None or plan.signature != signature or self._changing != changing:
@@ -572,7 +577,7 @@ class SaveSlot:
                 rank=self._peers.rank,
                 limit_bytes=limit,
                 changing=changing,
-                models={(m.unit, m.path): configuration_of(m.module) for m in bound.models},
+                models={(m.unit, m.path): configuration_of(m.module) for m in bound},
             )
             self._plan, self._changing = plan, changing
         return plan
@@ -583,9 +588,9 @@ class SaveSlot:
             self._last_note = self._buffer.note
             logger.warning("rank %d: %s", self._peers.rank, self._last_note)
 
-    def _guard(self, bound: BoundState) -> None:
+    def _guard(self, bound: Sequence[BoundModel]) -> None:
         """Makes optimizers and loads of this state wait for copies that are under way."""
-        models = tuple(model.module for model in bound.models)
+        models = tuple(model.module for model in bound)
         if self._guarded is None or list(map(id, models)) != list(map(id, self._guarded)):
             self._unguard()
             with ExitStack() as undo:

@@ -113,7 +113,13 @@ class Meshes:
         mesh, placements = tensor.device_mesh, tuple(tensor.placements)
         shape = tuple(tensor.shape)
         key = (id(mesh), placements, shape)
-        cut = self._cuts.get(key) or self._cuts.setdefault(key, self._cut(fqn, tensor))
+        # One that says itself where its part is, as megatron-fsdp's uneven ones, is unlike others.
+        is_declared = hasattr(tensor._local_tensor, "__create_chunk_list__")  # noqa: SLF001
+        cut = None if is_declared else self._cuts.get(key)
+        if cut is None:
+            cut = self._cut(fqn, tensor)
+            if not is_declared:
+                self._cuts[key] = cut
         return ShardLayout(fqn, shape, *cut, values, sharded=True)
 
     def _cut(self, fqn: str, tensor: DTensor) -> _Cut:

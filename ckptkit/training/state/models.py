@@ -6,6 +6,7 @@ It is looked at outside of the caller's modes of torch: see `plain_torch`.
 from __future__ import annotations
 
 import copy
+import logging
 import operator
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -55,6 +56,8 @@ from ckptkit.training.state.pieces import (
 from ckptkit.training.state.quant_states import lasting_scales, lost_scales, packed_weights
 from ckptkit.training.state.structures import Collected
 from ckptkit.training.step_names import TensorPlaces, clean_fqn, parallel_prefixes, wrapper_names
+
+logger = logging.getLogger(__name__)
 
 
 class _Structure(Struct, frozen=True):
@@ -114,6 +117,8 @@ class ModelWalk:
         self._place = places, world, where
         self._structure = _Structure.of(model, *self._place)
         self._kept: tuple[tuple[object, ...], KeptPieces, ModelView] | None = None
+        self._communicates = False  # whether its hooks of state_dict() ask other ranks
+        self._tied: list[list[str]] = []  # the names of tied tensors, at the last look
 
     def look(self, *, keep: bool = False) -> ModelView:
         """Returns what this rank holds of the model now.
@@ -140,6 +145,12 @@ class ModelWalk:
             if pieces is not None:
                 return view.holding(pieces)
         view, identities = self._fresh(keep=keep)
+        start = len(self._structure.places.path)
+        self._tied = [
+            [".".join(map(str, path[start:])) for path in (piece.key_path, *piece.aliases)]
+            for piece in view.pieces
+            if piece.aliases
+        ]
         self._kept = None
         names, tensors, managed = self._members(view.managed)
         # Hooks may have made values only for this state dict, so that the next one may differ.
@@ -206,13 +217,8 @@ class ModelWalk:
         return (*names, *trained), [*tensors, *shards], [*others, *managed_too]
 
     def facts(self) -> dict[str, Any]:
-        view, mesh = self.look(), self._structure.meshes.largest
-        start = len(self._structure.places.path)
-        tied = [
-            [".".join(map(str, path[start:])) for path in (piece.key_path, *piece.aliases)]
-            for piece in view.pieces
-            if piece.aliases
-        ]
+        """Describes the last look. Rank 0 asks alone, so nothing of the model is called here."""
+        mesh = self._structure.meshes.largest
         units: tuple[FlatUnit, ...] = ()
         if self._structure.flat:
             units = flat_units(self._model, self._structure.parallel)
@@ -229,26 +235,36 @@ class ModelWalk:
             "mesh": None
             if mesh is None
             else {"shape": list(mesh.mesh.shape), "names": list(mesh.mesh_dim_names or ())},
-            "tied": tied,
+            "tied": self._tied,
             "flat_parameters": layout_facts(units),
         }
 
     def _named(self, units: tuple[FlatUnit, ...]) -> Iterator[tuple[str, object]]:
-        if not self._structure.flat:
+        if not self._structure.flat and not self._communicates:
             # The parameters themselves: detaching each DTensor would take most of the time.
             try:
-                named = self._model.state_dict(keep_vars=True)
+                with _WithoutCollectives():  # type: ignore[no-untyped-call]
+                    named = self._model.state_dict(keep_vars=True)
             except CkptkitError:
                 raise
+            except _CollectiveFoundError as error:
+                # This rank may look at another moment than others, which would not take part.
+                self._communicates = True
+                logger.info(
+                    "%s: a hook of its state_dict() calls %s, so hooks are left out, and tensors"
+                    " are saved as they say themselves where their parts are",
+                    *(self._structure.where, error),
+                )
             except Exception as error:
                 raise SaveError(
                     f"its state_dict(keep_vars=True) raised {type(error).__name__}: {error}",
                     where=self._structure.where,
                     hint="this is code of the model itself, which has to take these arguments",
                 ) from error
-            for name, value in named.items():
-                yield clean_fqn(name, self._structure.parallel), value
-            return
+            else:
+                for name, value in named.items():
+                    yield clean_fqn(name, self._structure.parallel), value
+                return
         managed = managed_parameters(units)  # FSDP1's own state_dict() would gather these
         # Modules may hold what is left of one under its name, such as bitsandbytes' packed weight
         # on memory that was given back.
@@ -256,8 +272,17 @@ class ModelWalk:
         for raw, module in self._model.named_modules(remove_duplicate=False):
             own: dict[str, object] = {}
             prefix = clean_fqn(raw, self._structure.parallel)
-            # This is what state_dict() calls for each module, without FSDP1's hooks.
-            module._save_to_state_dict(own, f"{prefix}." if prefix else "", keep_vars=True)  # noqa: SLF001
+            # This is what state_dict() calls for each module, without hooks such as FSDP1's.
+            try:
+                with _WithoutCollectives():  # type: ignore[no-untyped-call]
+                    module._save_to_state_dict(own, f"{prefix}." if prefix else "", keep_vars=True)  # noqa: SLF001
+            except _CollectiveFoundError as error:
+                raise SaveError(
+                    f"its state needs the other ranks: {error} was called for it",
+                    where=f"{self._structure.where}, module {prefix or type(module).__name__!r}",
+                    hint="pass the state dict that all ranks have made together, with"
+                    ' layout="dcp", instead of the model',
+                ) from error
             for name, value in own.items():
                 if id(value) not in managed and name not in names:
                     yield name, value
@@ -273,6 +298,21 @@ class ModelWalk:
                 value = originals.setdefault(id(entry), entry.to(dtype))
             restored.append((name, value))
         return restored
+
+
+class _CollectiveFoundError(Exception):
+    """Names a collective that code of a model was about to issue."""
+
+
+class _WithoutCollectives(dispatch.TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses collectives of the code that runs in it, before they reach any other rank."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if func.namespace in {"c10d", "_c10d_functional"} and "wait" not in str(func):
+            raise _CollectiveFoundError(str(func))
+        return func(*args, **kwargs or {})
 
 
 class ModelView(Collected):

@@ -200,6 +200,29 @@ def test_an_unknown_accelerate_stays_as_it_is_with_a_warning(
     assert done.returncode == 0
 
 
+@pytest.mark.parametrize(
+    ("version", "file"), [("2.15.1", "run.py"), ("2.5.1", "saver.py"), ("2.16.0", "saver.py")]
+)
+def test_the_functions_of_torch_are_replaced_by_version(
+    run: Run, tmp_path: Path, version: str, file: str
+) -> None:
+    put(tmp_path / "torch/__init__.py", f"__version__ = {version!r}")
+    put(tmp_path / "torch/distributed/__init__.py", "")
+    package = tmp_path / "torch/distributed/checkpoint"
+    put(package / "__init__.py", "from .state_dict_saver import save, async_save")
+    put(package / "state_dict_saver.py", "def save():\n    pass\nasync_save = lambda: None")
+    body = """
+from torch.distributed.checkpoint import async_save
+import torch.distributed.checkpoint as dcp
+found = (async_save, dcp.save, dcp.state_dict_saver.save)
+print({function.__code__.co_filename.rsplit("_", 1)[-1].rsplit("/", 1)[-1] for function in found})
+"""
+    done = run(put(tmp_path / "script.py", body))
+    assert done.stdout == f"{{{file!r}}}\n", done.stderr
+    warning = f"torch {version} was found, and ckptkit is known to fit 2.6 to 2.15"
+    assert done.stderr.count(warning) == (file != "run.py")
+
+
 def test_an_accelerate_that_lacks_one_of_its_methods_keeps_all_others(
     run: Run, tmp_path: Path
 ) -> None:

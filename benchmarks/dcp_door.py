@@ -1,0 +1,169 @@
+"""`ckptkit.training.dcp` beside the functions of torch that it stands for.
+
+Usage: python benchmarks/dcp_door.py [--blocks 28] [--rounds 5] [--saves 200] [--ranks 1024]
+
+Three tables, each of one run: how long `async_save` blocks training on two ranks, with torch's
+thread and with its process; the memory of a rank over many saves; and what ranks agree on in a
+save of many ranks, which are threads of one process. Of ckptkit it is what rank 0 computes at the
+call, of torch what its rank 0 does: unpickling the plans of all ranks, planning, and pickling the
+answers. What their networks take is in neither.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pickle
+import statistics
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from measuring import WORK
+from saving import MS, over, run_ranks, table
+
+OURS = "ckptkit.training.dcp"
+_KINDS = ("dcp.async_save, thread", "dcp.async_save, process")
+_MB = 1_000_000
+
+
+def blocked(rounds: int, blocks: int) -> None:
+    """Prints how long the calls block, in turns in one run for each kind of torch's."""
+    rows = []
+    for kind in _KINDS:
+        options = (f"--rounds={rounds}", f"--blocks={blocks}", f"--savers={OURS};{kind}")
+        ranks = run_ranks("compare", *options)
+        found = {name: over(ranks, name, lambda v: v["call"]) for name in (OURS, kind)}
+        ratio = statistics.median(a / b for a, b in zip(found[OURS], found[kind], strict=True))
+        durable = {
+            name: statistics.median(over(ranks, name, lambda v: v["durable"])) for name in found
+        }
+        for name, values in found.items():
+            shown = [f"{statistics.median(values) * MS:.0f}", f"{durable[name]:.2f}"]
+            rows.append([name, *shown, f"{ratio:.2f}" if name == OURS else "1.00"])
+    table(["two ranks", "blocked, ms", "durable, s", "x blocked"], rows)
+
+
+def memory(saves: int, blocks: int) -> None:
+    """Prints the memory of the larger rank after some of the saves."""
+    ranks = run_ranks("many", f"--steps={saves}", f"--blocks={blocks}")
+    rows = []
+    for name in ranks[0]:
+        held = {n: max(rank[name][n] for rank in ranks) for n in ranks[0][name]}
+        first = held["5"]
+        rows.append([name, *(f"{v / _MB:.1f}" for v in held.values()),
+                     f"{held[str(saves)] / first - 1:+.1%}"])  # fmt: skip
+    table(["MB after saves", *ranks[0][OURS], f"5 to {saves}"], rows)
+
+
+def coordination(ranks: int, tensors: int) -> None:
+    """Prints what rank 0 computes before ranks know what to write, beside torch's planning."""
+    keys = [f"model.layers.{number}.weight" for number in range(tensors)]
+    first, again = _agree(ranks, keys)
+    planned, answered = _plan(ranks, keys)
+    theirs = planned + answered
+    table(
+        [f"{ranks:,} ranks, {tensors} tensors", "processor s of rank 0", "x torch"],
+        [
+            ["ckptkit, the first save", f"{first:.3f}", f"{first / theirs:.3f}"],
+            ["ckptkit, later saves", f"{again:.3f}", f"{again / theirs:.3f}"],
+            ["torch: plans", f"{planned:.3f}", ""],
+            ["torch: plans and answers", f"{theirs:.3f}", "1.000"],
+        ],
+    )
+
+
+def _agree(ranks: int, keys: Sequence[str]) -> tuple[float, float]:
+    """Returns what a first save takes, where loaders differ on all ranks, and a later one."""
+    import torch
+
+    from ckptkit.training import dcp
+    from ckptkit.training.agree.key_values import LocalKeyValueStore
+    from ckptkit.training.agree.peers import Peers
+
+    store = LocalKeyValueStore()
+    names = {key.removeprefix("model."): torch.empty(0) for key in keys}
+    agreements = [dcp.Agreement(Peers(rank, ranks, store, "nonce")) for rank in range(ranks)]
+    states = [
+        dcp.FlatState({"model": names, "loader": {f"rank_{rank}": rank}}) for rank in range(ranks)
+    ]
+
+    def begin(rank: int) -> None:
+        agreements[rank].begin(states[rank], WORK / "step-1")
+
+    def turn() -> float:
+        threads = [threading.Thread(target=begin, args=(rank,)) for rank in range(1, ranks)]
+        for thread in threads:
+            thread.start()
+        began = time.thread_time()
+        begin(0)
+        took = time.thread_time() - began
+        for thread in threads:
+            thread.join()
+        return took
+
+    return turn(), statistics.median(turn() for _ in range(3))
+
+
+def _plan(ranks: int, keys: Sequence[str]) -> tuple[float, float]:
+    """Returns the seconds in which torch's rank 0 plans, and in which it makes its answers."""
+    import torch
+    from torch.distributed.checkpoint import DefaultSavePlanner
+    from torch.distributed.checkpoint.metadata import (
+        ChunkStorageMetadata,
+        MetadataIndex,
+        TensorProperties,
+    )
+    from torch.distributed.checkpoint.planner import (
+        SavePlan,
+        TensorWriteData,
+        WriteItem,
+        WriteItemType,
+    )
+
+    whole, part = torch.Size((8 * ranks, 64)), torch.Size((8, 64))
+
+    def plan_of(rank: int) -> bytes:
+        at = torch.Size((8 * rank, 0))
+        data = TensorWriteData(ChunkStorageMetadata(at, part), TensorProperties(), whole)
+        items = [
+            WriteItem(MetadataIndex(key, at), WriteItemType.SHARD, tensor_data=data) for key in keys
+        ]
+        items.append(WriteItem(MetadataIndex(f"loader.rank_{rank}"), WriteItemType.BYTE_IO))
+        paths: dict[str, Any] = {key: tuple(key.split(".", 1)) for key in keys}
+        paths[f"loader.rank_{rank}"] = ("loader", f"rank_{rank}")
+        return pickle.dumps(SavePlan(items, planner_data=paths))
+
+    texts = [plan_of(rank) for rank in range(ranks)]
+    planner = DefaultSavePlanner()
+    planner.set_up_planner({}, None, is_coordinator=True)
+    began = time.thread_time()
+    received = [pickle.loads(text) for text in texts]  # noqa: S301, TID251  made above
+    plans, _ = planner.create_global_plan(received)
+    planned = time.thread_time()
+    for plan in plans:
+        pickle.dumps(plan)
+    return planned - began, time.thread_time() - planned
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Parses the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--blocks", type=int, default=28)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--saves", type=int, default=200)
+    parser.add_argument("--ranks", type=int, default=1_024)
+    parser.add_argument("--tensors", type=int, default=300)
+    parser.add_argument("--parts", default="blocked,memory,coordination")
+    options = parser.parse_args(arguments)
+    parts = options.parts.split(",")
+    if "coordination" in parts:
+        coordination(options.ranks, options.tensors)
+    if "blocked" in parts:
+        blocked(options.rounds, options.blocks)
+    if "memory" in parts:
+        memory(options.saves, max(1, options.blocks // 14))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,610 @@
+"""`save`, `async_save` and `load` of torch.distributed.checkpoint, through the saver of ckptkit.
+
+    import ckptkit.training.dcp as dcp  # instead of torch.distributed.checkpoint
+
+The arguments are those of torch 2.6 to 2.15, and so are the files. No collective is issued: ranks
+agree through the store of torch.distributed, at the call on who holds what, and at the end on the
+commit. What cannot be honoured (a planner or a writer of one's own, a group that is smaller than
+the world, tensors that are no plain memory) goes to torch, with one line in the log.
+
+Source: torch/distributed/checkpoint/state_dict_saver.py, state_dict_loader.py and
+default_planner.py of torch 2.6 to 2.15.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import logging
+import os
+import threading
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import fields
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import checkpoint as torch_dcp
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.stateful import Stateful
+
+from ckptkit.core.arguments import STOCK
+from ckptkit.core.errors import CkptkitError, SaveError, UnsupportedError
+from ckptkit.core.index import Box, KeyPath
+from ckptkit.core.manifest import Manifest
+from ckptkit.core.text import a_kind
+from ckptkit.formats.discovery import parse_step
+from ckptkit.storage.locations import hidden_name, local_path
+from ckptkit.storage.places import is_url
+from ckptkit.training.agree.barrier import SaveBarrier
+from ckptkit.training.agree.key_values import LocalKeyValueStore
+from ckptkit.training.agree.peers import Peers, check_same_place, open_peers, place_facts
+from ckptkit.training.handle import SaveHandle
+from ckptkit.training.save.file_layout import check_storable
+from ckptkit.training.save.frozen import FrozenFiles
+from ckptkit.training.save.saver import Save, SaveCommitter, SaveSlot
+from ckptkit.training.save.writer_process import WriterProcess, WriterTimeouts
+from ckptkit.training.settings import Settings
+from ckptkit.training.state.dtensors import Copies, Meshes, local_part
+from ckptkit.training.state.models import check_modes, plain_torch
+from ckptkit.training.state.objects import is_plain, torch_archive
+from ckptkit.training.state.pieces import Holdings, ObjectValue, Piece, Replicas
+from ckptkit.version import __version__
+
+__all__ = ["async_save", "load", "save"]
+logger = logging.getLogger(__name__)
+
+_SETTINGS = Settings(layout="dcp")
+_TIMEOUT_SECONDS = _SETTINGS.timeout_seconds
+_TOPIC = "ckptkit.training.dcp"
+BEGIN, _KEYS, _LOAD = f"{_TOPIC}.save", f"the keys of {_TOPIC}.save", f"{_TOPIC}.load"
+_STAGERS = frozenset({"BlockingAsyncStager", "DefaultStager"})
+_FIELDS = frozenset(field.name for field in fields(Metadata))
+_HASH_BYTES = 6  # of a key among those of one entry
+_LOCK = threading.RLock()  # a state_dict() may save something itself
+_SESSIONS: dict[tuple[bool, int], tuple[_Session, Any]] = {}
+_LOGGED: set[str] = set()
+Ranks = tuple[int, ...]
+
+
+def __getattr__(name: str) -> Any:
+    return getattr(torch_dcp, name)
+
+
+def save(
+    state_dict: Mapping[str, Any],
+    storage_writer: Any = None,
+    *,
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    planner: Any = None,
+    process_group: Any = None,
+    no_dist: bool = False,
+    use_collectives: bool = True,
+) -> Any:
+    """Saves as `torch.distributed.checkpoint.save`, and returns once the folder is complete.
+
+    Returns:
+        The metadata, which is read from the folder when it is looked at.
+
+    Raises:
+        CkptkitError: If the save failed on any rank; it is raised on all.
+    """
+    saved = _save(
+        state_dict,
+        checkpoint_id,
+        storage_writer,
+        planner,
+        _options(process_group, no_dist=no_dist, use_collectives=use_collectives),
+    )
+    return saved.result() if isinstance(saved, SaveFuture) else saved("save")
+
+
+def async_save(
+    state_dict: Mapping[str, Any],
+    *,
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    storage_writer: Any = None,
+    planner: Any = None,
+    process_group: Any = None,
+    async_checkpointer_type: Any = None,
+    async_stager: Any = None,
+    no_dist: bool = False,
+    use_collectives: bool = True,
+) -> Any:
+    """Saves as `torch.distributed.checkpoint.async_save`, and returns once the state is copied.
+
+    A process of ckptkit writes, whatever `async_checkpointer_type` is. torch's own stagers are not
+    needed; with one that stages in a thread, the answer is an `AsyncSaveResponse`, as torch's is.
+
+    Returns:
+        The future of what `save` returns or raises.
+    """
+    options = _options(process_group, no_dist=no_dist, use_collectives=use_collectives)
+    for name, value in (
+        ("async_checkpointer_type", async_checkpointer_type),
+        ("async_stager", async_stager),
+    ):
+        if value is not None:  # older versions lack some
+            options[name] = value
+    saved = _save(state_dict, checkpoint_id, storage_writer, planner, options)
+    if not isinstance(saved, SaveFuture):
+        return saved("async_save")
+    if not getattr(getattr(async_stager, "_config", None), "use_async_staging", False):
+        return saved
+    staged: Future[None] = Future()
+    staged.set_result(None)  # the streams of the training wait for what devices still copy
+    return state_dict_saver.AsyncSaveResponse(staged, saved)
+
+
+def load(
+    state_dict: dict[str, Any],
+    storage_reader: Any = None,
+    *,
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    planner: Any = None,
+    process_group: Any = None,
+    no_dist: bool = False,
+) -> None:
+    """Loads as `torch.distributed.checkpoint.load`, once saves under way have ended.
+
+    Each rank plans and reads for itself, without a collective.
+
+    Raises:
+        CkptkitError: If another rank failed; a rank that fails raises its own error.
+    """
+    given: dict[str, Any] = {"checkpoint_id": checkpoint_id, "planner": planner}
+    stock = partial(stock_function("load"), state_dict, storage_reader=storage_reader, **given)
+    reason = _why_not(planner, process_group)
+    if type(storage_reader).__name__ not in {"NoneType", "FileSystemReader", "FsspecReader"}:
+        reason = reason or f"{a_kind(storage_reader)} reads in its own way"
+    if reason or no_dist:
+        _log_stock(reason)
+        stock(process_group=process_group, no_dist=no_dist)
+        return
+    with _LOCK:
+        session = _session(alone=False)
+        session.wait()
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+                stock(no_dist=True)
+        except BaseException as error:  # torch's own, which is no `Exception`
+            session.agreement.refuse(_LOAD, error)
+            raise
+        session.peers.raise_first(_LOAD, None, timeout_seconds=_TIMEOUT_SECONDS)
+
+
+def close_all() -> list[CkptkitError]:
+    """Waits for all saves, and ends their processes; returns the errors that nobody has heard."""
+    failures: list[CkptkitError] = []
+    while _SESSIONS:
+        (_, pid), (session, _) = _SESSIONS.popitem()
+        if pid != os.getpid():  # in a forked child, to which nothing of it belongs
+            continue
+        session.close()
+        failures += [h.unheard_error for h in session.handles if h.unheard_error is not None]
+    return failures
+
+
+def stock_function(name: str) -> Callable[..., Any]:
+    """Returns one of torch's functions, not what replaces it."""
+    function = getattr(state_dict_loader if name == "load" else state_dict_saver, name)
+    stock: Callable[..., Any] = getattr(function, STOCK, function)
+    return stock
+
+
+class SaveFuture(Future[Any]):
+    """The future of a save, with what torch's has: the metadata, or the error."""
+
+    def __init__(self, handle: SaveHandle) -> None:
+        super().__init__()
+        self.handle = handle
+        handle.call_at_end(self._end)
+
+    def result(self, timeout: float | None = None) -> Any:
+        self.handle.mark_known()
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        self.handle.mark_known()
+        return super().exception(timeout)
+
+    def _end(self) -> None:
+        error = self.handle.error
+        if error is None:
+            self.set_result(_MetadataOf(self.handle.report().path))
+        else:
+            self.set_exception(error)
+
+
+class _MetadataOf(Metadata):
+    """The metadata of a folder, which is read when it is looked at: few callers do."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __getattribute__(self, name: str) -> Any:
+        own = object.__getattribute__(self, "__dict__")
+        if name in _FIELDS and name not in own:
+            own |= vars(torch_dcp.FileSystemReader(own["_path"]).read_metadata())
+        return object.__getattribute__(self, name)
+
+
+class _TorchsPlanner(torch_dcp.DefaultSavePlanner):
+    """The planner of saves that torch makes, by a thread that calls the replaced `save`."""
+
+
+def _options(group: Any, *, no_dist: bool, use_collectives: bool) -> dict[str, Any]:
+    options: dict[str, Any] = {"process_group": group, "no_dist": no_dist}
+    return options if use_collectives else options | {"use_collectives": False}
+
+
+def _save(
+    state_dict: Mapping[str, Any],
+    checkpoint_id: str | os.PathLike[str] | None,
+    writer: Any,
+    planner: Any,
+    options: Mapping[str, Any],
+) -> SaveFuture | Callable[[str], Any]:
+    """Returns the future of a save, or what has torch save with the function of a name."""
+
+    def stock(name: str) -> Any:
+        return stock_function(name)(
+            state_dict,
+            checkpoint_id=checkpoint_id,
+            storage_writer=writer,
+            planner=_TorchsPlanner() if planner is None else planner,
+            **options,
+        )
+
+    stager = options.get("async_stager")
+    reason = _why_not(planner, options["process_group"])
+    if writer is not None:
+        reason = reason or _why_not_as(writer)
+    if "use_collectives" in options:
+        reason = reason or "use_collectives is False, so that each rank writes metadata of its own"
+    if stager is not None and stager is not writer and type(stager).__name__ not in _STAGERS:
+        reason = reason or f"{a_kind(stager)} stages in its own way"
+    place = writer.path if checkpoint_id is None and writer is not None else checkpoint_id
+    if place is not None and is_url(place):
+        reason = reason or "at a URL, a Checkpointer with local= saves through a disk"
+    if reason or not place:  # without a place, torch raises
+        _log_stock(reason)
+        return stock
+    if writer is not None and checkpoint_id is not None:
+        writer.reset(checkpoint_id)
+    with _LOCK, plain_torch() as unsuited:
+        session = _session(alone=options["no_dist"])
+        check = partial(check_modes, unsuited, "async_save")
+        saved = session.save(state_dict, local_path(place).absolute(), check)
+    if isinstance(saved, SaveHandle):
+        return SaveFuture(saved)
+    _log_stock(saved)
+    return stock
+
+
+def _why_not(planner: Any, group: Any) -> str:
+    """Returns why torch has to plan; empty if it does not."""
+    if isinstance(planner, _TorchsPlanner):
+        return " "
+    known = (torch_dcp.DefaultSavePlanner, torch_dcp.DefaultLoadPlanner)
+    if planner is not None and type(planner) not in known:
+        return f"{a_kind(planner)} plans in its own way"
+    if planner is not None and not (planner.flatten_state_dict and planner.flatten_sharded_tensors):
+        return "the planner does not flatten"
+    if group is not None and dist.is_initialized() and dist.get_world_size(group) < _world_size():
+        return "the process group is smaller than the world"
+    return ""
+
+
+def _why_not_as(writer: Any) -> str:
+    """Returns why only that writer can write; empty if its files are those of ckptkit."""
+    if type(writer) is not torch_dcp.FileSystemWriter:
+        return f"{a_kind(writer)} writes in its own way"
+    if getattr(getattr(writer, "transforms", None), "extensions", ()):
+        return "the writer has extensions"
+    kind = getattr(writer, "serialization_format", None)
+    if getattr(kind, "name", "TORCH_SAVE") != "TORCH_SAVE":
+        return f"the writer writes {kind}"
+    return "" if getattr(writer, "overwrite", True) else "the writer must not overwrite"
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def _log_stock(reason: str) -> None:
+    """Logs once, on the first rank, why torch saves or loads."""
+    if reason.strip() and reason not in _LOGGED:
+        _LOGGED.add(reason)
+        if _world_size() == 1 or dist.get_rank() == 0:
+            logger.warning("torch.distributed.checkpoint itself saves or loads: %s", reason)
+
+
+class _Session:
+    """What saves for one process group: buffers, processes and threads, from the first save on."""
+
+    def __init__(self, *, alone: bool) -> None:
+        """Waits for the other ranks to open it too, unless this rank saves `alone`."""
+        if alone:
+            self.peers = Peers(0, 1, LocalKeyValueStore(), os.urandom(4).hex())
+        else:
+            self.peers = open_peers(_TOPIC, timeout_seconds=_TIMEOUT_SECONDS, is_place=False)
+        self.agreement = Agreement(self.peers)
+        rank, nonce = self.peers.rank, self.peers.nonce
+        timeouts = WriterTimeouts(_SETTINGS.stall_seconds, _TIMEOUT_SECONDS)
+        self._process = WriterProcess(timeouts, name=f"committer of rank {rank}")
+        self._committer = SaveCommitter(
+            SaveBarrier(self.peers, _TOPIC),
+            self._process if rank == 0 else None,
+            retire=lambda *_: (),
+            timeout_seconds=_TIMEOUT_SECONDS,
+            listener=None,
+        )
+        frozen = FrozenFiles(nonce, rank, 1)
+        self._slot = SaveSlot(self.peers, _SETTINGS, self._committer.end, frozen)
+        self.handles: list[SaveHandle] = []  # of saves under way, and of errors not heard yet
+
+    def save(
+        self, state_dict: Mapping[str, Any], path: Path, check: Callable[[], None]
+    ) -> SaveHandle | str:
+        """Has a state written to a folder; returns the reason if only torch can do that.
+
+        What is wrong on this rank is raised here; on the others the save fails.
+        """
+        began = time.perf_counter()
+        try:
+            check()
+            flat = FlatState(state_dict)
+        except BaseException as error:
+            self.agreement.refuse(BEGIN, error)
+            raise
+        self.handles = [h for h in self.handles if not h.done() or h.unheard_error]
+        handle, after = SaveHandle(parse_step(str(path)) or 0), next(reversed(self.handles), None)
+        try:
+            number, reason, held = self.agreement.begin(flat, path)
+        except CkptkitError as error:
+            return self._failed(handle, path, error)
+        if reason:
+            return reason
+        self.handles.append(handle)
+        save = self._named(number, path, handle)
+        save.began, save.after = began, after
+        with self._slot.hand_over(save):
+            self._slot.stage(save, held)
+        self._slot.join()
+        return handle
+
+    def _failed(self, handle: SaveHandle, path: Path, error: CkptkitError) -> SaveHandle:
+        logger.error("%s was not saved: %s", path, error)
+        handle.fail(error)
+        self.handles.append(handle)
+        return handle
+
+    def wait(self, seconds: float | None = None) -> None:
+        """Waits for saves under way to end or fail."""
+        until = None if seconds is None else time.monotonic() + seconds
+        for handle in self.handles:
+            handle.wait(None if until is None else max(0.0, until - time.monotonic()))
+
+    def close(self) -> None:
+        """Waits for saves under way, and ends threads and processes."""
+        self.wait(_TIMEOUT_SECONDS)
+        if not all(handle.done() for handle in self.handles):
+            logger.error("the program ends before a save; call result() of its future first")
+            self._process.kill()
+            self._slot.kill()
+        with suppress(CkptkitError):
+            self._slot.close()
+            self._committer.close()
+        self._process.close()
+        self.peers.close()
+
+    def _named(self, number: int, path: Path, handle: SaveHandle) -> Save:
+        """Returns a save with what names it on all ranks."""
+        attempt = f"{self.peers.nonce}-{number}"
+        manifest = Manifest(
+            kind="training",
+            source={
+                "step": handle.step,
+                "world_size": self.peers.world_size,
+                "layout": _SETTINGS.layout,
+                "attempt": attempt,
+                "save_number": number,
+                "saved_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            },
+            options={},
+            versions={"ckptkit": __version__, "torch": torch.__version__},
+            tensors={},
+        )
+        return Save(
+            number=number,
+            name=attempt,
+            step=handle.step,
+            folder=path.with_name(hidden_name(path.name, attempt)),
+            final=path,
+            manifest=manifest.to_document(),
+            handle=handle,
+            retires=False,
+            shares=True,
+        )
+
+
+class Agreement:
+    """What ranks agree on at the call of a save: who saves, its number, and who holds what."""
+
+    def __init__(self, peers: Peers) -> None:
+        self.peers = peers
+        self._count = 0
+        # The ranks that hold each key of an entry that is not alike on all, by their digests.
+        self._holders: dict[str, tuple[tuple[str, ...], dict[str, Ranks]]] = {}
+
+    def refuse(self, topic: str, error: BaseException) -> None:
+        """Tells the other ranks of an error, without waiting for them."""
+        failures = getattr(error, "failures", None)  # of torch's `CheckpointException`, by rank
+        found = next(iter(failures.values()))[0] if failures else error
+        told = found if isinstance(found, Exception) else SaveError(type(found).__name__)
+        self.peers.refuse(topic, told, timeout_seconds=_TIMEOUT_SECONDS)
+
+    def begin(self, flat: FlatState, path: Path) -> tuple[int, str, Holdings]:
+        """Returns the number, why only torch can save it, and what this rank holds."""
+        self._count += 1
+        value = {
+            "number": self._count,
+            "place": place_facts(path),
+            "stock": flat.reason,
+            "digests": flat.digests(),
+        }
+        agreed = self.peers.agree(BEGIN, value, _decide, timeout_seconds=_TIMEOUT_SECONDS)
+        number, reason = int(agreed["number"]), str(agreed["stock"])
+        return number, reason, Holdings(()) if reason else self._held(flat, agreed["digests"])
+
+    def _held(self, flat: FlatState, digests: Mapping[str, Any]) -> Holdings:
+        """Returns what this rank holds, once it knows which ranks hold the same."""
+        ranks = range(self.peers.world_size)
+        unlike = {name: tuple(of_ranks) for name, of_ranks in digests.items() if of_ranks}
+        asked = [n for n, of_ranks in unlike.items() if self._holders.get(n, ((),))[0] != of_ranks]
+        if asked:
+            # One rank of those with the same keys names them.
+            own = {
+                name: flat.hashes(name)
+                for name in asked
+                if unlike[name].index(unlike[name][self.peers.rank]) == self.peers.rank
+            }
+            found = self.peers.agree(_KEYS, own, list, timeout_seconds=_TIMEOUT_SECONDS)
+            for name in asked:
+                holders: dict[str, list[int]] = {}
+                for rank, digest in enumerate(unlike[name]):
+                    for key in found[unlike[name].index(digest)].get(name, ()):
+                        holders.setdefault(key, []).append(rank)
+                self._holders[name] = unlike[name], {k: tuple(r) for k, r in holders.items()}
+        groups: dict[Ranks, list[str]] = {}
+        for key in sorted(flat.values):
+            name = flat.entry(key)
+            holders_of = self._holders[name][1][_hash(flat.text(key))] if name in unlike else ranks
+            groups.setdefault(tuple(holders_of), []).append(key)
+        pieces: list[Piece] = []
+        objects: list[ObjectValue] = []
+        for holding, keys in groups.items():
+            own_number = holding.index(self.peers.rank)
+            flat.take(keys, Copies(len(holding), own_number), holding, pieces, objects)
+        return Holdings(tuple(pieces), tuple(objects))
+
+
+def _decide(values: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Decides on rank 0 who saves, and which entries are not alike on all ranks."""
+    check_same_place([value["place"] for value in values], "the directory of the checkpoint")
+    names = sorted({name for value in values for name in value["digests"]})
+    digests = {name: [value["digests"].get(name, "") for value in values] for name in names}
+    return {
+        "number": values[0]["number"],
+        "stock": next(filter(None, (value["stock"] for value in values)), ""),
+        "digests": {name: [] if len(set(of)) == 1 else of for name, of in digests.items()},
+    }
+
+
+class FlatState:
+    """A state dict on this rank, flattened as torch does it."""
+
+    def __init__(self, state_dict: Mapping[str, Any]) -> None:
+        planner = torch_dcp.DefaultSavePlanner()
+        states = {
+            key: value.state_dict() if isinstance(value, Stateful) else value
+            for key, value in state_dict.items()
+        }
+        planner.set_up_planner(states, None, is_coordinator=False)
+        self.values: dict[str, Any] = dict(planner.state_dict)
+        self._paths: Mapping[str, KeyPath] = planner.mappings
+        self.reason = ""  # why only torch can save it
+        self._archives: dict[str, bytes] = {}
+        for key, value in self.values.items():
+            if not isinstance(value, torch.Tensor | ShardedTensor):
+                if not is_plain(value):
+                    self._archives[key] = torch_archive(value)  # as it is now
+                continue
+            try:
+                for _, local in _shards(value):
+                    check_storable(local_part(local, key), key)
+            except UnsupportedError as error:
+                self.reason = self.reason or str(error.message)
+
+    def entry(self, key: str) -> str:
+        path = self._paths[key]
+        return str(path[0]) if len(path) > 1 else ""
+
+    def text(self, key: str) -> str:
+        """Returns what is the same on ranks that hold a value, or parts of a tensor."""
+        value = self.values[key]
+        is_tensor = isinstance(value, torch.Tensor | ShardedTensor)
+        return f"{key} {list(value.size())}" if is_tensor else key
+
+    def hashes(self, entry: str) -> list[str]:
+        return [_hash(self.text(key)) for key in self.values if self.entry(key) == entry]
+
+    def digests(self) -> dict[str, str]:
+        """Returns a digest of the keys of each entry."""
+        texts: dict[str, list[str]] = {}
+        for key in sorted(self.values):
+            texts.setdefault(self.entry(key), []).append(self.text(key))
+        return {entry: _hash("\n".join(keys)) for entry, keys in texts.items()}
+
+    def take(
+        self,
+        keys: Sequence[str],
+        copies: Copies,
+        ranks: Ranks,
+        pieces: list[Piece],
+        objects: list[ObjectValue],
+    ) -> None:
+        """Adds what the same ranks hold, of which this one is one."""
+        replicas, meshes = Replicas(*copies), Meshes(copies, ranks)
+        meshes.learn(self.values[key] for key in keys)
+        for key in keys:
+            value, path = self.values[key], self._paths[key]
+            if isinstance(value, ShardedTensor):
+                shape = tuple(value.size())
+                pieces += [Piece("", path, shape, (b,), local) for b, local in _shards(value) if b]
+            elif isinstance(value, torch.Tensor):
+                slot = meshes.slot(key, value, replicas)
+                pieces += slot.pieces("", path, local_part(value, key))
+            elif copies.own == 0:
+                objects.append(ObjectValue("", path, value, self._archives.get(key, b"")))
+
+
+def _shards(value: Any) -> list[tuple[Box | None, torch.Tensor]]:
+    """Returns the parts of a tensor on this rank, with their places if it is a `ShardedTensor`."""
+    if not isinstance(value, ShardedTensor):
+        return [(None, value)]
+    return [
+        (Box(tuple(s.metadata.shard_offsets), tuple(s.metadata.shard_sizes)), s.tensor.detach())
+        for s in value.local_shards()
+        if s.tensor.numel()
+    ]
+
+
+def _hash(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=_HASH_BYTES).hexdigest()
+
+
+def _session(*, alone: bool) -> _Session:
+    """Returns what saves for the process group that there is now."""
+    group = None if alone or _world_size() == 1 else dist.group.WORLD
+    key = group is None, os.getpid()
+    session, of_group = _SESSIONS.get(key, (None, None))
+    if session is None or of_group is not group:
+        if session is not None:
+            session.close()
+        session = _Session(alone=alone)
+        _SESSIONS[key] = session, group
+    return session
+
+
+atexit.register(close_all)

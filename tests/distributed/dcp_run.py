@@ -1,0 +1,396 @@
+"""Runs under torchrun: saves and loads through `ckptkit.training.dcp`, beside torch's own.
+
+Usage: dcp_run.py FOLDER CASE... Each case works in FOLDER/CASE.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import checkpoint as stock
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.testing._internal.two_tensor import TwoTensor
+
+import ckptkit
+from ckptkit.core.errors import CkptkitError
+from ckptkit.training import dcp
+from tests.distributed.cases import WRAPPERS, full, names, nobody_talks, run_cases
+from tests.distributed.saving_run import Net, train
+
+
+class Odd:
+    """A value that only a pickle holds."""
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is Odd
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Progress:
+    """A stateful value."""
+
+    def __init__(self, step: int = 0) -> None:
+        self.step = step
+        self.before: Callable[[], object] = lambda: None
+
+    def state_dict(self) -> dict[str, Any]:
+        self.before()
+        return {"step": torch.tensor(self.step), "seen": [self.step, {"a": 1}], "losses": []}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.step = int(state["step"])
+
+
+def state_of(kind: str, seed: int) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    model = WRAPPERS[kind](Net())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    train({"model": model, "optimizer": optimizer, "scheduler": _No(), "dataloader": _No()}, 2)
+    weights, moments = get_state_dict(model, optimizer)
+    rank = dist.get_rank()
+    own = {"bytes": bytes([rank] * 9), "at": torch.full((3,), float(rank + seed))}
+    return {
+        "model": weights,
+        "optimizer": moments,
+        "progress": Progress(seed),
+        "loader": {f"rank_{rank}": own, "ranks": dist.get_world_size()},
+        "seed": torch.tensor(seed),
+        "odd": Odd(),
+        **({} if rank else {"only_0": torch.arange(4)}),
+    }
+
+
+class _No:
+    """What `train` moves on, without a state."""
+
+    at = 0
+
+    def step(self) -> None:
+        pass
+
+
+def flat(state: dict[str, Any]) -> dict[str, Any]:
+    """The whole values by their keys, as torch flattens them."""
+    planner = stock.DefaultSavePlanner()
+    known = {k: v.state_dict() if isinstance(v, Progress) else v for k, v in state.items()}
+    planner.set_up_planner(known, None, is_coordinator=True)
+    return {
+        key: full(value) if isinstance(value, torch.Tensor) else value
+        for key, value in planner.state_dict.items()
+    }
+
+
+def equal(one: dict[str, Any], other: dict[str, Any]) -> None:
+    assert one.keys() == other.keys(), one.keys() ^ other.keys()
+    for name, value in one.items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(value, other[name]), name
+        else:
+            assert value == other[name], name
+
+
+def alike(path: Path, theirs: Path) -> None:
+    """Compares what stock torch says that two checkpoints hold."""
+    ours, other = content(path), content(theirs)
+    assert ours.keys() == other.keys(), ours.keys() ^ other.keys()
+    for name, found in ours.items():
+        assert found == other[name], (name, found, other[name])
+
+
+def content(path: Path) -> dict[str, Any]:
+    found = stock.FileSystemReader(path).read_metadata()
+    known: dict[str, Any] = {"planner": found.planner_data}
+    for name, entry in found.state_dict_metadata.items():
+        known[name] = type(entry).__name__
+        if isinstance(entry, TensorStorageMetadata):
+            chunks = ((tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks)
+            boxes = sorted(box for box in chunks if 0 not in box[1])
+            known[name] = entry.size, entry.properties.dtype, boxes
+    return known
+
+
+def same_as_stock(folder: Path, kind: str) -> None:
+    """The same keys, chunks and values; torch loads it; no collective is issued."""
+    state = state_of(kind, 1)
+    truth = flat(state)
+    stock.save(state, checkpoint_id=folder / "theirs" / "step-1")
+    group = dist.new_group(backend="gloo")
+    with nobody_talks():
+        saved = dcp.async_save(
+            state,
+            storage_writer=dcp.FileSystemWriter(folder / "ours" / "step-1"),
+            planner=dcp.DefaultSavePlanner(),
+            process_group=group,
+            async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+        )
+        assert isinstance(saved, Future)
+        metadata = saved.result()
+    path = folder / "ours" / "step-1"
+    assert metadata.state_dict_metadata.keys() == truth.keys() | names_of_others(truth)
+    theirs = folder / "theirs" / "step-1"
+    alike(path, theirs)
+    assert names(path)[:2] == ["__0_0.distcp", "__0_1.distcp"]
+    assert names(folder / "ours") == ["step-1"]
+    assert ckptkit.verify(path).ok
+    for load, source in ((stock.load, path), (dcp.load, path), (dcp.load, theirs)):
+        other = state_of(kind, 2)
+        with nobody_talks() if load is dcp.load else nullcontext():
+            load(other, checkpoint_id=source)
+        equal(flat(other), truth)
+        assert other["progress"].step == 1
+
+
+def names_of_others(own: dict[str, Any]) -> set[str]:
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, list(own))
+    return {name for found in everywhere for name in found}
+
+
+def parallel(folder: Path, _: str) -> None:
+    """Stages with keys of their own, tensor parallelism without data parallel DTensors."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "tp"))
+    stage, rank = mesh.get_local_rank("stage"), dist.get_rank()
+    torch.manual_seed(0)
+    whole = torch.randn(6, 5)
+    state = {
+        "model": {
+            "everywhere": distribute_tensor(whole, mesh["tp"], [Shard(1)], src_data_rank=None),
+            f"stage{stage}": distribute_tensor(whole, mesh["tp"], [Shard(0)], src_data_rank=None),
+            f"stage{stage}.bias": whole[0] + stage,
+            "copied": distribute_tensor(whole, mesh, [Replicate()] * 2, src_data_rank=None),
+            "plain": whole * 2,
+        },
+        "loader": {str(rank): torch.tensor(rank)},
+    }
+    stock.save(state, checkpoint_id=folder / "theirs")
+    for number in (1, 2):  # the second one knows who holds what
+        dcp.save(state, checkpoint_id=folder / f"ours-{number}")
+        alike(folder / f"ours-{number}", folder / "theirs")
+    other = {
+        "model": {name: torch.zeros_like(value) for name, value in state["model"].items()},
+        "loader": {str(rank): torch.zeros((), dtype=torch.int64)},
+    }
+    dcp.load(other, checkpoint_id=folder / "ours-2")
+    equal(flat(other), flat(state))
+
+
+def meshes(folder: Path, _: str) -> None:
+    """Into other meshes, as torch loads it."""
+    truth = {"model": {"w": torch.randn(7, 9, generator=torch.Generator().manual_seed(3))}}
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    weight = truth["model"]["w"]
+    cut = distribute_tensor(weight, mesh, [Shard(0)])
+    dcp.save({"model": {"w": cut}}, checkpoint_id=folder / "a")
+    for placements in ([Shard(1)], [Replicate()], [Shard(0)], None):
+        loaded = []
+        for load in (dcp.load, stock.load):
+            empty = torch.zeros(7, 9)
+            target: torch.Tensor = empty
+            if placements is not None:
+                target = distribute_tensor(empty, mesh, placements)
+            load({"model": {"w": target}}, checkpoint_id=folder / "a")
+            loaded.append(full(target))
+        assert torch.equal(loaded[0], weight)
+        assert torch.equal(loaded[0], loaded[1])
+
+
+class _Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+class Planner(stock.DefaultSavePlanner):
+    """A planner of one's own."""
+
+
+def delegates(folder: Path, _: str) -> None:
+    """What only torch can do is done by it, with one line for each reason."""
+    lines = _Lines()
+    logging.getLogger("ckptkit").addHandler(lines)
+    state, one = {"w": torch.arange(8.0), "n": 3}, torch.ones(2)
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    own = folder / f"alone-{dist.get_rank()}"
+    for turn in range(2):
+        dcp.save(state, checkpoint_id=folder / f"planner-{turn}", planner=Planner())
+        dcp.async_save(state, checkpoint_id=folder / f"async-{turn}", planner=Planner()).result()
+        dcp.save(state, checkpoint_id=own / str(turn), process_group=alone)
+        dcp.save(
+            state, storage_writer=dcp.FileSystemWriter(folder / f"kept-{turn}", overwrite=False)
+        )
+        two: Any = TwoTensor(one, one)  # type: ignore[no-untyped-call]
+        dcp.save({"two": two}, checkpoint_id=folder / f"composed-{turn}")
+    for name in ("planner-0", "async-1", "kept-1", "composed-0"):
+        assert (folder / name / ".metadata").exists(), name
+        assert not (folder / name / "ckptkit.json").exists(), name
+    found = [line for line in lines.lines if "itself" in line]
+    assert len(found) == (0 if dist.get_rank() else 4), found
+    with pytest.raises(RuntimeError, match="checkpoint_id"):
+        dcp.save(state)
+    stager = DefaultStager(StagingOptions(False, False, True, False))
+    answer = dcp.async_save(state, checkpoint_id=folder / "staged", async_stager=stager)
+    assert type(answer).__name__ == "AsyncSaveResponse"
+    answer.staging_completion.result()
+    answer.upload_completion.result()
+    assert (folder / "staged" / "ckptkit.json").exists()
+    stager.close()
+    dcp.save({"own": torch.ones(2)}, checkpoint_id=own / "plain", no_dist=True)
+    assert (own / "plain" / "ckptkit.json").exists()
+
+
+def faults(folder: Path, _: str) -> None:
+    """What changes, comes twice, nests and fails."""
+    rank, began = dist.get_rank(), time.monotonic()
+    weight = torch.arange(1e6)
+    progress = Progress(1)
+    state: dict[str, Any] = {"w": weight, "progress": progress, "list": [1]}
+    first = dcp.async_save(state, checkpoint_id=folder / "run" / "step-1")
+    weight.zero_()
+    state["list"].append(2)
+    second = dcp.async_save(state, checkpoint_id=folder / "run" / "step-2")  # during the first
+    weight.fill_(7)
+    dcp.async_save(state, checkpoint_id=folder / "run" / "step-2")  # the same name again
+    dcp.save(state, checkpoint_id=folder / "run" / "step-3")
+    first.result()
+    second.result()
+    for step, value, listed in ((1, torch.arange(1e6), [1]), (2, weight, [1, 2])):
+        loaded: dict[str, Any] = {"w": torch.zeros(int(1e6)), "list": None}
+        dcp.load(loaded, checkpoint_id=folder / "run" / f"step-{step}")
+        assert torch.equal(loaded["w"], value), step
+        assert loaded["list"] == listed
+    # One rank fails while the state is collected, in two ways; the next save works.
+    for way, broken in (("raises", _raise), ("holds", lambda: None)):
+        progress.before = broken if rank else lambda: None
+        odd = {"lock": threading.Lock()} if rank and way == "holds" else {"lock": 1}
+        if rank:
+            with pytest.raises((OSError, TypeError)):
+                dcp.async_save({**state, **odd}, checkpoint_id=folder / "run" / "step-4")
+        else:
+            failed = dcp.async_save({**state, **odd}, checkpoint_id=folder / "run" / "step-4")
+            with pytest.raises(CkptkitError, match="rank 1"):
+                failed.result(60)
+    progress.before = lambda: None
+    # One rank cannot write; nothing is visible, and all hear of it.
+    if rank == 0:
+        (folder / "file").write_text("")
+    dist.barrier()
+    with pytest.raises(CkptkitError):
+        dcp.save(state, checkpoint_id=folder / "file" / "step-5")
+    # A save within a save.
+    progress.before = lambda: dcp.save({"inner": weight}, checkpoint_id=folder / "run" / "inner")
+    dcp.save(state, checkpoint_id=folder / "run" / "step-6")
+    progress.before = lambda: None
+    with pytest.raises(CkptkitError, match="directory"):
+        dcp.save(state, checkpoint_id=folder / f"run-{rank}")
+    missing = {"none": torch.zeros(1)} if rank else {"w": torch.zeros(int(1e6))}
+    with pytest.raises(stock.CheckpointException if rank else CkptkitError):
+        dcp.load(missing, checkpoint_id=folder / "run" / "step-1")
+    dist.barrier()
+    found = [path.name for path in sorted((folder / "run").iterdir())]
+    assert found == ["inner", "step-1", "step-2", "step-3", "step-6"], found
+    assert time.monotonic() - began < 100  # nobody waited for a timeout
+
+
+def _raise() -> None:
+    raise OSError("no state today")
+
+
+def folders(folder: Path, _: str) -> None:
+    """Folders that are there: with files of others, with an older checkpoint, with leftovers."""
+    rank, run = dist.get_rank(), folder / "run"
+    state = {"w": torch.arange(5.0) + 1}
+    older = {"w": torch.arange(9.0), "more": torch.ones(3)}
+    stock.save(older, checkpoint_id=run / "theirs")
+    if rank == 0:
+        (run / "mixed").mkdir()
+        (run / "mixed" / "extra_state_0.pt").write_text("theirs")
+        (run / ".mixed.ckptkit-0123abcd-4").mkdir()
+        (run / ".other.ckptkit-0123abcd-4").mkdir()
+    dist.barrier()
+    for turn in range(2):
+        for name in ("theirs", "mixed", "new"):
+            state["w"] += 1
+            dcp.save(state, checkpoint_id=run / name)
+            loaded = {"w": torch.zeros(5)}
+            stock.load(loaded, checkpoint_id=run / name)
+            assert torch.equal(loaded["w"], state["w"]), (turn, name)
+            assert ckptkit.verify(run / name).ok
+    assert (run / "mixed" / "extra_state_0.pt").read_text() == "theirs"
+    dist.barrier()
+    hidden = [path.name for path in run.iterdir() if path.name.startswith(".")]
+    assert hidden == [".other.ckptkit-0123abcd-4"]  # of a name that was not saved
+
+
+def leaks(folder: Path, _: str) -> None:
+    """Nothing grows from the fifth save to the thirtieth, also where the folders differ."""
+    state = state_of("fsdp2", 1)
+    found = []
+    for number in range(30):
+        dcp.async_save(state, checkpoint_id=folder / f"run-{number}" / "model").result()
+        if number in {4, 29}:
+            found.append(held())
+    assert found[0] == found[1], json.dumps(found)
+
+
+def held() -> dict[str, int]:
+    """Counts threads, children, descriptors and shared memory of this process."""
+    tasks = Path("/proc/self/task")
+    children = sum(len((task / "children").read_text().split()) for task in tasks.iterdir())
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    return {
+        "threads": len(list(tasks.iterdir())),
+        "children": children,
+        "descriptors": len(list(Path("/proc/self/fd").iterdir())),
+        "shared": sum("memfd" in line or "/dev/shm" in line for line in maps),  # noqa: S108
+    }
+
+
+def dies_leaving(folder: Path, how: str) -> None:
+    """The program ends without waiting for its save: it is waited for; or it is killed."""
+    big, is_first = torch.ones(20_000_000), not (folder / "step-1").exists()
+    dist.barrier()
+    dcp.async_save({"w": big * 0}, checkpoint_id=folder / "step-1").result()
+    dist.barrier()
+    dcp.async_save({"w": big, "rank": dist.get_rank()}, checkpoint_id=folder / "step-2")
+    if how == "killed" and is_first:
+        while not list(folder.glob(".step-2*")):  # nothing of it is there yet
+            time.sleep(0.001)
+        os.kill(os.getpid(), 9)
+    raise SystemExit
+
+
+CASES: dict[str, Callable[[Path, str], None]] = {
+    "same": same_as_stock,
+    "parallel": parallel,
+    "meshes": meshes,
+    "delegates": delegates,
+    "faults": faults,
+    "folders": folders,
+    "leaks": leaks,
+    "dies_leaving": dies_leaving,
+}
+
+
+if __name__ == "__main__":
+    run_cases(CASES, kind="fsdp2")
