@@ -39,7 +39,7 @@ class Comparison(Struct, frozen=True):
     """How a model differs from a step, by the names of the model's tensors."""
 
     key: str  # of the model in the user's state
-    names: Collection[str]
+    names: Mapping[str, Sequence[str]]  # of each tensor the first, and with it all that it has
     # what the step has of it, by the names in the step
     stored: Mapping[str, Shape]
     # of tensors with more rows, the shapes in the step and in the model
@@ -55,6 +55,11 @@ class Comparison(Struct, frozen=True):
     def fits(self) -> bool:
         return not (self.grown or self.new or self.extra or self.misfit)
 
+    def others(self, names: Iterable[str], grow: Sequence[str]) -> list[str]:
+        """Returns those of some tensors that no pattern fits by any of their names."""
+        patterns = tuple(grow)
+        return [n for n in names if not any(matches(own, patterns) for own in self.names[n])]
+
 
 def compare(
     model: BoundModel,
@@ -68,7 +73,7 @@ def compare(
 
     Tensors that a pipeline's stage does not have are those of other stages.
     """
-    names: dict[str, None] = {}
+    names: dict[str, list[str]] = {}
     grown: dict[str, tuple[Shape, Shape]] = {}
     new: dict[str, Shape] = {}
     entries: tuple[set[Entry], set[Entry]] = set(), set()
@@ -83,8 +88,9 @@ def compare(
         if apart or is_extra(piece.key_path, model.path):
             continue
         tensors = index_of(piece.unit).tensors
-        name = fqns.get(piece.entry) or ".".join(map(str, piece.key_path[depth:]))
-        names[name] = None
+        own, *aliases = (".".join(map(str, p[depth:])) for p in (piece.key_path, *piece.aliases))
+        name = fqns.get(piece.entry, own)
+        names[name] = [name, *aliases]
         entry = next((tensors[key] for key in names_of(piece) if key in tensors), None)
         if entry is None:
             new[name] = piece.shape
@@ -136,7 +142,7 @@ class Survey(Struct, frozen=True):
     def of(
         cls, found: Sequence[Comparison], grow: Sequence[str], renamed: Collection[str]
     ) -> Survey:
-        names = [name for one in found for name in one.names]
+        names = [name for one in found for own in one.names.values() for name in own]
         stored = [name for one in found for name in one.stored]
         return cls(
             all(one.fits for one in found),
@@ -180,13 +186,12 @@ def refuse_others(
     if misfit is not None:
         raise misfit
     for one in found:
-        grown = {n: s for n, s in one.grown.items() if not matches(n, grow)}
-        new = {n: s for n, s in one.new.items() if not matches(n, grow)}
+        grown, new = one.others(one.grown, grow), one.others(one.new, grow)
         problems: list[str] = []
         where = one.key
         if grown:
-            name, (before, now) = next(iter(grown.items()))
-            where = f"{one.key}, {name}"
+            before, now = one.grown[grown[0]]
+            where = f"{one.key}, {grown[0]}"
             more = f", and {counted(len(grown) - 1, 'tensor')} more" if len(grown) > 1 else ""
             problems.append(
                 f"shape {list(before)} was found in the checkpoint against {list(now)} in the"
@@ -195,7 +200,7 @@ def refuse_others(
         if new:
             problems.append(
                 f"{len(new):,} of {len(one.names):,} tensors are not in the checkpoint:"
-                f" {list_first(list(new))}"
+                f" {list_first(new)}"
             )
         if one.extra:
             problems.append(
@@ -227,7 +232,7 @@ def _propose(
         left = {n for n in one.extra if not any(begins(n, old) for old in further)}
         kept = {head for name in one.stored.keys() - left for head in _heads(name)}
         further |= {next(h for h in _heads(n) if h not in kept): None for n in sorted(left)}
-        needed |= dict.fromkeys(n for n in (*one.grown, *new) if not matches(n, grow))
+        needed |= dict.fromkeys(one.others((*one.grown, *new), grow))
     others = {name for one in found for name in one.names} - needed.keys()
     patterns = [*grow, *find_patterns(needed, others)]
     names = {**renamed, **further}

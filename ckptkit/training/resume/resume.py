@@ -294,7 +294,7 @@ def _can_resume(stored: StoredStep, bound: BoundState) -> bool:
     if not stored.has_file(METADATA):
         units = {unit for model in bound.models for unit in model.places.units}
         units |= {model_unit(number) for number in range(len(bound.models))}
-        return any(stored.has_file(f"{unit}/{METADATA}") for unit in units)
+        return any(stored.has_file(posixpath.join(unit, METADATA)) for unit in units)
     own = {str(piece.key_path[-1]) for piece in bound.pieces()}
     entries = stored.index("").tensors.values()
     return bool(bound.renamed) or any(

@@ -22,7 +22,7 @@ from ckptkit.training import Checkpointer
 from ckptkit.training.state.collect import Layout
 from tests.files import flip_bit
 
-LAYOUTS: tuple[Layout, ...] = ("accelerate", "dcp")
+LAYOUTS: tuple[Layout, ...] = ("accelerate", "dcp", "trainer")
 WIDTH = 6
 Tensors = dict[str, torch.Tensor]
 
