@@ -61,7 +61,9 @@ class Policy(nn.Module):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         out = self.get_submodule(self.name)(tokens, output_hidden_states=True)
         hidden = out.hidden_states[-1]
-        loss = out.logits.pow(2).mean() + (hidden @ self.experts.mean((0, 1))).pow(2).mean()
+        loss: torch.Tensor = (
+            out.logits.pow(2).mean() + (hidden @ self.experts.mean((0, 1))).pow(2).mean()
+        )
         return loss if self.value is None else loss + self.value(hidden).pow(2).mean()
 
 
@@ -87,8 +89,8 @@ def wrap(model: Policy, kind: str) -> nn.Module:
         parallelize_module(llama, mesh, plan)
         return model
     by_columns = {"shard_placement_fn": lambda p: Shard(1) if p.ndim > 2 else None}
-    mesh = grid() if kind == "hsdp" else None
-    return fsdp2(model, *llama.model.layers, mesh=mesh, **by_columns)
+    over = grid() if kind == "hsdp" else None
+    return fsdp2(model, *llama.model.layers, mesh=over, **by_columns)
 
 
 def state_of(kind: str, seed: int, *, fused: bool = False, **options: Any) -> dict[str, Any]:
@@ -145,14 +147,11 @@ def assert_continues(
 
     Parameters of one flat one have a state together, so that new ones have one of zeros.
     """
-    called = {}
+    called: Tensors = {}
     for name, tensor in before.items():
-        for old, new in names.items():
-            if f".{old}." in name:
-                called[name.replace(f".{old}.", f".{new}.")] = tensor
-                break
-        else:
-            called[name] = tensor
+        found = next((old for old in names if f".{old}." in name), None)
+        new = name if found is None else name.replace(f".{found}.", f".{names[found]}.")
+        called[new] = tensor
     for name, tensor in now.items():
         is_moment = name.startswith("optimizer.")
         expected = torch.zeros_like(tensor) if is_moment else made[name].clone()
@@ -176,7 +175,7 @@ def grows(folder: Path, kind: str) -> None:
             train(state)
             path, before = saved(checkpointer, 1, state)
         with Checkpointer(folder / f"other_{tied}", layout="dcp") as checkpointer:
-            options = {"tied": tied, "fused": fused, "rows": MORE, "experts": 5}
+            options: dict[str, Any] = {"tied": tied, "fused": fused, "rows": MORE, "experts": 5}
             fresh = state_of(kind, 2, **options)
             _, made = saved(checkpointer, 1, fresh)
             with pytest.raises(ResumeError, match=r"was found in the checkpoint") as caught:
@@ -198,15 +197,16 @@ def changes(folder: Path, kind: str) -> None:
         state = state_of("fsdp2", 1)
         train(state)
         path, before = saved(checkpointer, 1, state)
-    options = {"rows": MORE, "layers": 3, "name": "policy", "value": False}
+    options: dict[str, Any] = {"rows": MORE, "layers": 3, "name": "policy", "value": False}
     with Checkpointer(folder / "other", layout="dcp") as checkpointer:
         fresh = state_of(kind, 2, **options)
         _, made = saved(checkpointer, 1, fresh)
-        given = {
+        given: dict[str, Any] = {
             "grow": [*GROWN, "policy.model.layers.2.*"],
             "renamed": {"actor": "policy", "value": None},
         }
-        assert checkpointer.resume(fresh, folder=path, **given) == 1
+        group = grid()["replicate"].get_group() if kind == "hsdp" else None
+        assert checkpointer.resume(fresh, folder=path, group=group, **given) == 1
         flat = kind == "fsdp1_flat"
         assert_continues(
             saved(checkpointer, 2, fresh)[1], before, made, {"actor": "policy"}, flat=flat
@@ -247,7 +247,7 @@ def stages(folder: Path, kind: str) -> None:
         for name in names:
             part.add_module(name, Layer())
         mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("stage", "shard"))["shard"]
-        model = fully_shard(part, mesh=mesh)
+        model: Any = fully_shard(part, mesh=mesh)
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
         optimizer = torch.optim.AdamW(model.parameters())
@@ -262,7 +262,7 @@ def stages(folder: Path, kind: str) -> None:
         fresh = stage(2, *(("layer0", "layer1") if rank == 0 else ("layer2",)))
         _, made = saved(checkpointer, 1, fresh)
         names: dict[str, Any] = {"layer0": "layer1", "layer1": "layer2"}
-        options = {"folder": path, "renamed": names}
+        options: dict[str, Any] = {"folder": path, "renamed": names}
         with pytest.raises(UsageError, match=r"fits 'layer7'"):
             checkpointer.resume(fresh, grow=["layer0.*", "layer7"], **options)
         assert checkpointer.resume(fresh, grow=["layer0.*"], **options) == 1
@@ -275,7 +275,8 @@ def differs(folder: Path, kind: str) -> None:
         state = state_of(kind, 1)
         path, _ = saved(checkpointer, 1, state)
         patterns = ["*"] if dist.get_rank() else ["*embed*"]
-        for place in ({"folder": path}, {}):
+        places: list[dict[str, Any]] = [{"folder": path}, {}]
+        for place in places:
             with pytest.raises(UsageError, match=r"grow: is \['\*'\] on rank 1"):
                 checkpointer.resume(state, grow=patterns, **place)
 

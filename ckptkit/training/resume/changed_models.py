@@ -88,8 +88,9 @@ def compare(
         if apart or is_extra(piece.key_path, model.path):
             continue
         tensors = index_of(piece.unit).tensors
-        own, *aliases = (".".join(map(str, p[depth:])) for p in (piece.key_path, *piece.aliases))
-        name = fqns.get(piece.entry, own)
+        paths = piece.key_path, *piece.aliases
+        first, *aliases = (".".join(map(str, path[depth:])) for path in paths)
+        name = fqns.get(piece.entry, first)
         names[name] = [name, *aliases]
         entry = next((tensors[key] for key in names_of(piece) if key in tensors), None)
         if entry is None:

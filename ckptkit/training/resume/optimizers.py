@@ -43,6 +43,7 @@ from ckptkit.training.state.dtensors import (
     Copies,
     DTensor,
     empty_like,
+    local_part,
     make_dtensor,
     unwrap_dtensor,
 )
@@ -376,14 +377,19 @@ class StoredOptimizer:
                     for name, path in wanted
                     if name in live
                 ),
+                keeping=self._changed,
             )
         apart = {
             n for n, p in live.items() if layout is not None and _is_sharded(self._slots[id(p)])
         }
         leave = {id(live[name]) for name in apart}
-        leave |= {id(p) for p in self._parameters if self._is_new(p)}
-        place = self._slots, self._index, bound.path
-        allocate_state(self.optimizer, *place, leave=leave, grown=self.grown)
+        leave |= {id(p) for p in self._changed if self._is_new(p)}
+        allocate_state(
+            *(self.optimizer, self._slots, self._index, bound.path),
+            leave=leave,
+            grown=self.grown,
+            keeping=self._changed,
+        )
         start = (*bound.path, RANK_STATES, str(self._world.own))
         for name in apart:
             if own.get(name):
@@ -395,6 +401,12 @@ class StoredOptimizer:
                 states.pop(live[name], None)
         for name in composed.keys() & live.keys():
             self._check_kinds(states.get(live[name], {}), composed[name])
+
+    @cached_property
+    def _changed(self) -> list[torch.Tensor]:
+        """The parameters that the step lacks, or has a part of."""
+        names = self.new | self.grown.keys()
+        return [p for p in self._parameters if any(s.fqn in names for s in self._slots[id(p)])]
 
     def _is_new(self, parameter: torch.Tensor) -> bool:
         return all(slot.fqn in self.new for slot in self._slots[id(parameter)])
@@ -606,13 +618,15 @@ def allocate_state(
     *,
     leave: Container[int] = (),
     grown: Mapping[str, Shape] | None = None,
+    keeping: Sequence[torch.Tensor] = (),
 ) -> None:
     """Gives an optimizer the state tensors that a checkpoint has for it, without content.
 
     Tensors that are there stay, to be filled in place; state of parameters for which the checkpoint
     has none is removed. The state of parameters whose identities are in `leave` stays as it is.
     Parameters in `grown` have fewer elements in the checkpoint: their shapes there. What their
-    state has besides is zero, unless the optimizer has made it already.
+    state has besides is zero, unless the optimizer has made it already. `keeping` is as for
+    `step_without_effect`.
     """
     before = grown or {}
     stored = _stored_states(index, path)
@@ -633,7 +647,9 @@ def allocate_state(
     ]
     if odd:
         step_without_effect(
-            optimizer, lambda: all(name in optimizer.state.get(p, {}) for p, name in odd)
+            optimizer,
+            lambda: all(name in optimizer.state.get(p, {}) for p, name in odd),
+            keeping=keeping,
         )
     # Of a parameter of one element, a number looks like a part.
     numbers = {
@@ -709,16 +725,20 @@ def _empty(
     return torch.empty(entry.shape, dtype=dtype, device=device)
 
 
-def step_without_effect(optimizer: Optimizer, is_made: Callable[[], bool]) -> None:
+def step_without_effect(
+    optimizer: Optimizer, is_made: Callable[[], bool], *, keeping: Sequence[torch.Tensor] = ()
+) -> None:
     """Lets an optimizer make its own state, by a step with gradients of zero, or by two.
 
-    The parameters are loaded afterwards. Gradients and hyperparameters are put back. An optimizer
-    that has state already keeps it. What `torch.compile` does in its step is not worth while here,
-    and left out. Some make a part of their state in the second step only, as `is_made` says.
+    The parameters are loaded afterwards, but for those of `keeping`, which are put back, as
+    gradients and hyperparameters are. An optimizer that has state already keeps it. What
+    `torch.compile` does in its step is not worth while here, and left out. Some make a part of
+    their state in the second step only, as `is_made` says.
     """
     if optimizer.state:
         return
     groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    kept = [(local_part(parameter), local_part(parameter).clone()) for parameter in keeping]
     gradients = [(p, p.grad) for g in optimizer.param_groups for p in g["params"]]
     for parameter, _ in gradients:
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
@@ -743,6 +763,8 @@ def step_without_effect(optimizer: Optimizer, is_made: Callable[[], bool]) -> No
             parameter.grad = gradient
         for group, values in zip(optimizer.param_groups, groups, strict=True):
             group.update(values)
+        for parameter, content in kept:
+            parameter.copy_(content)
 
 
 def _is_sharded(slots: Sequence[ShardLayout]) -> bool:

@@ -131,6 +131,35 @@ def test_rows_that_there_were_come_back_and_further_ones_stay_as_they_were_made(
     assert torch.equal(tensors(grown)[0][name], tensors(twin)[0][name])
 
 
+class Rows(torch.optim.Optimizer):
+    """Keeps a number for each row, and shrinks parameters whatever the rate."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        del closure
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            state.setdefault("rows", torch.zeros(len(parameter)))
+            state["rows"] += parameter.grad.abs().flatten(1).sum(1) if parameter.ndim > 1 else 1
+            parameter.mul_(0.5)
+
+
+def test_what_makes_an_optimizers_state_leaves_new_rows_and_parts_as_they_were_made(
+    tmp_path: Path,
+) -> None:
+    saved, fresh = train(state_of(1, Rows)), state_of(2, Rows, rows=9, layers=3)
+    step = save(tmp_path / "run", saved)
+    made, _ = tensors(fresh)
+    assert load(step, fresh, grow=["embed.*", "seen", "body.2.*"]) == 1
+    (before, states), (now, states_now) = tensors(saved), tensors(fresh)
+    assert_grown(now["embed.weight"], before["embed.weight"], made["embed.weight"])
+    assert_grown(states_now["embed.weight"]["rows"], states["embed.weight"]["rows"])
+    assert torch.equal(now["body.2.weight"], made["body.2.weight"])
+
+
 def test_a_tensor_grows_in_any_dimension_and_those_of_no_pattern_are_compared(
     tmp_path: Path,
 ) -> None:
