@@ -134,7 +134,7 @@ def saved(checkpointer: Checkpointer, step: int, state: dict[str, Any]) -> tuple
 
 
 def proposed(error: pytest.ExceptionInfo[ResumeError]) -> dict[str, Any]:
-    found = re.search(r"if it was changed since, resume with (.*)$", error.value.hint or "")
+    found = re.search(r"Checkpointer\.resume\(…, (.*)\) takes it$", error.value.hint or "")
     assert found is not None, str(error.value)
     options: dict[str, Any] = eval(f"dict({found[1]})")  # noqa: S307  as a user would write it
     return options

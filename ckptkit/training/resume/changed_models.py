@@ -55,6 +55,15 @@ class Comparison(Struct, frozen=True):
     def fits(self) -> bool:
         return not (self.grown or self.new or self.extra or self.misfit)
 
+    def lacks_what(self, before: Comparison) -> bool:
+        """Whether this step lacks elements that another step has, which may have been loaded."""
+        for name in (*self.new, *self.grown):
+            own, whole = self.grown.get(name, (None, self.new.get(name)))
+            then = None if name in before.new else before.grown.get(name, (whole,))[0]
+            if then is not None and (own is None or not (then == own or is_part(then, own))):
+                return True
+        return False
+
     def others(self, names: Iterable[str], grow: Sequence[str]) -> list[str]:
         """Returns those of some tensors that no pattern fits by any of their names."""
         patterns = tuple(grow)
@@ -239,12 +248,12 @@ def _propose(
     names = {**renamed, **further}
     if max(len(patterns), len(names)) > _MOST_PROPOSED:
         return (
-            "if it was changed since, pass grow=[…] with patterns of the names that it has more"
-            " of, and renamed={…} with those that have others, or None, now"
+            "if it was changed since, Checkpointer.resume(…, grow=[…], renamed={…}) takes patterns"
+            " of what grew or is new, and names of the step with those of the model, or None"
         )
     options = [f"grow={patterns!r}"] if patterns else []
     options += [f"renamed={names!r}"] if names else []
-    return f"if it was changed since, resume with {', '.join(options)}"
+    return f"if it was changed since, Checkpointer.resume(…, {', '.join(options)}) takes it"
 
 
 def _find_renames(

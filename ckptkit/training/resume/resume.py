@@ -302,14 +302,15 @@ def _can_resume(stored: StoredStep, bound: BoundState) -> bool:
     )
 
 
-class _Attempt(Struct):
+class _Attempt(Struct, frozen=True):
     """Loads one step, or tries to; all ranks do the same, and agree after each part of it."""
 
     bound: BoundState
     peers: Peers
     timeout_seconds: float
     group: dist.ProcessGroup | None = None  # of ranks that read for each other
-    tried: int | None = None  # the step that may have been loaded in part
+    # the steps that may have been loaded in part, and how the models differed from them
+    tried: list[tuple[int, list[Comparison]]] = []
 
     def load_from(self, run: Path | Place, name: str, step: int) -> InputError | None:
         """Does what `load` does with a step of a run, if need be without the nodes' own copies."""
@@ -329,10 +330,9 @@ class _Attempt(Struct):
             anew = self._starting_anew(opening)
             # Plan: what is no tensor is read. All of it has to fit on all ranks before any of them
             # overwrites a tensor.
-            before, self.tried = self.tried, step
             planned, problem = self._together(
                 "what fits of a step",
-                lambda: opening.prepare(step, alike, anew, tried=before),
+                lambda: opening.prepare(step, alike, anew, self.tried),
                 lambda _: {"changes": opening.report_changes()},
                 lambda values: log_changes(value["changes"] for value in values),
             )
@@ -383,6 +383,8 @@ class _Attempt(Struct):
             raise error_from_json(verdict["problem"]["error"])
         if verdict["is_renamed"]:
             opening.rename()
+        elif self.bound.renamed and self.peers.rank == 0:
+            logger.info("renamed is left out: the step has the names of the model")
 
     def fill_model(self, folder: Path | Place) -> int | None:
         """Fills the one model from a checkpoint of any format; returns the step of that."""
@@ -395,8 +397,7 @@ class _Attempt(Struct):
                         raise UsageError(
                             f"is for steps, and {folder} is a model alone",
                             where=option,
-                            hint="resume without it: what the model has to have in common with a"
-                            " checkpoint of this kind is all of it",
+                            hint="leave it out: a model alone is loaded as a whole",
                         )
                 if len(bound.models) != 1:
                     raise ResumeError(
@@ -674,23 +675,25 @@ class StepLoader(Closing):
         step: int,
         alike: Mapping[str, bool],
         anew: Collection[str] = frozenset(),
-        *,
-        tried: int | None = None,
+        tried: list[tuple[int, list[Comparison]]] | None = None,
     ) -> tuple[dict[str, list[Piece]], list[Apply]]:
         """Reads everything but the tensors, and checks that these fit; overwrites none of them.
 
         Returns the tensors to fill, by DCP directory, and functions that put everything else in
-        place. The state of the optimizers that `anew` names is cleared, not loaded. `tried` is a
-        step of which tensors may have been filled before.
+        place. The state of the optimizers that `anew` names is cleared, not loaded. `tried` has
+        the steps of which tensors may have been filled before, and gets this one.
         """
         stored, bound = self.stored, self.bound
-        if tried not in {None, step} and any(one.grown or one.new for one in self._changed):
-            raise ResumeError(
-                f"step {step} lacks what step {tried} has, which turned out to be damaged after"
-                " parts of it may have been loaded",
-                where=str(self._folder),
-                hint=f"build the model anew, and resume it with step={step}",
-            )
+        tried = [] if tried is None else tried
+        for other, before in tried:
+            if any(map(Comparison.lacks_what, self._changed, before)):
+                raise ResumeError(
+                    f"step {step} lacks what step {other} has, which turned out to be damaged after"
+                    " parts of it may have been loaded",
+                    where=str(self._folder),
+                    hint=f"build the model anew, and resume it with step={step}",
+                )
+        tried.append((step, self._changed))
         fresh = [o for o in bound.optimizers if o.name in anew]
         resumed = [o for o in bound.optimizers if o not in fresh]
         further: list[Piece] = []
