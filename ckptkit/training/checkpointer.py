@@ -357,6 +357,8 @@ class Checkpointer:
         folder: str | PathLike[str] | None = None,
         missing_groups: MissingGroups | None = None,
         group: dist.ProcessGroup | None = None,
+        grow: Sequence[str] = (),
+        renamed: Mapping[str, str | None] | None = None,
     ) -> int | None:
         """Loads the newest complete step of the run into the state, in place.
 
@@ -373,6 +375,12 @@ class Checkpointer:
                 have: "error", or "drop" to leave their state out; None for what `Options` says.
             group: Ranks of which one reads what several of them hold alike, such as those of the
                 replicate dimension of HSDP, and sends it to the others. None issues no collective.
+            grow: Patterns (`*`, `?`, `[…]`) of names of tensors in the model that may have more
+                rows than in the step, or not be in it. The rows that it has are loaded; all else
+                stays as the model made it, with optimizer states of zeros, or none.
+            renamed: Names of tensors or modules in the step, and what they are called in the model;
+                None for those that were dropped. A step that fits the model as it is, such as one
+                that was saved since, is loaded without it.
 
         Returns:
             The step that was loaded, None if the run has none, 0 if `folder` does not name one.
@@ -391,7 +399,9 @@ class Checkpointer:
                 check_modes()
                 choice = missing_groups or self._settings.missing_groups
                 check_choice({"missing_groups": choice}, "missing_groups", get_args(MissingGroups))
-                bound = self._binding.of(state).resuming(self._settings.unfit_optimizer, choice)
+                bound = self._binding.of(state).resuming(
+                    self._settings.unfit_optimizer, choice, grow, renamed
+                )
             except Exception as error:
                 decline(peers, error, timeout_seconds=timeout)
                 raise

@@ -111,8 +111,8 @@ def test_what_does_not_fit_is_refused_on_every_rank_and_nothing_is_passed_over(
 ) -> None:
     output = launch(2, saved, "refuse", "fsdp2")
     for rank in (0, 1):
-        assert f"ERROR {rank} ResumeError 1 of" in output
-    assert "'model.extra'" in output
+        assert f"ERROR {rank} ResumeError model: 1 of" in output
+    assert "not in the checkpoint: 'extra'" in output
 
 
 @pytest.mark.slow

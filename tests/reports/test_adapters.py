@@ -718,10 +718,23 @@ class TestBasesWithMore:
         with pytest.raises(AdapterError, match="out_proj"):
             ckptkit.merge_adapter(adapter, tmp_path / "out", base=case / "base")
 
-    def test_a_base_with_packed_experts_is_refused_by_name(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize(
+        ("dtype", "truth"), [("keep", "truth_packed"), ("bfloat16", "truth_dequantized")]
+    )
+    def test_packed_experts_stay_as_they_are_or_are_unpacked(
+        self, dtype: str, truth: str, tmp_path: Path
+    ) -> None:
         case = REPORTS / "10-mxfp4-gpt-oss"
-        with pytest.raises(CkptkitError, match="mxfp4"):
-            ckptkit.merge_adapter(case / "adapter", tmp_path / "out", base=case / "base")
+        out = tmp_path / "out"
+        ckptkit.merge_adapter(case / "adapter", out, base=case / "base", dtype=dtype)
+        expected = load_file(case / f"{truth}.safetensors")
+        found = load_file(out / "model.safetensors")
+        assert found.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert found[name].dtype == tensor.dtype, name
+            assert found[name].view(torch.uint8).equal(tensor.view(torch.uint8)), name
+        config = json.loads((out / "config.json").read_text())
+        assert ("quantization_config" in config) == (dtype == "keep")
 
 
 class TestModulesUnderAnAttribute:

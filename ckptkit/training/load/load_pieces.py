@@ -152,12 +152,7 @@ def match_entries(index: TensorIndex, pieces: Sequence[Piece]) -> list[TensorEnt
     for piece, entry in zip(pieces, entries, strict=True):
         expected = dtype_named(str(piece.local.dtype), where=piece.key)
         if entry.shape != piece.shape:
-            raise ResumeError(
-                f"shape {list(entry.shape)} was found in the checkpoint against"
-                f" {list(piece.shape)} in the model",
-                where=piece.key,
-                hint="build the model with the configuration that the checkpoint was saved with",
-            )
+            raise unlike(piece, entry)
         if entry.dtype != expected:
             raise ResumeError(
                 f"dtype {entry.dtype.name} was found in the checkpoint against {expected.name} in"
@@ -167,6 +162,15 @@ def match_entries(index: TensorIndex, pieces: Sequence[Piece]) -> list[TensorEnt
                 f" `ckptkit convert --dtype {expected.name}`; a resume never casts",
             )
     return entries
+
+
+def unlike(piece: Piece, entry: TensorEntry) -> ResumeError:
+    return ResumeError(
+        f"shape {list(entry.shape)} was found in the checkpoint against {list(piece.shape)} in the"
+        " model",
+        where=piece.key,
+        hint="build the model with the configuration that the checkpoint was saved with",
+    )
 
 
 def unexpected_keys(index: TensorIndex, pieces: Sequence[Piece]) -> list[Key]:

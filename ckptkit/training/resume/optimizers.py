@@ -12,7 +12,15 @@ import json
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import (
+    Callable,
+    Container,
+    Iterable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
 from contextlib import nullcontext
 from functools import cached_property, partial
 from typing import Any
@@ -21,8 +29,9 @@ import torch
 from torch.optim import Optimizer
 
 from ckptkit.core.errors import FormatError, ResumeError
-from ckptkit.core.index import KeyPath, TensorEntry, TensorIndex
+from ckptkit.core.index import KeyPath, Shape, TensorEntry, TensorIndex
 from ckptkit.core.text import a_kind, list_first
+from ckptkit.training.resume.changed_models import Comparison
 from ckptkit.training.resume.restore import (
     Apply,
     read_tensors,
@@ -34,6 +43,7 @@ from ckptkit.training.state.dtensors import (
     Copies,
     DTensor,
     empty_like,
+    local_part,
     make_dtensor,
     unwrap_dtensor,
 )
@@ -54,7 +64,7 @@ from ckptkit.training.state.optimizers import (
     tensor_at,
     unwrap_optimizer,
 )
-from ckptkit.training.state.pieces import Piece, ShardLayout
+from ckptkit.training.state.pieces import Entry, Piece, ShardLayout
 from ckptkit.training.state.structures import Nodes, adapt, assemble, leaf_paths, leaves_by_key
 
 logger = logging.getLogger(__name__)
@@ -98,13 +108,33 @@ class StoredOptimizer:
     """What a step has for one optimizer: matched with it, and put in place."""
 
     def __init__(
-        self, stored: StoredStep, bound: BoundOptimizer, slots: Slots, world: Copies
+        self,
+        stored: StoredStep,
+        bound: BoundOptimizer,
+        slots: Slots,
+        world: Copies,
+        changed: Mapping[int, Comparison],
     ) -> None:
         self.optimizer = bound.optimizer
         self._stored = stored
         self._bound = bound
         self._slots = slots  # what the parameters of all optimizers hold on this rank
         self._world = world
+        # parameters that the step has fewer rows of, by name the shape there, and that it lacks
+        self.grown: dict[str, Shape] = {}
+        self.new: set[str] = set()
+        for parameter in self._parameters:
+            one = changed[id(parameter)]
+            names = {slot.fqn for slot in slots[id(parameter)]}
+            self.grown |= {name: one.grown[name][0] for name in names & one.grown.keys()}
+            self.new |= names & one.new.keys()
+
+    def places(self, names: Iterable[str]) -> Iterator[Entry]:
+        """Yields where the states of some parameters are in the step."""
+        unit, path = self._bound.unit, self._bound.path
+        for name in names:
+            yield unit, (*path, STATE, name)
+            yield unit, (*path, RANK_STATES, str(self._world.own), name)
 
     @cached_property
     def _index(self) -> TensorIndex:
@@ -171,7 +201,7 @@ class StoredOptimizer:
         leaves: dict[str | int, dict[KeyPath, Any]] = defaultdict(dict)
         for rest, path in self._values_below(GROUPS):
             if not rest:  # torch before 2.4 stores all groups as one value
-                return [dict(group) for group in stored.value(bound.unit, path)]
+                return list(self._renamed(stored.value(bound.unit, path)))
             if isinstance(rest[0], int) or rest[0] in own:
                 leaves[rest[0]][rest[1:]] = stored.value(bound.unit, path)
         tensors = {path: rest for rest, path in self._tensors_below(GROUPS)}
@@ -194,8 +224,12 @@ class StoredOptimizer:
             elif names is not None:
                 group[PARAMS] = names
             if PARAMS in group:
-                groups.append(group)
+                groups += [group] if isinstance(key, str) else self._renamed([group])
         return groups
+
+    def _renamed(self, groups: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+        renaming = self._stored.renaming
+        return map(dict, groups) if renaming is None else renaming.groups(groups)
 
     def missing_groups(self, beside: Sequence[BoundOptimizer]) -> str:
         """Returns what a step has of groups that an optimizer does not have; empty if it has all.
@@ -257,7 +291,9 @@ class StoredOptimizer:
                     yield partial(set_group, group, saved_without.pop(0), defaults)
                 continue
             staged = any(slot.values.count < self._world.number for slot in own)
-            names = frozenset(slot.fqn for slot in own)
+            names = frozenset(slot.fqn for slot in own) - self.new
+            if not names:
+                continue
             values = _group_of(names, of_names, staged=staged)
             if values is None:
                 raise ResumeError(
@@ -271,6 +307,13 @@ class StoredOptimizer:
         """Refuses state that this rank could not continue from."""
         live = {name: self._slots[id(p)] for name, p in self._live.items()}
         layout = self._layout()
+        if self.grown and (is_low_bit(self.optimizer) or layout is not None or self._composed):
+            raise ResumeError(
+                f"{class_of(self.optimizer)} quantises, or shapes, its state by the elements of a"
+                f" parameter, and {min(self.grown)!r} has more of them than in the step",
+                where=self._bound.name,
+                hint=RESET_HINT,
+            )
         if layout is None:
             # State of whole parameters would have to be quantised part by part.
             whole = self._names_with_state() & live.keys()
@@ -334,12 +377,19 @@ class StoredOptimizer:
                     for name, path in wanted
                     if name in live
                 ),
+                keeping=self._changed,
             )
         apart = {
             n for n, p in live.items() if layout is not None and _is_sharded(self._slots[id(p)])
         }
-        identities = {id(live[name]) for name in apart}
-        allocate_state(self.optimizer, self._slots, self._index, bound.path, leave=identities)
+        leave = {id(live[name]) for name in apart}
+        leave |= {id(p) for p in self._changed if self._is_new(p)}
+        allocate_state(
+            *(self.optimizer, self._slots, self._index, bound.path),
+            leave=leave,
+            grown=self.grown,
+            keeping=self._changed,
+        )
         start = (*bound.path, RANK_STATES, str(self._world.own))
         for name in apart:
             if own.get(name):
@@ -351,6 +401,15 @@ class StoredOptimizer:
                 states.pop(live[name], None)
         for name in composed.keys() & live.keys():
             self._check_kinds(states.get(live[name], {}), composed[name])
+
+    @cached_property
+    def _changed(self) -> list[torch.Tensor]:
+        """The parameters that the step lacks, or has a part of."""
+        names = self.new | self.grown.keys()
+        return [p for p in self._parameters if any(s.fqn in names for s in self._slots[id(p)])]
+
+    def _is_new(self, parameter: torch.Tensor) -> bool:
+        return all(slot.fqn in self.new for slot in self._slots[id(parameter)])
 
     def _fit_state(
         self,
@@ -501,13 +560,14 @@ class StoredOptimizer:
             nodes = stored.structure(unit, (*path, STATE, name))
             nodes = nodes or stored.structure(unit, (*on_this_rank, name))
             filled, nested = list(filled_of.get(name, ())), nested_of.get(name, {})
-            if nested and (isinstance(parameter, DTensor) or not own[0].whole):
+            unplaced = isinstance(parameter, DTensor) or not own[0].whole or name in self.grown
+            if nested and unplaced:
                 raise ResumeError(
                     f"the optimizer keeps tensors in {name!r}, whose place on each rank is not"
                     " known",
                     where=name,
-                    hint="resume without sharding, or use an optimizer whose state has the shape"
-                    " of the parameters",
+                    hint="resume without sharding, with the model that was saved, or use an"
+                    " optimizer whose state has the shape of the parameters",
                 )
             leaves = {place: stored.value(unit, k) for place, k in values_of[name].items()}
             tensors = dict(read_tensors(stored, unit, nested.values())) if nested else {}
@@ -557,12 +617,18 @@ def allocate_state(
     path: KeyPath,
     *,
     leave: Container[int] = (),
+    grown: Mapping[str, Shape] | None = None,
+    keeping: Sequence[torch.Tensor] = (),
 ) -> None:
     """Gives an optimizer the state tensors that a checkpoint has for it, without content.
 
     Tensors that are there stay, to be filled in place; state of parameters for which the checkpoint
     has none is removed. The state of parameters whose identities are in `leave` stays as it is.
+    Parameters in `grown` have fewer elements in the checkpoint: their shapes there. What their
+    state has besides is zero, unless the optimizer has made it already. `keeping` is as for
+    `step_without_effect`.
     """
+    before = grown or {}
     stored = _stored_states(index, path)
     parameters = [
         (parameter, bool(group.get("capturable") or group.get("fused")))
@@ -575,13 +641,15 @@ def allocate_state(
         (parameter, name)
         for parameter, _ in parameters
         for slot in slots[id(parameter)]
-        if isinstance(parameter, DTensor) or not slot.whole
+        if isinstance(parameter, DTensor) or not slot.whole or slot.fqn in before
         for name, entry in stored.get(slot.fqn, {}).items()
-        if entry.shape != slot.shape and entry.elements != 1
+        if entry.shape != before.get(slot.fqn, slot.shape) and entry.elements != 1
     ]
     if odd:
         step_without_effect(
-            optimizer, lambda: all(name in optimizer.state.get(p, {}) for p, name in odd)
+            optimizer,
+            lambda: all(name in optimizer.state.get(p, {}) for p, name in odd),
+            keeping=keeping,
         )
     # Of a parameter of one element, a number looks like a part.
     numbers = {
@@ -589,7 +657,7 @@ def allocate_state(
         for parameter, _ in parameters
         for slot in slots[id(parameter)]
         for name, entry in stored.get(slot.fqn, {}).items()
-        if entry.elements == 1 and math.prod(slot.shape) > 1
+        if entry.elements == 1 and math.prod(before.get(slot.fqn, slot.shape)) > 1
     }
     for parameter, on_device in parameters:
         own = slots[id(parameter)]
@@ -599,7 +667,7 @@ def allocate_state(
             continue
         state: dict[str, Any] = optimizer.state[parameter]
         for name, entry in stored[slot.fqn].items():
-            is_part = entry.shape == slot.shape and name not in numbers
+            is_part = entry.shape == before.get(slot.fqn, slot.shape) and name not in numbers
             value, is_number = state.get(name), entry.elements == 1
             # What a later step has made of it, in a resume from an earlier one.
             is_other = (is_part or is_number) and (
@@ -609,6 +677,8 @@ def allocate_state(
                 state[name] = _empty(
                     parameter, slot, name, entry, on_device=on_device, is_part=is_part
                 )
+                if slot.fqn in before:
+                    unwrap_dtensor(state[name]).zero_()
 
 
 def _stored_states(index: TensorIndex, path: KeyPath) -> dict[str, dict[str, TensorEntry]]:
@@ -655,16 +725,20 @@ def _empty(
     return torch.empty(entry.shape, dtype=dtype, device=device)
 
 
-def step_without_effect(optimizer: Optimizer, is_made: Callable[[], bool]) -> None:
+def step_without_effect(
+    optimizer: Optimizer, is_made: Callable[[], bool], *, keeping: Sequence[torch.Tensor] = ()
+) -> None:
     """Lets an optimizer make its own state, by a step with gradients of zero, or by two.
 
-    The parameters are loaded afterwards. Gradients and hyperparameters are put back. An optimizer
-    that has state already keeps it. What `torch.compile` does in its step is not worth while here,
-    and left out. Some make a part of their state in the second step only, as `is_made` says.
+    The parameters are loaded afterwards, but for those of `keeping`, which are put back, as
+    gradients and hyperparameters are. An optimizer that has state already keeps it. What
+    `torch.compile` does in its step is not worth while here, and left out. Some make a part of
+    their state in the second step only, as `is_made` says.
     """
     if optimizer.state:
         return
     groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    kept = [(local_part(parameter), local_part(parameter).clone()) for parameter in keeping]
     gradients = [(p, p.grad) for g in optimizer.param_groups for p in g["params"]]
     for parameter, _ in gradients:
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
@@ -689,6 +763,8 @@ def step_without_effect(optimizer: Optimizer, is_made: Callable[[], bool]) -> No
             parameter.grad = gradient
         for group, values in zip(optimizer.param_groups, groups, strict=True):
             group.update(values)
+        for parameter, content in kept:
+            parameter.copy_(content)
 
 
 def _is_sharded(slots: Sequence[ShardLayout]) -> bool:

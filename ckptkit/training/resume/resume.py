@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from msgspec import Struct
+from msgspec import Struct, convert, to_builtins
 
 from ckptkit.core.errors import (
     ChecksumError,
@@ -54,9 +54,19 @@ from ckptkit.training.load.load_pieces import (
     names_of,
     pack,
     prove_together,
-    unexpected_keys,
 )
 from ckptkit.training.load.materialise import materialise
+from ckptkit.training.resume.changed_models import (
+    Comparison,
+    Survey,
+    clip,
+    compare,
+    is_part,
+    judge_options,
+    log_changes,
+    refuse_others,
+    report_changes,
+)
 from ckptkit.training.resume.optimizers import LOST_HINT, StoredOptimizer
 from ckptkit.training.resume.restore import (
     Apply,
@@ -66,7 +76,7 @@ from ckptkit.training.resume.restore import (
     object_changes,
     random_changes,
 )
-from ckptkit.training.resume.stored_step import StoredStep, bind_to_step
+from ckptkit.training.resume.stored_step import Renaming, StoredStep, bind_to_step
 from ckptkit.training.run_folders import saved_steps
 from ckptkit.training.state.collect import BoundModel, BoundOptimizer, BoundState, bind
 from ckptkit.training.state.dtensors import Copies
@@ -77,7 +87,6 @@ from ckptkit.training.state.pieces import Entry, Piece, ShardLayout
 from ckptkit.training.state.quant_states import (
     StoredScale,
     is_made_anew,
-    is_scale,
     packed_weights,
     plan_scales,
     scale_names,
@@ -124,7 +133,7 @@ def resume(
         raise error
     steps = peers.agree(
         _FIRST_ROUND,
-        {"step": step},
+        {"step": step, "options": _options(bound)},
         lambda requests: _steps_to_try(requests, run, prefix),
         timeout_seconds=timeout_seconds,
     )
@@ -179,7 +188,7 @@ def resume_from(
     """
     found: dict[str, Any] = peers.agree(
         _FIRST_ROUND,
-        {"folder": place_facts(folder)},
+        {"folder": place_facts(folder), "options": _options(bound)},
         lambda requests: _step_in(folder, requests, bound),
         timeout_seconds=timeout_seconds,
     )
@@ -190,6 +199,10 @@ def resume_from(
     if problem is not None:
         raise problem
     return int(found["step"])
+
+
+def _options(bound: BoundState) -> dict[str, Any]:
+    return {"grow": list(bound.grow), "renamed": dict(bound.renamed)}
 
 
 def _steps_to_try(
@@ -239,6 +252,15 @@ def _check_alike(requests: Sequence[Mapping[str, Any]]) -> None:
             where="folder",
             hint="resume from the same directory on every rank",
         )
+    for option, value in requests[0]["options"].items():
+        for rank, request in enumerate(requests):
+            if request["options"][option] != value:
+                raise UsageError(
+                    f"is {request['options'][option]!r:.200} on rank {rank} and {value!r:.200} on"
+                    " rank 0, where the same was expected on all ranks",
+                    where=option,
+                    hint="resume with the same options on every rank",
+                )
 
 
 def _step_in(
@@ -272,10 +294,12 @@ def _can_resume(stored: StoredStep, bound: BoundState) -> bool:
     if not stored.has_file(METADATA):
         units = {unit for model in bound.models for unit in model.places.units}
         units |= {model_unit(number) for number in range(len(bound.models))}
-        return any(stored.has_file(f"{unit}/{METADATA}") for unit in units)
+        return any(stored.has_file(posixpath.join(unit, METADATA)) for unit in units)
     own = {str(piece.key_path[-1]) for piece in bound.pieces()}
     entries = stored.index("").tensors.values()
-    return any(str(entry.key_path[-1]) in own or entry.key in own for entry in entries)
+    return bool(bound.renamed) or any(
+        str(entry.key_path[-1]) in own or entry.key in own for entry in entries
+    )
 
 
 class _Attempt(Struct, frozen=True):
@@ -285,6 +309,8 @@ class _Attempt(Struct, frozen=True):
     peers: Peers
     timeout_seconds: float
     group: dist.ProcessGroup | None = None  # of ranks that read for each other
+    # the steps that may have been loaded in part, and how the models differed from them
+    tried: list[tuple[int, list[Comparison]]] = []
 
     def load_from(self, run: Path | Place, name: str, step: int) -> InputError | None:
         """Does what `load` does with a step of a run, if need be without the nodes' own copies."""
@@ -300,11 +326,15 @@ class _Attempt(Struct, frozen=True):
         with few_collections(), StepLoader(folder, self.bound) as opening:
             # Match: models get memory, optimizers and objects are compared with what is stored.
             alike = self._agree("where dataloaders go on", None, lambda _: _look(opening))
+            self._give_names(opening)
             anew = self._starting_anew(opening)
             # Plan: what is no tensor is read. All of it has to fit on all ranks before any of them
             # overwrites a tensor.
             planned, problem = self._together(
-                "what fits of a step", lambda: opening.prepare(step, alike, anew)
+                "what fits of a step",
+                lambda: opening.prepare(step, alike, anew, self.tried),
+                lambda _: {"changes": opening.report_changes()},
+                lambda values: log_changes(value["changes"] for value in values),
             )
             if problem is not None:
                 return problem
@@ -338,12 +368,37 @@ class _Attempt(Struct, frozen=True):
                 logger.info("no checksums were stored for %s", list_first(unverified))
         return None
 
+    def _give_names(self, opening: StepLoader) -> None:
+        """Agrees on whether the step gets the names of changed models, if the user has some."""
+        if not self.bound.grow and not self.bound.renamed:
+            return
+        survey: Survey | None = None
+        try:
+            survey = opening.survey()
+        except Exception as error:  # noqa: BLE001  loading fails likewise, on all ranks
+            logger.debug("models were not compared: %s", error)
+        own = None if survey is None else to_builtins(survey)
+        verdict = self._agree("which models were changed", own, _judge)
+        if verdict["problem"] is not None:
+            raise error_from_json(verdict["problem"]["error"])
+        if verdict["is_renamed"]:
+            opening.rename()
+        elif self.bound.renamed and self.peers.rank == 0:
+            logger.info("renamed is left out: the step has the names of the model")
+
     def fill_model(self, folder: Path | Place) -> int | None:
         """Fills the one model from a checkpoint of any format; returns the step of that."""
         bound = self.bound
         with ExitStack() as stack:
 
             def match() -> ModelLoad:
+                for option, value in _options(bound).items():
+                    if value:
+                        raise UsageError(
+                            f"is for steps, and {folder} is a model alone",
+                            where=option,
+                            hint="leave it out: a model alone is loaded as a whole",
+                        )
                 if len(bound.models) != 1:
                     raise ResumeError(
                         f"holds a model alone, and the state has {len(bound.models)}",
@@ -444,6 +499,15 @@ def _look(opening: StepLoader) -> dict[str, bool]:
         return {}
 
 
+def _judge(surveys: Sequence[Any]) -> dict[str, Any]:
+    try:
+        found = [convert(survey, Survey) for survey in surveys if survey is not None]
+        is_renamed = len(found) == len(surveys) and judge_options(found)
+    except Exception as error:  # noqa: BLE001  the other ranks have to hear of it
+        return {"problem": _problem(error), "is_renamed": False}
+    return {"problem": None, "is_renamed": is_renamed}
+
+
 def _apply(changes: Sequence[Apply]) -> None:
     try:
         for change in changes:
@@ -515,6 +579,7 @@ class StepLoader(Closing):
         self._stored: StoredStep | None = None
         self._world = Copies(bound.world_size, bound.rank)
         self._optimizers: dict[int, StoredOptimizer] = {}
+        self._dropped: list[str] = []  # names in the step
 
     @property
     def stored(self) -> StoredStep:
@@ -537,10 +602,52 @@ class StepLoader(Closing):
                     state[key] = value
                 else:
                     state.setdefault(key, []).append(value)
+            given = bound
             bound = bind(state, layout=layout, rank=bound.rank, world_size=bound.world_size)
+            bound = bound.resuming(
+                given.unfit_optimizer, given.missing_groups, given.grow, given.renamed
+            )
         if self.stored.entries is not None:
             bound = bind_to_step(bound, self.stored.entries, where=str(self._folder))
         return bound
+
+    def _compare(self) -> list[Comparison]:
+        """Compares the models with the step, before they get memory."""
+        found: list[Comparison] = []
+        for model in self.bound.models:
+            view = ModelWalk(model.module, model.places, world=self._world).look()
+            is_stage = view.values.count < self.bound.world_size
+            place = model, view, self.stored.index, self._absent
+            found.append(compare(*place, is_stage=is_stage))
+        return found
+
+    def survey(self) -> Survey:
+        return Survey.of(self._compare(), self.bound.grow, self.bound.renamed)
+
+    def rename(self) -> None:
+        """Gives the step the names of the models, as the user has passed them."""
+        bound = self.bound
+        names = [name for one in self._compare() for name in one.stored]
+        self.stored.renaming = renaming = Renaming(
+            bound.renamed,
+            [(unit, model.path) for model in bound.models for unit in model.places.units],
+            [(optimizer.unit, optimizer.path) for optimizer in bound.optimizers],
+        )
+        self._dropped = sorted({name for name in names if renaming.name(name) is None})
+
+    @cached_property
+    def _changed(self) -> list[Comparison]:
+        """How each of the models differs from the step, all of which the user allows."""
+        found = self._compare()
+        refuse_others(found, self.bound.grow, self.bound.renamed)
+        return found
+
+    def report_changes(self) -> dict[str, list[str]]:
+        """Returns what was changed in the models; one of several ranks with the same tells it."""
+        is_stage = any(view.values.count < self.bound.world_size for view in self._views)
+        if self.bound.rank and not is_stage:
+            return {}
+        return report_changes(self._changed, self._dropped, self.stored.renaming)
 
     def unfit_optimizers(self) -> dict[str, str]:
         """Returns the optimizers that do not fit this step, by name, and why."""
@@ -557,21 +664,36 @@ class StepLoader(Closing):
                     for piece in self._stored_pieces()
                     if piece.unit == optimizer.unit and piece.key_path[:depth] == optimizer.path
                 ]
-                match_entries(self.stored.index(optimizer.unit), pieces)
+                match_entries(self.stored.index(optimizer.unit), self._clipped(pieces))
                 list(matched.value_changes())
             except ResumeError as error:
                 problems[optimizer.name] = str(error)
         return problems
 
     def prepare(
-        self, step: int, alike: Mapping[str, bool], anew: Collection[str] = frozenset()
+        self,
+        step: int,
+        alike: Mapping[str, bool],
+        anew: Collection[str] = frozenset(),
+        tried: list[tuple[int, list[Comparison]]] | None = None,
     ) -> tuple[dict[str, list[Piece]], list[Apply]]:
         """Reads everything but the tensors, and checks that these fit; overwrites none of them.
 
         Returns the tensors to fill, by DCP directory, and functions that put everything else in
-        place. The state of the optimizers that `anew` names is cleared, not loaded.
+        place. The state of the optimizers that `anew` names is cleared, not loaded. `tried` has
+        the steps of which tensors may have been filled before, and gets this one.
         """
         stored, bound = self.stored, self.bound
+        tried = [] if tried is None else tried
+        for other, before in tried:
+            if any(map(Comparison.lacks_what, self._changed, before)):
+                raise ResumeError(
+                    f"step {step} lacks what step {other} has, which turned out to be damaged after"
+                    " parts of it may have been loaded",
+                    where=str(self._folder),
+                    hint=f"build the model anew, and resume it with step={step}",
+                )
+        tried.append((step, self._changed))
         fresh = [o for o in bound.optimizers if o.name in anew]
         resumed = [o for o in bound.optimizers if o not in fresh]
         further: list[Piece] = []
@@ -596,7 +718,6 @@ class StepLoader(Closing):
         pieces: dict[str, list[Piece]] = defaultdict(list)
         for piece in self._stored_pieces(fresh):
             pieces[piece.unit].append(piece)
-        self._check_models(pieces)
         changes += [c for model in bound.models for c in self._scale_changes(model, pieces)]
         changes += [c for model in bound.models for c in self._uncast_buffers(model, pieces)]
         for model in bound.models:
@@ -604,7 +725,8 @@ class StepLoader(Closing):
         for piece in further:
             pieces[piece.unit].append(piece)
         for unit, of_unit in pieces.items():
-            match_entries(stored.index(unit), of_unit)
+            pieces[unit] = self._clipped(of_unit)
+            match_entries(stored.index(unit), pieces[unit])
         return pieces, changes
 
     def fill(
@@ -653,7 +775,7 @@ class StepLoader(Closing):
                 yield name, of_kept, difference
 
     def _stored_pieces(self, fresh: Sequence[BoundOptimizer] = ()) -> list[Piece]:
-        """Returns the pieces to fill: not what an optimizer has beyond the step."""
+        """Returns the pieces to fill: not what a model or an optimizer has beyond the step."""
         dropped: set[int] = set()
         starts = [(optimizer.unit, optimizer.path) for optimizer in fresh]
         pieces = [
@@ -668,7 +790,21 @@ class StepLoader(Closing):
         for optimizer in self.bound.optimizers:
             if optimizer not in fresh:
                 dropped.update(map(id, self._matched(optimizer).leftovers(pieces)))
-        return [piece for piece in pieces if id(piece) not in dropped]
+        new = {entry for one in self._changed for entry in one.new_entries}
+        new |= {place for one in self._optimizers.values() for place in one.places(one.new)}
+        return [p for p in pieces if id(p) not in dropped and not _is_below(p, new)]
+
+    def _clipped(self, pieces: Sequence[Piece]) -> list[Piece]:
+        """Returns the pieces, those of grown parameters without what the step lacks."""
+        grown = {entry for one in self._changed for entry in one.grown_entries}
+        grown |= {place for one in self._optimizers.values() for place in one.places(one.grown)}
+        clipped: list[Piece] = []
+        for piece in pieces:
+            tensors = self.stored.index(piece.unit).tensors if _is_below(piece, grown) else {}
+            shapes = (tensors[key].shape for key in names_of(piece) if key in tensors)
+            shape = next(shapes, piece.shape)
+            clipped += clip(piece, shape) if is_part(shape, piece.shape) else (piece,)
+        return clipped
 
     def _uncast_buffers(self, model: BoundModel, pieces: dict[str, list[Piece]]) -> Iterator[Apply]:
         """Replaces pieces of buffers that FSDP1 casts by ones in the dtype of the step.
@@ -754,14 +890,16 @@ class StepLoader(Closing):
     def _matched(self, bound: BoundOptimizer) -> StoredOptimizer:
         key = id(bound.optimizer)
         if key not in self._optimizers:
-            matched = StoredOptimizer(self.stored, bound, self._slots, self._world)
+            pairs = zip(self._views, self._changed, strict=True)
+            changed = {identity: one for view, one in pairs for identity in view.slots}
+            matched = StoredOptimizer(self.stored, bound, self._slots, self._world, changed)
             self._optimizers[key] = matched
         return self._optimizers[key]
 
     @cached_property
     def _views(self) -> list[ModelView]:
         """What this rank holds of each model, with memory for it."""
-        bound = self.bound
+        bound, _ = self.bound, self._changed
         materialise([m.module for m in bound.models], [o.optimizer for o in bound.optimizers])
         return [ModelWalk(m.module, m.places, world=self._world).look() for m in bound.models]
 
@@ -769,39 +907,16 @@ class StepLoader(Closing):
     def _slots(self) -> dict[int, tuple[ShardLayout, ...]]:
         return {key: slots for view in self._views for key, slots in view.slots.items()}
 
-    def _check_models(self, pieces: Mapping[str, Sequence[Piece]]) -> None:
-        """Refuses tensors that no model has, as torch's strict load_state_dict does.
-
-        Tensors that a pipeline's stage does not have are those of other stages.
-        """
-        for model, view in zip(self.bound.models, self._views, strict=True):
-            if view.values.count < self.bound.world_size:
-                continue
-            extra: list[str] = []
-            start = model.path
-            for unit in model.places.units:
-                if unit in self._absent:
-                    continue
-                index = self.stored.index(unit)
-                # A model that was wrapped before has the scales of its packed weights elsewhere.
-                extra += [
-                    key
-                    for key in unexpected_keys(index, pieces.get(unit, ()))
-                    if index.tensors[key].key_path[: len(start)] == start
-                    and not is_extra(index.tensors[key].key_path, start)
-                    and not is_scale(key, index.tensors)
-                ]
-            if extra:
-                raise ResumeError(
-                    f"{len(extra):,} tensors of the checkpoint are not in the model:"
-                    f" {list_first(extra)}",
-                    where=model.key,
-                    hint="build the model that was saved",
-                )
-
     def close(self) -> None:
         if self._stored is not None:
             self._stored.close()
+
+
+def _is_below(piece: Piece, places: Collection[Entry]) -> bool:
+    path = piece.key_path
+    return bool(places) and any(
+        (piece.unit, path[:end]) in places for end in range(1, len(path) + 1)
+    )
 
 
 def _records_of(index: TensorIndex, entry: TensorEntry) -> list[tuple[int, int]]:

@@ -7,17 +7,23 @@ from __future__ import annotations
 
 import logging
 import posixpath
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self, cast, get_args
+from typing import Any, Self, TypeVar, cast, get_args
 
 import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ckptkit.core.errors import ChecksumError, FormatError, MissingFileError, ResumeError
-from ckptkit.core.index import KeyPath, TensorIndex
+from ckptkit.core.errors import (
+    ChecksumError,
+    FormatError,
+    MissingFileError,
+    ResumeError,
+    UsageError,
+)
+from ckptkit.core.index import Fqn, Key, KeyPath, TensorEntry, TensorIndex
 from ckptkit.core.manifest import MANIFEST_NAME, RUN_FACTS, Manifest, check_manifest_size
 from ckptkit.core.text import Closing, list_first
 from ckptkit.formats.base import Candidate
@@ -41,7 +47,14 @@ from ckptkit.training.state.collect import (
 from ckptkit.training.state.dtensors import Copies
 from ckptkit.training.state.models import ModelWalk
 from ckptkit.training.state.objects import read_object, read_torch_file
-from ckptkit.training.state.optimizers import OptimizerWalk
+from ckptkit.training.state.optimizers import (
+    COMPOSED,
+    GROUPS,
+    PARAMS,
+    RANK_STATES,
+    STATE,
+    OptimizerWalk,
+)
 from ckptkit.training.state.structures import Nodes, parse_structures
 from ckptkit.training.step_names import TensorPlaces, adapter_names
 from ckptkit.training.tiers.url_run import NearPlace, with_near_files
@@ -163,6 +176,105 @@ def _path(entry: BoundModel | BoundOptimizer, saved: SavedEntry) -> KeyPath:
     return entry.path if saved.unit else (saved.key, *index_of(saved.position))
 
 
+T = TypeVar("T")
+
+
+class Renaming(Struct, frozen=True):
+    """Gives what a step holds of models and optimizers the names that the live models have.
+
+    `names` has whole names of tensors, or what they begin with, each with its successor, None where
+    a part was dropped; the longest that fits a name counts. `models` and `optimizers` have the DCP
+    directory of each, and what its key paths begin with there.
+    """
+
+    names: Mapping[str, str | None]
+    models: Sequence[tuple[str, KeyPath]] = ()
+    optimizers: Sequence[tuple[str, KeyPath]] = ()
+
+    def name(self, name: str) -> str | None:
+        """Returns the name that a tensor has now, None if it was dropped.
+
+        >>> renaming = Renaming({"old": "new", "old.head": None, "": "model"})
+        >>> [renaming.name(name) for name in ("old.weight", "old.head.bias", "norm.weight")]
+        ['new.weight', None, 'model.norm.weight']
+        """
+        prefix = max((key for key in self.names if begins(name, key)), key=len, default=None)
+        if prefix is None:
+            return name
+        new, rest = self.names[prefix], name.removeprefix(prefix).strip(".")
+        return None if new is None else f"{new}.{rest}".strip(".")
+
+    def path(self, unit: str, path: KeyPath) -> KeyPath | None:
+        found = self._find(unit, path)
+        if found is None:
+            return path
+        at, begin, before = found
+        new = self.name(before)
+        if new is None or new == before:
+            return None if new is None else path
+        element = str(path[at])
+        return (*path[:at], element[:begin] + new + element[begin + len(before) :], *path[at + 1 :])
+
+    def _find(self, unit: str, path: KeyPath) -> tuple[int, int, str] | None:
+        """Returns where in a key path a name is: the position, the first character, the name."""
+        for own, start in self.models:
+            if own == unit and path[: len(start)] == start and len(path) > len(start):
+                return len(start), 0, str(path[len(start)])
+        for own, start in self.optimizers:
+            depth = len(start)
+            if own != unit or path[:depth] != start or len(path) <= depth:
+                continue
+            part = str(path[depth])
+            at = depth + (2 if part == RANK_STATES else 1)
+            if part in {STATE, COMPOSED, GROUPS, RANK_STATES} and len(path) > at:
+                return None if isinstance(path[at], int) else (at, 0, str(path[at]))
+            head, _, flat = part.partition(".")  # as of a flattened state
+            if head in {STATE, GROUPS} and flat:
+                return depth, len(head) + 1, flat.rpartition(".")[0]
+        return None
+
+    def groups(self, groups: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+        """Yields an optimizer's groups with the new names, without those that were dropped."""
+        for group in groups:
+            names = [self.name(name) for name in group[PARAMS]]
+            kept = [name for name in names if name is not None]
+            if kept or not names:
+                yield {**group, PARAMS: kept}
+
+    def index(self, unit: str, index: TensorIndex) -> TensorIndex:
+        """Returns an index with the new names; `stored_names` has those that changed."""
+        tensors: list[tuple[KeyPath | None, TensorEntry]] = []
+        for entry in index.tensors.values():
+            path, before = self.path(unit, entry.key_path), self._find(unit, entry.key_path)
+            if path and before and path != entry.key_path:
+                key, names = Key(".".join(map(str, path))), (Fqn(before[2]),)
+                tensors.append((path, replace(entry, key=key, key_path=path, stored_names=names)))
+            else:
+                tensors.append((path, entry))
+        values = ((self.path(unit, path), value) for path, value in index.values.items())
+        by_key = {entry.key: entry for entry in _distinct(tensors).values()}
+        return replace(index, tensors=by_key, values=_distinct(values))
+
+
+def _distinct(items: Iterable[tuple[KeyPath | None, T]]) -> dict[KeyPath, T]:
+    found: dict[KeyPath, T] = {}
+    for path, value in items:
+        if path in found:
+            raise UsageError(
+                f"gives two parts of the step the name {'.'.join(map(str, path))!r}",
+                where="renamed",
+                hint="rename the one that is there to None, or to another name",
+            )
+        if path is not None:
+            found[path] = value
+    return found
+
+
+def begins(name: str, prefix: str) -> bool:
+    """Returns whether a name is another one, or is below the module of that name."""
+    return not prefix or name == prefix or name.startswith(f"{prefix}.")
+
+
 class StoredStep(Closing):
     """A step's directory; also one that accelerate or `dcp.save` wrote, without a manifest."""
 
@@ -170,6 +282,7 @@ class StoredStep(Closing):
         self.manifest = manifest  # its manifest, None where it has none
         self.source: Source = open_source(place)
         self._indexes: dict[str, TensorIndex] = {}
+        self._renaming: Renaming | None = None
 
     @classmethod
     def open(cls, place: Path | Place) -> Self:
@@ -234,19 +347,31 @@ class StoredStep(Closing):
         data = self.source.read(RUN_FACTS, 0, size)
         return parse_facts(data, where=posixpath.join(self.source.location, RUN_FACTS))
 
+    @property
+    def renaming(self) -> Renaming | None:
+        """What gives it other names than it was written with."""
+        return self._renaming
+
+    @renaming.setter
+    def renaming(self, renaming: Renaming) -> None:
+        self._renaming = renaming
+        self._indexes.clear()
+
     def structure(self, unit: str, path: KeyPath) -> Nodes | None:
         return self._structures.get((unit, path))
 
     @cached_property
     def _structures(self) -> dict[tuple[str, KeyPath], Nodes]:
         files = self.manifest.files if self.has_structures and self.manifest else ()
+        renaming = self._renaming
         return {
             (unit, path): nodes
             for file in files
             if file.startswith(step_names.VALUES_FILES)
-            for unit, path, nodes in parse_structures(
+            for unit, stored, nodes in parse_structures(
                 self.file(file), where=posixpath.join(self.source.location, file)
             )
+            if (path := stored if renaming is None else renaming.path(unit, stored)) is not None
         }
 
     def entry(self, key: str, position: int | None) -> SavedEntry | None:
@@ -258,7 +383,9 @@ class StoredStep(Closing):
             path = posixpath.join(unit, METADATA)
             self._require(path)
             candidate = Candidate(DcpReader.name, unit, (path,), "")
-            self._indexes[unit] = DcpReader().read_index(self.source, candidate)
+            index = DcpReader().read_index(self.source, candidate)
+            renaming = self._renaming
+            self._indexes[unit] = index if renaming is None else renaming.index(unit, index)
         return self._indexes[unit]
 
     def has_value(self, unit: str, path: KeyPath) -> bool:

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from itertools import chain, compress
 from typing import Any, Literal
 
+import msgspec
 import torch
 from msgspec import Struct
 from msgspec.structs import replace
@@ -348,6 +349,10 @@ class BoundState(Struct, frozen=True):
     unfit_optimizer: Unfit = "error"
     # what it does with groups of the step that an optimizer does not have
     missing_groups: MissingGroups = "error"
+    # of tensors that may have more rows than in the step, or be missing there: patterns of names
+    grow: tuple[str, ...] = ()
+    # what names of the step begin with, and the models have instead; None for what was dropped
+    renamed: Mapping[str, str | None] = msgspec.field(default_factory=dict)
 
     def with_files(self, files: Mapping[str, bytes] | None) -> BoundState:
         if not files:
@@ -355,9 +360,38 @@ class BoundState(Struct, frozen=True):
         own = [name for other in self.others for name in (other.unit, other.file)]
         return replace(self, _files=checked_files(files, own))
 
-    def resuming(self, unfit_optimizer: Unfit, missing_groups: MissingGroups) -> BoundState:
-        """Returns the same state, with what to do with an optimizer that does not fit the step."""
-        return replace(self, unfit_optimizer=unfit_optimizer, missing_groups=missing_groups)
+    def resuming(
+        self,
+        unfit_optimizer: Unfit,
+        missing_groups: MissingGroups,
+        grow: object = (),
+        renamed: object = None,
+    ) -> BoundState:
+        """Returns the same state, with what to do where it does not fit the step."""
+        patterns = grow if isinstance(grow, list | tuple) else [None]
+        if not all(isinstance(pattern, str) and pattern for pattern in patterns):
+            raise UsageError(
+                f"{grow!r:.200} was found where a list of patterns was expected",
+                where="grow",
+                hint="pass patterns of names in the model, such as ['lm_head.*', '*.embed.weight']",
+            )
+        names = {} if renamed is None else renamed
+        if not isinstance(names, Mapping) or not all(
+            isinstance(old, str) and isinstance(new, str | None) for old, new in names.items()
+        ):
+            raise UsageError(
+                f"{renamed!r:.200} was found where names and their successors were expected",
+                where="renamed",
+                hint="pass names of the step with those of the model, None for what was dropped,"
+                " such as {'model.old': 'model.new', 'head': None}",
+            )
+        return replace(
+            self,
+            unfit_optimizer=unfit_optimizer,
+            missing_groups=missing_groups,
+            grow=tuple(patterns),
+            renamed=dict(names),
+        )
 
     def holdings(self, step: int) -> Holdings:
         """Returns all that this rank holds, without any communication.
