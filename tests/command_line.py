@@ -11,6 +11,7 @@ import importlib
 import json
 import os
 import pkgutil
+import re
 import runpy
 import signal
 import socket
@@ -35,6 +36,7 @@ _PACKAGES = (
 )
 LIMIT_SECONDS = 240  # below pytest's limit of a test
 ASKER = 3  # the descriptor at which a command asks for names
+_PYTHONS_WARNING = re.compile(r"^\S+\.py:\d+: \w*Warning: ", re.MULTILINE)  # no message of ours
 ENTRIES = ("main", "parameters")  # of the program that is asked for names
 Result = subprocess.CompletedProcess[str]
 
@@ -96,7 +98,7 @@ def run_command(*words: object, given: str = "", **environment: str) -> Result:
     answers = threading.Thread(target=_answer_questions, args=(questions,))
     answers.start()
     try:
-        return _HOST[0].capture(
+        result = _HOST[0].capture(
             *(_be_command, [str(word) for word in words], str(Path.cwd())),
             given=given,
             streams=(asker.fileno(),),
@@ -106,6 +108,8 @@ def run_command(*words: object, given: str = "", **environment: str) -> Result:
     finally:
         asker.close()
         answers.join()
+    assert _PYTHONS_WARNING.search(result.stderr) is None, result.stderr
+    return result
 
 
 def kill_command() -> None:

@@ -255,11 +255,11 @@ class PackingKernel(Kernel, Struct, frozen=True):
 @cache
 def _make_codes(number: Number, *, is_rounded: bool) -> Codes:
     """Returns the byte of each number in bfloat16, by its bits."""
-    values = _as_floats(np.arange(1 << 16, dtype=np.uint16))
+    low, high = _LIMITS[number]
+    values = np.nan_to_num(_as_floats(np.arange(1 << 16, dtype=np.uint16)), nan=0)
     if is_rounded or number == "e2m1":
         values += 0  # as compressed-tensors adds a zero point: -0 becomes 0
-    low, high = _LIMITS[number]
-    values = np.clip(np.nan_to_num(values, nan=0), low, high)
+    values = np.clip(values, low, high)
     if number == "float8_e4m3fn":
         return values.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
     if number == "e2m1":

@@ -203,6 +203,15 @@ def test_weights_are_packed_as_compressed_tensors_does(tmp_path: Path, choice: s
 
 
 @pytest.mark.parametrize("choice", CHOICES)
+def test_commands_say_how_weights_were_packed(choice: str, tmp_path: Path) -> None:
+    save_model(tmp_path / "plain")
+    packed = run_command("consolidate", tmp_path / "plain", tmp_path / "out", "--dtype", choice)
+    assert "14 weights packed: " in packed.stderr
+    plain = run_command("consolidate", tmp_path / "out", tmp_path / "again", "--dtype", "bfloat16")
+    assert "14 weights unpacked: " in plain.stderr
+
+
+@pytest.mark.parametrize("choice", CHOICES)
 def test_packed_models_are_unpacked_again(tmp_path: Path, choice: str) -> None:
     model = save_model(tmp_path / "plain", hidden_size=512, intermediate_size=640)
     pack(tmp_path / "plain", choice)
