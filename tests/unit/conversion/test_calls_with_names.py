@@ -136,6 +136,8 @@ ALLOWED = {
     ("ckptkit/writer/upload/run_store", "_stream", "filesystem.open"): EXACT,
     ("ckptkit/writer/upload/run_store", "RunStore.copy", "filesystem.cp_file"): EXACT,
     ("ckptkit/writer/commit", "_copy_sidecar", "source.rglob"): CONSTANT,
+    ("ckptkit/writer/commit", "_holds_more", "final.rglob"): CONSTANT,
+    ("ckptkit/writer/commit", "_move_into", "folder.rglob"): CONSTANT,
     ("ckptkit/writer/commit", "remove_steps", "step.glob"): CONSTANT,
 }
 
