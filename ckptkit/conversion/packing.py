@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptkit.conversion.unpacking import StoredForm
 from ckptkit.core.dtypes import BY_NAME
@@ -16,6 +17,7 @@ from ckptkit.core.index import Fqn
 from ckptkit.core.text import counted
 from ckptkit.engine.kernels import ConstantKernel, operand_of
 from ckptkit.engine.packing import PackingKernel, PackingLoss, Part
+from ckptkit.hub_names.disk_tensors import HubNames
 from ckptkit.options import find_patterns, matches
 from ckptkit.plan.number_formats import place
 from ckptkit.plan.packed_forms import FORMS, PackedForm, is_packed, list_kept
@@ -43,10 +45,12 @@ def pack_products(
     keep: tuple[str, ...],
     tied: Collection[str],
     where: str,
+    hub: HubNames | None,
 ) -> Packed:
     """Packs the weights of linear layers, and says so in the configuration.
 
     `keep`: patterns of names that are not packed. `tied`: names of weights that are not written.
+    `hub`: the names in memory, where they differ and the form needs them.
     """
     form = FORMS[choice]
     if config is None:
@@ -70,13 +74,22 @@ def pack_products(
     made: list[Product] = []
     for product in products:
         made += _pack(product, form) if product.spec.name in names else [product]
-    kept = list_kept((product.spec for product in products), names)
+    specs = [product.spec for product in products]
+    kept = list_kept(specs, names)
     kept += [name.removesuffix(_WEIGHT) for name in tied if name.endswith(_WEIGHT)]
-    note = (
-        f"{counted(len(packed), 'weight')} packed: {form.scheme.title}; not embeddings, norms,"
-        f" heads and routers, and config.json lists {counted(len(set(kept)), 'module')} as unpacked"
-    )
+    if hub is not None:
+        of_tensors = {s.name: hub.tensors[s.name].sources for s in specs if s.name in hub.tensors}
+        live = [replace(s, name=name) for s in specs for name in of_tensors.get(s.name, ())]
+        kept += list_kept(live, {name for own in names for name in of_tensors.get(own, ())})
+        kept += [name.removesuffix(_WEIGHT) for name in hub.tied if name.endswith(_WEIGHT)]
+    rest = [spec for spec in specs if len(spec.shape) > 1 and spec.name not in names]
+    note = f"{counted(len(packed), 'weight')} packed: {form.scheme.title}"
+    if rest:
+        most = max(rest, key=lambda spec: spec.size_bytes)
+        note += f"; {counted(len(rest), 'tensor')} of two dimensions or more not, as {most.name!r}"
     notes = [note, *_describe_short(packed, form)]
+    if form.of_experts and any(".experts." in spec.name for spec in packed):
+        notes.append(f"experts are packed: {form.of_experts}")
     return Packed(made, {**config, "quantization_config": form.make_config(kept)}, notes)
 
 
@@ -150,13 +163,16 @@ def _refuse_undivided(packed: Sequence[TensorSpec], form: PackedForm, choice: st
     rest = [spec for spec in packed if spec.shape[1] % wide]
     if rest:
         names = [spec.name for spec in rest]
+        hint = "pass --dtype fp8-block or fp8-channel, which have no groups of columns"
         patterns = find_patterns(names, {spec.name for spec in packed}.difference(names))
         options = " ".join(f"--keep-dtype {shlex.quote(pattern)}" for pattern in patterns)
+        if rest != packed:
+            hint = f"leave {'them' if rest[1:] else 'it'} unpacked with {options}"
         raise RefusedError(
             f"has {rest[0].shape[1]:,} columns, which groups of {wide} do not divide"
             + (f", nor those of {counted(len(rest) - 1, 'more weight')}" if rest[1:] else ""),
             where=f"tensor {rest[0].name!r}, --dtype {choice}",
-            hint=f"leave {'them' if rest[1:] else 'it'} unpacked with {options}",
+            hint=hint,
         )
 
 

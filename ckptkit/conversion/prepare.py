@@ -46,6 +46,7 @@ from ckptkit.conversion.compare_names import (
 )
 from ckptkit.conversion.names_on_disk import (
     NamedProducts,
+    find_disk_names,
     find_left_out,
     name_on_disk,
     reserve_for_conversions,
@@ -508,8 +509,7 @@ def _open_unpacked(
 def _open_packed(stack: ExitStack, request: ConsolidateRequest, like: str) -> _PackedModel | None:
     """Opens the model of `--like` if its weights are packed."""
     where = f"--like {like}"
-    names = read_file_map(like, option="--like").files
-    if not any(find_dense_name(name) != name for name in names):
+    if not _has_packed(like):
         return None
     with suppress(NotACheckpointError):  # an index alone, which was named itself
         config = read_config_in(like, "--like")
@@ -536,6 +536,11 @@ def _open_packed(stack: ExitStack, request: ConsolidateRequest, like: str) -> _P
     return None
 
 
+def _has_packed(like: str) -> bool:
+    names = read_file_map(like, option="--like").files
+    return any(find_dense_name(name) != name for name in names)
+
+
 _WITHOUT_LIKE = "leave --like out, and pass the form of packed weights with --dtype, or bfloat16"
 
 
@@ -556,6 +561,14 @@ def _settle_packing(
     stored, request = draft.folders.config(side), draft.request
     if request.like is not None and request.dtype == "keep":
         draft.packed = _open_packed(stack, request, request.like)
+        if not _has_packed(request.like) and name_packing(
+            draft.checkpoint, stored, draft.select(everything=True)
+        ):
+            raise RefusedError(
+                f"is packed, and --like {request.like} is not",
+                where=draft.checkpoint.path,
+                hint="pass --dtype bfloat16, which unpacks it",
+            )
     if draft.packed is not None:
         entries = draft.select(everything=True)
         if not name_packing(draft.checkpoint, stored, entries):
@@ -975,6 +988,7 @@ def _pack(
     if not request.is_packed and draft.packed is None:
         return products, config
     from ckptkit.conversion.packing import pack_as, pack_products  # few outputs are packed
+    from ckptkit.plan.packed_forms import FORMS
 
     if draft.packed is not None:
         if config is None or not draft.folders.consumer.owns_config:
@@ -996,6 +1010,9 @@ def _pack(
         return made, restore_quantization(config, draft.packed.config, new)
 
     written = {product.spec.name for product in products}
+    hub = None
+    if FORMS[request.dtype].needs_live_names and draft.folders.consumer.is_renamed:
+        hub = find_disk_names(config, None).names
     packed = pack_products(
         products,
         config if draft.folders.consumer.owns_config else None,
@@ -1003,6 +1020,7 @@ def _pack(
         keep=request.keep_dtype,
         tied={*names.dropped, *find_absent_tied_names(config, written)},
         where=draft.checkpoint.path,
+        hub=hub,
     )
     draft.option_notes += packed.notes
     return packed.products, packed.config

@@ -36,6 +36,12 @@ class PackedForm(Struct, frozen=True, kw_only=True):
     scale: Literal["float32", "bfloat16", "float8_e4m3fn", "uint8"]
     weights: Mapping[str, Any] = {}  # what the configuration says besides
     activations: Mapping[str, Any] | None = None
+    of_experts: str = ""  # what Transformers makes of experts that are packed so, if it is wrong
+
+    @property
+    def needs_live_names(self) -> bool:
+        """Whether modules are also listed as in memory: compressed-tensors compares these."""
+        return self.scheme.method != "fp8"
 
     def make_config(self, kept: Iterable[str]) -> dict[str, Any]:
         """Returns the `quantization_config` of a model; `kept` are modules that are not packed."""
@@ -65,6 +71,12 @@ class PackedForm(Struct, frozen=True, kw_only=True):
         }
 
 
+_WITHOUT_TOTAL = (
+    "transformers 5.23.0 leaves out the scale of the whole weight, and computes something else"
+    " without an error"
+)
+
+
 def _scheme(title: str) -> Scheme:
     return next(scheme for scheme in SCHEMES if scheme.title == title)
 
@@ -80,6 +92,7 @@ def _of_bytes(kind: Literal["float", "int"]) -> PackedForm:
         scale="bfloat16",
         weights={**numbers, "strategy": "channel"},
         activations={**numbers, "strategy": "token", "symmetric": True, "dynamic": True},
+        of_experts="transformers 5.23.0 does not load them" if kind == "int" else "",
     )
 
 
@@ -96,6 +109,7 @@ def _of_e2m1(
         blocks=(1, size),
         scale=scale,
         weights={**numbers, "scale_dtype": f"torch.{scale}"},
+        of_experts=_WITHOUT_TOTAL if scheme.total else "",
     )
 
 

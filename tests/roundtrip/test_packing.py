@@ -17,6 +17,8 @@ from transformers import (
     FineGrainedFP8Config,
     GPT2Config,
     GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MixtralConfig,
@@ -241,6 +243,54 @@ def test_packed_models_are_loaded_by_transformers(tmp_path: Path, choice: str) -
     assert torch.allclose(loaded, model(tokens).logits, atol=0.6)
 
 
+@pytest.mark.parametrize("choice", ["nvfp4", "int4-group"])
+def test_models_with_other_names_in_memory_load(tmp_path: Path, choice: str) -> None:
+    """Modules to leave alone had their names on disk alone, and heads were made anew."""
+    torch.manual_seed(0)
+    config = GPTNeoXConfig(
+        vocab_size=41,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+    )
+    GPTNeoXForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "plain")
+    _, said = pack(tmp_path / "plain", choice)
+    assert said["ignore"] == ["embed_out", "lm_head"]
+    ckptkit.consolidate(tmp_path / f"plain-{choice}", tmp_path / "again", dtype="bfloat16")
+    tokens = torch.arange(20)[None]
+    loaded, again = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype="auto")(tokens).logits
+        for name in (f"plain-{choice}", "again")
+    )
+    assert loaded.equal(again)
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_experts_that_transformers_reads_wrong_are_told(tmp_path: Path, choice: str) -> None:
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        vocab_size=41,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_local_experts=2,
+    )
+    MixtralForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "plain")
+    done = run_command("consolidate", tmp_path / "plain", tmp_path / "out", "--dtype", choice)
+    ckptkit.consolidate(tmp_path / "out", tmp_path / "again", dtype="bfloat16")
+    tokens = torch.arange(20)[None]
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "again", dtype="auto")(tokens).logits
+    try:
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")(tokens).logits
+        is_right = torch.allclose(loaded, again, atol=0.2)
+    except RuntimeError:
+        is_right = False
+    assert ("experts are packed: transformers" in done.stderr) != is_right
+
+
 def test_routers_and_tied_heads_are_kept(tmp_path: Path) -> None:
     save_model(tmp_path / "tied", tied=True)
     tensors, said = pack(tmp_path / "tied", "fp8-block")
@@ -348,6 +398,9 @@ def test_groups_that_do_not_divide_are_refused_with_what_keeps_the_tensor(tmp_pa
     assert "has 300 columns, which groups of 128 do not divide, nor those of 1 more weight" in said
     names = [f"model.layers.{layer}.mlp.down_proj.weight" for layer in range(2)]
     (pattern,) = re.findall(r"--keep-dtype '(.*?)'", said)
+    save_model(tmp_path / "odd", hidden_size=192, intermediate_size=320)
+    assert "pass --dtype fp8-block or fp8-channel" in refusal(tmp_path / "odd", "int4-group")
+    pack(tmp_path / "odd", "fp8-block")
     tensors, _ = pack(tmp_path / "plain", "int4-group", keep_dtype=[pattern])
     assert all(tensors[name].dtype == torch.bfloat16 for name in names)
 
