@@ -86,7 +86,8 @@ def pack_products(
     note = f"{counted(len(packed), 'weight')} packed: {form.scheme.title}"
     if rest:
         most = max(rest, key=lambda spec: spec.size_bytes)
-        note += f"; {counted(len(rest), 'tensor')} of two dimensions or more not, as {most.name!r}"
+        others = counted(len(rest), "other tensor")
+        note += f"; {others} of matrices left as they are, the largest {most.name!r}"
     notes = [note, *_describe_short(packed, form)]
     if form.of_experts and any(".experts." in spec.name for spec in packed):
         notes.append(f"experts are packed: {form.of_experts}")
