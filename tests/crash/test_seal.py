@@ -296,6 +296,8 @@ def test_a_checkpointer_resumes_from_a_sealed_step_of_stock_torch(tmp_path: Path
     ckptkit.seal(tmp_path)
     with Checkpointer(tmp_path, layout="dcp") as checkpointer:
         assert checkpointer.resume({"model": model}) is not None
+    with Checkpointer(tmp_path / "new") as checkpointer:  # whose own layout is another
+        assert checkpointer.resume({"model": model}, folder=tmp_path / "checkpoint-5") == 5
     assert all(torch.equal(value, saved[name]) for name, value in model.state_dict().items())
     stock = {"model": torch.nn.Linear(3, 2).state_dict()}
     dcp.load(stock, checkpoint_id=tmp_path / "checkpoint-5", no_dist=True)

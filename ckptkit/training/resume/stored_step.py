@@ -308,9 +308,9 @@ class StoredStep(Closing):
     def layout(self) -> Layout | None:
         """How its directory is laid out; None where that is not known.
 
-        Without a manifest it follows from names that only one tool uses.
+        Where another saver wrote it, it follows from names that only one tool uses.
         """
-        if self.manifest is not None:
+        if self.manifest is not None and not self.manifest.is_sealed:
             layout = self.manifest.source.get("layout")
             return cast(Layout, layout) if layout in get_args(Layout) else None
         if self.has_file(METADATA):
