@@ -427,14 +427,19 @@ class StoredStep(Closing):
         if not self.has_file(path):
             source = self.manifest.source if self.manifest is not None else {}
             if path in step_of_source(0, "", source).thinned:
-                raise ResumeError(
-                    "has lost its optimizer: `ckptkit prune --drop-optimizer-older-than` removed"
-                    f" {posixpath.dirname(path) or path!r}",
-                    where=self.source.location,
-                    hint="resume from a newer step, or without the optimizer",
-                )
+                raise lost_optimizer(self.source.location, path)
             raise ResumeError(
                 f"{path!r} was not saved with this step",
                 where=self.source.location,
                 hint="resume with the models, optimizers and objects that were saved",
             )
+
+
+def lost_optimizer(location: str, path: str) -> ResumeError:
+    """Returns the error for a thinned step; `path` is a file of its optimizer."""
+    return ResumeError(
+        "has lost its optimizer: `ckptkit prune --drop-optimizer-older-than` removed"
+        f" {posixpath.dirname(path) or path!r}",
+        where=location,
+        hint="resume from a newer step, or without the optimizer",
+    )
