@@ -108,7 +108,7 @@ def test_a_step_that_lost_its_optimizer_is_not_resumed_from(kind: str, tmp_path:
     ckptkit.seal(tmp_path)
     ckptkit.prune(tmp_path, drop_optimizer_older_than=1)
     refuse_thinned(tmp_path / "checkpoint-20")
-    with pytest.raises(ResumeError, match="has lost its optimizer: .* removed 'optimizer"):
+    with pytest.raises(ResumeError, match=r"has lost its optimizer: .* removed 'optimizer"):
         refuse_thinned(tmp_path / "checkpoint-10")
 
 
