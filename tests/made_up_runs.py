@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ckptkit.core.manifest import MANIFEST_NAME, TRAINING, FileRecord, Manifest
+from ckptkit.core.manifest import MANIFEST_NAME, RUN_FACTS, TRAINING, FileRecord, Manifest
 
 RULES: Mapping[str, Any] = {
     "keep_last": 3,
@@ -34,6 +34,8 @@ def save_step(
     """Puts a complete step there, as a Checkpointer would have; the manifest comes last."""
     folder = run / f"checkpoint-{step}"
     shutil.copytree(_SHARDS, folder if layout == "dcp" else folder / "pytorch_model_fsdp_0")
+    (folder / RUN_FACTS).parent.mkdir()
+    (folder / RUN_FACTS).write_text("{}")
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     source = {"step": step, "metrics": dict(metrics or {}), "save_number": save_number}
     files = {p.relative_to(folder).as_posix(): FileRecord(p.stat().st_size) for p in paths}

@@ -51,7 +51,7 @@ from ckptkit.runs.find_run import find_run
 from ckptkit.runs.listing import RunListing, list_run
 from ckptkit.runs.local_run import RunStore, check_unchanged, open_run
 from ckptkit.runs.remote_run import run_and_step
-from ckptkit.runs.step_manifests import is_data_file, step_folder
+from ckptkit.runs.step_manifests import OF_UNKNOWN, is_data_file, step_folder
 from ckptkit.runs.steps import TIME_FORMAT, RunStep
 from ckptkit.storage.base import Source
 from ckptkit.storage.places import PathLike, Place, is_url, local_path, open_source, place_of
@@ -191,7 +191,7 @@ def _why_not(step: RunStep) -> CkptkitError | None:
             where=step.path,
             hint=f"{hint} {shlex.join(['rm', f'{step.path}/{MANIFEST_NAME}'])}",
         )
-    if not step.complete:
+    if not step.complete and step.problem != OF_UNKNOWN:
         return IncompleteCheckpointError(
             f"is not complete: {step.problem}",
             where=step.path,

@@ -16,6 +16,7 @@ from ckptkit.core.frameworks import is_optimizer_folder
 from ckptkit.core.manifest import NODE_RANKS, TRAINING, Manifest
 from ckptkit.core.text import counted, size_text
 from ckptkit.formats.base import Candidate
+from ckptkit.formats.dcp.reader import METADATA
 from ckptkit.formats.discovery import (
     TRACKERS,
     find_step_files,
@@ -36,7 +37,7 @@ from ckptkit.runs.local_run import RunStore, marker, open_run
 from ckptkit.runs.marks import STEP_PREFIXES, is_step_folder
 from ckptkit.runs.push_journal import read_commands, read_pushes, read_watch
 from ckptkit.runs.retention import TRAINER_STATE, save_orders, trainer_state
-from ckptkit.runs.step_manifests import StepManifests, list_files
+from ckptkit.runs.step_manifests import OF_UNKNOWN, StepManifests, list_files
 from ckptkit.runs.steps import (
     RunStep,
     StoredFile,
@@ -236,17 +237,19 @@ class _Listing:
             return "the Trainer has not finished it"
         series = series_of(name)
         alike = [other for other in self._files if series_of(other) == series]
-        for last in _WRITTEN_LAST:
+        for last in () if self._has(name, METADATA) else _WRITTEN_LAST:  # that is of `dcp.save`
             if not self._has(name, last) and any(self._has(other, last) for other in alike):
                 return f"it has no {last}, which is written last"
         # Single torch files often accompany a model without being checkpoints. If a model comes
         # with its optimizer, both have to be complete.
         main = [c for c in candidates if c.format not in {"torch", "foreign"}] or candidates
-        lacking = (
-            self._manifests.lacks(candidate) or describe_missing(self._source, candidate)
-            for candidate in main
-        )
-        return next(filter(None, lacking), "")
+        return next(filter(None, map(self._lacks, main)), "")
+
+    def _lacks(self, candidate: Candidate) -> str:
+        lacking = self._manifests.lacks(candidate)
+        if lacking in {"", OF_UNKNOWN}:
+            return describe_missing(self._source, candidate) or lacking
+        return lacking
 
     def _has(self, name: str, file: str) -> bool:
         return f"{name}/{file}" in self._paths

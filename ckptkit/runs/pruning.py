@@ -37,6 +37,7 @@ from ckptkit.runs.retention import (
     steps_to_remove,
     unknown_metric,
 )
+from ckptkit.runs.step_manifests import OF_UNKNOWN
 from ckptkit.runs.steps import (
     RunStep,
     StoredFile,
@@ -194,7 +195,8 @@ class _Verdicts:
         self._newest_files: set[str] = set()
         for series in {step.series for step in listing.steps}:
             complete = [step for step in listing.steps if step.complete and step.series == series]
-            if complete and not any(step.save_number for step in complete):
+            is_mixed = len({step.writer == "ckptkit" for step in complete}) > 1
+            if complete and (is_mixed or not any(step.save_number for step in complete)):
                 newest = max(complete, key=lambda step: (step.modified, step.step))
                 self._newest_files.add(newest.name)
 
@@ -288,7 +290,7 @@ class _Verdicts:
             return problem
         if not complete:
             return f"{problem}; no step is complete, and it may be all that is left"
-        if step.problem.startswith((OF_SOME_RANKS, OF_UNREAD)):
+        if step.problem.startswith((OF_SOME_RANKS, OF_UNREAD, OF_UNKNOWN)):
             return problem
         if self._now - step.modified < _SETTLED_SECONDS:
             return "not complete, and was written to in the last 10 minutes"

@@ -231,7 +231,11 @@ _MOST_BYTES = 64 << 20
 def save_orders(source: Source, steps: Sequence[RunStep]) -> dict[str, int]:
     """Returns a number for each folder that grows with the time of the save; 0 where unknown."""
     if any(step.save_number for step in steps):
-        return {step.name: step.save_number for step in steps}
+        orders, latest = {}, 0
+        for step in sorted(steps, key=lambda step: step.step):
+            latest = max(latest, step.save_number)
+            orders[step.name] = step.save_number or latest  # of others only the numbers are known
+        return orders
     ordered = sorted(steps, key=lambda step: step.step)
     pairs = [
         (lower, higher)

@@ -28,6 +28,7 @@ from ckptkit.core.manifest import (
     SEALED,
     SIDE_FOLDER,
     TRAINING,
+    UPLOADING,
     FileRecord,
     Manifest,
 )
@@ -39,6 +40,7 @@ from ckptkit.runs.steps import step_of_source
 from ckptkit.storage.base import Source, is_there
 from ckptkit.storage.locations import relative_path
 from ckptkit.storage.manifests import read_manifest
+from ckptkit.storage.places import is_url
 
 _WRITER = "ckptkit"
 _MOST_NOTES = 20  # a hostile manifest may have any number
@@ -119,20 +121,23 @@ class StepManifests:
     def lacks(self, candidate: Candidate) -> str:
         """Returns why a candidate's step is unfinished; empty if it is not.
 
-        In a run that ckptkit saves, every step without a manifest is unfinished; a model beside the
-        steps, which others may have written, needs none.
+        On a disk, ckptkit names a folder once its manifest is in it: a step without one is of
+        another saver. At a URL of a run that ckptkit saves, it may also be the rest of a removal.
         """
         folder = step_folder(candidate.folder)
         manifest = self._manifests.get(folder)
         if isinstance(manifest, Problem):
             return f"{posixpath.basename(manifest.where)!r} {manifest.message}"
+        if manifest is not None or parse_step(folder) is None or not is_url(self._source.location):
+            return ""
+        if is_there(self._source, posixpath.join(folder, UPLOADING)):
+            return _UNFINISHED
         run = posixpath.dirname(folder)
         ours = any(
             isinstance(other, Manifest) and not other.is_sealed and posixpath.dirname(step) == run
             for step, other in self._manifests.items()
         )
-        is_step = parse_step(folder) is not None
-        return _UNFINISHED if manifest is None and ours and is_step else ""
+        return OF_UNKNOWN if ours else ""
 
     def facts(self, folder: str, named: RunFacts) -> RunFacts:
         """Returns the facts of the run: from the manifest, else from file names (`named`)."""
@@ -169,6 +174,10 @@ class StepManifests:
 
 _ABSENT = f"is not there, and it is written last: {UNFINISHED}"
 _UNFINISHED = f"{MANIFEST_NAME!r} {_ABSENT}"
+OF_UNKNOWN = (
+    f"{MANIFEST_NAME!r} is not there: another saver wrote it (see `ckptkit seal`), or {UNFINISHED}"
+)
+"""The problem of a step at a URL that lacks nothing else: `ckptkit seal` takes it."""
 
 
 def step_folder(folder: str) -> str:

@@ -329,6 +329,8 @@ def _problem_of(number: int, manifest: Manifest, size_bytes: Callable[[str], int
 def abandoned(steps: Iterable[RunStep]) -> frozenset[int]:
     """Returns the steps that training went back from: a lower step was saved after them.
 
+    A step whose `save_number` is unknown is none of them.
+
     >>> saved = {200: 1, 300: 2, 210: 3}  # resumed from step 200
     >>> sorted(abandoned([RunStep(step, save_number=n) for step, n in saved.items()]))
     [300]
@@ -336,7 +338,7 @@ def abandoned(steps: Iterable[RunStep]) -> frozenset[int]:
     left = set()
     latest = 0
     for step in sorted((step for step in steps if step.complete), key=lambda step: step.step):
-        if step.save_number < latest:
+        if 0 < step.save_number < latest:
             left.add(step.step)
         latest = max(latest, step.save_number)
     return frozenset(left)

@@ -170,11 +170,13 @@ def listing_page(
     for note in listing.notes:
         yield from wrapped(escaped(note), width=output.width)
     damaged = sum(map(bool, found.values()))
-    complete = sum(step.complete for step in listing.steps) - damaged
-    counts = [counted(len(listing.steps), "step"), f"{complete:,} complete"]
+    good = [step for step in listing.steps if step.complete and not found.get(step.name)]
+    counts = [counted(len(listing.steps), "step"), f"{len(good):,} complete"]
+    thinned = sum(bool(step.thinned) for step in good)
+    counts += [f"{thinned:,} of them with weights only"] if thinned else []
     counts += [f"{damaged:,} damaged"] if damaged else []
     yield f"  {', '.join(counts)}, {size_text(listing.size_bytes)}"
-    yield from _resume_lines(output, listing, advice)
+    yield from _resume_lines(output, listing, advice, has_weights=bool(thinned))
 
 
 def _command_text(run: CommandRun) -> str:
@@ -194,10 +196,16 @@ def _watch_lines(listing: RunListing) -> Iterator[str]:
 
 
 def _resume_lines(
-    output: Output, listing: RunListing, advice: tuple[RunStep, str] | None
+    output: Output,
+    listing: RunListing,
+    advice: tuple[RunStep, str] | None,
+    *,
+    has_weights: bool,
 ) -> Iterator[str]:
     if advice is None:
         text = "no step is complete: training would begin anew"
+        if has_weights:
+            text = "no step has its optimizer: training would go on from weights alone"
         yield from wrapped(text, width=output.width)
         return
     step, call = advice

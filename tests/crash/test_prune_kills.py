@@ -36,8 +36,8 @@ def seen(run: Path) -> Counter[bool]:
     return Counter(step.complete for step in ckptkit.list_run(run).steps)
 
 
-# A step loses its name, its four files, its folder, and is gone after seven changes.
-@pytest.mark.parametrize(("before", "begun"), [(0, 0), (1, 1), (6, 1), (9, 1)])
+# A step loses its name, its five files, its folders, and is gone after nine changes.
+@pytest.mark.parametrize(("before", "begun"), [(0, 0), (1, 1), (6, 1), (12, 1)])
 @pytest.mark.quick("0-0", "1-1", "6-1")
 def test_a_kill_leaves_steps_whole_or_gone(
     tmp_path: Path,

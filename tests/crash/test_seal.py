@@ -29,6 +29,7 @@ from ckptkit.engine.outcome import BytesWritten, Event
 from ckptkit.hub.watch.watched_steps import WatchedRun
 from ckptkit.storage.places import Place
 from ckptkit.training import Checkpointer
+from ckptkit.training import dcp as open_saves
 from tests.command_line import run_command
 from tests.crash.forked_commands import ForkedCommands
 from tests.files import contents
@@ -296,10 +297,70 @@ def test_a_checkpointer_resumes_from_a_sealed_step_of_stock_torch(tmp_path: Path
     ckptkit.seal(tmp_path)
     with Checkpointer(tmp_path, layout="dcp") as checkpointer:
         assert checkpointer.resume({"model": model}) is not None
+    with Checkpointer(tmp_path / "new") as checkpointer:  # whose own layout is another
+        assert checkpointer.resume({"model": model}, folder=tmp_path / "checkpoint-5") == 5
     assert all(torch.equal(value, saved[name]) for name, value in model.state_dict().items())
     stock = {"model": torch.nn.Linear(3, 2).state_dict()}
     dcp.load(stock, checkpoint_id=tmp_path / "checkpoint-5", no_dist=True)
     assert all(torch.equal(value, saved[name]) for name, value in stock["model"].items())
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.parametrize("ours", ["dcp", "checkpointer"])
+def test_a_whole_step_of_stock_torch_beside_those_of_ckptkit_is_the_newest(
+    ours: str, tmp_path: Path
+) -> None:
+    state = {"model": torch.nn.Linear(3, 2)}
+    tensors = {"model": state["model"].state_dict()}
+    with Checkpointer(tmp_path) as checkpointer:
+        for number in (1, 2):
+            if ours == "dcp":
+                open_saves.save(tensors, checkpoint_id=tmp_path / f"checkpoint-{number}")
+            else:
+                checkpointer.save(number, state).result()
+    open_saves.close_all()
+    whole, begun, short = (tmp_path / f"checkpoint-{number}" for number in (9, 10, 11))
+    for step in (whole, begun, short):
+        dcp.save(tensors, checkpoint_id=step, no_dist=True)
+    (begun / ".metadata").unlink()
+    (data,) = short.glob("*.distcp")
+    os.truncate(data, data.stat().st_size - 1)
+    age(tmp_path)
+    steps = listed(tmp_path)
+    assert [name for name, step in steps.items() if not step.complete] == [begun.name, short.name]
+    assert "resume from checkpoint-9" in run_command("ls", tmp_path).stdout
+    assert ckptkit.inspect(tmp_path).step == 9
+    pruned = ckptkit.prune(tmp_path, incomplete=True, keep_last=2)
+    assert [step.step for step in pruned.removed] == [1, 10, 11]
+    assert [one.action for one in ckptkit.seal(tmp_path).steps] == ["kept", "sealed"]
+    with Checkpointer(tmp_path) as checkpointer:
+        assert checkpointer.resume(state) == 9
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_at_a_url_a_step_without_a_manifest_is_kept_and_sealed_unless_a_save_has_begun_it(
+    object_store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = torch.nn.Linear(3, 2)
+    with Checkpointer(tmp_path / "run") as checkpointer:
+        checkpointer.save(1, {"model": model}).result()
+    for name in ("run/checkpoint-9", "run/checkpoint-10"):
+        dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / name, no_dist=True)
+    age(tmp_path / "run")
+    bucket = object_store.bucket("mixed-runs")
+    bucket.clear()
+    bucket.put_tree(tmp_path / "run", "run")
+    bucket.put("run/checkpoint-10/.ranks/uploading", b"an attempt")
+    run = Place(f"{bucket.url}/run", bucket.store.options)
+    assert "another saver wrote it (see `ckptkit seal`), or" in listed(run)["checkpoint-9"].problem
+    assert "written last" in listed(run)["checkpoint-10"].problem
+    monkeypatch.setattr("ckptkit.runs.pruning._SETTLED_SECONDS", -1.0)
+    monkeypatch.setattr("ckptkit.conversion.seal._QUIET_SECONDS", -1.0)
+    pruned = ckptkit.prune(run, incomplete=True, dry_run=True)
+    assert [one.action for one in pruned.steps] == ["keep", "keep", "remove"]
+    assert [one.action for one in ckptkit.seal(run).steps] == ["kept", "sealed", "left"]
+    assert listed(run)["checkpoint-9"].complete
+    bucket.clear()
 
 
 def test_a_damaged_file_of_a_sealed_step_is_mended_from_a_copy(tmp_path: Path) -> None:

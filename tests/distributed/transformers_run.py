@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 from transformers import Trainer
 
-from ckptkit.core.errors import CkptkitError
+import ckptkit
+from ckptkit.core.errors import CkptkitError, ResumeError
 from ckptkit.integrations.transformers import install
 from tests.distributed.cases import end
 from tests.distributed.tiny_trainers import (
@@ -92,6 +93,13 @@ def check_resuming(kind: str, folder: Path) -> None:
         expected = trained(trainer(kind, folder / "other"), stock / half)
     from_ours = trained(trainer(kind, folder / "other"), ours / half)
     expect_equal(from_ours, expected)
+    if dist.get_rank() == 0:
+        ckptkit.prune(ours, drop_optimizer_older_than=1)
+    dist.barrier()
+    again = trainer(kind, folder / "other")
+    install(again)
+    expect_error(ResumeError, "has lost its optimizer", lambda: trained(again, ours / half))
+    expect(again.state.global_step, 0)
 
 
 def go_on(run: Path, again: Trainer, truth: Tensors, losses: list[Any]) -> None:

@@ -12,6 +12,7 @@ import os
 import re
 import tempfile
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -176,7 +177,10 @@ def examine_folder(folder: Path) -> LoadSource | None:
         raise ResumeError("no such directory", where=str(folder))
     if not (folder / step_names.model_unit(0) / METADATA).is_file():
         return None
-    return LoadSource(folder=str(folder), ours=(folder / MANIFEST_NAME).is_file(), newest=False)
+    ours = (folder / MANIFEST_NAME).is_file()
+    with suppress(OSError, CkptkitError):  # what is wrong with it, the load says
+        ours = not read_local_manifest(folder).is_sealed
+    return LoadSource(folder=str(folder), ours=ours, newest=False)
 
 
 def find_newest_folder(run: Path, models: int, optimizers: int) -> LoadSource:
@@ -191,7 +195,7 @@ def find_newest_folder(run: Path, models: int, optimizers: int) -> LoadSource:
     for step in reversed(saved_steps(run, AUTOMATIC_PREFIX) if run.is_dir() else ()):
         folder = run / step.name
         if step.complete:
-            return LoadSource(folder=str(folder), ours=True, newest=True)
+            return LoadSource(folder=str(folder), ours=not step.sealed, newest=not step.sealed)
         is_ours = (folder / MANIFEST_NAME).exists()
         if not is_ours and all((folder / name).is_file() for name in needed):
             return LoadSource(folder=str(folder), ours=False, newest=False)

@@ -49,6 +49,7 @@ from ckptkit.integrations.transformers.checkpoints import (
     agree_on_newest,
     find_uncalled,
     hub_options,
+    refuse_thinned,
     replaces_save_model,
 )
 from ckptkit.integrations.transformers.pretrained import defer_weights
@@ -182,6 +183,8 @@ class _Saving(Trainer):  # type: ignore[misc]  # its module is not followed
         with self._ckptkit.training(run):
             if resume_from_checkpoint is True:
                 resume_from_checkpoint = str(agree_on_newest(run))
+            if isinstance(resume_from_checkpoint, str | Path):
+                refuse_thinned(Path(resume_from_checkpoint))
             return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _prepare_for_training(

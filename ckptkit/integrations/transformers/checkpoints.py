@@ -29,12 +29,13 @@ from ckptkit.integrations.checkpointers import naming_options, register
 from ckptkit.integrations.patches import saves_whole_models
 from ckptkit.integrations.scalars import values_of
 from ckptkit.runs.retention import RETENTION_OPTIONS, Retention, steps_to_remove
-from ckptkit.runs.steps import RunStep, abandoned
+from ckptkit.runs.steps import RunStep, abandoned, step_of_source
 from ckptkit.storage.manifests import read_local_manifest
 from ckptkit.training import step_names
 from ckptkit.training.checkpointer import Checkpointer
 from ckptkit.training.handle import SaveHandle, SaveReport
 from ckptkit.training.pushing import without_hub
+from ckptkit.training.resume.stored_step import lost_optimizer
 from ckptkit.training.run_folders import RunFolder, saved_steps
 from ckptkit.training.settings import Options, check_options
 from ckptkit.training.state import objects as rng
@@ -112,6 +113,16 @@ def has_optimizer(folder: Path) -> bool:
     with suppress(OSError, CkptkitError):  # the Trainer itself writes no manifest
         return bool(read_local_manifest(folder).source.get("lost"))
     return False
+
+
+def refuse_thinned(folder: Path) -> None:
+    """Raises if a pruning has removed the optimizer, which the Trainer would begin anew."""
+    try:
+        source = read_local_manifest(folder).source
+    except (OSError, CkptkitError):
+        return  # the Trainer itself writes none; what is wrong with one, the load says
+    for path in step_of_source(0, "", source).thinned[:1]:
+        raise lost_optimizer(str(folder), path)
 
 
 def remove_sentinel(folder: Path) -> None:

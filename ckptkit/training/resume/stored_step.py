@@ -308,9 +308,9 @@ class StoredStep(Closing):
     def layout(self) -> Layout | None:
         """How its directory is laid out; None where that is not known.
 
-        Without a manifest it follows from names that only one tool uses.
+        Where another saver wrote it, it follows from names that only one tool uses.
         """
-        if self.manifest is not None:
+        if self.manifest is not None and not self.manifest.is_sealed:
             layout = self.manifest.source.get("layout")
             return cast(Layout, layout) if layout in get_args(Layout) else None
         if self.has_file(METADATA):
@@ -427,14 +427,19 @@ class StoredStep(Closing):
         if not self.has_file(path):
             source = self.manifest.source if self.manifest is not None else {}
             if path in step_of_source(0, "", source).thinned:
-                raise ResumeError(
-                    "has lost its optimizer: `ckptkit prune --drop-optimizer-older-than` removed"
-                    f" {posixpath.dirname(path) or path!r}",
-                    where=self.source.location,
-                    hint="resume from a newer step, or without the optimizer",
-                )
+                raise lost_optimizer(self.source.location, path)
             raise ResumeError(
                 f"{path!r} was not saved with this step",
                 where=self.source.location,
                 hint="resume with the models, optimizers and objects that were saved",
             )
+
+
+def lost_optimizer(location: str, path: str) -> ResumeError:
+    """Returns the error for a thinned step; `path` is a file of its optimizer."""
+    return ResumeError(
+        "has lost its optimizer: `ckptkit prune --drop-optimizer-older-than` removed"
+        f" {posixpath.dirname(path) or path!r}",
+        where=location,
+        hint="resume from a newer step, or without the optimizer",
+    )

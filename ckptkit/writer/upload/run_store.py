@@ -29,7 +29,7 @@ from msgspec import Struct, field
 
 from ckptkit.core.crc import crc32
 from ckptkit.core.errors import CkptkitError, OutputExistsError, RefusedError, TruncatedFileError
-from ckptkit.core.manifest import MANIFEST_NAME, FileRecord, parse_manifest
+from ckptkit.core.manifest import MANIFEST_NAME, UPLOADING, FileRecord, parse_manifest
 from ckptkit.core.object_parts import PART_BYTES, cut_into_parts
 from ckptkit.core.threads import few_collections
 from ckptkit.plan.layouts.dcp_metadata import METADATA_NAME
@@ -194,7 +194,6 @@ def _stream(
         raise
 
 
-UPLOADING = f"{RECORDS_FOLDER}/uploading"
 _IDENTITY = f"{MARKS_FOLDER}/identity"
 _JOB = f"{MARKS_FOLDER}/job"
 _NEWEST = f"{MARKS_FOLDER}/newest"

@@ -15,7 +15,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import ProjectConfiguration
 
 from ckptkit.core.errors import ResumeError, UsageError
-from ckptkit.core.manifest import FileRecord, Manifest
+from ckptkit.core.manifest import SEALED, FileRecord, Manifest
 from ckptkit.integrations.accelerate import install, load_state, save_model, save_state
 from ckptkit.integrations.accelerate.accelerator_state import (
     SaveTarget,
@@ -175,6 +175,13 @@ def test_a_named_folder_is_loaded_by_whoever_can(tmp_path: Path) -> None:
     stock = examine_folder(put_stock(tmp_path / "stock"))
     assert stock is not None
     assert not stock["ours"]
+    sealed = Manifest("training", {"step": 11, SEALED: {}}, {}, {}, {}).to_json()
+    folder = put_stock(tmp_path / "checkpoint_11")
+    (folder / "ckptkit.json").write_bytes(sealed)  # which does not make it one of ckptkit's
+    expected = {"folder": str(folder), "ours": False, "newest": False}
+    assert examine_folder(folder) == find_newest_folder(tmp_path, 1, 1) == expected
+    (folder / "ckptkit.json").write_bytes(manifest())
+    assert examine_folder(folder) == {**expected, "ours": True}
 
 
 def test_a_layout_that_accelerate_does_not_read_is_refused(

@@ -7,15 +7,20 @@ from itertools import combinations
 from pathlib import Path
 
 import pytest
+import torch
 
+import ckptkit
 from ckptkit.core.errors import ResumeError
 from ckptkit.core.manifest import Manifest
 from ckptkit.integrations.transformers.checkpoints import (
     find_newest_checkpoint,
+    refuse_thinned,
     remove_sentinel,
     steps_beyond,
 )
 from ckptkit.runs.steps import RunStep
+from tests.crash.test_seal import age
+from tests.crash.test_seal import put as put_stock
 
 LIMITS = (None, 0, 1, 2, 3)
 SENTINEL = "checkpoint-is-incomplete.txt"
@@ -90,6 +95,21 @@ def test_the_newest_complete_step_is_resumed_from_whoever_wrote_it(
         f"checkpoint-{step}" in record.message
         for step, record in zip((14, 13, 12, 11), caplog.records, strict=True)
     ] == [True] * 4
+
+
+@pytest.mark.parametrize("kind", ["trainer", "hf"])
+def test_a_step_that_lost_its_optimizer_is_not_resumed_from(kind: str, tmp_path: Path) -> None:
+    for step in (10, 20):
+        folder = put_stock(tmp_path, kind, step)
+        if kind == "hf":  # the whole model
+            torch.save({"state": {}, "param_groups": []}, folder / "optimizer.bin")
+            age(folder)
+        refuse_thinned(folder)
+    ckptkit.seal(tmp_path)
+    ckptkit.prune(tmp_path, drop_optimizer_older_than=1)
+    refuse_thinned(tmp_path / "checkpoint-20")
+    with pytest.raises(ResumeError, match=r"has lost its optimizer: .* removed 'optimizer"):
+        refuse_thinned(tmp_path / "checkpoint-10")
 
 
 def test_the_mark_of_a_step_under_way_goes(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from ckptkit.runs.push_journal import WATCH_FOLDER, StepPush, open_journal
 from ckptkit.runs.retention import Retention
 from ckptkit.writer.commit import remove_steps
 from tests.command_line import started
+from tests.crash.test_seal import age
 from tests.made_up_runs import save_step, save_stock_step
 
 
@@ -196,10 +197,19 @@ def test_steps_of_two_kinds_of_names_are_counted_apart(tmp_path: Path) -> None:
     assert names(tmp_path) == ["checkpoint-4", "step_3"]
 
 
-def test_in_a_run_of_ours_what_has_no_manifest_is_never_removed(run: Path) -> None:
-    save_stock_step(run, 50)
+def test_a_whole_step_of_another_saver_in_a_run_of_ours_stays_while_it_may_be_the_newest(
+    run: Path,
+) -> None:
+    save_stock_step(run, 50)  # with the newest files
     ckptkit.prune(run, keep_last=1)
     assert names(run) == ["checkpoint-50", "checkpoint-600"]
+    age(run)
+    save_step(run, 700, save_number=7)
+    ckptkit.prune(run, keep_last=2, incomplete=True)
+    assert names(run) == ["checkpoint-600", "checkpoint-700"]
+    age(save_stock_step(run, 800))
+    ckptkit.prune(run, keep_last=1, incomplete=True)
+    assert names(run) == ["checkpoint-700", "checkpoint-800"]
 
 
 def test_only_files_whose_last_name_goes_are_freed(run: Path) -> None:
