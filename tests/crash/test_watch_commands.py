@@ -222,7 +222,11 @@ def test_what_the_refusal_of_a_shell_proposes_does_it(run: Path, tmp_path: Path)
     proposed = done.stderr.partition("hint: pass ")[2].strip()
     line = f"{sys.executable} -m ckptkit_cli watch {run} --once {proposed}"
     subprocess.run(["/bin/sh", "-c", line], check=True)
-    assert (tmp_path / "200.txt").read_text().split() == ["ckptkit", "ckptkit.json", "pytorch_model_fsdp_0"]
+    assert (tmp_path / "200.txt").read_text().split() == [
+        "ckptkit",
+        "ckptkit.json",
+        "pytorch_model_fsdp_0",
+    ]
 
 
 def test_a_program_that_goes_away_is_an_exit_status(run: Path, tmp_path: Path) -> None:

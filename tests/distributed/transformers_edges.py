@@ -47,7 +47,7 @@ EVERY_STEP: dict[str, Any] = {
 class Falling(Scored):
     """Is best after its first step."""
 
-    scores = {1: 0.1} | dict.fromkeys(range(2, 9), 0.5)
+    scores = {1: 0.1} | dict.fromkeys(range(2, 101), 0.5)
 
 
 class Late(Scored):
