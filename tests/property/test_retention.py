@@ -44,7 +44,7 @@ def line(steps: list[RunStep]) -> list[int]:
         one.step
         for one in complete
         if not any(
-            other.step < one.step and other.save_number > one.save_number for other in complete
+            other.step < one.step and other.save_number > one.save_number > 0 for other in complete
         )
     )
 
@@ -58,9 +58,12 @@ def test_a_step_is_abandoned_if_a_lower_one_was_saved_later(steps: list[RunStep]
 @given(steps=STEPS, rules=RULES)
 def test_what_must_stay_stays(steps: list[RunStep], rules: Retention) -> None:
     removed = set(steps_to_remove(steps, rules))
-    complete = sorted(facts.step for facts in steps if facts.complete)
-    assert removed <= set(complete)
-    saved_last = max((f.save_number, f.step) for f in steps if f.complete)[1] if complete else -1
+    complete = sorted((facts for facts in steps if facts.complete), key=lambda facts: facts.step)
+    assert removed <= {facts.step for facts in complete}
+    saved_last, latest = -1, -1
+    for facts in complete:  # where no number is known, it was saved after the steps below it
+        if facts.save_number >= latest or not facts.save_number:
+            saved_last, latest = facts.step, max(latest, facts.save_number)
     assert saved_last not in removed
     assert not removed & {facts.step for facts in steps if facts.protected}
     if rules.keep_last is not None:
