@@ -3,7 +3,7 @@
     python benchmarks/make_checkpoint.py OUT --gigabytes 2 --ranks 4 [--saver ckptkit]
 
 What lies in OUT afterwards is what accelerate leaves: `pytorch_model_fsdp_0/` with keys
-`model.…`, and the model's `config.json` beside it. `--saver ckptkit` has a Checkpointer save
+`model.…`, and the model's `config.json` beside it. `--saver ckptkit` saves with a Checkpointer
 instead: OUT is then a run with one step.
 """
 

@@ -3,9 +3,10 @@
 A scale is that of the largest magnitude in its block, so a kernel reads whole blocks, and for that
 whole rows. What forms there are is said by `ckptkit.plan.packed_forms`.
 
-Magnitudes of bfloat16 are ordered as their bits are, so the largest is found among integers. A
-number is looked up by the bits of its quotient in bfloat16, of which there are 65,536: where the
-library rounds quotients to bfloat16 it is that, and else the one that rounds to the same number.
+Magnitudes of bfloat16 are ordered as their bits are, so the largest is found among integers. The
+quotient of a number and its scale is made a bfloat16, whose bits are the place of the packed number
+in a table of 65,536. Some libraries round the quotient to bfloat16, and so does the kernel. For the
+others it takes the bfloat16 that rounds to the same packed number.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _LIMITS: dict[Number, tuple[float, float]] = {
     "int4": (-8, 7),
     "e2m1": (-6, 6),
 }
-_FOUR_BITS = frozenset({"int4", "e2m1"})  # numbers of which a byte holds two
+_FOUR_BITS = frozenset({"int4", "e2m1"})  # a byte holds two of these
 _LARGEST_SCALE = 448  # of float8_e4m3fn
 _LEAST_SCALE = np.float32(0.125)  # what compressed-tensors stores of those for 0
 _FACTOR_LIMIT = np.finfo(np.float32).max

@@ -84,7 +84,8 @@ def with_shared_blocks(
 ) -> Plan:
     """Returns a plan whose files have the blocks that can be shared.
 
-    `why_not`: is asked once of each source. `trusted`: the sources of which it is not read.
+    `why_not`: is asked once for each source. `trusted`: sources whose shared bytes are not read,
+    since their stored checksums are taken.
 
     Raises:
         RefusedError: If something has to be shared, and nothing can be.

@@ -373,8 +373,9 @@ class Checkpointer:
                 the model is loaded alone, as `load_into` does it.
             missing_groups: What to do if the step has parameter groups that an optimizer does not
                 have: "error", or "drop" to leave their state out; None for what `Options` says.
-            group: Ranks of which one reads what several of them hold alike, such as those of the
-                replicate dimension of HSDP, and sends it to the others. None issues no collective.
+            group: A process group, such as that of HSDP's replicate dimension. Of a tensor that
+                several of its ranks hold alike, one rank reads the bytes and sends them to the
+                others. None issues no collective.
             grow: Patterns (`*`, `?`, `[…]`) of names of tensors in the model that may have more
                 rows than in the step, or not be in it. The rows that it has are loaded; all else
                 stays as the model made it, with optimizer states of zeros, or none.

@@ -183,7 +183,7 @@ def load(
 
 
 def close_all() -> list[CkptkitError]:
-    """Waits for all saves, and ends their processes; returns the errors that nobody has heard."""
+    """Waits for all saves and ends their processes; returns errors that no caller has asked for."""
     failures: list[CkptkitError] = []
     while _SESSIONS:
         (_, pid), (session, _) = _SESSIONS.popitem()

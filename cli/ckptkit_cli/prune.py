@@ -119,4 +119,6 @@ def pruned_page(output: Output, pruned: Pruned, *, now: float) -> Iterator[str]:
         yield f"  {counted(len(pruned.thinned), 'step')} {verb} optimizer"
     count, size = counted(len(pruned.removed), "step"), size_text(pruned.freed_bytes)
     verb = "would be removed, which frees" if pruned.dry_run else "removed,"
+    if pruned.thinned and not pruned.removed:
+        count, verb = "thinning", "would free" if pruned.dry_run else "has"
     yield f"  {count} {verb} {size}{'' if pruned.dry_run else ' freed'}"

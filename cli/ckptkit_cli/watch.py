@@ -647,7 +647,7 @@ def _stopped(facts: Mapping[str, Any]) -> str:
     if "failed" in facts:
         steps = facts["failed"]
         listed = ", ".join(first_of([str(step) for step in steps], _LISTED_STEPS))
-        return f"nothing else to push; {counted(len(steps), 'step')} could not be pushed: {listed}"
+        return f"nothing left to do; {counted(len(steps), 'step')} failed: {listed}"
     return "nothing left to do"
 
 

@@ -113,7 +113,7 @@ def test_once_exits_as_the_steps_went(
     assert main([*command, "--as", "model"]) == 4  # an adapter is no model
     told = capfd.readouterr().out
     assert "adapter merge" in told
-    assert told.endswith("nothing else to push; 1 step could not be pushed: 1\n")
+    assert told.endswith("nothing left to do; 1 step failed: 1\n")
     assert main([*command, "--json"]) == 0
     lines = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
     assert [line["event"] for line in lines][-2:] == ["pushed", "stopped"]

@@ -22,7 +22,7 @@ def convert(folder: Path, options: dict[str, Any], **others: Any) -> None:
     ckptkit.convert(folder / SOURCE, folder / OUT, delete_source=True, **given)
 
 
-def die_before(change: int, source: Path) -> None:
+def die_before(change: int, source: Path | str = "") -> None:
     left = [change]
 
     def watch(event: str, arguments: tuple[Any, ...]) -> None:

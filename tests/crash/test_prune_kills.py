@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -13,22 +10,12 @@ import pytest
 
 import ckptkit
 from tests.crash.forked_commands import ForkedCommands
+from tests.crash.removal_kills import die_before
 from tests.made_up_runs import save_step
-
-# Dies before the n-th change that it makes to the disk.
-CHANGES = ("os.rename", "os.remove", "os.rmdir")
 
 
 def prune_and_die(run: str, before: int) -> None:
-    left = [before]
-
-    def watch(event: str, _arguments: object) -> None:
-        if event in CHANGES:
-            left[0] -= 1
-            if left[0] < 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    sys.addaudithook(watch)
+    die_before(before)
     ckptkit.prune(run, keep_last=1)
 
 

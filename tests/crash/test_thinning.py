@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +19,9 @@ from ckptkit.storage.places import Place
 from ckptkit.training import Checkpointer
 from tests.command_line import run_command
 from tests.crash.forked_commands import ForkedCommands
+from tests.crash.removal_kills import die_before
 from tests.crash.test_seal import listed, put
 from tests.object_store import ObjectStore
-
-CHANGES = ("os.rename", "os.remove", "os.rmdir")
 
 
 def state(seed: int) -> dict[str, Any]:
@@ -101,15 +98,7 @@ def test_training_does_not_go_on_from_a_thinned_step_and_says_why(run: Path) -> 
 
 
 def thin_and_die(run: str, before: int) -> None:
-    left = [before]
-
-    def watch(event: str, _arguments: object) -> None:
-        if event in CHANGES:
-            left[0] -= 1
-            if left[0] < 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    sys.addaudithook(watch)
+    die_before(before)
     ckptkit.prune(run, drop_optimizer_older_than=1)
     os._exit(0)
 

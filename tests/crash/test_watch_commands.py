@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -217,10 +218,15 @@ def test_a_command_that_cannot_be_meant_is_refused(
     assert not (run / ".ckptkit" / "watch" / "commands").exists()
 
 
-def test_what_the_refusal_of_a_shell_proposes_does_it(run: Path, tmp_path: Path) -> None:
-    done = run_command("watch", run, "--once", "--exec", f"ls {{dir}} > {tmp_path}/{{step}}.txt")
-    proposed = done.stderr.partition("hint: pass ")[2].strip()
-    line = f"{sys.executable} -m ckptkit_cli watch {run} --once {proposed}"
+@pytest.mark.parametrize("text", ["ls {{dir}} > {out}/{{step}}.txt", "ls '{{dir}}' > {out}/x"])
+def test_what_the_refusal_of_a_shell_proposes_does_it(run: Path, tmp_path: Path, text: str) -> None:
+    renamed = run.rename(run.with_name("the user's run"))
+    done = run_command("watch", renamed, "--once", "--exec", text.format(out=tmp_path))
+    proposed = " ".join(done.stderr.split()).partition("pass --exec ")[2]
+    script = tmp_path / "script.sh"
+    script.write_text(f'ls "$2" > {tmp_path}/$1.txt')
+    words = [sys.executable, "-m", "ckptkit_cli", "watch", str(renamed), "--once", "--exec"]
+    line = f"{shlex.join(words)} {proposed.replace('SCRIPT', str(script))}"
     subprocess.run(["/bin/sh", "-c", line], check=True)
     assert (tmp_path / "200.txt").read_text().split() == [
         "ckptkit",

@@ -142,7 +142,7 @@ def test_a_watch_pushes_no_step_of_another_models_names_and_ends_with_its_status
     assert "step 1: cannot be pushed" in said
     assert "21 of 22 names begin with 'net.'" in said
     assert "`ckptkit consolidate STEP OUT --strip-prefix net. --include 'net.*'`" in said
-    assert "1 step could not be pushed: 1" in said
+    assert "1 step failed: 1" in said
     assert not own_hub.has(REPO)
     of_training = ["--until-eof" if word == "--once" else word for word in words]
     assert main([*of_training, "--wait-for-lock"]) == 4  # as training starts it, without names

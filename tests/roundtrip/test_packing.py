@@ -266,8 +266,7 @@ def test_models_with_other_names_in_memory_load(tmp_path: Path, choice: str) -> 
     assert loaded.equal(again)
 
 
-@pytest.mark.parametrize("choice", CHOICES)
-def test_experts_that_transformers_reads_wrong_are_told(tmp_path: Path, choice: str) -> None:
+def save_mixtral(folder: Path) -> None:
     torch.manual_seed(0)
     config = MixtralConfig(
         vocab_size=41,
@@ -278,7 +277,12 @@ def test_experts_that_transformers_reads_wrong_are_told(tmp_path: Path, choice: 
         num_key_value_heads=2,
         num_local_experts=2,
     )
-    MixtralForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "plain")
+    MixtralForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_experts_that_transformers_reads_wrong_are_told(tmp_path: Path, choice: str) -> None:
+    save_mixtral(tmp_path / "plain")
     done = run_command("consolidate", tmp_path / "plain", tmp_path / "out", "--dtype", choice)
     ckptkit.consolidate(tmp_path / "out", tmp_path / "again", dtype="bfloat16")
     tokens = torch.arange(20)[None]
@@ -296,18 +300,7 @@ def test_routers_and_tied_heads_are_kept(tmp_path: Path) -> None:
     tensors, said = pack(tmp_path / "tied", "fp8-block")
     assert said["modules_to_not_convert"] == ["lm_head"]
     assert "lm_head.weight" not in tensors
-    torch.manual_seed(0)
-    config = MixtralConfig(
-        vocab_size=41,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        num_local_experts=2,
-        max_position_embeddings=32,
-    )
-    MixtralForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "routed")
+    save_mixtral(tmp_path / "routed")
     tensors, said = pack(tmp_path / "routed", "fp8-block")
     (gate,) = (name for name in tensors if name.endswith(".gate.weight"))
     assert tensors[gate].dtype == torch.bfloat16

@@ -64,7 +64,7 @@ class StepCommand(Struct, frozen=True):
             raise UsageError(
                 f"has {wrong!r}, which only a shell understands, and the command runs without one",
                 where=_WHERE,
-                hint=f"pass {_WHERE} {shlex.quote(shlex.join(['sh', '-c', text]))}",
+                hint=_propose_shell(text),
             )
         command = cls(text, words, jobs, timeout_seconds)
         command.fill(0, "")
@@ -93,6 +93,18 @@ class StepCommand(Struct, frozen=True):
         return [_PLACEHOLDER.sub(value, word) for word in self.words]
 
 
+def _propose_shell(text: str) -> str:
+    """Returns a hint by which a shell runs a command, and takes a place as it is."""
+    if {"'", '"', "\\"} & {*text}:  # what is quoted may stand for itself
+        return (
+            "put it into a script that takes the step and its place as $1 and $2, and pass"
+            f" {_WHERE} 'sh SCRIPT {{step}} {{dir}}'"
+        )
+    inside = text.replace("{step}", '"$1"').replace("{dir}", '"$2"')
+    words = shlex.join(["sh", "-c", inside, "sh", "{step}", "{dir}"])
+    return f"pass {_WHERE} {shlex.quote(words)}"
+
+
 class StepCommands:
     """Runs the command for each step, in threads of this process."""
 
@@ -104,7 +116,7 @@ class StepCommands:
         report: Callable[[CommandRun], None],
         wake: Callable[[], None],
     ) -> None:
-        """Takes what is told of each start and end, and what ends a pause of the watch."""
+        """Takes the callers' functions: `report` hears of starts and ends, `wake` ends a pause."""
         self._command = command
         self._run = run
         self._journal = journal

@@ -47,7 +47,8 @@ class GroupReads:
         """Chooses who reads what, so that each rank reads about as much.
 
         `wanted`: tensors of this rank, each with a text that is the same on another rank if its
-        tensor there is to have the same bytes. Without a group each rank reads everything.
+        tensor there is to have the same bytes. Each rank reads for itself what is on a device that
+        the group does not send from, and without a group everything.
 
         Raises:
             UsageError: If this process is not in the group.
@@ -64,8 +65,12 @@ class GroupReads:
                 where="group",
                 hint="pass each rank the group that it is in, and None where it is in none",
             )
-        digests = [blake2b(text.encode(), digest_size=16).digest() for text, _ in wanted]
-        numbers = {digest: number for number, digest in enumerate(digests)}
+        devices = list_devices(dist.get_backend_config(group))
+        numbers = {
+            blake2b(text.encode(), digest_size=16).digest(): number
+            for number, (text, tensor) in enumerate(wanted)
+            if tensor.device.type in devices  # NCCL sends no steps of optimizers, on the CPU
+        }
         rows = np.array([(d, wanted[n][1].nbytes) for d, n in numbers.items()], _WANTED)
         ranks: dict[tuple[bytes, int], list[int]] = defaultdict(list)
         for rank, data in enumerate(_gather(rows.tobytes(), group)):
@@ -145,6 +150,15 @@ class GroupReads:
                     where="group",
                     hint="load again; if it stays, a network device or a driver is at fault",
                 )
+
+
+def list_devices(backends: str) -> set[str]:
+    """Returns the types of devices that a group sends from.
+
+    >>> sorted(list_devices("cpu:gloo,cuda:nccl")), list_devices("cuda:nccl")
+    (['cpu', 'cuda'], {'cuda'})
+    """
+    return {part.partition(":")[0] for part in backends.split(",")}
 
 
 @contextmanager
