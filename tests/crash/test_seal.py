@@ -7,7 +7,6 @@ import shutil
 import signal
 import sys
 import threading
-import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ from ckptkit.training import Checkpointer
 from ckptkit.training import dcp as open_saves
 from tests.command_line import run_command
 from tests.crash.forked_commands import ForkedCommands
-from tests.files import contents
+from tests.files import age, contents
 from tests.object_store import ObjectStore
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
@@ -47,12 +46,6 @@ STEPS = {
     "hf": "hf_sharded/checkpoint",
     "dcp-without-checksums": "fsdp2_without_checksums/checkpoint",
 }
-
-
-def age(folder: Path, seconds: float = 3600.0) -> None:
-    then = time.time() - seconds
-    for path in [*folder.rglob("*"), folder]:
-        os.utime(path, (then, then))
 
 
 def put(run: Path, kind: str, step: int = 7) -> Path:

@@ -19,8 +19,8 @@ from ckptkit.integrations.transformers.checkpoints import (
     steps_beyond,
 )
 from ckptkit.runs.steps import RunStep
-from tests.crash.test_seal import age
 from tests.crash.test_seal import put as put_stock
+from tests.files import age
 
 LIMITS = (None, 0, 1, 2, 3)
 SENTINEL = "checkpoint-is-incomplete.txt"

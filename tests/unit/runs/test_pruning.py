@@ -23,7 +23,7 @@ from ckptkit.runs.push_journal import WATCH_FOLDER, StepPush, open_journal
 from ckptkit.runs.retention import Retention
 from ckptkit.writer.commit import remove_steps
 from tests.command_line import started
-from tests.crash.test_seal import age
+from tests.files import age
 from tests.made_up_runs import save_step, save_stock_step
 
 
