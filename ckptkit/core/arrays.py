@@ -11,6 +11,7 @@ import numpy as np
 
 from ckptkit.core.dtypes import DType
 
+_KEPT_BYTES = 8 << 20  # which several arrays of a kernel fill
 HUGE_PAGE_BYTES = 2 << 20
 """The huge page of most processors; on others a buffer is aligned to more than it needs."""
 
@@ -26,6 +27,16 @@ def numpy_dtype(dtype: DType) -> np.dtype[Any]:
 
         extension: np.dtype[Any] = np.dtype(getattr(ml_dtypes, dtype.numpy))
         return extension
+
+
+def keep_freed_memory() -> None:
+    """Lets glibc keep small arrays that are freed, up to twice `_KEPT_BYTES` for each thread.
+
+    Else it returns them to the system, and each new array costs a page fault for 4 kB. glibc takes
+    the size of the largest mapping that was freed as its limit, by `mallopt(3)`; whether a program
+    frees a large one early was chance.
+    """
+    np.empty(_KEPT_BYTES, np.uint8)
 
 
 def aligned_buffer(size_bytes: int) -> memoryview:

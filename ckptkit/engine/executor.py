@@ -14,7 +14,7 @@ import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ckptkit.core.arrays import aligned_buffer, numpy_dtype
+from ckptkit.core.arrays import aligned_buffer, keep_freed_memory, numpy_dtype
 from ckptkit.core.checksums import leaf_sums
 from ckptkit.core.errors import ChecksumError, NoSpaceError, NotFiniteError
 from ckptkit.core.index import Key
@@ -266,6 +266,7 @@ class Executor:
                 self._target.give_up()
                 raise
 
+        keep_freed_memory()
         self._throttle.stopped.clear()  # which a crew sets at its end
         run_crew(self._settings.workers, tasks, work, self._throttle.stopped)
 
