@@ -146,10 +146,11 @@ def _pack(product: Product, form: PackedForm, loss: PackingLoss | None = None) -
     if scheme.total:
         total = TensorSpec(Fqn(place(spec.name, scheme.total)), BY_NAME["float32"], (1,))
         outputs = (*outputs, ("total", total))
-    made = []
+    made: list[Product] = []
     for part, out in outputs:
         kernel = PackingKernel(form, spec, body, part, loss=loss)
-        made.append(Product(out, Compute(kernel, body.reads, kernel.most_elements(out))))
+        compute = Compute(kernel, body.reads, kernel.most_elements(out))
+        made.append(Product(out, compute, made[0].spec.name if made else None))
     if scheme.shape:
         out = TensorSpec(Fqn(place(spec.name, scheme.shape)), BY_NAME["int64"], (2,))
         shape = ConstantKernel(np.array(spec.shape, np.int64))

@@ -422,7 +422,7 @@ class Preparations:
         self._lock = threading.Lock()
         self._slots: OrderedDict[str, _Slot] = OrderedDict()
         self._most_kernels = most_kernels
-        self._shared: OrderedDict[Demand, NDArray[Any]] = OrderedDict()
+        self._shared: OrderedDict[Hashable, NDArray[Any]] = OrderedDict()
         self._shared_lock = threading.Lock()
         self._stack = ExitStack()
         self._limited = False
@@ -459,7 +459,7 @@ class Preparations:
         with slot.lock:
             if slot.kernel is None:
                 shared = partial(self.read_shared, read=read)
-                slot.kernel = kernel.prepare(out, Reading(read, shared, self.open_once))
+                slot.kernel = kernel.prepare(out, Reading(read, shared, self.open_once, self.share))
             return slot.kernel
 
     def open_once(self, key: Hashable, opened: Callable[[], AbstractContextManager[Any]]) -> Any:
@@ -472,13 +472,22 @@ class Preparations:
             return kept.value
 
     def read_shared(self, demand: Demand, read: Read) -> NDArray[Any]:
-        """Reads a part for one tensor and keeps it for others, the latest parts of them."""
+        """Reads a part for one tensor and keeps it for others, read-only."""
+
+        def make() -> NDArray[Any]:
+            part = read(demand)
+            part.flags.writeable = False
+            return part
+
+        return self.share(demand, make)
+
+    def share(self, key: Hashable, make: Callable[[], NDArray[Any]]) -> NDArray[Any]:
+        """Makes an array for one tensor and keeps it for others, the latest of them."""
         with self._shared_lock:
-            part = self._shared.pop(demand, None)
+            part = self._shared.pop(key, None)
             if part is None:
-                part = read(demand)
-                part.flags.writeable = False
-            self._shared[demand] = part
+                part = make()
+            self._shared[key] = part
             while sum(part.nbytes for part in self._shared.values()) > SHARED_BYTES:
                 self._shared.popitem(last=False)
             return part

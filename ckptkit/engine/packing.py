@@ -1,7 +1,9 @@
 """Packing: the numbers and the scales of weights, each a kernel over the same dense weight.
 
 A scale is that of the largest magnitude in its block, so a kernel reads whole blocks, and for that
-whole rows. What forms there are is said by `ckptkit.plan.packed_forms`.
+whole rows. The largest magnitudes that one tensor of a weight needed are kept for the others, while
+there is room, so that a weight is mostly read once. What forms there are is said by
+`ckptkit.plan.packed_forms`.
 
 Magnitudes of bfloat16 are ordered as their bits are, so the largest is found among integers. The
 quotient of a number and its scale is made a bfloat16, whose bits are the place of the packed number
@@ -14,7 +16,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal
 
 import ml_dtypes
@@ -52,6 +54,7 @@ _LEAST_SCALE = np.float32(0.125)  # what compressed-tensors stores of those for 
 _FACTOR_LIMIT = np.finfo(np.float32).max
 _EPSILON = np.float32(2**-7)  # of bfloat16: the scale of a block of zeros in compressed-tensors
 _MAGNITUDE, _INFINITE = 0x7FFF, 0x7F80  # bits of bfloat16
+_UNKNOWN = 0xFFFF  # in place of the bits of a largest magnitude
 _LOW = np.uint32(0xFFFF)  # the bits of float32 that bfloat16 lacks
 
 
@@ -83,18 +86,23 @@ class PackingKernel(Kernel, Struct, frozen=True):
     weight: TensorSpec
     body: StoredOperand | ComputedOperand  # the elements of the weight
     part: Part
+    # The largest magnitude of each block, as far as a tensor of the weight has found it.
+    largest: Stored | None = None
     total: float | None = None  # the one scale, once it was computed
     loss: PackingLoss | None = None  # what is measured of the numbers as they are packed
 
     @property
     def is_ready(self) -> bool:
-        is_stored = isinstance(self.body, StoredOperand) or self.body.kernel.is_ready
-        return is_stored and not (self.form.scheme.total and self.total is None)
+        return self.largest is not None
 
     def prepare(self, _out: TensorSpec, reading: Reading) -> Kernel:
-        made = self
+        rows, columns = self.weight.shape
+        high, wide = self.form.blocks
+        grid = -(-rows // high), -(-columns // (wide or columns))
+        make = partial(np.full, grid, _UNKNOWN, np.uint16)
+        made = replace(self, largest=reading.share(("largest", self.weight.name), make))
         if isinstance(self.body, ComputedOperand):
-            made = replace(self, body=self.body.prepare(reading))
+            made = replace(made, body=self.body.prepare(reading))
         if not self.form.scheme.total:
             return made
         # All tensors of a weight need it.
@@ -110,9 +118,12 @@ class PackingKernel(Kernel, Struct, frozen=True):
         rows, columns = self.weight.shape
         largest = 0.0
         for part in cut_span(Span(0, rows), max(1, _BAND_ELEMENTS // columns)):
-            demands = self.body.demands(self._place(part))
-            values = self._read(part, [reading.read(demand) for demand in demands])
-            largest = max(largest, float(self._find_largest(values, part.start).max()))
+            found = self._known(part)
+            if found is None:
+                demands = self.body.demands(self._place(part))
+                values = self._read(part, [reading.read(demand) for demand in demands])
+                found = self._find_largest(part, values)
+            largest = max(largest, float(found.max()))
         tiny = np.float32(2.0**-126)
         with np.errstate(over="ignore"):
             inverse = _rounded(np.float32(1) / np.maximum(np.float32(largest), tiny))
@@ -142,20 +153,28 @@ class PackingKernel(Kernel, Struct, frozen=True):
         return Span(rows.start * columns, rows.stop * columns)
 
     def demands(self, out: TensorSpec, block: Span) -> tuple[Demand, ...]:
-        return self.body.demands(self._place(self._rows(out, block)))
+        rows = self._rows(out, block)
+        if self.part == "scales" and self._known(rows) is not None:
+            return ()
+        return self.body.demands(self._place(rows))
 
     def run(
         self, out: TensorSpec, block: Span, inputs: Sequence[NDArray[Any]], target: NDArray[Any]
     ) -> None:
         """Makes one block."""
         rows = self._rows(out, block)
-        values = self._read(rows, inputs)
         high = self.form.blocks[0]
-        step = high if high > 1 else max(1, _BAND_ELEMENTS // values.shape[1])
+        step = high if high > 1 else max(1, _BAND_ELEMENTS // self.weight.shape[1])
+        # What was known when a block asked for its inputs is known now.
+        is_read = self.part == "numbers" or self._known(rows) is None
+        values = self._read(rows, inputs) if is_read else np.empty(0, np.uint16)
         bands = []
-        for start in range(0, len(values), step):
-            band = values[start : start + step]
-            scales, factors = self._find_scales(self._find_largest(band, rows.start + start))
+        for part in cut_span(rows, step):
+            band = values[part.start - rows.start : part.stop - rows.start]
+            largest = self._known(part)
+            if largest is None:
+                largest = self._find_largest(part, band)
+            scales, factors = self._find_scales(largest)
             if self.part == "numbers":
                 bands.append(self._find_numbers(band, factors))
                 if self.loss is not None:
@@ -173,11 +192,19 @@ class PackingKernel(Kernel, Struct, frozen=True):
         values = self.body.values(self._place(rows), inputs)
         return values.view(np.uint16).reshape(-1, self.weight.shape[1])
 
-    def _find_largest(self, values: Stored, first: int) -> Floats:
+    def _known(self, rows: Span) -> Floats | None:
+        """Returns the greatest magnitude of each block in some rows, or None if it is not known."""
+        if self.largest is None:
+            return None
+        high = self.form.blocks[0]
+        known = self.largest[rows.start // high : -(-rows.stop // high)]
+        return None if int(known.max(initial=0)) == _UNKNOWN else _as_floats(known)
+
+    def _find_largest(self, rows: Span, values: Stored) -> Floats:
         """Returns the greatest magnitude of each block in a band; refuses what is no number.
 
         A band is one row of blocks, or of blocks that are a row high so many that the cache holds
-        them. `first`: the row of the weight that it begins with.
+        them. `rows`: those of the weight that it has.
         """
         high, wide = self.form.blocks
         columns = values.shape[1]
@@ -195,12 +222,14 @@ class PackingKernel(Kernel, Struct, frozen=True):
             largest = largest.max(axis=1, keepdims=True)
         if int(largest.max(initial=0)) >= _INFINITE:
             place = np.argwhere(values & np.uint16(_MAGNITUDE) >= _INFINITE)[0].tolist()
-            found, where = _as_floats(values)[tuple(place)], [first + place[0], place[1]]
+            found, where = _as_floats(values)[tuple(place)], [rows.start + place[0], place[1]]
             raise RefusedError(
                 f"value {found:g} at {where} gives its block no scale",
                 where=f"tensor {self.weight.name!r}",
                 hint="take an earlier checkpoint; `ckptkit stats` counts such values",
             )
+        if self.largest is not None:
+            self.largest[rows.start // high : -(-rows.stop // high)] = largest
         return _as_floats(largest)
 
     def _find_scales(self, largest: Floats) -> tuple[Floats, Floats]:

@@ -59,6 +59,8 @@ class Reading(Struct, frozen=True):
     read_shared: Callable[[Demand], NDArray[Any]]
     # Opens a resource on the first call with a key; it is closed when all is written.
     open_once: Callable[[Hashable, Callable[[], AbstractContextManager[Any]]], Any]
+    # Returns the array of a key that another tensor made, if it is still in memory, or makes one.
+    share: Callable[[Hashable, Callable[[], NDArray[Any]]], NDArray[Any]]
 
 
 class Kernel:
@@ -142,6 +144,8 @@ class Product(Struct, frozen=True):
 
     spec: TensorSpec
     body: Copy | Compute
+    # The tensor that it is best written after, as both are made of the same elements.
+    after: Fqn | None = None
 
 
 class StackedPart(Struct, frozen=True):

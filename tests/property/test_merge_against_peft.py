@@ -110,7 +110,12 @@ class Shelf:
 
     @property
     def reading(self) -> Reading:
-        return Reading(self.read, self.read, lambda *_: pytest.fail("opens nothing"))
+        return Reading(
+            self.read,
+            self.read,
+            lambda *_: pytest.fail("opens nothing"),
+            lambda *_: pytest.fail("keeps nothing"),
+        )
 
     def factor(self, name: str, tensor: torch.Tensor) -> Factor:
         self.tensors[name] = array_of(tensor)

@@ -28,7 +28,9 @@ from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
 import ckptkit
 from ckptkit.core.errors import CkptkitError
+from ckptkit.core.index import Key, Span
 from ckptkit.engine.packing import PackingKernel
+from ckptkit.engine.reader import TensorReader
 from ckptkit.options import PackedForm
 from ckptkit.plan.packed_forms import FORMS
 from ckptkit.plan.plan import Reading
@@ -555,3 +557,40 @@ def test_a_fine_tune_of_other_sizes_is_refused(tmp_path: Path) -> None:
     save_model(tmp_path / "wider", intermediate_size=512)
     said = refusal_as(tmp_path / "wider", published)
     assert "has shape (256, 512), and there (256, 384)" in said
+
+
+def places(path: Path) -> list[tuple[int, str, int]]:
+    """Returns where each tensor of a file begins, with its name and the size of its elements."""
+    data = path.read_bytes()
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    tensors = load_file(path)
+    return sorted(
+        (said["data_offsets"][0], name, tensors[name].element_size())
+        for name, said in header.items()
+        if name != "__metadata__"
+    )
+
+
+@pytest.mark.parametrize("dtype", CHOICES)
+def test_a_weight_is_read_once_for_its_numbers_and_its_scales(
+    tmp_path: Path, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = save_model(tmp_path / "plain")
+    packed = sum(p.numel() for n, p in model.named_parameters() if n.endswith("_proj.weight"))
+    read, fill = 0, TensorReader.fill
+
+    def count(self: TensorReader, key: Key, span: Span, target: memoryview) -> None:
+        nonlocal read
+        read += len(target) if key.endswith("_proj.weight") else 0
+        fill(self, key, span, target)
+
+    monkeypatch.setattr(TensorReader, "fill", count)
+    out = tmp_path / "out"
+    ckptkit.consolidate(tmp_path / "plain", out, dtype=dtype, workers=1)
+    times = 2 if FORMS[dtype].scheme.total else 1  # all of a weight says its one scale
+    assert read == 2 * packed * times
+    begin = places(out / "model.safetensors")
+    assert all(start % size == 0 for start, _, size in begin)
+    names = [name for _, name, _ in begin]
+    scale = next(name for name in names if "up_proj.weight_s" in name and "shape" not in name)
+    assert PROJECTION in names[names.index(scale) - 1]

@@ -115,7 +115,7 @@ def layout_adapter(
 def _weights_file(
     path: str, products: Sequence[Product], metadata: Mapping[str, str]
 ) -> OutputFile:
-    ordered = sorted(products, key=_order)
+    ordered = _follow(sorted(products, key=_order))
     document: dict[str, object] = {METADATA_KEY: {**_METADATA, **metadata}}
     at = 0
     for product in ordered:
@@ -169,6 +169,25 @@ def _order(product: Product) -> tuple[int, bool, str]:
     """
     spec = product.spec
     return -spec.dtype.itemsize, spec.size_bytes >= MIN_PART_BYTES, spec.name
+
+
+def _follow(ordered: Sequence[Product]) -> Sequence[Product]:
+    """Puts tensors right behind those that they are made with, if all of them stay aligned.
+
+    What is read for one is then still in memory, here or in the page cache, for the other.
+    """
+    followers: dict[Fqn, list[Product]] = {product.spec.name: [] for product in ordered}
+    leading: list[Product] = []
+    for product in ordered:
+        known = None if product.after is None else followers.get(product.after)
+        (leading if known is None else known).append(product)
+    made = [one for product in leading for one in (product, *followers[product.spec.name])]
+    at = 0
+    for product in made:
+        if at % product.spec.dtype.itemsize:
+            return ordered
+        at += product.spec.size_bytes
+    return made
 
 
 _LISTED = 3

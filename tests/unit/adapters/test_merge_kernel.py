@@ -72,7 +72,12 @@ class Tensors:
 
     @property
     def reading(self) -> Reading:
-        return Reading(self.read, self.read, lambda *_: pytest.fail("opens nothing"))
+        return Reading(
+            self.read,
+            self.read,
+            lambda *_: pytest.fail("opens nothing"),
+            lambda *_: pytest.fail("keeps nothing"),
+        )
 
     def factor(self, name: str) -> Factor:
         array = self.arrays[name]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from msgspec.structs import replace
 
 from ckptkit.core.dtypes import dtype_named
 from ckptkit.core.errors import CannotPlanError
@@ -35,6 +36,29 @@ def header_of(file: OutputFile) -> bytes:
 
 def names_of(file: OutputFile) -> list[str]:
     return [segment.spec.name for segment in file.segments if segment.spec is not None]
+
+
+@pytest.mark.parametrize(
+    ("columns", "expected"),
+    [
+        (4, ["norm", "a", "a_scale", "a_total", "b", "b_scale"]),
+        (3, ["a_total", "a_scale", "b_scale", "norm", "a", "b"]),
+    ],
+    ids=["aligned", "not aligned behind others"],
+)
+def test_tensors_follow_those_that_they_are_made_with(columns: int, expected: list[str]) -> None:
+    def made_with(leader: str, name: str, dtype: str) -> Product:
+        return replace(product(name, (1,), dtype), after=Fqn(leader))
+
+    products = [
+        *(product(name, (3, columns), "float8_e4m3fn") for name in "ab"),
+        product("norm", (2,), "bfloat16"),
+        made_with("a", "a_scale", "bfloat16" if columns == 3 else "float32"),
+        made_with("a", "a_total", "float32"),
+        made_with("b", "b_scale", "bfloat16" if columns == 3 else "float32"),
+    ]
+    (file,) = layout_hf_weights(products, 1_000)
+    assert names_of(file) == expected
 
 
 def test_tensor_data_begins_on_a_page_and_larger_items_come_first() -> None:
