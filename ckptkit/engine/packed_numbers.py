@@ -2,7 +2,9 @@
 
 A number format is a table of what each byte stands for, one number or several. An element is
 `(number - zero) * scale`, computed in float32, in which each product of such numbers is exact or
-rounded once, and then rounded to the type that the library of the format returns.
+rounded once, and then rounded to the type that the library of the format returns. Where that is
+float16, to which numpy rounds slowly, the sixteen elements that a block can have are rounded, and
+each number looks up its own.
 
 `ckptkit.plan.number_formats` says which tensors hold what.
 """
@@ -10,7 +12,7 @@ rounded once, and then rounded to the type that the library of the format return
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -46,6 +48,8 @@ _MOST_WIDE = max(_WIDE)
 # What is computed at once: it fits into the processor's cache, and its memory is not given back to
 # the system each time. Transposed, both sides of a tile are in few pages.
 _TILE_ELEMENTS, _TILE_WIDTH = 1 << 17, 512
+_POSSIBLE = 16  # elements of a block with numbers of four bits
+_FEWEST_ROUNDED = 32  # elements of a block whose possible ones are rounded instead
 _AWQ = (0, 4, 1, 5, 2, 6, 3, 7)  # the place in a word of each of its eight numbers
 
 
@@ -88,8 +92,24 @@ def _make_lookup(number: str, place: int | None, held: int) -> NDArray[Any]:
     return lookup
 
 
+def _expand(codes: NDArray[np.uint8], number: str, place: int | None = None) -> NDArray[np.uint8]:
+    """Returns the bits of each number of bytes as a byte, those of a row in a row."""
+    bits = _BITS.get(number, 8)
+    if place is not None:
+        return (codes >> np.uint8(place * bits)) & np.uint8((1 << bits) - 1)
+    for size in (4, 2):
+        if size >= bits:
+            pairs = codes.astype("<u2")
+            pairs |= pairs << np.uint16(8 - size)
+            pairs &= np.uint16(((1 << size) - 1) * 0x101)
+            codes = pairs.view(np.uint8)
+    return codes
+
+
 def _look_up(codes: NDArray[np.uint8], number: str, place: int | None = None) -> Floats:
     """Returns the numbers of bytes, those of a row in a row."""
+    if number.startswith("uint"):
+        return _expand(codes, number, place).astype(np.float32)
     numbers = 1 if place is not None else make_table(number).shape[1]
     held = 1 if codes.shape[-1] % 2 or 2 * numbers > _MOST_WIDE else 2
     lookup = _make_lookup(number, place, held)
@@ -158,11 +178,18 @@ class Grid(Struct, frozen=True):
         return held, stored.start, places.start
 
     def read(
-        self, window: Window, rows: Span, columns: Span, *, is_transposed: bool = False
-    ) -> Floats:
+        self,
+        window: Window,
+        rows: Span,
+        columns: Span,
+        *,
+        is_transposed: bool = False,
+        find: Callable[..., NDArray[Any]] = _look_up,
+    ) -> NDArray[Any]:
         """Returns the numbers of a box in a window, of shape [rows, columns], or transposed.
 
         Stored elements are transposed and not numbers, which take up to eight times the memory.
+        `find`: makes of bytes what is returned of their numbers.
         """
         held, first_row, first_place = window
         stored, places, _ = self._window(rows, columns)
@@ -180,18 +207,16 @@ class Grid(Struct, frozen=True):
         if self.packs_rows:
             first = rows.start - stored.start * self.held
             wanted = slice(first, first + rows.stop - rows.start)
-            made = _look_up(np.ascontiguousarray(held.T).view(np.uint8), self.number)[:, wanted]
+            made = find(np.ascontiguousarray(held.T).view(np.uint8), self.number)[:, wanted]
             return made if is_transposed else made.T
         if is_transposed:
             size = self.stored.dtype.itemsize
             codes = np.ascontiguousarray(held.view(np.uint8).T).reshape(wide, size, high)
-            made = np.empty((wide, self.held, high), np.float32)
-            for number in range(self.held):
-                place = _AWQ[number] if self.order == "awq" else number
-                byte, place = divmod(place, self.held // size)
-                made[:, number] = _look_up(codes[:, byte], self.number, place)
-            return made.reshape(-1, high)[wanted]
-        made = _look_up(np.ascontiguousarray(held).view(np.uint8), self.number)
+            order = _AWQ if self.order == "awq" else range(self.held)
+            bytes_and_places = (divmod(place, self.held // size) for place in order)
+            parts = [find(codes[:, byte], self.number, at) for byte, at in bytes_and_places]
+            return np.stack(parts, axis=1).reshape(-1, high)[wanted]
+        made = find(np.ascontiguousarray(held).view(np.uint8), self.number)
         if self.order == "awq":
             made = made.reshape(high, wide, self.held)[:, :, _AWQ].reshape(high, -1)
         return made[:, wanted]
@@ -327,11 +352,17 @@ class UnpackedOperand(Struct, frozen=True):
         if index and self.index is not None:
             order = self._order(index[0], self.index, (rows, columns)[self.index_axis])
         is_transposed = self.is_transposed
+        is_looked_up = (
+            self.codes.number == "uint4"
+            and self.dtype.name == "float16"
+            and math.prod(self.blocks) >= _FEWEST_ROUNDED
+        )
+        find = _expand if is_looked_up else _look_up
         high, wide = (columns, rows) if is_transposed else (rows, columns)  # of the weight
         for across in cut_span(wide, _TILE_WIDTH if is_transposed else _TILE_ELEMENTS):
             for down in cut_span(high, max(1, _TILE_ELEMENTS // (across.stop - across.start))):
                 tile = (across, down) if is_transposed else (down, across)
-                values = self.codes.read(numbers, *tile, is_transposed=is_transposed)
+                values = self.codes.read(numbers, *tile, is_transposed=is_transposed, find=find)
                 of_tile = self._blocks_of(*tile, is_ordered=order is None)
                 scale = self.scales.read(factors, *of_tile, is_transposed=is_transposed)
                 self._check(scale.T if is_transposed else scale, self.scales.stored, of_tile)
@@ -339,28 +370,55 @@ class UnpackedOperand(Struct, frozen=True):
                     scale = scale / whole if self.total_divides else scale * whole
                 if self.rounds_scales:
                     scale = scale.astype(numpy_dtype(self.dtype)).astype(np.float32)
-                if self.offset:
-                    values -= np.float32(self.offset)
                 part = order
                 if order is not None:
                     at, box = tile[self.index_axis], (rows, columns)[self.index_axis]
                     part = order[at.start - box.start : at.stop - box.start]
+                zero = None
                 if self.zeros is not None and points is not None:
                     zero = self.zeros.read(points, *of_tile, is_transposed=is_transposed)
-                    self._apply(np.subtract, values, zero, tile, part)
-                self._apply(np.multiply, values, scale, tile, part)
+                if is_looked_up:
+                    values = self._find_rounded(values, scale, zero, tile, part)
+                else:
+                    if self.offset:
+                        values -= np.float32(self.offset)
+                    if zero is not None:
+                        self._apply(np.subtract, values, zero, tile, part)
+                    self._apply(np.multiply, values, scale, tile, part)
                 lines = target[down.start - high.start : down.stop - high.start]
                 copy_rounded(values, lines[:, across.start - wide.start : across.stop - wide.start])
+
+    def _find_rounded(
+        self,
+        codes: NDArray[np.uint8],
+        scale: Floats,
+        zero: Floats | None,
+        tile: tuple[Span, Span],
+        order: NDArray[np.int64] | None,
+    ) -> NDArray[Any]:
+        """Returns the elements of a tile of numbers of four bits, of which each block has few."""
+        possible = make_table("uint4")[:_POSSIBLE, 0] - np.float32(self.offset)
+        made = np.tile(possible, (scale.size, 1))
+        if zero is not None:
+            made -= zero.reshape(-1, 1)
+        made *= scale.reshape(-1, 1)
+        rounded = np.empty(made.shape, numpy_dtype(self.dtype))
+        copy_rounded(made, rounded)
+        places = codes.astype(np.intp)
+        blocks = np.arange(scale.size).reshape(scale.shape) * _POSSIBLE
+        self._apply(np.add, places, blocks, tile, order)
+        elements: NDArray[Any] = np.take(rounded.reshape(-1), places, mode="clip")
+        return elements
 
     def _apply(
         self,
         change: np.ufunc,
-        values: Floats,
-        of_blocks: Floats,
+        values: NDArray[Any],
+        of_blocks: NDArray[Any],
         tile: tuple[Span, Span],
         order: NDArray[np.int64] | None,
     ) -> None:
-        """Subtracts, or multiplies by, the number of its block from each value, in place.
+        """Changes each value in place by that of its block, such as subtracts a zero point.
 
         `tile`: the rows and columns of the stored matrix that the values are of.
         """
