@@ -285,7 +285,7 @@ def test_urls_and_options_that_cannot_do_are_refused_at_once(
         (UsageError, "with a run that is a directory", str(tmp_path), {"storage_options": options}),
         (UsageError, "names and plain values", "s3://b", {"storage_options": {"session": node}}),
         (UsageError, "within one process", "memory://run", {"local": node}),
-        (UsageError, "is read-only", "hf://org/name", {"local": node}),
+        (UsageError, "keeps every file of every step", "hf://org/name", {"local": node}),
         (UsageError, "holds a password", "s3://user:pass@b/run", {"local": node}),
         (OutputError, "no such bucket", "s3://not-there/run", {"storage_options": options}),
         (OutputError, "refused access", "s3://uploads/forbidden", {"storage_options": wrong}),
