@@ -214,6 +214,8 @@ def as_upload_error(
     if isinstance(error, CkptkitError):
         return error
     fault = find_fault(error)
+    if fault is Fault.OFFLINE:
+        return as_input_error(error, where=where, options=options)
     text = f"{type(error).__name__}: {describe_error(error, options)}"
     if fault is Fault.DENIED:
         hint = "check that the credentials are valid, and allow to read, write and delete"

@@ -221,7 +221,7 @@ class StreamTarget(Target):
                 self._claim.add_names({*replaced, *self._streams})
                 self._claim.check()
                 if last in old:
-                    self._remove(last)
+                    self._store.delete(self._path, [last])
                 self._publish(sorted(self._streams.keys() - {last}))
                 self._publish([last])
         except BaseException:
@@ -231,8 +231,7 @@ class StreamTarget(Target):
         self._streams.clear()
         self._published.clear()
         self._filesystem.transaction.files.clear()
-        for path in sorted(replaced - written):
-            clean_up(self._translate_errors, partial(self._remove, path))
+        self._clear(replaced - written)
         clean_up(self._translate_errors, partial(self._remove_sent, ""))
         self._claim.release(is_clean=True)
 
@@ -241,8 +240,7 @@ class StreamTarget(Target):
         for stream in streams.values():
             clean_up(self._translate_errors, stream.discard)
         published, self._published = self._published, []
-        for path in published:  # the last one of a commit that failed may be visible or not
-            clean_up(self._translate_errors, partial(self._remove, path))
+        self._clear(published)  # the last one of a commit that failed may be visible or not
         self._filesystem.transaction.files.clear()
         if streams:
             clean_up(self._translate_errors, partial(self._remove_sent, self._nonce))
@@ -272,8 +270,10 @@ class StreamTarget(Target):
             self._filesystem.makedirs(name.rpartition("/")[0], exist_ok=True)
             return self._filesystem.open(name, "wb", block_size=_BLOCK_BYTES)
 
-    def _remove(self, path: str) -> None:
-        self._store.delete(self._path, [path])
+    def _clear(self, paths: Collection[str]) -> None:
+        at_once = [sorted(paths)] if self._store.is_bucket else [[path] for path in sorted(paths)]
+        for names in at_once:
+            clean_up(self._translate_errors, partial(self._store.delete, self._path, names))
 
     def _refuse_filled(self, paths: Collection[str]) -> None:
         if paths and not self._overwrite:
