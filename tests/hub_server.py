@@ -243,6 +243,8 @@ class HubServer:
         self.roles: dict[str, str] = {}
         """The roles of tokens, by name of their users; `write` if it has none."""
         self.gated: set[str] = set()
+        self.refused_paths: set[str] = set()
+        """Files of buckets that are not written; the answer lists them, and its status is 200."""
         self.log: list[Seen] = []
         self.before: list[tuple[re.Pattern[str], Callable[[], None]]] = []
         """What is called before a request of a pattern is answered: for tests that kill there."""
@@ -296,6 +298,7 @@ class HubServer:
             self.log.clear()
             self.before.clear()
             self.gated.clear()
+            self.refused_paths.clear()
 
     def repo(self, repo_id: str) -> Repo:
         return self._repos[repo_id]
@@ -849,6 +852,8 @@ def bucket_batch(hub: HubServer, request: Request) -> Answer:
             if one["type"] == "deleteFile":
                 if bucket.files.pop(path, None) is None:
                     failed.append({"path": path, "error": "File not found"})
+            elif path in hub.refused_paths:
+                failed.append({"path": path, "error": "Internal error"})
             elif xet_hash not in sizes:
                 failed.append({"path": path, "error": f"Unknown xet hash {xet_hash}"})
             else:

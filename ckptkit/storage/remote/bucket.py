@@ -8,13 +8,12 @@ A bucket has no conditional writes and no renames. It copies files within itself
 bytes: so files are sent to hidden names as soon as they are whole, and one request makes them
 visible.
 
-Source: huggingface_hub/hf_api.py and _buckets.py, 1.10 to 2.4.
+Source: huggingface_hub/hf_api.py and _buckets.py, 1.33 to 2.4.
 """
 
 from __future__ import annotations
 
 import errno
-import inspect
 import re
 import tempfile
 import threading
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
 
 _URL = re.compile(r"hf://buckets/([^/@]+/[^/@]+)(?:/(.+))?", re.IGNORECASE | re.DOTALL)
 _NO_NAMES = frozenset({"", ".", ".."})
-_NEEDED = "1.10"  # the first release whose `batch_bucket_files` copies
+_NEEDED = "1.33"  # earlier ones say nothing of files that the Hub did not write or copy
 _REFUSED = re.compile(r"HTTP status client error \((\d{3}) ")  # in the text of an error of hf_xet
 _DENIED = frozenset({"401", "403"})
 
@@ -42,10 +41,9 @@ class BucketFileSystem:
 
     def __init__(self, *, endpoint: str | None = None, token: str | bool | None = None) -> None:
         """Sends nothing yet."""
-        from huggingface_hub import HfApi, __version__, constants
+        from huggingface_hub import HfApi, __version__, constants, errors
 
-        batch = getattr(HfApi, "batch_bucket_files", None)
-        if batch is None or "copy" not in inspect.signature(batch).parameters:
+        if not hasattr(errors, "BucketBatchError"):
             raise RefusedError(
                 f"huggingface_hub {__version__} was found, and buckets need {_NEEDED} or later",
                 where="hf://buckets/",
