@@ -1,8 +1,8 @@
 """Buckets of the Hub, by the calls of `huggingface_hub`: what stores use of fsspec, and no more.
 
 `HfFileSystem` opens such URLs too. But it keeps listings, which another process makes stale; it
-asks for a whole folder to look up a file, writes each file by two requests, and has no transaction.
-Nothing is kept here, and copies and removals of many files are one request.
+asks for a whole folder to look up a file, and has no transaction. Nothing is kept here, and copies
+and removals of many files are one request.
 
 A bucket has no conditional writes and no renames. It copies files within itself without moving
 bytes: so files are sent to hidden names as soon as they are whole, and one request makes them
