@@ -1,8 +1,9 @@
 """A stand-in Hub: what the unmodified `huggingface_hub` client talks to, over HTTP.
 
-It keeps repositories in memory and large files in a folder, knows who may write where, and
-misbehaves on request. Large files go the Xet way (the client writes into a local store whose
-address it is given) or, with `xet=False`, the older way of one PUT each.
+It keeps repositories and buckets in memory and large files in a folder, knows who may write where,
+and misbehaves on request. Large files go the Xet way (the client writes into a local store whose
+address it is given) or, with `xet=False`, the older way of one PUT each; files of buckets always go
+the Xet way.
 
 Source: what `huggingface_hub` 2.4 sends and expects, seen on the wire.
 """
@@ -13,12 +14,15 @@ import base64
 import hashlib
 import json
 import re
+import shutil
 import struct
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import TracebackType
@@ -30,6 +34,7 @@ _LFS_SUFFIX = re.compile(r"\.(safetensors|bin|pt|pth|distcp|h5|msgpack|onnx|mode
 _HAS_VERIFICATION = 0x80000000
 _HAS_METADATA = 0x40000000
 _ENTRY_BYTES = 48
+_READ_TRIES = 50
 
 
 def git_blob_id(data: bytes) -> str:
@@ -103,6 +108,23 @@ class Repo:
         refs[ref] = commit.oid
 
 
+@dataclass(frozen=True)
+class BucketEntry:
+    """A file of a bucket, whose content is in the Xet store; buckets keep no earlier ones."""
+
+    xet_hash: str
+    size: int
+    uploaded: float
+
+
+@dataclass
+class Bucket:
+    id: str
+    private: bool = False
+    files: dict[str, BucketEntry] = field(default_factory=dict)
+    lock: threading.RLock = field(default_factory=threading.RLock)
+
+
 def initial_repo(repo_id: str, *, private: bool) -> Repo:
     repo = Repo(repo_id, private)
     oid = hashlib.sha1(repo_id.encode(), usedforsecurity=False).hexdigest()
@@ -123,14 +145,16 @@ def _hash_text(raw: bytes) -> str:
 class XetFile:
     hash: str
     size: int
+    sha256: str = ""
+    """Of those that a client sent with it, as it does for repositories."""
 
 
-def xet_files(folder: Path) -> dict[str, XetFile]:
-    """What the shards in a local Xet store tell of the files in it, by SHA-256.
+def xet_files(folder: Path) -> list[XetFile]:
+    """What the shards in a local Xet store tell of the files in it.
 
     Source: the Xet protocol's shard format (file info section, 48-byte entries).
     """
-    found: dict[str, XetFile] = {}
+    found: list[XetFile] = []
     for shard in sorted(folder.glob("xet/xorbs/shards/*.mdb")):
         data = shard.read_bytes()
         at = _ENTRY_BYTES  # behind the header
@@ -142,9 +166,11 @@ def xet_files(folder: Path) -> dict[str, XetFile]:
                 struct.unpack_from("<I", data, at + _ENTRY_BYTES * n + 36)[0] for n in range(count)
             )
             at += _ENTRY_BYTES * count * (2 if flags & _HAS_VERIFICATION else 1)
+            sha256 = ""
             if flags & _HAS_METADATA:
-                found[_hash_text(data[at : at + 32])] = XetFile(name, size)
+                sha256 = _hash_text(data[at : at + 32])
                 at += _ENTRY_BYTES
+            found.append(XetFile(name, size, sha256))
     return found
 
 
@@ -217,16 +243,21 @@ class HubServer:
         self.roles: dict[str, str] = {}
         """The roles of tokens, by name of their users; `write` if it has none."""
         self.gated: set[str] = set()
+        self.refused_paths: set[str] = set()
+        """Files of buckets that are not written; the answer lists them, and its status is 200."""
         self.log: list[Seen] = []
         self.before: list[tuple[re.Pattern[str], Callable[[], None]]] = []
         """What is called before a request of a pattern is answered: for tests that kill there."""
         self._repos: dict[str, Repo] = {}
+        self._buckets: dict[str, Bucket] = {}
         self._regular: dict[str, bytes] = {}
         self._faults: list[_Faults] = []
         self._lock = threading.RLock()
         self._folder = tempfile.TemporaryDirectory(prefix="hub-")
         self.store = Path(self._folder.name)
         (self.store / "lfs").mkdir()
+        (self.store / "read").mkdir()
+        self._reading = threading.Lock()
         self._http = _Http(("127.0.0.1", 0), _Handler)
         self._http.hub = self
         self.url = f"http://127.0.0.1:{self._http.server_address[1]}"
@@ -262,10 +293,12 @@ class HubServer:
         """Forgets repositories, faults and the log; for tests that share a server."""
         with self._lock:
             self._repos.clear()
+            self._buckets.clear()
             self._faults.clear()
             self.log.clear()
             self.before.clear()
             self.gated.clear()
+            self.refused_paths.clear()
 
     def repo(self, repo_id: str) -> Repo:
         return self._repos[repo_id]
@@ -287,6 +320,14 @@ class HubServer:
         """The content of a file, wherever it lies."""
         return self.content(self.repo(repo_id).files(revision)[path])
 
+    def put_bucket(self, bucket_id: str, *, private: bool = False) -> Bucket:
+        """Makes a bucket past the API, as its page on the Hub does."""
+        return self._buckets.setdefault(bucket_id, Bucket(bucket_id, private))
+
+    def read_bucket(self, bucket_id: str, path: str) -> bytes:
+        entry = self._buckets[bucket_id].files[path]
+        return self._read_xet(XetFile(entry.xet_hash, entry.size))
+
     def requests(self, pattern: str) -> list[Seen]:
         found = re.compile(pattern)
         return [seen for seen in list(self.log) if found.search(f"{seen.method} {seen.path}")]
@@ -305,21 +346,41 @@ class HubServer:
         return path.read_bytes() if path.exists() else self._from_xet(blob)
 
     def _from_xet(self, blob: Blob) -> bytes:
+        return self._read_xet(self.xet_file(blob.oid))
+
+    def _read_xet(self, file: XetFile) -> bytes:
+        """Reads from a copy of the store, which one process at a time may open: clients need it."""
         import hf_xet
 
-        info = hf_xet.XetFileInfo(self.xet_file(blob.oid).hash, blob.size)
-        with hf_xet.XetSession().new_download_stream_group(endpoint=self.cas_url) as group:
-            return b"".join(group.download_stream(info))
+        kept = self.store / "read" / file.hash
+        with self._reading:
+            for _ in range(_READ_TRIES):
+                if kept.exists() or not file.size:
+                    break
+                with tempfile.TemporaryDirectory(dir=self.store) as copy, suppress(Exception):
+                    shutil.copytree(self.store / "cas", copy, dirs_exist_ok=True)
+                    info = hf_xet.XetFileInfo(file.hash, file.size)
+                    session = hf_xet.XetSession()
+                    with session.new_download_stream_group(endpoint=f"local://{copy}") as group:
+                        data = b"".join(group.download_stream(info))
+                    if len(data) == file.size:  # else a client was writing when it was copied
+                        kept.write_bytes(data)
+                time.sleep(0.0 if kept.exists() else 0.05)
+            return kept.read_bytes() if file.size else b""
 
     @property
     def cas_url(self) -> str:
         return f"local://{self.store / 'cas'}"
 
     def xet_file(self, sha256: str) -> XetFile:
-        return xet_files(self.store / "cas")[sha256]
+        return next(file for file in xet_files(self.store / "cas") if file.sha256 == sha256)
 
     def is_in_xet(self, sha256: str) -> bool:
-        return sha256 in xet_files(self.store / "cas")
+        return any(file.sha256 == sha256 for file in xet_files(self.store / "cas"))
+
+    def xet_sizes(self) -> dict[str, int]:
+        """The sizes of the files in the Xet store, by its hash."""
+        return {file.hash: file.size for file in xet_files(self.store / "cas")}
 
     def has_large(self, sha256: str) -> bool:
         return (self.store / "lfs" / sha256).exists() or self.is_in_xet(sha256)
@@ -413,6 +474,17 @@ class HubServer:
         if write and not allowed:
             raise HubRefusalError(403, "You don't have the required permissions")
         return repo
+
+    def find_bucket(self, request: Request, *, write: bool = False) -> Bucket:
+        bucket = self._buckets.get(request.groups["bucket"])
+        allowed = self.may_write(request, request.groups["bucket"].split("/", 1)[0])
+        if bucket is None or (bucket.private and not allowed):
+            status = 404 if request.user else 401
+            raise HubRefusalError(status, "Bucket not found", "RepoNotFound")
+        role = self.roles.get(request.user or "", "write")
+        if write and not (allowed and role == "write"):
+            raise HubRefusalError(403, "You don't have the required permissions")
+        return bucket
 
     def make_repo(self, repo_id: str, *, private: bool) -> None:
         with self._lock:
@@ -514,6 +586,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 _MODEL = r"/api/models/(?P<repo>[^/]+/[^/]+)"
+_BUCKET = r"/api/buckets/(?P<bucket>[^/]+/[^/]+)"
 _DATE = "2026-01-01T00:00:00.000Z"
 _LOCAL = re.compile(
     r"^\s*(?:base_model:|-)\s*[\"']?(?:base_model:\w+:)?(?:/|\./|\.\./|~)", re.MULTILINE
@@ -611,6 +684,10 @@ def xet_token(hub: HubServer, request: Request) -> Answer:
     hub.find(request, write=write and request.groups["rev"] != "None")
     if not hub.xet:
         raise HubRefusalError(404, "This repository has no Xet storage")
+    return _xet_access(hub)
+
+
+def _xet_access(hub: HubServer) -> Answer:
     until = int(time.time()) + 3600
     document = {"accessToken": "xet", "exp": until, "casUrl": hub.cas_url}
     headers = {"X-Xet-Cas-Url": hub.cas_url, "X-Xet-Access-Token": "xet"}
@@ -728,6 +805,84 @@ def resolve(hub: HubServer, request: Request) -> Answer:
     return _ranged(hub.content(blob), wanted, headers)
 
 
+def bucket_info(hub: HubServer, request: Request) -> Answer:
+    bucket = hub.find_bucket(request)
+    sizes = [entry.size for entry in bucket.files.values()]
+    document = {"id": bucket.id, "private": bucket.private, "createdAt": _DATE}
+    return Answer(200, document | {"size": sum(sizes), "totalFiles": len(sizes)})
+
+
+def bucket_token(hub: HubServer, request: Request) -> Answer:
+    hub.find_bucket(request, write=request.groups["kind"] == "write")
+    return _xet_access(hub)
+
+
+def bucket_tree(hub: HubServer, request: Request) -> Answer:
+    """Files whose path begins as asked for, be that a folder or not; without `recursive` folders
+    stand for what is in them."""
+    bucket, prefix = hub.find_bucket(request), request.groups.get("path") or ""
+    deep = request.query.get("recursive", ["false"])[0].lower() == "true"
+    depth = prefix.count("/") + (1 if prefix else 0)
+    found: dict[str, dict[str, Any]] = {}
+    for path, entry in sorted(bucket.files.items()):
+        if not path.startswith(prefix):
+            continue
+        parts = path.split("/")
+        if deep or len(parts) <= depth + 1:
+            found[path] = _bucket_file(path, entry)
+        else:
+            folder = "/".join(parts[: depth + 1])
+            found[folder] = {"type": "directory", "path": folder, "uploadedAt": _DATE}
+    return Answer(200, list(found.values()))
+
+
+def bucket_paths(hub: HubServer, request: Request) -> Answer:
+    files, asked = hub.find_bucket(request).files, request.document["paths"]
+    return Answer(200, [_bucket_file(path, files[path]) for path in asked if path in files])
+
+
+def bucket_batch(hub: HubServer, request: Request) -> Answer:
+    """Does one operation after another, and lists those that failed."""
+    bucket, sizes = hub.find_bucket(request, write=True), hub.xet_sizes()
+    operations = [json.loads(line) for line in request.body.splitlines()]
+    failed = []
+    with bucket.lock:
+        for one in operations:
+            path, xet_hash = one["path"], one.get("xetHash")
+            if one["type"] == "deleteFile":
+                if bucket.files.pop(path, None) is None:
+                    failed.append({"path": path, "error": "File not found"})
+            elif path in hub.refused_paths:
+                failed.append({"path": path, "error": "Internal error"})
+            elif xet_hash not in sizes:
+                failed.append({"path": path, "error": f"Unknown xet hash {xet_hash}"})
+            else:
+                bucket.files[path] = BucketEntry(xet_hash, sizes[xet_hash], time.time())
+    status = 422 if failed and len(failed) == len(operations) else 200
+    done = len(operations) - len(failed)
+    return Answer(status, {"success": not failed, "processed": done, "failed": failed})
+
+
+def bucket_resolve(hub: HubServer, request: Request) -> Answer:
+    bucket = hub.find_bucket(request)
+    entry = bucket.files.get(request.groups["path"])
+    if entry is None:
+        raise HubRefusalError(404, "Entry not found", "EntryNotFound")
+    headers = {"ETag": f'"{entry.xet_hash}"', "X-Xet-Hash": entry.xet_hash}
+    headers |= {"Accept-Ranges": "bytes", "X-Linked-Size": str(entry.size)}
+    headers["X-Xet-Refresh-Route"] = f"{hub.url}/api/buckets/{bucket.id}/xet-read-token"
+    if request.method == "HEAD":
+        return Answer(200, headers=headers | {"Content-Length": str(entry.size)}, raw=b"")
+    wanted = next((v for name, v in request.headers.items() if name.lower() == "range"), "")
+    return _ranged(hub.read_bucket(bucket.id, request.groups["path"]), wanted, headers)
+
+
+def _bucket_file(path: str, entry: BucketEntry) -> dict[str, Any]:
+    written = datetime.fromtimestamp(entry.uploaded, UTC).strftime("%Y-%m-%dT%H:%M:%S.%f")[:-3]
+    names = {"type": "file", "path": path, "size": entry.size, "xetHash": entry.xet_hash}
+    return names | {"mtime": f"{written}Z", "uploadedAt": f"{written}Z"}
+
+
 def _ranged(data: bytes, wanted: str, headers: dict[str, str]) -> Answer:
     match = re.fullmatch(r"bytes=(\d+)-(\d*)", wanted)
     if not match:
@@ -778,6 +933,12 @@ _TABLE: list[tuple[str, str, Route]] = [
     ("DELETE", _MODEL + "/tag/(?P<rev>.+)", delete_tag),
     ("POST", _MODEL + "/branch/(?P<rev>.+)", create_branch),
     ("GET", _MODEL + "", info),
+    ("GET", _BUCKET + "/xet-(?P<kind>write|read)-token", bucket_token),
+    ("GET", _BUCKET + "/tree(?:/(?P<path>.+))?", bucket_tree),
+    ("POST", _BUCKET + "/paths-info", bucket_paths),
+    ("POST", _BUCKET + "/batch", bucket_batch),
+    ("GET", _BUCKET, bucket_info),
+    ("GET HEAD", r"/buckets/(?P<bucket>[^/]+/[^/]+)/resolve/(?P<path>.+)", bucket_resolve),
     ("POST", r"/(?P<repo>[^/]+/[^/]+)\.git/info/lfs/objects/batch", lfs_batch),
     ("PUT", r"/lfs/[^/]+/[^/]+/(?P<oid>[0-9a-f]{64})", lfs_put),
     ("POST", r"/verify/(?P<oid>[0-9a-f]{64})", lfs_verify),

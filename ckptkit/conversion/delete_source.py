@@ -54,7 +54,7 @@ from ckptkit.runs.step_manifests import step_folder
 from ckptkit.storage.base import is_there
 from ckptkit.storage.local.disk import LOCAL_DISK
 from ckptkit.storage.local.durable import replace_file
-from ckptkit.storage.locations import check_relative
+from ckptkit.storage.locations import check_relative, is_read_only
 from ckptkit.storage.places import PathLike, Place, is_url, local_path, open_source, place_of
 from ckptkit.storage.remote.errors import error_translator
 from ckptkit.storage.remote.store import RemoteStore, get_store
@@ -440,12 +440,9 @@ def _in_use(place: Place) -> RefusedError:
     )
 
 
-_READ_ONLY = frozenset({"hf", "http", "https"})
-
-
 def _refuse_unremovable(root: Place, paths: Collection[str]) -> None:
     if is_url(root):
-        if root.protocol in _READ_ONLY:
+        if is_read_only(root):
             raise RefusedError(
                 f"nothing can be removed from {root.protocol}://",
                 where=root.location,

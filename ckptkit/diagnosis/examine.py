@@ -42,7 +42,14 @@ from ckptkit.runs.find_run import find_run
 from ckptkit.runs.listing import RunListing, list_run
 from ckptkit.runs.retention import trainer_state
 from ckptkit.runs.steps import RunStep, bytes_of
-from ckptkit.storage.locations import PathLike, Place, is_url, local_path, place_of
+from ckptkit.storage.locations import (
+    PathLike,
+    Place,
+    is_read_only,
+    is_url,
+    local_path,
+    place_of,
+)
 from ckptkit.storage.places import open_source
 
 CONFIG_SUFFIXES = (".yaml", ".yml", ".json")
@@ -180,7 +187,6 @@ _SAME_SIZE = 1.5  # a step has more than weights and moments
 _COUNT = re.compile(r"\s*(\d{1,15}(?:\.\d{1,6})?)\s*([kmbt]?)\s*", re.IGNORECASE)
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 _FEWEST_PARAMETERS = 1_000  # below, a unit was forgotten
-_READ_ONLY = frozenset({"hf", "http", "https"})
 _ADAPTER_FILE = "adapter_model.safetensors"
 _EMPTY_BYTES = 128  # of a safetensors file without tensors, with room for metadata
 
@@ -268,7 +274,7 @@ def _tell_apart(
         if path is not None and (path.is_file() or (is_config and not path.is_dir())):
             configs.append(path)
             continue
-        if not place.location or (is_url(place) and place.protocol in _READ_ONLY):
+        if not place.location or is_read_only(place):
             raise UsageError(
                 "runs cannot be saved there"
                 if place.location

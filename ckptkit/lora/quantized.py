@@ -306,7 +306,7 @@ def quantization_from_json(document: Mapping[str, Any]) -> Quantization:
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _CACHED = re.compile(r"(?:^|/)models--([^/]+?)--([^/]+)/snapshots/([^/]+)")
-_URL = re.compile(r"hf://([\w.-]+)/([\w.-]+)(?:@([0-9a-f]{40}))?(?:/|$)")
+_URL = re.compile(r"hf://(?!buckets/)([\w.-]+)/([\w.-]+)(?:@([0-9a-f]{40}))?(?:/|$)")
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 _COMMIT_KEY = "_commit_hash"
 # Fields of the source in the manifest of an extracted adapter.

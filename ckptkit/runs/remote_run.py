@@ -24,7 +24,7 @@ from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.core.threads import repeat
 from ckptkit.formats.discovery import name_step, parse_step, parse_step_file
 from ckptkit.runs.steps import StoredFile
-from ckptkit.storage.locations import MARKS_FOLDER
+from ckptkit.storage.locations import MARKS_FOLDER, is_read_only
 from ckptkit.storage.places import PathLike, Place, place_of
 from ckptkit.storage.remote.errors import as_input_error, describe_error
 from ckptkit.storage.remote.store import ObjectInfo, RemoteFolder
@@ -40,7 +40,6 @@ _CLAIM_SECONDS = 600.0  # a claim after which no removal has begun belongs to a 
 _TRIES = 5
 _TRY_SECONDS = 0.2
 _NONCE_BYTES = 8
-_READ_ONLY = frozenset({"hf", "http", "https"})
 # Without these files no reader takes a step as complete, so they are removed first, in this order.
 _FIRST = (MANIFEST_NAME, ".metadata", ".index.json", "trainer_state.json", "random_states_0.pkl")
 
@@ -59,6 +58,7 @@ class RemoteRun:
         place = place_of(run)
         self._objects = RemoteFolder(place, partial(_as_error, options=place.options))
         self.location = str(place)
+        self._is_read_only = is_read_only(place)
         self._begun: set[str] = set()
         self._renewing = threading.Lock()
 
@@ -82,7 +82,7 @@ class RemoteRun:
     def hold(self, step: str, markers: Collection[str]) -> Iterator[None]:  # noqa: ARG002
         """Keeps a mark while a block of code runs; without permission there is no mark."""
         path = f"{_IN_USE}/{step}/{os.urandom(_NONCE_BYTES).hex()}.json"
-        if self._objects.store.protocol in _READ_ONLY or not self._marked(path, step):
+        if self._is_read_only or not self._marked(path, step):
             yield
             return
         ended = repeat(_RENEWAL_SECONDS, lambda: self._renew(path, ended), "ckptkit-mark")
@@ -120,7 +120,7 @@ class RemoteRun:
         self._objects.put(path, data)
 
     def _check_writable(self) -> None:
-        if self._objects.store.protocol in _READ_ONLY:
+        if self._is_read_only:
             raise RefusedError("this storage is read-only", where=self.location)
 
     def remove(self, step: str, files: Sequence[StoredFile]) -> None:

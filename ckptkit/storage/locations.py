@@ -134,6 +134,19 @@ def is_url(place: PathLike) -> bool:
     return _URL.fullmatch(_normalize(os.fspath(place))) is not None
 
 
+_NOT_WRITTEN = frozenset({"hf", "http", "https", "ftp"})
+
+
+def is_hub_bucket(place: PathLike) -> bool:
+    """Says whether a URL names a bucket of the Hub, or means to; the others are repositories."""
+    return f"{os.fspath(place)}/".lower().startswith("hf://buckets/")
+
+
+def is_read_only(place: Place) -> bool:
+    """Says whether nothing can be written at a URL, whoever asks."""
+    return place.protocol in _NOT_WRITTEN and not is_hub_bucket(place)
+
+
 def local_path(place: PathLike) -> Path:
     """Returns the path of a place on this machine, which a `file://` URL is too."""
     path = Path(_normalize(os.fspath(place)))

@@ -30,8 +30,9 @@ from ckptkit.storage.places import open_target
 from ckptkit.storage.remote.source import RemoteSource
 from ckptkit.storage.remote.store import get_store
 from tests.files import contents
+from tests.hub_server import TOKEN, HubServer
 from tests.memory_target import MemoryTarget
-from tests.object_store import Bucket, ObjectStore
+from tests.object_store import Bucket
 
 DISKS = {"native": Disk(), "portable": Disk.portable()}
 FILES = {
@@ -42,6 +43,7 @@ FILES = {
     ".metadata": b"hidden, but ours to read",
     "empty": b"",
 }
+BUCKET = "org/contract"
 OpenSource = Callable[[Mapping[str, bytes]], Source]
 
 
@@ -65,11 +67,17 @@ class Place:
 
 
 class RemotePlace(Place):
-    """The same in a store: that of fsspec in memory, or a bucket on a real server."""
+    """The same in a store: that of fsspec in memory, a bucket on a real server, or of a Hub."""
 
-    def __init__(self, location: RemoteLocation, bucket: Bucket | None = None) -> None:
+    def __init__(
+        self,
+        location: RemoteLocation,
+        bucket: Bucket | None = None,
+        hub: HubServer | None = None,
+    ) -> None:
         self._location = location
         self._bucket = bucket
+        self._hub = hub
         self._store = get_store(location)  # one connection for all targets
 
     def target(self, *, overwrite: bool = False) -> Target:
@@ -79,13 +87,25 @@ class RemotePlace(Place):
         if self._bucket is not None:
             found = ((key, self._bucket.get(key)) for key in self._bucket.keys("parent/out/"))
             return {key.removeprefix("parent/out/"): data for key, data in found}
+        if self._hub is not None:
+            every = sorted(self._hub.put_bucket(BUCKET).files)
+            names = [name for name in every if "/.ckptkit-" not in name]  # no reader sees these
+            read = ((name, self._hub.read_bucket(BUCKET, name)) for name in names)
+            return {name.removeprefix("parent/out/"): data for name, data in read}
         files = fsspec.filesystem("memory")
         found = ((path, files.cat_file(path)) for path in files.find("/parent/out"))
         return {path.removeprefix("/parent/out/"): data for path, data in found}
 
 
-def remote_place(kind: str, object_store: ObjectStore) -> RemotePlace:
+def remote_place(kind: str, request: pytest.FixtureRequest) -> RemotePlace:
+    if kind == "hub":
+        hub = request.getfixturevalue("hub")
+        hub.put_bucket(BUCKET)
+        options = {"endpoint": hub.url, "token": TOKEN}
+        url = f"hf://buckets/{BUCKET}/parent/out"
+        return RemotePlace(RemoteLocation(url, options), hub=hub)
     if kind == "s3":
+        object_store = request.getfixturevalue("object_store")
         bucket = object_store.bucket("contract")
         bucket.clear()
         location = RemoteLocation(f"{bucket.url}/parent/out", object_store.options)
@@ -96,11 +116,20 @@ def remote_place(kind: str, object_store: ObjectStore) -> RemotePlace:
     return RemotePlace(RemoteLocation("memory://parent/out"))
 
 
-@pytest.fixture(params=["native", "portable", "memory", "s3", "fsspec"])
+@pytest.fixture(params=["native", "portable", "memory", "s3", "fsspec", "hub"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
-    if request.param in {"s3", "fsspec"}:
-        return remote_place(request.param, request.getfixturevalue("object_store"))
+    if request.param in {"s3", "fsspec", "hub"}:
+        return remote_place(request.param, request)
     return Place(request.param, tmp_path)
+
+
+def hub_source(files: Mapping[str, bytes], hub: HubServer) -> RemoteSource:
+    hub.put_bucket(BUCKET)
+    options = {"endpoint": hub.url, "token": TOKEN}
+    store = get_store(RemoteLocation(f"hf://buckets/{BUCKET}", options))
+    for path, data in files.items():
+        store.put_small(f"{BUCKET}/read/here/{path}", data)
+    return RemoteSource(RemoteLocation(f"hf://buckets/{BUCKET}/read/here", options))
 
 
 def remote_source(files: Mapping[str, bytes], bucket: Bucket | None) -> RemoteSource:
@@ -117,11 +146,15 @@ def remote_source(files: Mapping[str, bytes], bucket: Bucket | None) -> RemoteSo
     return RemoteSource(RemoteLocation("memory://read/here"))
 
 
-@pytest.fixture(params=["native", "portable", "memory", "s3", "fsspec"])
+@pytest.fixture(params=["native", "portable", "memory", "s3", "fsspec", "hub"])
 def open_source(request: pytest.FixtureRequest, tmp_path: Path) -> OpenSource:
     def open_it(files: Mapping[str, bytes]) -> Source:
         if request.param == "memory":
             return MemorySource(files)
+        if request.param == "hub":
+            remote = hub_source(files, request.getfixturevalue("hub"))
+            request.addfinalizer(remote.close)
+            return remote
         if request.param in {"s3", "fsspec"}:
             store = request.getfixturevalue("object_store")
             bucket = store.bucket("contract-reads") if request.param == "s3" else None

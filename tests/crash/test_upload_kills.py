@@ -32,10 +32,14 @@ from ckptkit.writer.upload import run_store as places
 from ckptkit.writer.upload.run_store import RunStore, UploadedFiles, finish, send_file
 from ckptkit.writer.upload.uploader import Uploader
 from tests.crash import writing
+from tests.hub_server import TOKEN
 
 NATIVE = Disk()
 JOB = "0123abcd"
-CHANGES = ("pipe_file", "open", "rm_file", "cp_file")
+CHANGES = {
+    "memory://": ("pipe_file", "open", "rm_file", "cp_file"),
+    "hf://buckets/org/": ("_batch",),  # which all other calls come to
+}
 
 
 class KilledError(BaseException):
@@ -89,11 +93,12 @@ def _fields(made: FinishUpload) -> dict[str, Any]:
     return {name: getattr(made, name) for name in made.__struct_fields__}
 
 
-def opened(name: str) -> RunStore:
-    return RunStore(Remote(f"memory://{name}"), RetryPolicy(attempts=2, first_wait_seconds=0.0))
+def opened(name: str, root: str = "memory://", **options: str) -> RunStore:
+    remote = Remote(f"{root}{name}", options)
+    return RunStore(remote, RetryPolicy(attempts=2, first_wait_seconds=0.0))
 
 
-def killed_before(store: RunStore, number: int) -> None:
+def killed_before(store: RunStore, number: int, root: str) -> None:
     """Has the process end before one of its requests that change something."""
     left = iter(range(number, -1, -1))
 
@@ -105,7 +110,7 @@ def killed_before(store: RunStore, number: int) -> None:
 
         return run
 
-    for name in CHANGES:
+    for name in CHANGES[root]:
         setattr(store.filesystem, name, counted(getattr(store.filesystem, name)))
 
 
@@ -121,9 +126,19 @@ def whole_steps(store: RunStore) -> Iterator[str]:
         yield step
 
 
+@pytest.mark.quick("memory://")
+@pytest.mark.parametrize("root", CHANGES)
 def test_a_kill_before_any_request_leaves_whole_steps_or_none_that_look_whole(
-    tmp_path: Path, record_property: Callable[[str, object], None]
+    root: str,
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    record_property: Callable[[str, object], None],
 ) -> None:
+    options = {}
+    if root != "memory://":
+        hub = request.getfixturevalue("hub")
+        hub.put_bucket("org/kills")
+        options = {"endpoint": hub.url, "token": TOKEN}
     old, new, retired = (
         Step.kept(tmp_path / str(salt), salt=salt, step=400 if salt == 2 else 500)
         for salt in range(3)
@@ -131,12 +146,12 @@ def test_a_kill_before_any_request_leaves_whole_steps_or_none_that_look_whole(
     seen, number, died = set[tuple[bool, bool]](), 0, True
     while died:
         url = f"kills/{number}"
-        store = opened(url)
+        store = opened(url, root, **options)
         places.take_run(store, JOB)
         retired.upload(store)
         old.upload(store)
-        dying = opened(url)
-        killed_before(dying, number)
+        dying = opened(url, root, **options)
+        killed_before(dying, number, root)
         try:
             new.upload(dying, remove=("checkpoint-400",))
             died = False
@@ -148,7 +163,7 @@ def test_a_kill_before_any_request_leaves_whole_steps_or_none_that_look_whole(
             # All of it is the old one's, or all of it the new one's.
             data = {path: store.get(path) for path in new.files() if "distcp" in path}
             assert data.items() <= new.files().items() or data.items() <= old.files().items()
-        new.upload(opened(url))
+        new.upload(opened(url, root, **options))
         assert "checkpoint-500" in set(whole_steps(store))
         assert all(store.get(path) == data for path, data in new.files().items())
         assert not any("/.ranks/" in path for path in store.entries("checkpoint-500"))

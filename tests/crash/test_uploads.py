@@ -19,6 +19,7 @@ from torch import nn
 
 import ckptkit
 from ckptkit.core.errors import (
+    AccessError,
     CkptkitError,
     OutputError,
     OutputExistsError,
@@ -34,6 +35,7 @@ from ckptkit.writer.messages import ByteCounter, Remote
 from ckptkit.writer.upload.run_store import RunStore, send_file
 from ckptkit.writer.upload.uploader import upload_command
 from tests.crash import troubles
+from tests.hub_server import TOKEN, HubServer
 from tests.object_store import KEY, SECRET, Bucket, Fault, ObjectStore
 
 SECONDS = 60.0
@@ -269,6 +271,49 @@ def tells_no_secret(bucket: Bucket, folder: Path, told: list[str]) -> None:
         assert KEY.encode() not in text
 
 
+@pytest.mark.slow
+def test_steps_in_a_bucket_of_the_hub_are_whole_retired_and_resumed_from(
+    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")  # for the process that uploads
+    bucket, state = hub.put_bucket("org/runs"), fresh(1)
+    options = {"endpoint": hub.url, "token": TOKEN}
+
+    def opened_at(node: str, url: str = "hf://buckets/org/runs/a", **more: Any) -> Checkpointer:
+        return Checkpointer(url, local=tmp_path / node, storage_options=options, **more)
+
+    with opened_at("node", keep_last=2) as checkpointer:
+        for step in (1, 2, 3):
+            troubles.train(state)
+            handle = checkpointer.save(step, state)
+            assert handle.result(SECONDS) == f"hf://buckets/org/runs/a/checkpoint-{step}"
+            assert ckptkit.verify(handle.result()).ok
+        truth = troubles.facts(state)
+        hub.roles["me"] = "read"
+        with pytest.raises(AccessError, match="permission to write") as caught:
+            checkpointer.save(4, state).result(SECONDS)
+        assert "may write" in caught.value.hint
+        hub.roles.clear()
+    whole = {name.split("/")[1] for name in bucket.files if name.endswith("/ckptkit.json")}
+    assert whole == {"checkpoint-2", "checkpoint-3"}
+    with opened_at("another") as checkpointer:
+        troubles.resumes(checkpointer, 3, truth, fresh(2))
+    # A node that still has the step that could not be sent goes on from it.
+    with opened_at("node") as checkpointer:
+        assert checkpointer.resume(fresh(2)) == 4
+    assert "a/checkpoint-4/ckptkit.json" in bucket.files
+    assert not [name for name in bucket.files if "/.ranks/" in name]
+    facts = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
+    assert not [data for data in facts if TOKEN.encode() in data]
+    for url, text in (
+        ("hf://buckets/org/typo/a", "no such bucket"),
+        ("hf://buckets/org", "names no place in a bucket"),
+    ):
+        with pytest.raises(CkptkitError, match=text) as refused:
+            opened_at("refused", url)
+        assert refused.value.hint
+
+
 def facts_of(error: CkptkitError | None) -> list[str]:
     assert isinstance(error, OutputError)
     return [str(error), repr(error), repr(error.to_json()), *error.__notes__]
@@ -285,7 +330,7 @@ def test_urls_and_options_that_cannot_do_are_refused_at_once(
         (UsageError, "with a run that is a directory", str(tmp_path), {"storage_options": options}),
         (UsageError, "names and plain values", "s3://b", {"storage_options": {"session": node}}),
         (UsageError, "within one process", "memory://run", {"local": node}),
-        (UsageError, "is read-only", "hf://org/name", {"local": node}),
+        (UsageError, "keeps every file of every step", "hf://org/name", {"local": node}),
         (UsageError, "holds a password", "s3://user:pass@b/run", {"local": node}),
         (OutputError, "no such bucket", "s3://not-there/run", {"storage_options": options}),
         (OutputError, "refused access", "s3://uploads/forbidden", {"storage_options": wrong}),

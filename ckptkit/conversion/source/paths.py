@@ -43,7 +43,7 @@ _NAME = (
 )
 _REVISION = r"[A-Za-z0-9_][A-Za-z0-9_./-]{0,199}"
 _ID = re.compile(rf"(?P<repo>{_NAME}/{_NAME})(?:@(?P<revision>{_REVISION}))?")
-_OF_HUB = re.compile(rf"hf://(?:{_ID.pattern})/?")
+_OF_HUB = re.compile(rf"hf://(?!buckets/)(?:{_ID.pattern})/?")
 _PAGE = re.compile(
     rf"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/(?P<repo>{_NAME}/{_NAME})"
     rf"(?:/tree/(?P<revision>{_REVISION}))?/?"

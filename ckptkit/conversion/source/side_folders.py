@@ -111,7 +111,7 @@ _SHARDED_FORMATS = {"dcp", "dcp-hf", "megatron"}
 SIDE_FOLDERS = (SIDE_FOLDER, *SETTINGS, *BESIDE_RUNS.values())
 """Folders that hold configurations and tokenizers, and no model of their own."""
 _SHALLOW = (*SIDE_FOLDERS, "additional_chat_templates")
-_HUB, _REPOSITORY = "hf://", 3  # slashes before the end of hf://org/name
+_HUB, _BUCKET = "hf://", "buckets/"
 _AUTO_MAP = "auto_map"
 # Units of steps, and names of any folder.
 _ANY_MODEL = {*PLAIN_FOLDERS, *COPIES, "pretrained_model", "consolidated"}
@@ -845,7 +845,10 @@ def _above(folder: str, root: str, is_whole: Callable[[], bool]) -> Iterator[str
         if not (is_step or is_unit_folder(name) or parse_step(name) is not None):
             return
         above = _parent(path)
-        if above.endswith("/") or (above.startswith(_HUB) and above.count("/") < _REPOSITORY):
+        is_owner = above.startswith(_HUB) and "/" not in above.removeprefix(_HUB).removeprefix(
+            _BUCKET
+        )
+        if above.endswith("/") or is_owner:
             return  # the root of all buckets, repositories or directories
         is_outside = not f"{above}/".startswith(f"{root}/")
         if is_outside and (is_whole() or (name in _ANY_MODEL and not _is_in_step(above))):

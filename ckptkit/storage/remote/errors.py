@@ -113,7 +113,7 @@ def find_fault(error: BaseException) -> Fault:
         return Fault.DENIED
     if not is_missing and (status in _DENIED or codes & _DENIED_CODES):
         return Fault.DENIED
-    if "NoSuchBucket" in codes:
+    if "NoSuchBucket" in codes or _has_type(error, {"BucketNotFoundError"}):
         return Fault.NO_BUCKET
     # The cause of a broken connection may have a status that the client made up.
     is_broken = type(error).__name__ in _BROKEN
@@ -198,6 +198,9 @@ def as_output_error(
         return as_input_error(error, where=where, options=options)
     if fault is Fault.FULL:
         return NoSpaceError(text, where=where)
+    if where.startswith("hf://") and fault is Fault.NO_BUCKET:
+        hint = "see whether the name is right; `hf buckets create ORG/NAME` makes one"
+        return OutputError("there is no such bucket", where=where, hint=hint)
     hint = "see whether the store can be reached; no reader sees what was sent so far"
     if isinstance(error, FileNotFoundError):
         hint = "see whether the bucket exists, and whether another run writes to the same place"
@@ -211,6 +214,8 @@ def as_upload_error(
     if isinstance(error, CkptkitError):
         return error
     fault = find_fault(error)
+    if fault is Fault.OFFLINE:
+        return as_input_error(error, where=where, options=options)
     text = f"{type(error).__name__}: {describe_error(error, options)}"
     if fault is Fault.DENIED:
         hint = "check that the credentials are valid, and allow to read, write and delete"

@@ -1,4 +1,4 @@
-"""The client of an object store, or of the Hub, through fsspec: listing, reading, writing, claims.
+"""The client of an object store, or of the Hub, as in fsspec: listing, reading, writing, claims.
 
 Requests are repeated after transient errors. Errors are those of the client, which callers
 translate.
@@ -26,7 +26,7 @@ from msgspec import Struct
 
 from ckptkit.core.errors import CkptkitError, OutputBusyError, RefusedError, UsageError
 from ckptkit.core.threads import call_to_end, repeat
-from ckptkit.storage.locations import S3_PROTOCOLS, check_below
+from ckptkit.storage.locations import S3_PROTOCOLS, check_below, is_hub_bucket
 from ckptkit.storage.remote.errors import (
     ErrorTranslator,
     Fault,
@@ -62,8 +62,6 @@ def pin_revision(filesystem: Any, path: str) -> str:
     from huggingface_hub import HfApi
 
     resolved = filesystem.resolve_path(path)
-    if not hasattr(resolved, "repo_id"):  # a bucket, which has no commits
-        return path.rstrip("/")
     client = HfApi(endpoint=filesystem.endpoint, token=filesystem.token)
     info = client.repo_info(
         resolved.repo_id, revision=resolved.revision, repo_type=resolved.repo_type
@@ -121,6 +119,8 @@ class RemoteStore:
         self.protocol = protocol
         self.options = dict(options)
         self.is_s3 = protocol in S3_PROTOCOLS
+        self.is_bucket = is_hub_bucket(where)
+        self._is_repository = protocol == _HUB and not self.is_bucket
         self.has_conditions = True
         # Other clients retry by themselves.
         self.retry_policy = RetryPolicy() if self.is_s3 else RetryPolicy(attempts=2)
@@ -134,7 +134,7 @@ class RemoteStore:
         if self.is_s3:
             return location.partition("://")[2].strip("/")
         path: str = self.filesystem._strip_protocol(location)  # noqa: SLF001  fsspec's own name
-        if self.protocol == _HUB:
+        if self._is_repository:
             return self.retry(lambda: pin_revision(self.filesystem, path), location)
         return path.rstrip("/")
 
@@ -268,6 +268,9 @@ class RemoteStore:
             start = f"{prefix}/" if prefix else ""
             keys = [start + name for name in names]
             self.retry(lambda: delete_s3_objects(self.filesystem, bucket, keys), f"delete {root}")
+        elif names and self.is_bucket:
+            paths = [f"{root}/{name}" for name in names]
+            self.retry(lambda: self.filesystem.remove_files(paths), f"delete {root}")
         elif names:
             for name in names:
                 self.retry(partial(self._delete, f"{root}/{name}"), f"delete {root}/{name}")
@@ -296,7 +299,7 @@ class RemoteStore:
                 read_s3_range(self.filesystem, path, start, target, entry.etag)
                 return
             stop = start + len(target)
-            if self.protocol == _HUB:
+            if self._is_repository:
                 data = read_hub_range(self.filesystem, path, start, stop, entry.size_bytes)
             else:
                 data = self.filesystem.cat_file(path, start=start, end=stop)
@@ -308,13 +311,13 @@ class RemoteStore:
 
 
 _lock = threading.Lock()
-_stores: WeakValueDictionary[tuple[int, str, str], RemoteStore] = WeakValueDictionary()
+_stores: WeakValueDictionary[tuple[int, str, bool, str], RemoteStore] = WeakValueDictionary()
 
 
 def get_store(place: Place) -> RemoteStore:
     """Returns the client for a place; places with equal options share one while it is in use."""
     options = json.dumps(place.options, sort_keys=True, default=repr)
-    key = os.getpid(), place.protocol, options
+    key = os.getpid(), place.protocol, is_hub_bucket(place), options
     with _lock:
         store = _stores.get(key)
         if store is None:
@@ -393,12 +396,19 @@ def _open_filesystem(protocol: str, options: Mapping[str, Any], where: str) -> A
     import fsspec
 
     arguments = dict(options)
+    opened: Callable[..., Any] = partial(fsspec.filesystem, protocol, skip_instance_cache=True)
     if protocol in S3_PROTOCOLS:
         arguments = make_s3_options(arguments, connections=CONNECTIONS)
-    if protocol != _HUB:  # whose class counts unknown options among its own
+    if is_hub_bucket(where):
+        from ckptkit.storage.remote.bucket import BucketFileSystem
+
+        opened = BucketFileSystem
+    elif protocol != _HUB:  # whose class counts unknown options among its own
         arguments.setdefault("use_listings_cache", False)
     try:
-        filesystem = fsspec.filesystem(protocol, skip_instance_cache=True, **arguments)
+        filesystem = opened(**arguments)
+    except CkptkitError:
+        raise
     except ImportError as error:
         client = _CLIENTS.get(protocol)
         raise RefusedError(

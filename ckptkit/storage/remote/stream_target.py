@@ -2,14 +2,15 @@
 
 All that fsspec promises of every store is a file that is opened, written in order and closed, and
 that readers see when it is committed. So files stay open until the commit, which closes them one
-by one, the manifest last. Threads write in about the order of files and bytes.
+by one, the manifest last. In a bucket of the Hub they are sent under hidden names once they are
+whole, and the commit has the Hub copy them. Threads write in about the order of files and bytes.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -18,12 +19,20 @@ from ckptkit.core.errors import OutputError, RefusedError, UsageError
 from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.core.threads import call_to_end
 from ckptkit.storage.base import Target
-from ckptkit.storage.locations import S3_PROTOCOLS, check_relative, is_work_folder
+from ckptkit.storage.locations import (
+    S3_PROTOCOLS,
+    WORK_INFIX,
+    check_relative,
+    is_hub_bucket,
+    is_read_only,
+    is_work_folder,
+)
 from ckptkit.storage.manifests import EarlierOutput, refuse_newer, refuse_unnamed
 from ckptkit.storage.remote.errors import (
     ErrorTranslator,
     clean_up,
     error_translator,
+    lost_place_error,
     output_exists_error,
 )
 from ckptkit.storage.remote.s3_target import NONCE_BYTES, S3Target, open_s3_prefix
@@ -57,9 +66,20 @@ class PendingMemory:
 
 
 class Stream:
-    def __init__(self, opened: Callable[[], Any], size_bytes: int, room: PendingMemory) -> None:
-        """Prepares a file; `opened` opens it for writing with its first bytes."""
+    def __init__(
+        self,
+        opened: Callable[[], Any],
+        size_bytes: int,
+        room: PendingMemory,
+        *,
+        is_sent_early: bool = False,
+    ) -> None:
+        """Prepares a file; `opened` opens it for writing with its first bytes.
+
+        `is_sent_early`: it is closed as soon as it is whole.
+        """
         self._opened = opened
+        self._is_sent_early = is_sent_early
         self.size_bytes = size_bytes
         self._room = room
         self._file: Any = None
@@ -80,6 +100,8 @@ class Stream:
                 self._file = self._opened()
             self._file.write(now)
             now = self._advance(len(now))
+        if self._is_sent_early and self.is_whole:
+            self._file.close()
 
     def publish(self) -> None:
         if self._file is None:
@@ -136,6 +158,8 @@ class StreamTarget(Target):
     Writes have to come in about the order of files and bytes, as an execution's tasks do.
     """
 
+    _sends_early = False
+
     def __init__(self, place: Place, *, overwrite: bool) -> None:
         """Looks at the place, and refuses one that holds files unless they are replaced."""
         # A client of its own: the files of a transaction are those of its file system.
@@ -146,6 +170,7 @@ class StreamTarget(Target):
             place.location, self._store.options
         )
         self._overwrite = overwrite
+        self._nonce = os.urandom(NONCE_BYTES).hex()
         self._streams: dict[str, Stream] = {}
         self._published: list[str] = []
         self._room = PendingMemory()
@@ -164,7 +189,9 @@ class StreamTarget(Target):
         check_relative(path, self.location)
         if path in self._streams:
             raise OutputError(f"the file {path!r} is there already", where=self.location)
-        self._streams[path] = Stream(lambda: self._open(path), size_bytes, self._room)
+        self._streams[path] = Stream(
+            lambda: self._open(path), size_bytes, self._room, is_sent_early=self._sends_early
+        )
 
     def write(self, path: str, start: int, data: memoryview) -> None:
         stream = self._streams.get(path)
@@ -194,11 +221,9 @@ class StreamTarget(Target):
                 self._claim.add_names({*replaced, *self._streams})
                 self._claim.check()
                 if last in old:
-                    self._remove(last)
-                for path in sorted(self._streams, key=lambda path: (path == last, path)):
-                    self._claim.check()
-                    self._published.append(path)
-                    call_to_end(self._streams[path].publish)
+                    self._store.delete(self._path, [last])
+                self._publish(sorted(self._streams.keys() - {last}))
+                self._publish([last])
         except BaseException:
             self.abandon()
             raise
@@ -206,8 +231,8 @@ class StreamTarget(Target):
         self._streams.clear()
         self._published.clear()
         self._filesystem.transaction.files.clear()
-        for path in sorted(replaced - written):
-            clean_up(self._translate_errors, partial(self._remove, path))
+        self._clear(replaced - written)
+        clean_up(self._translate_errors, partial(self._remove_sent, ""))
         self._claim.release(is_clean=True)
 
     def abandon(self) -> None:
@@ -215,9 +240,10 @@ class StreamTarget(Target):
         for stream in streams.values():
             clean_up(self._translate_errors, stream.discard)
         published, self._published = self._published, []
-        for path in published:  # the last one of a commit that failed may be visible or not
-            clean_up(self._translate_errors, partial(self._remove, path))
+        self._clear(published)  # the last one of a commit that failed may be visible or not
         self._filesystem.transaction.files.clear()
+        if streams:
+            clean_up(self._translate_errors, partial(self._remove_sent, self._nonce))
         if self._claim.is_held:
             clean_up(self._translate_errors, self._release)
 
@@ -225,6 +251,16 @@ class StreamTarget(Target):
         """Releases the claim; files without a manifest stay named in it."""
         left = _list_output(self._store, self._path)
         self._claim.release(is_clean=not left or MANIFEST_NAME in left)
+
+    def _publish(self, paths: Sequence[str]) -> None:
+        """Makes some files visible."""
+        for path in paths:
+            self._claim.check()
+            self._published.append(path)
+            call_to_end(self._streams[path].publish)
+
+    def _remove_sent(self, nonce: str) -> None:
+        """Removes what was sent under hidden names: by this output, or by all if empty."""
 
     def _open(self, path: str) -> Any:
         name = f"{self._path}/{path}"
@@ -234,8 +270,10 @@ class StreamTarget(Target):
             self._filesystem.makedirs(name.rpartition("/")[0], exist_ok=True)
             return self._filesystem.open(name, "wb", block_size=_BLOCK_BYTES)
 
-    def _remove(self, path: str) -> None:
-        self._store.delete(self._path, [path])
+    def _clear(self, paths: Collection[str]) -> None:
+        at_once = [sorted(paths)] if self._store.is_bucket else [[path] for path in sorted(paths)]
+        for names in at_once:
+            clean_up(self._translate_errors, partial(self._store.delete, self._path, names))
 
     def _refuse_filled(self, paths: Collection[str]) -> None:
         if paths and not self._overwrite:
@@ -254,6 +292,40 @@ class StreamTarget(Target):
         return set(objects)
 
 
+class BucketTarget(StreamTarget):
+    """The same in a bucket of the Hub.
+
+    OUT/.ckptkit-NONCE/   the files of an output that is not committed
+    """
+
+    _sends_early = True
+
+    def _open(self, path: str) -> Any:
+        return super()._open(f"{WORK_INFIX}{self._nonce}/{path}")
+
+    def _publish(self, paths: Sequence[str]) -> None:
+        for path in paths:
+            self._streams[path].publish()  # sends what is empty, too
+        if not paths:
+            return
+        hidden = f"{self._path}/{WORK_INFIX}{self._nonce}"
+        self._claim.check()
+        self._published += paths
+        try:
+            copies = {f"{hidden}/{path}": f"{self._path}/{path}" for path in paths}
+            call_to_end(
+                lambda: self._store.retry(partial(self._filesystem.copy_files, copies), hidden)
+            )
+        except FileNotFoundError:
+            why = "another run has removed what this one had sent"
+            raise lost_place_error(why, self.location) from None
+
+    def _remove_sent(self, nonce: str) -> None:
+        sent = self._store.list_objects(self._path)
+        names = [path for path in sent if path.startswith(f"{WORK_INFIX}{nonce}") and "/" in path]
+        self._store.delete(self._path, names)
+
+
 def _list_output(store: RemoteStore, root: str) -> dict[str, ObjectInfo]:
     listed = store.list_objects(root).items()
     return {path: entry for path, entry in listed if not is_work_folder(path.split("/")[0])}
@@ -264,13 +336,21 @@ _BUCKETS = S3_PROTOCOLS | {"abfs", "abfss", "az", "gcs", "gs", "oci", "oss"}
 
 def check_remote_target(place: Place, *, overwrite: bool) -> None:
     """Refuses a place that `open_remote_target` would refuse, and writes nothing."""
+    if is_read_only(place):
+        raise RefusedError(
+            f"nothing is written to {place.protocol}:// URLs",
+            where=place.location,
+            hint="write to a folder or a bucket, of the Hub hf://buckets/ORG/NAME/FOLDER; `ckptkit"
+            " push` uploads a model folder to a repository",
+        )
     store = get_store(place)
     translate_errors = error_translator(place.location, store.options)
     with translate_errors():
         path = store.path_of(place.location)
         if not path.strip("/"):
             raise UsageError("names no place in the store", where=place.location)
-        if overwrite and place.protocol in _BUCKETS and "/" not in path.strip("/"):
+        is_whole = "/" not in path.strip("/") if place.protocol in _BUCKETS else False
+        if overwrite and (is_whole or (store.is_bucket and path.count("/") == 1)):
             raise RefusedError(
                 "the output would replace a whole bucket",
                 where=place.location,
@@ -288,6 +368,7 @@ def check_remote_target(place: Place, *, overwrite: bool) -> None:
 
 def open_remote_target(place: Place, *, overwrite: bool) -> Target:
     if place.protocol not in S3_PROTOCOLS:
-        return StreamTarget(place, overwrite=overwrite)
+        kind = BucketTarget if is_hub_bucket(place) else StreamTarget
+        return kind(place, overwrite=overwrite)
     store = open_s3_prefix(place, writer=os.urandom(NONCE_BYTES).hex())
     return S3Target(store, overwrite=overwrite)

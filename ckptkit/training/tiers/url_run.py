@@ -24,7 +24,7 @@ from ckptkit.runs.marks import STEP_PREFIXES, is_step_folder
 from ckptkit.runs.steps import KnownSteps, RunStep, list_saved_steps
 from ckptkit.storage.base import Source
 from ckptkit.storage.local.source import LocalSource
-from ckptkit.storage.locations import WORK_INFIX
+from ckptkit.storage.locations import WORK_INFIX, is_read_only
 from ckptkit.storage.manifests import read_local_manifest
 from ckptkit.storage.places import Place
 from ckptkit.storage.remote.store import ObjectInfo
@@ -203,7 +203,6 @@ def _name(place: str) -> str:
     return PurePosixPath(place).name
 
 
-_READ_ONLY = frozenset({"hf", "http", "https", "ftp"})
 _WITHIN_A_PROCESS = frozenset({"memory"})
 
 
@@ -283,12 +282,17 @@ class UrlRun(TrainingRun[Place]):
 
 def check_place(place: Place) -> None:
     """Refuses URLs that cannot be uploaded to."""
-    if place.protocol in _READ_ONLY | _WITHIN_A_PROCESS:
-        why = "is read-only" if place.protocol in _READ_ONLY else "is within one process"
+    if is_read_only(place) or place.protocol in _WITHIN_A_PROCESS:
+        what, why = f"a {place.protocol}:// URL, which", "is within one process"
+        if place.protocol == "hf":
+            what, why = "a repository of the Hub, which", "keeps every file of every step for ever"
+        elif is_read_only(place):
+            why = "is read-only"
         raise UsageError(
-            f"cannot save to a {place.protocol}:// URL, which {why}",
+            f"cannot save to {what} {why}",
             where=str(place),
-            hint="save to a bucket or a directory; `ckptkit push` uploads models to the Hub",
+            hint="save to a directory or a bucket, of the Hub hf://buckets/ORG/NAME/RUN;"
+            " `ckptkit push` uploads models to repositories",
         )
 
 

@@ -31,7 +31,7 @@ from ckptkit.core.crc import crc32
 from ckptkit.core.errors import CkptkitError, OutputExistsError, RefusedError, TruncatedFileError
 from ckptkit.core.manifest import MANIFEST_NAME, UPLOADING, FileRecord, parse_manifest
 from ckptkit.core.object_parts import PART_BYTES, cut_into_parts
-from ckptkit.core.threads import few_collections
+from ckptkit.core.threads import few_collections, repeat
 from ckptkit.plan.layouts.dcp_metadata import METADATA_NAME
 from ckptkit.storage.locations import MARKS_FOLDER, Place
 from ckptkit.storage.remote.errors import RetryPolicy, as_upload_error
@@ -86,6 +86,27 @@ class RunStore(RemoteFolder):
         else:
             self.perform(path, lambda: s3.put(self.key(path), data, crc32(data)))
 
+    def put_file(self, source: Path, path: str, counter: ByteCounter) -> None:
+        """Sends a file to a bucket of the Hub, whose client reads it by itself.
+
+        That client tells nobody how far it is; so the bytes that this process reads count.
+        """
+        before, read, size_bytes = counter.done_bytes, _read_bytes(), source.stat().st_size
+
+        def count() -> None:
+            counter.done_bytes = before + min(size_bytes, _read_bytes() - read)
+
+        ask = partial(self.filesystem.put_file, source, self.address(path))
+        ended = repeat(_COUNT_SECONDS, count, "ckptkit-sent")
+        try:
+            self.perform(path, lambda: self.store.retry(ask, self.where(path)))
+        except BaseException:
+            counter.done_bytes = before
+            raise
+        finally:
+            ended.set()
+        counter.done_bytes = before + size_bytes
+
     def copy(self, source: str, target: str) -> None:
         """Has the store copy an object; S3 copies one above 5 GB in parts."""
         ask = partial(self.filesystem.cp_file, self.address(source), self.address(target))
@@ -105,6 +126,14 @@ class RunStore(RemoteFolder):
         return len(uploads)
 
 
+def _read_bytes() -> int:
+    """Returns how many bytes this process has read of anything; 0 where that is not known."""
+    with suppress(OSError, ValueError):
+        return int(Path("/proc/self/io").read_text().split()[1])
+    return 0
+
+
+_COUNT_SECONDS = 5.0
 _PARTS_AT_ONCE = 4
 
 

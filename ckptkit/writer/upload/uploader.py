@@ -130,7 +130,10 @@ class Uploader:
         with naming(source):
             file = open_written(source, size_bytes, self._disk)
         try:
-            send_file(store, counter, file.read_bytes, size_bytes, target)
+            if store.store.is_bucket:
+                store.put_file(source, target, counter)
+            else:
+                send_file(store, counter, file.read_bytes, size_bytes, target)
         finally:
             file.close()
         entry = store.look_up(target)
