@@ -43,7 +43,7 @@ from ckptkit.core.index import Box, KeyPath
 from ckptkit.core.manifest import Manifest
 from ckptkit.core.text import a_kind
 from ckptkit.formats.discovery import parse_step
-from ckptkit.storage.locations import hidden_name, local_path
+from ckptkit.storage.locations import STAGED_FILES, hidden_name, local_path
 from ckptkit.storage.places import is_url
 from ckptkit.training.agree.barrier import SaveBarrier
 from ckptkit.training.agree.key_values import LocalKeyValueStore
@@ -437,7 +437,9 @@ class _Session:
             number=number,
             name=attempt,
             step=handle.step,
-            folder=path.with_name(hidden_name(path.name, attempt)),
+            # torchtitan takes each folder for a step that has its name anywhere in its own, and an
+            # index right in it, also after a kill.
+            folder=path.with_name(hidden_name(path.name, attempt)) / STAGED_FILES,
             final=path,
             manifest=manifest.to_document(),
             handle=handle,

@@ -14,7 +14,7 @@ from ckptkit.core.errors import RefusedError
 from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.storage.local.disk import LOCAL_DISK
 from ckptkit.storage.local.durable import OLD, TRASH, remove_tree
-from ckptkit.storage.locations import MARKS_FOLDER, WORK_INFIX
+from ckptkit.storage.locations import MARKS_FOLDER, STAGED_FILES, WORK_INFIX
 
 # A step's folder may have any name; what follows it shows that a save made the hidden folder.
 _HIDDEN = re.compile(
@@ -97,6 +97,7 @@ def sweep(run: Path, step: str = "") -> tuple[str, ...]:
 def discard(folder: str) -> tuple[str, ...]:
     """Removes the working folder of an attempt; returns notes on what could not be removed."""
     path = Path(folder)
+    path = path.parent if path.name == STAGED_FILES else path
     match = _HIDDEN.fullmatch(path.name)
     if match is None or match["kind"] is not None:
         raise RefusedError(

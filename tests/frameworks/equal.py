@@ -1,4 +1,7 @@
-"""Loads two steps with torch alone, and compares all that is in them: `equal.py STEP STEP`."""
+"""Loads two steps with torch alone, and compares all that is in them: `equal.py STEP STEP`.
+
+Of values that are no tensors, types are compared: clocks and names of runs are among them.
+"""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
 WIDTH = 1024
@@ -26,11 +26,17 @@ class OnCPU(FSDPStrategy):  # type: ignore[misc]  # not followed
 class Module(pl.LightningModule):  # type: ignore[misc]  # not followed
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(8, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1))
+        self.net: nn.Module = nn.Sequential(
+            nn.Linear(8, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+        )
 
     def configure_model(self) -> None:
         if isinstance(self.trainer.strategy, ModelParallelStrategy):
             fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+        else:  # the strategy would leave the choice of the device to torch, which takes no CPU
+            self.net = FullyShardedDataParallel(
+                self.net, device_id=torch.device("cpu"), use_orig_params=True
+            )
 
     def training_step(self, batch: list[torch.Tensor]) -> torch.Tensor:
         loss: torch.Tensor = self.net(batch[0]).square().mean()

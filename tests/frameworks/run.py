@@ -16,7 +16,7 @@ steps:         a pattern of the folders of steps, below {folder}
 
 Each case trains to its end without ckptkit; again through ckptkit, where all its processes are
 killed in a save; and once more the same command, to the end. Every step of ckptkit passes `verify`,
-torch itself loads the last one, and all of it equals the last step of the run without ckptkit.
+torch itself loads the last one, and its tensors equal those of the run without ckptkit.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Job:
         self._environment = {
             **os.environ,
             **SETTINGS,
-            **row.get("settings", {}),
+            **{n: v.format(**self._names) for n, v in row.get("settings", {}).items()},
             "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
             "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'cli'}",
             "PYTHONDONTWRITEBYTECODE": "",
