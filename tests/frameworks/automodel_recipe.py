@@ -8,6 +8,7 @@ Usage: automodel_recipe.py FOLDER, from the newest checkpoint of the folder on.
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import torch
 from nemo_automodel.components.checkpoint.config import CheckpointingConfig
@@ -19,7 +20,7 @@ from nemo_automodel.components.training.step_scheduler import StepScheduler
 from nemo_automodel.recipes.base_recipe import BaseRecipe
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.utils.data import DistributedSampler
+from torch.utils.data import DistributedSampler, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -61,8 +62,8 @@ class Recipe(BaseRecipe):  # type: ignore[misc]  # not followed
             )
         ]
         self.rng = StatefulRNG(seed=0, ranked=True)
-        data = torch.randint(0, 300, (32, 16), generator=torch.Generator().manual_seed(0))
-        sampler = DistributedSampler(data, shuffle=True, seed=0)
+        data = TensorDataset(torch.randint(0, 300, (32, 16)))
+        sampler: DistributedSampler[Any] = DistributedSampler(data, shuffle=True, seed=0)
         self.dataloader = StatefulDataLoader(data, batch_size=2, sampler=sampler)
         self.step_scheduler = StepScheduler(
             global_batch_size=4,
@@ -70,7 +71,7 @@ class Recipe(BaseRecipe):  # type: ignore[misc]  # not followed
             dp_size=2,
             dataloader=self.dataloader,
             ckpt_every_steps=2,
-            max_steps=12,
+            max_steps=8,
         )
         config = CheckpointingConfig(
             checkpoint_dir=folder, model_save_format="torch_save", save_consolidated=False
@@ -82,7 +83,8 @@ class Recipe(BaseRecipe):  # type: ignore[misc]  # not followed
         for epoch in self.step_scheduler.epochs:
             self.step_scheduler.set_epoch(epoch)
             for batches in self.step_scheduler:
-                loss = self.model_parts[0](input_ids=batches[0], labels=batches[0]).loss
+                (tokens,) = batches[0]
+                loss = self.model_parts[0](input_ids=tokens, labels=tokens).loss
                 loss.backward()
                 self.optimizer[0].step()
                 self.optimizer[0].zero_grad()

@@ -22,7 +22,7 @@ def main(folder: str) -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, WIDTH), nn.Dropout(0.1), nn.Linear(WIDTH, 4))
     for layer in (net[0], net[2]):
-        layer._fsdp_wrap = True
+        layer._fsdp_wrap = True  # type: ignore[assignment]
     data = TensorDataset(torch.randn(64, 8), torch.randint(0, 4, (64,)))
     sampler = dist.get_sampler(data, shuffle=True)
     model = ComposerClassifier(net, num_classes=4)
@@ -30,7 +30,7 @@ def main(folder: str) -> None:
         model=model,
         train_dataloader=DataLoader(data, batch_size=4, sampler=sampler),
         optimizers=torch.optim.AdamW(model.parameters(), lr=0.01),
-        max_duration="12ba",
+        max_duration="8ba",
         parallelism_config={"fsdp": FSDP2Config()},
         save_folder=folder,
         save_interval="2ba",
