@@ -25,6 +25,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import fields
 from functools import partial
+from itertools import chain, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -295,14 +296,21 @@ def _why_not(planner: Any, group: Any) -> str:
     """Returns why torch has to plan; empty if it does not."""
     if isinstance(planner, _TorchsPlanner):
         return " "
-    known = (torch_dcp.DefaultSavePlanner, torch_dcp.DefaultLoadPlanner)
-    if planner is not None and type(planner) not in known:
+    if planner is not None and not _plans_as_torch(type(planner)):
         return f"{a_kind(planner)} plans in its own way"
     if planner is not None and not (planner.flatten_state_dict and planner.flatten_sharded_tensors):
         return "the planner does not flatten"
     if group is not None and dist.is_initialized() and dist.get_world_size(group) < _world_size():
         return "the process group is smaller than the world"
     return ""
+
+
+def _plans_as_torch(kind: type) -> bool:
+    """Whether it is torch's own planner, or a subclass that only sets it up, as Automodel's do."""
+    known = (torch_dcp.DefaultSavePlanner, torch_dcp.DefaultLoadPlanner)
+    own = (vars(base).items() for base in takewhile(lambda b: b not in known, kind.__mro__))
+    methods = [n for n, value in chain.from_iterable(own) if hasattr(value, "__get__")]
+    return issubclass(kind, known) and all(name.startswith("__") for name in methods)
 
 
 def _why_not_as(writer: Any) -> str:

@@ -112,7 +112,7 @@ def killed_in_a_save(job: Job, case: dict[str, Any], folder: Path, log: Path) ->
     try:
         while process.poll() is None and time.monotonic() < until:
             complete = steps(folder, case)
-            staged = [path for path in folder.rglob(STAGED) if not {*path.parents} & {*complete}]
+            staged = [path for path in folder.rglob(STAGED) if not of_a_step(path, complete)]
             if complete and staged:
                 job.kill()
                 process.wait()
@@ -124,6 +124,12 @@ def killed_in_a_save(job: Job, case: dict[str, Any], folder: Path, log: Path) ->
     if process.wait():
         raise FailedError(f"training ended by itself, or did not end\n{tail(log)}")
     return []
+
+
+def of_a_step(staged: Path, complete: list[Path]) -> bool:
+    """Whether it is of a step that torch has found complete: it gets its manifest last."""
+    final = staged.with_name(staged.name[1:].partition(STAGED[2:-1])[0])
+    return not {*complete}.isdisjoint((final, *final.parents))
 
 
 def steps(folder: Path, case: dict[str, Any]) -> list[Path]:
