@@ -21,6 +21,7 @@ torch itself loads the last one, and its tensors equal those of the run without 
 
 from __future__ import annotations
 
+import itertools
 import os
 import shlex
 import signal
@@ -30,6 +31,7 @@ import tempfile
 import time
 import tomllib
 import uuid
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +114,7 @@ def killed_in_a_save(job: Job, case: dict[str, Any], folder: Path, log: Path) ->
     try:
         while process.poll() is None and time.monotonic() < until:
             complete = steps(folder, case)
-            staged = [path for path in folder.rglob(STAGED) if not of_a_step(path, complete)]
+            staged = [path for path in below(folder, STAGED) if not of_a_step(path, complete)]
             if complete and staged:
                 job.kill()
                 process.wait()
@@ -124,6 +126,12 @@ def killed_in_a_save(job: Job, case: dict[str, Any], folder: Path, log: Path) ->
     if process.wait():
         raise FailedError(f"training ended by itself, or did not end\n{tail(log)}")
     return []
+
+
+def below(folder: Path, pattern: str) -> list[Path]:
+    """As `Path.rglob`, which raises where a folder is renamed meanwhile."""
+    walked = ((at, name) for at, *names in os.walk(folder) for name in itertools.chain(*names))
+    return [Path(at, name) for at, name in walked if fnmatch(name, pattern)]
 
 
 def of_a_step(staged: Path, complete: list[Path]) -> bool:
@@ -143,7 +151,7 @@ def steps(folder: Path, case: dict[str, Any]) -> list[Path]:
 
 def parts(step: Path) -> list[Path]:
     """Returns the folders of a step that were saved each by one call."""
-    return [path.parent for path in step.rglob(".metadata")]
+    return [path.parent for path in below(step, ".metadata")]
 
 
 def tail(log: Path) -> str:
