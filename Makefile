@@ -87,6 +87,10 @@ test-newest: $(DIST)/.ready ## Quick tests with the newest dependencies: make PY
 fixtures: $(DIST)/.ready $(VENV)/.dev ## Save with other frameworks and read it: FRAMEWORK=verl, newest or all; KEEP=1
 	@$(BIN)/python fixtures/environments.py $(if $(KEEP),--keep) $(FRAMEWORK)
 
+.PHONY: test-frameworks
+test-frameworks: $(DIST)/.ready ## Train with unmodified frameworks, kill and resume: FRAMEWORK=lightning, or all
+	@PYTHONPATH=fixtures $(DIST)/bin/python -m tests.frameworks.run $(or $(FRAMEWORK),all)
+
 .PHONY: test-pythons
 test-pythons: $(DIST)/.ready ## The same with each later Python that is found here
 	@$(DIST)/bin/python .ci/test_versions.py newest each $(if $(MAY_SKIP),--may-skip)

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from ckptkit.runs.push_journal import WatchStatus
 
 _T = TypeVar("_T")
-_SENTINEL = "checkpoint-is-incomplete.txt"  # of the Trainer
+_UNFINISHED = {"checkpoint-is-incomplete.txt": "the Trainer", ".incomplete": "nemo-automodel"}
 _RANDOM_STATES = "random_states_0.pkl"
 _WRITTEN_LAST = (TRAINER_STATE, _RANDOM_STATES)  # by the Trainer, and by accelerate
 _BEST = "best_model_checkpoint"
@@ -233,8 +233,9 @@ class _Listing:
                 return f"{OF_UNREAD}: {unread.message}; {unread.hint}"
             is_known = any(c.format != TorchOptimizerReader.name for c in candidates)
             return _OPTIMIZER_ALONE if is_known else NO_CHECKPOINT
-        if self._has(name, _SENTINEL):
-            return "the Trainer has not finished it"
+        for file, framework in _UNFINISHED.items():
+            if self._has(name, file):
+                return f"{framework} has not finished it"
         series = series_of(name)
         alike = [other for other in self._files if series_of(other) == series]
         for last in () if self._has(name, METADATA) else _WRITTEN_LAST:  # that is of `dcp.save`

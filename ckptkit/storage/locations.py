@@ -30,6 +30,8 @@ S3_PROTOCOLS = frozenset({"s3", "s3a"})
 _USER = re.compile(r"(?!arn:)[^/@]*:(?!\d+/)[^@]*@")
 WORK_INFIX = ".ckptkit-"
 """In the names of the hidden folders in which outputs are staged."""
+STAGED_FILES = "files"
+"""In such a folder: what will have the name, where some tool would take it for that already."""
 BESIDE_FILES = ".ckptkit-model"
 """Where integrations write a model for a folder that keeps its other files, before they move it."""
 MARKS_FOLDER = ".ckptkit"
@@ -287,7 +289,7 @@ def hidden_name(name: str, mark: str) -> str:
 
 _STAGED = re.compile(
     rf"(?:(?P<folder>[^/]+)/)?\.(?P<name>[^/]+?){re.escape(WORK_INFIX)}[0-9a-f]{{8,}}(?:-\d+)?"
-    r"(?:/files)?(?![^/])"
+    rf"(?:/{STAGED_FILES})?(?![^/])"
 )
 
 

@@ -25,6 +25,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import fields
 from functools import partial
+from itertools import chain, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ from ckptkit.core.index import Box, KeyPath
 from ckptkit.core.manifest import Manifest
 from ckptkit.core.text import a_kind
 from ckptkit.formats.discovery import parse_step
-from ckptkit.storage.locations import hidden_name, local_path
+from ckptkit.storage.locations import STAGED_FILES, hidden_name, local_path
 from ckptkit.storage.places import is_url
 from ckptkit.training.agree.barrier import SaveBarrier
 from ckptkit.training.agree.key_values import LocalKeyValueStore
@@ -295,14 +296,21 @@ def _why_not(planner: Any, group: Any) -> str:
     """Returns why torch has to plan; empty if it does not."""
     if isinstance(planner, _TorchsPlanner):
         return " "
-    known = (torch_dcp.DefaultSavePlanner, torch_dcp.DefaultLoadPlanner)
-    if planner is not None and type(planner) not in known:
+    if planner is not None and not _plans_as_torch(type(planner)):
         return f"{a_kind(planner)} plans in its own way"
     if planner is not None and not (planner.flatten_state_dict and planner.flatten_sharded_tensors):
         return "the planner does not flatten"
     if group is not None and dist.is_initialized() and dist.get_world_size(group) < _world_size():
         return "the process group is smaller than the world"
     return ""
+
+
+def _plans_as_torch(kind: type) -> bool:
+    """Whether it is torch's own planner, or a subclass that only sets it up, as Automodel's do."""
+    known = (torch_dcp.DefaultSavePlanner, torch_dcp.DefaultLoadPlanner)
+    own = (vars(base).items() for base in takewhile(lambda b: b not in known, kind.__mro__))
+    methods = [n for n, value in chain.from_iterable(own) if hasattr(value, "__get__")]
+    return issubclass(kind, known) and all(name.startswith("__") for name in methods)
 
 
 def _why_not_as(writer: Any) -> str:
@@ -429,7 +437,9 @@ class _Session:
             number=number,
             name=attempt,
             step=handle.step,
-            folder=path.with_name(hidden_name(path.name, attempt)),
+            # torchtitan takes each folder for a step that has its name anywhere in its own, and an
+            # index right in it, also after a kill.
+            folder=path.with_name(hidden_name(path.name, attempt)) / STAGED_FILES,
             final=path,
             manifest=manifest.to_document(),
             handle=handle,

@@ -40,7 +40,7 @@ from ckptkit.storage.local.durable import (
     replace_folder,
     sync_folders,
 )
-from ckptkit.storage.locations import check_relative, unstaged_path
+from ckptkit.storage.locations import STAGED_FILES, check_relative, unstaged_path
 from ckptkit.writer.merge import Merged, MergedUnit, Merger, with_findings
 from ckptkit.writer.messages import ByteCounter, Commit, RecordProof, StepCommitted
 from ckptkit.writer.record import RECORDS_FOLDER, RankRecord, parse_record
@@ -94,6 +94,9 @@ def commit(request: Commit, disk: Disk, counter: ByteCounter) -> StepCommitted:
             shutil.rmtree(replaced)
         except OSError as error:
             notes.append(f"the replaced step could not be removed: {error}")
+    if folder.name == STAGED_FILES:
+        with suppress(OSError):  # else it is removed as what a kill leaves
+            folder.parent.rmdir()
     if request.shared:
         notes += sweep(final.parent, final.name)
     # A step with lost values must not retire a complete one.

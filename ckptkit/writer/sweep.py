@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import time
 from pathlib import Path
 
 from msgspec import Struct
@@ -13,7 +14,7 @@ from ckptkit.core.errors import RefusedError
 from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.storage.local.disk import LOCAL_DISK
 from ckptkit.storage.local.durable import OLD, TRASH, remove_tree
-from ckptkit.storage.locations import MARKS_FOLDER, WORK_INFIX
+from ckptkit.storage.locations import MARKS_FOLDER, STAGED_FILES, WORK_INFIX
 
 # A step's folder may have any name; what follows it shows that a save made the hidden folder.
 _HIDDEN = re.compile(
@@ -21,6 +22,7 @@ _HIDDEN = re.compile(
     rf"(?:(?P<kind>{OLD}|{TRASH})-[0-9a-f-]+|[0-9a-f]+-\d+)"
 )
 _SIDECARS = re.compile(r"[0-9a-f]{8}")  # folders named after the nonce of a job
+_STALE_SECONDS = 86_400.0  # without a write: no save that goes on
 _LOCK = ".lock"  # in work folders of other commands, which sweep them themselves
 
 
@@ -33,21 +35,30 @@ class Leftover(Struct, frozen=True):
 
 
 def leftovers(run: Path, step: str = "") -> tuple[Leftover, ...]:
-    """Lists the hidden folders of saves in a run, or of one step, including those in use."""
+    """Lists the hidden folders of saves in a run, including those in use.
+
+    If a step is named, those of others are left out unless nothing was written to them for a day.
+    """
     folders = []
     for path in sorted(run.iterdir()):
         match = _HIDDEN.fullmatch(path.name)
-        if match is None or match["name"] != (step or match["name"]):
+        if match is None or not path.is_dir() or path.is_symlink() or (path / _LOCK).exists():
             continue
-        if path.is_dir() and not path.is_symlink() and not (path / _LOCK).exists():
+        if match["name"] == (step or match["name"]) or _is_stale(path):
             folders.append(Leftover(path, match["name"], match["kind"] or "work"))
     return tuple(folders)
+
+
+def _is_stale(folder: Path) -> bool:
+    newest = max(path.lstat().st_mtime for path in (folder, *folder.rglob("*")))
+    return time.time() - newest > _STALE_SECONDS
 
 
 def sweep(run: Path, step: str = "") -> tuple[str, ...]:
     """Restores a step whose replacement was interrupted, and removes all other leftovers.
 
-    Nothing may be saving into the run, or the step if one is named, at the same time.
+    Nothing may be saving into the run, or the step if one is named, at the same time; of other
+    steps, only what nothing was written to for a day is removed.
 
     Returns:
         Notes for the log.
@@ -86,6 +97,7 @@ def sweep(run: Path, step: str = "") -> tuple[str, ...]:
 def discard(folder: str) -> tuple[str, ...]:
     """Removes the working folder of an attempt; returns notes on what could not be removed."""
     path = Path(folder)
+    path = path.parent if path.name == STAGED_FILES else path
     match = _HIDDEN.fullmatch(path.name)
     if match is None or match["kind"] is not None:
         raise RefusedError(

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import checkpoint as stock
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
@@ -224,6 +225,17 @@ class _Lines(logging.Handler):
 class Planner(stock.DefaultSavePlanner):
     """A planner of one's own."""
 
+    def create_local_plan(self) -> SavePlan:
+        return super().create_local_plan()
+
+
+class NamedPlanner(stock.DefaultSavePlanner):
+    """One that plans as torch's own, such as nemo-automodel's."""
+
+    def __init__(self) -> None:
+        super().__init__(enable_plan_caching=True)
+        self._cached_plans_key = "named"
+
 
 def delegates(folder: Path, _: str) -> None:
     """What only torch can do is done by it, with one line for each reason."""
@@ -255,6 +267,8 @@ def delegates(folder: Path, _: str) -> None:
     answer.upload_completion.result()
     assert (folder / "staged" / "ckptkit.json").exists()
     stager.close()
+    dcp.save(state, checkpoint_id=folder / "named", planner=NamedPlanner())
+    assert (folder / "named" / "ckptkit.json").exists()
     dcp.save({"own": torch.ones(2)}, checkpoint_id=own / "plain", no_dist=True)
     assert (own / "plain" / "ckptkit.json").exists()
 

@@ -22,6 +22,7 @@ from ckptkit.core.unread_formats import UNREAD, UnreadFormat
 ROOT = Path(__file__).resolve().parents[3]
 PAGES = [*(ROOT / "docs/reference").glob("*.md"), *(ROOT / "docs/how-to").glob("*.md")]
 ENVIRONMENTS = tomllib.loads((ROOT / "fixtures/environments.toml").read_text())
+TRAINED = sorted((ROOT / "tests/frameworks").glob("*.toml"))
 UNNAMED = {"stacked experts"}  # what several frameworks do
 
 
@@ -49,6 +50,15 @@ def test_the_page_lists_no_other_release() -> None:
     newest = [row for row in ENVIRONMENTS.values() if row.get("newest")]
     table = page.split("| | tried on | saves |\n|---|---|---|\n")[1].split("\n\n")[0]
     assert len(table.splitlines()) == len(newest)
+
+
+@pytest.mark.parametrize("path", TRAINED, ids=lambda path: path.stem)
+def test_the_page_lists_the_frameworks_that_train_under_ckptkit_run(path: Path) -> None:
+    row = tomllib.loads(path.read_text())
+    assert (
+        f"| {row['title']} | {row['tried']} | "
+        in (ROOT / "docs/reference/integrations.md").read_text()
+    )
 
 
 @pytest.mark.parametrize(

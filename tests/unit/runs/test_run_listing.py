@@ -65,6 +65,20 @@ def test_steps_of_the_stock_trainer_are_listed_with_what_their_evaluation_found(
     assert listing.best == {"checkpoint-2"}
 
 
+@pytest.mark.parametrize(
+    ("file", "framework"),
+    [("checkpoint-is-incomplete.txt", "the Trainer"), (".incomplete", "nemo-automodel")],
+)
+def test_a_step_that_its_framework_marks_as_unfinished_is_not_complete(
+    file: str, framework: str, tmp_path: Path
+) -> None:
+    save_stock_step(tmp_path, 2)
+    (save_stock_step(tmp_path, 4) / file).touch()
+    found = by_name(ckptkit.list_run(tmp_path))
+    assert found["checkpoint-2"].complete
+    assert found["checkpoint-4"].problem == f"{framework} has not finished it"
+
+
 def test_files_that_steps_share_are_counted_once_in_the_sum(tmp_path: Path) -> None:
     first, second = save_step(tmp_path, 1), save_step(tmp_path, 2)
     shard = next(first.rglob("*.distcp"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,18 @@ def test_a_finished_replacement_is_cleared_away(tmp_path: Path) -> None:
     sweep(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-5"]
     assert (tmp_path / "checkpoint-5/ckptkit.json").read_text() == "checkpoint-5"
+
+
+def test_of_other_steps_only_what_is_a_day_old_is_cleared_away(tmp_path: Path) -> None:
+    put(tmp_path / ".step-5.ckptkit-12ab-1")
+    put(tmp_path / ".step-6.ckptkit-12ab-2")
+    old = put(tmp_path / ".step-7.ckptkit-12ab-3")
+    put(tmp_path / ".step-8.ckptkit-12ab-4/model")
+    for path in (old, *old.iterdir(), tmp_path / ".step-8.ckptkit-12ab-4"):
+        os.utime(path, (0, 0))
+    sweep(tmp_path, "step-5")
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left == [".step-6.ckptkit-12ab-2", ".step-8.ckptkit-12ab-4"]
 
 
 def test_half_of_a_step_is_not_put_back(tmp_path: Path) -> None:
