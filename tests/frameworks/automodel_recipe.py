@@ -31,7 +31,6 @@ SIZES = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "attention_dropout": 0.1,
 }
 
 

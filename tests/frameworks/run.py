@@ -21,7 +21,7 @@ torch itself loads the last one, and its tensors equal those of the run without 
 
 from __future__ import annotations
 
-import itertools
+import fnmatch
 import os
 import shlex
 import signal
@@ -31,7 +31,7 @@ import tempfile
 import time
 import tomllib
 import uuid
-from fnmatch import fnmatch
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -128,10 +128,11 @@ def killed_in_a_save(job: Job, case: dict[str, Any], folder: Path, log: Path) ->
     return []
 
 
-def below(folder: Path, pattern: str) -> list[Path]:
-    """As `Path.rglob`, which raises where a folder is renamed meanwhile."""
-    walked = ((at, name) for at, *names in os.walk(folder) for name in itertools.chain(*names))
-    return [Path(at, name) for at, name in walked if fnmatch(name, pattern)]
+def below(folder: Path, pattern: str) -> Iterator[Path]:
+    """As `Path.rglob`, which raises where a folder is renamed meanwhile; not in staged folders."""
+    for at, folders, files in os.walk(folder):
+        yield from (Path(at, name) for name in fnmatch.filter([*folders, *files], pattern))
+        folders[:] = [name for name in folders if not fnmatch.fnmatch(name, STAGED)]
 
 
 def of_a_step(staged: Path, complete: list[Path]) -> bool:
