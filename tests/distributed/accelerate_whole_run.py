@@ -85,7 +85,7 @@ def contents(folder: Path) -> dict[str, Any]:
         if name.endswith(".safetensors")
         else torch.load(folder / name, weights_only=False)  # noqa: TID251  by whom it is for
         for name in names(folder)
-        if not name.endswith(".txt")
+        if name.endswith((".safetensors", ".bin", ".pt", ".pkl"))
     }
 
 

@@ -12,6 +12,7 @@ from tests.ranks import RankHost, RunRanks, make_runner
 
 SCRIPT = Path(__file__).with_name("accelerate_run.py")
 WHOLE = Path(__file__).with_name("accelerate_whole_run.py")
+ZERO = Path(__file__).with_name("accelerate_zero_run.py")
 # What accelerate imports when it prepares a model.
 PREPARING = ("datasets", "deepspeed", "torchdata.stateful_dataloader")
 
@@ -97,3 +98,23 @@ def test_a_kill_in_a_save_of_whole_files_leaves_the_step_before(
     assert [p.name for p in run.iterdir() if not p.name.startswith(".")] == ["checkpoint_0"]
     assert list(run.glob(".checkpoint_1*/optimizer.bin"))
     assert run_ranks(WHOLE, 2, tmp_path, "again").stdout == "the step before was loaded\n"
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_files_of_deepspeed_are_those_that_it_writes(
+    stage: int, run_ranks: RunRanks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    monkeypatch.delenv("ACCELERATE_USE_CPU")  # with which accelerate leaves it out
+    done = run_ranks(ZERO, 2, tmp_path, stage)
+    told = [line for line in done.stdout.splitlines() if "what" in line or "the files" in line]
+    assert told == [
+        "the files are those of DeepSpeed",
+        "DeepSpeed resumed from what ckptkit wrote",
+        "what DeepSpeed wrote was loaded",
+    ]
+    assert "accelerate itself" not in done.stderr
+    found = sorted(path.name for path in (tmp_path / "ours/pytorch_model").iterdir())
+    assert found == sorted(path.name for path in (tmp_path / "stock/pytorch_model").iterdir())

@@ -21,6 +21,7 @@ from msgspec import Struct
 from ckptkit.core.arguments import STOCK
 from ckptkit.core.errors import CkptkitError, ResumeError, UsageError
 from ckptkit.core.manifest import MANIFEST_NAME
+from ckptkit.core.text import a_kind
 from ckptkit.formats.dcp.reader import METADATA
 from ckptkit.formats.discovery import parse_step
 from ckptkit.integrations.accelerate.whole_files import WholeFiles, capturing
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 
 AUTOMATIC_PREFIX = "checkpoint_"
 _USUAL_PREFIX = "checkpoint-"
-_UNKNOWN = frozenset({"DEEPSPEED", "MEGATRON_LM", "XLA"})  # distributed types that write otherwise
+_UNKNOWN = frozenset({"MEGATRON_LM", "XLA"})  # distributed types that write otherwise
 _STEP_FOLDER = re.compile(r"(checkpoint[-_])(0|[1-9]\d{0,17})")
 _READ = (  # the attributes of an accelerator that are read here
     "_models",
@@ -237,6 +238,12 @@ def stock_reason(accelerator: Accelerator) -> str:
         form = accelerator.state.fsdp_plugin.state_dict_type
         if getattr(form, "name", form) != "SHARDED_STATE_DICT":
             return f"its state_dict_type is {getattr(form, 'name', form)}, not SHARDED_STATE_DICT"
+    elif kind == "DEEPSPEED":
+        engines = {a_kind(getattr(model, "checkpoint_engine", None)) for model in models}
+        if engines - {"a TorchCheckpointEngine"}:
+            return f"DeepSpeed writes with {', '.join(sorted(engines))}"
+        if any(model.zero_nvme_offload_optimizer() for model in models):
+            return "DeepSpeed keeps optimizer states on NVMe, whose files it copies itself"
     elif any(map(is_sharded, models)):
         return "its models are sharded without FSDP"
     if getattr(accelerator.project_configuration, "save_on_each_node", False):
