@@ -279,17 +279,6 @@ class Checkpointer:
         self._failed.warn()
         return save.handle
 
-    def save_whole(
-        self, step: int, find_state: Callable[[], WholeState], *, name: str | None = None
-    ) -> SaveHandle:
-        """Saves files of another form than the layout's, for integrations; else as `save` does."""
-        began = time.perf_counter()
-        with self._calling("save"):
-            save = self._begin_save(step, name, began)
-            self._save(save, find_state)
-        self._failed.warn()
-        return save.handle
-
     def _save(
         self,
         save: Save,

@@ -25,12 +25,16 @@ from ckptkit.integrations.accelerate.accelerator_state import (
     SaveTarget,
 )
 from ckptkit.integrations.accelerate.whole_state import whole_state
-from ckptkit.integrations.checkpointers import OpenRun, export_into, naming_options
+from ckptkit.integrations.checkpointers import (
+    OpenRun,
+    WholeCheckpointer,
+    export_into,
+    naming_options,
+)
 from ckptkit.storage.locations import MARKS_FOLDER
 from ckptkit.training import step_names
 from ckptkit.training.agree.barrier import SharedAnswers
 from ckptkit.training.agree.peers import Peers, open_peers
-from ckptkit.training.checkpointer import Checkpointer
 from ckptkit.training.export.export import ExportOptions
 from ckptkit.training.handle import SaveHandle, SaveReport
 from ckptkit.training.resume.resume import resume, resume_from
@@ -189,7 +193,7 @@ class AcceleratorSaves:
                 self._peers_and_answers[0].close()
                 self._peers_and_answers = None
 
-    def _open(self, target: SaveTarget, options: Options) -> Checkpointer:
+    def _open(self, target: SaveTarget, options: Options) -> WholeCheckpointer:
         accelerator = self.accelerator
         if states.is_automatic(accelerator):
             options = states.with_limit(accelerator, options)
