@@ -39,11 +39,11 @@ usage: python -m ckptkit.run SCRIPT [ARGUMENT...]
        accelerate launch -m ckptkit.run SCRIPT [ARGUMENT...]
        torchrun -m ckptkit.run SCRIPT [ARGUMENT...]
 
-Runs an unmodified training script. What accelerate's save_state and the Trainer save in shards
-(FSDP with SHARDED_STATE_DICT) is saved by ckptkit, in the background and in the same files, and
-loaded by it; save_model of both writes without a gather, and get_state_dict of accelerate collects
-the state without one. save, async_save and load of torch.distributed.checkpoint go through ckptkit
-too, whichever framework calls them. All else stays as it is.
+Runs an unmodified training script. What accelerate's save_state saves, and what the Trainer saves
+in shards (FSDP with SHARDED_STATE_DICT), is saved by ckptkit, in the background and in the same
+files, and loaded by it; save_model of both writes without a gather, and get_state_dict of
+accelerate collects the state without one. save, async_save and load of torch.distributed.checkpoint
+go through ckptkit too, whichever framework calls them. All else stays as it is.
 
 CKPTKIT_RUN=on     the default
 CKPTKIT_RUN=wait   training waits for each save, for scripts that use the folder right after it

@@ -59,7 +59,7 @@ from ckptkit.runs.step_manifests import (
     file_problems,
     list_files,
     step_folder,
-    with_sealed_digests,
+    with_data_digests,
 )
 from ckptkit.storage.base import Source
 from ckptkit.storage.local.disk import LOCAL_DISK
@@ -292,7 +292,7 @@ def _verify_source(
             manifest, folder = own, ""
             files += file_problems(checkpoint.source, folder, manifest)
         if manifest is not None:  # of a step that ckptkit saved or sealed
-            manifest = with_sealed_digests(manifest)
+            manifest = with_data_digests(manifest)
             wrong = {problem.where for problem in files}
             files += digest_problems(checkpoint.source, folder, manifest, leaving_out=wrong)
             if not files:

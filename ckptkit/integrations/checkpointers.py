@@ -9,8 +9,9 @@ import logging
 import re
 import shlex
 import shutil
+import time
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Unpack
@@ -26,7 +27,9 @@ from ckptkit.storage.locations import BESIDE_FILES
 from ckptkit.storage.manifests import read_local_manifest
 from ckptkit.training.checkpointer import Checkpointer
 from ckptkit.training.export.export import ExportOptions
+from ckptkit.training.handle import SaveHandle
 from ckptkit.training.settings import Options
+from ckptkit.training.state.collect import WholeState
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +68,21 @@ def naming_options(how: str) -> Iterator[None]:
         raise error.hinted(hint) from error
 
 
+class WholeCheckpointer(Checkpointer):
+    """A Checkpointer that also saves files in the form of a framework."""
+
+    def save_whole(
+        self, step: int, find_state: Callable[[], WholeState], *, name: str | None = None
+    ) -> SaveHandle:
+        """Does what `save` does with the files that `find_state` returns."""
+        began = time.perf_counter()
+        with self._calling("save"):
+            save = self._begin_save(step, name, began)
+            self._save(save, find_state)
+        self._failed.warn()
+        return save.handle
+
+
 class OpenRun:
     """At most one Checkpointer, opened when needed, and again for another run.
 
@@ -72,16 +90,16 @@ class OpenRun:
     """
 
     def __init__(self) -> None:
-        self._checkpointer: Checkpointer | None = None
+        self._checkpointer: WholeCheckpointer | None = None
         self._run = Path()
         self._options: Mapping[str, Any] = {}
         self._failed: list[CkptkitError] = []
 
     @property
-    def checkpointer(self) -> Checkpointer | None:
+    def checkpointer(self) -> WholeCheckpointer | None:
         return self._checkpointer
 
-    def of(self, run: Path, options: Options, *, prefix: str | None = None) -> Checkpointer:
+    def of(self, run: Path, options: Options, *, prefix: str | None = None) -> WholeCheckpointer:
         """Returns a Checkpointer for a run; the open one if it fits."""
         wanted: dict[str, Any] = dict(options)
         if prefix is not None:
@@ -90,7 +108,7 @@ class OpenRun:
             wanted["prefix"] = self._options["prefix"]
         if self._checkpointer is None or (self._run, self._options) != (run, wanted):
             self.end()
-            self._checkpointer = Checkpointer(run, **wanted)
+            self._checkpointer = WholeCheckpointer(run, **wanted)
             register(self._checkpointer)
             self._run, self._options = run, wanted
         return self._checkpointer

@@ -23,6 +23,7 @@ from ckptkit.core.errors import (
 from ckptkit.core.frameworks import is_unit_folder
 from ckptkit.core.index import FileRange, Problem, RunFacts, TensorIndex
 from ckptkit.core.manifest import (
+    DIGESTS,
     MANIFEST_NAME,
     RUN_FACTS,
     SEALED,
@@ -306,15 +307,15 @@ def digest_problems(
             yield Problem(error.code, path, error.message)
 
 
-def with_sealed_digests(manifest: Manifest) -> Manifest:
-    """Returns the manifest of a step with the digests that `ckptkit seal` gave its data files.
+def with_data_digests(manifest: Manifest) -> Manifest:
+    """Returns the manifest of a step with the digests of its data files, if it has them.
 
     They are kept apart, since what opens a step compares the digests of its files: whole files are
     read by `verify` only.
     """
-    if not manifest.is_sealed:
+    digests = manifest.source.get(SEALED, manifest.source.get(DIGESTS))
+    if not isinstance(digests, Mapping):
         return manifest
-    digests = manifest.source[SEALED]
     files = {
         path: replace(record, digest=str(digests.get(path, record.digest)))
         for path, record in manifest.files.items()

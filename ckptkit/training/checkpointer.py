@@ -48,7 +48,7 @@ from ckptkit.training.save.saver import Save, SaveSlot
 from ckptkit.training.save.writer_process import WriterTimeouts
 from ckptkit.training.settings import Options, Settings, check_choice, check_options, check_shared
 from ckptkit.training.sidecar import SidecarFolders, collect_sidecar, run_facts
-from ckptkit.training.state.collect import Binding, BoundState, MissingGroups
+from ckptkit.training.state.collect import Binding, BoundState, MissingGroups, WholeState
 from ckptkit.training.state.models import check_modes, plain_torch
 from ckptkit.training.tiers.save import open_committer
 from ckptkit.training.tiers.url_run import UrlRun, check_place
@@ -282,7 +282,7 @@ class Checkpointer:
     def _save(
         self,
         save: Save,
-        find_state: Callable[[], BoundState],
+        find_state: Callable[[], BoundState | WholeState],
         metrics: Mapping[str, float] | None = None,
     ) -> None:
         """Takes a save through its states; see `ckptkit.training.save.saver`."""
@@ -298,7 +298,11 @@ class Checkpointer:
             if save.error is None:
                 bound = find_state()
                 self._describe(save, bound, metrics)
-                slot.stage(save, bound.holdings(save.step), bound.models)
+                slot.stage(
+                    save,
+                    bound.holdings(save.step),
+                    () if isinstance(bound, WholeState) else bound.models,
+                )
         # Not of a call that raises, which training hears anyway.
         self._failed.open.append(save.handle)
 
@@ -555,7 +559,9 @@ class Checkpointer:
             self._pushing.follow(save.handle, save.step_name)
         return save
 
-    def _describe(self, save: Save, bound: BoundState, metrics: Mapping[str, float] | None) -> None:
+    def _describe(
+        self, save: Save, bound: BoundState | WholeState, metrics: Mapping[str, float] | None
+    ) -> None:
         """Adds the metrics and the sidecar folder to a save."""
         if not isinstance(metrics, Mapping | None):
             raise UsageError(f"expected numbers by name, got {a_kind(metrics)}", where="metrics")
@@ -572,7 +578,7 @@ class Checkpointer:
         save.manifest = {**save.manifest, "source": source}
         save.beside = self._write_sidecar(bound)
 
-    def _write_sidecar(self, bound: BoundState) -> str:
+    def _write_sidecar(self, bound: BoundState | WholeState) -> str:
         """Writes the sidecar of later steps on rank 0, and returns its folder.
 
         It is a new one if something changed, since others may be in use.

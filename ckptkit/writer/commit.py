@@ -78,7 +78,7 @@ def commit(request: Commit, disk: Disk, counter: ByteCounter) -> StepCommitted:
             attempt.files |= _copy_sidecar(sidecar, folder, counter)
         else:
             notes.append(f"{sidecar} is missing, so the step has none of its files")
-    source = with_findings(request.manifest["source"], merged.lost, merged.notes)
+    source = with_findings(request.manifest["source"], merged.lost, merged.notes, merged.digests)
     if ranks:  # it names the ranks whose files the folder has
         source[NODE_RANKS] = list(ranks)
     else:
@@ -270,6 +270,7 @@ class AttemptFiles:
     def __init__(self, location: str, counter: ByteCounter, visible_seconds: float) -> None:
         """Takes where they are, for messages."""
         self.files: dict[str, FileRecord] = {}
+        self._digests: dict[str, str] = {}
         self._location = location
         self._counter = counter
         self._seconds = visible_seconds
@@ -288,7 +289,7 @@ class AttemptFiles:
         merger = Merger(len(proofs))
         for record, where in self.records(attempt, proofs, range(len(proofs))):
             merger.add(record, where=where)
-        merged = merger.result()
+        merged = merger.result()._replace(digests=self._digests)
         for unit in merged.empty:  # the step does without their files
             for path in [path for path in self.files if path.startswith(f"{unit}/")]:
                 del self.files[path]
@@ -316,7 +317,10 @@ class AttemptFiles:
                     where=where,
                 )
             for file in record.files:
-                self.check(file.path, FileRecord(file.size_bytes, crc_digest(file.crc32)), where)
+                digest = crc_digest(file.crc32)
+                if file.in_parts:
+                    self._digests[file.path], digest = digest, ""
+                self.check(file.path, FileRecord(file.size_bytes, digest), where)
             yield record, where
 
     def check(self, path: str, record: FileRecord, where: str) -> None:

@@ -12,12 +12,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import combinations
 from operator import add, index, le
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from msgspec import Struct
 
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import FormatError, IncompleteCheckpointError
+from ckptkit.core.manifest import DIGESTS
 from ckptkit.plan.layouts.dcp_metadata import DcpObject, DcpTensor, Place, Sizes, flat_key
 from ckptkit.storage.locations import check_relative
 from ckptkit.writer.record import RankRecord, RecordedOptional, Replica
@@ -134,13 +136,17 @@ class Merged(NamedTuple):
     lost: Mapping[str, str]
     empty: tuple[str, ...]  # directories whose whole content was left out
     notes: tuple[str, ...] = ()  # what everyone who reads the step should know
+    digests: Mapping[str, str] = MappingProxyType({})  # of data files without sums of their own
 
 
 def with_findings(
-    source: Mapping[str, Any], lost: Mapping[str, str], notes: Sequence[str]
+    source: Mapping[str, Any],
+    lost: Mapping[str, str],
+    notes: Sequence[str],
+    digests: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Returns the `source` of a step's manifest with what the merge of its records has found."""
-    found = {"lost": dict(lost), "notes": list(notes)}
+    found = {"lost": dict(lost), "notes": list(notes), DIGESTS: dict(digests)}
     return {**source, **{name: value for name, value in found.items() if value}}
 
 

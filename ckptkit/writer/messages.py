@@ -62,6 +62,7 @@ class Image(Struct, frozen=True):
     start: int  # first byte in the buffer, a multiple of 4096
     size_bytes: int
     archives: tuple[ArchiveData, ...]  # what to checksum, in order
+    summed: bool = False  # whether the record has the CRC-32 of all its bytes
 
 
 class Inline(Struct, frozen=True):

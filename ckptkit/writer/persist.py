@@ -128,17 +128,21 @@ class ImageWriter:
     def refused(self) -> bool:
         return any(not output.direct for output in self._outputs)
 
-    def write(self, path: Path, image: Image, buffer: memoryview) -> None:
-        """Writes an image, and starts to make it durable."""
+    def write(self, path: Path, image: Image, buffer: memoryview) -> int | None:
+        """Writes an image, and starts to make it durable; returns its CRC-32 where it is summed."""
         stop = _check_image(image, len(buffer))
         output = DirectFile(path, stop - image.start, self._disk, sync_bytes=_SYNC_BYTES)
         self._outputs.append(output)
         sums = _Sums(image.archives, buffer)
+        crc, end = 0, image.start + image.size_bytes
         for start in range(image.start, stop, STRIDE_BYTES):
             data = buffer[start : min(start + STRIDE_BYTES, stop)]
             sums.advance(start + len(data))
+            if image.summed:
+                crc = crc32(buffer[start : min(start + len(data), end)], crc)
             self._start(partial(self._put, output, start - image.start, data))
         self._start(partial(output.end, image.size_bytes))
+        return crc if image.summed else None
 
     def _start(self, job: Callable[[], None]) -> None:
         """Starts a job after the current one; raises what the current one raised."""
@@ -280,9 +284,8 @@ class Persister:
         made = make_folders(folder, parents, self._disk)
         link_kept(request.links, folder, self._disk)
         sums = self._sums(request.replicas, counter)
-        notes = self._write_images(request, folder, counter)
+        new, notes = self._write_images(request, folder, counter)
         note = keep_links(request.keeps, folder, self._disk)
-        new = [WrittenFile(image.path, image.size_bytes, None) for image in request.images]
         for inline in request.inline:
             put_file(folder / inline.path, inline.data)
             counter.done_bytes += len(inline.data)
@@ -308,9 +311,10 @@ class Persister:
 
     def _write_images(
         self, request: Persist, folder: Path, counter: ByteCounter
-    ) -> tuple[str, ...]:
+    ) -> tuple[list[WrittenFile], tuple[str, ...]]:
+        written: list[WrittenFile] = []
         if not request.images:
-            return ()
+            return written, ()
         if self._buffer is None:
             raise SaveError(
                 self._problem,
@@ -320,11 +324,13 @@ class Persister:
         with memoryview(self._buffer) as buffer:
             with ImageWriter(self._disk, counter) as writer:
                 for image in request.images:
-                    writer.write(folder / image.path, image, buffer)
+                    crc = writer.write(folder / image.path, image, buffer)
+                    written.append(WrittenFile(image.path, image.size_bytes, crc, image.summed))
             refused = writer.refused
         if not refused:
-            return ()
-        return (f"direct I/O was refused for {folder.parent}: written through the page cache",)
+            return written, ()
+        note = f"direct I/O was refused for {folder.parent}: written through the page cache"
+        return written, (note,)
 
     def _sums(self, ranges: Sequence[tuple[int, int]], counter: ByteCounter) -> tuple[int, ...]:
         """Checksums ranges of the buffer."""

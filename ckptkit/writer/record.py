@@ -21,8 +21,8 @@ one writes. What is `dispensable` does not fail the step when it cannot be saved
 says why, and nothing below its path is taken from any rank. `values` are entries of the state that
 rank 0 alone writes, if it has them. `replica_sums` are the CRC-32 of the first elements of some
 tensors that several ranks hold, at these offsets; true stands for a tensor that rank 0 writes for
-all of them, as nothing keeps it equal. `crc32` is null for data files, whose archives
-have their own.
+all of them, as nothing keeps it equal. `crc32` is null for data files of DCP, whose
+archives have their own. `in_parts` is true of other data files.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ class WrittenFile(Struct, frozen=True):
 
     path: str  # relative to the attempt's folder
     size_bytes: _Count  # its length
-    crc32: _Count | None  # of all its bytes, or None for a data file
+    crc32: _Count | None  # of all its bytes, or None for a data file of DCP
+    # whether it is read in parts, so that only `verify` compares the checksum
+    in_parts: bool = False
 
 
 class RecordedOptional(Struct, frozen=True):
@@ -82,7 +84,11 @@ class RankRecord(Struct, frozen=True):
 
 
 def record_bytes(record: Mapping[str, Any], files: Sequence[WrittenFile]) -> bytes:
-    listed = [{"path": f.path, "size_bytes": f.size_bytes, "crc32": f.crc32} for f in files]
+    listed = [
+        {"path": f.path, "size_bytes": f.size_bytes, "crc32": f.crc32}
+        | ({"in_parts": True} if f.in_parts else {})
+        for f in files
+    ]
     return json.dumps({**record, "files": listed}, separators=(",", ":")).encode()
 
 

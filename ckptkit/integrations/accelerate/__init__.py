@@ -23,9 +23,13 @@ import torch
 
 from ckptkit.core.arguments import check_names
 from ckptkit.core.errors import CkptkitError, UsageError
-from ckptkit.integrations.accelerate.accelerator_state import check_layout, prepared_model
+from ckptkit.integrations.accelerate.accelerator_state import (
+    check_layout,
+    prepared_model,
+    stock_method,
+)
 from ckptkit.integrations.accelerate.deferred_weights import prepare_and_fill
-from ckptkit.integrations.accelerate.saves import AcceleratorSaves, stock_method
+from ckptkit.integrations.accelerate.saves import AcceleratorSaves
 from ckptkit.integrations.checkpointers import is_sharded
 from ckptkit.training.export.export import ExportOptions
 from ckptkit.training.handle import SaveHandle
@@ -50,8 +54,8 @@ def save_state(
     oldest folder beyond `total_limit` is removed after the new one is durable. Stock `load_state`
     reads it.
 
-    Accelerate itself saves, without background, if only it can (without FSDP, or with state dicts
-    that are not sharded), or if the folder holds other files. The log says so.
+    Accelerate itself saves, without background, if only it can (such as FSDP with state dicts that
+    are not sharded), or if the folder holds other files. The log says so.
 
     Args:
         accelerator: The accelerator, after all objects were prepared.

@@ -11,24 +11,30 @@ from __future__ import annotations
 import os
 import re
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from msgspec import Struct
 
+from ckptkit.core.arguments import STOCK
 from ckptkit.core.errors import CkptkitError, ResumeError, UsageError
 from ckptkit.core.manifest import MANIFEST_NAME
+from ckptkit.core.text import a_kind
 from ckptkit.formats.dcp.reader import METADATA
 from ckptkit.formats.discovery import parse_step
+from ckptkit.integrations.accelerate.whole_files import WholeFiles, capturing
+from ckptkit.integrations.checkpointers import is_sharded
 from ckptkit.storage.manifests import read_local_manifest
 from ckptkit.training import step_names
 from ckptkit.training.run_folders import saved_steps
 from ckptkit.training.settings import Options
 from ckptkit.training.sidecar import StepFile
 from ckptkit.training.state import objects as rng
+from ckptkit.training.state.collect import BoundModel, of_the_object
 from ckptkit.training.state.objects import torch_archive
+from ckptkit.training.step_names import TensorPlaces
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -36,6 +42,7 @@ if TYPE_CHECKING:
 
 AUTOMATIC_PREFIX = "checkpoint_"
 _USUAL_PREFIX = "checkpoint-"
+_UNKNOWN = frozenset({"MEGATRON_LM", "XLA"})  # distributed types that write otherwise
 _STEP_FOLDER = re.compile(r"(checkpoint[-_])(0|[1-9]\d{0,17})")
 _READ = (  # the attributes of an accelerator that are read here
     "_models",
@@ -184,7 +191,7 @@ def examine_folder(folder: Path) -> LoadSource | None:
 
 
 def find_newest_folder(run: Path, models: int, optimizers: int) -> LoadSource:
-    """Returns the newest complete folder of automatic_checkpoint_naming.
+    """Returns the newest complete folder of automatic_checkpoint_naming, by what is sharded.
 
     A folder of stock accelerate is complete if it has all files up to the random states, which are
     written last.
@@ -224,15 +231,33 @@ def stock_reason(accelerator: Accelerator) -> str:
     missing = [name for name in _READ if not hasattr(accelerator, name)]
     if missing:
         return f"this version of accelerate has no {', '.join(missing)}"
-    kind = getattr(accelerator.distributed_type, "value", accelerator.distributed_type)
-    if kind != "FSDP":
-        return f"its distributed type is {kind}, not FSDP"
-    form = accelerator.state.fsdp_plugin.state_dict_type
-    if getattr(form, "name", form) != "SHARDED_STATE_DICT":
-        return f"its state_dict_type is {getattr(form, 'name', form)}, not SHARDED_STATE_DICT"
+    kind, models = kind_of(accelerator), list_prepared(accelerator)[0]
+    if kind in _UNKNOWN:
+        return f"its distributed type is {kind}"
+    if kind == "FSDP":
+        form = accelerator.state.fsdp_plugin.state_dict_type
+        if getattr(form, "name", form) != "SHARDED_STATE_DICT":
+            return f"its state_dict_type is {getattr(form, 'name', form)}, not SHARDED_STATE_DICT"
+    elif kind == "DEEPSPEED":
+        engines = {a_kind(getattr(model, "checkpoint_engine", None)) for model in models}
+        if engines - {"a TorchCheckpointEngine"}:
+            return f"DeepSpeed writes with {', '.join(sorted(engines))}"
+        if any(model.zero_nvme_offload_optimizer() for model in models):
+            return "DeepSpeed keeps optimizer states on NVMe, whose files it copies itself"
+    elif any(map(is_sharded, models)):
+        return "its models are sharded without FSDP"
     if getattr(accelerator.project_configuration, "save_on_each_node", False):
         return "save_on_each_node is set, so that the nodes share no file system"
-    return "" if list_prepared(accelerator)[0] else "no model was prepared"
+    return "" if models else "no model was prepared"
+
+
+def kind_of(accelerator: Accelerator) -> str:
+    return str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
+
+
+def saves_whole(accelerator: Accelerator) -> bool:
+    """Returns whether its files are those of accelerate itself, or of DeepSpeed."""
+    return kind_of(accelerator) != "FSDP"
 
 
 def with_limit(accelerator: Accelerator, options: Options) -> Options:
@@ -308,6 +333,45 @@ def call_save_hooks(accelerator: Accelerator, name: str) -> dict[str, bytes]:
             for path in sorted(folder.rglob("*"))
             if path.is_file()
         }
+
+
+def capture_files(accelerator: Accelerator, folder: Path, options: Mapping[str, Any]) -> WholeFiles:
+    """Returns the files of this rank that accelerate's own `save_state` writes.
+
+    `folder`: an empty place of the same name, which hooks get too.
+    """
+    folder.mkdir()
+    config = accelerator.project_configuration
+    automatic, count = config.automatic_checkpoint_naming, config.iteration
+    config.automatic_checkpoint_naming = False
+    with of_the_object("accelerator", "save_state()", UsageError), capturing(folder) as files:
+        try:
+            stock_method("save_state")(accelerator, str(folder), **options)
+        finally:
+            config.automatic_checkpoint_naming = automatic
+            config.iteration = count + 1  # also where it failed, as on the other ranks
+    if not accelerator.is_main_process:  # all ranks write these, and those of the first stay
+        for name in (
+            step_names.scaler_file(0),
+            *(name for name, _ in stateful_loaders(accelerator)),
+        ):
+            files.drop(name)
+    return files
+
+
+def models_of(accelerator: Accelerator) -> tuple[BoundModel, ...]:
+    """Returns the models, for what a step says of them."""
+    models, _ = list_prepared(accelerator)
+    return tuple(BoundModel("model", n, m, TensorPlaces("", ())) for n, m in enumerate(models))
+
+
+def stock_method(name: str) -> Callable[..., Any]:
+    """Returns a method of Accelerator before its replacement."""
+    from accelerate import Accelerator
+
+    method = getattr(Accelerator, name)
+    stock: Callable[..., Any] = getattr(method, STOCK, method)
+    return stock
 
 
 def call_load_hooks(accelerator: Accelerator, folder: Path) -> None:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import tempfile
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ckptkit.core.arguments import STOCK
 from ckptkit.core.errors import OutputExistsError, SaveError, UnsupportedError, UsageError
 from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.integrations.accelerate import accelerator_state as states
@@ -25,18 +25,22 @@ from ckptkit.integrations.accelerate.accelerator_state import (
     SaveTarget,
 )
 from ckptkit.integrations.accelerate.whole_state import whole_state
-from ckptkit.integrations.checkpointers import OpenRun, export_into, naming_options
+from ckptkit.integrations.checkpointers import (
+    OpenRun,
+    WholeCheckpointer,
+    export_into,
+    naming_options,
+)
 from ckptkit.storage.locations import MARKS_FOLDER
 from ckptkit.training import step_names
 from ckptkit.training.agree.barrier import SharedAnswers
 from ckptkit.training.agree.peers import Peers, open_peers
-from ckptkit.training.checkpointer import Checkpointer
 from ckptkit.training.export.export import ExportOptions
 from ckptkit.training.handle import SaveHandle, SaveReport
 from ckptkit.training.resume.resume import resume, resume_from
 from ckptkit.training.resume.stored_step import StoredStep
 from ckptkit.training.settings import Options, Settings, check_options
-from ckptkit.training.state.collect import BoundState, bind
+from ckptkit.training.state.collect import BoundState, WholeState, bind
 from ckptkit.training.state.objects import flatten, serialise
 
 if TYPE_CHECKING:
@@ -102,14 +106,20 @@ class AcceleratorSaves:
             )
         self.folder = target.folder
         self._count += 1
-        reason = states.stock_reason(accelerator) or self._agree_on_stock(target)
+        reason = states.stock_reason(accelerator)
+        if states.saves_whole(accelerator) and options.get("staging_limit") is not None:
+            reason = reason or "its files are whole, and staging_limit would cut them"
+        reason = reason or self._agree_on_stock(target)
         if reason:
             self._log(f"accelerate itself saves: {reason}")
             return self._save_by_stock(output_dir, target, stock)
-        handle = self._open(target, options).save(
-            target.step, self._state(), name=target.name, files=self._files(target)
-        )
-        accelerator.project_configuration.iteration += 1
+        if states.saves_whole(accelerator):
+            handle = self._save_whole(target, options, stock)
+        else:
+            handle = self._open(target, options).save(
+                target.step, self._state(), name=target.name, files=self._files(target)
+            )
+            accelerator.project_configuration.iteration += 1
         self._last = handle
         return handle
 
@@ -160,7 +170,10 @@ class AcceleratorSaves:
             )
         if isinstance(chosen, str):
             self._log(f"accelerate itself loads: {chosen}")
-            stock_method("load_state")(accelerator, input_dir, **stock)
+            states.stock_method("load_state")(accelerator, input_dir, **stock)
+            return
+        if states.saves_whole(accelerator):
+            states.stock_method("load_state")(accelerator, chosen["folder"], **stock)
             return
         call = "install(accelerator" if options is self.options else "load_state(accelerator, ..."
         with naming_options(f"{call}, {{name}}={{value}})"):
@@ -180,7 +193,7 @@ class AcceleratorSaves:
                 self._peers_and_answers[0].close()
                 self._peers_and_answers = None
 
-    def _open(self, target: SaveTarget, options: Options) -> Checkpointer:
+    def _open(self, target: SaveTarget, options: Options) -> WholeCheckpointer:
         accelerator = self.accelerator
         if states.is_automatic(accelerator):
             options = states.with_limit(accelerator, options)
@@ -220,6 +233,8 @@ class AcceleratorSaves:
 
     def _misfit(self) -> str:
         """Returns which part of the state only accelerate itself can save; checked once."""
+        if states.saves_whole(self.accelerator):
+            return ""
         state = self._state()
         objects = [
             entry
@@ -251,13 +266,36 @@ class AcceleratorSaves:
         return states.state_of(self.accelerator, self._registered, loaders=loaders)
 
     def _files(self, target: SaveTarget) -> dict[str, bytes]:
+        files = states.call_save_hooks(self.accelerator, target.folder.name)
+        for name in self._of_others(files):
+            del files[name]
+        return files | states.files_of(self.accelerator, self._meet()[0].rank)
+
+    def _of_others(self, files: Iterable[str]) -> list[str]:
+        """Returns the files that another rank keeps: of several ranks, the first to answer."""
         peers, answers = self._meet()
         own = str(peers.rank)
-        files = states.call_save_hooks(self.accelerator, target.folder.name)
-        for name in list(files):  # several ranks may have written one; the first to answer keeps it
-            if answers.answer(f"file/{self._count}/{name}", lambda: own) != own:
-                del files[name]
-        return files | states.files_of(self.accelerator, peers.rank)
+        return [
+            name
+            for name in files
+            if answers.answer(f"file/{self._count}/{name}", lambda: own) != own
+        ]
+
+    def _save_whole(
+        self, target: SaveTarget, options: Options, stock: Mapping[str, Any]
+    ) -> SaveHandle:
+        """Saves the files that accelerate itself would write, which it gives here."""
+        checkpointer = self._open(target, options)
+        with tempfile.TemporaryDirectory(prefix="ckptkit-") as scratch:
+            folder = Path(scratch, target.folder.name)
+
+            def find_state() -> WholeState:
+                files = states.capture_files(self.accelerator, folder, stock)
+                for name in self._of_others(files.paths):
+                    files.drop(name)
+                return WholeState(states.models_of(self.accelerator), files.holdings())
+
+            return checkpointer.save_whole(target.step, find_state, name=target.name)
 
     def _save_by_stock(
         self,
@@ -269,7 +307,7 @@ class AcceleratorSaves:
         if self.accelerator.is_main_process:  # it would no longer match the files
             (target.folder / MANIFEST_NAME).unlink(missing_ok=True)
         began = time.perf_counter()
-        stock_method("save_state")(self.accelerator, output_dir, **stock)
+        states.stock_method("save_state")(self.accelerator, output_dir, **stock)
         handle = SaveHandle(target.step)
         handle.blocked_seconds = seconds = time.perf_counter() - began
         handle.succeed(
@@ -297,15 +335,6 @@ class AcceleratorSaves:
             logger.warning("%s", text)
 
 
-def stock_method(name: str) -> Callable[..., Any]:
-    """Returns a method of Accelerator before its replacement."""
-    from accelerate import Accelerator
-
-    method = getattr(Accelerator, name)
-    stock: Callable[..., Any] = getattr(method, STOCK, method)
-    return stock
-
-
 def _choose(
     accelerator: Accelerator, input_dir: str | os.PathLike[str] | None, reasons: Sequence[str]
 ) -> LoadSource | str:
@@ -314,9 +343,12 @@ def _choose(
     if reason:
         return reason
     source = states.source_of(accelerator, input_dir)
+    is_whole = states.saves_whole(accelerator)
     if input_dir is None:
-        models, optimizers = states.list_prepared(accelerator)
+        models, optimizers = ([], []) if is_whole else states.list_prepared(accelerator)
         return states.find_newest_folder(source.run, len(models), len(optimizers))
+    if is_whole:
+        return LoadSource(folder=str(source.folder), ours=False, newest=False)
     return states.examine_folder(source.folder) or f"{source.folder} holds no sharded model"
 
 

@@ -135,14 +135,14 @@ class ZipParts:
     def finish(self) -> None:
         """Adds the central directory."""
         start = self.size_bytes
-        template, fields = b"", []
+        template, fields = bytearray(), []
         for entry in self._entries:
             record, at = _central(entry)
             if entry.crc32 is None:
                 fields.append((len(template) + at, entry.segment))
             template += record
         template += _end(len(self._entries), start, len(template))
-        self._put(len(template), Trailer(template, tuple(fields)))
+        self._put(len(template), Trailer(bytes(template), tuple(fields)))
 
     def _put(self, size: int, body: Body, spec: TensorSpec | None = None) -> int:
         self.rows.append((size, body, spec))

@@ -8,6 +8,7 @@ since the save. Extra states are what modules return from `get_extra_state`.
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import logging
 import random
@@ -27,11 +28,19 @@ from ckptkit.formats.dcp.reader import BlobRef
 from ckptkit.formats.trees import EXTRA_STATE
 from ckptkit.training import step_names
 from ckptkit.training.load.load_pieces import load_pieces
+from ckptkit.training.resume.loaders import describe_afresh, describe_restored, mergeable
 from ckptkit.training.resume.stored_step import StoredStep
 from ckptkit.training.state import objects as rng
-from ckptkit.training.state.collect import PER_RANK, BoundModel, BoundObject, BoundState, shown_name
+from ckptkit.training.state.collect import (
+    PER_RANK,
+    BoundModel,
+    BoundObject,
+    BoundState,
+    of_the_object,
+    shown_name,
+)
 from ckptkit.training.state.dtensors import Copies, DTensor, Meshes, local_part
-from ckptkit.training.state.objects import flatten, is_same, object_from_bytes, read_blob
+from ckptkit.training.state.objects import flatten, is_same, object_from_bytes, read_blob, serialise
 from ckptkit.training.state.pieces import Piece, Replicas, whole_places
 from ckptkit.training.state.structures import adapt, assemble, leaf_paths
 from ckptkit.training.step_names import clean_fqn, parallel_prefixes
@@ -145,6 +154,29 @@ def loaders_alike(stored: StoredStep, bound: BoundState) -> dict[str, bool]:
     return alike
 
 
+def merge_loaders(stored: StoredStep, bound: BoundState) -> dict[str, str]:
+    """Returns the states of dataloaders that other ranks can share, as texts; see `loaders`.
+
+    Called on one rank, for all, where `loaders_alike` has read what every rank had saved.
+    """
+    merged: dict[str, str] = {}
+    world = stored.world_size or bound.world_size
+    for other in bound.others if world != bound.world_size else ():
+        offered = mergeable(other.target, bound.world_size) if other.kind == "dataloader" else None
+        if offered is None:
+            continue
+        with of_the_object(other.where, "merge_states()", ResumeError):
+            state = offered.merge_states(_states(stored, other, world))
+        if state is not None:
+            merged[_name(other)] = base64.b64encode(serialise(state, _name(other))).decode()
+    return merged
+
+
+def _states(stored: StoredStep, other: BoundObject, world: int) -> list[Any]:
+    data = (_bytes(stored, other, rank) for rank in range(world))
+    return [object_from_bytes(one, where=_name(other)) for one in data]
+
+
 _SEEDS = frozenset(("_base_seed", "_shared_seed"))
 
 
@@ -184,7 +216,7 @@ def _bytes(stored: StoredStep, other: BoundObject, rank: int) -> bytes:
 
 
 def object_changes(
-    stored: StoredStep, bound: BoundState, alike: Mapping[str, bool], pieces: list[Piece]
+    stored: StoredStep, bound: BoundState, alike: Mapping[str, bool | str], pieces: list[Piece]
 ) -> Iterator[Apply]:
     """Reads schedulers, scalers, dataloaders and all other objects.
 
@@ -194,6 +226,13 @@ def object_changes(
     for other in bound.others:
         if other.kind not in PER_RANK:
             yield partial(other.set_state, _state_of(stored, other, pieces))
+        elif isinstance(merged := alike.get(_name(other)), str):
+            state = object_from_bytes(base64.b64decode(merged), where=_name(other))
+            offered = mergeable(other.target, bound.world_size)
+            assert offered is not None  # noqa: S101  it has merged them
+            with of_the_object(other.where, "split_state()", ResumeError):
+                state = offered.split_state(state, bound.rank, bound.world_size)
+            yield partial(other.set_state, state)
         elif world == bound.world_size or alike.get(_name(other), False):
             # This rank's own state, or under other ranks one that all had, but for its seeds.
             rank = bound.rank % world
@@ -201,13 +240,18 @@ def object_changes(
                 state = stored.file(_file(other, rank))
             else:
                 state = stored.value(other.unit, _path(stored, other, rank))
+            note = describe_restored(state, world, bound.world_size)
+            if note and bound.rank == 0:
+                logger.warning("%s: %s", _name(other), note)
             yield partial(other.set_state, state)
         elif bound.rank == 0:
             logger.warning(
                 "%s: it was saved by %d ranks that were at different places, or in orders of their"
                 " own, and %d ranks resume: the %s %s",
                 *(_name(other), world, bound.world_size, other.kind),
-                "starts afresh" if other.kind == "dataloader" else "stays as it is",
+                f"starts afresh{describe_afresh(_states(stored, other, world))}"
+                if other.kind == "dataloader"
+                else "stays as it is",
             )
 
 

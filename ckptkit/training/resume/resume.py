@@ -73,6 +73,7 @@ from ckptkit.training.resume.restore import (
     extra_state_changes,
     is_extra,
     loaders_alike,
+    merge_loaders,
     object_changes,
     random_changes,
 )
@@ -490,13 +491,17 @@ class _Attempt(Struct, frozen=True):
         return frozenset(reasons)
 
 
-def _look(opening: StepLoader) -> dict[str, bool]:
-    """Returns which dataloaders were alike; where that fails, loading the step fails likewise."""
+def _look(opening: StepLoader) -> dict[str, bool | str]:
+    """Returns which dataloaders were alike, or their states in one.
+
+    Where what they had cannot be read, loading the step fails likewise.
+    """
     try:
-        return loaders_alike(opening.stored, opening.bound)
+        alike = loaders_alike(opening.stored, opening.bound)
     except Exception as error:  # noqa: BLE001  all ranks hear of it when they load the step
         logger.debug("dataloaders were not compared: %s", error)
         return {}
+    return alike | merge_loaders(opening.stored, opening.bound)
 
 
 def _judge(surveys: Sequence[Any]) -> dict[str, Any]:
@@ -673,7 +678,7 @@ class StepLoader(Closing):
     def prepare(
         self,
         step: int,
-        alike: Mapping[str, bool],
+        alike: Mapping[str, bool | str],
         anew: Collection[str] = frozenset(),
         tried: list[tuple[int, list[Comparison]]] | None = None,
     ) -> tuple[dict[str, list[Piece]], list[Apply]]:

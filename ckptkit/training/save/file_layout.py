@@ -40,7 +40,7 @@ from ckptkit.core.index import Box, Fqn, Key, KeyPath, Shape, Span
 from ckptkit.options import DEFAULT_MAX_FILE_BYTES
 from ckptkit.plan.layouts.hf import METADATA_KEY, layout_hf_weights
 from ckptkit.plan.layouts.torch import ALIGNMENT, Residue, build_tensor_archive
-from ckptkit.plan.plan import Copy, Literal, Product, TensorSpec, Trailer
+from ckptkit.plan.plan import Copy, Literal, OutputFile, Product, TensorSpec, Trailer
 from ckptkit.plan.ties import find_tie_candidates
 from ckptkit.training.state.dtensors import has_data
 from ckptkit.training.state.pieces import Entry, Piece, sampled_replicas, select_owned
@@ -126,6 +126,7 @@ IMAGE_ALIGNMENT = 4096
 MIN_LIMIT_BYTES = 1 << 20
 _MIN_SHARED_BYTES = 64 << 10  # of data that is placed as in the model folder
 _REPLICA_ELEMENTS = 256  # of each sample
+_WHOLE_ROOM_BYTES = 1 << 20
 _ARCHIVE_ROOM_BYTES = 16 << 10  # more than the headers of any archive
 _SAVE_HINT = "convert it to a dense tensor, or leave it out of the state"
 
@@ -233,6 +234,68 @@ def plan_save(
             *((image.path, image.size_bytes) for image in frozen_images),
             *(sample.bounds for wave in samples for sample in wave),
         ),
+    )
+
+
+def plan_whole(files: Sequence[OutputFile], pieces: Sequence[Piece]) -> SavePlan:
+    """Lays out files in the form of another saver; their `Copy` segments are the pieces, in order.
+
+    Unlike `plan_save`, it depends on the content: pickles are among the literals.
+    """
+    images: list[Image] = []
+    literals: list[tuple[int, bytes]] = []
+    copies: list[CopyStep] = []
+    end = 0
+    for file in files:
+        start = _aligned(end)
+        crc_at: dict[int, list[int]] = {}
+        for segment in file.segments:
+            at, body = start + segment.start, segment.body
+            if isinstance(body, Copy):
+                piece, number = pieces[len(copies)], len(copies)
+                local = piece.local
+                check_storable(local, piece.key)
+                copies.append(
+                    CopyStep(
+                        piece=number,
+                        first=0,
+                        stop=local.numel(),
+                        start=at,
+                        dtype=local.dtype,
+                        shape=tuple(local.shape),
+                        whole=True,
+                        prompt=True,
+                    )
+                )
+                continue
+            assert isinstance(body, Literal | Trailer)  # noqa: S101  the others compute
+            literals.append((at, body.data if isinstance(body, Literal) else body.template))
+            for position, of in body.fields if isinstance(body, Trailer) else ():
+                crc_at.setdefault(of, []).append(at + position)
+        archives = tuple(
+            ArchiveData(start + file.segments[n].start, start + file.segments[n].stop, tuple(at))
+            for n, at in crc_at.items()
+        )
+        end = start + file.size_bytes
+        images.append(Image(file.path, start, file.size_bytes, archives, summed=True))
+    data_bytes = sum(step.end - step.start for step in copies)
+    return SavePlan(
+        images=(tuple(images),),
+        literals=(tuple(literals),),
+        copies=(tuple(copies),),
+        trained=(tuple(images),),
+        samples=((),),
+        ranges=((),),
+        # Pickles differ in length from save to save, for which the buffer need not grow.
+        buffer_bytes=-(-end // _WHOLE_ROOM_BYTES) * _WHOLE_ROOM_BYTES,
+        data_bytes=data_bytes,
+        frozen_bytes=0,
+        record_units={},
+        replica_samples=(),
+        of_rank_0=frozenset(),
+        devices=tuple(dict.fromkeys(piece.local.device for piece in pieces)),
+        signature=(),
+        frozen=(),
     )
 
 

@@ -45,7 +45,13 @@ from ckptkit.storage.places import Place, open_source
 from ckptkit.training.agree.barrier import SaveBarrier
 from ckptkit.training.agree.peers import Peers
 from ckptkit.training.handle import SaveHandle, SaveReport
-from ckptkit.training.save.file_layout import ReplicaSample, SavePlan, Signatures, plan_save
+from ckptkit.training.save.file_layout import (
+    ReplicaSample,
+    SavePlan,
+    Signatures,
+    plan_save,
+    plan_whole,
+)
 from ckptkit.training.save.frozen import FrozenFiles, WaveFiles
 from ckptkit.training.save.staging import SharedBuffer, Staged, Stager, measure_copy_limit
 from ckptkit.training.save.writer_process import WriterProcess, WriterTimeouts
@@ -472,13 +478,19 @@ class SaveSlot:
 
     def stage(self, save: Save, holdings: Holdings, models: Sequence[BoundModel] = ()) -> None:
         """Copies this rank's part of the state; the last wave is persisted in the background."""
-        pieces, plan = holdings.pieces, self._plan_for(models, holdings.pieces)
+        pieces = holdings.pieces
+        if holdings.whole:
+            plan = plan_whole(holdings.whole, pieces)
+        else:
+            plan = self._plan_for(models, pieces)
         self._guard(models)
         waves, with_frozen = self._frozen.files_for(plan, pieces, self._stager, save)
         save.staged_bytes = plan.data_bytes - (0 if with_frozen else plan.frozen_bytes)
         save.copy_limit = self._copy_limit
         for number, wave in enumerate(waves):
             staged = self._stager.stage(plan, pieces, number, frozen=with_frozen)
+            if holdings.whole:  # of which some are no state of training, and gone after the call
+                staged.wait()
             save.handle.add_copy(staged)
             samples = plan.replica_samples if number == 0 else ()
             if number < len(waves) - 1:  # the next wave needs the buffer

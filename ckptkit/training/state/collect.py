@@ -253,7 +253,7 @@ class BoundObject(_BoundEntry, Struct, frozen=True):
 
 @contextmanager
 def of_the_object(
-    where: str, call: str, kind: type[SaveError | ResumeError] = SaveError
+    where: str, call: str, kind: type[SaveError | ResumeError | UsageError] = SaveError
 ) -> Iterator[None]:
     """Wraps an exception of the user's own code in an error that names the object."""
     try:
@@ -560,6 +560,21 @@ class BoundState(Struct, frozen=True):
             )
         elif bound.kind in PER_RANK or self.rank == 0:
             files.append(Inline(bound.file, serialise_or_refuse(state, bound.where)))
+
+
+class WholeState(Struct, frozen=True):
+    """Files that the library of the training loop makes, and the models that they are of."""
+
+    models: tuple[BoundModel, ...]  # described in the sidecar, without places in the step
+    captured: Holdings
+    optimizers: tuple[BoundOptimizer, ...] = ()
+    others: tuple[BoundObject, ...] = ()
+
+    def holdings(self, _step: int) -> Holdings:
+        return self.captured
+
+    def facts(self) -> dict[str, Any]:
+        return {"torch_version": str(torch.__version__)}
 
 
 def check_keys(pieces: Iterable[Piece], objects: Iterable[ObjectValue]) -> None:

@@ -21,6 +21,7 @@ from msgspec import Struct
 
 from ckptkit.core.geometry import slabs
 from ckptkit.core.index import Box, KeyPath, Shape, Span
+from ckptkit.plan.plan import OutputFile
 from ckptkit.writer.messages import Inline
 
 Entry = tuple[str, KeyPath]
@@ -131,6 +132,8 @@ class Holdings(Struct, frozen=True):
     # rank cannot save it (`problem`; empty if it can)
     dispensable: tuple[Mapping[str, Any], ...] = ()
     values: tuple[str, ...] = ()  # the names of the entries that rank 0 writes for all ranks
+    # files in the form of another saver, whose `Copy` segments are the pieces, in order
+    whole: tuple[OutputFile, ...] = ()
 
 
 class ShardLayout(Struct, frozen=True):

@@ -361,7 +361,7 @@ def finish(request: FinishUpload, store: RunStore, counter: ByteCounter) -> Step
                 send_file(store, counter, read, record.size_bytes, f"{step}/{path}")
             attempt.files[path] = record
     path = f"{step}/{MANIFEST_NAME}"
-    source = with_findings(request.manifest["source"], merged.lost, merged.notes)
+    source = with_findings(request.manifest["source"], merged.lost, merged.notes, merged.digests)
     manifest = manifest_bytes(
         {**request.manifest, "source": source}, attempt.files, store.where(path)
     )

@@ -36,9 +36,10 @@ def accelerator(tmp_path: Path) -> Iterator[Accelerator]:
         state._reset_state()
 
 
-def test_without_sharding_accelerate_itself_saves_and_loads(
+def test_accelerate_itself_saves_and_loads_what_only_it_can(
     accelerator: Accelerator, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    accelerator.project_configuration.save_on_each_node = True
     model = accelerator.prepare(torch.nn.Linear(2, 2))
     truth = model.weight.detach().clone()
     for _ in range(2):
@@ -49,8 +50,8 @@ def test_without_sharding_accelerate_itself_saves_and_loads(
     assert torch.equal(model.weight, truth)
     told = [r.message for r in caplog.records if r.levelno == logging.WARNING]
     assert told == [
-        "accelerate itself saves: its distributed type is NO, not FSDP",
-        "accelerate itself loads: its distributed type is NO, not FSDP",
+        "accelerate itself saves: save_on_each_node is set, so that the nodes share no file system",
+        "accelerate itself loads: save_on_each_node is set, so that the nodes share no file system",
     ]
 
 

@@ -10,7 +10,7 @@ import threading
 import time
 import warnings
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from accelerate.data_loader import prepare_data_loader
 from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint._extension import ZStandard
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import DistributedSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
+from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 import ckptkit
 from ckptkit.core.errors import CkptkitError, ResumeError, UsageError
@@ -459,6 +463,132 @@ def test_a_compressed_save_of_torch_is_resumed_from(tmp_path: Path) -> None:
     assert new["optimizer"].param_groups[0]["lr"] == old["optimizer"].param_groups[0]["lr"]
     for one, other in zip(new["model"].parameters(), old["model"].parameters(), strict=True):
         assert torch.equal(one, other)
+
+
+class Shared(Loader):
+    """A dataloader whose ranks count together."""
+
+    def merge_states(self, states: Sequence[Mapping[str, int]]) -> int:
+        if min(state["position"] for state in states) < 0:
+            raise ValueError("no such position")
+        return sum(state["position"] for state in states)
+
+    def split_state(self, state: int, rank: int, world_size: int) -> dict[str, int]:
+        return {"position": 100 * rank + state // world_size}
+
+
+def resume_loaders(
+    folder: Path, states: Sequence[Any], loaders: Sequence[Any]
+) -> list[CkptkitError | None]:
+    """Resumes loaders, one for each rank, from what as many ranks as states had."""
+    save(folder, trained(), world_size=len(states))
+    for rank, state in enumerate(states):
+        (folder / f"ckptkit/dataloader_0_rank_{rank}.bin").write_bytes(serialised(state))
+    finish(folder, len(states))
+    board = LocalKeyValueStore()
+
+    def on(rank: int) -> CkptkitError | None:
+        state = state_of() | {"loader": loaders[rank]}
+        bound = bind(state, layout="accelerate", rank=rank, world_size=len(loaders))
+        peers = Peers(rank, len(loaders), board, "")
+        try:
+            resume(bound, folder.parent, peers, timeout_seconds=20)
+        except CkptkitError as error:
+            return error
+        return None
+
+    with ThreadPoolExecutor(len(loaders)) as pool:
+        return list(pool.map(on, range(len(loaders))))
+
+
+def test_a_loader_that_merges_and_splits_states_goes_on_under_other_ranks(tmp_path: Path) -> None:
+    loaders = [Shared() for _ in range(2)]
+    states = [{"position": 4}, {"position": 7}, {"position": 1}]
+    assert resume_loaders(tmp_path / "checkpoint-3", states, loaders) == [None, None]
+    assert [loader.position for loader in loaders] == [6, 106]
+
+
+def test_what_a_loader_raises_where_it_merges_is_raised_on_all_ranks(tmp_path: Path) -> None:
+    loaders = [Shared() for _ in range(2)]
+    errors = resume_loaders(tmp_path / "checkpoint-3", [{"position": -1}] * 3, loaders)
+    assert all("merge_states() raised ValueError: no such position" in str(e) for e in errors)
+    assert [loader.position for loader in loaders] == [0, 0]
+
+
+ROWS = list(range(96))
+
+
+def torchdata_loader(rank: int, world_size: int, sampler: Any, **options: Any) -> Any:
+    own = sampler(ROWS, num_replicas=world_size, rank=rank, shuffle=True, seed=3)
+    return StatefulDataLoader(ROWS, batch_size=2, sampler=own, **options)
+
+
+def accelerate_loader(rank: int, world_size: int, _sampler: None) -> Any:
+    return prepare_data_loader(
+        torch.utils.data.DataLoader(ROWS, batch_size=2),  # type: ignore[arg-type]
+        num_processes=world_size,
+        process_index=rank,
+        use_stateful_dataloader=True,
+        put_on_device=False,
+    )
+
+
+@pytest.mark.filterwarnings("ignore:.*set_vital")
+@pytest.mark.parametrize(("before", "batches", "now"), [(4, 2, 2), (2, 4, 4), (3, 3, 2), (2, 1, 4)])
+@pytest.mark.parametrize(
+    ("make", "sampler"),
+    [
+        (torchdata_loader, DistributedSampler),
+        (torchdata_loader, StatefulDistributedSampler),
+        (accelerate_loader, None),
+    ],
+)
+def test_loaders_whose_ranks_take_turns_go_on_where_all_were_together(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    make: Any,
+    sampler: Any,
+    before: int,
+    batches: int,
+    now: int,
+) -> None:
+    old = [make(rank, before, sampler) for rank in range(before)]
+    order: list[Any] = []
+    for its in zip(*(map(iter, old)), strict=True):
+        order.append([batch.tolist() for batch in its])
+        if len(order) == batches:
+            break
+    had = [row for turn in order for rows in turn for row in rows]
+    states = [loader.state_dict() for loader in old]
+    new = [make(rank, now, sampler) for rank in range(now)]
+    assert resume_loaders(tmp_path / "checkpoint-3", states, new) == [None] * now
+    rest = [row for loader in new for batch in loader for row in batch.tolist()]
+    left = before * batches % now
+    assert len(set(had) & set(rest)) == 2 * left
+    assert set(had) | set(rest) == set(ROWS)
+    assert ("repeated" in caplog.text) == bool(left), caplog.text
+
+
+@pytest.mark.filterwarnings("ignore:.*set_vital")
+def test_a_loader_that_cannot_be_split_says_what_is_repeated_or_skipped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = [StatefulDataLoader(ROWS, batch_size=2) for _ in range(2)]
+    taken = list(map(iter, plain))
+    for _ in range(3):
+        list(map(next, taken))
+    states = [loader.state_dict() for loader in plain]
+    for number, ranks in ((0, 1), (1, 3)):
+        new = [StatefulDataLoader(ROWS, batch_size=2) for _ in range(ranks)]
+        resume_loaders(tmp_path / str(number) / "checkpoint-3", states, new)
+    assert "if ranks share the data, 3 batches are repeated" in caplog.text
+    assert "if ranks share the data, 3 batches are skipped" in caplog.text
+    next(taken[1])
+    states[1] = plain[1].state_dict()
+    resume_loaders(
+        tmp_path / "2" / "checkpoint-3", states, [StatefulDataLoader(ROWS, batch_size=2)]
+    )
+    assert "starts afresh, and the 7 batches that they had taken in all are repeated" in caplog.text
 
 
 def loader_state(seed: int, *, yielded: int = 4) -> dict[str, Any]:
