@@ -161,6 +161,32 @@ def test_blocks_of_zeros_and_of_tiny_numbers_have_a_scale(tmp_path: Path) -> Non
     assert not own[:128].float().any()
 
 
+@pytest.mark.parametrize("choice", CHOICES)
+def test_numbers_that_would_be_infinite_are_refused(tmp_path: Path, choice: str) -> None:
+    """compressed-tensors 0.20.1 packs some as infinity and others as zeros, without an error."""
+    save_model(tmp_path / "large")
+    most = torch.finfo(torch.bfloat16).max
+    given = torch.zeros(384, 256, dtype=torch.bfloat16)
+    given[7, 3], given[200, 255] = 2.5e38, -2.5e38
+    change(tmp_path / "large", PROJECTION, given)
+    pack(tmp_path / "large", choice)
+    ckptkit.consolidate(tmp_path / f"large-{choice}", tmp_path / "again", dtype="bfloat16")
+    again = load_file(tmp_path / "again" / "model.safetensors")[PROJECTION]
+    assert torch.allclose(again, given, rtol=0.1, atol=0)
+    save_model(tmp_path / "largest")
+    given[200, 255] = -most
+    change(tmp_path / "largest", PROJECTION, given)
+    if choice == "fp8-block":  # its scales are exact enough
+        tensors, _ = pack(tmp_path / "largest", choice)
+        numbers, scale = quantize(given)
+        assert_same_bits(tensors[PROJECTION], numbers)
+        assert_same_bits(tensors[f"{PROJECTION}_scale_inv"], scale)
+        return
+    said = refusal(tmp_path / "largest", choice)
+    assert f"'{PROJECTION}'" in said
+    assert "magnitude 3.38953e+38 is too large to be packed" in said
+
+
 def test_large_weights_are_packed_block_by_block_as_at_once(tmp_path: Path) -> None:
     """Tensors of more than a leaf of digests, whose blocks begin within rows of blocks."""
     torch.manual_seed(0)
