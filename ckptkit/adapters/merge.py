@@ -414,11 +414,11 @@ class _Planning:
             norm_of=norm_of,
         )
         products = list(_plan_products(tensors, changes, ties, shapes, alignment.called, make))
-        stored = () if self._base.unpacked is None else self._base.unpacked.stored
+        of_packed = () if self._base.unpacked is None else self._base.unpacked.stored
         unpacked = {
             live
             for tensor in tensors
-            if any(key in stored for _, key in tensor.operand.reads)
+            if any(key in of_packed for _, key in tensor.operand.reads)
             for live in tensor.live
         }
         layers = _report_layers(adapters, tensors, changes, quantized, unpacked, request, reader)

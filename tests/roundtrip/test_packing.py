@@ -10,6 +10,13 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from compressed_tensors.compressors import ModelCompressor
+from compressed_tensors.quantization import (
+    QuantizationConfig,
+    apply_quantization_config,
+    preset_name_to_scheme,
+)
+from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -269,6 +276,71 @@ def test_packed_models_are_loaded_by_transformers(tmp_path: Path, choice: str) -
     # Those of channels round activations while they run.
     assert torch.allclose(loaded, again, atol=0.2 if choice.endswith("channel") else 0)
     assert torch.allclose(loaded, model(tokens).logits, atol=0.6)
+
+
+PRESETS = {
+    "fp8-channel": "FP8_DYNAMIC",
+    "int8-channel": "W8A8",
+    "int4-group": "W4A16",
+    "nvfp4": "NVFP4A16",
+    "mxfp4": "MXFP4A16",
+}
+
+
+def save_as_the_library_does(plain: Path, choice: str, folder: Path) -> None:
+    """Packs a model with the library of a form, which rounds and writes everything itself."""
+    model = AutoModelForCausalLM.from_pretrained(plain, dtype="auto")
+    if choice == "fp8-block":  # Transformers packs none on a CPU but with its own operation
+        model.save_pretrained(folder)
+        tensors: Tensors = {}
+        for name, value in model.state_dict().items():
+            tensors[name] = value
+            if name.endswith("_proj.weight"):
+                tensors[name], tensors[f"{name}_scale_inv"] = quantize(value)
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        config = json.loads((folder / "config.json").read_text())
+        config["quantization_config"] = FineGrainedFP8Config().to_dict()
+        config["quantization_config"]["modules_to_not_convert"] = ["lm_head"]
+        (folder / "config.json").write_text(json.dumps(config))
+        return
+    form = FORMS[choice].calls
+    scheme = preset_name_to_scheme(PRESETS[choice], ["Linear"])
+    groups = {"group_0": scheme}
+    apply_quantization_config(
+        model, QuantizationConfig(config_groups=groups, ignore=["lm_head"], format=form)
+    )
+    for module in model.modules():
+        if getattr(module, "quantization_scheme", None) is None:
+            continue
+        args, value = module.quantization_scheme.weights, module.weight.data
+        blocks = value.reshape(len(value), -1, args.group_size or value.shape[1])
+        whole = {}
+        if args.strategy == "tensor_group":
+            whole["global_scale"] = generate_gparam(value.amin(), value.amax())
+            module.weight_global_scale.data = whole["global_scale"].reshape(1)
+        scale, _ = calculate_qparams(blocks.amin(-1), blocks.amax(-1), args, **whole)
+        module.weight_scale.data = scale.reshape(module.weight_scale.shape).bfloat16()
+    compressor = ModelCompressor.from_pretrained_model(model, quantization_format=form)
+    compressor.compress_model(model)
+    model.save_pretrained(folder)
+    compressor.update_config(folder)
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_packed_models_compute_what_those_of_the_library_do(tmp_path: Path, choice: str) -> None:
+    save_model(tmp_path / "plain")
+    tensors, _ = pack(tmp_path / "plain", choice)
+    save_as_the_library_does(tmp_path / "plain", choice, tmp_path / "theirs")
+    theirs = load_file(tmp_path / "theirs" / "model.safetensors")
+    assert tensors.keys() == theirs.keys()
+    for name, value in theirs.items():
+        assert_same_bits(tensors[name], value)
+    tokens = torch.arange(20)[None]
+    loaded, expected = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype="auto")(tokens).logits
+        for name in (f"plain-{choice}", "theirs")
+    )
+    assert torch.equal(loaded, expected)
 
 
 @pytest.mark.parametrize("choice", ["nvfp4", "int4-group"])
