@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -692,3 +693,25 @@ def test_a_weight_is_read_once_for_its_numbers_and_its_scales(
     names = [name for _, name, _ in begin]
     scale = next(name for name in names if "up_proj.weight_s" in name and "shape" not in name)
     assert PROJECTION in names[names.index(scale) - 1]
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("is_named", [True, False])
+def test_an_index_alone_does_not_say_how_weights_are_packed(
+    tmp_path: Path, choice: str, is_named: bool
+) -> None:
+    """It was advised to leave scales out of the output, which would not have been packed."""
+    published = publish(tmp_path, choice, max_shard_size=500_000)
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    for name in ("config.json", "model.safetensors.index.json"):
+        shutil.copy(published / name, alone)
+    like = alone / "model.safetensors.index.json" if is_named else alone
+    said = refusal_as(tmp_path / "trained from", like)
+    assert "is packed there; how, an index alone does not say" in said
+    assert "pass the folder with all of its weights and its config.json" in said
+    ckptkit.consolidate(tmp_path / "trained from", tmp_path / "whole", like=published)
+    ckptkit.consolidate(published, tmp_path / "copied", like=like)  # as it is packed already
+    files = {file.name for file in published.glob("*.safetensors")}
+    for folder in ("whole", "copied"):
+        assert files == {file.name for file in (tmp_path / folder).glob("*.safetensors")}
