@@ -42,6 +42,7 @@ from ckptkit.lora.dialects import build_table, make_plain_name, rename_plainly, 
 from ckptkit.lora.pairing import SAME_NAMES, Renaming, find_text_model, list_owners
 from ckptkit.options import ConsolidateRequest
 from ckptkit.plan.coverage import refuse_problems
+from ckptkit.plan.number_formats import UNPACKED_AHEAD
 from ckptkit.plan.selection import select_model
 from ckptkit.plan.ties import find_absent_tied_names, untie_config
 from ckptkit.plan.weight_kinds import looks_packed
@@ -106,7 +107,9 @@ def open_base(
         folders = SideFolders(stack, checkpoint, names.model_config)
         side, _ = folders.choose(allow_code=False)
         packed_config = folders.config(side)
-        unpacked = unpack_checkpoint(checkpoint, packed_config, names.unpack)
+        unpacked = unpack_checkpoint(
+            checkpoint, packed_config, names.unpack, methods=UNPACKED_AHEAD
+        )
         checkpoint, config = unpacked.checkpoint, unpacked.config
         try:
             checkpoint = convert_names(checkpoint, names.map, config or names.config)

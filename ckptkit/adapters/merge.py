@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import chain
@@ -414,7 +414,14 @@ class _Planning:
             norm_of=norm_of,
         )
         products = list(_plan_products(tensors, changes, ties, shapes, alignment.called, make))
-        layers = _report_layers(adapters, tensors, changes, quantized, request, reader)
+        of_packed = () if self._base.unpacked is None else self._base.unpacked.stored
+        unpacked = {
+            live
+            for tensor in tensors
+            if any(key in of_packed for _, key in tensor.operand.reads)
+            for live in tensor.live
+        }
+        layers = _report_layers(adapters, tensors, changes, quantized, unpacked, request, reader)
         # Products are planned: the files around them.
         config = self._write_config(config, products, changes, shapes, ties)
         self._notes += [*alignment.notes, *self._checks.notes(quantized)]
@@ -1122,7 +1129,8 @@ class MergedLayer(Struct, frozen=True):
     rank: int | None
     scaling: float | None
     is_dora: bool
-    base: str  # kept, dequantized, original; replaced by a tensor of the adapter; none
+    # kept, dequantized, packed again, original; replaced by a tensor of the adapter; none
+    base: str
     change: float | None = None  # norm of the scaled product over that of the base's weight
     # Norm of the error of quantization over that of the scaled product.
     quantization: float | None = None
@@ -1133,6 +1141,7 @@ def _report_layers(
     tensors: Sequence[BaseTensor],
     changes: Changes,
     quantized: QuantizedBase,
+    unpacked: Collection[Fqn],
     request: MergeRequest,
     reader: ArrayReader,
 ) -> list[MergedLayer]:
@@ -1153,7 +1162,9 @@ def _report_layers(
     layers: list[MergedLayer] = []
     for weight, own in changes.items():
         base = "kept" if weight in present else "none"
-        if weight in quantized.operands:
+        if weight in unpacked:
+            base = "packed again" if request.dtype == "keep" else "dequantized"
+        elif weight in quantized.operands:
             base = request.qlora_base or "dequantized"
         scaled = {
             change.source.position: norm * abs(adapters[change.source.position].weight)

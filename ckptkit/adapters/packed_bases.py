@@ -26,26 +26,25 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from ckptkit.adapters.array_reader import ArrayReader
-from ckptkit.adapters.packed_operands import (
+from ckptkit.core.crc import crc32
+from ckptkit.core.dtypes import BY_NAME, DType
+from ckptkit.core.errors import CkptkitError, InputError, RefusedError
+from ckptkit.core.index import Shape, Span, TensorEntry
+from ckptkit.core.threads import run_crew
+from ckptkit.engine.bitsandbytes import (
     NESTED_BLOCKSIZE,
     DerivedScales,
     EightBitWeight,
-    FourBitWeight,
-    NestedScales,
     RequantizedEightBit,
     RequantizedFourBit,
-    Scales,
-    StoredScales,
     compute_float32_mean,
     count_mismatches,
     count_row_mismatches,
     find_block_maxima,
+    make_four_bits,
+    read_state,
+    unpack_by_companions,
 )
-from ckptkit.core.crc import crc32
-from ckptkit.core.dtypes import BY_NAME, DType
-from ckptkit.core.errors import CkptkitError, FormatError, InputError, RefusedError
-from ckptkit.core.index import Shape, Span, TensorEntry
-from ckptkit.core.threads import run_crew
 from ckptkit.engine.kernels import Operand, StoredOperand
 from ckptkit.engine.reader import Origin
 from ckptkit.lora.changes import QloraBase
@@ -54,9 +53,7 @@ from ckptkit.lora.quantized import (
     DTYPES,
     EIGHT_BITS,
     FOUR_BITS,
-    MAX_STATE_BYTES,
     QUANT_TYPES,
-    SCALES_OF_ROWS,
     BlockSize,
     FourBitSettings,
     FourBitState,
@@ -85,11 +82,11 @@ class ModelWeights(Struct, frozen=True):
     def stored(self, entry: TensorEntry) -> StoredOperand:
         return StoredOperand(self.origin.name, entry.key, entry.dtype)
 
+    def read_with(self, reader: ArrayReader) -> Callable[[TensorEntry], bytes]:
+        return lambda entry: reader.read_whole(entry, self.origin.name).tobytes()
+
     def read_state(self, entry: TensorEntry, reader: ArrayReader) -> FourBitState:
-        where = f"{self.location}, tensor {entry.name!r}"
-        if entry.size_bytes > MAX_STATE_BYTES:
-            raise FormatError(f"has {entry.size_bytes:,} bytes, too many for a state", where=where)
-        return FourBitState.parse(reader.read_whole(entry, self.origin.name).tobytes(), where=where)
+        return read_state(entry, self.read_with(reader), self.location)
 
 
 class UnpackedWeight(Struct, frozen=True):
@@ -183,8 +180,10 @@ class PackedBases:
         elif weight.bits == EIGHT_BITS:
             columns = weight.packed.shape[1]
             scales = DerivedScales(plain, FLOAT16, columns, weight.packed.elements)
-            operand = EightBitWeight(packed, scales, columns)
-            unpacked = UnpackedWeight(operand, weight.packed.shape, plain.dtype, derived=True)
+            unpacked = UnpackedWeight(
+                *(EightBitWeight(packed, scales, columns), weight.packed.shape, plain.dtype),
+                derived=True,
+            )
         else:
             self._check_shape(name, weight.shape or ())
             state = self._find_state(weight, packed, plain, reader)
@@ -194,8 +193,10 @@ class PackedBases:
             derived = DerivedScales(
                 *(plain, BY_NAME[state.dtype], state.blocksize, state.elements, offset)
             )
-            unpacked = _make_four_bits(packed, derived, state)
-            return replace(unpacked, derived=True, proof=proof)
+            operand = make_four_bits(packed, derived, state)
+            return UnpackedWeight(
+                *(operand, state.shape, operand.dtype, state), derived=True, proof=proof
+            )
         self._check_shape(name, unpacked.shape)
         proof = prove_packing(reader, packed, plain, unpacked.shape, unpacked.state)
         return replace(unpacked, proof=self._check(name, proof))
@@ -247,65 +248,22 @@ def _unpack_by_companions(
     holder: ModelWeights, weight: PackedWeight, reader: ArrayReader
 ) -> UnpackedWeight:
     """Unpacks a weight by the scales that are stored with it."""
-    location = holder.location
     if not weight.is_whole:
-        raise _make_state_error(weight, location)
-
-    def take(kind: str, elements: int) -> StoredOperand:
-        entry = weight.companions.get(kind)
-        if entry is None:
-            raise FormatError(
-                f"{weight.name!r} is doubly quantized, but {kind!r} was not stored with it",
-                where=location,
-            )
-        if entry.elements != elements:
-            raise FormatError(
-                f"{entry.name!r} has {entry.elements:,} elements, expected {elements:,} for its"
-                " weight",
-                where=location,
-            )
-        return holder.stored(entry)
-
-    packed = holder.stored(weight.packed)
-    if weight.state is None:
-        rows, columns = weight.packed.shape
-        operand = EightBitWeight(packed, StoredScales(take(SCALES_OF_ROWS, rows)), columns)
+        raise _make_state_error(weight, holder.location)
+    operand, shape, state = unpack_by_companions(
+        weight,
+        holder.read_with(reader),
+        origin=holder.origin.name,
+        location=holder.location,
+    )
+    dtype = operand.dtype
+    if state is None:
         # The element type before is the configured one, or the commonest.
         name, entries = read_dtype(holder.config), holder.entries.values()
         others = Counter(e.dtype for e in entries if e.dtype.kind == "float" and len(e.shape) > 1)
         commonest = max(others, key=lambda dtype: others[dtype], default=FLOAT16)
         dtype = commonest if name is None else BY_NAME[name]
-        return UnpackedWeight(operand, weight.packed.shape, dtype)
-    state = holder.read_state(weight.state, reader)
-    if weight.packed.size_bytes != -(-state.elements // 2):
-        raise FormatError(
-            f"{weight.packed.name!r} has {weight.packed.size_bytes:,} bytes, but its state is"
-            f" that of a weight of shape {state.shape}",
-            where=location,
-        )
-    blocks, nested = -(-state.elements // state.blocksize), state.nested_blocksize
-    absmax = take("absmax", blocks)
-    scales: Scales = StoredScales(absmax)
-    if nested:
-        shared = take("nested_absmax", -(-blocks // nested))
-        table = take("nested_quant_map", 256)
-        scales = NestedScales(absmax, shared, table, nested, state.nested_offset)
-    if (absmax.dtype.itemsize != 1) if nested else (absmax.dtype.kind != "float"):
-        expected = "bytes of double quantization" if nested else "floating numbers"
-        raise FormatError(
-            f"{weight.companions['absmax'].name!r} has element type {absmax.dtype.name}, expected"
-            f" scales as {expected}",
-            where=location,
-        )
-    return _make_four_bits(packed, scales, state)
-
-
-def _make_four_bits(packed: StoredOperand, scales: Scales, state: FourBitState) -> UnpackedWeight:
-    dtype = BY_NAME[state.dtype]
-    operand = FourBitWeight(
-        packed, scales, state.quant_type, state.blocksize, state.elements, dtype
-    )
-    return UnpackedWeight(operand, state.shape, dtype, state)
+    return UnpackedWeight(operand, shape, dtype, state)
 
 
 _EIGHT = "8 bits"

@@ -67,6 +67,7 @@ from ckptkit.lora.inference import (
 )
 from ckptkit.name_maps.apply import Extent
 from ckptkit.plan.coverage import refuse_problems
+from ckptkit.plan.number_formats import UNPACKED_AHEAD
 from ckptkit.plan.plan import SOURCE
 from ckptkit.plan.weight_kinds import LORA
 from ckptkit.storage.local.source import LocalSource
@@ -165,7 +166,7 @@ def open_adapter(
     folders = SideFolders(stack, checkpoint, None)
     name = SOURCE if position is None else f"adapter{position}"
     config = folders.config(folders.choose(allow_code=False)[0])
-    unpacked = unpack_checkpoint(checkpoint, config, request.unpack)
+    unpacked = unpack_checkpoint(checkpoint, config, request.unpack, methods=UNPACKED_AHEAD)
     try:
         found = _read_adapter(unpacked.checkpoint, folders, request, name)
     except CkptkitError as error:

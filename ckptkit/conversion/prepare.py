@@ -83,7 +83,13 @@ from ckptkit.conversion.write import (
     estimate_plan,
 )
 from ckptkit.core.dtypes import BY_NAME, DType
-from ckptkit.core.errors import InputError, NotACheckpointError, RefusedError, UsageError
+from ckptkit.core.errors import (
+    InputError,
+    MissingFileError,
+    NotACheckpointError,
+    RefusedError,
+    UsageError,
+)
 from ckptkit.core.frameworks import recognise_by_tensors
 from ckptkit.core.index import Fqn, TensorEntry
 from ckptkit.core.text import Aside, counted, list_first
@@ -511,7 +517,7 @@ def _open_packed(stack: ExitStack, request: ConsolidateRequest, like: str) -> _P
     where = f"--like {like}"
     if not _has_packed(like):
         return None
-    with suppress(NotACheckpointError):  # an index alone, which was named itself
+    with suppress(NotACheckpointError, MissingFileError):  # an index alone
         config = read_config_in(like, "--like")
         opened = open_filling(stack, like, "--like").opened
         unpacked = unpack_checkpoint(opened, config, UNPACKED)
@@ -539,6 +545,20 @@ def _open_packed(stack: ExitStack, request: ConsolidateRequest, like: str) -> _P
 def _has_packed(like: str) -> bool:
     names = read_file_map(like, option="--like").files
     return any(find_dense_name(name) != name for name in names)
+
+
+def _refuse_unknown_packing(draft: _Draft, like: str) -> None:
+    """Refuses a packed model that does not say how it is packed, for weights that are not."""
+    own = {entry.name for entry in draft.select(everything=True)}
+    for name in read_file_map(like, option="--like").files:
+        weight = Fqn(find_dense_name(name))
+        if name not in own and weight in own:
+            raise RefusedError(
+                f"has {name!r}, so {weight!r} is packed there; how, an index alone does not say",
+                where=f"--like {like}",
+                hint="pass the folder with all of its weights and its config.json; or"
+                f" {_WITHOUT_LIKE}",
+            )
 
 
 _WITHOUT_LIKE = "leave --like out, and pass the form of packed weights with --dtype, or bfloat16"
@@ -569,6 +589,8 @@ def _settle_packing(
                 where=draft.checkpoint.path,
                 hint="pass --dtype bfloat16, which unpacks it",
             )
+        if draft.packed is None:
+            _refuse_unknown_packing(draft, request.like)
     if draft.packed is not None:
         entries = draft.select(everything=True)
         if not name_packing(draft.checkpoint, stored, entries):

@@ -11,8 +11,8 @@ import json
 import math
 import posixpath
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from msgspec import Struct
@@ -29,7 +29,7 @@ from ckptkit.engine.kernels import StoredOperand
 from ckptkit.engine.packed_numbers import Grid, UnpackedOperand, make_table
 from ckptkit.engine.reader import Origin, TensorReader
 from ckptkit.plan.coverage import refuse_problems
-from ckptkit.plan.number_formats import METHODS, PackedGroup, Packing, find_packing
+from ckptkit.plan.number_formats import BITSANDBYTES, METHODS, PackedGroup, Packing, find_packing
 from ckptkit.plan.packed_forms import PackedForm, find_form
 from ckptkit.plan.packing_settings import (
     HEADER,
@@ -37,11 +37,15 @@ from ckptkit.plan.packing_settings import (
     Blocks,
     Settings,
     drop_quantization,
+    find_method,
     find_quantization,
     read_settings,
 )
 from ckptkit.plan.plan import SOURCE
 from ckptkit.plan.weight_kinds import describe_stored
+
+if TYPE_CHECKING:
+    from ckptkit.engine.bitsandbytes import EightBitWeight, FourBitWeight
 
 _MODELOPT = "hf_quant_config.json"
 _WORD_BITS = 32
@@ -73,15 +77,19 @@ class Unpacked(Struct, frozen=True):
 
 
 def unpack_checkpoint(
-    checkpoint: OpenedCheckpoint, config: Mapping[str, Any] | None, asked: str
+    checkpoint: OpenedCheckpoint,
+    config: Mapping[str, Any] | None,
+    asked: str,
+    *,
+    methods: Collection[str] = METHODS,
 ) -> Unpacked:
     """Unpacks what the schemes of `ckptkit.plan.number_formats` have packed; else changes nothing.
 
-    `asked`: the element type that the user wants.
+    `asked`: the element type that the user wants. `methods`: whose schemes are unpacked.
     """
     options = find_quantization(config) or _read_modelopt(checkpoint)
-    method = str((options or {}).get("quant_method"))
-    if options is None or method not in METHODS or asked not in _RESULTS:
+    method = find_method(options)
+    if options is None or method not in methods or asked not in _RESULTS:
         return Unpacked(checkpoint, config, asked)
     index, where = checkpoint.index, checkpoint.path
     header = {path[1]: text for path, text in index.values.items() if path[:1] == (HEADER,)}
@@ -100,13 +108,17 @@ def unpack_checkpoint(
         stored = [entry for group in packing.groups for entry in group.entries]
         refuse_problems(index, stored, where)
         _refuse_split(stored, where)
-        shapes = _read_shapes(checkpoint, packing)
+        read = _make_reader(checkpoint)
+        shapes = _read_shapes(packing, read, where)
         for group in packing.groups:
-            settings = read_settings(options, group, location=where)
-            weight = _Weight(group, settings, shapes.get(group.name), asked, where)
-            made = weight.make()
+            settings, form = read_settings(options, group, location=where), None
+            if method == BITSANDBYTES:
+                made = _unpack_bitsandbytes(group, read, config, where)
+            else:
+                weight = _Weight(group, settings, shapes.get(group.name), asked, where)
+                made = weight.make()
+                form = find_form(group.scheme, settings.calls, weight.blocks, made.shape)
             tensors[made.key] = made
-            form = find_form(group.scheme, settings.calls, weight.blocks, made.shape)
             found[made.key] = StoredForm(group, made.shape, form)
         for entry in (*stored, *packing.unused):
             tensors[entry.key] = replace(entry, part="other")
@@ -134,7 +146,7 @@ def unpack_to_measure(
     name = next(itertools.chain(packed, tiny), None)
     if name is not None:
         said = find_quantization(config)
-        method = "no configuration says how" if said is None else f"as {said.get('quant_method')!r}"
+        method = "no configuration says how" if said is None else f"as {find_method(said)!r}"
         raise RefusedError(
             f"tensor {name!r} belongs to a packed weight ({method}), which is not unpacked",
             where=checkpoint.path,
@@ -152,9 +164,7 @@ def name_packing(
     entries: Iterable[TensorEntry],
 ) -> dict[str, int]:
     """Returns how many weights each scheme has packed, by the title of the scheme."""
-    method = str(
-        (find_quantization(config) or _read_modelopt(checkpoint) or {}).get("quant_method")
-    )
+    method = find_method(find_quantization(config) or _read_modelopt(checkpoint))
     trees: dict[str, dict[str, TensorEntry]] = {}
     for entry in entries:
         if entry.part == "model":
@@ -193,27 +203,86 @@ def _refuse_split(entries: Sequence[TensorEntry], where: str) -> None:
             )
 
 
-def _read_shapes(checkpoint: OpenedCheckpoint, packing: Packing) -> dict[str, Shape]:
+def _make_reader(checkpoint: OpenedCheckpoint) -> Callable[[TensorEntry], bytes]:
+    """Returns what reads small tensors."""
+    reader = TensorReader(Origin(SOURCE, checkpoint.source, checkpoint.index))
+
+    def read(entry: TensorEntry) -> bytes:
+        data = bytearray(entry.size_bytes)
+        reader.fill(entry.key, Span(0, entry.elements), memoryview(data))
+        return bytes(data)
+
+    return read
+
+
+def _read_shapes(
+    packing: Packing, read: Callable[[TensorEntry], bytes], where: str
+) -> dict[str, Shape]:
     """Returns the shapes that are stored with weights."""
     stored = {
         group.name: group.companions["shape"]
         for group in packing.groups
         if "shape" in group.companions
     }
-    reader = TensorReader(Origin(SOURCE, checkpoint.source, checkpoint.index))
     shapes = {}
     for name, entry in stored.items():
-        data = bytearray(entry.size_bytes)
         if entry.dtype.kind != "int" or entry.shape not in {(2,), (3,)}:
             raise RefusedError(
                 f"tensor {entry.name!r} is {entry.dtype.name} of shape {entry.shape}, expected the"
                 " integers of a shape",
-                where=checkpoint.path,
+                where=where,
                 hint="the file is damaged: download it again",
             )
-        reader.fill(entry.key, Span(0, entry.elements), memoryview(data))
-        shapes[name] = tuple(np.frombuffer(data, numpy_dtype(entry.dtype)).tolist())
+        shapes[name] = tuple(np.frombuffer(read(entry), numpy_dtype(entry.dtype)).tolist())
     return shapes
+
+
+def _unpack_bitsandbytes(
+    group: PackedGroup,
+    read: Callable[[TensorEntry], bytes],
+    config: Mapping[str, Any] | None,
+    where: str,
+) -> TensorEntry:
+    from ckptkit.engine.bitsandbytes import unpack_by_companions  # few models need these
+    from ckptkit.lora.changes import find_model_types
+    from ckptkit.lora.inference import is_conv1d
+    from ckptkit.lora.quantized import find_packed_weights
+
+    weight = find_packed_weights({str(e.name): e for e in group.entries}, {}).get(group.name)
+    if weight is None:
+        raise RefusedError(
+            f"tensor {group.name!r} is {group.packed.dtype.name} of shape {group.packed.shape},"
+            " expected a matrix",
+            where=where,
+            hint="the file is damaged: download it again",
+        )
+    if is_conv1d(group.name.removesuffix(".weight"), find_model_types(config)):
+        raise RefusedError(
+            f"weight {group.name!r} was turned over before it was packed, as its layer has its"
+            " inputs in rows: no library turns it back",
+            where=where,
+            hint="take the model that was not packed",
+        )
+    operand, shape, _ = unpack_by_companions(weight, read, origin=SOURCE, location=where)
+    return _make_entry(group, operand, shape)
+
+
+def _make_entry(
+    group: PackedGroup, operand: UnpackedOperand | FourBitWeight | EightBitWeight, shape: Shape
+) -> TensorEntry:
+    packed, name = group.packed, Fqn(group.name)
+    return TensorEntry(
+        key=Key(f"{packed.key} unpacked"),
+        key_path=(*packed.key_path[:-1], name),
+        name=name,
+        tree=packed.tree,
+        part="model",
+        dtype=operand.dtype,
+        shape=shape,
+        chunks=ChunkTable.of((), len(shape)),
+        derivation=operand,
+        stored_names=tuple(one.name for one in group.entries if one.name != name),
+    )
 
 
 class _Weight:
@@ -271,19 +340,7 @@ class _Weight:
             is_transposed=scheme.is_transposed,
             rounds_scales=scheme.result == "asked",
         )
-        name = Fqn(self._group.name)
-        return TensorEntry(
-            key=Key(f"{packed.key} unpacked"),
-            key_path=(*packed.key_path[:-1], name),
-            name=name,
-            tree=packed.tree,
-            part="model",
-            dtype=dtype,
-            shape=shape,
-            chunks=ChunkTable.of((), len(shape)),
-            derivation=operand,
-            stored_names=tuple(one.name for one in self._group.entries if one.name != name),
-        )
+        return _make_entry(self._group, operand, shape)
 
     def _find_number(self) -> str:
         """Returns the format of the numbers; of several sizes the one that fits the shape."""

@@ -53,6 +53,7 @@ _LARGEST_SCALE = 448  # of float8_e4m3fn
 _LEAST_SCALE = np.float32(0.125)  # what compressed-tensors stores of those for 0
 _FACTOR_LIMIT = np.finfo(np.float32).max
 _EPSILON = np.float32(2**-7)  # of bfloat16: the scale of a block of zeros in compressed-tensors
+_HUGE = 2.0**126  # no scale of smaller numbers stands for infinity
 _MAGNITUDE, _INFINITE = 0x7FFF, 0x7F80  # bits of bfloat16
 _UNKNOWN = 0xFFFF  # in place of the bits of a largest magnitude
 _LOW = np.uint32(0xFFFF)  # the bits of float32 that bfloat16 lacks
@@ -175,10 +176,12 @@ class PackingKernel(Kernel, Struct, frozen=True):
             if largest is None:
                 largest = self._find_largest(part, band)
             scales, factors = self._find_scales(largest)
+            used = scales if self.form.scale == "float32" else factors
+            if largest.max(initial=0) > _HUGE:
+                self._refuse_overflow(largest, used)
             if self.part == "numbers":
                 bands.append(self._find_numbers(band, factors))
                 if self.loss is not None:
-                    used = scales if self.form.scale == "float32" else factors
                     self.loss.add(_as_floats(band), self._restore(bands[-1], used))
             elif out.dtype.name == "float8_e4m3fn":
                 bands.append(_look_up("float8_e4m3fn", scales))
@@ -231,6 +234,23 @@ class PackingKernel(Kernel, Struct, frozen=True):
         if self.largest is not None:
             self.largest[rows.start // high : -(-rows.stop // high)] = largest
         return _as_floats(largest)
+
+    def _refuse_overflow(self, largest: Floats, scales: Floats) -> None:
+        """Refuses a block whose largest number unpacked is infinite, or may be.
+
+        compressed-tensors 0.20.1 packs such blocks as infinity or as zeros.
+        """
+        with np.errstate(over="ignore"):
+            most = scales * np.float32(max(map(abs, _LIMITS[self.form.number])))
+            is_lost = ~np.isfinite(_rounded(most))
+        if is_lost.any():
+            found = largest[tuple(np.argwhere(is_lost)[0])]
+            raise RefusedError(
+                f"magnitude {found:g} is too large to be packed: unpacked, it would be infinite",
+                where=f"tensor {self.weight.name!r}",
+                hint="take an earlier checkpoint, or pass --dtype bfloat16, which leaves weights"
+                " unpacked",
+            )
 
     def _find_scales(self, largest: Floats) -> tuple[Floats, Floats]:
         """Returns the scales as they are stored, and what numbers are made with."""

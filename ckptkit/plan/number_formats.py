@@ -41,6 +41,8 @@ class Scheme(Struct, frozen=True, kw_only=True):
     index: str = ""  # the block of each column, where blocks are not in order
     is_centred: bool = False  # whether half of the numbers' range stands for zero
     shape: str = ""  # the shape of the weight
+    state: tuple[str, ...] = ()  # a document that says how it is packed; one of several names
+    rest: tuple[str, ...] = ()  # what else is stored with it
     needs: tuple[str, ...] = ("scale",)  # fields of those that no weight is without
     foreign: tuple[str, ...] = ()  # endings of what changes the layer too, and is not modelled
     # What the elements are rounded to before any cast: a type, that of the scales (`scale`), or
@@ -56,6 +58,7 @@ class Scheme(Struct, frozen=True, kw_only=True):
     order: Order = "plain"  # of the numbers in a word
 
 
+BITSANDBYTES = "bitsandbytes"
 _EXPONENTS = {"uint8": "e8m0", "float8_e8m0fnu": "e8m0"}
 _FLOAT8 = {"float8_e4m3fn": "float8_e4m3fn"}
 SCHEMES = (
@@ -200,8 +203,34 @@ SCHEMES = (
         zero="._weight_zero_point",
         foreign=("._weight_act_pre_scale",),
     ),
+    # `ckptkit.engine.bitsandbytes` knows what these numbers are: it has kernels of its own.
+    Scheme(
+        title="bitsandbytes, 8 bits",
+        method=BITSANDBYTES,
+        calls=("load_in_8bit",),
+        numbers={"int8": "int8"},
+        scale=(".SCB",),
+        rest=(".weight_format",),
+    ),
+    Scheme(
+        title="bitsandbytes, 4 bits",
+        method=BITSANDBYTES,
+        calls=("load_in_4bit",),
+        numbers=dict.fromkeys(
+            ("uint8", "int8", "bfloat16", "float16", "float32", "float64"), "nf4 or fp4"
+        ),
+        scale=(".weight.absmax",),
+        state=(
+            ".weight.quant_state.bitsandbytes__nf4",
+            ".weight.quant_state.bitsandbytes__fp4",
+        ),
+        rest=(".weight.quant_map", ".weight.nested_absmax", ".weight.nested_quant_map"),
+        needs=("scale", "state"),
+    ),
 )
 METHODS = frozenset(scheme.method for scheme in SCHEMES)
+UNPACKED_AHEAD = METHODS - {BITSANDBYTES}
+"""What a merge unpacks as it opens a model; it compares bitsandbytes' weights with the original."""
 
 UNUSED = (
     *("activation_scale", "input_scale", "input_zero_point", "input_global_scale"),
@@ -210,6 +239,7 @@ UNUSED = (
 )
 """The last segments of names of what only computing with packed numbers needs."""
 _WEIGHT = ".weight"
+_ROLES = ("scale", "total", "zero", "index", "shape", "state")
 
 
 class PackedGroup(Struct, frozen=True):
@@ -218,7 +248,8 @@ class PackedGroup(Struct, frozen=True):
     name: str  # of the weight
     scheme: Scheme
     packed: TensorEntry
-    companions: Mapping[str, TensorEntry]  # by the field of `Scheme` that has their ending
+    # By the field of `Scheme` that has their ending; those of `rest` by their ending.
+    companions: Mapping[str, TensorEntry]
 
     @property
     def entries(self) -> list[TensorEntry]:
@@ -300,16 +331,18 @@ def _find_group(
     whole = [group for group in found if "scale" in group.companions]
     if whole:
         return next((group for group in whole if _has_its_scales(group)), whole[0])
-    if entry.dtype.kind != "float" and not (first.scheme.packed or name.endswith(_WEIGHT)):
-        return None  # whole numbers of the model itself
+    is_plain = entry.dtype.kind == "float" and entry.dtype.itemsize > 1
+    is_other = entry.dtype.kind != "float" and not (first.scheme.packed or name.endswith(_WEIGHT))
+    if is_plain or is_other:
+        return None  # floats, or whole numbers, of the model itself
     return first
 
 
 def _find_companions(
     weight: str, scheme: Scheme, entries: Mapping[str, TensorEntry]
 ) -> Iterator[tuple[str, TensorEntry]]:
-    for role in ("scale", "total", "zero", "index", "shape"):
-        endings = getattr(scheme, role)
+    roles = {role: getattr(scheme, role) for role in _ROLES}
+    for role, endings in {**roles, **{ending: ending for ending in scheme.rest}}.items():
         for ending in endings if isinstance(endings, tuple) else (endings,):
             entry = entries.get(place(weight, ending)) if ending else None
             if entry is not None:
@@ -335,6 +368,7 @@ def _has_its_scales(group: PackedGroup) -> bool:
 def _is_companion(name: str, schemes: Sequence[Scheme]) -> bool:
     for scheme in schemes:
         endings = (*scheme.scale, scheme.total, scheme.zero, scheme.index, scheme.shape)
+        endings = (*endings, *scheme.state, *scheme.rest)
         for ending in (*endings, *scheme.foreign, scheme.packed):
             whole = _WEIGHT + ending if ending.startswith("_scale") else ending
             # `.scale` alone can be the parameter of a norm.

@@ -9,13 +9,14 @@ from typing import Any
 from msgspec import Struct
 
 from ckptkit.core.errors import RefusedError
-from ckptkit.plan.number_formats import PackedGroup
+from ckptkit.plan.number_formats import BITSANDBYTES, PackedGroup
 
 CONFIG_KEYS = ("quantization_config", "compression_config")
 """The keys of `config.json` under which it is said."""
 HEADER = "__metadata__"
 """Of the settings: the texts in the headers of safetensors."""
 _TEXT, _COMPRESSED = "text_config", "compressed-tensors"
+_LOADS = ("load_in_4bit", "load_in_8bit")
 WHOLE = 0
 """Of a block: all rows, or all columns."""
 Blocks = tuple[int, int]
@@ -42,6 +43,13 @@ def find_quantization(config: Mapping[str, Any] | None) -> Mapping[str, Any] | N
                 found: Mapping[str, Any] = part[key]
                 return found
     return None
+
+
+def find_method(options: Mapping[str, Any] | None) -> str:
+    """Returns `quant_method`, which bitsandbytes' configurations before 2023-08 do not have."""
+    said = options or {}
+    is_old = "quant_method" not in said and any(said.get(key) for key in _LOADS)
+    return BITSANDBYTES if is_old else str(said.get("quant_method"))
 
 
 def drop_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -188,8 +196,13 @@ def _read_torchao(options: Mapping[str, Any], group: PackedGroup) -> Settings:
     return Settings((blocks,), said["_type"])
 
 
+def _read_bitsandbytes(options: Mapping[str, Any], _group: PackedGroup) -> Settings:
+    return Settings((_CHANNEL,), next((key for key in _LOADS if options.get(key)), ""))
+
+
 _READERS = {
     "awq": _read_awq,
+    BITSANDBYTES: _read_bitsandbytes,
     "compressed-tensors": _read_groups,
     "fp8": _read_fp8,
     "gptq": _read_gptq,

@@ -416,7 +416,7 @@ def test_a_command_imports_what_it_needs_and_nothing_that_is_slow_to_import(
         "absent = {'torch', 'rich', 'pydantic', 'huggingface_hub', 'fsspec', 'safetensors', 'tqdm',"
         " 'transformers', 'ml_dtypes',"
         " 'ckptkit_cli.watch', 'ckptkit_cli.consolidate', 'ckptkit.hub', 'ckptkit.writer.merge',"
-        " 'ckptkit.adapters.packed_operands'}\n"
+        " 'ckptkit.engine.bitsandbytes'}\n"
         "print(sorted(absent & set(sys.modules)), file=sys.__stderr__)\n"
         "sys.exit(status)\n"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -225,6 +226,19 @@ def test_notes_say_what_was_rounded_twice_and_how_far_it_is(models: Path, tmp_pa
     assert "14 weights unpacked: fine-grained FP8" in notes
 
 
+@pytest.mark.parametrize(("dtype", "done"), [("keep", "packed again"), ("float16", "dequantized")])
+def test_a_report_says_what_became_of_packed_weights(
+    models: Path, dtype: str, done: str, tmp_path: Path
+) -> None:
+    """It said that they were kept."""
+    options = "--base", models / "fp8-block", "--dtype", dtype, "--report", "--json"
+    shown = run_command("adapter", "merge", models / "adapter", tmp_path / "out", *options)
+    assert shown.returncode == 0, shown.stderr
+    layers = json.loads(shown.stdout)["layers"]
+    assert len(layers) == 4
+    assert {layer["base"] for layer in layers} == {done}
+
+
 @pytest.mark.parametrize("use_dora", [False, True])
 def test_dora_is_merged_into_a_packed_base(models: Path, use_dora: bool, tmp_path: Path) -> None:
     plain = LlamaForCausalLM.from_pretrained(models / "plain", dtype="auto")
@@ -264,11 +278,7 @@ def test_scales_of_activations_stay(models: Path, tmp_path: Path) -> None:
     assert set(found) == set(load_file(base / "model.safetensors"))
 
 
-@pytest.mark.parametrize("form", ["fp8-block", "nvfp4", "int4-group"])
-def test_experts_that_are_fused_in_memory_are_packed_again_one_by_one(
-    form: str, tmp_path: Path
-) -> None:
-    """In some forms no tensor of the folder has the name that the experts have unpacked."""
+def save_qwen3_moe(folder: Path) -> PreTrainedModel:
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
         vocab_size=41,
@@ -284,7 +294,16 @@ def test_experts_that_are_fused_in_memory_are_packed_again_one_by_one(
         tie_word_embeddings=False,
     )
     model = Qwen3MoeForCausalLM(config).to(torch.bfloat16)
-    model.save_pretrained(tmp_path / "plain")
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize("form", ["fp8-block", "nvfp4", "int4-group"])
+def test_experts_that_are_fused_in_memory_are_packed_again_one_by_one(
+    form: str, tmp_path: Path
+) -> None:
+    """In some forms no tensor of the folder has the name that the experts have unpacked."""
+    model = save_qwen3_moe(tmp_path / "plain")
     ckptkit.consolidate(tmp_path / "plain", tmp_path / "base", dtype=form)
     parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     save_adapter(model, tmp_path / "adapter", target_modules=[], target_parameters=parameters)
@@ -303,6 +322,22 @@ def test_experts_that_are_fused_in_memory_are_packed_again_one_by_one(
         if not torch.equal(value.view(torch.uint8), expected[name].view(torch.uint8))
     ]
     assert len(changed) >= 9
+
+
+def test_a_change_of_experts_that_the_base_lacks_is_refused(tmp_path: Path) -> None:
+    """It was lost: in memory their tensor has a shape, and no file has a part of it."""
+    model = save_qwen3_moe(tmp_path / "base")
+    path = tmp_path / "base" / "model.safetensors"
+    kept = {n: t for n, t in load_file(path).items() if not re.search(r"experts.*down_proj", n)}
+    save_file(kept, path, metadata={"format": "pt"})
+    parameters = ["mlp.experts.down_proj"]
+    save_adapter(model, tmp_path / "adapter", target_modules=[], target_parameters=parameters)
+    options = "--base", tmp_path / "base", "--allow-other-base"
+    shown = run_command("adapter", "merge", tmp_path / "adapter", tmp_path / "out", *options)
+    assert shown.returncode == 4
+    assert "'model.layers.0.mlp.experts.down_proj' is changed, and no tensor" in shown.stderr
+    assert "pass the model that the adapter was trained on with --base" in shown.stderr
+    assert not (tmp_path / "out").exists()
 
 
 def save_gpt_oss(folder: Path) -> PreTrainedModel:

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
 import torch
+from compressed_tensors.compressors import ModelCompressor
+from compressed_tensors.quantization import (
+    QuantizationConfig,
+    apply_quantization_config,
+    preset_name_to_scheme,
+)
+from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -161,6 +169,32 @@ def test_blocks_of_zeros_and_of_tiny_numbers_have_a_scale(tmp_path: Path) -> Non
     assert not own[:128].float().any()
 
 
+@pytest.mark.parametrize("choice", CHOICES)
+def test_numbers_that_would_be_infinite_are_refused(tmp_path: Path, choice: str) -> None:
+    """compressed-tensors 0.20.1 packs some as infinity and others as zeros, without an error."""
+    save_model(tmp_path / "large")
+    most = torch.finfo(torch.bfloat16).max
+    given = torch.zeros(384, 256, dtype=torch.bfloat16)
+    given[7, 3], given[200, 255] = 2.5e38, -2.5e38
+    change(tmp_path / "large", PROJECTION, given)
+    pack(tmp_path / "large", choice)
+    ckptkit.consolidate(tmp_path / f"large-{choice}", tmp_path / "again", dtype="bfloat16")
+    again = load_file(tmp_path / "again" / "model.safetensors")[PROJECTION]
+    assert torch.allclose(again, given, rtol=0.1, atol=0)
+    save_model(tmp_path / "largest")
+    given[200, 255] = -most
+    change(tmp_path / "largest", PROJECTION, given)
+    if choice == "fp8-block":  # its scales are exact enough
+        tensors, _ = pack(tmp_path / "largest", choice)
+        numbers, scale = quantize(given)
+        assert_same_bits(tensors[PROJECTION], numbers)
+        assert_same_bits(tensors[f"{PROJECTION}_scale_inv"], scale)
+        return
+    said = refusal(tmp_path / "largest", choice)
+    assert f"'{PROJECTION}'" in said
+    assert "magnitude 3.38953e+38 is too large to be packed" in said
+
+
 def test_large_weights_are_packed_block_by_block_as_at_once(tmp_path: Path) -> None:
     """Tensors of more than a leaf of digests, whose blocks begin within rows of blocks."""
     torch.manual_seed(0)
@@ -243,6 +277,71 @@ def test_packed_models_are_loaded_by_transformers(tmp_path: Path, choice: str) -
     # Those of channels round activations while they run.
     assert torch.allclose(loaded, again, atol=0.2 if choice.endswith("channel") else 0)
     assert torch.allclose(loaded, model(tokens).logits, atol=0.6)
+
+
+PRESETS = {
+    "fp8-channel": "FP8_DYNAMIC",
+    "int8-channel": "W8A8",
+    "int4-group": "W4A16",
+    "nvfp4": "NVFP4A16",
+    "mxfp4": "MXFP4A16",
+}
+
+
+def save_as_the_library_does(plain: Path, choice: str, folder: Path) -> None:
+    """Packs a model with the library of a form, which rounds and writes everything itself."""
+    model = AutoModelForCausalLM.from_pretrained(plain, dtype="auto")
+    if choice == "fp8-block":  # Transformers packs none on a CPU but with its own operation
+        model.save_pretrained(folder)
+        tensors: Tensors = {}
+        for name, value in model.state_dict().items():
+            tensors[name] = value
+            if name.endswith("_proj.weight"):
+                tensors[name], tensors[f"{name}_scale_inv"] = quantize(value)
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        config = json.loads((folder / "config.json").read_text())
+        config["quantization_config"] = FineGrainedFP8Config().to_dict()
+        config["quantization_config"]["modules_to_not_convert"] = ["lm_head"]
+        (folder / "config.json").write_text(json.dumps(config))
+        return
+    form = FORMS[choice].calls
+    scheme = preset_name_to_scheme(PRESETS[choice], ["Linear"])
+    groups = {"group_0": scheme}
+    apply_quantization_config(
+        model, QuantizationConfig(config_groups=groups, ignore=["lm_head"], format=form)
+    )
+    for module in model.modules():
+        if getattr(module, "quantization_scheme", None) is None:
+            continue
+        args, value = module.quantization_scheme.weights, module.weight.data
+        blocks = value.reshape(len(value), -1, args.group_size or value.shape[1])
+        whole = {}
+        if args.strategy == "tensor_group":
+            whole["global_scale"] = generate_gparam(value.amin(), value.amax())
+            module.weight_global_scale.data = whole["global_scale"].reshape(1)
+        scale, _ = calculate_qparams(blocks.amin(-1), blocks.amax(-1), args, **whole)
+        module.weight_scale.data = scale.reshape(module.weight_scale.shape).bfloat16()
+    compressor = ModelCompressor.from_pretrained_model(model, quantization_format=form)
+    compressor.compress_model(model)
+    model.save_pretrained(folder)
+    compressor.update_config(folder)
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_packed_models_compute_what_those_of_the_library_do(tmp_path: Path, choice: str) -> None:
+    save_model(tmp_path / "plain")
+    tensors, _ = pack(tmp_path / "plain", choice)
+    save_as_the_library_does(tmp_path / "plain", choice, tmp_path / "theirs")
+    theirs = load_file(tmp_path / "theirs" / "model.safetensors")
+    assert tensors.keys() == theirs.keys()
+    for name, value in theirs.items():
+        assert_same_bits(tensors[name], value)
+    tokens = torch.arange(20)[None]
+    loaded, expected = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype="auto")(tokens).logits
+        for name in (f"plain-{choice}", "theirs")
+    )
+    assert torch.equal(loaded, expected)
 
 
 @pytest.mark.parametrize("choice", ["nvfp4", "int4-group"])
@@ -594,3 +693,25 @@ def test_a_weight_is_read_once_for_its_numbers_and_its_scales(
     names = [name for _, name, _ in begin]
     scale = next(name for name in names if "up_proj.weight_s" in name and "shape" not in name)
     assert PROJECTION in names[names.index(scale) - 1]
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("is_named", [True, False])
+def test_an_index_alone_does_not_say_how_weights_are_packed(
+    tmp_path: Path, choice: str, is_named: bool
+) -> None:
+    """It was advised to leave scales out of the output, which would not have been packed."""
+    published = publish(tmp_path, choice, max_shard_size=500_000)
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    for name in ("config.json", "model.safetensors.index.json"):
+        shutil.copy(published / name, alone)
+    like = alone / "model.safetensors.index.json" if is_named else alone
+    said = refusal_as(tmp_path / "trained from", like)
+    assert "is packed there; how, an index alone does not say" in said
+    assert "pass the folder with all of its weights and its config.json" in said
+    ckptkit.consolidate(tmp_path / "trained from", tmp_path / "whole", like=published)
+    ckptkit.consolidate(published, tmp_path / "copied", like=like)  # as it is packed already
+    files = {file.name for file in published.glob("*.safetensors")}
+    for folder in ("whole", "copied"):
+        assert files == {file.name for file in (tmp_path / folder).glob("*.safetensors")}

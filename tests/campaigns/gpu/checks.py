@@ -19,9 +19,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 
 import ckptkit
-from ckptkit.adapters.packed_operands import RequantizedFourBit
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.index import Key, Span
+from ckptkit.engine.bitsandbytes import RequantizedFourBit
 from ckptkit.engine.kernels import StoredOperand
 from ckptkit.lora.quantized import FourBitType
 from ckptkit.training import Checkpointer, load_into

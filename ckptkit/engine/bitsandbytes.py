@@ -39,7 +39,7 @@ Source: bitsandbytes 0.50, `functional.py` (`quantize_4bit`, `create_dynamic_map
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -49,9 +49,17 @@ from numpy.typing import NDArray
 
 from ckptkit.core.arrays import numpy_dtype
 from ckptkit.core.dtypes import BY_NAME, DType
-from ckptkit.core.index import Key, Span
+from ckptkit.core.errors import FormatError, RefusedError
+from ckptkit.core.index import Key, Shape, Span, TensorEntry
+from ckptkit.engine.casts import copy_rounded
 from ckptkit.engine.kernels import Operand, StoredOperand, WrappingOperand
-from ckptkit.lora.quantized import FourBitType
+from ckptkit.lora.quantized import (
+    MAX_STATE_BYTES,
+    SCALES_OF_ROWS,
+    FourBitState,
+    FourBitType,
+    PackedWeight,
+)
 from ckptkit.plan.plan import Demand
 
 Floats = NDArray[np.float32]
@@ -84,15 +92,18 @@ def make_pairs(table: Floats) -> Floats:
     return np.stack([np.repeat(table, 16), np.tile(table, 16)], axis=1)
 
 
-_PAIRS = {name: make_pairs(table) for name, table in CODES.items()}
+# The two numbers of a byte as one element, which is taken faster than two.
+_PAIRS = {name: make_pairs(table).view(np.complex64)[:, 0] for name, table in CODES.items()}
 
 
 class StoredScales(WrappingOperand, frozen=True):
     """Scales as they are stored, one number for each block."""
 
+    where: str = ""  # of the checkpoint, for messages
+
     def values(self, span: Span, inputs: Sequence[NDArray[Any]]) -> Floats:
         scales: Floats = self.operand.values(span, inputs).astype(np.float32, copy=False)
-        return scales
+        return _check(scales, span, self)
 
 
 class NestedScales(Struct, frozen=True):
@@ -103,6 +114,7 @@ class NestedScales(Struct, frozen=True):
     nested_map: StoredOperand  # the 256 numbers that a byte picks from
     blocksize: int  # scales that share a scale
     offset: float  # taken off the scales before, and put back
+    where: str = ""  # of the checkpoint, for messages
 
     @property
     def reads(self) -> tuple[tuple[str, Key], ...]:
@@ -124,7 +136,21 @@ class NestedScales(Struct, frozen=True):
         scales: Floats = table[codes.view(np.uint8)].astype(np.float32, copy=False)
         scales *= np.repeat(shared, self.blocksize)[first : first + scales.size]
         scales += np.float32(self.offset)
-        return scales
+        return _check(scales, blocks, self)
+
+
+def _check(scales: Floats, blocks: Span, holder: StoredScales | NestedScales) -> Floats:
+    """Refuses scales that are no finite numbers; a block of zeros has the scale 0."""
+    is_wrong = ~np.isfinite(scales)
+    if is_wrong.any():
+        first = int(is_wrong.argmax())
+        raise RefusedError(
+            f"tensor {holder.reads[0][1]!r} has the scale {scales[first]:g} in block"
+            f" {blocks.start + first:,}, with which numbers have no meaning",
+            where=holder.where,
+            hint="the file is damaged, or was not written whole: download it again",
+        )
+    return scales
 
 
 class _PackedWeight(Struct, frozen=True):
@@ -134,6 +160,13 @@ class _PackedWeight(Struct, frozen=True):
     @property
     def reads(self) -> tuple[tuple[str, Key], ...]:
         return (*self.packed.reads, *self.scales.reads)
+
+    def values(self, span: Span, inputs: Sequence[NDArray[Any]]) -> NDArray[Any]:
+        raise NotImplementedError
+
+    def put(self, span: Span, inputs: Sequence[NDArray[Any]], target: NDArray[Any]) -> None:
+        """Fills an array with the elements of a range."""
+        target[:] = self.values(span, inputs)
 
 
 class FourBitWeight(_PackedWeight, frozen=True):
@@ -161,12 +194,13 @@ class FourBitWeight(_PackedWeight, frozen=True):
         for low in range(0, len(scales), step):
             held = scales[low : low + step]
             start, stop = low * self.blocksize, (low + len(held)) * self.blocksize
-            numbers = table[codes[start // 2 : stop // 2]].reshape(-1)
-            blockwise = np.zeros((len(held), self.blocksize), np.float32)
-            blockwise.reshape(-1)[: numbers.size] = numbers
+            numbers = table.take(codes[start // 2 : stop // 2], mode="clip").view(np.float32)
+            if numbers.size < stop - start:  # the last block is short
+                numbers = np.pad(numbers, (0, stop - start - numbers.size))
+            blockwise = numbers.reshape(len(held), self.blocksize)
             blockwise *= held[:, np.newaxis]
             with np.errstate(over="ignore"):
-                found[start:stop] = blockwise.reshape(-1)
+                copy_rounded(blockwise.reshape(-1), found[start:stop])
         first = span.start - blocks.start * self.blocksize
         return found[first : first + span.stop - span.start]
 
@@ -203,6 +237,88 @@ class EightBitWeight(_PackedWeight, frozen=True):
         numbers *= np.repeat(scales, self.columns)[first : first + numbers.size]
         numbers *= STEP
         return numbers
+
+
+def read_state(
+    entry: TensorEntry, read: Callable[[TensorEntry], bytes], location: str
+) -> FourBitState:
+    where = f"{location}, tensor {entry.name!r}"
+    if entry.size_bytes > MAX_STATE_BYTES:
+        raise FormatError(f"has {entry.size_bytes:,} bytes, too many for a state", where=where)
+    return FourBitState.parse(read(entry), where=where)
+
+
+def make_four_bits(packed: StoredOperand, scales: Scales, state: FourBitState) -> FourBitWeight:
+    return FourBitWeight(
+        *(packed, scales, state.quant_type, state.blocksize, state.elements),
+        dtype=BY_NAME[state.dtype],
+    )
+
+
+def unpack_by_companions(
+    weight: PackedWeight, read: Callable[[TensorEntry], bytes], *, origin: str, location: str
+) -> tuple[FourBitWeight | EightBitWeight, Shape, FourBitState | None]:
+    """Unpacks a weight by the scales that are stored with it; returns its shape and state, too.
+
+    `read` returns the bytes of a small tensor. `origin` is the source of the tensors.
+    """
+
+    def take(kind: str, elements: int) -> StoredOperand:
+        entry = weight.companions.get(kind)
+        if entry is None:
+            raise FormatError(
+                f"{weight.name!r} is doubly quantized, but {kind!r} was not stored with it",
+                where=location,
+            )
+        if entry.elements != elements:
+            raise FormatError(
+                f"{entry.name!r} has {entry.elements:,} elements, expected {elements:,} for its"
+                " weight",
+                where=location,
+            )
+        return StoredOperand(origin, entry.key, entry.dtype)
+
+    def check_type(entry: TensorEntry, *, are_bytes: bool = False) -> None:
+        if (entry.dtype.itemsize != 1) if are_bytes else (entry.dtype.kind != "float"):
+            expected = "bytes of double quantization" if are_bytes else "floating numbers"
+            raise FormatError(
+                f"{entry.name!r} has element type {entry.dtype.name}, expected scales as"
+                f" {expected}",
+                where=location,
+            )
+
+    packed = StoredOperand(origin, weight.packed.key, weight.packed.dtype)
+    if weight.state is None:
+        rows, columns = weight.packed.shape
+        order = weight.companions.get("weight_format")
+        if order is not None and any(read(order)):
+            raise FormatError(
+                f"{order.name!r} is not 0: the rows of {weight.name!r} are not stored one after the"
+                " other, but in an order that bitsandbytes no longer loads",
+                where=location,
+                hint="take another copy of the model, or the one before it was packed",
+            )
+        scales: Scales = StoredScales(take(SCALES_OF_ROWS, rows), location)
+        check_type(weight.companions[SCALES_OF_ROWS])
+        return EightBitWeight(packed, scales, columns), weight.packed.shape, None
+    state = read_state(weight.state, read, location)
+    if weight.packed.size_bytes != -(-state.elements // 2):
+        raise FormatError(
+            f"{weight.packed.name!r} has {weight.packed.size_bytes:,} bytes, but its state is"
+            f" that of a weight of shape {state.shape}",
+            where=location,
+        )
+    blocks, nested = -(-state.elements // state.blocksize), state.nested_blocksize
+    absmax = take("absmax", blocks)
+    scales = StoredScales(absmax, location)
+    if nested:
+        shared = take("nested_absmax", -(-blocks // nested))
+        table = take("nested_quant_map", 256)
+        scales = NestedScales(absmax, shared, table, nested, state.nested_offset, location)
+        check_type(weight.companions["nested_absmax"])
+        check_type(weight.companions["nested_quant_map"])
+    check_type(weight.companions["absmax"], are_bytes=bool(nested))
+    return make_four_bits(packed, scales, state), state.shape, state
 
 
 def count_row_mismatches(

@@ -13,7 +13,9 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from ckptkit.adapters.packed_operands import (
+from ckptkit.core.dtypes import BY_NAME, DType
+from ckptkit.core.index import Key, Span
+from ckptkit.engine.bitsandbytes import (
     CODES,
     DerivedScales,
     EightBitWeight,
@@ -30,8 +32,6 @@ from ckptkit.adapters.packed_operands import (
     make_dynamic_map,
     quantize_scales,
 )
-from ckptkit.core.dtypes import BY_NAME, DType
-from ckptkit.core.index import Key, Span
 from ckptkit.engine.kernels import Operand, StoredOperand
 from ckptkit.lora.quantized import FourBitType
 from tests.sampled import sampled
