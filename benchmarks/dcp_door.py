@@ -89,7 +89,10 @@ def _agree(ranks: int, keys: Sequence[str]) -> tuple[float, float]:
     ]
 
     def begin(rank: int) -> None:
-        agreements[rank].begin(states[rank], WORK / "step-1")
+        asking, state = agreements[rank], states[rank]
+        expected = asking.expected(state)
+        agreed = asking.question(state, WORK / "step-1", expected)()
+        asking.answer(state, agreed, expected)
 
     def turn() -> float:
         threads = [threading.Thread(target=begin, args=(rank,)) for rank in range(1, ranks)]

@@ -24,12 +24,13 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import fields
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from msgspec import Struct
 from torch.distributed import checkpoint as torch_dcp
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
@@ -41,6 +42,7 @@ from ckptkit.core.errors import CkptkitError, SaveError, UnsupportedError
 from ckptkit.core.index import Box, KeyPath
 from ckptkit.core.manifest import Manifest
 from ckptkit.core.text import a_kind
+from ckptkit.core.threads import WorkerThread, few_collections
 from ckptkit.formats.discovery import parse_step
 from ckptkit.storage.locations import hidden_name, local_path
 from ckptkit.storage.places import is_url
@@ -53,7 +55,7 @@ from ckptkit.training.save.frozen import FrozenFiles
 from ckptkit.training.save.saver import Save, SaveCommitter, SaveSlot
 from ckptkit.training.save.writer_process import WriterProcess, WriterTimeouts
 from ckptkit.training.settings import Settings
-from ckptkit.training.state.dtensors import Copies, Meshes, local_part
+from ckptkit.training.state.dtensors import Copies, DTensor, Meshes, local_part
 from ckptkit.training.state.models import check_modes, plain_torch
 from ckptkit.training.state.objects import is_plain, torch_archive
 from ckptkit.training.state.pieces import Holdings, ObjectValue, Piece, Replicas
@@ -281,7 +283,7 @@ def _save(
         return stock
     if writer is not None and checkpoint_id is not None:
         writer.reset(checkpoint_id)
-    with _LOCK, plain_torch() as unsuited:
+    with _LOCK, few_collections(), plain_torch() as unsuited:
         session = _session(alone=options["no_dist"])
         check = partial(check_modes, unsuited, "async_save")
         saved = session.save(state_dict, local_path(place).absolute(), check)
@@ -351,6 +353,7 @@ class _Session:
         )
         frozen = FrozenFiles(nonce, rank, 1)
         self._slot = SaveSlot(self.peers, _SETTINGS, self._committer.end, frozen)
+        self._asker = WorkerThread("ckptkit-agree")
         self.handles: list[SaveHandle] = []  # of saves under way, and of errors not heard yet
 
     def save(
@@ -369,8 +372,16 @@ class _Session:
             raise
         self.handles = [h for h in self.handles if not h.done() or h.unheard_error]
         handle, after = SaveHandle(parse_step(str(path)) or 0), next(reversed(self.handles), None)
+        expected = self.agreement.expected(flat)
+        asked = self._asker.submit(self.agreement.question(flat, path, expected))
+        copied, wrong = None, None
+        try:  # meanwhile; where the ranks agree on anything else, it is copied again
+            if expected is not None and self._slot.idle:
+                copied = self._slot.copy_ahead(expected)
+        except BaseException as error:  # noqa: BLE001  raised below, where the others hear of it
+            wrong = error
         try:
-            number, reason, held = self.agreement.begin(flat, path)
+            number, reason, held = self.agreement.answer(flat, asked.result(), expected)
         except CkptkitError as error:
             return self._failed(handle, path, error)
         if reason:
@@ -379,7 +390,9 @@ class _Session:
         save = self._named(number, path, handle)
         save.began, save.after = began, after
         with self._slot.hand_over(save):
-            self._slot.stage(save, held)
+            if wrong is not None:
+                raise wrong
+            self._slot.stage(save, held, copied=copied if held is expected else None)
         self._slot.join()
         return handle
 
@@ -402,6 +415,7 @@ class _Session:
             logger.error("the program ends before a save; call result() of its future first")
             self._process.kill()
             self._slot.kill()
+        self._asker.stop()
         with suppress(CkptkitError):
             self._slot.close()
             self._committer.close()
@@ -438,6 +452,24 @@ class _Session:
         )
 
 
+class _Agreed(Struct, frozen=True):
+    """What a rank holds of a state by an agreement, without its tensors."""
+
+    form: tuple[object, ...] = ()  # of the state
+    own: Mapping[str, str] = {}  # this rank's digests
+    digests: Mapping[str, Any] = {}  # those on which the ranks agreed
+    pieces: tuple[tuple[str, Piece], ...] = ()
+    objects: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, flat: FlatState, digests: Mapping[str, Any], held: Holdings) -> _Agreed:
+        keys = {path: key for key, path in flat.paths.items()}
+        nothing = torch.empty(0, device="cpu")
+        pieces = tuple((keys[p.key_path], p.holding(nothing)) for p in held.pieces)
+        objects = tuple(keys[value.key_path] for value in held.objects)
+        return cls(flat.form, flat.digests, digests, pieces, objects)
+
+
 class Agreement:
     """What ranks agree on at the call of a save: who saves, its number, and who holds what."""
 
@@ -446,6 +478,7 @@ class Agreement:
         self._count = 0
         # The ranks that hold each key of an entry that is not alike on all, by their digests.
         self._holders: dict[str, tuple[tuple[str, ...], dict[str, Ranks]]] = {}
+        self._last = _Agreed()
 
     def refuse(self, topic: str, error: BaseException) -> None:
         """Tells the other ranks of an error, without waiting for them."""
@@ -454,18 +487,44 @@ class Agreement:
         told = found if isinstance(found, Exception) else SaveError(type(found).__name__)
         self.peers.refuse(topic, told, timeout_seconds=_TIMEOUT_SECONDS)
 
-    def begin(self, flat: FlatState, path: Path) -> tuple[int, str, Holdings]:
-        """Returns the number, why only torch can save it, and what this rank holds."""
+    def expected(self, flat: FlatState) -> Holdings | None:
+        """Returns what this rank holds, unless it or what the other ranks hold has changed."""
+        last = self._last
+        if not flat.form or flat.form != last.form:
+            return None
+        return Holdings(
+            tuple(piece.holding(flat.locals[key]) for key, piece in last.pieces),
+            tuple(flat.object(key) for key in last.objects),
+        )
+
+    def question(
+        self, flat: FlatState, path: Path, expected: Holdings | None
+    ) -> Callable[[], Mapping[str, Any]]:
+        """Returns what asks the other ranks, in any thread, about a state that is saved."""
         self._count += 1
         value = {
             "number": self._count,
             "place": place_facts(path),
             "stock": flat.reason,
-            "digests": flat.digests(),
+            "digests": flat.digests if expected is None else self._last.own,
         }
-        agreed = self.peers.agree(BEGIN, value, _decide, timeout_seconds=_TIMEOUT_SECONDS)
-        number, reason = int(agreed["number"]), str(agreed["stock"])
-        return number, reason, Holdings(()) if reason else self._held(flat, agreed["digests"])
+        return partial(self.peers.agree, BEGIN, value, _decide, timeout_seconds=_TIMEOUT_SECONDS)
+
+    def answer(
+        self, flat: FlatState, agreed: Mapping[str, Any], expected: Holdings | None
+    ) -> tuple[int, str, Holdings]:
+        """Returns the number, why only torch can save it, and what this rank holds.
+
+        That is what was `expected`, if the other ranks hold what they held.
+        """
+        number, reason, digests = int(agreed["number"]), str(agreed["stock"]), agreed["digests"]
+        if reason:
+            return number, reason, Holdings(())
+        if expected is not None and self._last.digests == digests:
+            return number, "", expected
+        held = self._held(flat, digests)
+        self._last = _Agreed.of(flat, digests, held)
+        return number, "", held
 
     def _held(self, flat: FlatState, digests: Mapping[str, Any]) -> Holdings:
         """Returns what this rank holds, once it knows which ranks hold the same."""
@@ -522,22 +581,35 @@ class FlatState:
         }
         planner.set_up_planner(states, None, is_coordinator=False)
         self.values: dict[str, Any] = dict(planner.state_dict)
-        self._paths: Mapping[str, KeyPath] = planner.mappings
+        self.paths: Mapping[str, KeyPath] = planner.mappings
+        self.locals: dict[str, torch.Tensor] = {}  # this rank's parts, except of `ShardedTensor`
         self.reason = ""  # why only torch can save it
         self._archives: dict[str, bytes] = {}
+        forms: dict[str, object] = {}
         for key, value in self.values.items():
             if not isinstance(value, torch.Tensor | ShardedTensor):
                 if not is_plain(value):
                     self._archives[key] = torch_archive(value)  # as it is now
+                forms[key] = None
                 continue
             try:
-                for _, local in _shards(value):
-                    check_storable(local_part(local, key), key)
+                parts = [local_part(shard, key) for _, shard in _shards(value)]
+                for local in parts:
+                    check_storable(local, key)
             except UnsupportedError as error:
                 self.reason = self.reason or str(error.message)
+                continue
+            if not isinstance(value, ShardedTensor):
+                self.locals[key] = local = parts[0]
+                if not hasattr(local, "__create_chunk_list__"):
+                    forms[key] = _form(value, local)
+        # Equal for states with the same keys, types, shapes and places; empty where some of these
+        # are not known.
+        known = len(forms) == len(self.values)
+        self.form: tuple[object, ...] = (self.paths, forms) if known else ()
 
     def entry(self, key: str) -> str:
-        path = self._paths[key]
+        path = self.paths[key]
         return str(path[0]) if len(path) > 1 else ""
 
     def text(self, key: str) -> str:
@@ -549,6 +621,10 @@ class FlatState:
     def hashes(self, entry: str) -> list[str]:
         return [_hash(self.text(key)) for key in self.values if self.entry(key) == entry]
 
+    def object(self, key: str) -> ObjectValue:
+        return ObjectValue("", self.paths[key], self.values[key], self._archives.get(key, b""))
+
+    @cached_property
     def digests(self) -> dict[str, str]:
         """Returns a digest of the keys of each entry."""
         texts: dict[str, list[str]] = {}
@@ -568,15 +644,20 @@ class FlatState:
         replicas, meshes = Replicas(*copies), Meshes(copies, ranks)
         meshes.learn(self.values[key] for key in keys)
         for key in keys:
-            value, path = self.values[key], self._paths[key]
+            value, path = self.values[key], self.paths[key]
             if isinstance(value, ShardedTensor):
                 shape = tuple(value.size())
                 pieces += [Piece("", path, shape, (b,), local) for b, local in _shards(value) if b]
             elif isinstance(value, torch.Tensor):
                 slot = meshes.slot(key, value, replicas)
-                pieces += slot.pieces("", path, local_part(value, key))
+                pieces += slot.pieces("", path, self.locals[key])
             elif copies.own == 0:
-                objects.append(ObjectValue("", path, value, self._archives.get(key, b"")))
+                objects.append(self.object(key))
+
+
+def _form(value: torch.Tensor, local: torch.Tensor) -> object:
+    spec = value._spec if isinstance(value, DTensor) else None  # noqa: SLF001  see `memory_changes`
+    return spec, type(value), local.shape, local.stride(), local.dtype, local.device
 
 
 def _shards(value: Any) -> list[tuple[Box | None, torch.Tensor]]:

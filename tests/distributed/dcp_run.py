@@ -316,6 +316,21 @@ def _raise() -> None:
     raise OSError("no state today")
 
 
+def others_change(folder: Path, _: str) -> None:
+    """A rank's state is as before, where another one holds less, more or the same again."""
+    rank = dist.get_rank()
+    held = {f"w{number}": torch.full((1000,), float(number)) for number in range(4)}
+    for turn, left_out in enumerate(((), (), ("w0", "w1"), ("w2", "w3"), ("w3",), ())):
+        for value in held.values():
+            value.add_(1)
+        of_rank_1 = {name: value for name, value in held.items() if name not in left_out}
+        own: dict[str, Any] = {"model": of_rank_1 if rank else held, "turn": [turn]}
+        dcp.save(own, checkpoint_id=folder / f"step-{turn}")
+        loaded = {"model": {name: torch.zeros(1000) for name in held}, "turn": None}
+        stock.load(loaded, checkpoint_id=folder / f"step-{turn}")
+        equal(flat(loaded), flat({"model": held, "turn": [turn]}))
+
+
 def folders(folder: Path, _: str) -> None:
     """Folders that are there: with files of others, with an older checkpoint, with leftovers."""
     rank, run = dist.get_rank(), folder / "run"
@@ -386,6 +401,7 @@ CASES: dict[str, Callable[[Path, str], None]] = {
     "meshes": meshes,
     "delegates": delegates,
     "faults": faults,
+    "others_change": others_change,
     "folders": folders,
     "leaks": leaks,
     "dies_leaving": dies_leaving,

@@ -44,7 +44,7 @@ def test_what_only_torch_can_do_goes_to_torch_with_a_line(
 def test_states_that_change_names_twice_and_ranks_that_fail(
     run_ranks: Callable[..., Any], tmp_path: Path
 ) -> None:
-    run_ranks(SCRIPT, 2, tmp_path, "faults", "folders")
+    run_ranks(SCRIPT, 2, tmp_path, "faults", "others_change", "folders")
 
 
 @pytest.mark.slow

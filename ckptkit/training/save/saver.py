@@ -470,15 +470,31 @@ class SaveSlot:
                 save.handle.blocked_seconds = time.perf_counter() - save.began
             self._worker.submit_unwatched(partial(self._finish, save))
 
-    def stage(self, save: Save, holdings: Holdings, models: Sequence[BoundModel] = ()) -> None:
-        """Copies this rank's part of the state; the last wave is persisted in the background."""
+    def copy_ahead(self, holdings: Holdings) -> Staged | None:
+        """Copies a state while ranks agree on its save, if it is one wave; for an idle slot."""
+        plan = self._plan_for((), holdings.pieces)
+        if len(plan.images) > 1 or plan.frozen_bytes:
+            return None
+        return self._stager.stage(plan, holdings.pieces)
+
+    def stage(
+        self,
+        save: Save,
+        holdings: Holdings,
+        models: Sequence[BoundModel] = (),
+        copied: Staged | None = None,
+    ) -> None:
+        """Copies this rank's part of the state; the last wave is persisted in the background.
+
+        `copied`: what `copy_ahead` has copied of the same holdings.
+        """
         pieces, plan = holdings.pieces, self._plan_for(models, holdings.pieces)
         self._guard(models)
         waves, with_frozen = self._frozen.files_for(plan, pieces, self._stager, save)
         save.staged_bytes = plan.data_bytes - (0 if with_frozen else plan.frozen_bytes)
         save.copy_limit = self._copy_limit
         for number, wave in enumerate(waves):
-            staged = self._stager.stage(plan, pieces, number, frozen=with_frozen)
+            staged = copied or self._stager.stage(plan, pieces, number, frozen=with_frozen)
             save.handle.add_copy(staged)
             samples = plan.replica_samples if number == 0 else ()
             if number < len(waves) - 1:  # the next wave needs the buffer
