@@ -2,11 +2,11 @@
 
 Usage: python benchmarks/dcp_door.py [--blocks 28] [--rounds 5] [--saves 200] [--ranks 1024]
 
-Three tables, each of one run: how long `async_save` blocks training on two ranks, with torch's
-thread and with its process; the memory of a rank over many saves; and what ranks agree on in a
-save of many ranks, which are threads of one process. Of ckptkit it is what rank 0 computes at the
-call, of torch what its rank 0 does: unpickling the plans of all ranks, planning, and pickling the
-answers. What their networks take is in neither.
+Four tables, each of one run: how long `async_save` blocks training on two ranks, with torch's
+thread and with its process; how long loads take; the memory of a rank over many saves; and what
+ranks agree on in a save of many ranks, which are threads of one process. Of ckptkit it is what rank
+0 computes at the call, of torch what its rank 0 does: unpickling the plans of all ranks, planning,
+and pickling the answers. What their networks take is in neither.
 """
 
 from __future__ import annotations
@@ -42,6 +42,24 @@ def blocked(rounds: int, blocks: int) -> None:
             shown = [f"{statistics.median(values) * MS:.0f}", f"{durable[name]:.2f}"]
             rows.append([name, *shown, f"{ratio:.2f}" if name == OURS else "1.00"])
     table(["two ranks", "blocked, ms", "durable, s", "x blocked"], rows)
+
+
+def loaded(rounds: int, blocks: int) -> None:
+    """Prints how long loads of one checkpoint take, as it is cut and cut otherwise."""
+    ranks = run_ranks("load", f"--rounds={rounds}", f"--blocks={blocks}")
+    rows = []
+    for cut in ("rows", "columns"):
+        ours, theirs = (
+            [
+                max(values)
+                for values in zip(*(rank[f"{cut}, {name}"] for rank in ranks), strict=True)
+            ]
+            for name in (OURS, "dcp.load")
+        )
+        ratio = statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
+        shown = [f"{statistics.median(values):.2f}" for values in (ours, theirs)]
+        rows.append([f"saved by rows, loaded by {cut}", *shown, f"{ratio:.2f}"])
+    table(["two ranks, s", OURS, "dcp.load", "x dcp.load"], rows)
 
 
 def memory(saves: int, blocks: int) -> None:
@@ -157,13 +175,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--saves", type=int, default=200)
     parser.add_argument("--ranks", type=int, default=1_024)
     parser.add_argument("--tensors", type=int, default=300)
-    parser.add_argument("--parts", default="blocked,memory,coordination")
+    parser.add_argument("--parts", default="blocked,loaded,memory,coordination")
     options = parser.parse_args(arguments)
     parts = options.parts.split(",")
     if "coordination" in parts:
         coordination(options.ranks, options.tensors)
     if "blocked" in parts:
         blocked(options.rounds, options.blocks)
+    if "loaded" in parts:
+        loaded(options.rounds, options.blocks)
     if "memory" in parts:
         memory(options.saves, max(1, options.blocks // 14))
 

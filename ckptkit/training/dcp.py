@@ -16,14 +16,15 @@ from __future__ import annotations
 import atexit
 import hashlib
 import logging
+import operator
 import os
 import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
-from dataclasses import fields
+from contextlib import ExitStack, suppress
+from dataclasses import fields, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -35,14 +36,24 @@ from torch.distributed import checkpoint as torch_dcp
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.stateful import Stateful
 
 from ckptkit.core.arguments import STOCK
-from ckptkit.core.errors import CkptkitError, SaveError, UnsupportedError
-from ckptkit.core.index import Box, KeyPath
-from ckptkit.core.manifest import Manifest
+from ckptkit.core.errors import (
+    CkptkitError,
+    FormatError,
+    SaveError,
+    UnsafePickleError,
+    UnsupportedError,
+)
+from ckptkit.core.index import Box, Key, KeyPath, TensorIndex
+from ckptkit.core.manifest import MANIFEST_NAME, Manifest
 from ckptkit.core.text import a_kind
 from ckptkit.core.threads import WorkerThread, few_collections
+from ckptkit.engine.box_reads import plan_chunk_reads, read_chunks
+from ckptkit.engine.checksum_tracker import NumberedRecord
+from ckptkit.engine.reader import Origin
 from ckptkit.formats.discovery import parse_step
 from ckptkit.storage.locations import hidden_name, local_path
 from ckptkit.storage.places import is_url
@@ -50,12 +61,21 @@ from ckptkit.training.agree.barrier import SaveBarrier
 from ckptkit.training.agree.key_values import LocalKeyValueStore
 from ckptkit.training.agree.peers import Peers, check_same_place, open_peers, place_facts
 from ckptkit.training.handle import SaveHandle
+from ckptkit.training.load.load_pieces import (
+    MOST_PARTS,
+    Packed,
+    memory_of,
+    pack,
+    prove_together,
+)
+from ckptkit.training.resume.stored_step import StoredStep
 from ckptkit.training.save.file_layout import check_storable
 from ckptkit.training.save.frozen import FrozenFiles
 from ckptkit.training.save.saver import Save, SaveCommitter, SaveSlot
 from ckptkit.training.save.writer_process import WriterProcess, WriterTimeouts
 from ckptkit.training.settings import Settings
 from ckptkit.training.state.dtensors import Copies, DTensor, Meshes, local_part
+from ckptkit.training.state.memory_changes import count_changes
 from ckptkit.training.state.models import check_modes, plain_torch
 from ckptkit.training.state.objects import is_plain, torch_archive
 from ckptkit.training.state.pieces import Holdings, ObjectValue, Piece, Replicas
@@ -157,31 +177,38 @@ def load(
 ) -> None:
     """Loads as `torch.distributed.checkpoint.load`, once saves under way have ended.
 
-    Each rank plans and reads for itself, without a collective.
+    Each rank plans and reads for itself, without a collective. Checksums are compared.
 
     Raises:
-        CkptkitError: If another rank failed; a rank that fails raises its own error.
+        CkptkitError: If another rank failed, or bytes have another checksum than was stored, which
+            no rank could see alone; a rank that fails raises torch's error.
     """
-    given: dict[str, Any] = {"checkpoint_id": checkpoint_id, "planner": planner}
-    stock = partial(stock_function("load"), state_dict, storage_reader=storage_reader, **given)
+    stock = partial(stock_function("load"), state_dict, checkpoint_id=checkpoint_id)
     reason = _why_not(planner, process_group)
     if type(storage_reader).__name__ not in {"NoneType", "FileSystemReader", "FsspecReader"}:
         reason = reason or f"{a_kind(storage_reader)} reads in its own way"
-    if reason or no_dist:
+    if reason:
         _log_stock(reason)
-        stock(process_group=process_group, no_dist=no_dist)
+        options: dict[str, Any] = {"process_group": process_group, "no_dist": no_dist}
+        stock(storage_reader=storage_reader, planner=planner, **options)
         return
-    with _LOCK:
-        session = _session(alone=False)
+    place = getattr(storage_reader, "path", None) if checkpoint_id is None else checkpoint_id
+    reader = storage_reader
+    if place and not is_url(place) and type(reader).__name__ != "FsspecReader":
+        reader = _CheckingReader(local_path(place), reader)
+    with _LOCK, ExitStack() as stack:
+        session = _session(alone=no_dist)
         session.wait()
+        if isinstance(reader, _CheckingReader):
+            stack.callback(reader.close)
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-                stock(no_dist=True)
+                stock(storage_reader=reader, planner=planner, no_dist=True)
         except BaseException as error:  # torch's own, which is no `Exception`
             session.agreement.refuse(_LOAD, error)
             raise
-        session.peers.raise_first(_LOAD, None, timeout_seconds=_TIMEOUT_SECONDS)
+        session.agreement.prove(reader if isinstance(reader, _CheckingReader) else None)
 
 
 def close_all() -> list[CkptkitError]:
@@ -240,6 +267,88 @@ class _MetadataOf(Metadata):
         return object.__getattribute__(self, name)
 
 
+class _CheckingReader(torch_dcp.FileSystemReader):
+    """Reads tensors straight into their memory, and compares checksums; the rest as torch."""
+
+    def __init__(self, path: Path, given: torch_dcp.FileSystemReader | None) -> None:
+        super().__init__(path)
+        if given is not None:
+            vars(self).update(vars(given))  # what it was made with
+        self.step: StoredStep | None = None
+        self.partial: tuple[NumberedRecord, ...] = ()  # records that this rank has read in part
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Any:
+        tensors = [item for item in plan.items if item.type is LoadItemType.TENSOR]
+        try:
+            self.step = StoredStep.open(Path(self.path))
+            index = self.step.index("")
+            targets = [local_part(planner.resolve_tensor(item)) for item in tensors]
+            read = [_memory(index, *pair) for pair in zip(tensors, targets, strict=True)]
+            wanted = (
+                (index.tensors[Key(item.storage_index.fqn)], box, memory_of(elements))
+                for item, (box, elements) in zip(tensors, read, strict=True)
+                if elements.numel()
+            )
+            reads = plan_chunk_reads(wanted)
+        except (UnsupportedError, FormatError, UnsafePickleError) as error:
+            _log_stock(f"without checksums, since {error}")
+            self.close()
+            return super().read_data(plan, planner)
+        others = [item for item in plan.items if item.type is not LoadItemType.TENSOR]
+        done = super().read_data(replace(plan, items=others), planner)
+        origin = Origin("step", self.step.source, index, most_pieces=MOST_PARTS)
+        try:
+            _, self.partial = read_chunks(origin, reads)
+        finally:
+            count_changes(target for target in targets if not target.is_inference())
+        for item, target, (_, elements) in zip(tensors, targets, read, strict=True):
+            if elements is not target:
+                target.copy_(elements)
+            planner.commit_tensor(item, target)
+        return done
+
+    def close(self) -> None:
+        if self.step is not None:
+            self.step.close()
+        self.step = None
+
+    def tables(self, world_size: int) -> Packed:
+        """Returns what the ranks that read this step prove together."""
+        return pack({self._scope: self.partial}, world_size=world_size)
+
+    def check(self, tables: Sequence[Packed]) -> None:
+        """Compares what no rank could alone; for rank 0."""
+        if self.step is None:
+            return
+        step = self.step
+        step.check_digests()
+
+        def name(scope: str, number: int) -> str:
+            file = step.index("").path_of(number) if scope == self._scope else ""
+            return str(Path(scope.partition("\n")[0], file))
+
+        if left := prove_together(tables, name):
+            logger.info("%d records were read in part by all ranks, and not checked", left)
+
+    @property
+    def _scope(self) -> str:
+        """Names a step; ranks of several machines may have others at the same path."""
+        attempt = "" if self.step is None else self.step.attempt
+        return f"{self.path}\n{attempt or place_facts(self.path)['machine']}"
+
+
+def _memory(index: TensorIndex, item: ReadItem, target: torch.Tensor) -> tuple[Box, torch.Tensor]:
+    """Returns a part of a stored tensor, and memory for it: the target if the types are equal."""
+    entry = index.tensors.get(Key(item.storage_index.fqn))
+    if entry is None or target.shape != item.lengths:
+        raise UnsupportedError("is read by torch only", where=item.storage_index.fqn)
+    corner = item.storage_index.offset or (0,) * len(entry.shape)
+    offsets = tuple(map(operator.add, corner, item.storage_offsets))
+    dtype = getattr(torch, entry.dtype.name)
+    elements = target if target.dtype == dtype else torch.empty(item.lengths, dtype=dtype)
+    return Box(offsets, tuple(item.lengths)), elements
+
+
 class _TorchsPlanner(torch_dcp.DefaultSavePlanner):
     """The planner of saves that torch makes, by a thread that calls the replaced `save`."""
 
@@ -259,6 +368,8 @@ def _save(
     """Returns the future of a save, or what has torch save with the function of a name."""
 
     def stock(name: str) -> Any:
+        if _overwrites(writer) and place is not None and not is_url(place):
+            local_path(place).joinpath(MANIFEST_NAME).unlink(missing_ok=True)
         return stock_function(name)(
             state_dict,
             checkpoint_id=checkpoint_id,
@@ -267,6 +378,7 @@ def _save(
             **options,
         )
 
+    place = getattr(writer, "path", None) if checkpoint_id is None else checkpoint_id
     stager = options.get("async_stager")
     reason = _why_not(planner, options["process_group"])
     if writer is not None:
@@ -275,7 +387,6 @@ def _save(
         reason = reason or "use_collectives is False, so that each rank writes metadata of its own"
     if stager is not None and stager is not writer and type(stager).__name__ not in _STAGERS:
         reason = reason or f"{a_kind(stager)} stages in its own way"
-    place = writer.path if checkpoint_id is None and writer is not None else checkpoint_id
     if place is not None and is_url(place):
         reason = reason or "at a URL, a Checkpointer with local= saves through a disk"
     if reason or not place:  # without a place, torch raises
@@ -317,6 +428,12 @@ def _why_not_as(writer: Any) -> str:
     if getattr(kind, "name", "TORCH_SAVE") != "TORCH_SAVE":
         return f"the writer writes {kind}"
     return "" if getattr(writer, "overwrite", True) else "the writer must not overwrite"
+
+
+def _overwrites(writer: Any) -> bool:
+    """Whether what torch saves replaces a step, of which the manifest would tell no more."""
+    is_known = writer is None or isinstance(writer, torch_dcp.FileSystemWriter)
+    return is_known and getattr(writer, "overwrite", True)
 
 
 def _world_size() -> int:
@@ -486,6 +603,13 @@ class Agreement:
         found = next(iter(failures.values()))[0] if failures else error
         told = found if isinstance(found, Exception) else SaveError(type(found).__name__)
         self.peers.refuse(topic, told, timeout_seconds=_TIMEOUT_SECONDS)
+
+    def prove(self, reader: _CheckingReader | None) -> None:
+        """Raises the error of any rank in a load, or what the ranks prove together to be wrong."""
+        nothing = Packed(tables={}, left_out=0)
+        own = nothing if reader is None else reader.tables(self.peers.world_size)
+        check = (lambda _: None) if reader is None else reader.check
+        self.peers.agree(_LOAD, own, check, timeout_seconds=_TIMEOUT_SECONDS)
 
     def expected(self, flat: FlatState) -> Holdings | None:
         """Returns what this rank holds, unless it or what the other ranks hold has changed."""

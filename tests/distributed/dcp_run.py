@@ -199,17 +199,57 @@ def meshes(folder: Path, _: str) -> None:
     weight = truth["model"]["w"]
     cut = distribute_tensor(weight, mesh, [Shard(0)])
     dcp.save({"model": {"w": cut}}, checkpoint_id=folder / "a")
-    for placements in ([Shard(1)], [Replicate()], [Shard(0)], None):
+    cases = [([Shard(1)], torch.float32), ([Replicate()], torch.float32)]
+    cases += [([Shard(0)], torch.float32), (None, torch.float32)]
+    cases += [([Shard(1)], torch.float64), (None, torch.bfloat16)]
+    for placements, dtype in cases:
         loaded = []
         for load in (dcp.load, stock.load):
-            empty = torch.zeros(7, 9)
+            empty = torch.zeros(9, 7, dtype=dtype).T  # not in row-major order
             target: torch.Tensor = empty
             if placements is not None:
                 target = distribute_tensor(empty, mesh, placements)
             load({"model": {"w": target}}, checkpoint_id=folder / "a")
             loaded.append(full(target))
-        assert torch.equal(loaded[0], weight)
+        assert torch.equal(loaded[0], weight.to(dtype))
         assert torch.equal(loaded[0], loaded[1])
+
+
+def damage(folder: Path, _: str) -> None:
+    """Bytes that changed are found: by the rank that reads them all, or by all that read parts."""
+    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2,))
+    weight = torch.randn(8, 60_000, generator=torch.Generator().manual_seed(3))
+    text = "a text that is no tensor"
+    state = {"w": distribute_tensor(weight, mesh, [Shard(0)]), "note": text}
+    own, others = stock.CheckpointException, CkptkitError
+    for name, save in (("ours", dcp.save), ("theirs", stock.save), ("note", dcp.save)):
+        save(state, checkpoint_id=folder / name)
+        if rank == 0:
+            found = text.encode() if name == "note" else weight[4:].numpy().tobytes()
+            change(next(p for p in (folder / name).iterdir() if found in p.read_bytes()), found)
+        dist.barrier()
+    for name, placements, error in (
+        ("ours", [Shard(0)], own if rank else others),
+        ("theirs", [Shard(0)], own if rank else others),
+        ("ours", [Replicate()], own),
+        ("ours", [Shard(1)], others),
+        ("theirs", [Shard(1)], others),
+        ("note", [Shard(0)], others),
+    ):
+        empty = distribute_tensor(torch.zeros(weight.shape), mesh, placements)
+        loaded = {"w": empty, "note": ""}
+        with pytest.raises(error, match="CRC-32"):
+            dcp.load(loaded, checkpoint_id=folder / name)
+    # What torch saves over a step of ckptkit has no manifest that says otherwise.
+    dcp.save(state, checkpoint_id=folder / "note", planner=Planner())
+    dcp.load(loaded, checkpoint_id=folder / "note")
+    assert torch.equal(full(loaded["w"]), weight)
+
+
+def change(path: Path, content: bytes) -> None:
+    data = bytearray(path.read_bytes())
+    data[data.index(content)] ^= 1
+    path.write_bytes(data)
 
 
 class _Lines(logging.Handler):
@@ -399,6 +439,7 @@ CASES: dict[str, Callable[[Path, str], None]] = {
     "same": same_as_stock,
     "parallel": parallel,
     "meshes": meshes,
+    "damage": damage,
     "delegates": delegates,
     "faults": faults,
     "others_change": others_change,

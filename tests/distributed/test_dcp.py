@@ -34,6 +34,13 @@ def test_other_meshes_load_it_as_torch_does(run_ranks: Callable[..., Any], tmp_p
 
 
 @pytest.mark.slow
+def test_bytes_that_changed_are_found_where_torch_loads_them(
+    run_ranks: Callable[..., Any], tmp_path: Path
+) -> None:
+    run_ranks(SCRIPT, 2, tmp_path, "damage")
+
+
+@pytest.mark.slow
 def test_what_only_torch_can_do_goes_to_torch_with_a_line(
     run_ranks: Callable[..., Any], tmp_path: Path
 ) -> None:
