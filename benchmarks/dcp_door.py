@@ -75,24 +75,27 @@ def memory(saves: int, blocks: int) -> None:
 
 
 def coordination(ranks: int, tensors: int) -> None:
-    """Prints what rank 0 computes before ranks know what to write, beside torch's planning."""
+    """Prints what coordinates a save, beside torch's planning without its network."""
     keys = [f"model.layers.{number}.weight" for number in range(tensors)]
-    first, again = _agree(ranks, keys)
+    saves = _agree(ranks, keys)
     planned, answered = _plan(ranks, keys)
     theirs = planned + answered
-    table(
-        [f"{ranks:,} ranks, {tensors} tensors", "processor s of rank 0", "x torch"],
-        [
-            ["ckptkit, the first save", f"{first:.3f}", f"{first / theirs:.3f}"],
-            ["ckptkit, later saves", f"{again:.3f}", f"{again / theirs:.3f}"],
-            ["torch: plans", f"{planned:.3f}", ""],
-            ["torch: plans and answers", f"{theirs:.3f}", "1.000"],
-        ],
-    )
+    header = [f"{ranks:,} ranks, {tensors} tensors", "processor s of rank 0"]
+    rows = [
+        [name, f"{own:.3f}", f"{own / theirs:.3f}", f"{wall:.2f}", f"{wall / theirs:.2f}"]
+        for name, (own, wall) in zip(("first save", "later saves"), saves, strict=True)
+    ]
+    rows.append(["torch: plans", f"{planned:.3f}", "", "", ""])
+    rows.append(["torch: plans and answers", f"{theirs:.3f}", "1.000", f"{theirs:.2f}", "1.00"])
+    table([*header, "x torch", "s until all ranks have agreed", "x torch"], rows)
 
 
-def _agree(ranks: int, keys: Sequence[str]) -> tuple[float, float]:
-    """Returns what a first save takes, where loaders differ on all ranks, and a later one."""
+def _agree(ranks: int, keys: Sequence[str]) -> list[tuple[float, float]]:
+    """Returns what a first save takes, where loaders differ on all ranks, and a later one.
+
+    That is the processor time of rank 0, and how long all ranks take, which share one processor
+    here: at the call, and at the commit.
+    """
     import torch
 
     from ckptkit.training import dcp
@@ -111,19 +114,29 @@ def _agree(ranks: int, keys: Sequence[str]) -> tuple[float, float]:
         expected = asking.expected(state)
         agreed = asking.question(state, WORK / "step-1", expected)()
         asking.answer(state, agreed, expected)
+        proof = {"proof": {"rank": rank, "path": "", "size_bytes": 0, "crc32": 0}}
+        asking.peers.agree("the commit", proof, lambda _: 0, timeout_seconds=600)
 
-    def turn() -> float:
-        threads = [threading.Thread(target=begin, args=(rank,)) for rank in range(1, ranks)]
+    def turn() -> tuple[float, float]:
+        ready = threading.Barrier(ranks)
+
+        def run(rank: int) -> None:
+            ready.wait()
+            begin(rank)
+
+        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(1, ranks)]
         for thread in threads:
             thread.start()
-        began = time.thread_time()
+        ready.wait()
+        began, at = time.thread_time(), time.perf_counter()
         begin(0)
         took = time.thread_time() - began
         for thread in threads:
             thread.join()
-        return took
+        return took, time.perf_counter() - at
 
-    return turn(), statistics.median(turn() for _ in range(3))
+    first, *later = [turn() for _ in range(4)]
+    return [first, (statistics.median(t for t, _ in later), statistics.median(w for _, w in later))]
 
 
 def _plan(ranks: int, keys: Sequence[str]) -> tuple[float, float]:

@@ -43,6 +43,7 @@ from ckptkit.core.arguments import STOCK
 from ckptkit.core.errors import (
     CkptkitError,
     FormatError,
+    ResumeError,
     SaveError,
     UnsafePickleError,
     UnsupportedError,
@@ -54,6 +55,7 @@ from ckptkit.core.threads import WorkerThread, few_collections
 from ckptkit.engine.box_reads import plan_chunk_reads, read_chunks
 from ckptkit.engine.checksum_tracker import NumberedRecord
 from ckptkit.engine.reader import Origin
+from ckptkit.formats.dcp.reader import METADATA
 from ckptkit.formats.discovery import parse_step
 from ckptkit.storage.locations import hidden_name, local_path
 from ckptkit.storage.places import is_url
@@ -183,32 +185,39 @@ def load(
         CkptkitError: If another rank failed, or bytes have another checksum than was stored, which
             no rank could see alone; a rank that fails raises torch's error.
     """
-    stock = partial(stock_function("load"), state_dict, checkpoint_id=checkpoint_id)
+    given = {"checkpoint_id": checkpoint_id, "planner": planner}
+    stock = partial(stock_function("load"), state_dict, **given)
+    as_it_is = partial(
+        stock, storage_reader=storage_reader, process_group=process_group, no_dist=no_dist
+    )
     reason = _why_not(planner, process_group)
     if type(storage_reader).__name__ not in {"NoneType", "FileSystemReader", "FsspecReader"}:
         reason = reason or f"{a_kind(storage_reader)} reads in its own way"
     if reason:
         _log_stock(reason)
-        options: dict[str, Any] = {"process_group": process_group, "no_dist": no_dist}
-        stock(storage_reader=storage_reader, planner=planner, **options)
+        as_it_is()
         return
     place = getattr(storage_reader, "path", None) if checkpoint_id is None else checkpoint_id
-    reader = storage_reader
-    if place and not is_url(place) and type(reader).__name__ != "FsspecReader":
-        reader = _CheckingReader(local_path(place), reader)
+    ours = None
+    if place and not is_url(place) and type(storage_reader).__name__ != "FsspecReader":
+        ours = _CheckingReader(local_path(place), storage_reader)
     with _LOCK, ExitStack() as stack:
         session = _session(alone=no_dist)
         session.wait()
-        if isinstance(reader, _CheckingReader):
-            stack.callback(reader.close)
+        if ours is not None:
+            stack.callback(ours.close)
+            if ours.reads_its_own_metadata():
+                _log_stock("each rank has metadata of its own")
+                as_it_is()
+                return
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-                stock(storage_reader=reader, planner=planner, no_dist=True)
+                stock(storage_reader=ours or storage_reader, no_dist=True)
         except BaseException as error:  # torch's own, which is no `Exception`
             session.agreement.refuse(_LOAD, error)
             raise
-        session.agreement.prove(reader if isinstance(reader, _CheckingReader) else None)
+        session.agreement.prove(ours)
 
 
 def close_all() -> list[CkptkitError]:
@@ -277,6 +286,12 @@ class _CheckingReader(torch_dcp.FileSystemReader):
         self.step: StoredStep | None = None
         self.partial: tuple[NumberedRecord, ...] = ()  # records that this rank has read in part
 
+    def reads_its_own_metadata(self) -> bool:
+        """Whether ranks saved with `use_collectives=False`."""
+        rank = dist.get_rank() if _world_size() > 1 else 0
+        path = Path(self.path)
+        return not (path / METADATA).exists() and (path / f"__{rank}{METADATA}").exists()
+
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Any:
         tensors = [item for item in plan.items if item.type is LoadItemType.TENSOR]
         try:
@@ -290,7 +305,7 @@ class _CheckingReader(torch_dcp.FileSystemReader):
                 if elements.numel()
             )
             reads = plan_chunk_reads(wanted)
-        except (UnsupportedError, FormatError, UnsafePickleError) as error:
+        except (UnsupportedError, FormatError, UnsafePickleError, ResumeError) as error:
             _log_stock(f"without checksums, since {error}")
             self.close()
             return super().read_data(plan, planner)

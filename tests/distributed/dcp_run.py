@@ -5,6 +5,7 @@ Usage: dcp_run.py FOLDER CASE... Each case works in FOLDER/CASE.
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import os
@@ -25,7 +26,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
 import ckptkit
@@ -199,16 +200,16 @@ def meshes(folder: Path, _: str) -> None:
     weight = truth["model"]["w"]
     cut = distribute_tensor(weight, mesh, [Shard(0)])
     dcp.save({"model": {"w": cut}}, checkpoint_id=folder / "a")
-    cases = [([Shard(1)], torch.float32), ([Replicate()], torch.float32)]
-    cases += [([Shard(0)], torch.float32), (None, torch.float32)]
-    cases += [([Shard(1)], torch.float64), (None, torch.bfloat16)]
-    for placements, dtype in cases:
+    cases: list[tuple[Placement | None, torch.dtype]] = [(Replicate(), torch.float32)]
+    cases += [(Shard(0), torch.float32), (Shard(1), torch.float32), (None, torch.float32)]
+    cases += [(Shard(1), torch.float64), (None, torch.bfloat16)]
+    for placement, dtype in cases:
         loaded = []
         for load in (dcp.load, stock.load):
             empty = torch.zeros(9, 7, dtype=dtype).T  # not in row-major order
             target: torch.Tensor = empty
-            if placements is not None:
-                target = distribute_tensor(empty, mesh, placements)
+            if placement is not None:
+                target = distribute_tensor(empty, mesh, [placement])
             load({"model": {"w": target}}, checkpoint_id=folder / "a")
             loaded.append(full(target))
         assert torch.equal(loaded[0], weight.to(dtype))
@@ -228,22 +229,29 @@ def damage(folder: Path, _: str) -> None:
             found = text.encode() if name == "note" else weight[4:].numpy().tobytes()
             change(next(p for p in (folder / name).iterdir() if found in p.read_bytes()), found)
         dist.barrier()
-    for name, placements, error in (
-        ("ours", [Shard(0)], own if rank else others),
-        ("theirs", [Shard(0)], own if rank else others),
-        ("ours", [Replicate()], own),
-        ("ours", [Shard(1)], others),
-        ("theirs", [Shard(1)], others),
-        ("note", [Shard(0)], others),
+    for name, placement, error in (
+        ("ours", Shard(0), own if rank else others),
+        ("theirs", Shard(0), own if rank else others),
+        ("ours", Replicate(), own),
+        ("ours", Shard(1), others),
+        ("theirs", Shard(1), others),
+        ("note", Shard(0), others),
     ):
-        empty = distribute_tensor(torch.zeros(weight.shape), mesh, placements)
+        empty = distribute_tensor(torch.zeros(weight.shape), mesh, [placement])
         loaded = {"w": empty, "note": ""}
         with pytest.raises(error, match="CRC-32"):
             dcp.load(loaded, checkpoint_id=folder / name)
+    if "use_collectives" in inspect.signature(stock.save).parameters:  # torch 2.9
+        own_part: dict[str, Any] = {"part": torch.full((3,), rank + 1.0)}
+        dcp.save(own_part, checkpoint_id=folder / "apart", use_collectives=False)
+        apart = {"part": torch.zeros(3)}
+        dcp.load(apart, checkpoint_id=folder / "apart")
+        assert torch.equal(apart["part"], own_part["part"])
     # What torch saves over a step of ckptkit has no manifest that says otherwise.
     dcp.save(state, checkpoint_id=folder / "note", planner=Planner())
-    dcp.load(loaded, checkpoint_id=folder / "note")
-    assert torch.equal(full(loaded["w"]), weight)
+    empty = distribute_tensor(torch.zeros(weight.shape), mesh, [Shard(1)])
+    dcp.load({"w": empty}, checkpoint_id=folder / "note")
+    assert torch.equal(full(empty), weight)
 
 
 def change(path: Path, content: bytes) -> None:
