@@ -671,17 +671,21 @@ class Agreement:
         unlike = {name: tuple(of_ranks) for name, of_ranks in digests.items() if of_ranks}
         asked = [n for n, of_ranks in unlike.items() if self._holders.get(n, ((),))[0] != of_ranks]
         if asked:
-            # One rank of those with the same keys names them.
+            # The first rank of those with the same keys names them.
+            firsts = {
+                name: {digest: rank for rank, digest in reversed([*enumerate(unlike[name])])}
+                for name in asked
+            }
             own = {
                 name: flat.hashes(name)
-                for name in asked
-                if unlike[name].index(unlike[name][self.peers.rank]) == self.peers.rank
+                for name, first in firsts.items()
+                if first[unlike[name][self.peers.rank]] == self.peers.rank
             }
             found = self.peers.agree(_KEYS, own, list, timeout_seconds=_TIMEOUT_SECONDS)
             for name in asked:
                 holders: dict[str, list[int]] = {}
                 for rank, digest in enumerate(unlike[name]):
-                    for key in found[unlike[name].index(digest)].get(name, ()):
+                    for key in found[firsts[name][digest]].get(name, ()):
                         holders.setdefault(key, []).append(rank)
                 self._holders[name] = unlike[name], {k: tuple(r) for k, r in holders.items()}
         groups: dict[Ranks, list[str]] = {}
@@ -740,7 +744,8 @@ class FlatState:
                 continue
             if not isinstance(value, ShardedTensor):
                 self.locals[key] = local = parts[0]
-                if not hasattr(local, "__create_chunk_list__"):
+                # One that says itself where it is may move.
+                if not hasattr(getattr(value, "_local_tensor", value), "__create_chunk_list__"):
                     forms[key] = _form(value, local)
         # Equal for states with the same keys, types, shapes and places; empty where some of these
         # are not known.
