@@ -2,11 +2,10 @@
 
 Usage: python benchmarks/dcp_door.py [--blocks 28] [--rounds 5] [--saves 200] [--ranks 1024]
 
-Three tables, each of one run: how long `async_save` blocks training on two ranks, with torch's
-thread and with its process; the memory of a rank over many saves; and what ranks agree on in a
-save of many ranks, which are threads of one process. Of ckptkit it is what rank 0 computes at the
-call, of torch what its rank 0 does: unpickling the plans of all ranks, planning, and pickling the
-answers. What their networks take is in neither.
+Four tables, each of one run: how long `async_save` blocks training on two ranks, with torch's
+thread and with its process; how long loads take; the memory of a rank over many saves; and what
+ranks agree on in a save of many ranks, which are threads of one process: what rank 0 computes, for
+which all wait, and then another rank. What their networks take is in neither.
 """
 
 from __future__ import annotations
@@ -44,6 +43,24 @@ def blocked(rounds: int, blocks: int) -> None:
     table(["two ranks", "blocked, ms", "durable, s", "x blocked"], rows)
 
 
+def loaded(rounds: int, blocks: int) -> None:
+    """Prints how long loads of one checkpoint take, as it is cut and cut otherwise."""
+    ranks = run_ranks("load", f"--rounds={rounds}", f"--blocks={blocks}")
+    rows = []
+    for cut in ("rows", "columns"):
+        ours, theirs = (
+            [
+                max(values)
+                for values in zip(*(rank[f"{cut}, {name}"] for rank in ranks), strict=True)
+            ]
+            for name in (OURS, "dcp.load")
+        )
+        ratio = statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
+        shown = [f"{statistics.median(values):.2f}" for values in (ours, theirs)]
+        rows.append([f"saved by rows, loaded by {cut}", *shown, f"{ratio:.2f}"])
+    table(["two ranks, s", OURS, "dcp.load", "x dcp.load"], rows)
+
+
 def memory(saves: int, blocks: int) -> None:
     """Prints the memory of the larger rank after some of the saves."""
     ranks = run_ranks("many", f"--steps={saves}", f"--blocks={blocks}")
@@ -57,24 +74,28 @@ def memory(saves: int, blocks: int) -> None:
 
 
 def coordination(ranks: int, tensors: int) -> None:
-    """Prints what rank 0 computes before ranks know what to write, beside torch's planning."""
+    """Prints what coordinates a save, beside torch's planning; their networks are in neither."""
     keys = [f"model.layers.{number}.weight" for number in range(tensors)]
-    first, again = _agree(ranks, keys)
-    planned, answered = _plan(ranks, keys)
-    theirs = planned + answered
-    table(
-        [f"{ranks:,} ranks, {tensors} tensors", "processor s of rank 0", "x torch"],
-        [
-            ["ckptkit, the first save", f"{first:.3f}", f"{first / theirs:.3f}"],
-            ["ckptkit, later saves", f"{again:.3f}", f"{again / theirs:.3f}"],
-            ["torch: plans", f"{planned:.3f}", ""],
-            ["torch: plans and answers", f"{theirs:.3f}", "1.000"],
-        ],
-    )
+    saves = _agree(ranks, keys)
+    theirs = _plan(ranks, keys)
+    in_all = sum(theirs)
+    rows = [
+        [name, f"{first:.3f}", f"{other * MS:.1f}", f"{first + other:.3f}",
+         f"{(first + other) / in_all:.3f}"]
+        for name, (first, other) in zip(
+            ("ckptkit, the first save", "ckptkit, later saves", "torch"), (*saves, theirs),
+            strict=True,
+        )
+    ]  # fmt: skip
+    header = [f"{ranks:,} ranks, {tensors} tensors", "rank 0, processor s", "another rank, ms"]
+    table([*header, "one after the other, s", "x torch"], rows)
 
 
-def _agree(ranks: int, keys: Sequence[str]) -> tuple[float, float]:
-    """Returns what a first save takes, where loaders differ on all ranks, and a later one."""
+def _agree(ranks: int, keys: Sequence[str]) -> list[tuple[float, float]]:
+    """Returns what a first save takes, where loaders differ on all ranks, and a later one.
+
+    That is the processor time of rank 0 and of another rank, at the call and at the commit.
+    """
     import torch
 
     from ckptkit.training import dcp
@@ -89,10 +110,16 @@ def _agree(ranks: int, keys: Sequence[str]) -> tuple[float, float]:
     ]
 
     def begin(rank: int) -> None:
-        agreements[rank].begin(states[rank], WORK / "step-1")
+        asking, state = agreements[rank], states[rank]
+        expected = asking.expected(state)
+        agreed = asking.question(state, WORK / "step-1", expected)()
+        asking.answer(state, agreed, expected)
+        proof = {"proof": {"rank": rank, "path": "", "size_bytes": 0, "crc32": 0}}
+        asking.peers.agree("the commit", proof, lambda _: 0, timeout_seconds=600)
 
-    def turn() -> float:
+    def turn() -> tuple[float, float]:
         threads = [threading.Thread(target=begin, args=(rank,)) for rank in range(1, ranks)]
+        of_all = time.process_time()
         for thread in threads:
             thread.start()
         began = time.thread_time()
@@ -100,13 +127,18 @@ def _agree(ranks: int, keys: Sequence[str]) -> tuple[float, float]:
         took = time.thread_time() - began
         for thread in threads:
             thread.join()
-        return took
+        return took, (time.process_time() - of_all - took) / (ranks - 1)
 
-    return turn(), statistics.median(turn() for _ in range(3))
+    first, *later = [turn() for _ in range(4)]
+    return [first, (statistics.median(t for t, _ in later), statistics.median(a for _, a in later))]
 
 
 def _plan(ranks: int, keys: Sequence[str]) -> tuple[float, float]:
-    """Returns the seconds in which torch's rank 0 plans, and in which it makes its answers."""
+    """Returns the processor time of torch's rank 0, and of another rank.
+
+    Rank 0 unpickles the plans of all ranks, plans, and pickles the answers; each other rank pickles
+    a plan, which is there already, and unpickles an answer.
+    """
     import torch
     from torch.distributed.checkpoint import DefaultSavePlanner
     from torch.distributed.checkpoint.metadata import (
@@ -140,10 +172,12 @@ def _plan(ranks: int, keys: Sequence[str]) -> tuple[float, float]:
     began = time.thread_time()
     received = [pickle.loads(text) for text in texts]  # noqa: S301, TID251  made above
     plans, _ = planner.create_global_plan(received)
-    planned = time.thread_time()
-    for plan in plans:
+    answers = [pickle.dumps(plan) for plan in plans]
+    ended = time.thread_time()
+    for plan, answer in zip(received, answers, strict=True):
         pickle.dumps(plan)
-    return planned - began, time.thread_time() - planned
+        pickle.loads(answer)  # noqa: S301, TID251
+    return ended - began, (time.thread_time() - ended) / ranks
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -154,13 +188,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--saves", type=int, default=200)
     parser.add_argument("--ranks", type=int, default=1_024)
     parser.add_argument("--tensors", type=int, default=300)
-    parser.add_argument("--parts", default="blocked,memory,coordination")
+    parser.add_argument("--parts", default="blocked,loaded,memory,coordination")
     options = parser.parse_args(arguments)
     parts = options.parts.split(",")
     if "coordination" in parts:
         coordination(options.ranks, options.tensors)
     if "blocked" in parts:
         blocked(options.rounds, options.blocks)
+    if "loaded" in parts:
+        loaded(options.rounds, options.blocks)
     if "memory" in parts:
         memory(options.saves, max(1, options.blocks // 14))
 

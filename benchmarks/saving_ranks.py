@@ -25,6 +25,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.utils._pytree import tree_map
 
 from ckptkit.training import Checkpointer
 from ckptkit.training import dcp as door
@@ -271,6 +273,32 @@ def resume(loop: Loop, folder: Path, rounds: int) -> dict[str, Any]:
     return found
 
 
+def load(loop: Loop, folder: Path, rounds: int) -> dict[str, Any]:
+    """Loads one checkpoint in turns, by the door and by dcp.load, as it is cut and otherwise."""
+    model, optimizer = get_state_dict(loop.model, loop.optimizer)
+    state = {"model": model, "optimizer": optimizer}
+    door.save(state, checkpoint_id=folder / "peer")
+    found: dict[str, list[float]] = {}
+    for cut, into in (("rows", state), ("columns", tree_map(by_columns, state))):
+        peers = [("ckptkit.training.dcp", door.load), ("dcp.load", dcp.load)]
+        for number in range(rounds + 1):
+            for name, load_by in peers if number % 2 else reversed(peers):
+                dist.barrier()
+                began = time.perf_counter()
+                load_by(into, checkpoint_id=folder / "peer")
+                if number:  # the first one warms up
+                    found.setdefault(f"{cut}, {name}", []).append(time.perf_counter() - began)
+    return found
+
+
+def by_columns(value: Any) -> Any:
+    """Returns a tensor of other elements that is cut by its second dimension."""
+    if not isinstance(value, DTensor) or value.ndim < 2:  # noqa: PLR2004
+        return value
+    empty = torch.zeros(value.shape, dtype=value.dtype)
+    return distribute_tensor(empty, value.device_mesh, [Shard(1)], src_data_rank=None)
+
+
 def many(loop: Loop, folder: Path, saves: int) -> dict[str, Any]:
     """Saves again and again by each saver, and says what the rank and its children hold."""
     with Checkpointer(folder / "run") as checkpointer:
@@ -311,7 +339,7 @@ def clear(folder: Path) -> None:
 def main() -> None:
     """Runs what the command line asks for, and prints every rank's findings on rank 0."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=["compare", "long", "many", "resume"])
+    parser.add_argument("what", choices=["compare", "load", "long", "many", "resume"])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--blocks", type=int, default=BLOCKS)
@@ -326,6 +354,8 @@ def main() -> None:
         loop.step()
     if arguments.what == "compare":
         found = compare(loop, arguments.folder, arguments.rounds, arguments.savers.split(";"))
+    elif arguments.what == "load":
+        found = load(loop, arguments.folder, arguments.rounds)
     elif arguments.what == "many":
         found = many(loop, arguments.folder, arguments.steps)
     elif arguments.what == "long":

@@ -16,32 +16,47 @@ from __future__ import annotations
 import atexit
 import hashlib
 import logging
+import operator
 import os
 import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
-from dataclasses import fields
-from functools import partial
+from contextlib import ExitStack, suppress
+from dataclasses import fields, replace
+from functools import cached_property, partial
 from itertools import chain, takewhile
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from msgspec import Struct
 from torch.distributed import checkpoint as torch_dcp
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.stateful import Stateful
 
 from ckptkit.core.arguments import STOCK
-from ckptkit.core.errors import CkptkitError, SaveError, UnsupportedError
-from ckptkit.core.index import Box, KeyPath
-from ckptkit.core.manifest import Manifest
+from ckptkit.core.errors import (
+    CkptkitError,
+    FormatError,
+    ResumeError,
+    SaveError,
+    UnsafePickleError,
+    UnsupportedError,
+)
+from ckptkit.core.index import Box, Key, KeyPath, TensorIndex
+from ckptkit.core.manifest import MANIFEST_NAME, Manifest
 from ckptkit.core.text import a_kind
+from ckptkit.core.threads import WorkerThread, few_collections
+from ckptkit.engine.box_reads import plan_chunk_reads, read_chunks
+from ckptkit.engine.checksum_tracker import NumberedRecord
+from ckptkit.engine.reader import Origin
+from ckptkit.formats.dcp.reader import METADATA
 from ckptkit.formats.discovery import parse_step
 from ckptkit.storage.locations import STAGED_FILES, hidden_name, local_path
 from ckptkit.storage.places import is_url
@@ -49,12 +64,21 @@ from ckptkit.training.agree.barrier import SaveBarrier
 from ckptkit.training.agree.key_values import LocalKeyValueStore
 from ckptkit.training.agree.peers import Peers, check_same_place, open_peers, place_facts
 from ckptkit.training.handle import SaveHandle
+from ckptkit.training.load.load_pieces import (
+    MOST_PARTS,
+    Packed,
+    memory_of,
+    pack,
+    prove_together,
+)
+from ckptkit.training.resume.stored_step import StoredStep
 from ckptkit.training.save.file_layout import check_storable
 from ckptkit.training.save.frozen import FrozenFiles
 from ckptkit.training.save.saver import Save, SaveCommitter, SaveSlot
 from ckptkit.training.save.writer_process import WriterProcess, WriterTimeouts
 from ckptkit.training.settings import Settings
-from ckptkit.training.state.dtensors import Copies, Meshes, local_part
+from ckptkit.training.state.dtensors import Copies, DTensor, Meshes, local_part
+from ckptkit.training.state.memory_changes import count_changes
 from ckptkit.training.state.models import check_modes, plain_torch
 from ckptkit.training.state.objects import is_plain, torch_archive
 from ckptkit.training.state.pieces import Holdings, ObjectValue, Piece, Replicas
@@ -156,31 +180,45 @@ def load(
 ) -> None:
     """Loads as `torch.distributed.checkpoint.load`, once saves under way have ended.
 
-    Each rank plans and reads for itself, without a collective.
+    Each rank plans and reads for itself, without a collective. Checksums are compared.
 
     Raises:
-        CkptkitError: If another rank failed; a rank that fails raises its own error.
+        CkptkitError: If another rank failed, or bytes have another checksum than was stored, which
+            no rank could see alone; a rank that fails raises torch's error.
     """
-    given: dict[str, Any] = {"checkpoint_id": checkpoint_id, "planner": planner}
-    stock = partial(stock_function("load"), state_dict, storage_reader=storage_reader, **given)
+    given = {"checkpoint_id": checkpoint_id, "planner": planner}
+    stock = partial(stock_function("load"), state_dict, **given)
+    as_it_is = partial(
+        stock, storage_reader=storage_reader, process_group=process_group, no_dist=no_dist
+    )
     reason = _why_not(planner, process_group)
     if type(storage_reader).__name__ not in {"NoneType", "FileSystemReader", "FsspecReader"}:
         reason = reason or f"{a_kind(storage_reader)} reads in its own way"
-    if reason or no_dist:
+    if reason:
         _log_stock(reason)
-        stock(process_group=process_group, no_dist=no_dist)
+        as_it_is()
         return
-    with _LOCK:
-        session = _session(alone=False)
+    place = getattr(storage_reader, "path", None) if checkpoint_id is None else checkpoint_id
+    ours = None
+    if place and not is_url(place) and type(storage_reader).__name__ != "FsspecReader":
+        ours = _CheckingReader(local_path(place), storage_reader)
+    with _LOCK, ExitStack() as stack:
+        session = _session(alone=no_dist)
         session.wait()
+        if ours is not None:
+            stack.callback(ours.close)
+            if ours.reads_its_own_metadata():
+                _log_stock("each rank has metadata of its own")
+                as_it_is()
+                return
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-                stock(no_dist=True)
+                stock(storage_reader=ours or storage_reader, no_dist=True)
         except BaseException as error:  # torch's own, which is no `Exception`
             session.agreement.refuse(_LOAD, error)
             raise
-        session.peers.raise_first(_LOAD, None, timeout_seconds=_TIMEOUT_SECONDS)
+        session.agreement.prove(ours)
 
 
 def close_all() -> list[CkptkitError]:
@@ -239,6 +277,94 @@ class _MetadataOf(Metadata):
         return object.__getattribute__(self, name)
 
 
+class _CheckingReader(torch_dcp.FileSystemReader):
+    """Reads tensors straight into their memory, and compares checksums; the rest as torch."""
+
+    def __init__(self, path: Path, given: torch_dcp.FileSystemReader | None) -> None:
+        super().__init__(path)
+        if given is not None:
+            vars(self).update(vars(given))  # what it was made with
+        self.step: StoredStep | None = None
+        self.partial: tuple[NumberedRecord, ...] = ()  # records that this rank has read in part
+
+    def reads_its_own_metadata(self) -> bool:
+        """Whether ranks saved with `use_collectives=False`."""
+        rank = dist.get_rank() if _world_size() > 1 else 0
+        path = Path(self.path)
+        return not (path / METADATA).exists() and (path / f"__{rank}{METADATA}").exists()
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Any:
+        tensors = [item for item in plan.items if item.type is LoadItemType.TENSOR]
+        try:
+            self.step = StoredStep.open(Path(self.path))
+            index = self.step.index("")
+            targets = [local_part(planner.resolve_tensor(item)) for item in tensors]
+            read = [_memory(index, *pair) for pair in zip(tensors, targets, strict=True)]
+            wanted = (
+                (index.tensors[Key(item.storage_index.fqn)], box, memory_of(elements))
+                for item, (box, elements) in zip(tensors, read, strict=True)
+                if elements.numel()
+            )
+            reads = plan_chunk_reads(wanted)
+        except (UnsupportedError, FormatError, UnsafePickleError, ResumeError) as error:
+            _log_stock(f"without checksums, since {error}")
+            self.close()
+            return super().read_data(plan, planner)
+        others = [item for item in plan.items if item.type is not LoadItemType.TENSOR]
+        done = super().read_data(replace(plan, items=others), planner)
+        origin = Origin("step", self.step.source, index, most_pieces=MOST_PARTS)
+        try:
+            _, self.partial = read_chunks(origin, reads)
+        finally:
+            count_changes(target for target in targets if not target.is_inference())
+        for item, target, (_, elements) in zip(tensors, targets, read, strict=True):
+            if elements is not target:
+                target.copy_(elements)
+            planner.commit_tensor(item, target)
+        return done
+
+    def close(self) -> None:
+        if self.step is not None:
+            self.step.close()
+        self.step = None
+
+    def tables(self, world_size: int) -> Packed:
+        """Returns what the ranks that read this step prove together."""
+        return pack({self._scope: self.partial}, world_size=world_size)
+
+    def check(self, tables: Sequence[Packed]) -> None:
+        """Compares what no rank could alone; for rank 0."""
+        if self.step is None:
+            return
+        step = self.step
+        step.check_digests()
+
+        def name(scope: str, number: int) -> str:
+            file = step.index("").path_of(number) if scope == self._scope else ""
+            return str(Path(scope.partition("\n")[0], file))
+
+        if left := prove_together(tables, name):
+            logger.info("%d records were read in part by all ranks, and not checked", left)
+
+    @property
+    def _scope(self) -> str:
+        """Names a step; ranks of several machines may have others at the same path."""
+        attempt = "" if self.step is None else self.step.attempt
+        return f"{self.path}\n{attempt or place_facts(self.path)['machine']}"
+
+
+def _memory(index: TensorIndex, item: ReadItem, target: torch.Tensor) -> tuple[Box, torch.Tensor]:
+    """Returns a part of a stored tensor, and memory for it: the target if the types are equal."""
+    entry = index.tensors.get(Key(item.storage_index.fqn))
+    if entry is None or target.shape != item.lengths:
+        raise UnsupportedError("is read by torch only", where=item.storage_index.fqn)
+    corner = item.storage_index.offset or (0,) * len(entry.shape)
+    offsets = tuple(map(operator.add, corner, item.storage_offsets))
+    dtype = getattr(torch, entry.dtype.name)
+    elements = target if target.dtype == dtype else torch.empty(item.lengths, dtype=dtype)
+    return Box(offsets, tuple(item.lengths)), elements
+
+
 class _TorchsPlanner(torch_dcp.DefaultSavePlanner):
     """The planner of saves that torch makes, by a thread that calls the replaced `save`."""
 
@@ -258,6 +384,8 @@ def _save(
     """Returns the future of a save, or what has torch save with the function of a name."""
 
     def stock(name: str) -> Any:
+        if _overwrites(writer) and place is not None and not is_url(place):
+            local_path(place).joinpath(MANIFEST_NAME).unlink(missing_ok=True)
         return stock_function(name)(
             state_dict,
             checkpoint_id=checkpoint_id,
@@ -266,6 +394,7 @@ def _save(
             **options,
         )
 
+    place = getattr(writer, "path", None) if checkpoint_id is None else checkpoint_id
     stager = options.get("async_stager")
     reason = _why_not(planner, options["process_group"])
     if writer is not None:
@@ -274,7 +403,6 @@ def _save(
         reason = reason or "use_collectives is False, so that each rank writes metadata of its own"
     if stager is not None and stager is not writer and type(stager).__name__ not in _STAGERS:
         reason = reason or f"{a_kind(stager)} stages in its own way"
-    place = writer.path if checkpoint_id is None and writer is not None else checkpoint_id
     if place is not None and is_url(place):
         reason = reason or "at a URL, a Checkpointer with local= saves through a disk"
     if reason or not place:  # without a place, torch raises
@@ -282,7 +410,7 @@ def _save(
         return stock
     if writer is not None and checkpoint_id is not None:
         writer.reset(checkpoint_id)
-    with _LOCK, plain_torch() as unsuited:
+    with _LOCK, few_collections(), plain_torch() as unsuited:
         session = _session(alone=options["no_dist"])
         check = partial(check_modes, unsuited, "async_save")
         saved = session.save(state_dict, local_path(place).absolute(), check)
@@ -325,6 +453,12 @@ def _why_not_as(writer: Any) -> str:
     return "" if getattr(writer, "overwrite", True) else "the writer must not overwrite"
 
 
+def _overwrites(writer: Any) -> bool:
+    """Whether what torch saves replaces a step, of which the manifest would tell no more."""
+    is_known = writer is None or isinstance(writer, torch_dcp.FileSystemWriter)
+    return is_known and getattr(writer, "overwrite", True)
+
+
 def _world_size() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
@@ -359,6 +493,7 @@ class _Session:
         )
         frozen = FrozenFiles(nonce, rank, 1)
         self._slot = SaveSlot(self.peers, _SETTINGS, self._committer.end, frozen)
+        self._asker = WorkerThread("ckptkit-agree")
         self.handles: list[SaveHandle] = []  # of saves under way, and of errors not heard yet
 
     def save(
@@ -377,8 +512,16 @@ class _Session:
             raise
         self.handles = [h for h in self.handles if not h.done() or h.unheard_error]
         handle, after = SaveHandle(parse_step(str(path)) or 0), next(reversed(self.handles), None)
+        expected = self.agreement.expected(flat)
+        asked = self._asker.submit(self.agreement.question(flat, path, expected))
+        copied, wrong = None, None
+        try:  # meanwhile; where the ranks agree on anything else, it is copied again
+            if expected is not None and self._slot.idle:
+                copied = self._slot.copy_ahead(expected)
+        except BaseException as error:  # noqa: BLE001  raised below, where the others hear of it
+            wrong = error
         try:
-            number, reason, held = self.agreement.begin(flat, path)
+            number, reason, held = self.agreement.answer(flat, asked.result(), expected)
         except CkptkitError as error:
             return self._failed(handle, path, error)
         if reason:
@@ -387,7 +530,9 @@ class _Session:
         save = self._named(number, path, handle)
         save.began, save.after = began, after
         with self._slot.hand_over(save):
-            self._slot.stage(save, held)
+            if wrong is not None:
+                raise wrong
+            self._slot.stage(save, held, copied=copied if held is expected else None)
         self._slot.join()
         return handle
 
@@ -410,6 +555,7 @@ class _Session:
             logger.error("the program ends before a save; call result() of its future first")
             self._process.kill()
             self._slot.kill()
+        self._asker.stop()
         with suppress(CkptkitError):
             self._slot.close()
             self._committer.close()
@@ -448,6 +594,24 @@ class _Session:
         )
 
 
+class _Agreed(Struct, frozen=True):
+    """What a rank holds of a state by an agreement, without its tensors."""
+
+    form: tuple[object, ...] = ()  # of the state
+    own: Mapping[str, str] = {}  # this rank's digests
+    digests: Mapping[str, Any] = {}  # those on which the ranks agreed
+    pieces: tuple[tuple[str, Piece], ...] = ()
+    objects: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, flat: FlatState, digests: Mapping[str, Any], held: Holdings) -> _Agreed:
+        keys = {path: key for key, path in flat.paths.items()}
+        nothing = torch.empty(0, device="cpu")
+        pieces = tuple((keys[p.key_path], p.holding(nothing)) for p in held.pieces)
+        objects = tuple(keys[value.key_path] for value in held.objects)
+        return cls(flat.form, flat.digests, digests, pieces, objects)
+
+
 class Agreement:
     """What ranks agree on at the call of a save: who saves, its number, and who holds what."""
 
@@ -456,6 +620,7 @@ class Agreement:
         self._count = 0
         # The ranks that hold each key of an entry that is not alike on all, by their digests.
         self._holders: dict[str, tuple[tuple[str, ...], dict[str, Ranks]]] = {}
+        self._last = _Agreed()
 
     def refuse(self, topic: str, error: BaseException) -> None:
         """Tells the other ranks of an error, without waiting for them."""
@@ -464,18 +629,51 @@ class Agreement:
         told = found if isinstance(found, Exception) else SaveError(type(found).__name__)
         self.peers.refuse(topic, told, timeout_seconds=_TIMEOUT_SECONDS)
 
-    def begin(self, flat: FlatState, path: Path) -> tuple[int, str, Holdings]:
-        """Returns the number, why only torch can save it, and what this rank holds."""
+    def prove(self, reader: _CheckingReader | None) -> None:
+        """Raises the error of any rank in a load, or what the ranks prove together to be wrong."""
+        nothing = Packed(tables={}, left_out=0)
+        own = nothing if reader is None else reader.tables(self.peers.world_size)
+        check = (lambda _: None) if reader is None else reader.check
+        self.peers.agree(_LOAD, own, check, timeout_seconds=_TIMEOUT_SECONDS)
+
+    def expected(self, flat: FlatState) -> Holdings | None:
+        """Returns what this rank holds, unless it or what the other ranks hold has changed."""
+        last = self._last
+        if not flat.form or flat.form != last.form:
+            return None
+        return Holdings(
+            tuple(piece.holding(flat.locals[key]) for key, piece in last.pieces),
+            tuple(flat.object(key) for key in last.objects),
+        )
+
+    def question(
+        self, flat: FlatState, path: Path, expected: Holdings | None
+    ) -> Callable[[], Mapping[str, Any]]:
+        """Returns what asks the other ranks, in any thread, about a state that is saved."""
         self._count += 1
         value = {
             "number": self._count,
             "place": place_facts(path),
             "stock": flat.reason,
-            "digests": flat.digests(),
+            "digests": flat.digests if expected is None else self._last.own,
         }
-        agreed = self.peers.agree(BEGIN, value, _decide, timeout_seconds=_TIMEOUT_SECONDS)
-        number, reason = int(agreed["number"]), str(agreed["stock"])
-        return number, reason, Holdings(()) if reason else self._held(flat, agreed["digests"])
+        return partial(self.peers.agree, BEGIN, value, _decide, timeout_seconds=_TIMEOUT_SECONDS)
+
+    def answer(
+        self, flat: FlatState, agreed: Mapping[str, Any], expected: Holdings | None
+    ) -> tuple[int, str, Holdings]:
+        """Returns the number, why only torch can save it, and what this rank holds.
+
+        That is what was `expected`, if the other ranks hold what they held.
+        """
+        number, reason, digests = int(agreed["number"]), str(agreed["stock"]), agreed["digests"]
+        if reason:
+            return number, reason, Holdings(())
+        if expected is not None and self._last.digests == digests:
+            return number, "", expected
+        held = self._held(flat, digests)
+        self._last = _Agreed.of(flat, digests, held)
+        return number, "", held
 
     def _held(self, flat: FlatState, digests: Mapping[str, Any]) -> Holdings:
         """Returns what this rank holds, once it knows which ranks hold the same."""
@@ -483,17 +681,21 @@ class Agreement:
         unlike = {name: tuple(of_ranks) for name, of_ranks in digests.items() if of_ranks}
         asked = [n for n, of_ranks in unlike.items() if self._holders.get(n, ((),))[0] != of_ranks]
         if asked:
-            # One rank of those with the same keys names them.
+            # The first rank of those with the same keys names them.
+            firsts = {
+                name: {digest: rank for rank, digest in reversed([*enumerate(unlike[name])])}
+                for name in asked
+            }
             own = {
                 name: flat.hashes(name)
-                for name in asked
-                if unlike[name].index(unlike[name][self.peers.rank]) == self.peers.rank
+                for name, first in firsts.items()
+                if first[unlike[name][self.peers.rank]] == self.peers.rank
             }
             found = self.peers.agree(_KEYS, own, list, timeout_seconds=_TIMEOUT_SECONDS)
             for name in asked:
                 holders: dict[str, list[int]] = {}
                 for rank, digest in enumerate(unlike[name]):
-                    for key in found[unlike[name].index(digest)].get(name, ()):
+                    for key in found[firsts[name][digest]].get(name, ()):
                         holders.setdefault(key, []).append(rank)
                 self._holders[name] = unlike[name], {k: tuple(r) for k, r in holders.items()}
         groups: dict[Ranks, list[str]] = {}
@@ -532,22 +734,36 @@ class FlatState:
         }
         planner.set_up_planner(states, None, is_coordinator=False)
         self.values: dict[str, Any] = dict(planner.state_dict)
-        self._paths: Mapping[str, KeyPath] = planner.mappings
+        self.paths: Mapping[str, KeyPath] = planner.mappings
+        self.locals: dict[str, torch.Tensor] = {}  # this rank's parts, except of `ShardedTensor`
         self.reason = ""  # why only torch can save it
         self._archives: dict[str, bytes] = {}
+        forms: dict[str, object] = {}
         for key, value in self.values.items():
             if not isinstance(value, torch.Tensor | ShardedTensor):
                 if not is_plain(value):
                     self._archives[key] = torch_archive(value)  # as it is now
+                forms[key] = None
                 continue
             try:
-                for _, local in _shards(value):
-                    check_storable(local_part(local, key), key)
+                parts = [local_part(shard, key) for _, shard in _shards(value)]
+                for local in parts:
+                    check_storable(local, key)
             except UnsupportedError as error:
                 self.reason = self.reason or str(error.message)
+                continue
+            if not isinstance(value, ShardedTensor):
+                self.locals[key] = local = parts[0]
+                # One that says itself where it is may move.
+                if not hasattr(getattr(value, "_local_tensor", value), "__create_chunk_list__"):
+                    forms[key] = _form(value, local)
+        # Equal for states with the same keys, types, shapes and places; empty where some of these
+        # are not known.
+        known = len(forms) == len(self.values)
+        self.form: tuple[object, ...] = (self.paths, forms) if known else ()
 
     def entry(self, key: str) -> str:
-        path = self._paths[key]
+        path = self.paths[key]
         return str(path[0]) if len(path) > 1 else ""
 
     def text(self, key: str) -> str:
@@ -559,6 +775,10 @@ class FlatState:
     def hashes(self, entry: str) -> list[str]:
         return [_hash(self.text(key)) for key in self.values if self.entry(key) == entry]
 
+    def object(self, key: str) -> ObjectValue:
+        return ObjectValue("", self.paths[key], self.values[key], self._archives.get(key, b""))
+
+    @cached_property
     def digests(self) -> dict[str, str]:
         """Returns a digest of the keys of each entry."""
         texts: dict[str, list[str]] = {}
@@ -578,15 +798,20 @@ class FlatState:
         replicas, meshes = Replicas(*copies), Meshes(copies, ranks)
         meshes.learn(self.values[key] for key in keys)
         for key in keys:
-            value, path = self.values[key], self._paths[key]
+            value, path = self.values[key], self.paths[key]
             if isinstance(value, ShardedTensor):
                 shape = tuple(value.size())
                 pieces += [Piece("", path, shape, (b,), local) for b, local in _shards(value) if b]
             elif isinstance(value, torch.Tensor):
                 slot = meshes.slot(key, value, replicas)
-                pieces += slot.pieces("", path, local_part(value, key))
+                pieces += slot.pieces("", path, self.locals[key])
             elif copies.own == 0:
-                objects.append(ObjectValue("", path, value, self._archives.get(key, b"")))
+                objects.append(self.object(key))
+
+
+def _form(value: torch.Tensor, local: torch.Tensor) -> object:
+    spec = value._spec if isinstance(value, DTensor) else None  # noqa: SLF001  see `memory_changes`
+    return spec, type(value), local.shape, local.stride(), local.dtype, local.device
 
 
 def _shards(value: Any) -> list[tuple[Box | None, torch.Tensor]]:

@@ -5,6 +5,7 @@ Usage: dcp_run.py FOLDER CASE... Each case works in FOLDER/CASE.
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import os
@@ -26,7 +27,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
 import ckptkit
@@ -200,17 +201,64 @@ def meshes(folder: Path, _: str) -> None:
     weight = truth["model"]["w"]
     cut = distribute_tensor(weight, mesh, [Shard(0)])
     dcp.save({"model": {"w": cut}}, checkpoint_id=folder / "a")
-    for placements in ([Shard(1)], [Replicate()], [Shard(0)], None):
+    cases: list[tuple[Placement | None, torch.dtype]] = [(Replicate(), torch.float32)]
+    cases += [(Shard(0), torch.float32), (Shard(1), torch.float32), (None, torch.float32)]
+    cases += [(Shard(1), torch.float64), (None, torch.bfloat16)]
+    for placement, dtype in cases:
         loaded = []
         for load in (dcp.load, stock.load):
-            empty = torch.zeros(7, 9)
+            empty = torch.zeros(9, 7, dtype=dtype).T  # not in row-major order
             target: torch.Tensor = empty
-            if placements is not None:
-                target = distribute_tensor(empty, mesh, placements)
+            if placement is not None:
+                target = distribute_tensor(empty, mesh, [placement])
             load({"model": {"w": target}}, checkpoint_id=folder / "a")
             loaded.append(full(target))
-        assert torch.equal(loaded[0], weight)
+        assert torch.equal(loaded[0], weight.to(dtype))
         assert torch.equal(loaded[0], loaded[1])
+
+
+def damage(folder: Path, _: str) -> None:
+    """Bytes that changed are found: by the rank that reads them all, or by all that read parts."""
+    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2,))
+    weight = torch.randn(8, 60_000, generator=torch.Generator().manual_seed(3))
+    text = "a text that is no tensor"
+    state = {"w": distribute_tensor(weight, mesh, [Shard(0)]), "note": text}
+    own, others = stock.CheckpointException, CkptkitError
+    for name, save in (("ours", dcp.save), ("theirs", stock.save), ("note", dcp.save)):
+        save(state, checkpoint_id=folder / name)
+        if rank == 0:
+            found = text.encode() if name == "note" else weight[4:].numpy().tobytes()
+            change(next(p for p in (folder / name).iterdir() if found in p.read_bytes()), found)
+        dist.barrier()
+    for name, placement, error in (
+        ("ours", Shard(0), own if rank else others),
+        ("theirs", Shard(0), own if rank else others),
+        ("ours", Replicate(), own),
+        ("ours", Shard(1), others),
+        ("theirs", Shard(1), others),
+        ("note", Shard(0), others),
+    ):
+        empty = distribute_tensor(torch.zeros(weight.shape), mesh, [placement])
+        loaded = {"w": empty, "note": ""}
+        with pytest.raises(error, match="CRC-32"):
+            dcp.load(loaded, checkpoint_id=folder / name)
+    if "use_collectives" in inspect.signature(stock.save).parameters:  # torch 2.9
+        own_part: dict[str, Any] = {"part": torch.full((3,), rank + 1.0)}
+        dcp.save(own_part, checkpoint_id=folder / "apart", use_collectives=False)
+        apart = {"part": torch.zeros(3)}
+        dcp.load(apart, checkpoint_id=folder / "apart")
+        assert torch.equal(apart["part"], own_part["part"])
+    # What torch saves over a step of ckptkit has no manifest that says otherwise.
+    dcp.save(state, checkpoint_id=folder / "note", planner=Planner())
+    empty = distribute_tensor(torch.zeros(weight.shape), mesh, [Shard(1)])
+    dcp.load({"w": empty}, checkpoint_id=folder / "note")
+    assert torch.equal(full(empty), weight)
+
+
+def change(path: Path, content: bytes) -> None:
+    data = bytearray(path.read_bytes())
+    data[data.index(content)] ^= 1
+    path.write_bytes(data)
 
 
 class _Lines(logging.Handler):
@@ -330,6 +378,21 @@ def _raise() -> None:
     raise OSError("no state today")
 
 
+def others_change(folder: Path, _: str) -> None:
+    """A rank's state is as before, where another one holds less, more or the same again."""
+    rank = dist.get_rank()
+    held = {f"w{number}": torch.full((1000,), float(number)) for number in range(4)}
+    for turn, left_out in enumerate(((), (), ("w0", "w1"), ("w2", "w3"), ("w3",), ())):
+        for value in held.values():
+            value.add_(1)
+        of_rank_1 = {name: value for name, value in held.items() if name not in left_out}
+        own: dict[str, Any] = {"model": of_rank_1 if rank else held, "turn": [turn]}
+        dcp.save(own, checkpoint_id=folder / f"step-{turn}")
+        loaded = {"model": {name: torch.zeros(1000) for name in held}, "turn": None}
+        stock.load(loaded, checkpoint_id=folder / f"step-{turn}")
+        equal(flat(loaded), flat({"model": held, "turn": [turn]}))
+
+
 def folders(folder: Path, _: str) -> None:
     """Folders that are there: with files of others, with an older checkpoint, with leftovers."""
     rank, run = dist.get_rank(), folder / "run"
@@ -398,8 +461,10 @@ CASES: dict[str, Callable[[Path, str], None]] = {
     "same": same_as_stock,
     "parallel": parallel,
     "meshes": meshes,
+    "damage": damage,
     "delegates": delegates,
     "faults": faults,
+    "others_change": others_change,
     "folders": folders,
     "leaks": leaks,
     "dies_leaving": dies_leaving,

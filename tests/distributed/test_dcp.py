@@ -35,6 +35,13 @@ def test_other_meshes_load_it_as_torch_does(run_ranks: Callable[..., Any], tmp_p
 
 
 @pytest.mark.slow
+def test_bytes_that_changed_are_found_where_torch_loads_them(
+    run_ranks: Callable[..., Any], tmp_path: Path
+) -> None:
+    run_ranks(SCRIPT, 2, tmp_path, "damage")
+
+
+@pytest.mark.slow
 def test_what_only_torch_can_do_goes_to_torch_with_a_line(
     run_ranks: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -45,7 +52,7 @@ def test_what_only_torch_can_do_goes_to_torch_with_a_line(
 def test_states_that_change_names_twice_and_ranks_that_fail(
     run_ranks: Callable[..., Any], tmp_path: Path
 ) -> None:
-    run_ranks(SCRIPT, 2, tmp_path, "faults", "folders")
+    run_ranks(SCRIPT, 2, tmp_path, "faults", "others_change", "folders")
 
 
 @pytest.mark.slow

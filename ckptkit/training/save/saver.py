@@ -476,8 +476,24 @@ class SaveSlot:
                 save.handle.blocked_seconds = time.perf_counter() - save.began
             self._worker.submit_unwatched(partial(self._finish, save))
 
-    def stage(self, save: Save, holdings: Holdings, models: Sequence[BoundModel] = ()) -> None:
-        """Copies this rank's part of the state; the last wave is persisted in the background."""
+    def copy_ahead(self, holdings: Holdings) -> Staged | None:
+        """Copies a state while ranks agree on its save, if it is one wave; for an idle slot."""
+        plan = self._plan_for((), holdings.pieces)
+        if len(plan.images) > 1 or plan.frozen_bytes:
+            return None
+        return self._stager.stage(plan, holdings.pieces)
+
+    def stage(
+        self,
+        save: Save,
+        holdings: Holdings,
+        models: Sequence[BoundModel] = (),
+        copied: Staged | None = None,
+    ) -> None:
+        """Copies this rank's part of the state; the last wave is persisted in the background.
+
+        `copied`: what `copy_ahead` has copied of the same holdings.
+        """
         pieces = holdings.pieces
         if holdings.whole:
             plan = plan_whole(holdings.whole, pieces)
@@ -488,7 +504,7 @@ class SaveSlot:
         save.staged_bytes = plan.data_bytes - (0 if with_frozen else plan.frozen_bytes)
         save.copy_limit = self._copy_limit
         for number, wave in enumerate(waves):
-            staged = self._stager.stage(plan, pieces, number, frozen=with_frozen)
+            staged = copied or self._stager.stage(plan, pieces, number, frozen=with_frozen)
             if holdings.whole:  # of which some are no state of training, and gone after the call
                 staged.wait()
             save.handle.add_copy(staged)
