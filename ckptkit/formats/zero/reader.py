@@ -1370,6 +1370,23 @@ def _read_weights(
             "ds_to_universal.py leaves out the layers of a pipeline: the weights are rounded from"
             " master copies, and what is not trained is in no file"
         )
+    if save.is_partitioned:
+        # Of a module with two names DeepSpeed says the shapes under one of them only, and not that
+        # the other one shares them: `_get_shared_params` walks `named_children`, each once.
+        second = [
+            name
+            for name in live_dtypes
+            if shared.get(name, name) not in partitioned
+            and stored[name][0][1].shape == (0,)
+            and name not in content.sequence("buffer_names")
+        ]
+        if second:
+            listed = join_first([quote(name) for name in second], len(second), _LISTED)
+            warnings.append(
+                f"{listed} left out, as by zero_to_fp32.py: no rank has a part of it, which is so"
+                " for the second name of a module that a model has twice"
+            )
+            live_dtypes = {n: dtype for n, dtype in live_dtypes.items() if n not in second}
     held: dict[KeyPath, Stored] = {}
     for name, live_dtype in live_dtypes.items():
         owner, dtype = shared.get(name, name), live_dtype
@@ -1377,15 +1394,6 @@ def _read_weights(
             parameter = partitioned[owner]
             dtype = parameter.dtype if owner in frozen else dtype
             shape, chunks = parameter.shape, _place_slices(table, parameter)
-        elif (
-            save.is_partitioned
-            and stored[name][0][1].shape == (0,)
-            and name not in content.sequence("buffer_names")
-        ):
-            raise IncompleteCheckpointError(
-                f"weight {quote(name)} is empty here, and no rank has a part of it",
-                where=content.where,
-            )
         elif name in stacks:
             shape, chunks = save.stacked[name].shape, stacks[name]
         else:
