@@ -205,6 +205,19 @@ def test_what_cannot_be_written_is_refused_with_what_to_do(
     assert bucket.put_bucket(BUCKET).files == {}
 
 
+@pytest.mark.parametrize("is_hub", [True, False])
+def test_a_whole_bucket_that_holds_files_is_refused_without_proposing_to_replace_it(
+    bucket: HubServer, tmp_path: Path, *, is_hub: bool
+) -> None:
+    source = write_model(tmp_path / "checkpoint-30")
+    whole = place(bucket, BUCKET) if is_hub else Place("memory://whole")
+    ckptkit.consolidate(source, Place(f"{whole.location}/model", whole.options))
+    with pytest.raises(OutputExistsError) as caught:
+        ckptkit.consolidate(source, whole)
+    assert ("prefix" in caught.value.hint) is is_hub
+    assert ("--overwrite" in caught.value.hint) is not is_hub
+
+
 def test_a_client_that_is_too_old_is_named_with_the_version_that_is_needed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

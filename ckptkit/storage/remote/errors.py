@@ -296,12 +296,11 @@ def lost_place_error(why: str, where: str) -> OutputError:
     return OutputError(why, where=where, hint=hint)
 
 
-def output_exists_error(location: str) -> OutputExistsError:
-    return OutputExistsError(
-        "holds files where none were expected",
-        where=location,
-        hint="name another place, or have what is there replaced: --overwrite, overwrite=True",
-    )
+def output_exists_error(location: str, *, is_whole_bucket: bool = False) -> OutputExistsError:
+    hint = "name another place, or have what is there replaced: --overwrite, overwrite=True"
+    if is_whole_bucket:  # which is never replaced
+        hint = "name a prefix in it"
+    return OutputExistsError("holds files where none were expected", where=location, hint=hint)
 
 
 class RetryPolicy(Struct, frozen=True):

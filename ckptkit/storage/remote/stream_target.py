@@ -350,7 +350,8 @@ def check_remote_target(place: Place, *, overwrite: bool) -> None:
         if not path.strip("/"):
             raise UsageError("names no place in the store", where=place.location)
         is_whole = "/" not in path.strip("/") if place.protocol in _BUCKETS else False
-        if overwrite and (is_whole or (store.is_bucket and path.count("/") == 1)):
+        is_whole = is_whole or (store.is_bucket and path.count("/") == 1)
+        if overwrite and is_whole:
             raise RefusedError(
                 "the output would replace a whole bucket",
                 where=place.location,
@@ -358,7 +359,7 @@ def check_remote_target(place: Place, *, overwrite: bool) -> None:
             )
         names = _list_output(store, path).keys()
         if not overwrite and names:
-            raise output_exists_error(place.location)
+            raise output_exists_error(place.location, is_whole_bucket=is_whole)
         left = OutputClaim(store, path, place.location, translate_errors).refuse_taken()
         if names:
             manifest = store.get_small(f"{path}/{MANIFEST_NAME}")
