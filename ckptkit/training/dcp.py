@@ -295,32 +295,35 @@ class _CheckingReader(torch_dcp.FileSystemReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Any:
         tensors = [item for item in plan.items if item.type is LoadItemType.TENSOR]
+        others = [item for item in plan.items if item.type is not LoadItemType.TENSOR]
         try:
-            self.step = StoredStep.open(Path(self.path))
-            index = self.step.index("")
-            targets = [local_part(planner.resolve_tensor(item)) for item in tensors]
-            read = [_memory(index, *pair) for pair in zip(tensors, targets, strict=True)]
-            wanted = (
-                (index.tensors[Key(item.storage_index.fqn)], box, memory_of(elements))
-                for item, (box, elements) in zip(tensors, read, strict=True)
-                if elements.numel()
-            )
-            reads = plan_chunk_reads(wanted)
+            with plain_torch():
+                self.step = StoredStep.open(Path(self.path))
+                index = self.step.index("")
+                targets = [local_part(planner.resolve_tensor(item)) for item in tensors]
+                read = [_memory(index, *pair) for pair in zip(tensors, targets, strict=True)]
+                wanted = (
+                    (index.tensors[Key(item.storage_index.fqn)], box, memory_of(elements))
+                    for item, (box, elements) in zip(tensors, read, strict=True)
+                    if elements.numel()
+                )
+                reads = plan_chunk_reads(wanted)
+            self.step.prove_values("", {item.storage_index.fqn for item in others})
         except (UnsupportedError, FormatError, UnsafePickleError, ResumeError) as error:
             _log_stock(f"without checksums, since {error}")
             self.close()
             return super().read_data(plan, planner)
-        others = [item for item in plan.items if item.type is not LoadItemType.TENSOR]
         done = super().read_data(replace(plan, items=others), planner)
         origin = Origin("step", self.step.source, index, most_pieces=MOST_PARTS)
-        try:
-            _, self.partial = read_chunks(origin, reads)
-        finally:
-            count_changes(target for target in targets if not target.is_inference())
-        for item, target, (_, elements) in zip(tensors, targets, read, strict=True):
-            if elements is not target:
-                target.copy_(elements)
-            planner.commit_tensor(item, target)
+        with plain_torch():
+            try:
+                _, self.partial = read_chunks(origin, reads)
+            finally:
+                count_changes(target for target in targets if not target.is_inference())
+            for item, target, (_, elements) in zip(tensors, targets, read, strict=True):
+                if elements is not target:
+                    target.copy_(elements)
+                planner.commit_tensor(item, target)
         return done
 
     def close(self) -> None:

@@ -211,7 +211,9 @@ def meshes(folder: Path, _: str) -> None:
             target: torch.Tensor = empty
             if placement is not None:
                 target = distribute_tensor(empty, mesh, [placement])
-            load({"model": {"w": target}}, checkpoint_id=folder / "a")
+            # torch itself plans no DTensor under another default device
+            with torch.device("meta" if placement is None else "cpu"):
+                load({"model": {"w": target}}, checkpoint_id=folder / "a")
             loaded.append(full(target))
         assert torch.equal(loaded[0], weight.to(dtype))
         assert torch.equal(loaded[0], loaded[1])
@@ -224,10 +226,11 @@ def damage(folder: Path, _: str) -> None:
     text = "a text that is no tensor"
     state = {"w": distribute_tensor(weight, mesh, [Shard(0)]), "note": text}
     own, others = stock.CheckpointException, CkptkitError
-    for name, save in (("ours", dcp.save), ("theirs", stock.save), ("note", dcp.save)):
+    saves = (("ours", dcp.save), ("theirs", stock.save), ("note", dcp.save))
+    for name, save in (*saves, ("their note", stock.save)):
         save(state, checkpoint_id=folder / name)
         if rank == 0:
-            found = text.encode() if name == "note" else weight[4:].numpy().tobytes()
+            found = text.encode() if "note" in name else weight[4:].numpy().tobytes()
             change(next(p for p in (folder / name).iterdir() if found in p.read_bytes()), found)
         dist.barrier()
     for name, placement, error in (
@@ -237,6 +240,7 @@ def damage(folder: Path, _: str) -> None:
         ("ours", Shard(1), others),
         ("theirs", Shard(1), others),
         ("note", Shard(0), others),
+        ("their note", Shard(0), own),
     ):
         empty = distribute_tensor(torch.zeros(weight.shape), mesh, [placement])
         loaded = {"w": empty, "note": ""}

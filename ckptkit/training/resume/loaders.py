@@ -89,6 +89,7 @@ def _takes_turns(loader: Any, world_size: int) -> bool:
     if isinstance(getattr(loader, "dataset", None), IterableDataset):
         return False
     if type(batches).__name__ == "BatchSamplerShard":  # of accelerate, which needs no import
+        # Of one rank it makes none, so that what `split_batches` was is not known there.
         return not batches.split_batches and batches.num_processes == world_size
     sampler = getattr(batches, "sampler", None)
     return isinstance(sampler, DistributedSampler) and sampler.num_replicas == world_size

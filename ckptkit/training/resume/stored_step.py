@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import posixpath
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self, TypeVar, cast, get_args
@@ -27,7 +27,8 @@ from ckptkit.core.index import Fqn, Key, KeyPath, TensorEntry, TensorIndex
 from ckptkit.core.manifest import MANIFEST_NAME, RUN_FACTS, Manifest, check_manifest_size
 from ckptkit.core.text import Closing, list_first
 from ckptkit.formats.base import Candidate
-from ckptkit.formats.dcp.reader import METADATA, DcpReader
+from ckptkit.formats.dcp.reader import METADATA, BlobRef, DcpReader, open_blob
+from ckptkit.formats.pickle.torch_zip import open_archive
 from ckptkit.runs.step_manifests import Findings, digest_problems, read_findings
 from ckptkit.runs.steps import step_of_source
 from ckptkit.storage.base import Source
@@ -395,6 +396,14 @@ class StoredStep(Closing):
     def value(self, unit: str, path: KeyPath) -> Any:
         blob = self.index(unit).values[path]
         return read_object(self.source, blob, where=repr(".".join(map(str, path))))
+
+    def prove_values(self, unit: str, keys: Container[str]) -> None:
+        """Compares values with the checksums in them, unless the manifest has one of their file."""
+        for path, blob in self.index(unit).values.items():
+            where = ".".join(map(str, path))
+            if where in keys and isinstance(blob, BlobRef) and self.digest(blob.path) is None:
+                read, size = open_blob(self.source, blob, where=where)
+                open_archive(read, size, where=f"{blob.path}, {where!r}").prove()
 
     def file(self, path: str) -> Any:
         self._require(path)
