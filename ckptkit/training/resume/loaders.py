@@ -16,6 +16,8 @@ from typing import Any, Protocol
 
 from torch.utils.data import DistributedSampler, IterableDataset
 
+from ckptkit.core.text import counted
+
 logger = logging.getLogger(__name__)
 
 _BATCHES, _SAMPLER, _SAMPLES = "_num_yielded", "_sampler_iter_state", "samples_yielded"
@@ -52,8 +54,8 @@ class SharedOrder:
         had, left = divmod(old[_BATCHES] * ranks, world_size)
         if left and rank == 0:
             logger.warning(
-                "dataloader: %d ranks had taken %d batches in all, no multiple of %d: the last %s",
-                *(ranks, old[_BATCHES] * ranks, world_size),
+                "dataloader: %s had taken %d batches in all, no multiple of %d: the last %s",
+                *(counted(ranks, "rank"), old[_BATCHES] * ranks, world_size),
                 "batch is repeated" if left == 1 else f"{left} batches are repeated",
             )
         new = {**old, _BATCHES: had, _SAMPLER_BATCHES: had}
@@ -115,8 +117,9 @@ def describe_restored(state: Any, before: int, now: int) -> str:
         return ""
     what = "repeated" if now < before else "skipped"
     return (
-        f"each of {before} ranks had taken {batches:,} batches, and each of {now} goes on after as"
-        f" many: if ranks share the data, {abs(before - now) * batches:,} batches are {what}"
+        f"{counted(before, 'rank')} had taken {batches:,} batches each, and each of {now} goes on"
+        f" after as many: if ranks share the data, {abs(before - now) * batches:,} batches are"
+        f" {what}"
     )
 
 
