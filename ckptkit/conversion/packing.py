@@ -128,10 +128,8 @@ def describe_losses(plan: Plan) -> dict[str, float]:
 def _pack(product: Product, form: PackedForm, loss: PackingLoss | None = None) -> list[Product]:
     """Returns the tensors that a weight is packed in."""
     spec, body = product.spec, operand_of(product)
-    high, wide = form.blocks
     rows, columns = spec.shape
     scheme = form.scheme
-    grid = -(-rows // high), -(-columns // (wide or columns))
     kind, held = _STORED.get(form.number, (form.number, 1))
     scale = Fqn(place(spec.name, scheme.scale[0]))
     outputs: tuple[tuple[Part, TensorSpec], ...] = (
@@ -141,7 +139,7 @@ def _pack(product: Product, form: PackedForm, loss: PackingLoss | None = None) -
                 Fqn(place(spec.name, scheme.packed)), BY_NAME[kind], (rows, columns // held)
             ),
         ),
-        ("scales", TensorSpec(scale, BY_NAME[form.scale], grid)),
+        ("scales", TensorSpec(scale, BY_NAME[form.scale], form.grid(spec.shape))),
     )
     if scheme.total:
         total = TensorSpec(Fqn(place(spec.name, scheme.total)), BY_NAME["float32"], (1,))

@@ -97,10 +97,7 @@ class PackingKernel(Kernel, Struct, frozen=True):
         return self.largest is not None
 
     def prepare(self, _out: TensorSpec, reading: Reading) -> Kernel:
-        rows, columns = self.weight.shape
-        high, wide = self.form.blocks
-        grid = -(-rows // high), -(-columns // (wide or columns))
-        make = partial(np.full, grid, _UNKNOWN, np.uint16)
+        make = partial(np.full, self.form.grid(self.weight.shape), _UNKNOWN, np.uint16)
         made = replace(self, largest=reading.share(("largest", self.weight.name), make))
         if isinstance(self.body, ComputedOperand):
             made = replace(made, body=self.body.prepare(reading))

@@ -43,6 +43,11 @@ class PackedForm(Struct, frozen=True, kw_only=True):
         """Whether modules are also listed as in memory: compressed-tensors compares these."""
         return self.scheme.method != "fp8"
 
+    def grid(self, shape: Shape) -> tuple[int, int]:
+        """Returns how many rows and columns of blocks a weight has; the last may end short."""
+        (rows, columns), (high, wide) = shape, self.blocks
+        return -(-rows // high), -(-columns // (wide or columns))
+
     def make_config(self, kept: Iterable[str]) -> dict[str, Any]:
         """Returns the `quantization_config` of a model; `kept` are modules that are not packed."""
         modules = sorted(set(kept), key=name_order)

@@ -145,7 +145,7 @@ def is_hub_bucket(place: PathLike) -> bool:
 
 
 def is_read_only(place: Place) -> bool:
-    """Says whether nothing can be written at a URL, whoever asks."""
+    """Says whether ckptkit cannot write to a URL, with any permission."""
     return place.protocol in _NOT_WRITTEN and not is_hub_bucket(place)
 
 

@@ -457,7 +457,7 @@ def _why_not_as(writer: Any) -> str:
 
 
 def _overwrites(writer: Any) -> bool:
-    """Whether what torch saves replaces a step, of which the manifest would tell no more."""
+    """Whether torch replaces the files of a step, so that its manifest would be wrong."""
     is_known = writer is None or isinstance(writer, torch_dcp.FileSystemWriter)
     return is_known and getattr(writer, "overwrite", True)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -24,6 +25,14 @@ def save(state: Mapping[str, Any], folder: Path) -> Path:
         warnings.simplefilter("ignore")  # that there is one process
         dcp.save(dict(state), checkpoint_id=folder, no_dist=True)
     return folder
+
+
+def change_quantization(folder: Path, **values: Any) -> None:
+    """Changes what the configuration of a model says of how it is packed."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"] |= values
+    path.write_text(json.dumps(config))
 
 
 def notes_of(call: Callable[..., Any], *arguments: Any, **options: Any) -> list[str]:

@@ -32,7 +32,7 @@ import ckptkit
 from ckptkit.core.errors import CkptkitError
 from ckptkit.plan.packed_forms import FORMS
 from tests.command_line import run_command
-from tests.reports.folders import notes_of
+from tests.reports.folders import change_quantization, notes_of
 from tests.small_adapters import shake
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # libraries warn of what they replace
@@ -81,14 +81,6 @@ def copy_base(models: Path, form: str, folder: Path, **changed: torch.Tensor | N
     kept = {name: value for name, value in tensors.items() if value is not None}
     save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
-
-
-def change_config(folder: Path, **values: Any) -> None:
-    """Changes what the configuration of a model says of how it is packed."""
-    path = folder / "config.json"
-    config = json.loads(path.read_text())
-    config["quantization_config"] |= values
-    path.write_text(json.dumps(config))
 
 
 def quantization_of(folder: Path) -> Any:
@@ -486,7 +478,7 @@ def with_other_scales(models: Path, folder: Path) -> Path:
 
 def with_powers_of_two(models: Path, folder: Path) -> Path:
     base = copy_base(models, "fp8-block", folder)
-    change_config(base, scale_fmt="ue8m0")
+    change_quantization(base, scale_fmt="ue8m0")
     return base
 
 

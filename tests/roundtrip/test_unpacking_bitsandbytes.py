@@ -23,7 +23,7 @@ from transformers import (
 import ckptkit
 from ckptkit.core.errors import CkptkitError
 from tests.command_line import run_command
-from tests.reports.folders import notes_of
+from tests.reports.folders import change_quantization, notes_of
 
 pytestmark = [
     pytest.mark.xdist_group("unpacking_bitsandbytes"),
@@ -92,14 +92,6 @@ def edit(models: Path, kind: str, home: Path, **tensors: torch.Tensor | None) ->
             held[name] = value
     save_file(held, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
-
-
-def say(folder: Path, **options: Any) -> None:
-    """Changes what the configuration says of the packed weights."""
-    path = folder / "config.json"
-    document = json.loads(path.read_text())
-    document["quantization_config"] |= options
-    path.write_text(json.dumps(document))
 
 
 def refusal(folder: Path, **options: Any) -> str:
@@ -216,7 +208,7 @@ def test_a_configuration_of_another_size_is_refused(
     models: Path, kind: str, tmp_path: Path
 ) -> None:
     folder = edit(models, kind, tmp_path)
-    say(folder, load_in_4bit=kind == EIGHT, load_in_8bit=kind != EIGHT)
+    change_quantization(folder, load_in_4bit=kind == EIGHT, load_in_8bit=kind != EIGHT)
     told = refusal(folder)
     assert f"has 'load_in_{4 if kind == EIGHT else 8}bit' for" in told
     assert f"whose tensors are those of {TITLES[kind]}" in told

@@ -505,7 +505,7 @@ class SaveSlot:
         save.copy_limit = self._copy_limit
         for number, wave in enumerate(waves):
             staged = copied or self._stager.stage(plan, pieces, number, frozen=with_frozen)
-            if holdings.whole:  # of which some are no state of training, and gone after the call
+            if holdings.whole:  # some of its tensors exist only during the call
                 staged.wait()
             save.handle.add_copy(staged)
             samples = plan.replica_samples if number == 0 else ()

@@ -89,7 +89,7 @@ class RunStore(RemoteFolder):
     def put_file(self, source: Path, path: str, counter: ByteCounter) -> None:
         """Sends a file to a bucket of the Hub, whose client reads it by itself.
 
-        That client tells nobody how far it is; so the bytes that this process reads count.
+        The client reports no progress, so the bytes that this process reads are counted.
         """
         before, read, size_bytes = counter.done_bytes, _read_bytes(), source.stat().st_size
 
