@@ -18,12 +18,13 @@ import hashlib
 import logging
 import operator
 import os
+import posixpath
 import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, suppress
+from contextlib import closing, suppress
 from dataclasses import fields, replace
 from functools import cached_property, partial
 from itertools import chain, takewhile
@@ -36,6 +37,7 @@ from msgspec import Struct
 from torch.distributed import checkpoint as torch_dcp
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.stateful import Stateful
@@ -48,6 +50,7 @@ from ckptkit.core.errors import (
     SaveError,
     UnsafePickleError,
     UnsupportedError,
+    UsageError,
 )
 from ckptkit.core.index import Box, Key, KeyPath, TensorIndex
 from ckptkit.core.manifest import MANIFEST_NAME, Manifest
@@ -58,8 +61,8 @@ from ckptkit.engine.checksum_tracker import NumberedRecord
 from ckptkit.engine.reader import Origin
 from ckptkit.formats.dcp.reader import METADATA
 from ckptkit.formats.discovery import parse_step
-from ckptkit.storage.locations import STAGED_FILES, hidden_name, local_path
-from ckptkit.storage.places import is_url
+from ckptkit.storage.locations import STAGED_FILES, hidden_name, is_read_only, local_path
+from ckptkit.storage.places import Place, is_url
 from ckptkit.training.agree.barrier import SaveBarrier
 from ckptkit.training.agree.key_values import LocalKeyValueStore
 from ckptkit.training.agree.peers import Peers, check_same_place, open_peers, place_facts
@@ -76,13 +79,17 @@ from ckptkit.training.save.file_layout import check_storable
 from ckptkit.training.save.frozen import FrozenFiles
 from ckptkit.training.save.saver import Save, SaveCommitter, SaveSlot
 from ckptkit.training.save.writer_process import WriterProcess, WriterTimeouts
-from ckptkit.training.settings import Settings
+from ckptkit.training.settings import Settings, check_storage_options
 from ckptkit.training.state.dtensors import Copies, DTensor, Meshes, local_part
 from ckptkit.training.state.memory_changes import count_changes
 from ckptkit.training.state.models import check_modes, plain_torch
 from ckptkit.training.state.objects import is_plain, torch_archive
 from ckptkit.training.state.pieces import Holdings, ObjectValue, Piece, Replicas
+from ckptkit.training.tiers.url_run import check_place
+from ckptkit.training.tiers.url_step import UrlCommitter
 from ckptkit.version import __version__
+from ckptkit.writer.messages import Remote
+from ckptkit.writer.upload.run_store import RunStore
 
 __all__ = ["async_save", "load", "save"]
 logger = logging.getLogger(__name__)
@@ -186,35 +193,34 @@ def load(
         CkptkitError: If another rank failed, or bytes have another checksum than was stored, which
             no rank could see alone; a rank that fails raises torch's error.
     """
-    given = {"checkpoint_id": checkpoint_id, "planner": planner}
-    stock = partial(stock_function("load"), state_dict, **given)
+    stock = partial(stock_function("load"), state_dict, planner=planner)
     as_it_is = partial(
-        stock, storage_reader=storage_reader, process_group=process_group, no_dist=no_dist
+        stock,
+        checkpoint_id=checkpoint_id,
+        storage_reader=storage_reader,
+        process_group=process_group,
+        no_dist=no_dist,
     )
     reason = _why_not(planner, process_group)
-    if type(storage_reader).__name__ not in {"NoneType", "FileSystemReader", "FsspecReader"}:
+    if type(storage_reader) not in {type(None), torch_dcp.FileSystemReader, FsspecReader}:
         reason = reason or f"{a_kind(storage_reader)} reads in its own way"
-    if reason:
-        _log_stock(reason)
+    place, why = _place_of(storage_reader, checkpoint_id)
+    if reason or place is None:  # without a place, torch raises
+        _log_stock(reason or why)
         as_it_is()
         return
-    place = getattr(storage_reader, "path", None) if checkpoint_id is None else checkpoint_id
-    ours = None
-    if place and not is_url(place) and type(storage_reader).__name__ != "FsspecReader":
-        ours = _CheckingReader(local_path(place), storage_reader)
-    with _LOCK, ExitStack() as stack:
+    ours = _CheckingReader(place, storage_reader)
+    with _LOCK, closing(ours):
         session = _session(alone=no_dist)
         session.wait()
-        if ours is not None:
-            stack.callback(ours.close)
-            if ours.reads_its_own_metadata():
-                _log_stock("each rank has metadata of its own")
-                as_it_is()
-                return
+        if ours.reads_its_own_metadata():
+            _log_stock("each rank has metadata of its own")
+            as_it_is()
+            return
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-                stock(storage_reader=ours or storage_reader, no_dist=True)
+                stock(storage_reader=ours, no_dist=True)
         except BaseException as error:  # torch's own, which is no `Exception`
             session.agreement.refuse(_LOAD, error)
             raise
@@ -267,38 +273,49 @@ class SaveFuture(Future[Any]):
 class _MetadataOf(Metadata):
     """The metadata of a folder, which is read when it is looked at: few callers do."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, place: Path | Place) -> None:
+        self._place = place
 
     def __getattribute__(self, name: str) -> Any:
         own = object.__getattribute__(self, "__dict__")
         if name in _FIELDS and name not in own:
-            own |= vars(torch_dcp.FileSystemReader(own["_path"]).read_metadata())
+            own |= vars(_reader_of(own["_place"]).read_metadata())
         return object.__getattribute__(self, name)
+
+
+def _reader_of(place: Path | Place) -> torch_dcp.FileSystemReader:
+    if isinstance(place, Path):
+        return torch_dcp.FileSystemReader(place)
+    reader: Any = FsspecReader(place.location, **place.options)
+    reader.fs.fs.invalidate_cache()  # of listings, which another process may have changed since
+    return reader  # type: ignore[no-any-return]
 
 
 class _CheckingReader(torch_dcp.FileSystemReader):
     """Reads tensors straight into their memory, and compares checksums; the rest as torch."""
 
-    def __init__(self, path: Path, given: torch_dcp.FileSystemReader | None) -> None:
-        super().__init__(path)
-        if given is not None:
-            vars(self).update(vars(given))  # what it was made with
+    def __init__(self, place: Path | Place, given: torch_dcp.FileSystemReader | None) -> None:
+        own = _reader_of(place)
+        vars(self).update(vars(own))
+        if given is not None:  # what it was made with
+            vars(self).update(vars(given), fs=own.fs, path=own.path)
+        self.place = place
         self.step: StoredStep | None = None
         self.partial: tuple[NumberedRecord, ...] = ()  # records that this rank has read in part
 
     def reads_its_own_metadata(self) -> bool:
         """Whether ranks saved with `use_collectives=False`."""
         rank = dist.get_rank() if _world_size() > 1 else 0
-        path = Path(self.path)
-        return not (path / METADATA).exists() and (path / f"__{rank}{METADATA}").exists()
+        own = f"__{rank}{METADATA}"
+        has, at = self.fs.exists, partial(self.fs.concat_path, self.path)
+        return not has(at(METADATA)) and has(at(own))
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Any:
         tensors = [item for item in plan.items if item.type is LoadItemType.TENSOR]
         others = [item for item in plan.items if item.type is not LoadItemType.TENSOR]
         try:
             with plain_torch():
-                self.step = StoredStep.open(Path(self.path))
+                self.step = StoredStep.open(self.place)
                 index = self.step.index("")
                 targets = [local_part(planner.resolve_tensor(item)) for item in tensors]
                 read = [_memory(index, *pair) for pair in zip(tensors, targets, strict=True)]
@@ -344,7 +361,7 @@ class _CheckingReader(torch_dcp.FileSystemReader):
 
         def name(scope: str, number: int) -> str:
             file = step.index("").path_of(number) if scope == self._scope else ""
-            return str(Path(scope.partition("\n")[0], file))
+            return posixpath.join(scope.partition("\n")[0], file)
 
         if left := prove_together(tables, name):
             logger.info("%d records were read in part by all ranks, and not checked", left)
@@ -353,7 +370,7 @@ class _CheckingReader(torch_dcp.FileSystemReader):
     def _scope(self) -> str:
         """Names a step; ranks of several machines may have others at the same path."""
         attempt = "" if self.step is None else self.step.attempt
-        return f"{self.path}\n{attempt or place_facts(self.path)['machine']}"
+        return f"{self.place}\n{attempt or place_facts(self.place)['machine']}"
 
 
 def _memory(index: TensorIndex, item: ReadItem, target: torch.Tensor) -> tuple[Box, torch.Tensor]:
@@ -387,8 +404,8 @@ def _save(
     """Returns the future of a save, or what has torch save with the function of a name."""
 
     def stock(name: str) -> Any:
-        if _overwrites(writer) and place is not None and not is_url(place):
-            local_path(place).joinpath(MANIFEST_NAME).unlink(missing_ok=True)
+        if _overwrites(writer) and place is not None:
+            _forget_manifest(place)
         return stock_function(name)(
             state_dict,
             checkpoint_id=checkpoint_id,
@@ -397,7 +414,7 @@ def _save(
             **options,
         )
 
-    place = getattr(writer, "path", None) if checkpoint_id is None else checkpoint_id
+    place, nowhere = _place_of(writer, checkpoint_id)
     stager = options.get("async_stager")
     reason = _why_not(planner, options["process_group"])
     if writer is not None:
@@ -406,21 +423,64 @@ def _save(
         reason = reason or "use_collectives is False, so that each rank writes metadata of its own"
     if stager is not None and stager is not writer and type(stager).__name__ not in _STAGERS:
         reason = reason or f"{a_kind(stager)} stages in its own way"
-    if place is not None and is_url(place):
-        reason = reason or "at a URL, a Checkpointer with local= saves through a disk"
-    if reason or not place:  # without a place, torch raises
-        _log_stock(reason)
+    if isinstance(place, Place):
+        reason = reason or _why_not_to(place)
+    if reason or place is None:  # without a place, torch raises
+        _log_stock(reason or nowhere)
         return stock
     if writer is not None and checkpoint_id is not None:
-        writer.reset(checkpoint_id)
+        if isinstance(place, Path):
+            writer.reset(checkpoint_id)
+        else:  # `reset` would drop the options that the writer was made with
+            writer.path = checkpoint_id
     with _LOCK, few_collections(), plain_torch() as unsuited:
         session = _session(alone=options["no_dist"])
         check = partial(check_modes, unsuited, "async_save")
-        saved = session.save(state_dict, local_path(place).absolute(), check)
+        saved = session.save(state_dict, place, check)
     if isinstance(saved, SaveHandle):
         return SaveFuture(saved)
     _log_stock(saved)
     return stock
+
+
+def _place_of(storage: Any, named: Any) -> tuple[Path | Place | None, str]:
+    """Returns where a checkpoint is; None, and why, where only torch gets there.
+
+    A URL has the options that its writer or reader was made with.
+    """
+    named = getattr(storage, "path", None) if named is None else named
+    if not named:
+        return None, ""
+    if not is_url(named):
+        is_chain = all(mark in os.fspath(named) for mark in ("::", "://"))
+        return (
+            (None, "a URL of several file systems")
+            if is_chain
+            else (local_path(named).absolute(), "")
+        )
+    if type(storage) in {torch_dcp.FileSystemReader, torch_dcp.FileSystemWriter}:
+        return None, f"{a_kind(storage)} takes no URL"
+    filesystem = getattr(getattr(storage, "fs", None), "fs", None)
+    return Place(named, getattr(filesystem, "storage_options", {})), ""
+
+
+def _why_not_to(place: Place) -> str:
+    """Returns why only torch can save to a URL; empty if it does not have to."""
+    try:
+        check_place(place)
+        check_storage_options(place.options)
+    except UsageError as error:
+        return str(error.message)
+    return "" if "/" in place.inner_path else "a bucket as a whole has no name of a step"
+
+
+def _forget_manifest(place: Path | Place) -> None:
+    """Removes the manifest of a step that another saver replaces."""
+    if isinstance(place, Path):
+        (place / MANIFEST_NAME).unlink(missing_ok=True)
+    elif not is_read_only(place):
+        with suppress(CkptkitError):
+            RunStore(Remote(place.location, place.options)).remove(MANIFEST_NAME)
 
 
 def _why_not(planner: Any, group: Any) -> str:
@@ -446,7 +506,7 @@ def _plans_as_torch(kind: type) -> bool:
 
 def _why_not_as(writer: Any) -> str:
     """Returns why only that writer can write; empty if its files are those of ckptkit."""
-    if type(writer) is not torch_dcp.FileSystemWriter:
+    if type(writer) not in {torch_dcp.FileSystemWriter, FsspecWriter}:
         return f"{a_kind(writer)} writes in its own way"
     if getattr(getattr(writer, "transforms", None), "extensions", ()):
         return "the writer has extensions"
@@ -486,21 +546,23 @@ class _Session:
         self.agreement = Agreement(self.peers)
         rank, nonce = self.peers.rank, self.peers.nonce
         timeouts = WriterTimeouts(_SETTINGS.stall_seconds, _TIMEOUT_SECONDS)
+        barrier = SaveBarrier(self.peers, _TOPIC)
         self._process = WriterProcess(timeouts, name=f"committer of rank {rank}")
+        self._uploads = UrlCommitter(barrier, timeouts, timeout_seconds=_TIMEOUT_SECONDS)
         self._committer = SaveCommitter(
-            SaveBarrier(self.peers, _TOPIC),
+            barrier,
             self._process if rank == 0 else None,
             retire=lambda *_: (),
             timeout_seconds=_TIMEOUT_SECONDS,
             listener=None,
         )
         frozen = FrozenFiles(nonce, rank, 1)
-        self._slot = SaveSlot(self.peers, _SETTINGS, self._committer.end, frozen)
+        self._slot = SaveSlot(self.peers, _SETTINGS, self._end, frozen)
         self._asker = WorkerThread("ckptkit-agree")
         self.handles: list[SaveHandle] = []  # of saves under way, and of errors not heard yet
 
     def save(
-        self, state_dict: Mapping[str, Any], path: Path, check: Callable[[], None]
+        self, state_dict: Mapping[str, Any], path: Path | Place, check: Callable[[], None]
     ) -> SaveHandle | str:
         """Has a state written to a folder; returns the reason if only torch can do that.
 
@@ -535,11 +597,16 @@ class _Session:
         with self._slot.hand_over(save):
             if wrong is not None:
                 raise wrong
+            if isinstance(path, Place):
+                self._uploads.place(save)
             self._slot.stage(save, held, copied=copied if held is expected else None)
         self._slot.join()
         return handle
 
-    def _failed(self, handle: SaveHandle, path: Path, error: CkptkitError) -> SaveHandle:
+    def _end(self, save: Save) -> None:
+        (self._uploads if isinstance(save.final, Place) else self._committer).end(save)
+
+    def _failed(self, handle: SaveHandle, path: Path | Place, error: CkptkitError) -> SaveHandle:
         logger.error("%s was not saved: %s", path, error)
         handle.fail(error)
         self.handles.append(handle)
@@ -557,17 +624,22 @@ class _Session:
         if not all(handle.done() for handle in self.handles):
             logger.error("the program ends before a save; call result() of its future first")
             self._process.kill()
+            self._uploads.kill()
             self._slot.kill()
         self._asker.stop()
         with suppress(CkptkitError):
             self._slot.close()
             self._committer.close()
+            self._uploads.close()
         self._process.close()
         self.peers.close()
 
-    def _named(self, number: int, path: Path, handle: SaveHandle) -> Save:
+    def _named(self, number: int, path: Path | Place, handle: SaveHandle) -> Save:
         """Returns a save with what names it on all ranks."""
         attempt = f"{self.peers.nonce}-{number}"
+        # torchtitan takes each folder for a step that has its name anywhere in its own, and an
+        # index right in it, also after a kill.
+        folder = Path(hidden_name(Path(path).name, attempt), STAGED_FILES)
         manifest = Manifest(
             kind="training",
             source={
@@ -586,9 +658,7 @@ class _Session:
             number=number,
             name=attempt,
             step=handle.step,
-            # torchtitan takes each folder for a step that has its name anywhere in its own, and an
-            # index right in it, also after a kill.
-            folder=path.with_name(hidden_name(path.name, attempt)) / STAGED_FILES,
+            folder=path.parent / folder if isinstance(path, Path) else folder,
             final=path,
             manifest=manifest.to_document(),
             handle=handle,
@@ -650,7 +720,7 @@ class Agreement:
         )
 
     def question(
-        self, flat: FlatState, path: Path, expected: Holdings | None
+        self, flat: FlatState, path: Path | Place, expected: Holdings | None
     ) -> Callable[[], Mapping[str, Any]]:
         """Returns what asks the other ranks, in any thread, about a state that is saved."""
         self._count += 1

@@ -237,7 +237,7 @@ def check_options(options: Options) -> Settings:
     retention = {name: given.pop(name) for name in RETENTION_OPTIONS if name in given}
     return Settings(
         local=_folder(given.pop("local", None)),
-        storage_options=_storage_options(given.pop("storage_options", None)),
+        storage_options=check_storage_options(given.pop("storage_options", None)),
         interval=Interval.parse(given.pop("every", None)),
         hub=check_hub(given),
         retention=Retention(**retention),
@@ -263,7 +263,7 @@ def _folder(value: object) -> Path | None:
     raise UsageError(f"expected a directory on the node's own disk, got {value!r}", where="local")
 
 
-def _storage_options(value: object) -> Mapping[str, Any]:
+def check_storage_options(value: object) -> Mapping[str, Any]:
     """Checks that the options can be sent to the process that uploads; no message shows a value."""
     if value is None:
         return {}

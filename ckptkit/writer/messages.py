@@ -182,7 +182,9 @@ class FinishUpload(Struct, frozen=True, tag=True, tag_field="kind"):
     attempt: str
     remote: Remote
     step: str
-    job: str  # the nonce that the run's mark must have: that of the last job that opened it
+    # The nonce that the run's mark must have: that of the last job that opened it. Empty where the
+    # step belongs to no run: then other files may be in its folder, and stay there.
+    job: str
     proofs: tuple[RecordProof, ...]
     manifest: Mapping[str, Any]
     beside: str = ""

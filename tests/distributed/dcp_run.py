@@ -109,16 +109,16 @@ def equal(one: dict[str, Any], other: dict[str, Any]) -> None:
             assert value == other[name], name
 
 
-def alike(path: Path, theirs: Path) -> None:
+def alike(one: stock.FileSystemReader, two: stock.FileSystemReader) -> None:
     """Compares what stock torch says that two checkpoints hold."""
-    ours, other = content(path), content(theirs)
+    ours, other = content(one), content(two)
     assert ours.keys() == other.keys(), ours.keys() ^ other.keys()
     for name, found in ours.items():
         assert found == other[name], (name, found, other[name])
 
 
-def content(path: Path) -> dict[str, Any]:
-    found = stock.FileSystemReader(path).read_metadata()
+def content(reader: stock.FileSystemReader) -> dict[str, Any]:
+    found = reader.read_metadata()
     known: dict[str, Any] = {"planner": found.planner_data}
     for name, entry in found.state_dict_metadata.items():
         known[name] = type(entry).__name__
@@ -148,7 +148,7 @@ def same_as_stock(folder: Path, kind: str) -> None:
     path = folder / "ours" / "step-1"
     assert metadata.state_dict_metadata.keys() == truth.keys() | names_of_others(truth)
     theirs = folder / "theirs" / "step-1"
-    alike(path, theirs)
+    alike(dcp.FileSystemReader(path), dcp.FileSystemReader(theirs))
     assert names(path)[:2] == ["__0_0.distcp", "__0_1.distcp"]
     assert names(folder / "ours") == ["step-1"]
     assert ckptkit.verify(path).ok
@@ -185,7 +185,8 @@ def parallel(folder: Path, _: str) -> None:
     stock.save(state, checkpoint_id=folder / "theirs")
     for number in (1, 2):  # the second one knows who holds what
         dcp.save(state, checkpoint_id=folder / f"ours-{number}")
-        alike(folder / f"ours-{number}", folder / "theirs")
+        own = dcp.FileSystemReader(folder / f"ours-{number}")
+        alike(own, dcp.FileSystemReader(folder / "theirs"))
     other = {
         "model": {name: torch.zeros_like(value) for name, value in state["model"].items()},
         "loader": {str(rank): torch.zeros((), dtype=torch.int64)},
@@ -265,7 +266,7 @@ def change(path: Path, content: bytes) -> None:
     path.write_bytes(data)
 
 
-class _Lines(logging.Handler):
+class Lines(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
         self.lines: list[str] = []
@@ -291,7 +292,7 @@ class NamedPlanner(stock.DefaultSavePlanner):
 
 def delegates(folder: Path, _: str) -> None:
     """What only torch can do is done by it, with one line for each reason."""
-    lines = _Lines()
+    lines = Lines()
     logging.getLogger("ckptkit").addHandler(lines)
     state, one = {"w": torch.arange(8.0), "n": 3}, torch.ones(2)
     alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]

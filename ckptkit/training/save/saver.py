@@ -65,6 +65,7 @@ from ckptkit.training.step_names import RNG, name_save
 from ckptkit.writer.messages import (
     Commit,
     Discard,
+    Drain,
     Inline,
     Persist,
     RecordProof,
@@ -183,6 +184,27 @@ class SaveCommitter:
 
     def close(self) -> None:
         """Waits for queued saves."""
+
+    def copy_files(
+        self, save: Save, process: WriterProcess, target: Path, verb: str, earlier: str = ""
+    ) -> None:
+        """Has this rank's files copied from its folder; an error is stored in the save."""
+        try:
+            request = Drain(
+                attempt=save.name,
+                folder=str(save.folder),
+                target=str(target),
+                records=(save.outcome()["proof"]["path"],),
+                earlier=earlier,
+            )
+            size_bytes = sum(answer.size_bytes for answer in save.answers)
+            stage = Stage(f"{verb} step {save.step}, rank 0", size_bytes)
+            process.request(request, stage if self.rank == 0 else None)
+        except CkptkitError as error:
+            save.error = error
+        except Exception as error:  # a bug of ours must not leave the caller waiting
+            logger.exception("%s %s", verb, save)
+            save.error = SaveError(f"{type(error).__name__}: {error}", hint=OURS)
 
     def settle(self, save: Save) -> bool:
         """Agrees on a save, commits and reports it; returns whether it was committed."""

@@ -32,7 +32,6 @@ from ckptkit.core.errors import (
 )
 from ckptkit.core.manifest import NODE_RANKS, NODE_RUN, Manifest, source_of_all
 from ckptkit.core.threads import WorkerThread
-from ckptkit.engine.progress import Stage
 from ckptkit.runs.marks import FileLocks, is_step_folder
 from ckptkit.runs.steps import save_number_of
 from ckptkit.storage.local.durable import remove_folder
@@ -439,28 +438,15 @@ class TieredCommitter(SaveCommitter):
 
     def _drain(self, save: Save, target: Path) -> None:
         folder = self._tier.final(save)
-        try:
-            if self._is_over:
-                raise SaveError(  # noqa: TRY301  the outcome of the save
-                    "the program ends before the step is drained",
-                    where=str(folder),
-                    hint="the next job drains it",
-                )
-            request = Drain(
-                attempt=save.name,
-                folder=str(folder),
-                target=str(target),
-                records=(save.outcome()["proof"]["path"],),
-                earlier=self._drained,
+        if self._is_over:
+            save.error = SaveError(
+                "the program ends before the step is drained",
+                where=str(folder),
+                hint="the next job drains it",
             )
-            size_bytes = sum(answer.size_bytes for answer in save.answers)
-            stage = Stage(f"draining step {save.step}, rank 0", size_bytes)
-            self._drain_process.request(request, stage if self.rank == 0 else None)
-        except CkptkitError as error:
-            save.error = error
-        except Exception as error:  # a bug of ours must not leave the caller waiting
-            logger.exception("draining %s", save)
-            save.error = SaveError(f"{type(error).__name__}: {error}", hint=OURS)
+        else:
+            save.folder = folder
+            self.copy_files(save, self._drain_process, target, "draining", self._drained)
         save.folder = target
 
     def _needed(self) -> set[str]:

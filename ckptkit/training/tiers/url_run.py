@@ -155,6 +155,12 @@ class UploadProcess(WriterProcess):
         self._job, self._scratch = session
         self._failed: dict[str, str] = {}  # steps by attempt; empty for one that was cleaned up
 
+    def turn_to(self, remote: Remote) -> None:
+        """Sends what follows to another URL."""
+        if remote.url != self._remote.url:
+            self._failed.clear()
+        self._remote = remote
+
     def request(self, request: Request, stage: Stage | None = None) -> Written | StepCommitted:
         """Sends a request and returns the answer; starts a process if none runs.
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import tempfile
 import time
@@ -112,7 +113,7 @@ class RunStore(RemoteFolder):
         ask = partial(self.filesystem.cp_file, self.address(source), self.address(target))
         self.perform(target, lambda: self.store.retry(ask, self.where(target)))
 
-    def abort_unfinished(self) -> int:
+    def abort_unfinished(self, folder: str = "") -> int:
         """Removes the parts of unfinished uploads, and returns how many uploads there were.
 
         No other process may be uploading there.
@@ -120,7 +121,8 @@ class RunStore(RemoteFolder):
         s3 = self.s3
         if s3 is None:
             return 0
-        uploads = self.perform("", lambda: list(s3.list_uploads(s3.prefix)))
+        prefix = f"{self.key(folder)}/" if folder else s3.prefix
+        uploads = self.perform("", lambda: list(s3.list_uploads(prefix)))
         for key, upload in uploads:
             self.perform("", partial(s3.abort, key, upload))
         return len(uploads)
@@ -242,7 +244,7 @@ def claim_step(store: RunStore, step: str, attempt: str, job: str) -> None:
     _refuse_earlier_job(store, job)
     manifest, mark = f"{step}/{MANIFEST_NAME}", f"{step}/{UPLOADING}"
     is_whole = store.look_up(manifest) is not None
-    if not is_whole and store.entries(step) and store.look_up(mark) is None:
+    if job and not is_whole and store.entries(step) and store.look_up(mark) is None:
         raise OutputExistsError(
             f"expected a step or nothing, found something without a {MANIFEST_NAME}",
             where=store.where(step),
@@ -252,6 +254,8 @@ def claim_step(store: RunStore, step: str, attempt: str, job: str) -> None:
     store.put(mark, attempt.encode())
     if is_whole:
         store.remove(manifest)
+    if not job:  # stock torch would read the index of before with files of now
+        store.remove(f"{step}/{METADATA_NAME}")
 
 
 def remove_unfinished(store: RunStore, step: str) -> None:
@@ -289,7 +293,7 @@ def take_run(store: RunStore, nonce: str) -> None:
 
 
 def _refuse_earlier_job(store: RunStore, job: str) -> None:
-    if store.get(_JOB) not in {None, job.encode()}:
+    if job and store.get(_JOB) not in {None, job.encode()}:
         raise RefusedError(
             "another job has opened the run since and saves to it",
             where=store.location,
@@ -380,6 +384,10 @@ def finish(request: FinishUpload, store: RunStore, counter: ByteCounter) -> Step
     )
 
 
+# What an earlier save left in a folder where other files may be.
+_OF_A_SAVE = re.compile(rf"{re.escape(RECORDS_FOLDER)}/|__\d+_\d+\.distcp\Z")
+
+
 def _read_at(descriptor: int, start: int, count: int) -> bytes:
     return os.pread(descriptor, count, start)
 
@@ -413,8 +421,13 @@ def _clear(
     notes: list[str] = []
     removed: list[str] = []
     try:
-        store.put(_NEWEST, request.step.encode())
-        store.remove(*sorted(store.entries(request.step).keys() - kept))
+        left = sorted(store.entries(request.step).keys() - kept)
+        if request.job:
+            store.put(_NEWEST, request.step.encode())
+        else:
+            left = [path for path in left if _OF_A_SAVE.match(path, len(request.step) + 1)]
+            store.abort_unfinished(request.step)
+        store.remove(*left)
         for step in request.given_up:
             remove_unfinished(store, step)
     except CkptkitError as error:
