@@ -2,24 +2,31 @@
 
 Usage: python benchmarks/dcp_door.py [--blocks 28] [--rounds 5] [--saves 200] [--ranks 1024]
 
-Four tables, each of one run: how long `async_save` blocks training on two ranks, with torch's
-thread and with its process; how long loads take; the memory of a rank over many saves; and what
-ranks agree on in a save of many ranks, which are threads of one process: what rank 0 computes, for
-which all wait, and then another rank. What their networks take is in neither.
+Five tables, each of one run: how long `async_save` blocks training on two ranks, with torch's
+thread and with its process; how long loads take; saves to S3 and loads from there; the memory of a
+rank over many saves; and what ranks agree on in a save of many ranks, which are threads of one
+process: what rank 0 computes, for which all wait, and then another rank. What their networks take
+is in neither.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import pickle
 import statistics
+import sys
 import threading
 import time
 from collections.abc import Sequence
 from typing import Any
 
-from measuring import WORK
+from measuring import ROOT, WORK
 from saving import MS, over, run_ranks, table
+
+sys.path.insert(0, str(ROOT))
+
+from tests.object_store import running_object_store
 
 OURS = "ckptkit.training.dcp"
 _KINDS = ("dcp.async_save, thread", "dcp.async_save, process")
@@ -59,6 +66,30 @@ def loaded(rounds: int, blocks: int) -> None:
         shown = [f"{statistics.median(values):.2f}" for values in (ours, theirs)]
         rows.append([f"saved by rows, loaded by {cut}", *shown, f"{ratio:.2f}"])
     table(["two ranks, s", OURS, "dcp.load", "x dcp.load"], rows)
+
+
+def at_urls(rounds: int, blocks: int) -> None:
+    """Prints how long saves to the S3 of the tests and loads from it take."""
+    with running_object_store() as store:
+        options = store.direct_options
+        os.environ |= {
+            "AWS_ENDPOINT_URL": store.direct,
+            "AWS_ACCESS_KEY_ID": options["key"],
+            "AWS_SECRET_ACCESS_KEY": options["secret"],
+            "AWS_DEFAULT_REGION": "us-east-1",
+            "CKPTKIT_BENCHMARK_URL": f"{store.bucket('door').url}/run",
+        }
+        ranks = run_ranks("urls", f"--rounds={rounds}", f"--blocks={blocks}")
+    rows = []
+    for what in ("blocked", "durable", "load"):
+        ours, theirs = (
+            [max(values) for values in zip(*(r[f"{what}, {name}"] for r in ranks), strict=True)]
+            for name in (OURS, "torch")
+        )
+        ratio = statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
+        shown = [f"{statistics.median(values):.2f}" for values in (ours, theirs)]
+        rows.append([what, *shown, f"{ratio:.2f}"])
+    table(["two ranks and S3, s", OURS, "torch", "x torch"], rows)
 
 
 def memory(saves: int, blocks: int) -> None:
@@ -188,7 +219,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--saves", type=int, default=200)
     parser.add_argument("--ranks", type=int, default=1_024)
     parser.add_argument("--tensors", type=int, default=300)
-    parser.add_argument("--parts", default="blocked,loaded,memory,coordination")
+    parser.add_argument("--parts", default="blocked,loaded,urls,memory,coordination")
     options = parser.parse_args(arguments)
     parts = options.parts.split(",")
     if "coordination" in parts:
@@ -197,6 +228,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         blocked(options.rounds, options.blocks)
     if "loaded" in parts:
         loaded(options.rounds, options.blocks)
+    if "urls" in parts:
+        at_urls(options.rounds, max(1, options.blocks // 7))
     if "memory" in parts:
         memory(options.saves, max(1, options.blocks // 14))
 

@@ -291,6 +291,37 @@ def load(loop: Loop, folder: Path, rounds: int) -> dict[str, Any]:
     return found
 
 
+def urls(loop: Loop, _: Path, rounds: int) -> dict[str, Any]:
+    """Saves to a bucket and loads from it in turns, by the door and by torch."""
+    model, optimizer = get_state_dict(loop.model, loop.optimizer)
+    state = {"model": model, "optimizer": optimizer}
+    group = dist.new_group(backend="gloo")
+    found: dict[str, list[float]] = {}
+    for number in range(rounds + 1):
+        peers = [("ckptkit.training.dcp", door), ("torch", dcp)]
+        for name, by in peers if number % 2 else reversed(peers):
+            url = f"{os.environ['CKPTKIT_BENCHMARK_URL']}/{by.__name__}/step-{number}"
+            dist.barrier()
+            began = time.perf_counter()
+            future = by.async_save(state, checkpoint_id=url, process_group=group)
+            returned = time.perf_counter()
+            future.result()
+            dist.barrier()
+            durable = time.perf_counter()
+            by.load(state, checkpoint_id=url)
+            dist.barrier()
+            loaded = time.perf_counter()
+            times = {
+                "blocked": returned - began,
+                "durable": durable - began,
+                "load": loaded - durable,
+            }
+            for what, seconds in times.items():
+                if number:  # the first one warms up
+                    found.setdefault(f"{what}, {name}", []).append(seconds)
+    return found
+
+
 def by_columns(value: Any) -> Any:
     """Returns a tensor of other elements that is cut by its second dimension."""
     if not isinstance(value, DTensor) or value.ndim < 2:  # noqa: PLR2004
@@ -339,7 +370,7 @@ def clear(folder: Path) -> None:
 def main() -> None:
     """Runs what the command line asks for, and prints every rank's findings on rank 0."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=["compare", "load", "long", "many", "resume"])
+    parser.add_argument("what", choices=["compare", "load", "long", "many", "resume", "urls"])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--blocks", type=int, default=BLOCKS)
@@ -356,6 +387,8 @@ def main() -> None:
         found = compare(loop, arguments.folder, arguments.rounds, arguments.savers.split(";"))
     elif arguments.what == "load":
         found = load(loop, arguments.folder, arguments.rounds)
+    elif arguments.what == "urls":
+        found = urls(loop, arguments.folder, arguments.rounds)
     elif arguments.what == "many":
         found = many(loop, arguments.folder, arguments.steps)
     elif arguments.what == "long":

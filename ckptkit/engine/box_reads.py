@@ -83,11 +83,18 @@ from ckptkit.formats.pickle.torch_zip import WINDOW_BYTES
 
 _MOST_THREADS = 2
 _DISTANT_THREADS = 8  # which mostly wait for a store to answer
-# Archives up to this size are read whole, headers included, together with their neighbours.
-_SMALL_BYTES = 64 << 10
-_GROUP_BYTES = 1 << 20
-_GROUP_GAP_BYTES = 4 << 10
 
+
+class _Limits(Struct, frozen=True):
+    """Which archives are read whole, headers included, together with their neighbours."""
+
+    small_bytes: int  # up to this size
+    group_bytes: int  # in one read
+    gap_bytes: int  # between two of them
+
+
+_NEAR = _Limits(64 << 10, 1 << 20, 4 << 10)
+_DISTANT = _Limits(4 << 20, 4 << 20, 256 << 10)  # a request takes as long as a megabyte
 # Of computed tensors, rows are read whole where a part of them would be shorter.
 _SHORT_ROW_BYTES = 4 << 10
 _MOST_SPREAD_BOXES = 1 << 12  # that a tensor is taken apart into if they are short
@@ -326,7 +333,8 @@ def read_chunks(
                 done(memory)
 
     pending = [(read, origin.index.records[read.record]) for read in reads]
-    bytes_read = _run_readers(origin, list(_groups(pending)), read_group, threads)
+    limits = _DISTANT if origin.source.is_remote else _NEAR
+    bytes_read = _run_readers(origin, list(_groups(pending, limits)), read_group, threads)
     return bytes_read, (*whole, *origin.checksums.still_open().items())
 
 
@@ -395,11 +403,11 @@ def _wanted_bytes(read: ChunkRead) -> int:
     return elements * read.entry.stored_dtype.itemsize
 
 
-def _is_small(read: ChunkRead, record: Record) -> bool:
+def _is_small(read: ChunkRead, record: Record, limits: _Limits) -> bool:
     """Whether so much of a small archive is wanted that it is best read from end to end."""
     size_bytes = record.stop - record.start
-    return size_bytes <= _SMALL_BYTES and (
-        size_bytes <= _GROUP_GAP_BYTES or 2 * _wanted_bytes(read) > size_bytes
+    return size_bytes <= limits.small_bytes and (
+        size_bytes <= limits.gap_bytes or 2 * _wanted_bytes(read) > size_bytes
     )
 
 
@@ -415,7 +423,8 @@ def _read_group(
     path = origin.index.files[first.file].path
     reader.clear()
     is_archive = first.container == "torch_zip"  # whose header has to be read as well
-    if len(group) > 1 or (is_archive and first.stop - first.start <= 2 * WINDOW_BYTES):
+    limits = _DISTANT if reader.cache.is_remote else _NEAR
+    if len(group) > 1 or (is_archive and _is_small(*group[0], limits)):
         reader.cache.fetch([FileRange(path, first.start, last.stop)])
     elif reader.cache.is_remote and is_archive:
         start, stop = first.start + WINDOW_BYTES, first.stop - WINDOW_BYTES
@@ -435,16 +444,16 @@ def _read_group(
             yield number, record
 
 
-def _groups(pending: Iterable[_RecordRead]) -> Iterator[Sequence[_RecordRead]]:
+def _groups(pending: Iterable[_RecordRead], limits: _Limits) -> Iterator[Sequence[_RecordRead]]:
     """Yields what to read together: small neighbours of one file, or one chunk alone."""
     group: list[_RecordRead] = []
     for read, record in sorted(pending, key=lambda pair: (pair[1].file, pair[1].start)):
         if group and not (
             group[-1][1].file == record.file
-            and _is_small(*group[-1])
-            and _is_small(read, record)
-            and 0 <= record.start - group[-1][1].stop <= _GROUP_GAP_BYTES
-            and record.stop - group[0][1].start <= _GROUP_BYTES
+            and _is_small(*group[-1], limits)
+            and _is_small(read, record, limits)
+            and 0 <= record.start - group[-1][1].stop <= limits.gap_bytes
+            and record.stop - group[0][1].start <= limits.group_bytes
         ):
             yield group
             group = []

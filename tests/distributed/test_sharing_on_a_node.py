@@ -43,6 +43,7 @@ def put_model(bucket: Bucket, folder: Path, layers: int, kind: str = "safetensor
     truth = {name: torch.randn_like(value) for name, value in state.items()}
     save_file(truth, folder / "model.safetensors")
     source = folder / kind
+    shutil.rmtree(source, ignore_errors=True)
     source.mkdir()
     if kind == "safetensors":
         shutil.copy(folder / "model.safetensors", source)
@@ -121,6 +122,7 @@ def test_a_rank_that_is_killed_in_the_middle_stops_no_other(
     bucket: Bucket, run_ranks: Callable[..., Any], tmp_path: Path
 ) -> None:
     proxy = bucket.store.proxy
+    put_model(bucket, tmp_path, 4 * LAYERS)
     proxy.slow(READS, 0.05)
     seen = []
 
@@ -149,6 +151,7 @@ def test_a_rank_that_is_stopped_is_waited_for_in_vain_once(
     bucket: Bucket, run_ranks: Callable[..., Any], tmp_path: Path
 ) -> None:
     proxy = bucket.store.proxy
+    put_model(bucket, tmp_path, 4 * LAYERS)
     proxy.slow(READS, 0.05)
     seen = []
 
@@ -171,8 +174,7 @@ def test_a_rank_that_is_stopped_is_waited_for_in_vain_once(
 def test_a_rank_that_comes_late_takes_what_is_still_downloaded(
     bucket: Bucket, run_ranks: Callable[..., Any], tmp_path: Path
 ) -> None:
-    shutil.rmtree(tmp_path / "safetensors")
-    put_model(bucket, tmp_path, 2 * LAYERS)
+    put_model(bucket, tmp_path, 8 * LAYERS)
     proxy = bucket.store.proxy
     proxy.slow(READS, 1)
     proxy.add(Fault(READS, None, before=(tmp_path / "downloads").touch))
@@ -188,13 +190,14 @@ def test_a_rank_that_comes_late_takes_what_is_still_downloaded(
 def test_an_object_that_is_replaced_meanwhile_is_taken_by_no_rank(
     bucket: Bucket, run_ranks: Callable[..., Any], tmp_path: Path
 ) -> None:
+    put_model(bucket, tmp_path, 4 * LAYERS)
     seen = []
     data = bytearray((tmp_path / "model.safetensors").read_bytes())
     data[-5] ^= 1
 
     def replace() -> None:
         seen.append(1)
-        if len(seen) == 20:
+        if len(seen) == 12:
             bucket.put(KEY, bytes(data))
 
     bucket.store.proxy.add(Fault(READS, None, before=replace))
