@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import atexit
 import hashlib
+import inspect
 import logging
 import operator
 import os
@@ -24,7 +25,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import fields, replace
 from functools import cached_property, partial
 from itertools import chain, takewhile
@@ -61,7 +62,13 @@ from ckptkit.engine.checksum_tracker import NumberedRecord
 from ckptkit.engine.reader import Origin
 from ckptkit.formats.dcp.reader import METADATA
 from ckptkit.formats.discovery import parse_step
-from ckptkit.storage.locations import STAGED_FILES, hidden_name, is_read_only, local_path
+from ckptkit.storage.locations import (
+    STAGED_FILES,
+    hidden_name,
+    is_hub_bucket,
+    is_read_only,
+    local_path,
+)
 from ckptkit.storage.places import Place, is_url
 from ckptkit.training.agree.barrier import SaveBarrier
 from ckptkit.training.agree.key_values import LocalKeyValueStore
@@ -198,10 +205,14 @@ def load(
         stock,
         checkpoint_id=checkpoint_id,
         storage_reader=storage_reader,
-        process_group=process_group,
-        no_dist=no_dist,
+        **_options(process_group, no_dist=no_dist),
     )
     reason = _why_not(planner, process_group)
+    alone = {"no_dist": True}
+    if "no_dist" not in inspect.signature(stock_function("load")).parameters:
+        alone = {}
+        if _world_size() > 1:
+            reason = reason or f"torch {torch.__version__} loads with all ranks only"
     if type(storage_reader) not in {type(None), torch_dcp.FileSystemReader, FsspecReader}:
         reason = reason or f"{a_kind(storage_reader)} reads in its own way"
     place, why = _place_of(storage_reader, checkpoint_id)
@@ -209,21 +220,23 @@ def load(
         _log_stock(reason or why)
         as_it_is()
         return
-    ours = _CheckingReader(place, storage_reader)
-    with _LOCK, closing(ours):
+    with _LOCK, ExitStack() as opened:
         session = _session(alone=no_dist)
         session.wait()
-        if ours.reads_its_own_metadata():
-            _log_stock("each rank has metadata of its own")
-            as_it_is()
-            return
         try:
+            ours = opened.enter_context(closing(_CheckingReader(place, storage_reader)))
+            is_divided = ours.reads_its_own_metadata()
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-                stock(storage_reader=ours, no_dist=True)
+                if not is_divided:
+                    stock(storage_reader=ours, **alone)
         except BaseException as error:  # torch's own, which is no `Exception`
             session.agreement.refuse(_LOAD, error)
             raise
+        if is_divided:
+            _log_stock("each rank has metadata of its own")
+            as_it_is()
+            return
         session.agreement.prove(ours)
 
 
@@ -389,8 +402,10 @@ class _TorchsPlanner(torch_dcp.DefaultSavePlanner):
     """The planner of saves that torch makes, by a thread that calls the replaced `save`."""
 
 
-def _options(group: Any, *, no_dist: bool, use_collectives: bool) -> dict[str, Any]:
-    options: dict[str, Any] = {"process_group": group, "no_dist": no_dist}
+def _options(group: Any, *, no_dist: bool, use_collectives: bool = True) -> dict[str, Any]:
+    """Returns the options that torch is called with; older versions lack some."""
+    options: dict[str, Any] = {"process_group": group}
+    options |= {"no_dist": True} if no_dist else {}
     return options if use_collectives else options | {"use_collectives": False}
 
 
@@ -434,7 +449,7 @@ def _save(
         else:  # `reset` would drop the options that the writer was made with
             writer.path = checkpoint_id
     with _LOCK, few_collections(), plain_torch() as unsuited:
-        session = _session(alone=options["no_dist"])
+        session = _session(alone="no_dist" in options)
         check = partial(check_modes, unsuited, "async_save")
         saved = session.save(state_dict, place, check)
     if isinstance(saved, SaveHandle):
@@ -451,17 +466,18 @@ def _place_of(storage: Any, named: Any) -> tuple[Path | Place | None, str]:
     named = getattr(storage, "path", None) if named is None else named
     if not named:
         return None, ""
-    if not is_url(named):
-        is_chain = all(mark in os.fspath(named) for mark in ("::", "://"))
-        return (
-            (None, "a URL of several file systems")
-            if is_chain
-            else (local_path(named).absolute(), "")
-        )
+    filesystem = getattr(getattr(storage, "fs", None), "fs", None)
+    try:
+        place = Place(named, getattr(filesystem, "storage_options", {}))
+    except UsageError as error:
+        return None, f"the place of the checkpoint {error.message}"
+    if not is_url(place):
+        if all(mark in place for mark in ("::", "://")):
+            return None, "a URL of several file systems"
+        return local_path(named).absolute(), ""
     if type(storage) in {torch_dcp.FileSystemReader, torch_dcp.FileSystemWriter}:
         return None, f"{a_kind(storage)} takes no URL"
-    filesystem = getattr(getattr(storage, "fs", None), "fs", None)
-    return Place(named, getattr(filesystem, "storage_options", {})), ""
+    return place, ""
 
 
 def _why_not_to(place: Place) -> str:
@@ -471,7 +487,9 @@ def _why_not_to(place: Place) -> str:
         check_storage_options(place.options)
     except UsageError as error:
         return str(error.message)
-    return "" if "/" in place.inner_path else "a bucket as a whole has no name of a step"
+    parts = place.inner_path.split("/")
+    is_named = len(parts) > (3 if is_hub_bucket(place) else 1) and parts[-1] not in {".", ".."}
+    return "" if is_named else "a URL that does not end in the name of a step"
 
 
 def _forget_manifest(place: Path | Place) -> None:

@@ -267,14 +267,18 @@ def check_storage_options(value: object) -> Mapping[str, Any]:
     """Checks that the options can be sent to the process that uploads; no message shows a value."""
     if value is None:
         return {}
+    found = a_kind(value)
+    options: dict[str, Any] = {}
     try:
+        for name, option in value.items() if isinstance(value, Mapping) else ():
+            found = f"{a_kind(option)} for {name!r}"
+            options |= json.loads(json.dumps({name: option}))
         if isinstance(value, Mapping):
-            options: Mapping[str, Any] = json.loads(json.dumps(dict(value)))
             return options
     except (TypeError, ValueError):
         pass
     raise UsageError(
-        f"expected names and plain values, got {a_kind(value)}",
+        f"expected names and plain values of options, got {found}",
         where="storage_options",
         hint='pass such as storage_options={"key": …, "secret": …}, or use the environment',
     )

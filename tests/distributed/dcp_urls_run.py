@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -174,6 +175,61 @@ def faults(folder: Path, _: str) -> None:
     assert (folder / "plain" / "ckptkit.json").exists()
 
 
+def readers(folder: Path, _: str) -> None:
+    """A rank that does not get to the store in a load; the ranks go on together."""
+    at, rank, state = At(folder), dist.get_rank(), {"w": torch.arange(5.0)}
+    dcp.save(state, storage_writer=at.writer("step-1"))
+    good = at.options
+    if rank:
+        client = {**good["client_kwargs"], "endpoint_url": "http://127.0.0.1:9"}
+        at.options = {
+            **good,
+            "client_kwargs": client,
+            "config_kwargs": {"retries": {"total_max_attempts": 1}},
+        }
+    with pytest.raises(Exception, match="connect to the endpoint"):
+        dcp.load({"w": torch.zeros(5)}, storage_reader=at.reader("step-1"))
+    at.options = good
+    loaded = {"w": torch.zeros(5)}
+    dcp.load(loaded, storage_reader=at.reader("step-1"))
+    assert torch.equal(loaded["w"], state["w"])
+
+
+def places(folder: Path, _: str) -> None:
+    """URLs that are no name of a step, or hold a password; a cleaner in TMPDIR between saves."""
+    at, state, lines = At(folder), {"w": torch.ones(2)}, Lines()
+    logging.getLogger("ckptkit").addHandler(lines)
+    dcp.save(state, storage_writer=at.writer("step-1"))
+    for url in (f"{at.url}/up/..", f"{at.url}/up/."):
+        dcp.save(state, storage_writer=FsspecWriter(url, **at.options))
+        assert "ckptkit.json" not in at.files(url.removeprefix(f"{at.url}/"))
+    with pytest.raises((ImportError, stock.CheckpointException)):  # torch's own
+        dcp.save(state, checkpoint_id="hf://buckets/org/name", no_dist=True)
+    with pytest.raises((ImportError, OSError, stock.CheckpointException)):
+        dcp.save(state, checkpoint_id="ftp://me:planted-word@127.0.0.1:9/step-1", no_dist=True)
+    told = [line for line in lines.lines if "itself" in line]
+    assert [("name of a step" in line, "a password" in line) for line in told] == (
+        [] if dist.get_rank() else [(True, False), (False, True)]
+    )
+    assert "planted-word" not in "".join(lines.lines)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        for path in staged():
+            (path / ".lock").unlink()
+    dist.barrier()
+    dcp.save(state, storage_writer=at.writer("step-2"))
+    assert ckptkit.verify(at.place("step-2")).ok
+    assert staged()
+    assert all((path / ".lock").exists() for path in staged())
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(tempfile.gettempdir())
+    dist.barrier()
+    dcp.save(state, storage_writer=at.writer("step-3"))
+    assert ckptkit.verify(at.place("step-3")).ok
+    assert all((path / ".lock").exists() for path in staged())
+
+
 def dies_uploading(folder: Path, _: str) -> None:
     """The test kills both ranks in the second save, the first time; then the program goes on."""
     at, rank = At(folder), dist.get_rank()
@@ -190,6 +246,8 @@ CASES: dict[str, Callable[[Path, str], None]] = {
     "damage": damage,
     "folders": folders,
     "faults": faults,
+    "readers": readers,
+    "places": places,
     "dies_uploading": dies_uploading,
 }
 

@@ -47,6 +47,13 @@ def test_a_rank_that_fails_fails_on_all_and_full_disks_name_what_to_set(
         run_ranks(SCRIPT, 2, tmp_path, "faults")
 
 
+@pytest.mark.usefixtures("place")
+def test_odd_urls_lost_folders_and_a_rank_without_a_store(
+    run_ranks: Callable[..., Any], tmp_path: Path
+) -> None:
+    run_ranks(SCRIPT, 2, tmp_path, "readers", "places")
+
+
 def test_a_kill_in_an_upload_leaves_no_step_and_the_next_save_clears_up(
     run_ranks: Callable[..., Any], place: Place, object_store: ObjectStore, tmp_path: Path
 ) -> None:

@@ -46,6 +46,11 @@ class WorkFolder:
         self.parts = path / "parts"
         self._lock = lock
 
+    @property
+    def is_held(self) -> bool:
+        """Whether its lock is still there, which a program that cleans up may have removed."""
+        return (self.path / ".lock").exists()
+
     def make_files(self, out: Path) -> None:
         """Makes `files`; with the set-group-ID bit and the group of `out` if that has the bit."""
         self.files.mkdir(exist_ok=True)

@@ -230,7 +230,7 @@ def as_upload_error(
             hint="install what fsspec needs for such URLs (`pip install s3fs` for s3://), check"
             " that the options are those of that library",
         )
-    hint = "check that the store can be reached from this node; the step stays on the node's disk"
+    hint = "check that the store can be reached from this node"
     return SaveError(f"the store failed: {text}", where=where, hint=hint)
 
 

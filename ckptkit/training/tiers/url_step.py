@@ -57,7 +57,11 @@ class UrlCommitter(SaveCommitter):
     def place(self, save: Save) -> None:
         parent = Path(tempfile.gettempdir()).absolute()
         try:
+            if self._work is not None and not self._work.is_held:
+                self._work.remove()
+                self._work = None
             if self._work is None:
+                parent.mkdir(parents=True, exist_ok=True)  # it may have been removed since
                 sweep_work_folders(parent, parent / _STAGED, LOCAL_DISK)
                 self._work = claim_work_folder(parent, _STAGED, LOCAL_DISK)
         except OSError as error:
