@@ -13,7 +13,7 @@ from ckptkit.core.arguments import ambiguous_truth
 from ckptkit.core.display import Displayed, Facts
 from ckptkit.core.errors import MissingFileError, NotACheckpointError
 from ckptkit.core.frameworks import is_optimizer_folder
-from ckptkit.core.manifest import NODE_RANKS, TRAINING, Manifest
+from ckptkit.core.manifest import NODE_RANKS, RUN_FACTS, TRAINING, Manifest
 from ckptkit.core.text import counted, size_text
 from ckptkit.formats.base import Candidate
 from ckptkit.formats.dcp.reader import METADATA
@@ -49,7 +49,7 @@ from ckptkit.runs.steps import (
     step_of_manifest,
 )
 from ckptkit.storage.base import Source
-from ckptkit.storage.places import PathLike, open_source
+from ckptkit.storage.places import PathLike, is_url, open_source
 
 if TYPE_CHECKING:
     from ckptkit.runs.push_journal import WatchStatus
@@ -339,6 +339,8 @@ _CALLS = {
     "Lightning": "trainer.fit(model, ckpt_path={path!r})",
     "DeepSpeed": "engine.load_checkpoint({run!r}, tag={name!r})",
     "ckptkit": "Checkpointer({run!r}).resume(state)",
+    "ckptkit, to a URL": "Checkpointer({run!r}, local=LOCAL).resume(state)",
+    "torch.distributed.checkpoint": "dcp.load(state, checkpoint_id={path!r})",
 }
 """By the framework that saved a step."""
 
@@ -366,6 +368,12 @@ def advise_on_resume(listing: RunListing) -> tuple[RunStep, str] | None:
     # accelerate's automatic names, under which its integration of ckptkit saves as well.
     is_accelerates = step.name.startswith(STEP_PREFIXES[1])
     writer = "accelerate" if is_accelerates else step.writer
+    if writer == "ckptkit" and not any(
+        file.path == f"{step.name}/{RUN_FACTS}" for file in step.files
+    ):
+        writer = "torch.distributed.checkpoint"  # through the functions of ckptkit.training.dcp
+    elif writer == "ckptkit" and is_url(listing.location):
+        writer = "ckptkit, to a URL"
     call = _CALLS.get("Transformers Trainer" if is_trainers else writer, "")
     text = call.format(path=step.path, run=listing.location, name=step.name)
     return step, text

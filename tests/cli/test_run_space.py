@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 import ckptkit
-from ckptkit.core.manifest import MANIFEST_NAME
+from ckptkit.core.manifest import MANIFEST_NAME, RUN_FACTS
 from ckptkit.storage.local.disk import Disk
+from ckptkit.storage.manifests import read_local_manifest
 from tests.command_line import Result, run_command
 from tests.made_up_runs import save_step, save_stock_step
 from tests.object_store import ObjectStore
@@ -194,6 +196,14 @@ def test_incomplete_steps_stay_if_they_are_all_that_is_left(run: Path) -> None:
     assert "--max-total-size SIZE" in nothing.stderr
 
 
+def test_ls_of_a_bucket_names_what_a_checkpointer_needs_there(
+    run: Path, object_store: ObjectStore
+) -> None:
+    url = object_store.bucket("resumed-from").put_tree(run, "run")
+    page = run_command("ls", url, *object_store.arguments()).stdout
+    assert f"    Checkpointer({url!r}, local=LOCAL).resume(state)\n" in page
+
+
 def test_ls_says_which_step_to_resume_from_and_how(run: Path, tmp_path: Path) -> None:
     (run / "checkpoint-400" / MANIFEST_NAME).unlink()
     page = run_command("ls", run).stdout
@@ -211,6 +221,13 @@ def test_ls_says_which_step_to_resume_from_and_how(run: Path, tmp_path: Path) ->
     zero = FIXTURES / "zero1_bf16" / "checkpoint"
     page = run_command("ls", zero).stdout
     assert f"engine.load_checkpoint({str(zero)!r}, tag='global_step2')" in page
+    door = save_step(tmp_path / "door", 7, layout="dcp").rename(tmp_path / "door" / "step-7")
+    whole = read_local_manifest(door)
+    files = {name: file for name, file in whole.files.items() if name != RUN_FACTS}
+    (door / RUN_FACTS).unlink()  # which ckptkit.training.dcp does not write
+    (door / MANIFEST_NAME).write_bytes(replace(whole, files=files).to_json())
+    page = run_command("ls", door.parent).stdout
+    assert f"    dcp.load(state, checkpoint_id={str(door)!r})\n" in page
     automatic = tmp_path / "automatic"  # as accelerate names steps, with ckptkit or without
     shutil.copytree(run / "checkpoint-300", automatic / "checkpoint_300")
     page = run_command("ls", automatic).stdout
