@@ -218,6 +218,9 @@ def load(
     place, why = _place_of(storage_reader, checkpoint_id)
     if reason or place is None:  # without a place, torch raises
         _log_stock(reason or why)
+        with _LOCK:
+            for begun, _ in _SESSIONS.values():
+                begun.wait()
         as_it_is()
         return
     with _LOCK, ExitStack() as opened:
@@ -466,9 +469,12 @@ def _place_of(storage: Any, named: Any) -> tuple[Path | Place | None, str]:
     named = getattr(storage, "path", None) if named is None else named
     if not named:
         return None, ""
-    filesystem = getattr(getattr(storage, "fs", None), "fs", None)
+    filesystem: Any = getattr(getattr(storage, "fs", None), "fs", None)
+    known = getattr(filesystem, "protocol", ())
     try:
-        place = Place(named, getattr(filesystem, "storage_options", {}))
+        place = Place(named)
+        if place.protocol in ((known,) if isinstance(known, str) else known):
+            place = Place(named, filesystem.storage_options)
     except UsageError as error:
         return None, f"the place of the checkpoint {error.message}"
     if not is_url(place):

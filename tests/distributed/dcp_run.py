@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import checkpoint as stock
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
@@ -282,6 +282,13 @@ class Planner(stock.DefaultSavePlanner):
         return super().create_local_plan()
 
 
+class Reader(stock.DefaultLoadPlanner):
+    """A planner of one's own for loads."""
+
+    def create_local_plan(self) -> LoadPlan:
+        return super().create_local_plan()
+
+
 class NamedPlanner(stock.DefaultSavePlanner):
     """One that plans as torch's own, such as nemo-automodel's."""
 
@@ -294,7 +301,8 @@ def delegates(folder: Path, _: str) -> None:
     """What only torch can do is done by it, with one line for each reason."""
     lines = Lines()
     logging.getLogger("ckptkit").addHandler(lines)
-    state, one = {"w": torch.arange(8.0), "n": 3}, torch.ones(2)
+    state: dict[str, Any] = {"w": torch.arange(8.0), "n": 3}
+    one = torch.ones(2)
     alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
     own = folder / f"alone-{dist.get_rank()}"
     for turn in range(2):
@@ -311,6 +319,11 @@ def delegates(folder: Path, _: str) -> None:
         assert not (folder / name / "ckptkit.json").exists(), name
     found = [line for line in lines.lines if "itself" in line]
     assert len(found) == (0 if dist.get_rank() else 4), found
+    saved = dcp.async_save(state, checkpoint_id=folder / "waited")
+    loaded: dict[str, Any] = {"w": torch.zeros(8), "n": 0}
+    dcp.load(loaded, checkpoint_id=folder / "waited", planner=Reader())
+    assert saved.done()
+    assert torch.equal(loaded["w"], state["w"])
     with pytest.raises(RuntimeError, match="checkpoint_id"):
         dcp.save(state)
     stager = DefaultStager(StagingOptions(False, False, True, False))

@@ -76,6 +76,14 @@ def test_dcp_load_and_its_converter_read_every_tensor(
     assert said.count("read 57 tensors") == 2
 
 
+def test_the_functions_of_ckptkit_save_and_load_with_it(python: Path, tmp_path: Path) -> None:
+    packages = Path(pytest.__file__).parents[1]  # the site-packages of the tests
+    repository = Path(ckptkit.__file__).parents[1]
+    said = start(python, "through_the_door.py", tmp_path, repository, packages, ranks=2)
+    assert said.count("as saved") == 2
+    assert all(ckptkit.verify(tmp_path / step).ok for step in ("step-1", "step-2"))
+
+
 def test_accelerate_merges_the_weights(
     launch: Callable[..., str], saved: Path, python: Path
 ) -> None:
