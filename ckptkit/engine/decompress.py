@@ -59,13 +59,9 @@ def decoding_bytes(index: TensorIndex) -> int:
 
 
 class DecodedRecords:
-    """What threads share: the streams of a source's compressed records, and decoded blocks.
-
-    `decoded_bytes`: how much was decoded so far, what was decoded again included.
-    """
+    """What threads share: the streams of a source's compressed records, and decoded blocks."""
 
     def __init__(self, source: Source, index: TensorIndex) -> None:
-        self.decoded_bytes = 0
         self._source = source
         self._index = index
         self._lock = threading.Lock()
@@ -160,7 +156,6 @@ class DecodedRecords:
     def keep(self, key: tuple[int, int], block: bytes) -> None:
         """Keeps a block, and drops those that were decoded longest ago beyond `KEPT_BYTES`."""
         with self._lock:
-            self.decoded_bytes += len(block)
             before = self._kept.pop(key, b"")
             self._kept[key] = block
             self._kept_bytes += len(block) - len(before)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from ckptkit.core.dtypes import DType
+from ckptkit.engine.casts import cast_table
 from ckptkit.options import NotFinite
 
 Array = NDArray[Any]
@@ -43,14 +43,9 @@ def widen(values: Array, out: Array) -> None:
         out[:] = values
         return
     # Clipping lets numpy write without a copy of its own; no index is out of bounds.
-    np.take(_table(values.dtype), values.view(f"u{values.itemsize}"), out=out, mode="clip")
-
-
-@cache
-def _table(dtype: np.dtype[Any]) -> Array:
-    bits = np.arange(1 << 8 * dtype.itemsize).astype(f"u{dtype.itemsize}")
-    with np.errstate(all="ignore"):
-        return bits.view(dtype).astype(np.float32)
+    bits = out.view(np.uint32)
+    table = cast_table(values.dtype, out.dtype)
+    np.take(table, values.view(f"u{values.itemsize}"), out=bits, mode="clip")
 
 
 class Measured(Struct, frozen=True, kw_only=True):
