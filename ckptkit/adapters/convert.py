@@ -23,9 +23,7 @@ from ckptkit.adapters.sources import AdapterRequest, OpenedAdapter, open_adapter
 from ckptkit.conversion.source.adapters import read_config
 from ckptkit.conversion.source.model_folders import read_names
 from ckptkit.conversion.source.paths import find_local, find_model, read_config_in
-from ckptkit.conversion.write import (
-    PlannedOutput,
-)
+from ckptkit.conversion.write import PlannedOutput
 from ckptkit.core.arrays import numpy_dtype
 from ckptkit.core.errors import AdapterError, CkptkitError, RefusedError
 from ckptkit.core.geometry import Arrangement, flat_offset, row_major_strides
@@ -34,7 +32,7 @@ from ckptkit.core.manifest import Manifest
 from ckptkit.core.model_configs import list_model_types
 from ckptkit.core.text import list_first
 from ckptkit.engine.kernels import ConstantKernel, copy_tile
-from ckptkit.engine.outcome import Listener
+from ckptkit.engine.outcome import Listener, ignore
 from ckptkit.lora.config import EXPERTS_BY_CLASS, PEFT_PREFIX, parse_version
 from ckptkit.lora.dialects import LoraLayer, build_table
 from ckptkit.lora.experts import (
@@ -132,11 +130,10 @@ def run_conversion(
     *,
     to: AdapterLayout,
     overwrite: bool = False,
-    resources: Resources | None = None,
-    listener: Listener | None = None,
+    listener: Listener = ignore,
 ) -> tuple[Manifest, OpenedAdapter]:
     """Writes an adapter in another layout into the directory `out`, whole or not at all."""
-    prepared = prepare_conversion(src, out, request, to, resources or Resources())
+    prepared = prepare_conversion(src, out, request, to, Resources())
     return write_adapter(prepared, src, out, request, overwrite=overwrite, listener=listener)
 
 

@@ -330,13 +330,11 @@ def read_chunks(
     return bytes_read, (*whole, *origin.checksums.still_open().items())
 
 
-def read_spans(
-    origin: Origin, reads: Sequence[SpanRead], *, threads: int = 0, done: Done | None = None
-) -> int:
+def read_spans(origin: Origin, reads: Sequence[SpanRead], *, done: Done | None = None) -> int:
     """Reads boxes of tensors that are computed or decoded, block by block.
 
-    `origin`: the source, opened for this call only. `threads`: as for `read_chunks`. `done`: is
-    called for each of the boxes. Returns how many bytes were read.
+    `origin`: the source, opened for this call only. `done`: is called for each of the boxes.
+    Returns how many bytes were read.
     """
 
     def read_one(reader: TensorReader, read: SpanRead) -> None:
@@ -344,7 +342,7 @@ def read_spans(
         if done is not None:
             done(read.memory)
 
-    bytes_read = _run_readers(origin, reads, read_one, threads)
+    bytes_read = _run_readers(origin, reads, read_one)
     origin.decoded.finish()
     return bytes_read
 
@@ -353,7 +351,7 @@ def _run_readers(
     origin: Origin,
     items: Sequence[_Item],
     read: Callable[[TensorReader, _Item], None],
-    threads: int,
+    threads: int = 0,
 ) -> int:
     """Has several threads read items, and returns how many bytes they read."""
     readers: list[TensorReader] = []
