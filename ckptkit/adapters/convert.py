@@ -19,10 +19,14 @@ from numpy.typing import NDArray
 
 from ckptkit.adapters.array_reader import ArrayReader
 from ckptkit.adapters.extract import plan_adapter, write_adapter
-from ckptkit.adapters.sources import AdapterRequest, OpenedAdapter, open_adapter
-from ckptkit.conversion.source.adapters import read_config
+from ckptkit.adapters.sources import (
+    AdapterRequest,
+    OpenedAdapter,
+    open_adapter,
+    read_base_config,
+)
 from ckptkit.conversion.source.model_folders import read_names
-from ckptkit.conversion.source.paths import find_local, find_model, read_config_in
+from ckptkit.conversion.source.paths import find_model
 from ckptkit.conversion.write import PlannedOutput
 from ckptkit.core.arrays import numpy_dtype
 from ckptkit.core.errors import AdapterError, CkptkitError, RefusedError
@@ -145,22 +149,11 @@ def prepare_conversion(
     check_choice("--to", to, get_args(AdapterLayout))
     with ExitStack() as stack:
         found = open_adapter(stack, src, request)
-        config = _read_config(found, request)
+        named = found.adapter.settings.base_model_name_or_path
+        config = read_base_config(found.folders, request.base, named) or {}
         converted, products = _Conversion(found, config, to).run(request.base)
         planned = plan_adapter(converted, products, request, "", out, resources)
         yield replace(planned, options={**planned.options, "to": to}), converted
-
-
-def _read_config(found: OpenedAdapter, request: AdapterRequest) -> Mapping[str, Any]:
-    """Returns the configuration of the base; empty where it is not at hand."""
-    if request.base is not None:
-        return read_config_in(request.base, "--base")
-    named = found.adapter.settings.base_model_name_or_path
-    place = None if named is None or "\0" in named else find_local(named)
-    own = read_config(found.folders)
-    if own is None and place is not None:
-        own = read_config_in(place, "base_model_name_or_path")
-    return own or {}
 
 
 def _find_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
