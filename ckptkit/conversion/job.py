@@ -350,8 +350,9 @@ class Slice(WriteStrategy[Manifest | MissingSlices]):
         with target.notes.alone("commit", str(share.number)) as is_alone:
             if not is_alone or target.plan() is None:
                 return ()  # another process commits it, or has done so
-            outcomes = (Outcome.from_json(json.loads(data or b"")) for data in notes.values())
-            whole = Outcome.joined(outcomes)
+            whole = Outcome()
+            for data in notes.values():
+                whole.add(Outcome.from_json(json.loads(data or b"")))
             return _commit_shares(self._planned, target, whole, self._listener)
 
     def __exit__(self, *_: object) -> None:  # others may be at work

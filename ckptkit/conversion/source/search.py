@@ -90,8 +90,9 @@ from ckptkit.formats.safetensors.hf_shards import (
     SHARDED_FOLDER,
     HfShardsReader,
 )
-from ckptkit.formats.torch_files import TorchOptimizerReader, model_number
+from ckptkit.formats.torch_files import TorchOptimizerReader
 from ckptkit.formats.zero.reader import UniversalReader, ZeroReader
+from ckptkit.plan.selection import find_number
 from ckptkit.runs.find_run import (
     ENTER_HINT,
     find_steps_without_weights,
@@ -530,14 +531,14 @@ class Search:
             if rest is None:
                 continue
             # The optimizer's file in the folder of a model, with its number, belongs to it.
-            number = model_number(main_file(unit.candidate))
+            number = find_number(main_file(unit.candidate))
             optimizers = (
                 other
                 for other in units
                 if other.candidate.format == _OF_OPTIMIZER
                 and other is not unit
                 and other.candidate.folder == unit.candidate.folder
-                and model_number(other.candidate.files[0]) == number
+                and find_number(other.candidate.files[0]) == number
             )
             return ResolvedSource(base, (unit, *optimizers), rest or None)
         folder = posixpath.join(base, select)

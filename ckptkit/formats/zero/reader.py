@@ -305,13 +305,6 @@ def _check_ranks(files: Sequence[ZeroFile], world_size: int, what: str) -> None:
     refuse_stale_ranks(((file.info.rank, file.info.path) for file in files), world_size)
 
 
-def _check_same_run(models: Sequence[ZeroFile]) -> None:
-    """Refuses files of weights of several steps, or of several runs."""
-    for key in ("global_steps", "dp_world_size", "mp_world_size"):
-        if len({file.content.count(key) for file in models}) > 1:
-            raise FormatError(f"the files of ranks have several {key!r}", hint=MIXED_SAVES)
-
-
 def _read_groups(model: PickledDict) -> list[dict[str, Shape]]:
     """Returns the shapes of trained parameters, by name, for each vector of the ranks."""
     groups: list[dict[str, Shape]] = []
@@ -419,7 +412,9 @@ class _Save(Struct, frozen=True):
             if ranks and not groups:
                 groups = _infer_groups(models[0].content, ranks, layers)
             slices.append(_Slice(models, ranks, groups))
-        _check_same_run([model for each in slices for model in each.models])
+        for key in ("global_steps", "dp_world_size", "mp_world_size"):
+            if len({model.content.count(key) for each in slices for model in each.models}) > 1:
+                raise FormatError(f"the files of ranks have several {key!r}", hint=MIXED_SAVES)
         is_pipeline = _check_model_parallelism(slices, files, needs_layers=not is_universal)
         stacked = _find_stacked(slices)
         # In stage 3 ranks have parts of what AutoEP stacked; ds_to_universal.py joins it.
@@ -900,7 +895,6 @@ def _join_slices(name: str, shape: Shape, slices: Sequence[VectorSlice]) -> Flat
 
 OPTIMIZER = "optimizer"
 _STATE = "state"
-_STEP = "step"
 _GROUPS = "param_groups"
 _WHOLE = "base_optimizer_state"  # stages 1 and 2
 _MAX_KINDS = 64  # of states of one vector; each occurs again for every parameter in it
@@ -1633,10 +1627,6 @@ class _UniversalFiles(Struct):
         members = [[names[name] for name in group] for group in self.groups]
         return entries, values | _collect_group_values(common, members), ()
 
-    @property
-    def _is_partitioned(self) -> bool:
-        return self.save.is_partitioned
-
     def _file(self, name: str, kind: str) -> _ParameterFile:
         file = self.files.get(name, {}).get(kind)
         if file is None:
@@ -1651,7 +1641,7 @@ class _UniversalFiles(Struct):
         stored = file.tensor().shape
         return (
             file.is_vocabulary
-            and not self._is_partitioned
+            and not self.save.is_partitioned
             and len(stored) == len(shape)
             and stored[1:] == shape[1:]
             and stored[0] < shape[0]
@@ -1661,7 +1651,7 @@ class _UniversalFiles(Struct):
         self, table: ArchiveTable, path: KeyPath, name: str, shape: Shape
     ) -> Iterator[TensorEntry]:
         has_moments = any(kind in self.files[name] for kind in _MOMENTS)
-        for kind in _MOMENTS if has_moments or self._is_partitioned else ():
+        for kind in _MOMENTS if has_moments or self.save.is_partitioned else ():
             file = self._file(name, kind)
             whole = file.tensor().shape if self._lacks_rows(file, shape) else shape
             chunks = _place_slices(table, file.parameter(name, whole))

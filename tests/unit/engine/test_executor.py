@@ -368,12 +368,11 @@ def in_parts(
 
     last, plan = executor()
     last.create_files()
-    outcomes = []
+    whole = Outcome()
     for number in order:
         one, own_plan = executor()
         outcome = one.run_part(tasks_of(own_plan, Share(number, count)))
-        outcomes.append(Outcome.from_json(json.loads(json.dumps(outcome.to_json()))))
-    whole = Outcome.joined(outcomes)
+        whole.add(Outcome.from_json(json.loads(json.dumps(outcome.to_json()))))
     last.complete(whole)
     target.commit(plan.files[-1].path)
     return target.files, whole
@@ -437,7 +436,7 @@ def test_processes_that_found_different_records_are_not_joined() -> None:
         record = OpenRecord(0, stop, 1, "f, tensor 'w'", ((0, 4, 1),))
         outcome.open_records = {SOURCE: {0: record}}
     with pytest.raises(ChecksumError, match="one process found bytes"):
-        Outcome.joined([first, second])
+        first.add(second)
 
 
 class CountedWrites(MemoryTarget):
