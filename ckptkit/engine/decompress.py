@@ -39,6 +39,7 @@ from ckptkit.formats.dcp.compression import (
     check_front,
     parse_front,
 )
+from ckptkit.formats.parsing import read_from
 from ckptkit.storage.base import Source
 
 BLOCK_BYTES = 256 << 10
@@ -124,11 +125,7 @@ class DecodedRecords:
     def content_of(self, stream: _Stream) -> ZstdContent:
         """Opens a record from its start, and closes another if too many are open."""
         record = self._index.records[stream.number]
-        path = self._index.files[record.file].path
-
-        def read(start: int, stop: int) -> bytes:
-            return self._source.read(path, record.start + start, record.start + stop)
-
+        read = read_from(self._source, self._index.files[record.file].path, record.start)
         content = ZstdContent(read, record.stop - record.start, where=stream.expected.where)
         with self._lock:
             self._live[stream.number] = stream

@@ -100,6 +100,7 @@ from ckptkit.plan.plan import OutputFile, literal_file
 from ckptkit.runs.step_manifests import check_file, step_folder
 from ckptkit.storage.base import Source, is_there
 from ckptkit.storage.local.source import LocalSource
+from ckptkit.storage.locations import path_within
 from ckptkit.storage.manifests import read_manifest
 from ckptkit.storage.overlay import MemorySource
 from ckptkit.storage.places import PathLike, Place, is_url
@@ -785,9 +786,9 @@ def _open_if_there(
 
     if not isinstance(root, RemoteSource):
         return None
-    inside = _rest_of(path, root.location)
+    inside = path_within(path, root.location)
     if inside is None:
-        run = next((run for run in above if _rest_of(path, run) is not None), path)
+        run = next((run for run in above if path_within(path, run) is not None), path)
         if run not in above:
             try:
                 above[run] = root.above(run, folders=_SHALLOW)
@@ -796,15 +797,9 @@ def _open_if_there(
         listed = above[run]
         if listed is None:
             return None
-        root, inside = listed, _rest_of(path, run) or ""
+        root, inside = listed, path_within(path, run) or ""
     folder = root.below(inside) if inside else root
     return folder if next(iter(folder.walk(1)), None) is not None else None
-
-
-def _rest_of(path: str, root: str) -> str | None:
-    if path == root:
-        return ""
-    return path.removeprefix(f"{root}/") if path.startswith(f"{root}/") else None
 
 
 def _in(folder: str, name: str) -> str:
