@@ -103,34 +103,26 @@ WantedBox = tuple[TensorEntry, Box, BoxMemory]
 _Grid = tuple[Shape, bytes, bytes]  # a tensor's shape, and the offsets and sizes of its chunks
 
 
-class CastMemory(BoxMemory):
+class CastMemory(BoxMemory, Struct, frozen=True, eq=False):
     """Memory of another element type than what is read; elements are cast on their way.
 
     Which values they become is as `Caster` says.
     """
 
-    __slots__ = ("_memory", "_source", "_target", "_where")
-
-    def __init__(self, memory: BoxMemory, source: DType, target: DType, where: str) -> None:
-        """Casts nothing yet.
-
-        `memory`: memory of elements of type `target`. `source`: the element type of what is read.
-        `target`: the other one, which has to be another one.
-        """
-        self._memory = memory
-        self._source = source
-        self._target = target
-        self._where = where
+    memory: BoxMemory  # of elements of the type `target`
+    source: DType  # of what is read
+    target: DType  # another one
+    where: str
 
     def put(self, box: Box, elements: NDArray[Any]) -> None:
-        values = np.ascontiguousarray(elements).reshape(-1).view(numpy_dtype(self._source))
-        cast = np.empty(len(values), numpy_dtype(self._target))
-        Caster(self._source, self._target).cast_all(values, cast, where=self._where)
-        self._memory.put(box, cast.view(byte_type(self._target.itemsize)).reshape(box.sizes))
+        values = np.ascontiguousarray(elements).reshape(-1).view(numpy_dtype(self.source))
+        cast = np.empty(len(values), numpy_dtype(self.target))
+        Caster(self.source, self.target).cast_all(values, cast, where=self.where)
+        self.memory.put(box, cast.view(byte_type(self.target.itemsize)).reshape(box.sizes))
 
     def walked(self, start: Shape, walks: Sequence[Walk], sizes: Shape) -> CastMemory:
-        memory = self._memory.walked(start, walks, sizes)
-        return CastMemory(memory, self._source, self._target, self._where)
+        memory = self.memory.walked(start, walks, sizes)
+        return CastMemory(memory, self.source, self.target, self.where)
 
 
 class SpanRead(Struct, frozen=True):
@@ -169,17 +161,13 @@ def find_stored_boxes(index: TensorIndex, wanted: WantedBox) -> Iterator[WantedB
     yield SpanRead(*wanted) if boxed is None else (boxed, box, memory)
 
 
-class JoinedMemory(BoxMemory):
+class JoinedMemory(BoxMemory, Struct, frozen=True, eq=False):
     """Memory of smaller boxes within one large box; other elements of the large one are dropped."""
 
-    __slots__ = ("_parts",)
-
-    def __init__(self, parts: Sequence[tuple[Box, BoxMemory]]) -> None:
-        """Takes disjoint boxes, counted from the first corner of the large one."""
-        self._parts = parts
+    parts: Sequence[tuple[Box, BoxMemory]]  # disjoint, counted from the large one's first corner
 
     def put(self, box: Box, elements: NDArray[Any]) -> None:
-        for part, memory in self._parts:
+        for part, memory in self.parts:
             shared = intersect(part, box)
             if shared is not None:
                 memory.put(relative(shared, part), elements[slices_of(relative(shared, box))])
