@@ -926,8 +926,8 @@ def _find_rank_states(archive: TorchArchive, state: PickledDict) -> RankStates:
     return states
 
 
-States = tuple[Sequence[TensorEntry], Mapping[KeyPath, Any], Sequence[str]]
-"""The state of an optimizer: tensors, other values, and notes on what is left out."""
+States = tuple[Sequence[TensorEntry], Mapping[KeyPath, Any]]
+"""The state of an optimizer: tensors and other values."""
 
 
 def _collect_states(
@@ -935,8 +935,8 @@ def _collect_states(
     ranks: Sequence[tuple[int, RankStates]],  # each with its stage of a pipeline
     parameters: Mapping[str, FlatParameter],
     names: Mapping[str, Fqn],
-) -> States:
-    """Collects the states of every trained parameter under its name in the index."""
+) -> tuple[list[TensorEntry], dict[KeyPath, Any], list[str]]:
+    """Collects the states of every trained parameter under its name in the index, and notes."""
     seen: dict[tuple[int, int], tuple[object, str]] = {}
     for stage, rank in ranks:
         for number, vector in rank.vectors.items():
@@ -1115,7 +1115,7 @@ class _Weights(Struct, frozen=True):
                 *self.warnings,
             ),
         )
-        entries, values, _ = states
+        entries, values = states
         return self.table.index(
             format_name,
             {**self.entries, **{entry.key: entry for entry in entries}},
@@ -1219,8 +1219,8 @@ def _find_copies(
     stored: Mapping[str, Sequence[tuple[ZeroFile, TensorRef]]],
     layouts: Mapping[str, Layout] | None,
     shared: Mapping[str, str],
-) -> tuple[list[Problem], int]:
-    """Compares what several model-parallel ranks have of the weights; also counts what it left."""
+) -> tuple[list[Problem], list[str]]:
+    """Compares what several model-parallel ranks have of the weights; also returns notes."""
     pairs, names = [], []
     for name, held in stored.items():
         owner = shared.get(name, name)
@@ -1240,7 +1240,7 @@ def _find_copies(
                 pair.append((file.archive, replace(tensor, shape=sizes, storage_offset=start)))
             pairs.append((pair[0], pair[1]))
             names.append(name)
-    differing, unread = find_differing_copies(source, table, pairs)
+    differing, notes = find_differing_copies(source, table, pairs)
     problems = {
         names[position]: Problem(
             FormatError.code,
@@ -1251,7 +1251,7 @@ def _find_copies(
         )
         for position in differing
     }
-    return list(problems.values()), unread
+    return list(problems.values()), notes
 
 
 def _place_tensors(
@@ -1396,9 +1396,7 @@ def _read_weights(
         held[_MODULE, name] = dtype, shape, chunks
     problems: list[Problem] = []
     if len(save.slices) > 1 and not save.is_partitioned:
-        problems, unread = _find_copies(table, source, stored, save.layouts, shared)
-        if unread:
-            notes.append(f"{unread:,} copies on other ranks were not compared")
+        problems, notes = _find_copies(table, source, stored, save.layouts, shared)
     live: dict[Key, TensorEntry] = {}
     copies: dict[Key, TensorEntry] = {}
     for name, entry in zip(live_dtypes, make_entries(held).values(), strict=True):
@@ -1625,7 +1623,7 @@ class _UniversalFiles(Struct):
                 elif step is not None:
                     values[*path, _STEP] = step.value
         members = [[names[name] for name in group] for group in self.groups]
-        return entries, values | _collect_group_values(common, members), ()
+        return entries, values | _collect_group_values(common, members)
 
     def _file(self, name: str, kind: str) -> _ParameterFile:
         file = self.files.get(name, {}).get(kind)
@@ -1747,8 +1745,7 @@ class ZeroReader(FormatReader):
             )
         ranks = save.slices[0].ranks
         number = ranks[0].states().count("zero_stage") if ranks else None
-        collected = entries, {**values, **of_groups}, ()
-        return weights.index(self.name, collected, notes, stage=number)
+        return weights.index(self.name, (entries, values | of_groups), notes, stage=number)
 
 
 def _join_group_values(
