@@ -156,12 +156,6 @@ def prepare_conversion(
         yield replace(planned, options={**planned.options, "to": to}), converted
 
 
-def _find_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the part of a configuration that has experts, such as that of the text model."""
-    parts = [config, *(part for part in config.values() if isinstance(part, Mapping))]
-    return next((part for part in parts if any(key in part for key in _WITH_EXPERTS)), {})
-
-
 class _Conversion:
     def __init__(self, found: OpenedAdapter, config: Mapping[str, Any], to: AdapterLayout) -> None:
         self._found, self._to, self._config = found, to, config
@@ -184,7 +178,9 @@ class _Conversion:
             )
         self._refuse_what_is_lost()
         form = find_form(list_model_types(self._config), own, where=self._where)
-        experts = collect(own, self._settings, form, _find_part(self._config), where=self._where)
+        parts = [self._config, *(p for p in self._config.values() if isinstance(p, Mapping))]
+        with_experts = next((p for p in parts if any(key in p for key in _WITH_EXPERTS)), {})
+        experts = collect(own, self._settings, form, with_experts, where=self._where)
         experts = {home: self._separate(one) for home, one in experts.items()}
         if base is not None:
             self._compare_with_names(base, experts, form)

@@ -319,7 +319,8 @@ def measure_gaps(first: Array, second: Array, *, rtol: float, atol: float) -> Ga
 def _measure_gaps_of_block(first: Array, second: Array, rtol: float, atol: float) -> Gaps:
     sides = [_in_doubles(first), _in_doubles(second)]
     gaps, is_equal = np.abs(sides[0] - sides[1]), sides[0] == sides[1]
-    if _are_integers(first, second):
+    kinds = {first.dtype.kind, second.dtype.kind}
+    if kinds <= {"i", "u", "b"} and np.result_type(first, second).kind != "f":
         gaps, is_equal = _integer_gaps(first, second)
     is_equal |= np.isnan(sides[0]) & np.isnan(sides[1])
     is_finite = np.isfinite(sides[0]) & np.isfinite(sides[1])
@@ -346,12 +347,6 @@ def _measure_gaps_of_block(first: Array, second: Array, rtol: float, atol: float
         lone=lone,
         change=_norm_of(gaps),
     )
-
-
-def _are_integers(first: Array, second: Array) -> bool:
-    """Whether two arrays are of integers or bool, and one type holds the elements of both."""
-    kinds = {first.dtype.kind, second.dtype.kind}
-    return kinds <= {"i", "u", "b"} and np.result_type(first, second).kind != "f"
 
 
 def _integer_gaps(first: Array, second: Array) -> tuple[Array, Array]:

@@ -394,7 +394,9 @@ class SideFolders:
             return chosen
         before, after = self.texts(base), self.texts(step)
         if before.tokenizer is None:
-            before = replace(before, tokenizer=self._read_old_tokenizer(base))
+            limit = TELLING[TOKENIZER]
+            old = [f for f in base if f.name in OLD_FILES and f.size_bytes <= limit]
+            before = replace(before, tokenizer=read_old_files({f.name: self.read(f) for f in old}))
         change = compare_tokenizers(after, before)
         if self._tokenizer_from == "base":
             if isinstance(change, str):
@@ -414,12 +416,6 @@ class SideFolders:
                 )
             return chosen
         return [*rest, *self._change_base(base, step, change, notes)]
-
-    def _read_old_tokenizer(self, base: Sequence[SideFile]) -> dict[str, Any] | None:
-        """Returns what the files say that were there before `tokenizer.json`."""
-        found = [file for file in base if file.name in OLD_FILES]
-        limit = TELLING[TOKENIZER]
-        return read_old_files({f.name: self.read(f) for f in found if f.size_bytes <= limit})
 
     def _change_base(
         self,
