@@ -40,7 +40,7 @@ from ckptkit.engine.outcome import BytesWritten, Digests, Event, Outcome, Starte
 from ckptkit.engine.reader import Origin, TensorReader
 from ckptkit.engine.segment_reader import Inputs
 from ckptkit.options import ConsolidateRequest
-from ckptkit.plan.coverage import find_problems
+from ckptkit.plan.coverage import find_problems_by_key
 from ckptkit.plan.layouts.hf import layout_hf_weights
 from ckptkit.plan.layouts.torch import layout_dcp, layout_torch_full
 from ckptkit.plan.plan import SOURCE, Plan, Share, tasks_of
@@ -89,7 +89,7 @@ class Shelf:
         source = MemorySource(self.files)
         files = [source.stat(path) for path in self.files]
         index = TensorIndex("test", files, RecordTable.of(self.records), self.tensors)
-        assert not list(find_problems(index, index.tensors.values()))
+        assert not list(find_problems_by_key(index, index.tensors.values()))
         return Origin(SOURCE, source, index)
 
 
