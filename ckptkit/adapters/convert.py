@@ -19,13 +19,15 @@ from numpy.typing import NDArray
 
 from ckptkit.adapters.array_reader import ArrayReader
 from ckptkit.adapters.extract import plan_adapter, write_adapter
-from ckptkit.adapters.sources import AdapterRequest, OpenedAdapter, open_adapter
-from ckptkit.conversion.source.adapters import read_config
-from ckptkit.conversion.source.model_folders import read_names
-from ckptkit.conversion.source.paths import find_local, find_model, read_config_in
-from ckptkit.conversion.write import (
-    PlannedOutput,
+from ckptkit.adapters.sources import (
+    AdapterRequest,
+    OpenedAdapter,
+    open_adapter,
+    read_base_config,
 )
+from ckptkit.conversion.source.model_folders import read_names
+from ckptkit.conversion.source.paths import find_model
+from ckptkit.conversion.write import PlannedOutput
 from ckptkit.core.arrays import numpy_dtype
 from ckptkit.core.errors import AdapterError, CkptkitError, RefusedError
 from ckptkit.core.geometry import Arrangement, flat_offset, row_major_strides
@@ -34,7 +36,7 @@ from ckptkit.core.manifest import Manifest
 from ckptkit.core.model_configs import list_model_types
 from ckptkit.core.text import list_first
 from ckptkit.engine.kernels import ConstantKernel, copy_tile
-from ckptkit.engine.outcome import Listener
+from ckptkit.engine.outcome import Listener, ignore
 from ckptkit.lora.config import EXPERTS_BY_CLASS, PEFT_PREFIX, parse_version
 from ckptkit.lora.dialects import LoraLayer, build_table
 from ckptkit.lora.experts import (
@@ -132,11 +134,10 @@ def run_conversion(
     *,
     to: AdapterLayout,
     overwrite: bool = False,
-    resources: Resources | None = None,
-    listener: Listener | None = None,
+    listener: Listener = ignore,
 ) -> tuple[Manifest, OpenedAdapter]:
     """Writes an adapter in another layout into the directory `out`, whole or not at all."""
-    prepared = prepare_conversion(src, out, request, to, resources or Resources())
+    prepared = prepare_conversion(src, out, request, to, Resources())
     return write_adapter(prepared, src, out, request, overwrite=overwrite, listener=listener)
 
 
@@ -148,28 +149,11 @@ def prepare_conversion(
     check_choice("--to", to, get_args(AdapterLayout))
     with ExitStack() as stack:
         found = open_adapter(stack, src, request)
-        config = _read_config(found, request)
+        named = found.adapter.settings.base_model_name_or_path
+        config = read_base_config(found.folders, request.base, named) or {}
         converted, products = _Conversion(found, config, to).run(request.base)
         planned = plan_adapter(converted, products, request, "", out, resources)
         yield replace(planned, options={**planned.options, "to": to}), converted
-
-
-def _read_config(found: OpenedAdapter, request: AdapterRequest) -> Mapping[str, Any]:
-    """Returns the configuration of the base; empty where it is not at hand."""
-    if request.base is not None:
-        return read_config_in(request.base, "--base")
-    named = found.adapter.settings.base_model_name_or_path
-    place = None if named is None or "\0" in named else find_local(named)
-    own = read_config(found.folders)
-    if own is None and place is not None:
-        own = read_config_in(place, "base_model_name_or_path")
-    return own or {}
-
-
-def _find_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the part of a configuration that has experts, such as that of the text model."""
-    parts = [config, *(part for part in config.values() if isinstance(part, Mapping))]
-    return next((part for part in parts if any(key in part for key in _WITH_EXPERTS)), {})
 
 
 class _Conversion:
@@ -194,7 +178,9 @@ class _Conversion:
             )
         self._refuse_what_is_lost()
         form = find_form(list_model_types(self._config), own, where=self._where)
-        experts = collect(own, self._settings, form, _find_part(self._config), where=self._where)
+        parts = [self._config, *(p for p in self._config.values() if isinstance(p, Mapping))]
+        with_experts = next((p for p in parts if any(key in p for key in _WITH_EXPERTS)), {})
+        experts = collect(own, self._settings, form, with_experts, where=self._where)
         experts = {home: self._separate(one) for home, one in experts.items()}
         if base is not None:
             self._compare_with_names(base, experts, form)

@@ -125,11 +125,10 @@ def run_extraction(
     request: AdapterRequest,
     *,
     overwrite: bool = False,
-    resources: Resources | None = None,
-    listener: Listener | None = None,
+    listener: Listener = ignore,
 ) -> tuple[Manifest, OpenedAdapter]:
     """Writes one adapter of a checkpoint into the directory `out`, whole or not at all."""
-    prepared = prepare_extraction(src, out, request, resources or Resources())
+    prepared = prepare_extraction(src, out, request, Resources())
     return write_adapter(prepared, src, out, request, overwrite=overwrite, listener=listener)
 
 
@@ -140,11 +139,10 @@ def write_adapter(
     request: AdapterRequest,
     *,
     overwrite: bool,
-    listener: Listener | None,
+    listener: Listener,
 ) -> tuple[Manifest, OpenedAdapter]:
     """Writes an adapter once it is prepared, which begins when the destination is checked."""
     check_destination(src, out, overwrite=overwrite, also=request.also)
-    listener = listener or ignore
     with (
         SingleProcess(open_target(out, overwrite=overwrite), listener) as strategy,
         prepared as (planned, found),

@@ -279,14 +279,9 @@ def _convert_names(
     if record is not None and is_of_all_layers(record.document):
         extent = "modules"
     config: Mapping[str, Any] | None = None  # of the model, which says how names are converted
-    if foreign.framework and request.base is not None:
-        config = read_config_in(request.base, "--base")
-    elif foreign.framework:
-        config = read_config(folders)
+    if foreign.framework:
         named = None if record is None else record.document.get("base_model_name_or_path")
-        place = find_local(named) if isinstance(named, str) and "\0" not in named else None
-        if config is None and place is not None:
-            config = read_config_in(place, "base_model_name_or_path")
+        config = read_base_config(folders, request.base, named)
         if config is None:
             raise RefusedError(
                 f"holds {foreign.title}: its factors are converted by the sizes of the model, and"
@@ -298,6 +293,22 @@ def _convert_names(
     from ckptkit.conversion.mapped_names import convert_adapter  # few adapters need it
 
     return convert_adapter(checkpoint, entries, foreign, config, extent)
+
+
+def read_base_config(
+    folders: SideFolders, base: PathLike | None, named: object
+) -> Mapping[str, Any] | None:
+    """Returns the configuration of a base; None where none is at hand.
+
+    It is that of `--base`, or else of the checkpoint, or of the model that an adapter has `named`.
+    """
+    if base is not None:
+        return read_config_in(base, "--base")
+    own = read_config(folders)
+    if own is not None or not isinstance(named, str) or "\0" in named:
+        return own
+    place = find_local(named)
+    return None if place is None else read_config_in(place, "base_model_name_or_path")
 
 
 def _refuse_contradictions(

@@ -225,16 +225,6 @@ class AverageKernel(Kernel, Struct, frozen=True):
             caster.cast_all(total, target[part], where=where, block_start=block.start + start)
 
 
-def average_products(products: Sequence[Product], weighting: Weighting) -> Compute:
-    """Returns how the average of a tensor is made; the memory does not depend on the sources."""
-    itemsize = max(product.spec.dtype.itemsize for product in products)
-    operands = tuple(map(operand_of, products))
-    reads = dict.fromkeys(read for operand in operands for read in operand.reads)
-    elements = _INPUT_BYTES // (len(products) * itemsize)
-    kernel = AverageKernel(operands, weighting)
-    return Compute(kernel, tuple(reads), max(_LEAST_ELEMENTS, elements))
-
-
 _LISTED = 3
 _WEIGHTS = (".safetensors", ".bin")
 _SCALES = "float8_e8m0fnu"  # powers of two without a sign
@@ -386,8 +376,12 @@ def _join_plans(
         name, dtype = segment.spec.name, segment.spec.dtype
         if name not in averaged:
             return replace(segment, body=recast(tensors[-1][name], dtype).body)
-        body = average_products([own[name] for own in tensors], job.weighting)
-        return replace(segment, body=body)
+        products = [own[name] for own in tensors]
+        kernel = AverageKernel(tuple(map(operand_of, products)), job.weighting)
+        reads = dict.fromkeys(read for operand in kernel.operands for read in operand.reads)
+        itemsize = max(product.spec.dtype.itemsize for product in products)
+        elements = max(_LEAST_ELEMENTS, _INPUT_BYTES // (len(products) * itemsize))
+        return replace(segment, body=Compute(kernel, tuple(reads), elements))
 
     files = tuple(
         replace(file, segments=tuple(map(average, file.segments))) for file in layout.plan.files

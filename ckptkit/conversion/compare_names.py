@@ -121,13 +121,9 @@ class Comparison:
     def read_cached(self) -> LoadReport | None:
         """Returns the cached answer, or None."""
         cached = self._cache.read(self._question)
-        if cached is None:
-            return None
-        try:
-            return LoadReport.from_json(cached)
-        except (LookupError, TypeError, ValueError):
-            self._cache.forget(self._question)
-            return None
+        with suppress(LookupError, TypeError, ValueError):  # else it is asked for again
+            return None if cached is None else LoadReport.from_json(cached)
+        return None
 
     def begin(self) -> Future[bytes]:
         """Asks transformers unless that was done; does not wait."""

@@ -6,7 +6,7 @@ import json
 import os
 import posixpath
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -364,7 +364,12 @@ def _report(
         from ckptkit.plan.coverage import map_shards  # for reports alone
 
         shard_map = map_shards(index, entries, frozenset(key for key, _ in problems))
-    packing, wrong = _find_packing(checkpoint, config, entries)
+    packing: dict[str, int] = {}
+    wrong: tuple[str, ...] = ()
+    try:
+        packing = name_packing(checkpoint, config, entries)
+    except RefusedError as error:  # they cannot be unpacked
+        wrong = (error.message,)
     return Inspection(
         path=checkpoint.path,
         format=index.format,
@@ -408,16 +413,6 @@ def _report(
         finals=dict(checkpoint.finals),
         packing=packing,
     )
-
-
-def _find_packing(
-    checkpoint: OpenedCheckpoint, config: Mapping[str, Any], entries: Iterable[TensorEntry]
-) -> tuple[dict[str, int], tuple[str, ...]]:
-    """Returns how weights are packed, and what keeps them from being unpacked."""
-    try:
-        return name_packing(checkpoint, config, entries), ()
-    except RefusedError as error:
-        return {}, (error.message,)
 
 
 def _text(value: object) -> str | None:

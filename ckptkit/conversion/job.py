@@ -350,8 +350,9 @@ class Slice(WriteStrategy[Manifest | MissingSlices]):
         with target.notes.alone("commit", str(share.number)) as is_alone:
             if not is_alone or target.plan() is None:
                 return ()  # another process commits it, or has done so
-            outcomes = (Outcome.from_json(json.loads(data or b"")) for data in notes.values())
-            whole = Outcome.joined(outcomes)
+            whole = Outcome()
+            for data in notes.values():
+                whole.add(Outcome.from_json(json.loads(data or b"")))
             return _commit_shares(self._planned, target, whole, self._listener)
 
     def __exit__(self, *_: object) -> None:  # others may be at work
@@ -362,41 +363,36 @@ class Slice(WriteStrategy[Manifest | MissingSlices]):
 _RAY_OPTION = "--engine ray"
 
 
-class NodeStation(Struct, frozen=True):
-    """What a node needs to take part."""
-
-    job: ConversionJob
-    attempt: OutputAttempt
-    fingerprint: str
-
-    @contextmanager
-    def opened(self, cores: int) -> Iterator[RunShare]:
-        """Makes the plan on this node."""
-        with self.job.plan_output() as planned:
-            if planned.fingerprint() != self.fingerprint:
-                raise RefusedError(
-                    "the plan made here is another one than where the command was started",
-                    hint="all nodes need the same ckptkit and libraries, and the same files at the"
-                    " same paths, as on a shared file system",
-                )
-
-            out, threads = self.job.destination, planned.settings.workers
-            waits_for_a_store = is_url(out) or any(
-                checkpoint.source.is_remote for checkpoint in planned.sources
+@contextmanager
+def open_worker(
+    job: ConversionJob, attempt: OutputAttempt, fingerprint: str, cores: int
+) -> Iterator[RunShare]:
+    """Makes the plan on a node that takes part."""
+    with job.plan_output() as planned:
+        if planned.fingerprint() != fingerprint:
+            raise RefusedError(
+                "the plan made here is another one than where the command was started",
+                hint="all nodes need the same ckptkit and libraries, and the same files at the"
+                " same paths, as on a shared file system",
             )
-            if self.job.resources.workers is None and not waits_for_a_store:
-                threads = min(threads, cores)
-            place, cut = SharedPlace(out, _RAY_OPTION), _cut_by(planned.plan)
-            ready = replace(planned, settings=replace(planned.settings, workers=threads))
 
-            def run(share: Share) -> dict[str, Any]:
-                target = place.open(self.attempt, cut)
-                try:
-                    return run_share(ready, target, share, ignore).to_json()
-                finally:
-                    target.leave()
+        out, threads = job.destination, planned.settings.workers
+        waits_for_a_store = is_url(out) or any(
+            checkpoint.source.is_remote for checkpoint in planned.sources
+        )
+        if job.resources.workers is None and not waits_for_a_store:
+            threads = min(threads, cores)
+        place, cut = SharedPlace(out, _RAY_OPTION), _cut_by(planned.plan)
+        ready = replace(planned, settings=replace(planned.settings, workers=threads))
 
-            yield run
+        def run(share: Share) -> dict[str, Any]:
+            target = place.open(attempt, cut)
+            try:
+                return run_share(ready, target, share, ignore).to_json()
+            finally:
+                target.leave()
+
+        yield run
 
 
 class RayCluster(WriteStrategy[Manifest]):
@@ -434,11 +430,12 @@ class RayCluster(WriteStrategy[Manifest]):
             tasks = tasks_of(plan, share)
             self._listener(BytesWritten(sum(task.stop - task.start for task in tasks)))
 
-        station = NodeStation(self._job, self._attempt, self._planned.fingerprint())
+        fingerprint = self._planned.fingerprint()
+        worker = partial(open_worker, self._job, self._attempt, fingerprint)
         self._listener(Started(plan.bytes_written))
         deal = partial(split_plan, plan, in_parts=self._place.takes_parts)
         memory_bytes = resources.memory_limit_bytes
-        run_on_ray(station, deal, take, cores=resources.workers, memory_bytes=memory_bytes)
+        run_on_ray(worker, deal, take, cores=resources.workers, memory_bytes=memory_bytes)
 
     def commit(self) -> Manifest:
         assert self._target is not None  # noqa: S101  `start` has opened it

@@ -264,14 +264,10 @@ class DiskNames(Struct, frozen=True):
 
 
 def find_disk_names(
-    config: Mapping[str, Any] | None,
-    tensors: Specs | None,
-    *,
-    choice: NameChoice = "auto",
-    base: str | None = None,
+    config: Mapping[str, Any] | None, tensors: Specs | None, *, base: str | None = None
 ) -> DiskNames:
     """Finds the names of a model's tensors on disk, asking transformers where that is needed."""
-    disk = _find_names(config, tensors, choice=choice, base=base)
+    disk = _find_names(config, tensors, choice="auto", base=base)
     for tensor in () if disk.names is None else disk.names.tensors.values():
         if tensor.computed is not None:
             raise RefusedError(

@@ -89,13 +89,6 @@ class AnswerCache:
             with suppress(OSError):
                 _write(path, packed)
 
-    def forget(self, question: bytes) -> None:
-        """Removes an answer that cannot be parsed."""
-        path = self._path(question)
-        if path is not None:
-            with suppress(OSError):
-                path.unlink()
-
     def _path(self, question: bytes) -> Path | None:
         """Returns the file of an answer in the user's cache folder by the XDG specification."""
         if self._library is None:
@@ -279,10 +272,8 @@ def ask_transformers(request: NamingRequest, program: NamingProgram | None = Non
     cache, question = AnswerCache(request.config), request.to_json()
     cached = cache.read(question)
     if cached is not None:
-        try:
+        with suppress(LookupError, TypeError, ValueError):  # else it is asked for again
             return names_from_json(cached)
-        except (LookupError, TypeError, ValueError):
-            cache.forget(question)
     with ExitStack() as stack:
         answering = program or stack.enter_context(NamingProgram())
         document = answering.wait(answering.ask(question), _LIVE)

@@ -45,6 +45,7 @@ from ckptkit.core.text import counted, size_text
 from ckptkit.core.threads import run_crew, usable_cores
 from ckptkit.engine.outcome import BytesWritten, Listener, Started, ignore
 from ckptkit.formats.discovery import parse_step
+from ckptkit.formats.parsing import read_from
 from ckptkit.formats.pickle.torch_zip import LOCAL_SIGNATURE, data_start, read_directory
 from ckptkit.formats.registry import recognise
 from ckptkit.runs.find_run import find_run
@@ -315,10 +316,7 @@ def _records(
     """Yields the records of an archive of torch: where the bytes are, the name, and the CRC-32."""
     if not path.endswith(_OF_TORCH) or source.read(path, 0, min(4, size_bytes)) != LOCAL_SIGNATURE:
         return
-
-    def read(start: int, stop: int) -> bytes:
-        return source.read(path, start, stop)
-
+    read = read_from(source, path)
     for entry in read_directory(read, size_bytes, where=where).values():
         start = data_start(read, entry, where=where)
         yield start, start + entry.size_bytes, entry.name, entry.crc32

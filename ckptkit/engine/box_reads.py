@@ -110,34 +110,26 @@ WantedBox = tuple[TensorEntry, Box, BoxMemory]
 _Grid = tuple[Shape, bytes, bytes]  # a tensor's shape, and the offsets and sizes of its chunks
 
 
-class CastMemory(BoxMemory):
+class CastMemory(BoxMemory, Struct, frozen=True, eq=False):
     """Memory of another element type than what is read; elements are cast on their way.
 
     Which values they become is as `Caster` says.
     """
 
-    __slots__ = ("_memory", "_source", "_target", "_where")
-
-    def __init__(self, memory: BoxMemory, source: DType, target: DType, where: str) -> None:
-        """Casts nothing yet.
-
-        `memory`: memory of elements of type `target`. `source`: the element type of what is read.
-        `target`: the other one, which has to be another one.
-        """
-        self._memory = memory
-        self._source = source
-        self._target = target
-        self._where = where
+    memory: BoxMemory  # of elements of the type `target`
+    source: DType  # of what is read
+    target: DType  # another one
+    where: str
 
     def put(self, box: Box, elements: NDArray[Any]) -> None:
-        values = np.ascontiguousarray(elements).reshape(-1).view(numpy_dtype(self._source))
-        cast = np.empty(len(values), numpy_dtype(self._target))
-        Caster(self._source, self._target).cast_all(values, cast, where=self._where)
-        self._memory.put(box, cast.view(byte_type(self._target.itemsize)).reshape(box.sizes))
+        values = np.ascontiguousarray(elements).reshape(-1).view(numpy_dtype(self.source))
+        cast = np.empty(len(values), numpy_dtype(self.target))
+        Caster(self.source, self.target).cast_all(values, cast, where=self.where)
+        self.memory.put(box, cast.view(byte_type(self.target.itemsize)).reshape(box.sizes))
 
     def walked(self, start: Shape, walks: Sequence[Walk], sizes: Shape) -> CastMemory:
-        memory = self._memory.walked(start, walks, sizes)
-        return CastMemory(memory, self._source, self._target, self._where)
+        memory = self.memory.walked(start, walks, sizes)
+        return CastMemory(memory, self.source, self.target, self.where)
 
 
 class SpanRead(Struct, frozen=True):
@@ -176,17 +168,13 @@ def find_stored_boxes(index: TensorIndex, wanted: WantedBox) -> Iterator[WantedB
     yield SpanRead(*wanted) if boxed is None else (boxed, box, memory)
 
 
-class JoinedMemory(BoxMemory):
+class JoinedMemory(BoxMemory, Struct, frozen=True, eq=False):
     """Memory of smaller boxes within one large box; other elements of the large one are dropped."""
 
-    __slots__ = ("_parts",)
-
-    def __init__(self, parts: Sequence[tuple[Box, BoxMemory]]) -> None:
-        """Takes disjoint boxes, counted from the first corner of the large one."""
-        self._parts = parts
+    parts: Sequence[tuple[Box, BoxMemory]]  # disjoint, counted from the large one's first corner
 
     def put(self, box: Box, elements: NDArray[Any]) -> None:
-        for part, memory in self._parts:
+        for part, memory in self.parts:
             shared = intersect(part, box)
             if shared is not None:
                 memory.put(relative(shared, part), elements[slices_of(relative(shared, box))])
@@ -338,13 +326,11 @@ def read_chunks(
     return bytes_read, (*whole, *origin.checksums.still_open().items())
 
 
-def read_spans(
-    origin: Origin, reads: Sequence[SpanRead], *, threads: int = 0, done: Done | None = None
-) -> int:
+def read_spans(origin: Origin, reads: Sequence[SpanRead], *, done: Done | None = None) -> int:
     """Reads boxes of tensors that are computed or decoded, block by block.
 
-    `origin`: the source, opened for this call only. `threads`: as for `read_chunks`. `done`: is
-    called for each of the boxes. Returns how many bytes were read.
+    `origin`: the source, opened for this call only. `done`: is called for each of the boxes.
+    Returns how many bytes were read.
     """
 
     def read_one(reader: TensorReader, read: SpanRead) -> None:
@@ -352,7 +338,7 @@ def read_spans(
         if done is not None:
             done(read.memory)
 
-    bytes_read = _run_readers(origin, reads, read_one, threads)
+    bytes_read = _run_readers(origin, reads, read_one)
     origin.decoded.finish()
     return bytes_read
 
@@ -361,7 +347,7 @@ def _run_readers(
     origin: Origin,
     items: Sequence[_Item],
     read: Callable[[TensorReader, _Item], None],
-    threads: int,
+    threads: int = 0,
 ) -> int:
     """Has several threads read items, and returns how many bytes they read."""
     readers: list[TensorReader] = []

@@ -39,6 +39,7 @@ from ckptkit.formats.dcp.compression import (
     check_front,
     parse_front,
 )
+from ckptkit.formats.parsing import read_from
 from ckptkit.storage.base import Source
 
 BLOCK_BYTES = 256 << 10
@@ -59,13 +60,9 @@ def decoding_bytes(index: TensorIndex) -> int:
 
 
 class DecodedRecords:
-    """What threads share: the streams of a source's compressed records, and decoded blocks.
-
-    `decoded_bytes`: how much was decoded so far, what was decoded again included.
-    """
+    """What threads share: the streams of a source's compressed records, and decoded blocks."""
 
     def __init__(self, source: Source, index: TensorIndex) -> None:
-        self.decoded_bytes = 0
         self._source = source
         self._index = index
         self._lock = threading.Lock()
@@ -128,11 +125,7 @@ class DecodedRecords:
     def content_of(self, stream: _Stream) -> ZstdContent:
         """Opens a record from its start, and closes another if too many are open."""
         record = self._index.records[stream.number]
-        path = self._index.files[record.file].path
-
-        def read(start: int, stop: int) -> bytes:
-            return self._source.read(path, record.start + start, record.start + stop)
-
+        read = read_from(self._source, self._index.files[record.file].path, record.start)
         content = ZstdContent(read, record.stop - record.start, where=stream.expected.where)
         with self._lock:
             self._live[stream.number] = stream
@@ -160,7 +153,6 @@ class DecodedRecords:
     def keep(self, key: tuple[int, int], block: bytes) -> None:
         """Keeps a block, and drops those that were decoded longest ago beyond `KEPT_BYTES`."""
         with self._lock:
-            self.decoded_bytes += len(block)
             before = self._kept.pop(key, b"")
             self._kept[key] = block
             self._kept_bytes += len(block) - len(before)

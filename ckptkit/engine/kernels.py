@@ -376,14 +376,10 @@ def make_products(
 
 def recast(product: Product, dtype: DType) -> Product:
     """Returns a product whose elements are cast to another float type, if they have another."""
-    body, spec = product.body, product.spec
-    if spec.dtype == dtype:
+    if product.spec.dtype == dtype:
         return product
-    if isinstance(body, Copy):
-        compute = OperandKernel(StoredOperand(body.origin, body.key, spec.dtype)).compute()
-    else:
-        compute = OperandKernel(ComputedOperand(body.kernel, spec, body.reads)).compute()
-    return Product(replace(spec, dtype=dtype), compute)
+    compute = OperandKernel(operand_of(product)).compute()
+    return Product(replace(product.spec, dtype=dtype), compute)
 
 
 def first_rows(product: Product, shape: Shape) -> Product:
@@ -395,7 +391,7 @@ def first_rows(product: Product, shape: Shape) -> Product:
     if spec.shape == shape:
         return product
     if not isinstance(body, Copy):  # a copy takes elements from the first on
-        body = OperandKernel(ComputedOperand(body.kernel, spec, body.reads)).compute()
+        body = OperandKernel(operand_of(product)).compute()
     return Product(replace(spec, shape=shape), body)
 
 

@@ -8,7 +8,7 @@ run wrote. Events report progress to a listener.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from msgspec import Struct, convert, field, to_builtins
@@ -100,14 +100,6 @@ class Outcome(Struct):
     sealed: set[Sealed] = field(default_factory=set)
     # What a store has returned for the parts that it took, by file.
     sent: SentRows = field(default_factory=dict)
-
-    @classmethod
-    def joined(cls, parts: Iterable[Outcome]) -> Outcome:
-        """Joins the outcomes of parts that have no task in common."""
-        whole = cls()
-        for part in parts:
-            whole.add(part)
-        return whole
 
     def add(self, part: Outcome) -> None:
         """Adds the outcome of a part that has no task in common with this."""

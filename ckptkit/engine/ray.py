@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from typing import Any, Protocol
+from typing import Any
 
 from msgspec import Struct, field
 
@@ -35,19 +35,12 @@ Values = Mapping[str, Any]
 RunShare = Callable[[Share], Values]
 
 
-class WorkerFactory(Protocol):
-    """Creates workers; it is sent to every node."""
-
-    def opened(self, cores: int) -> AbstractContextManager[RunShare]:
-        """Prepares a worker; the context yields a function that runs shares.
-
-        `cores`: how many cores of the node are the worker's.
-        """
-        ...
+OpenWorker = Callable[[int], AbstractContextManager[RunShare]]
+"""Prepares a worker that has so many cores of its node, and gives what runs shares there."""
 
 
 def run_on_ray(
-    station: WorkerFactory,
+    open_worker: OpenWorker,
     deal: Callable[[int], Sequence[Share]],
     take: Callable[[Share, Values], None],
     *,
@@ -56,14 +49,14 @@ def run_on_ray(
 ) -> None:
     """Runs shares on all nodes of the cluster that `ray.init` finds, or of one on this machine.
 
-    `station`: creates the workers. `deal`: returns the shares, for a number of nodes. `take`:
+    `open_worker`: is sent to every node. `deal`: returns the shares, for a number of nodes. `take`:
     receives the result of each share, once, in any order, in the calling thread. `cores` and
     `memory_bytes`: what a worker takes of its node, as Ray counts it; None for the cores of the
     node, eight at most, and to claim no memory.
     """
     ray = import_ray()
     with _connected(ray), ExitStack() as stack:
-        crew = _RayCrew(ray, station, cores, memory_bytes)
+        crew = _RayCrew(ray, open_worker, cores, memory_bytes)
         stack.callback(crew.dismiss)
         crew.run(deal(len(crew.nodes())), take)
 
@@ -121,10 +114,10 @@ def _own_signals() -> Iterator[None]:
 class RayWorker:
     """The process of one node. Errors of ckptkit are returned as plain values."""
 
-    def __init__(self, station: WorkerFactory, cores: int, folder: str) -> None:
+    def __init__(self, open_worker: OpenWorker, cores: int, folder: str) -> None:
         with suppress(OSError):  # then relative paths are not found, and an error says so
             os.chdir(folder)
-        self._station = station
+        self._open_worker = open_worker
         self._cores = cores
         self._stack = ExitStack()
         self._run: RunShare | None = None
@@ -132,7 +125,7 @@ class RayWorker:
     def open(self) -> Values:
         """Prepares to run shares."""
         try:
-            self._run = self._stack.enter_context(self._station.opened(self._cores))
+            self._run = self._stack.enter_context(self._open_worker(self._cores))
         except CkptkitError as error:
             return {_ERROR: error.to_json()}
         return {}
@@ -158,11 +151,11 @@ class _RayCrew:
     """The workers of a cluster, one a node, and what each is working on."""
 
     def __init__(
-        self, ray: Any, station: WorkerFactory, cores: int | None, memory_bytes: int | None
+        self, ray: Any, open_worker: OpenWorker, cores: int | None, memory_bytes: int | None
     ) -> None:
         self._ray = ray
         self._cores, self._memory_bytes = cores, memory_bytes
-        self._station = station
+        self._open_worker = open_worker
         self._hired: dict[str, _Hired] = {}
         self._calls: dict[Any, tuple[_Hired, Share | None]] = {}
         self._waiting: deque[Share] = deque()
@@ -225,7 +218,7 @@ class _RayCrew:
             if self._memory_bytes is not None:
                 options["memory"] = self._memory_bytes
             actor = self._ray.remote(RayWorker).options(**options)
-            worker = actor.remote(self._station, taken, str(current_directory() or ""))
+            worker = actor.remote(self._open_worker, taken, str(current_directory() or ""))
             hired = self._hired[node] = _Hired(worker, node, host)
             self._calls[worker.open.remote()] = (hired, None)
 

@@ -105,24 +105,21 @@ class BoxMemory:
         raise NotImplementedError
 
 
-class ArrayMemory(BoxMemory):
+class ArrayMemory(BoxMemory, Struct, frozen=True, eq=False):
     """A numpy array of any strides as the memory of a box."""
 
-    __slots__ = ("_array",)
-
-    def __init__(self, array: NDArray[Any]) -> None:
-        self._array = array
+    array: NDArray[Any]
 
     def direct(self, box: Box) -> memoryview | None:
-        part = self._array[slices_of(box)]
+        part = self.array[slices_of(box)]
         return part.reshape(-1).view(np.uint8).data if part.flags.c_contiguous else None
 
     def put(self, box: Box, elements: NDArray[Any]) -> None:
-        self._array[slices_of(box)] = elements
+        self.array[slices_of(box)] = elements
 
     def walked(self, start: Shape, walks: Sequence[Walk], sizes: Shape) -> ArrayMemory:
         rest: tuple[Any, ...] = (*(slice(at, None) for at in start), Ellipsis)
-        first = self._array[rest]
+        first = self.array[rest]
         strides = [first.strides[axis] * step if step else 0 for axis, step in walks]
         return ArrayMemory(np.lib.stride_tricks.as_strided(first, sizes, strides))
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from ckptkit.core.dtypes import DType
+from ckptkit.engine.casts import cast_table
 from ckptkit.options import NotFinite
 
 Array = NDArray[Any]
@@ -43,14 +43,9 @@ def widen(values: Array, out: Array) -> None:
         out[:] = values
         return
     # Clipping lets numpy write without a copy of its own; no index is out of bounds.
-    np.take(_table(values.dtype), values.view(f"u{values.itemsize}"), out=out, mode="clip")
-
-
-@cache
-def _table(dtype: np.dtype[Any]) -> Array:
-    bits = np.arange(1 << 8 * dtype.itemsize).astype(f"u{dtype.itemsize}")
-    with np.errstate(all="ignore"):
-        return bits.view(dtype).astype(np.float32)
+    bits = out.view(np.uint32)
+    table = cast_table(values.dtype, out.dtype)
+    np.take(table, values.view(f"u{values.itemsize}"), out=bits, mode="clip")
 
 
 class Measured(Struct, frozen=True, kw_only=True):
@@ -324,7 +319,8 @@ def measure_gaps(first: Array, second: Array, *, rtol: float, atol: float) -> Ga
 def _measure_gaps_of_block(first: Array, second: Array, rtol: float, atol: float) -> Gaps:
     sides = [_in_doubles(first), _in_doubles(second)]
     gaps, is_equal = np.abs(sides[0] - sides[1]), sides[0] == sides[1]
-    if _are_integers(first, second):
+    kinds = {first.dtype.kind, second.dtype.kind}
+    if kinds <= {"i", "u", "b"} and np.result_type(first, second).kind != "f":
         gaps, is_equal = _integer_gaps(first, second)
     is_equal |= np.isnan(sides[0]) & np.isnan(sides[1])
     is_finite = np.isfinite(sides[0]) & np.isfinite(sides[1])
@@ -351,12 +347,6 @@ def _measure_gaps_of_block(first: Array, second: Array, rtol: float, atol: float
         lone=lone,
         change=_norm_of(gaps),
     )
-
-
-def _are_integers(first: Array, second: Array) -> bool:
-    """Whether two arrays are of integers or bool, and one type holds the elements of both."""
-    kinds = {first.dtype.kind, second.dtype.kind}
-    return kinds <= {"i", "u", "b"} and np.result_type(first, second).kind != "f"
 
 
 def _integer_gaps(first: Array, second: Array) -> tuple[Array, Array]:

@@ -88,7 +88,6 @@ _NOT_A_MODEL = re.compile(
     r"|latest_train_state\.pt|global_dataset_state_dict_\d+\.pt"
 )
 _OPTIMIZER_FILE = re.compile(r"optimizer(_\d{1,7})?\.(bin|pt)")
-_NUMBER = re.compile(r".*_(\d{1,7})")
 _ONLY_TENSOR: KeyPath = ("tensor",)  # the path of a tensor that is in no container
 _ALL = "*"  # the name of all tensors of an object
 _UNKNOWN = BY_NAME["float32"]  # in place of a type that is not known
@@ -285,20 +284,6 @@ def is_optimizer_file(path: str) -> bool:
     return _OPTIMIZER_FILE.fullmatch(posixpath.basename(path)) is not None
 
 
-def model_number(name: str) -> int:
-    """Returns the number of a model, or of an optimizer, among those of one save; the first is 0.
-
-    >>> model_number("pytorch_model_fsdp_1.bin"), model_number("model.safetensors")
-    (1, 0)
-    """
-    match = _NUMBER.fullmatch(_stem(name))
-    return int(match[1]) if match else 0
-
-
-def _stem(path: str) -> str:
-    return posixpath.basename(path).partition(".")[0]
-
-
 class TorchOptimizerReader(FormatReader):
     name = "torch optimizer"
     order = 130
@@ -332,6 +317,6 @@ def read_optimizer_file(source: Source, candidate: Candidate) -> TensorIndex:
     """Returns the index of an optimizer's file; its state dict is called like the file."""
     (path,) = candidate.files
     contents = TorchContents()
-    contents.add_file(source, path, (_stem(path),))
+    contents.add_file(source, path, (posixpath.basename(path).partition(".")[0],))
     with errors_at(posixpath.join(source.location, path)):
         return contents.index()

@@ -155,19 +155,18 @@ Stored = tuple[DType, Shape, Sequence[Chunk]]
 def make_entries(
     tensors: Mapping[KeyPath, Stored],
     *,
-    where: str = "",
     values: Iterable[KeyPath] = (),
     keys: Sequence[str] | None = None,
 ) -> dict[Key, TensorEntry]:
     """Returns the entries of tensors by their keys: the dotted paths unless `keys` are given."""
     entries: dict[Key, TensorEntry] = {}
-    memberships = classify(list(tensors), where=where, values=values)
+    memberships = classify(list(tensors), values=values)
     for number, (path, (dtype, shape, chunks)) in enumerate(tensors.items()):
         table = chunks if isinstance(chunks, ChunkTable) else ChunkTable.of(chunks, len(shape))
         key = keys[number] if keys else None
         entry = memberships[number].entry(path, dtype, shape, table, key)
         if entries.setdefault(entry.key, entry) is not entry:
-            raise FormatError(f"two tensors are called {entry.key!r}", where=where)
+            raise FormatError(f"two tensors are called {entry.key!r}")
     return entries
 
 

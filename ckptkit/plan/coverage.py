@@ -46,15 +46,10 @@ _HINTS = {
 }
 
 
-def find_problems(index: TensorIndex, entries: Iterable[TensorEntry]) -> Iterator[Problem]:
-    """Yields why tensors cannot be read whole: at most one problem for each tensor."""
-    return (problem for _, problem in find_problems_by_key(index, entries))
-
-
 def find_problems_by_key(
     index: TensorIndex, entries: Iterable[TensorEntry]
 ) -> Iterator[tuple[Key, Problem]]:
-    """Yields the same problems as `find_problems`, each with the key of its tensor."""
+    """Yields why tensors cannot be read whole: their keys, each with one problem."""
     named = {problem.where: problem for problem in index.problems}
     sizes = np.array([file.size_bytes for file in index.files], np.int64)
     of_sources: dict[Key, Problem | None] = {}
@@ -89,8 +84,7 @@ def error_of(problem: Problem, location: str) -> InputError:
 
 def refuse_problems(index: TensorIndex, entries: Iterable[TensorEntry], location: str) -> None:
     """Refuses tensors of the checkpoint at `location` that cannot be read whole."""
-    problem = next(find_problems(index, entries), None)
-    if problem is not None:
+    for _, problem in find_problems_by_key(index, entries):
         raise error_of(problem, location)
 
 

@@ -294,9 +294,11 @@ def find_packing(entries: Mapping[str, TensorEntry], method: str, *, location: s
     taken |= {str(entry.name) for entry in unused}
     for name, group in lacking.items():
         if group.name in groups or name not in taken:  # else it is a scale of another weight
+            role = next(role for role in group.scheme.needs if role not in group.companions)
+            endings = getattr(group.scheme, role)
+            missing = place(group.name, endings if isinstance(endings, str) else endings[0])
             raise RefusedError(
-                f"tensor {name!r} is packed ({group.scheme.title}), and"
-                f" {_name_missing(group)!r} is missing",
+                f"tensor {name!r} is packed ({group.scheme.title}), and {missing!r} is missing",
                 where=location,
                 hint="complete the download: without it the numbers have no meaning",
             )
@@ -348,13 +350,6 @@ def _find_companions(
             if entry is not None:
                 yield role, entry
                 break
-
-
-def _name_missing(group: PackedGroup) -> str:
-    """Returns the name of the first tensor that a weight lacks."""
-    role = next(role for role in group.scheme.needs if role not in group.companions)
-    endings = getattr(group.scheme, role)
-    return place(group.name, endings if isinstance(endings, str) else endings[0])
 
 
 def _has_its_scales(group: PackedGroup) -> bool:

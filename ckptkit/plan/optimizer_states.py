@@ -6,7 +6,6 @@ settings of a group to `param_groups.<parameter>.<setting>`, once for each of it
 
 from __future__ import annotations
 
-import posixpath
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -18,13 +17,13 @@ from msgspec.structs import replace
 from ckptkit.core.errors import RefusedError
 from ckptkit.core.index import Fqn, Key, KeyPath, TensorEntry, TensorIndex
 from ckptkit.plan.plan import SOURCE, Copy, Product, StackedPart, TensorSpec
+from ckptkit.plan.selection import find_number
 
 OPTIMIZER = "optimizer"  # its name in an output
 STATE = "state"
 GROUPS = "param_groups"
 MEMBERS = "params"
 STEP = "step"  # what an optimizer counts for each parameter, or group
-_NUMBER = re.compile(r".*_(\d{1,7})")
 # The only optimizer beside several state dicts is of the one that is trained.
 _PLAIN_OPTIMIZER = re.compile(r"(.*[./])?(optim(izer)?(_?states?|_state_dict)?|opt)(_0)?")
 _PLAIN_MODEL = re.compile(
@@ -158,7 +157,7 @@ def _choose_tree(
             where=f"optimizer of {location}",
             hint="leave --optimizer out, or name the model that it is of with --select",
         )
-    fitting = [tree for tree in trees if _find_number(tree) == _find_number(model)]
+    fitting = [tree for tree in trees if find_number(tree) == find_number(model)]
     if len(fitting) == 1 and len(models) > 1:
         return fitting[0]
     raise RefusedError(
@@ -167,12 +166,6 @@ def _choose_tree(
         hint="name the model with --select, or give the folder of one model and its optimizer; the"
         " states of several optimizers of one model are not joined",
     )
-
-
-def _find_number(tree: str) -> int:
-    """Returns the number of a model or an optimizer in a save, from 0."""
-    match = _NUMBER.fullmatch(posixpath.basename(tree).partition(".")[0])
-    return int(match[1]) if match else 0
 
 
 def _find_path(entry: TensorEntry) -> KeyPath | None:

@@ -90,20 +90,17 @@ def read_settings(options: Mapping[str, Any], group: PackedGroup, *, location: s
     except (TypeError, ValueError, KeyError, AttributeError, RecursionError):
         settings = None
     if settings is None:
-        raise RefusedError(
-            f"does not say how {group.packed.name!r} is packed, which has the tensors of"
-            f" {scheme.title}",
-            where=f"{location}, the configuration's quantization_config",
-            hint="pass the configuration that was published with these files with --config",
-        )
-    if not settings.blocks or (scheme.calls and settings.calls not in scheme.calls):
-        raise RefusedError(
-            f"has {settings.calls or 'nothing'!r} for {group.name!r}, whose tensors are those of"
-            f" {scheme.title}",
-            where=f"{location}, the configuration's quantization_config",
-            hint="pass the configuration that was published with these files with --config",
-        )
-    return settings
+        wrong = f"does not say how {group.packed.name!r} is packed, which has the tensors of"
+    elif not settings.blocks or (scheme.calls and settings.calls not in scheme.calls):
+        called = settings.calls or "nothing"
+        wrong = f"has {called!r} for {group.name!r}, whose tensors are those of"
+    else:
+        return settings
+    raise RefusedError(
+        f"{wrong} {scheme.title}",
+        where=f"{location}, the configuration's quantization_config",
+        hint="pass the configuration that was published with these files with --config",
+    )
 
 
 def _read_fp8(options: Mapping[str, Any], group: PackedGroup) -> Settings:

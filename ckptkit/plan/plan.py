@@ -234,18 +234,17 @@ class Plan(Struct, frozen=True):
                 if segment.spec is not None:
                     yield file, segment, segment.spec
 
-    def tasks(self, most_bytes: int | None = None) -> Iterator[Task]:
-        """Cuts the files into byte ranges of at most `most_bytes`, lazily and in order.
-
-        `most_bytes` is a multiple of `TASK_BYTES`; the default is `TASK_BYTES` itself.
-        """
+    def tasks(self) -> Iterator[Task]:
+        """Cuts the files into tasks, lazily and in order."""
         for number, file in enumerate(self.files):
-            yield from cut_into_tasks(number, file, most_bytes)
+            yield from cut_into_tasks(number, file)
 
 
-def cut_into_tasks(number: int, file: OutputFile, most_bytes: int | None = None) -> Iterator[Task]:
-    """Cuts one file, number `number` of the plan, as `Plan.tasks` does."""
-    most = most_bytes or TASK_BYTES
+def cut_into_tasks(number: int, file: OutputFile, most: int = TASK_BYTES) -> Iterator[Task]:
+    """Cuts one file, number `number` of the plan, into byte ranges of at most `most`, in order.
+
+    `most` is a multiple of `TASK_BYTES`.
+    """
     parts: list[SegmentRange] = []
     start = size = 0
     for part in _parts_of(file):

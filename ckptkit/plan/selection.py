@@ -32,8 +32,19 @@ from ckptkit.plan.weight_kinds import (
     is_quantized,
 )
 
+_NUMBER = re.compile(r".*_(\d{1,7})")
 _PROPOSED = 4
 _OF_TRAINER = "base_model_"  # the base beside an adapter in the layout of the Trainer
+
+
+def find_number(tree: str) -> int:
+    """Returns the number of a model, or of an optimizer, among those of one save; the first is 0.
+
+    >>> find_number("pytorch_model_fsdp_1.bin"), find_number("model.safetensors")
+    (1, 0)
+    """
+    match = _NUMBER.fullmatch(posixpath.basename(tree).partition(".")[0])
+    return int(match[1]) if match else 0
 
 
 def model_trees(index: TensorIndex) -> list[str]:

@@ -49,7 +49,10 @@ class AdapterSign(Struct, frozen=True):
         """What it belongs to, with the article."""
         if self.form != PEFT:
             return f"a LoRA adapter in {self.form}'s form"
-        return title_of(self.method)
+        known = METHODS.get(self.method)
+        if known is None or known.key == LORA:  # LoRA goes without saying
+            return "an adapter of PEFT"
+        return f"{known.title} of PEFT"
 
 
 MERGED_BESIDE = (
@@ -203,14 +206,6 @@ def own_adapters(config: Mapping[str, Any] | None) -> frozenset[str]:
         for key, value in (config or {}).items()
         if key.endswith(_OWN_LORA) and isinstance(value, Mapping)
     )
-
-
-def title_of(method: str) -> str:
-    """Returns what an adapter is, such as `an IA3 adapter of PEFT`; LoRA goes without saying."""
-    known = METHODS.get(method)
-    if known is None or known.key == LORA:
-        return "an adapter of PEFT"
-    return f"{known.title} of PEFT"
 
 
 def advice_on(method: str, folder: str = "") -> str:

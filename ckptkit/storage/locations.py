@@ -329,6 +329,13 @@ def relative_path(path: str, folder: str) -> str:
     return posixpath.relpath(f"/{path}", f"/{folder}")
 
 
+def path_within(path: str, folder: str) -> str | None:
+    """Returns the part of a path after a folder, which is empty for the folder; None elsewhere."""
+    if path == folder:
+        return ""
+    return path.removeprefix(f"{folder}/") if path.startswith(f"{folder}/") else None
+
+
 def check_below(name: str, place: str) -> None:
     """Refuses to remove an object whose relative name does not lead below a place of a store."""
     parts = name.removesuffix("/").split("/")

@@ -8,6 +8,7 @@ import pickle
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -162,16 +163,13 @@ def test_what_one_process_put_there_while_the_nodes_wrote_is_not_replaced(told: 
 # Without a cluster
 
 
-def station_of(
+def worker_of(
     source: PathLike, out: PathLike, fingerprint: str, workers: int | None = None
-) -> jobs.NodeStation:
+) -> partial[Any]:
     """What a node is sent."""
-    resources = Resources(workers=workers)
-    return jobs.NodeStation(
-        job=ConversionJob(source, out, ConsolidateRequest(), resources=resources),
-        attempt=OutputAttempt("0123456789abcdef", is_agreed=False),
-        fingerprint=fingerprint,
-    )
+    job = ConversionJob(source, out, ConsolidateRequest(), resources=Resources(workers=workers))
+    attempt = OutputAttempt("0123456789abcdef", is_agreed=False)
+    return partial(jobs.open_worker, job, attempt, fingerprint)
 
 
 def test_where_ray_is_not_installed_the_error_says_what_to_install(
@@ -190,8 +188,8 @@ def test_a_url_is_refused_with_what_to_do_instead(source: Path) -> None:
 
 
 def test_a_node_that_makes_another_plan_is_refused(source: Path, tmp_path: Path) -> None:
-    station = station_of(source, tmp_path / "out", "another")
-    with pytest.raises(RefusedError, match="the plan made here is another one"), station.opened(1):
+    worker = worker_of(source, tmp_path / "out", "another")
+    with pytest.raises(RefusedError, match="the plan made here is another one"), worker(1):
         pass
 
 
@@ -209,15 +207,15 @@ def test_a_node_has_a_thread_for_each_of_its_cores_unless_told_otherwise(
         return Outcome()
 
     monkeypatch.setattr(jobs, "run_share", note)
-    station = station_of(source, tmp_path / "out", fingerprint, wanted)
-    with station.opened(1) as run:
+    worker = worker_of(source, tmp_path / "out", fingerprint, wanted)
+    with worker(1) as run:
         run(Share(0, 1))
     assert found == [threads]
 
 
 def test_a_node_is_sent_storage_options_that_no_message_shows(tmp_path: Path) -> None:
     place = Place("s3://bucket/run", {"key": "user", "secret": "hidden"})
-    station = station_of(place, tmp_path / "out", "any")
-    sent = pickle.loads(pickle.dumps(station))  # noqa: S301, TID251  what Ray does
-    assert sent.job.src.options == place.options
+    worker = worker_of(place, tmp_path / "out", "any")
+    sent = pickle.loads(pickle.dumps(worker))  # noqa: S301, TID251  what Ray does
+    assert sent.args[0].src.options == place.options
     assert "hidden" not in repr(sent)

@@ -90,8 +90,9 @@ from ckptkit.formats.safetensors.hf_shards import (
     SHARDED_FOLDER,
     HfShardsReader,
 )
-from ckptkit.formats.torch_files import TorchOptimizerReader, model_number
+from ckptkit.formats.torch_files import TorchOptimizerReader
 from ckptkit.formats.zero.reader import UniversalReader, ZeroReader
+from ckptkit.plan.selection import find_number
 from ckptkit.runs.find_run import (
     ENTER_HINT,
     find_steps_without_weights,
@@ -102,7 +103,7 @@ from ckptkit.runs.retention import abandoned_folders
 from ckptkit.runs.step_manifests import StepManifests, list_files, prefetch_headers, step_folder
 from ckptkit.runs.steps import RunStep, series_of, step_of_source
 from ckptkit.storage.base import Source
-from ckptkit.storage.locations import relative_path
+from ckptkit.storage.locations import path_within, relative_path
 from ckptkit.storage.manifests import read_manifest
 from ckptkit.storage.overlay import OverlaySource
 
@@ -517,7 +518,7 @@ class Search:
                 ]
                 return ResolvedSource(base, tuple(dict.fromkeys(own)), ITSELF)
         for folder, inside in steps.items():
-            rest = _rest(select, relative_path(folder, base))
+            rest = path_within(select, relative_path(folder, base))
             if rest is not None:
                 return self._choose(inside, folder, rest or None)
         if select != ITSELF:
@@ -526,18 +527,18 @@ class Search:
                 return self._choose_newest({f: steps[f] for f in steps if f in run}, None)
         # A folder of a unit can be in that of another one.
         for unit in sorted(units, key=lambda unit: -len(unit.label)):
-            rest = _rest(select, unit.label)
+            rest = path_within(select, unit.label)
             if rest is None:
                 continue
             # The optimizer's file in the folder of a model, with its number, belongs to it.
-            number = model_number(main_file(unit.candidate))
+            number = find_number(main_file(unit.candidate))
             optimizers = (
                 other
                 for other in units
                 if other.candidate.format == _OF_OPTIMIZER
                 and other is not unit
                 and other.candidate.folder == unit.candidate.folder
-                and model_number(other.candidate.files[0]) == number
+                and find_number(other.candidate.files[0]) == number
             )
             return ResolvedSource(base, (unit, *optimizers), rest or None)
         folder = posixpath.join(base, select)
@@ -963,12 +964,6 @@ def _name_models(units: Sequence[CheckpointUnit], base: str) -> dict[str, list[C
             label = ITSELF
         named.setdefault(label, []).append(unit.candidate)
     return named
-
-
-def _rest(select: str, label: str) -> str | None:
-    if select == label:
-        return ""
-    return select[len(label) + 1 :] if select.startswith(f"{label}/") else None
 
 
 def _units(candidates: Sequence[Candidate], base: str) -> tuple[CheckpointUnit, ...]:

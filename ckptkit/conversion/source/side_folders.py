@@ -100,6 +100,7 @@ from ckptkit.plan.plan import OutputFile, literal_file
 from ckptkit.runs.step_manifests import check_file, step_folder
 from ckptkit.storage.base import Source, is_there
 from ckptkit.storage.local.source import LocalSource
+from ckptkit.storage.locations import path_within
 from ckptkit.storage.manifests import read_manifest
 from ckptkit.storage.overlay import MemorySource
 from ckptkit.storage.places import PathLike, Place, is_url
@@ -393,7 +394,9 @@ class SideFolders:
             return chosen
         before, after = self.texts(base), self.texts(step)
         if before.tokenizer is None:
-            before = replace(before, tokenizer=self._read_old_tokenizer(base))
+            limit = TELLING[TOKENIZER]
+            old = [f for f in base if f.name in OLD_FILES and f.size_bytes <= limit]
+            before = replace(before, tokenizer=read_old_files({f.name: self.read(f) for f in old}))
         change = compare_tokenizers(after, before)
         if self._tokenizer_from == "base":
             if isinstance(change, str):
@@ -413,12 +416,6 @@ class SideFolders:
                 )
             return chosen
         return [*rest, *self._change_base(base, step, change, notes)]
-
-    def _read_old_tokenizer(self, base: Sequence[SideFile]) -> dict[str, Any] | None:
-        """Returns what the files say that were there before `tokenizer.json`."""
-        found = [file for file in base if file.name in OLD_FILES]
-        limit = TELLING[TOKENIZER]
-        return read_old_files({f.name: self.read(f) for f in found if f.size_bytes <= limit})
 
     def _change_base(
         self,
@@ -785,9 +782,9 @@ def _open_if_there(
 
     if not isinstance(root, RemoteSource):
         return None
-    inside = _rest_of(path, root.location)
+    inside = path_within(path, root.location)
     if inside is None:
-        run = next((run for run in above if _rest_of(path, run) is not None), path)
+        run = next((run for run in above if path_within(path, run) is not None), path)
         if run not in above:
             try:
                 above[run] = root.above(run, folders=_SHALLOW)
@@ -796,15 +793,9 @@ def _open_if_there(
         listed = above[run]
         if listed is None:
             return None
-        root, inside = listed, _rest_of(path, run) or ""
+        root, inside = listed, path_within(path, run) or ""
     folder = root.below(inside) if inside else root
     return folder if next(iter(folder.walk(1)), None) is not None else None
-
-
-def _rest_of(path: str, root: str) -> str | None:
-    if path == root:
-        return ""
-    return path.removeprefix(f"{root}/") if path.startswith(f"{root}/") else None
 
 
 def _in(folder: str, name: str) -> str:

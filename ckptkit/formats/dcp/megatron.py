@@ -289,7 +289,8 @@ def name_states(index: TensorIndex, common: CommonState) -> TensorIndex:
         if entry.key_path[1:2] != ("state",):
             continue
         name, kind = Fqn(str(entry.key_path[2])), entry.key_path[3]
-        vectors[name] = name.endswith(".bias") or len(entry.shape) - _is_stacked(name) <= 1
+        is_stacked = name.startswith("decoder.layers.") and not name.split(".")[2].isdigit()
+        vectors[name] = name.endswith(".bias") or len(entry.shape) - is_stacked <= 1
         if kind in _MASTERS:
             tree = f"{entry.tree}.{kind}"
             path = (tree, str(name))
@@ -309,10 +310,6 @@ def name_states(index: TensorIndex, common: CommonState) -> TensorIndex:
                 values["optimizer", "param_groups", number, key] = value
     run = replace(index.run, notes=(*index.run.notes, *notes))
     return replace(index, tensors=tensors, values=values, run=run)
-
-
-def _is_stacked(name: str) -> bool:
-    return name.startswith("decoder.layers.") and not name.split(".")[2].isdigit()
 
 
 def _make_groups(

@@ -601,8 +601,6 @@ class MegatronReader(FormatReader):
         notes = ["optimizer states and random states were left alone"]
         if ignored:
             notes.append(f"objects '_extra_state' were ignored, they hold no weights: {ignored:,}")
-        if unread:
-            notes.append(f"{unread:,} copies on other ranks were not compared")
         common = read_common(root)
         known = {"tensor": sizes.tensor, "pipeline": sizes.pipeline, "expert": sizes.expert}
         run = RunFacts(
@@ -610,7 +608,7 @@ class MegatronReader(FormatReader):
             step=common.step,
             writer=", ".join(filter(None, [common.framework, "Megatron-LM, one file a rank"])),
             mesh=tuple({**known, **(common.sizes or {})}.items()),
-            notes=tuple(notes),
+            notes=(*notes, *unread),
             warnings=describe_objects_in(files[0].archive),
             settings=common.settings,
         )
@@ -640,13 +638,13 @@ def _place(table: ArchiveTable, local: LocalTensor, cut: _Cut, shape: Shape) -> 
 
 def _compare(
     source: Source, table: ArchiveTable, replicas: Sequence[tuple[str, LocalTensor, LocalTensor]]
-) -> tuple[list[Problem], int]:
-    """Compares copies of tensors that several ranks have; also counts those that are too large."""
+) -> tuple[list[Problem], list[str]]:
+    """Compares copies of tensors that several ranks have; also returns notes."""
     pairs = [
         ((kept.file.archive, kept.tensor), (other.file.archive, other.tensor))
         for _, kept, other in replicas
     ]
-    differing, unread = find_differing_copies(source, table, pairs)
+    differing, notes = find_differing_copies(source, table, pairs)
     problems: dict[str, Problem] = {}
     for name, kept, other in (replicas[position] for position in differing):
         both = "" if kept.name == other.name else f" and {quote(other.name)}"
@@ -656,4 +654,4 @@ def _compare(
             " folder, or training let them drift apart"
         )
         problems.setdefault(name, Problem(FormatError.code, name, said))
-    return list(problems.values()), unread
+    return list(problems.values()), notes

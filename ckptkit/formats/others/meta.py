@@ -116,7 +116,7 @@ class MetaReader(FormatReader):
             world_size=len(paths),
             writer="Meta's Llama, one file for each tensor-parallel rank",
             mesh=(("tp", len(paths)),),
-            notes=notes,
+            notes=tuple(notes),
             settings=sizes.settings(),
         )
         return table.index(self.name, make_entries(tensors), file, run=run)
@@ -268,7 +268,7 @@ def _check_tensors(
 
 def _join_ranks(
     source: Source, table: ArchiveTable, ranks: Sequence[_OfRank], sizes: _Sizes
-) -> tuple[dict[KeyPath, Stored], tuple[str, ...]]:
+) -> tuple[dict[KeyPath, Stored], list[str]]:
     """Returns the whole tensors, and notes."""
     count = len(ranks)
     joined: dict[KeyPath, Stored] = {}
@@ -292,14 +292,14 @@ def _join_ranks(
         ((ranks[owner][0], ranks[owner][1][name]), (ranks[rank][0], ranks[rank][1][name]))
         for name, owner, rank in copies
     ]
-    differing, unread = find_differing_copies(source, table, pairs)
+    differing, notes = find_differing_copies(source, table, pairs)
     for name, owner, rank in (copies[position] for position in differing[:1]):
         raise FormatError(
             f"{quote(name)} differs between ranks {owner} and {rank}, which should have it in"
             " common",
             hint=TWO_SAVES,
         )
-    return joined, (f"{unread:,} copies on other ranks were not compared",) if unread else ()
+    return joined, notes
 
 
 def _find_axis(name: str, part: Shape, count: int, sizes: _Sizes) -> tuple[int, int]:

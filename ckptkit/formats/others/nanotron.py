@@ -29,7 +29,7 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from math import prod
-from typing import Any, TypeGuard
+from typing import Any
 
 import numpy as np
 from msgspec import Struct
@@ -55,6 +55,7 @@ from ckptkit.core.index import (
 )
 from ckptkit.core.text import quote
 from ckptkit.formats.base import Candidate, FormatReader, errors_at
+from ckptkit.formats.dcp.megatron import is_size
 from ckptkit.formats.parsing import (
     COPY_BACK,
     MIXED_SAVES,
@@ -194,7 +195,7 @@ class _StepFacts(Struct, frozen=True):
         sizes = {kind: metadata[key] for kind, key in named.items() if key in metadata}
         metas = metadata.get("metas")
         step = metas.get("last_train_step") if isinstance(metas, dict) else None
-        if "tensor" not in sizes or not all(map(_is_size, sizes.values())):
+        if "tensor" not in sizes or not all(map(is_size, sizes.values())):
             raise FormatError(
                 f"'tp', 'dp' and 'cp' are {list(sizes.values())}, expected numbers of ranks",
                 where=posixpath.join(source.location, path),
@@ -235,7 +236,7 @@ class _StepFacts(Struct, frozen=True):
                     hint=COPY_BACK,
                 )
         count = self.model.get("num_hidden_layers")
-        if not _is_size(count) or not layers:
+        if not is_size(count) or not layers:
             return
         missing = next((layer for layer in range(count) if layer not in layers), None)
         if missing is not None:
@@ -265,7 +266,7 @@ class _StepFacts(Struct, frozen=True):
             mesh=tuple((kind, sizes[kind]) for kind in kinds if kind in sizes),
             notes=(_SILENT,) if is_silent else (),
             settings=(
-                *((key, size) for key, size in settings if _is_size(size)),
+                *((key, size) for key, size in settings if is_size(size)),
                 *(((_ROTARY, rotary),) if isinstance(rotary, bool) else ()),
             ),
         )
@@ -290,13 +291,9 @@ def _parse_run_config(text: str) -> dict[str, int]:
             continue
         for key, kind in names.items():
             held = re.findall(rf"(?m)^[ \t]+{key}:[ \t]*(\d{{1,15}})[ \t]*\r?$", inside[1])
-            if len(held) == 1 and (kind == "step" or _is_size(int(held[0]))):
+            if len(held) == 1 and (kind == "step" or is_size(int(held[0]))):
                 found[kind] = int(held[0])
     return found
-
-
-def _is_size(value: object) -> TypeGuard[int]:
-    return is_count(value, _MAX_SIZE) and value != 0
 
 
 _TENSOR = "data"

@@ -352,12 +352,12 @@ Stored = tuple[TorchArchive, TensorRef]
 
 def find_differing_copies(
     source: Source, table: ArchiveTable, pairs: Sequence[tuple[Stored, Stored]]
-) -> tuple[list[int], int]:
+) -> tuple[list[int], list[str]]:
     """Compares tensors of equal shapes and element types that files have in common.
 
     The checksums of storages decide where they can; elsewhere, as where all tensors of a file are
     views of one storage, the bytes are read, up to a limit. Returns the positions of the pairs that
-    differ, and how many pairs were too large to be read.
+    differ, and a note if pairs were too large to be read.
     """
     differing, unknown = [], []
     for position, (mine, theirs) in enumerate(pairs):
@@ -377,7 +377,8 @@ def find_differing_copies(
             wanted.append((position, _range_of(table, *mine), _range_of(table, *theirs)))
     source.prefetch([place for _, *places in wanted for place in places])
     differing += [n for n, mine, theirs in wanted if not _have_equal_bytes(source, mine, theirs)]
-    return sorted(differing), unread
+    notes = [f"{unread:,} copies on other ranks were not compared"] if unread else []
+    return sorted(differing), notes
 
 
 def _size_bytes(tensor: TensorRef) -> int:

@@ -29,6 +29,7 @@ from ckptkit.core.geometry import (
 )
 from ckptkit.core.index import Box, Chunk, ChunkTable, Shape, Span
 from ckptkit.core.text import quote
+from ckptkit.formats.base import errors_at
 from ckptkit.formats.parsing import MAX_DIMENSIONS, is_count
 from ckptkit.formats.pickle.torch_archives import PickledDict
 
@@ -239,10 +240,8 @@ def _read_map(entry: PickledDict, most: int) -> tuple[Layout, int]:
         slices.append(own)
         pieces.append(tuple(_read_piece(piece, shape, own) for piece in listed))
     layout = Layout(shape, (*slices,), (*pieces,))
-    try:
+    with errors_at(entry.where):
         layout.check()
-    except FormatError as error:
-        raise error.located(entry.where) from error
     return layout, count
 
 

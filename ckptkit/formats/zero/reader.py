@@ -305,13 +305,6 @@ def _check_ranks(files: Sequence[ZeroFile], world_size: int, what: str) -> None:
     refuse_stale_ranks(((file.info.rank, file.info.path) for file in files), world_size)
 
 
-def _check_same_run(models: Sequence[ZeroFile]) -> None:
-    """Refuses files of weights of several steps, or of several runs."""
-    for key in ("global_steps", "dp_world_size", "mp_world_size"):
-        if len({file.content.count(key) for file in models}) > 1:
-            raise FormatError(f"the files of ranks have several {key!r}", hint=MIXED_SAVES)
-
-
 def _read_groups(model: PickledDict) -> list[dict[str, Shape]]:
     """Returns the shapes of trained parameters, by name, for each vector of the ranks."""
     groups: list[dict[str, Shape]] = []
@@ -419,7 +412,9 @@ class _Save(Struct, frozen=True):
             if ranks and not groups:
                 groups = _infer_groups(models[0].content, ranks, layers)
             slices.append(_Slice(models, ranks, groups))
-        _check_same_run([model for each in slices for model in each.models])
+        for key in ("global_steps", "dp_world_size", "mp_world_size"):
+            if len({model.content.count(key) for each in slices for model in each.models}) > 1:
+                raise FormatError(f"the files of ranks have several {key!r}", hint=MIXED_SAVES)
         is_pipeline = _check_model_parallelism(slices, files, needs_layers=not is_universal)
         stacked = _find_stacked(slices)
         # In stage 3 ranks have parts of what AutoEP stacked; ds_to_universal.py joins it.
@@ -900,7 +895,6 @@ def _join_slices(name: str, shape: Shape, slices: Sequence[VectorSlice]) -> Flat
 
 OPTIMIZER = "optimizer"
 _STATE = "state"
-_STEP = "step"
 _GROUPS = "param_groups"
 _WHOLE = "base_optimizer_state"  # stages 1 and 2
 _MAX_KINDS = 64  # of states of one vector; each occurs again for every parameter in it
@@ -932,8 +926,8 @@ def _find_rank_states(archive: TorchArchive, state: PickledDict) -> RankStates:
     return states
 
 
-States = tuple[Sequence[TensorEntry], Mapping[KeyPath, Any], Sequence[str]]
-"""The state of an optimizer: tensors, other values, and notes on what is left out."""
+States = tuple[Sequence[TensorEntry], Mapping[KeyPath, Any]]
+"""The state of an optimizer: tensors and other values."""
 
 
 def _collect_states(
@@ -941,8 +935,8 @@ def _collect_states(
     ranks: Sequence[tuple[int, RankStates]],  # each with its stage of a pipeline
     parameters: Mapping[str, FlatParameter],
     names: Mapping[str, Fqn],
-) -> States:
-    """Collects the states of every trained parameter under its name in the index."""
+) -> tuple[list[TensorEntry], dict[KeyPath, Any], list[str]]:
+    """Collects the states of every trained parameter under its name in the index, and notes."""
     seen: dict[tuple[int, int], tuple[object, str]] = {}
     for stage, rank in ranks:
         for number, vector in rank.vectors.items():
@@ -1121,7 +1115,7 @@ class _Weights(Struct, frozen=True):
                 *self.warnings,
             ),
         )
-        entries, values, _ = states
+        entries, values = states
         return self.table.index(
             format_name,
             {**self.entries, **{entry.key: entry for entry in entries}},
@@ -1225,8 +1219,8 @@ def _find_copies(
     stored: Mapping[str, Sequence[tuple[ZeroFile, TensorRef]]],
     layouts: Mapping[str, Layout] | None,
     shared: Mapping[str, str],
-) -> tuple[list[Problem], int]:
-    """Compares what several model-parallel ranks have of the weights; also counts what it left."""
+) -> tuple[list[Problem], list[str]]:
+    """Compares what several model-parallel ranks have of the weights; also returns notes."""
     pairs, names = [], []
     for name, held in stored.items():
         owner = shared.get(name, name)
@@ -1246,7 +1240,7 @@ def _find_copies(
                 pair.append((file.archive, replace(tensor, shape=sizes, storage_offset=start)))
             pairs.append((pair[0], pair[1]))
             names.append(name)
-    differing, unread = find_differing_copies(source, table, pairs)
+    differing, notes = find_differing_copies(source, table, pairs)
     problems = {
         names[position]: Problem(
             FormatError.code,
@@ -1257,7 +1251,7 @@ def _find_copies(
         )
         for position in differing
     }
-    return list(problems.values()), unread
+    return list(problems.values()), notes
 
 
 def _place_tensors(
@@ -1402,9 +1396,7 @@ def _read_weights(
         held[_MODULE, name] = dtype, shape, chunks
     problems: list[Problem] = []
     if len(save.slices) > 1 and not save.is_partitioned:
-        problems, unread = _find_copies(table, source, stored, save.layouts, shared)
-        if unread:
-            notes.append(f"{unread:,} copies on other ranks were not compared")
+        problems, notes = _find_copies(table, source, stored, save.layouts, shared)
     live: dict[Key, TensorEntry] = {}
     copies: dict[Key, TensorEntry] = {}
     for name, entry in zip(live_dtypes, make_entries(held).values(), strict=True):
@@ -1631,11 +1623,7 @@ class _UniversalFiles(Struct):
                 elif step is not None:
                     values[*path, _STEP] = step.value
         members = [[names[name] for name in group] for group in self.groups]
-        return entries, values | _collect_group_values(common, members), ()
-
-    @property
-    def _is_partitioned(self) -> bool:
-        return self.save.is_partitioned
+        return entries, values | _collect_group_values(common, members)
 
     def _file(self, name: str, kind: str) -> _ParameterFile:
         file = self.files.get(name, {}).get(kind)
@@ -1651,7 +1639,7 @@ class _UniversalFiles(Struct):
         stored = file.tensor().shape
         return (
             file.is_vocabulary
-            and not self._is_partitioned
+            and not self.save.is_partitioned
             and len(stored) == len(shape)
             and stored[1:] == shape[1:]
             and stored[0] < shape[0]
@@ -1661,7 +1649,7 @@ class _UniversalFiles(Struct):
         self, table: ArchiveTable, path: KeyPath, name: str, shape: Shape
     ) -> Iterator[TensorEntry]:
         has_moments = any(kind in self.files[name] for kind in _MOMENTS)
-        for kind in _MOMENTS if has_moments or self._is_partitioned else ():
+        for kind in _MOMENTS if has_moments or self.save.is_partitioned else ():
             file = self._file(name, kind)
             whole = file.tensor().shape if self._lacks_rows(file, shape) else shape
             chunks = _place_slices(table, file.parameter(name, whole))
@@ -1757,8 +1745,7 @@ class ZeroReader(FormatReader):
             )
         ranks = save.slices[0].ranks
         number = ranks[0].states().count("zero_stage") if ranks else None
-        collected = entries, {**values, **of_groups}, ()
-        return weights.index(self.name, collected, notes, stage=number)
+        return weights.index(self.name, (entries, values | of_groups), notes, stage=number)
 
 
 def _join_group_values(

@@ -161,10 +161,11 @@ def layout_megatron(
         arguments |= {"iteration": iteration, "no_save_rng": True}
         content |= _RESHARDABLE
         further = _list_optimizer(states)
+    namespace = push_global("argparse", "Namespace")
     state = [
         (push_text("checkpoint_version"), push_scalar(3.0)),
         (push_text("iteration"), push_scalar(iteration)),
-        (push_text("args"), _push_namespace(arguments)),
+        (push_text("args"), namespace + b")\x81" + push_value(dict(arguments)) + b"b"),
         (push_text("content_metadata"), push_value(content)),
         *((push_text(key), push_value(value)) for key, value in further.items()),
     ]
@@ -265,8 +266,3 @@ def _list_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
         "position_embedding_type": "rope",
         "ckpt_format": "torch_dist",
     }
-
-
-def _push_namespace(values: Mapping[str, Any]) -> bytes:
-    """Pushes an `argparse.Namespace`."""
-    return push_global("argparse", "Namespace") + b")\x81" + push_value(dict(values)) + b"b"

@@ -190,12 +190,6 @@ def test_source_and_target_must_have_equally_many_elements() -> None:
         caster.cast(np.zeros(1, np.float32), np.zeros(2, np.uint16))
 
 
-def test_scratch_memory_is_bounded() -> None:
-    for given in FLOATS:
-        for wanted in TARGETS:
-            assert Caster(given, wanted).scratch_bytes <= 256 << 10
-
-
 def test_ml_dtypes_is_imported_only_for_types_that_numpy_lacks() -> None:
     code = (
         "import sys; from ckptkit.core.dtypes import BY_NAME; "

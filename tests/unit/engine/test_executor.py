@@ -40,7 +40,7 @@ from ckptkit.engine.outcome import BytesWritten, Digests, Event, Outcome, Starte
 from ckptkit.engine.reader import Origin, TensorReader
 from ckptkit.engine.segment_reader import Inputs
 from ckptkit.options import ConsolidateRequest
-from ckptkit.plan.coverage import find_problems
+from ckptkit.plan.coverage import find_problems_by_key
 from ckptkit.plan.layouts.hf import layout_hf_weights
 from ckptkit.plan.layouts.torch import layout_dcp, layout_torch_full
 from ckptkit.plan.plan import SOURCE, Plan, Share, tasks_of
@@ -89,7 +89,7 @@ class Shelf:
         source = MemorySource(self.files)
         files = [source.stat(path) for path in self.files]
         index = TensorIndex("test", files, RecordTable.of(self.records), self.tensors)
-        assert not list(find_problems(index, index.tensors.values()))
+        assert not list(find_problems_by_key(index, index.tensors.values()))
         return Origin(SOURCE, source, index)
 
 
@@ -368,12 +368,11 @@ def in_parts(
 
     last, plan = executor()
     last.create_files()
-    outcomes = []
+    whole = Outcome()
     for number in order:
         one, own_plan = executor()
         outcome = one.run_part(tasks_of(own_plan, Share(number, count)))
-        outcomes.append(Outcome.from_json(json.loads(json.dumps(outcome.to_json()))))
-    whole = Outcome.joined(outcomes)
+        whole.add(Outcome.from_json(json.loads(json.dumps(outcome.to_json()))))
     last.complete(whole)
     target.commit(plan.files[-1].path)
     return target.files, whole
@@ -437,7 +436,7 @@ def test_processes_that_found_different_records_are_not_joined() -> None:
         record = OpenRecord(0, stop, 1, "f, tensor 'w'", ((0, 4, 1),))
         outcome.open_records = {SOURCE: {0: record}}
     with pytest.raises(ChecksumError, match="one process found bytes"):
-        Outcome.joined([first, second])
+        first.add(second)
 
 
 class CountedWrites(MemoryTarget):

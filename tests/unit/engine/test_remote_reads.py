@@ -25,7 +25,15 @@ from ckptkit.core.index import (
 from ckptkit.engine.locate import Locator
 from ckptkit.engine.reader import Origin, TensorReader
 from ckptkit.engine.remote_reads import LEAST_BYTES, read_direct
-from ckptkit.plan.plan import SOURCE, TASK_BYTES, Copy, Plan, Task, TensorSpec, lay_out_file
+from ckptkit.plan.plan import (
+    SOURCE,
+    TASK_BYTES,
+    Copy,
+    Task,
+    TensorSpec,
+    cut_into_tasks,
+    lay_out_file,
+)
 from ckptkit.storage.overlay import MemorySource
 
 NAME = Key("weight")
@@ -78,7 +86,7 @@ def _looked_into(origin: Origin) -> Origin:
 def _tasks(tensor: np.ndarray, most_bytes: int) -> list[Task]:
     spec = TensorSpec(Fqn("weight"), dtype_named("float32"), tensor.shape)
     file = lay_out_file("out", [(tensor.nbytes, Copy(SOURCE, NAME), spec)])
-    return list(Plan((file,), {}).tasks(most_bytes))
+    return list(cut_into_tasks(0, file, most_bytes))
 
 
 def _filled(origin: Origin, tensor: np.ndarray, most_bytes: int) -> tuple[bytes, list[int]]:
@@ -139,6 +147,6 @@ def test_a_large_tensor_begins_a_task_so_that_chunks_and_tasks_lie_in_step() -> 
         "out",
         [(16, Copy(SOURCE, NAME), small), (4 * TASK_BYTES, Copy(SOURCE, NAME), spec)],
     )
-    tasks = list(Plan((file,), {}).tasks(2 * TASK_BYTES))
+    tasks = list(cut_into_tasks(0, file, 2 * TASK_BYTES))
     assert [task.start for task in tasks] == [0, 16, 16 + 2 * TASK_BYTES]
     assert tasks[-1].stop == file.size_bytes

@@ -150,16 +150,16 @@ def test_each_chunk_is_decoded_once_however_many_tasks_need_it(
     axis: int, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = Made(tmp_path / "run", noise(3000, 801), axis, count)
-    pools: list[streams.DecodedRecords] = []
-    original = streams.DecodedRecords.__init__
+    decoded: list[int] = []
+    original = streams.DecodedRecords.keep
 
-    def kept(self: streams.DecodedRecords, *given: Any) -> None:
-        original(self, *given)
-        pools.append(self)
+    def keep(self: streams.DecodedRecords, key: tuple[int, int], block: bytes) -> None:
+        original(self, key, block)
+        decoded.append(len(block))
 
-    monkeypatch.setattr(streams.DecodedRecords, "__init__", kept)
+    monkeypatch.setattr(streams.DecodedRecords, "keep", keep)
     assert torch.equal(made.consolidated(workers=3), made.whole)
-    assert sum(pool.decoded_bytes for pool in pools) == made.whole.nbytes
+    assert sum(decoded) == made.whole.nbytes
 
 
 @pytest.mark.parametrize("limit", ["decoders", "blocks"])

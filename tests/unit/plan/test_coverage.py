@@ -34,7 +34,6 @@ from ckptkit.core.index import (
 from ckptkit.plan.coverage import (
     describe,
     error_of,
-    find_problems,
     find_problems_by_key,
 )
 
@@ -69,7 +68,7 @@ def index_of(
 
 
 def problems_of(index: TensorIndex) -> list[Problem]:
-    return list(find_problems(index, index.tensors.values()))
+    return [problem for _, problem in find_problems_by_key(index, index.tensors.values())]
 
 
 def rows(start: int, stop: int, columns: int = 4) -> Box:

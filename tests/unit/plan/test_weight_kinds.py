@@ -19,7 +19,6 @@ from ckptkit.plan.weight_kinds import (
     find_adapter,
     looks_packed,
     own_adapters,
-    title_of,
 )
 
 NAMES = Path(__file__).resolve().parents[3] / "fixtures" / "transformers_names.json.gz"
@@ -130,5 +129,5 @@ def test_adapters_that_a_configuration_declares_are_parts_of_the_model() -> None
 
 
 def test_what_it_is_reads_as_people_say_it() -> None:
-    assert title_of("IA3") == "an IA3 adapter of PEFT"
-    assert title_of("LORA") == title_of("") == "an adapter of PEFT"
+    titles = [AdapterSign("w", method).title for method in ("IA3", "LORA", "")]
+    assert titles == ["an IA3 adapter of PEFT", "an adapter of PEFT", "an adapter of PEFT"]
