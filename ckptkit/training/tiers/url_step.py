@@ -80,8 +80,8 @@ class UrlCommitter(SaveCommitter):
             )
         if save.error is None:
             self.copy_files(save, self._uploads, save.folder, "uploading")
+        shutil.rmtree(save.folder, ignore_errors=True)  # a failed step is not uploaded again
         self.settle(save)
-        shutil.rmtree(save.folder, ignore_errors=True)
 
     def kill(self) -> None:
         self._uploads.kill()
