@@ -17,6 +17,7 @@ HEADER = "__metadata__"
 """Of the settings: the texts in the headers of safetensors."""
 _TEXT, _COMPRESSED = "text_config", "compressed-tensors"
 _LOADS = ("load_in_4bit", "load_in_8bit")
+_PUBLISHED = "pass the configuration that was published with these files with --config"
 WHOLE = 0
 """Of a block: all rows, or all columns."""
 Blocks = tuple[int, int]
@@ -32,6 +33,7 @@ class Settings(Struct, frozen=True):
     calls: str = ""  # what the configuration calls the scheme
     bits: tuple[int, ...] = (8,)  # of a number; several where the shape decides
     is_one_less: bool = False  # whether zero points are stored less one
+    said: Mapping[str, Any] = {}  # what the configuration may only say as the tensors do
 
 
 def find_quantization(config: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
@@ -94,15 +96,23 @@ def read_settings(options: Mapping[str, Any], group: PackedGroup, *, location: s
             f"does not say how {group.packed.name!r} is packed, which has the tensors of"
             f" {scheme.title}",
             where=f"{location}, the configuration's quantization_config",
-            hint="pass the configuration that was published with these files with --config",
+            hint=_PUBLISHED,
         )
     if not settings.blocks or (scheme.calls and settings.calls not in scheme.calls):
         raise RefusedError(
             f"has {settings.calls or 'nothing'!r} for {group.name!r}, whose tensors are those of"
             f" {scheme.title}",
             where=f"{location}, the configuration's quantization_config",
-            hint="pass the configuration that was published with these files with --config",
+            hint=_PUBLISHED,
         )
+    for key, expected in settings.said.items():
+        found = options.get(key)
+        if found is not None and found != expected:
+            raise RefusedError(
+                f"has {found!r} for {key!r}, expected {expected!r}: {group.name!r} is packed so",
+                where=f"{location}, the configuration's quantization_config",
+                hint=_PUBLISHED,
+            )
     return settings
 
 
@@ -139,6 +149,9 @@ def _read_groups(options: Mapping[str, Any], group: PackedGroup) -> Settings:
         weights = one.get("weights")
         if weights is None or name not in scheme.calls:
             called = called or name
+            continue
+        if weights.get("symmetric") is False and "zero" not in group.companions:
+            called = called or "symmetric: false, without a zero point"
             continue
         called = name
         blocks.append(_read_strategy(weights))
@@ -196,8 +209,17 @@ def _read_torchao(options: Mapping[str, Any], group: PackedGroup) -> Settings:
     return Settings((blocks,), said["_type"])
 
 
-def _read_bitsandbytes(options: Mapping[str, Any], _group: PackedGroup) -> Settings:
-    return Settings((_CHANNEL,), next((key for key in _LOADS if options.get(key)), ""))
+def _read_bitsandbytes(options: Mapping[str, Any], group: PackedGroup) -> Settings:
+    """Reads what Transformers says beside what bitsandbytes stores with each weight itself."""
+    said: dict[str, Any] = {key: key in group.scheme.calls for key in _LOADS}
+    state = group.companions.get("state")
+    if state is not None:
+        said["bnb_4bit_quant_type"] = str(state.name).rpartition("__")[2]
+        said["bnb_4bit_quant_storage"] = group.packed.dtype.name
+        is_nested = any(".nested_" in ending for ending in group.companions)
+        said["bnb_4bit_use_double_quant"] = is_nested
+    called = next((key for key in _LOADS if options.get(key)), "")
+    return Settings((_CHANNEL,), called, said=said)
 
 
 _READERS = {
