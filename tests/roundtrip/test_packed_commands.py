@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -133,6 +134,24 @@ def test_a_model_of_any_form_fills_what_is_missing(
     ckptkit.consolidate(tmp_path / "expected", part, names="live", exclude=["*.mlp.*"])
     ckptkit.consolidate(part, tmp_path / "found", fill_from=packed, **options)
     assert ckptkit.diff(tmp_path / "expected", tmp_path / "found").same
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_any_range_of_a_packed_model_is_read_without_writing_it(models: Path, form: str) -> None:
+    plain, written = models / "first" / "plain", models / "first" / form
+    files = fsspec.filesystem("ckptkit", src=plain, dtype=form, skip_instance_cache=True)
+    expected = {path.name: path.read_bytes() for path in written.iterdir()}
+    del expected["ckptkit.json"]
+    try:
+        weights = expected["model.safetensors"]
+        starts = list(range(0, len(weights), 9_999))
+        for start in (*starts[::-2], *starts[1::2]):
+            stop = start + 12_345
+            found = files.cat_file("model.safetensors", start, stop)
+            assert found == weights[start:stop]
+        assert {name: files.cat_file(name) for name in files.find("")} == expected
+    finally:
+        files.invalidate_cache()
 
 
 def test_a_packed_model_is_that_of_its_unpacked_copy(models: Path, tmp_path: Path) -> None:
