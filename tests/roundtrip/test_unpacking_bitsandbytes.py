@@ -238,7 +238,7 @@ def test_a_configuration_of_other_values_is_refused(
     assert f"has {value!r} for {key!r}, expected {expected}: 'model.layers.0" in told
     change_quantization(folder, **{key: None if key.startswith("bnb") else expected == "True"})
     ckptkit.consolidate(folder, tmp_path / "out", dtype="bfloat16")
-    published = {"config": models / kind, "dtype": "bfloat16"}
+    published: dict[str, Any] = {"config": models / kind, "dtype": "bfloat16"}
     change_quantization(folder, **{key: value})
     ckptkit.consolidate(folder, tmp_path / "again", **published)
     assert ckptkit.diff(tmp_path / "out", tmp_path / "again").same
