@@ -1013,7 +1013,8 @@ def _pack(
     request = draft.request
     if not request.is_packed and draft.packed is None:
         return products, config
-    from ckptkit.conversion.packing import pack_as, pack_products  # few outputs are packed
+    # Few outputs are packed.
+    from ckptkit.conversion.packing import describe_kept_types, pack_as, pack_products
     from ckptkit.plan.packed_forms import FORMS
 
     if draft.packed is not None:
@@ -1031,6 +1032,9 @@ def _pack(
             made += [product] if one is None else pack_as(one, product, where, _WITHOUT_LIKE)
         count = counted(len(stored), "weight")
         draft.option_notes.append(Aside(f"{count} packed as {draft.packed.where}"))
+        scheme = next(iter(stored.values())).group.scheme
+        specs = [product.spec for product in products]
+        draft.option_notes += describe_kept_types(specs, request.keep_dtype, scheme)
         known = draft.packed.dtypes
         new = list_kept((p.spec for p in products if p.spec.name not in known), ())
         return made, restore_quantization(config, draft.packed.config, new)
