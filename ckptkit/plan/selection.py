@@ -184,7 +184,7 @@ def refuse_casting_quantized(
     packed = next((e.name for e in asked if is_quantized(e.name, e.shape, names)), None)
     what = f"tensor {packed!r} is quantized, or a scale of one that is" if packed else ""
     said = (config or {}).get("quantization_config")
-    if said and cast:
+    if said and any(find_adapter([entry.name]) is None for entry in cast):
         method = said.get("quant_method") if isinstance(said, Mapping) else None
         of = f" of {method!r}" if method else ""
         what = f"the configuration has a 'quantization_config'{of}"

@@ -276,3 +276,5 @@ def test_a_quantized_configuration_forbids_a_cast() -> None:
         refuse_casting_quantized(
             [entry("l.weight")], config, DTypePolicy("float16"), location="here"
         )
+    factor = entry("base_model.model.l.lora_A.default.weight")  # without its packed base
+    refuse_casting_quantized([factor], config, DTypePolicy("float16"), location="here")
