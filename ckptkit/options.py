@@ -58,7 +58,7 @@ SOME_MODEL = "ORG/NAME"
 """What stands in proposed commands for a model that is not known."""
 _LEAST_WITHOUT_UNIT = 1_000_000
 _MOST_DIGITS = 12
-_ALIKE = 0.5  # similarity that makes a proposal; that of 'fp16' and 'float16' is 0.55
+_ALIKE = 0.54  # similarity that makes a proposal; that of 'FP16' and 'float16' is 0.545
 _SIZE = re.compile(r"\s*(\d{1,15}(?:\.\d{1,6})?)\s*([A-Za-z]*)\s*")
 
 
@@ -554,13 +554,15 @@ def check_choice(option: str, value: str, choices: tuple[str, ...]) -> None:
     if option == "--to" and value.lower() == GGUF:
         refuse_gguf("SRC", "OUT")
     if value not in choices:
-        begun = [choice for choice in choices if value and choice.startswith(value)]
-        *others, last = begun or get_close_matches(value, choices, n=1, cutoff=_ALIKE) or choices
-        named = f"{', '.join(others)} or {last}" if others else last
+        typed = value.lower()
+        parts = [c for c in choices if typed and (c.startswith(typed) or c.endswith(typed))]
+        # What has other digits is no slip of the hand, but another thing.
+        possible = [c for c in choices if set(filter(str.isdigit, typed)) <= set(c)]
+        near = parts or get_close_matches(typed, possible, n=1, cutoff=_ALIKE)
         raise UsageError(
             f"{value!r} is not among {', '.join(choices)}",
             where=option,
-            hint=f"pass {option} {named}",
+            hint=f"pass {option} {' or '.join(near)}" if near else "pass one of these",
         )
 
 

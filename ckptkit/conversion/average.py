@@ -514,6 +514,7 @@ def _check_modules(plans: Sequence[PlannedOutput], layout: PlannedOutput) -> Non
 def _choose_averaged(job: AverageJob, layout: PlannedOutput, last: Tensors) -> set[Fqn]:
     """Returns the tensors to average; the others are taken from the last source."""
     dtypes = {name: product.spec.dtype for name, product in last.items()}
+    shapes = {name: product.spec.shape for name, product in last.items()}
     for pattern in job.take_last:
         if not any(matches(name, (pattern,)) for name in dtypes):
             raise UsageError(
@@ -523,12 +524,13 @@ def _choose_averaged(job: AverageJob, layout: PlannedOutput, last: Tensors) -> s
                 hint="patterns must fit whole names, such as '*.running_mean'",
             )
     filled = layout.facts.get("filled", {}).get("tensors", ())  # the same in all sources
-    stored = describe_stored((n, p.spec.shape, p.spec.dtype.name) for n, p in last.items())
+    stored = describe_stored((n, shapes[n], dtype.name) for n, dtype in dtypes.items())
     chosen = set()
     for name, dtype in dtypes.items():
         if name in filled or matches(name, job.take_last):
             continue
-        if stored[name].is_packed or is_quantized(name, dtypes) or dtype.name == _SCALES:
+        is_packed = stored[name].is_packed or is_quantized(name, shapes[name], dtypes)
+        if is_packed or dtype.name == _SCALES:
             raise RefusedError(
                 f"tensor {name!r} is quantized, or a scale of one that is: an average of packed"
                 " numbers is none of the weights",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,8 +19,8 @@ from ckptkit.engine.kernels import ConstantKernel, operand_of
 from ckptkit.engine.packing import PackingKernel, PackingLoss, Part
 from ckptkit.hub_names.disk_tensors import HubNames
 from ckptkit.options import find_patterns, matches
-from ckptkit.plan.number_formats import place
-from ckptkit.plan.packed_forms import FORMS, PackedForm, is_packed, list_kept
+from ckptkit.plan.number_formats import Scheme, place
+from ckptkit.plan.packed_forms import FORMS, UNPACKED, PackedForm, is_packed, list_kept
 from ckptkit.plan.packing_settings import WHOLE, find_quantization
 from ckptkit.plan.plan import Compute, Plan, Product, TensorSpec
 
@@ -88,10 +88,29 @@ def pack_products(
         most = max(rest, key=lambda spec: spec.size_bytes)
         others = counted(len(rest), "other tensor")
         note += f"; {others} of matrices left as they are, the largest {most.name!r}"
-    notes = [note, *_describe_short(packed, form)]
+    notes = [note, *_describe_short(packed, form), *describe_kept_types(specs, keep, form.scheme)]
     if form.of_experts and any(".experts." in spec.name for spec in packed):
         notes.append(f"experts are packed: {form.of_experts}")
     return Packed(made, {**config, "quantization_config": form.make_config(kept)}, notes)
+
+
+def describe_kept_types(
+    specs: Iterable[TensorSpec], keep: tuple[str, ...], scheme: Scheme
+) -> list[str]:
+    """Returns a note on tensors beside packed ones in a type that layers fail with, if any."""
+    kept = [
+        spec
+        for spec in specs
+        if spec.dtype.kind == "float" and spec.dtype.name != UNPACKED and matches(spec.name, keep)
+    ]
+    if scheme.method != "fp8" or not kept:
+        return []
+    note = (
+        f"--keep-dtype keeps {counted(len(kept), 'tensor')} in {kept[0].dtype.name}, such as"
+        f" {kept[0].name!r}: the FP8 layers of transformers 5.23.0 compute in {UNPACKED}, and fail"
+        f" beside them; write the model with --dtype {UNPACKED} first, and pack that output"
+    )
+    return [note]
 
 
 def pack_as(

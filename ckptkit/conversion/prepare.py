@@ -130,7 +130,12 @@ from ckptkit.plan.selection import (
 )
 from ckptkit.plan.ties import find_absent_tied_names, untie_config
 from ckptkit.plan.vocabulary import Trim, choose_trim, trim_config
-from ckptkit.plan.weight_kinds import find_dense_name, hint_at_raw_names, refuse_packed
+from ckptkit.plan.weight_kinds import (
+    find_dense_name,
+    hint_at_raw_names,
+    is_quantized,
+    refuse_packed,
+)
 from ckptkit.storage.places import PathLike
 
 _LISTED = 3
@@ -505,8 +510,9 @@ def _open_unpacked(
 ) -> Filling:
     """Opens a model that completes an output; its weights are unpacked as those of the source."""
     filling = open_filling(stack, path, option)
-    entries = filling.opened.index.of_part("model")
-    if request.names != "live" and any(entry.dtype.itemsize == 1 for entry in entries):
+    entries = list(filling.opened.index.of_part("model"))
+    names = {entry.name: entry.dtype for entry in entries}
+    if any(e.dtype.itemsize == 1 or is_quantized(e.name, e.shape, names) for e in entries):
         config = read_config_in(path, option)
         filling.opened = unpack_checkpoint(filling.opened, config, request.element_type).checkpoint
     return filling
@@ -612,8 +618,6 @@ def _settle_packing(
             "config.json has a quantization_config, which is left out: the weights of the"
             " source are not packed"
         )
-    if draft.request.names == "live":
-        return config
     asked = draft.request.element_type
     # Scales without any packed weight are refused by what the configuration says.
     unpacked = unpack_checkpoint(draft.checkpoint, stored, asked)
@@ -804,11 +808,10 @@ def _name_and_cast(
         if known is None or names.hub is None or known == adapt_kept(known, names.hub):
             break
         known = adapt_kept(known, names.hub)
-    if request.names != "live":
-        asked = policy
-        if request.dtype == "base" or base_dtypes is not None:
-            asked = DTypePolicy("base", request.keep_dtype, base_dtypes)
-        refuse_casting_quantized(entries, config, asked, location=checkpoint.path)
+    asked = policy
+    if request.dtype == "base" or base_dtypes is not None:
+        asked = DTypePolicy("base", request.keep_dtype, base_dtypes)
+    refuse_casting_quantized(entries, config, asked, location=checkpoint.path)
     draft.notes += filter(None, [describe_masters(entries, live)])
     draft.option_notes += describe_kept(policy, entries)
     return names, policy
@@ -889,6 +892,7 @@ def _fill(
         if any(draft.request.wants(entry.name, before=f"{p}{entry.name}") for p in prefixes)
     ]
     refuse_packed(entries, location=filling.opened.path)
+    refuse_casting_quantized(entries, None, policy, location=filling.opened.path)
     refuse_problems(filling.opened.index, entries, filling.opened.path)
     filling.taken = entries
     if not entries:
@@ -1009,7 +1013,8 @@ def _pack(
     request = draft.request
     if not request.is_packed and draft.packed is None:
         return products, config
-    from ckptkit.conversion.packing import pack_as, pack_products  # few outputs are packed
+    # Few outputs are packed.
+    from ckptkit.conversion.packing import describe_kept_types, pack_as, pack_products
     from ckptkit.plan.packed_forms import FORMS
 
     if draft.packed is not None:
@@ -1027,6 +1032,9 @@ def _pack(
             made += [product] if one is None else pack_as(one, product, where, _WITHOUT_LIKE)
         count = counted(len(stored), "weight")
         draft.option_notes.append(Aside(f"{count} packed as {draft.packed.where}"))
+        scheme = next(iter(stored.values())).group.scheme
+        specs = [product.spec for product in products]
+        draft.option_notes += describe_kept_types(specs, request.keep_dtype, scheme)
         known = draft.packed.dtypes
         new = list_kept((p.spec for p in products if p.spec.name not in known), ())
         return made, restore_quantization(config, draft.packed.config, new)

@@ -276,18 +276,35 @@ def _verify_source(
         if manifest is None and own is not None and own.is_sealed:
             manifest, folder = own, ""
             files += file_problems(checkpoint.source, folder, manifest)
-        if manifest is not None:  # of a step that ckptkit saved or sealed
-            manifest = with_data_digests(manifest)
-            wrong = {problem.where for problem in files}
-            files += digest_problems(checkpoint.source, folder, manifest, leaving_out=wrong)
-            if not files:
-                records = manifest.files.values()
-                summed = sum(1 for record in records if record.digest)
-                is_summed = is_summed or bool(summed)
-                proven.append(
-                    f"files that have their size in the manifest: {len(records):,}; that have their"
-                    f" CRC-32: {summed:,}"
-                )
+        # Of what ckptkit saved or sealed.
+        manifests = {} if manifest is None else {folder: with_data_digests(manifest)}
+        for part in dict.fromkeys(unit.candidate.folder for unit in checkpoint.units):
+            if part == folder:
+                continue
+            try:  # of a part that was saved by itself, as `ckptkit.training.dcp` does
+                manifests[part] = with_data_digests(read_manifest(checkpoint.source, part))
+            except MissingFileError:
+                continue
+            except InputError as error:
+                files.append(_problem_of(error, part))
+            else:
+                files += file_problems(checkpoint.source, part, manifests[part])
+        wrong = {problem.where for problem in files}
+        for home, one in manifests.items():
+            files += digest_problems(checkpoint.source, home, one, leaving_out=wrong)
+        # That of a sealed step names the files of its parts too, each with its digest.
+        records = {
+            posixpath.join(home, name): record
+            for home, one in reversed(manifests.items())
+            for name, record in one.files.items()
+        }
+        if records and not files:
+            summed = sum(1 for record in records.values() if record.digest)
+            is_summed = is_summed or bool(summed)
+            proven.append(
+                f"files that have their size in the manifest: {len(records):,}; that have their"
+                f" CRC-32: {summed:,}"
+            )
         all_problems = (*passed, *problems.values(), *failed, *damaged, *files)
         if not (whole or match or is_summed or all_problems):
             raise NotACheckpointError(

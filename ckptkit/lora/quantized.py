@@ -75,9 +75,7 @@ class FourBitState(Struct, frozen=True):
         nested = document.get("nested_blocksize", 0)
         offset: Any = 0.0
         if "nested_blocksize" in document:
-            if not is_dimension(nested):
-                what = "for 'nested_blocksize', expected a count"
-                raise FormatError(f"has {nested!r} {what}", where=where)
+            nested = _parse_choice(document, "nested_blocksize", BLOCKSIZES, where)
             offset = document.get("nested_offset")
             if not is_finite(offset):
                 what = "for 'nested_offset', expected a number"
@@ -96,7 +94,7 @@ def _parse_choice(
     value = document.get(key)
     if value not in choices:
         raise FormatError(f"has {value!r} for {key!r}, expected one of {choices}", where=where)
-    return value
+    return choices[choices.index(value)]  # 64 where a document says 64.0
 
 
 Bits = Literal[4, 8]

@@ -17,6 +17,7 @@ HEADER = "__metadata__"
 """Of the settings: the texts in the headers of safetensors."""
 _TEXT, _COMPRESSED = "text_config", "compressed-tensors"
 _LOADS = ("load_in_4bit", "load_in_8bit")
+_PUBLISHED = "pass the configuration that was published with these files with --config"
 WHOLE = 0
 """Of a block: all rows, or all columns."""
 Blocks = tuple[int, int]
@@ -32,6 +33,7 @@ class Settings(Struct, frozen=True):
     calls: str = ""  # what the configuration calls the scheme
     bits: tuple[int, ...] = (8,)  # of a number; several where the shape decides
     is_one_less: bool = False  # whether zero points are stored less one
+    said: Mapping[str, Any] = {}  # what the configuration may only say as the tensors do
 
 
 def find_quantization(config: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
@@ -90,16 +92,22 @@ def read_settings(options: Mapping[str, Any], group: PackedGroup, *, location: s
     except (TypeError, ValueError, KeyError, AttributeError, RecursionError):
         settings = None
     if settings is None:
-        wrong = f"does not say how {group.packed.name!r} is packed, which has the tensors of"
+        wrong = (
+            f"does not say how {group.packed.name!r} is packed, which has the tensors of"
+            f" {scheme.title}"
+        )
     elif not settings.blocks or (scheme.calls and settings.calls not in scheme.calls):
         called = settings.calls or "nothing"
-        wrong = f"has {called!r} for {group.name!r}, whose tensors are those of"
+        wrong = f"has {called!r} for {group.name!r}, whose tensors are those of {scheme.title}"
     else:
-        return settings
+        said = ((key, options.get(key), expected) for key, expected in settings.said.items())
+        unlike = next((of for of in said if of[1] is not None and of[1] != of[2]), None)
+        if unlike is None:
+            return settings
+        key, found, expected = unlike
+        wrong = f"has {found!r} for {key!r}, expected {expected!r}: {group.name!r} is packed so"
     raise RefusedError(
-        f"{wrong} {scheme.title}",
-        where=f"{location}, the configuration's quantization_config",
-        hint="pass the configuration that was published with these files with --config",
+        wrong, where=f"{location}, the configuration's quantization_config", hint=_PUBLISHED
     )
 
 
@@ -136,6 +144,9 @@ def _read_groups(options: Mapping[str, Any], group: PackedGroup) -> Settings:
         weights = one.get("weights")
         if weights is None or name not in scheme.calls:
             called = called or name
+            continue
+        if weights.get("symmetric") is False and "zero" not in group.companions:
+            called = called or "symmetric: false, without a zero point"
             continue
         called = name
         blocks.append(_read_strategy(weights))
@@ -193,8 +204,17 @@ def _read_torchao(options: Mapping[str, Any], group: PackedGroup) -> Settings:
     return Settings((blocks,), said["_type"])
 
 
-def _read_bitsandbytes(options: Mapping[str, Any], _group: PackedGroup) -> Settings:
-    return Settings((_CHANNEL,), next((key for key in _LOADS if options.get(key)), ""))
+def _read_bitsandbytes(options: Mapping[str, Any], group: PackedGroup) -> Settings:
+    """Reads what Transformers says beside what bitsandbytes stores with each weight itself."""
+    said: dict[str, Any] = {key: key in group.scheme.calls for key in _LOADS}
+    state = group.companions.get("state")
+    if state is not None:
+        said["bnb_4bit_quant_type"] = str(state.name).rpartition("__")[2]
+        said["bnb_4bit_quant_storage"] = group.packed.dtype.name
+        is_nested = any(".nested_" in ending for ending in group.companions)
+        said["bnb_4bit_use_double_quant"] = is_nested
+    called = next((key for key in _LOADS if options.get(key)), "")
+    return Settings((_CHANNEL,), called, said=said)
 
 
 _READERS = {

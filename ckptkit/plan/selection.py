@@ -188,21 +188,20 @@ def refuse_casting_quantized(
     *,
     location: str,
 ) -> None:
-    """Refuses to cast packed numbers as if they were weights."""
+    """Refuses to cast packed numbers as if they were weights, and to leave them packed unasked."""
     cast = [entry for entry in entries if policy.target(entry) != entry.dtype]
-    if not cast:
-        return
     names = {entry.name: entry.dtype for entry in entries}
-    packed = next((e.name for e in cast if is_quantized(e.name, names)), None)
+    asked = cast if policy.choice in {"keep", "base"} else policy.list_unnamed(entries)
+    packed = next((e.name for e in asked if is_quantized(e.name, e.shape, names)), None)
     what = f"tensor {packed!r} is quantized, or a scale of one that is" if packed else ""
     said = (config or {}).get("quantization_config")
-    if said:
+    if said and any(find_adapter([entry.name]) is None for entry in cast):
         method = said.get("quant_method") if isinstance(said, Mapping) else None
         of = f" of {method!r}" if method else ""
         what = f"the configuration has a 'quantization_config'{of}"
     if what:
         raise RefusedError(
-            f"{what}; --dtype {policy.choice} would change its numbers without unpacking them",
+            f"{what}; --dtype {policy.choice} cannot unpack it",
             where=location,
             hint="leave --dtype out to copy them as they are; the library that packed them unpacks"
             " them"
@@ -255,6 +254,10 @@ class DTypePolicy(Struct, frozen=True):
     def _is_named(self, tensor: TensorEntry | TensorSpec) -> bool:
         names = [tensor.name, *(tensor.stored_names if isinstance(tensor, TensorEntry) else ())]
         return any(matches(name, self.keep) for name in names)
+
+    def list_unnamed(self, entries: Sequence[TensorEntry]) -> list[TensorEntry]:
+        """Returns the tensors that `--keep-dtype` does not name."""
+        return [entry for entry in entries if not self._is_named(entry)]
 
     def target(self, tensor: TensorEntry | TensorSpec) -> DType:
         """Returns the type to write; only floating tensors are ever cast."""

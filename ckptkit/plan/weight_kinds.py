@@ -369,12 +369,16 @@ def hint_at_raw_names(advice: str = "") -> str:
     return f"{advice}; {raw}" if advice else raw
 
 
-def is_quantized(name: Fqn, names: Mapping[Fqn, DType]) -> bool:
+def is_quantized(name: Fqn, shape: Shape, names: Mapping[Fqn, DType]) -> bool:
     scale = _SCALE.fullmatch(name)
     if scale is not None:
-        base = names.get(Fqn(scale[1]), names.get(Fqn(f"{scale[1]}.qweight")))
-        return base is not None and (base.itemsize == 1 or base.kind == "int")
-    return names[name].itemsize == 1 and any(Fqn(name + end) in names for end in _SCALE_ENDINGS)
+        bases = (names.get(Fqn(scale[1] + end)) for end in ("", ".qweight", "_packed", "_blocks"))
+        return any(
+            base is not None and (base.itemsize == 1 or base.kind == "int") for base in bases
+        )
+    is_scaled = any(Fqn(name + end) in names for end in _SCALE_ENDINGS)
+    is_of_bitsandbytes = _is_column(name, shape) or _PACKED.search(name) is not None
+    return is_of_bitsandbytes or (names[name].itemsize == 1 and is_scaled)
 
 
 # How many parameters a stored tensor stands for, and what it is where its name and shape say so.

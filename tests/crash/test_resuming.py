@@ -26,6 +26,7 @@ from ckptkit.core.errors import (
 from ckptkit.engine.checksum_tracker import ChecksumTracker
 from ckptkit.engine.outcome import BytesWritten, Event, Planned, Started, WorkKept
 from ckptkit.options import Layout
+from ckptkit.plan.packed_forms import FORMS
 from ckptkit.storage.local.target import LocalTarget
 from tests.files import contents, flip_bit, wait_until
 
@@ -55,6 +56,36 @@ def whole(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, d
     for layout in layouts:
         ckptkit.convert(source, folder / layout, to=layout, max_shard_size=SIZE)
     return {layout: contents(folder / layout) for layout in layouts}
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose weights can be packed in every form."""
+    folder = tmp_path_factory.mktemp("llama")
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": 41,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": False,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    shapes = {
+        **dict.fromkeys([f"self_attn.{name}_proj" for name in "qkvo"], (128, 128)),
+        **dict.fromkeys(["mlp.gate_proj", "mlp.up_proj"], (256, 128)),
+        "mlp.down_proj": (128, 256),
+        **dict.fromkeys(["input_layernorm", "post_attention_layernorm"], (128,)),
+    }
+    all_shapes = {f"model.layers.{n}.{name}": s for n in range(2) for name, s in shapes.items()}
+    all_shapes |= {"model.embed_tokens": (41, 128), "model.norm": (128,), "lm_head": (41, 128)}
+    chance = np.random.default_rng(0)
+    tensors = {f"{n}.weight": chance.random(s, np.float32) for n, s in all_shapes.items()}
+    safetensors.numpy.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
 
 
 def hidden(out: Path) -> list[Path]:
@@ -172,6 +203,23 @@ def test_a_run_that_is_interrupted_again_and_again_gets_done(
     assert len(noted(out)) >= 3
     resumed(source, out)
     assert contents(out) == whole["hf"]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_packing_is_gone_on_with_where_scales_and_numbers_are_in_several_files(
+    llama: Path, tmp_path: Path, form: str
+) -> None:
+    options: dict[str, Any] = {"dtype": form, "max_shard_size": "20KB"}
+    ckptkit.consolidate(llama, tmp_path / "whole", **options)
+    out = tmp_path / "out"
+    interrupted(llama, out, files=1, error=Stop(), **options)
+    finished = noted(out)
+    for name in finished[::2]:  # files this small are finished together
+        (hidden(out)[0] / "files" / name).unlink()
+    kept = len(finished[1::2])
+    assert kept > 3
+    assert f"{kept} of " in notes(resumed(llama, out, **options))
+    assert contents(out) == contents(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("flips", ["finished", "note", "torn"])

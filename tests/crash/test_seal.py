@@ -298,6 +298,42 @@ def test_a_checkpointer_resumes_from_a_sealed_step_of_stock_torch(tmp_path: Path
     assert all(torch.equal(value, saved[name]) for name, value in stock["model"].items())
 
 
+def test_every_flipped_bit_in_a_step_of_parts_with_their_own_manifests_is_found(
+    tmp_path: Path,
+) -> None:
+    """As nemo-automodel saves with `ckptkit.run`."""
+    step = tmp_path / "epoch_0_step_1"
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    states = {"model": model.state_dict(), "optim": {"optim": optimizer.state_dict()}}
+    for part, state in states.items():
+        open_saves.save(state, checkpoint_id=step / part)
+    open_saves.close_all()
+    (step / "rng.pt").write_bytes(b"of another saver")
+    files = [path for part in states for path in (step / part).iterdir()]
+    for place in (tmp_path, step):
+        proven = " ".join(ckptkit.verify(place).proven)
+        assert f"their size in the manifest: {len(files) - 2:,}" in proven
+    for path in files:
+        whole = path.read_bytes()
+        for at in (0, len(whole) // 2, len(whole) - 1):
+            flip(path, at)
+            with suppress(CkptkitError):  # what cannot be parsed is an error
+                assert not ckptkit.verify(step).ok, (path, at)
+        path.unlink()
+        if path.name != MANIFEST_NAME:
+            with suppress(CkptkitError):
+                assert not ckptkit.verify(step).ok
+        path.write_bytes(whole)
+    assert ckptkit.verify(step).ok
+    ckptkit.seal(step)
+    count = f"{len(files) + 1:,}"  # each once
+    (proven,) = [line for line in ckptkit.verify(step).proven if "manifest" in line]
+    assert f"in the manifest: {count}; that have their CRC-32: {count}" in proven
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 @pytest.mark.parametrize("ours", ["dcp", "checkpointer"])
 def test_a_whole_step_of_stock_torch_beside_those_of_ckptkit_is_the_newest(

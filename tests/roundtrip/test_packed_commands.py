@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -88,6 +89,69 @@ def test_numbers_of_packed_weights_are_compared(models: Path, form: str) -> None
     assert changed == {name for name in load_file(plain / "model.safetensors") if "_proj" in name}
     assert all(one["cosine"] > 0.98 for one in found["numeric"])
     assert not ckptkit.diff(plain, packed, numeric=True).same
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_live_names_change_nothing_of_what_is_unpacked(
+    models: Path, form: str, tmp_path: Path
+) -> None:
+    packed = models / "first" / form
+    ckptkit.consolidate(packed, tmp_path / "expected", dtype="float16")
+    ckptkit.consolidate(packed, tmp_path / "live", dtype="float16", names="live")
+    assert ckptkit.diff(tmp_path / "expected", tmp_path / "live").same
+    config = json.loads((tmp_path / "live" / "config.json").read_text())
+    assert "quantization_config" not in config
+    ckptkit.consolidate(packed, tmp_path / "kept", names="live")
+    assert ckptkit.diff(packed, tmp_path / "kept").same
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("names", ["auto", "live"])
+def test_what_no_configuration_describes_is_not_left_packed_under_another_type(
+    models: Path, form: str, names: Any, tmp_path: Path
+) -> None:
+    packed = models / "first" / form
+    (tmp_path / "bare").mkdir()
+    shutil.copy(packed / "model.safetensors", tmp_path / "bare")
+    for dtype in ("bfloat16", "float16"):
+        options = {"dtype": dtype, "names": names}
+        told = refusal(ckptkit.consolidate, tmp_path / "bare", tmp_path / "out", **options)
+        assert f"or a scale of one that is; --dtype {dtype} cannot unpack it" in told
+        assert "pass with --config the configuration that says how" in told
+        ckptkit.consolidate(tmp_path / "bare", tmp_path / dtype, config=packed, **options)
+        ckptkit.consolidate(packed, tmp_path / f"{dtype}-expected", dtype=dtype)
+        assert ckptkit.diff(tmp_path / dtype, tmp_path / f"{dtype}-expected").same
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("names", ["auto", "live"])
+def test_a_model_of_any_form_fills_what_is_missing(
+    models: Path, form: str, names: Any, tmp_path: Path
+) -> None:
+    packed = models / "first" / form
+    ckptkit.consolidate(packed, tmp_path / "expected", dtype="bfloat16")
+    part, options = tmp_path / "part", {"dtype": "bfloat16", "names": names}
+    ckptkit.consolidate(tmp_path / "expected", part, names="live", exclude=["*.mlp.*"])
+    ckptkit.consolidate(part, tmp_path / "found", fill_from=packed, **options)
+    assert ckptkit.diff(tmp_path / "expected", tmp_path / "found").same
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_any_range_of_a_packed_model_is_read_without_writing_it(models: Path, form: str) -> None:
+    plain, written = models / "first" / "plain", models / "first" / form
+    files = fsspec.filesystem("ckptkit", src=plain, dtype=form, skip_instance_cache=True)
+    expected = {path.name: path.read_bytes() for path in written.iterdir()}
+    del expected["ckptkit.json"]
+    try:
+        weights = expected["model.safetensors"]
+        starts = list(range(0, len(weights), 9_999))
+        for start in (*starts[::-2], *starts[1::2]):
+            stop = start + 12_345
+            found = files.cat_file("model.safetensors", start, stop)
+            assert found == weights[start:stop]
+        assert {name: files.cat_file(name) for name in files.find("")} == expected
+    finally:
+        files.invalidate_cache()
 
 
 def test_a_packed_model_is_that_of_its_unpacked_copy(models: Path, tmp_path: Path) -> None:

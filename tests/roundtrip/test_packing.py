@@ -439,6 +439,48 @@ def test_what_keep_dtype_names_is_not_packed(tmp_path: Path) -> None:
     assert said["ignore"] == ["lm_head", PROJECTION.removesuffix(".weight")]
 
 
+def run(folder: Path) -> torch.Tensor:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    logits: torch.Tensor = model(torch.arange(20)[None]).logits
+    return logits
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("kept", ["model.layers.0.mlp.*", "model.norm.weight", "lm_head.weight"])
+@pytest.mark.parametrize("like", [False, True])
+def test_a_note_names_what_is_kept_in_types_that_the_fp8_layers_of_transformers_fail_beside(
+    tmp_path: Path, dtype: torch.dtype, kept: str, like: bool
+) -> None:
+    save_model(tmp_path / "plain")
+    save_model(tmp_path / "wide").to(dtype).save_pretrained(tmp_path / "wide")
+    options: dict[str, Any] = {"dtype": "fp8-block"}
+    if like:
+        ckptkit.consolidate(
+            tmp_path / "plain", tmp_path / "published", keep_dtype=[kept], **options
+        )
+        options = {"like": tmp_path / "published"}
+    options["keep_dtype"] = [kept]
+    notes = notes_of(ckptkit.consolidate, tmp_path / "wide", tmp_path / "out", **options)
+    (note,) = [note for note in notes if "--keep-dtype keeps" in note]
+    assert f"in {str(dtype).removeprefix('torch.')}, such as" in note
+    assert "with --dtype bfloat16 first, and pack that output" in note
+    with pytest.raises(RuntimeError, match="same dtype"):
+        run(tmp_path / "out")
+    ckptkit.consolidate(tmp_path / "wide", tmp_path / "first", dtype="bfloat16")
+    notes = notes_of(ckptkit.consolidate, tmp_path / "first", tmp_path / "then", **options)
+    assert not any("--keep-dtype keeps" in note for note in notes)
+    assert run(tmp_path / "then").isfinite().all()
+
+
+@pytest.mark.parametrize("choice", [choice for choice in CHOICES if choice != "fp8-block"])
+def test_the_other_forms_run_beside_any_type(tmp_path: Path, choice: str) -> None:
+    save_model(tmp_path / "wide").float().save_pretrained(tmp_path / "wide")
+    options: dict[str, Any] = {"dtype": choice, "keep_dtype": ["model.layers.0.mlp.*"]}
+    notes = notes_of(ckptkit.consolidate, tmp_path / "wide", tmp_path / "out", **options)
+    assert not any("--keep-dtype keeps" in note for note in notes)
+    assert run(tmp_path / "out").isfinite().all()
+
+
 def test_weights_of_float32_are_packed_as_those_of_bfloat16(tmp_path: Path) -> None:
     model = save_model(tmp_path / "plain")
     expected, _ = pack(tmp_path / "plain", "int4-group")

@@ -528,6 +528,11 @@ def test_packed_shards_are_refused(tmp_path: Path) -> None:
             {"transform_config": {"config_groups": {"u": {}}}},
             "has 'a transform_config'",
         ),
+        (
+            *("compressed-tensors", "int4_channel"),
+            {"config_groups": {"g": {"weights": {"num_bits": 4, "symmetric": False}}}},
+            "has 'symmetric: false, without a zero point' for 'layer.weight'",
+        ),
     ],
 )
 def test_what_is_packed_in_another_way_than_the_configuration_says_is_refused(

@@ -178,7 +178,7 @@ BYTES = torch.zeros(72, dtype=torch.uint8)
         ("nf4", "weight.absmax", None, f"'{UP}.absmax' is missing"),
         ("nf4", f"weight.{STATE}", None, f"'{UP}.{STATE}' is missing"),
         ("nf4", "weight", None, f"'{UP}.absmax' belongs to a packed weight"),
-        ("nf4", "weight", torch.zeros(72, 64, dtype=torch.bfloat16), "has 9,216 bytes, but its"),
+        ("nf4", "weight", torch.zeros(72, 128, dtype=torch.uint8), "has 9,216 bytes, but its"),
         ("nf4", "weight.absmax", torch.ones(71), "71 elements, expected 72"),
         ("nf4", "weight.absmax", torch.full((72,), torch.nan), "has the scale nan in block 0"),
         ("nf4", "weight.absmax", torch.full((72,), torch.inf), "has the scale inf in block 0"),
@@ -212,6 +212,58 @@ def test_a_configuration_of_another_size_is_refused(
     told = refusal(folder)
     assert f"has 'load_in_{4 if kind == EIGHT else 8}bit' for" in told
     assert f"whose tensors are those of {TITLES[kind]}" in told
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "value", "expected"),
+    [
+        ("nf4", "bnb_4bit_quant_type", "xyz", "'nf4'"),
+        ("nf4", "bnb_4bit_quant_type", "fp4", "'nf4'"),
+        ("nf4", "bnb_4bit_quant_type", ["nf4"], "'nf4'"),
+        ("nf4", "bnb_4bit_quant_storage", "bfloat16", "'uint8'"),
+        ("fp4 stored as bfloat16", "bnb_4bit_quant_storage", "uint8", "'bfloat16'"),
+        ("nf4", "bnb_4bit_use_double_quant", True, "False"),
+        (NESTED, "bnb_4bit_use_double_quant", "no", "True"),
+        ("nf4", "load_in_4bit", "true", "True"),
+        ("nf4", "load_in_8bit", True, "False"),
+        (EIGHT, "load_in_8bit", 2, "True"),
+    ],
+)
+def test_a_configuration_of_other_values_is_refused(
+    models: Path, kind: str, key: str, value: Any, expected: str, tmp_path: Path
+) -> None:
+    folder = edit(models, kind, tmp_path)
+    change_quantization(folder, **{key: value})
+    told = refusal(folder)
+    assert f"has {value!r} for {key!r}, expected {expected}: 'model.layers.0" in told
+    change_quantization(folder, **{key: None if key.startswith("bnb") else expected == "True"})
+    ckptkit.consolidate(folder, tmp_path / "out", dtype="bfloat16")
+    published: dict[str, Any] = {"config": models / kind, "dtype": "bfloat16"}
+    change_quantization(folder, **{key: value})
+    ckptkit.consolidate(folder, tmp_path / "again", **published)
+    assert ckptkit.diff(tmp_path / "out", tmp_path / "again").same
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "value"),
+    [
+        ("nf4", "quant_type", "xyz"),
+        ("nf4", "blocksize", 48),
+        ("nf4", "blocksize", True),
+        ("nf4", "dtype", "float64"),
+        (NESTED, "nested_blocksize", 100),
+        (NESTED, "nested_blocksize", 1 << 40),
+    ],
+)
+def test_a_state_of_other_values_is_refused(
+    models: Path, kind: str, key: str, value: Any, tmp_path: Path
+) -> None:
+    state = load_file(models / kind / "model.safetensors")[f"{UP}.{STATE}"]
+    document = {**json.loads(bytes(state.tolist())), key: value}
+    changed = torch.tensor(list(json.dumps(document).encode()), dtype=torch.uint8)
+    folder = edit(models, kind, tmp_path, **{f"weight.{STATE}": changed})
+    told = refusal(folder)
+    assert f"tensor '{UP}.{STATE}': has {value!r} for {key!r}, expected one of" in told
 
 
 @pytest.mark.parametrize("kind", ["nf4", EIGHT])

@@ -298,7 +298,7 @@ def plan_model(
     policy = DTypePolicy(options.dtype, kept=KeptDtypes() if options.cast_all else kept)
     if options.names != "live":
         refuse_random_weights(entries, location=where, config=config)
-        refuse_casting_quantized(entries, config, policy, location=where)
+    refuse_casting_quantized(entries, config, policy, location=where)
     same, broken = dict[Fqn, Fqn](), dict(find_tie_conflicts(config, extents))
     for target, source in find_tie_candidates(config, extents).items():
         (same if is_tied(target, source) else broken)[target] = source

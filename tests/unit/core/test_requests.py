@@ -77,7 +77,16 @@ def test_a_choice_outside_the_list_is_refused_with_the_list(options: dict[str, A
 
 @pytest.mark.parametrize(
     ("given", "nearest"),
-    [("bf6", "bfloat16"), ("flaot16", "float16"), ("float23", "float32")],
+    [
+        ("bf6", "bfloat16"),
+        ("flaot16", "float16"),
+        ("float23", "float32"),
+        ("FP16", "float16"),
+        ("INT8", "int8-channel"),
+        ("fp8", "fp8-block or fp8-channel"),
+        ("fp4", "nvfp4 or mxfp4"),
+        ("fp8_block", "fp8-block"),
+    ],
 )
 def test_the_choice_that_is_most_alike_is_proposed(given: str, nearest: str) -> None:
     with pytest.raises(UsageError, match="is not among") as caught:
@@ -85,11 +94,18 @@ def test_the_choice_that_is_most_alike_is_proposed(given: str, nearest: str) -> 
     assert caught.value.hint == f"pass --dtype {nearest}"
 
 
-def test_where_no_choice_is_alike_all_are_proposed() -> None:
-    with pytest.raises(UsageError) as caught:
-        ConsolidateRequest(layout="onnx")  # type: ignore[arg-type]
-    every = "hf, torch, dcp, megatron, torchtitan or universal"
-    assert caught.value.hint == f"pass --to {every}"
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"layout": "onnx"},
+        {"dtype": ""},
+        *({"dtype": dtype} for dtype in ("fp9", "float8", "mxfp8", "int16", "float64", "q4")),
+    ],
+)
+def test_where_no_choice_is_alike_none_is_proposed(options: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="is not among") as caught:
+        ConsolidateRequest(**options)
+    assert caught.value.hint == "pass one of these"
 
 
 @pytest.mark.parametrize(

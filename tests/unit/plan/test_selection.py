@@ -251,10 +251,12 @@ def test_a_finite_number_that_float16_cannot_hold_is_refused(tmp_path: Path) -> 
     [
         ({"l.weight": "float8_e4m3fn", "l.weight_scale_inv": "float32"}, True),
         ({"l.qweight": "int32", "l.scales": "float16"}, True),
+        ({"l.weight_packed": "uint8", "l.weight_scale": "uint8"}, True),
+        ({"l.weight": "uint8", "l.weight.absmax": "float32"}, True),
         ({"l.weight": "float8_e4m3fn"}, False),
         ({"logit_scale": "float32", "l.weight": "float32"}, False),
     ],
-    ids=["fp8", "gptq", "bare fp8", "clip"],
+    ids=["fp8", "gptq", "mxfp4, without a float", "bitsandbytes", "bare fp8", "clip"],
 )
 def test_what_has_a_scale_beside_it_is_not_cast(names: dict[str, str], refused: bool) -> None:
     entries = [entry(name, dtype=dtype) for name, dtype in names.items()]
@@ -274,3 +276,5 @@ def test_a_quantized_configuration_forbids_a_cast() -> None:
         refuse_casting_quantized(
             [entry("l.weight")], config, DTypePolicy("float16"), location="here"
         )
+    factor = entry("base_model.model.l.lora_A.default.weight")  # without its packed base
+    refuse_casting_quantized([factor], config, DTypePolicy("float16"), location="here")

@@ -131,6 +131,16 @@ def test_options_are_checked(options: dict[str, Any], words: str, tmp_path: Path
     assert words in str(error)
 
 
+@pytest.mark.parametrize("names", ["auto", "live"])
+def test_packed_numbers_are_not_cast(names: str, tmp_path: Path) -> None:
+    packed = nn.Module()
+    packed.register_buffer("weight", torch.zeros(4, 4, dtype=torch.int8))
+    packed.register_buffer("weight_scale", torch.ones(4, 1))
+    error = refused(tmp_path, {"model": packed}, dtype="bfloat16", names=names)
+    assert isinstance(error, RefusedError)
+    assert "'weight' is quantized, or a scale of one that is" in error.message
+
+
 def test_adapters_that_peft_computes_anew_are_refused() -> None:
     spec = TensorSpec(Fqn("base_model.norm.weight"), BY_NAME["float32"], (2,))
     side = {"adapter_config.json": b'{"peft_type": "PREFIX_TUNING"}'}
