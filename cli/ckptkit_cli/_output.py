@@ -14,7 +14,7 @@ import unicodedata
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, TextIO, cast
+from typing import TYPE_CHECKING, Any, Literal, TextIO, cast
 
 from ckptkit.core.errors import (
     CkptkitError,
@@ -483,11 +483,7 @@ def exit_on_errors(output: Output) -> Iterator[None]:
 
 def exit_unless(passed: bool, kind: type[CkptkitError] = VerificationError) -> None:
     if not passed:
-        exit_with(kind.exit_status)
-
-
-def exit_with(status: int) -> NoReturn:
-    raise SystemExit(status)
+        raise SystemExit(kind.exit_status)
 
 
 def show_usage(words: Sequence[str], failure: Any) -> int:

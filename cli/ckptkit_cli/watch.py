@@ -23,7 +23,7 @@ from ckptkit.options import ConsolidateRequest, PushKind, Resources, parse_durat
 from ckptkit.storage.locations import Place, is_url, local_path, place_of
 from ckptkit_cli import _options as options
 from ckptkit_cli._options import HUB, WRITTEN
-from ckptkit_cli._output import Output, Stopped, escaped, exit_with, find_stop, first_of, stamped
+from ckptkit_cli._output import Output, Stopped, escaped, find_stop, first_of, stamped
 from ckptkit_cli._program import Option, command, parse_values
 
 if TYPE_CHECKING:
@@ -246,7 +246,7 @@ def watch(output: Output, json_lines: bool, **typed: Any) -> None:
         if failures:
             end["failed"] = list(failures)
     for error in failures.values():
-        exit_with(error.exit_status)
+        raise SystemExit(error.exit_status)
 
 
 def _make_request(values: Mapping[str, Any]) -> WatchRequest:
@@ -305,12 +305,15 @@ def _parse_command(values: Mapping[str, Any]) -> StepCommand | None:
     if values["command"] is None:
         for name in ("jobs", "exec_timeout"):
             if values[name] is not None:
-                flag = f"--{name.replace('_', '-')}"
-                raise UsageError("needs --exec", where=flag, hint="leave it out")
+                raise _misplaced(name, "needs --exec")
         return None
     return StepCommand.parse(
         values["command"], jobs=values["jobs"] or 1, timeout_seconds=values["exec_timeout"]
     )
+
+
+def _misplaced(option: str, fault: str) -> UsageError:
+    return UsageError(fault, where=f"--{option.replace('_', '-')}", hint="leave it out")
 
 
 def _is_of_training(values: Mapping[str, Any]) -> bool:
@@ -327,10 +330,7 @@ def _place_of_versions(values: Mapping[str, Any]) -> Place | None:
     if not given and (values["seal"] or values["command"] is not None):
         other = next((name for name in (*_OF_COMMITS, "delta") if values[name] is not None), None)
         if other is not None:
-            needed = "--into" if other == "delta" else "--push"
-            raise UsageError(
-                f"needs {needed}", where=f"--{other.replace('_', '-')}", hint="leave it out"
-            )
+            raise _misplaced(other, f"needs {'--into' if other == 'delta' else '--push'}")
         return None
     if not given or ("into" in given and len(given) > 1):
         raise UsageError(
@@ -356,11 +356,7 @@ def _place_of_versions(values: Mapping[str, Any]) -> Place | None:
     if other is None and values["make"] == "adapter":
         other = "as"
     if other is not None:
-        raise UsageError(
-            "cannot be combined with --into, which publishes models",
-            where=f"--{other.replace('_', '-')}",
-            hint="leave it out",
-        )
+        raise _misplaced(other, "cannot be combined with --into, which publishes models")
     folder = place_of(values["into"], values["dst_option"])
     return folder if is_url(folder) else folder.beside(str(local_path(folder).absolute()))
 
@@ -377,7 +373,7 @@ def _folder_of_steps(values: Mapping[str, Any]) -> Path | None:
         )
     other = next((name for name in _OF_COMMITS if values[name] is not None), None)
     if other is not None and values["push"] is None:
-        raise UsageError("needs --push", where=f"--{other.replace('_', '-')}", hint="leave it out")
+        raise _misplaced(other, "needs --push")
     return local_path(values["to_dir"]).absolute()
 
 
@@ -403,11 +399,7 @@ def _make_output(values: Mapping[str, Any]) -> BuildSettings:
     for name in _NOT_OF_MERGES if is_merged else _OF_MERGES:
         if values[name] not in _UNSET:
             fault = "cannot be combined with" if is_merged else "needs"
-            raise UsageError(
-                f"{fault} --as merged",
-                where=f"--{name.replace('_', '-')}",
-                hint="leave it out",
-            )
+            raise _misplaced(name, f"{fault} --as merged")
     return BuildSettings(
         kind=values["make"],
         request=ConsolidateRequest.from_options({name: values[name] for name in _OF_REQUEST}),
