@@ -6,7 +6,6 @@ import dataclasses
 import json
 import os
 import re
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -234,14 +233,14 @@ def watch(output: Output, json_lines: bool, **typed: Any) -> None:
     loses nor repeats a step. With --exec, a command runs for each step, beside all else. With
     --keep-last and the like, steps of RUN that no rule keeps are removed afterwards.
     """
-    from ckptkit.hub.watch.watch import run_watch
+    from ckptkit.hub.watch.watch import Pauses, run_watch
 
     output.quiet = output.quiet or json_lines
     page = WatchPage(output, as_json=json_lines)
     with _report_end(page) as end:
         values = parse_values(_OPTIONS, typed)
         request = _find_run(_make_request(values), page, values)
-        pauses = WatchPauses(ending=values["once"], reads_input=values["until_eof"])
+        pauses = Pauses(ending=values["once"], reads_input=values["until_eof"])
         failures = run_watch(request, pauses, page.listen, page.progress)
         if failures:
             end["failed"] = list(failures)
@@ -472,40 +471,6 @@ def _report_end(page: WatchPage) -> Iterator[dict[str, Any]]:
         raise
     finally:
         page.listen(WatchEvent("stopped", None, facts))
-
-
-_READ_BYTES = 4096
-
-
-class WatchPauses:
-    """Waits for time, for news on standard input, or for the end of standard input."""
-
-    def __init__(self, *, ending: bool, reads_input: bool) -> None:
-        """Starts to read standard input, if `reads_input`."""
-        self.ending = ending
-        self._news = threading.Event()
-        if reads_input:
-            threading.Thread(target=self._read, name="ckptkit-input", daemon=True).start()
-
-    def wait(self, seconds: float) -> None:
-        """Waits for news, at most this long."""
-        self._news.wait(seconds)
-        self._news.clear()
-
-    def notify(self) -> None:
-        """Ends a wait, or the next one."""
-        self._news.set()
-
-    def _read(self) -> None:
-        # Not through sys.stdin, whose lock a thread must not hold when the interpreter ends.
-        try:
-            descriptor = sys.stdin.fileno()
-            while os.read(descriptor, _READ_BYTES):
-                self._news.set()
-        except (AttributeError, OSError, ValueError):
-            pass  # closed from the beginning: it has ended
-        self.ending = True
-        self._news.set()
 
 
 _LISTED_STEPS = 20
