@@ -83,17 +83,13 @@ def defer_weights() -> Iterator[None]:
     # Where Transformers sees that FSDP is used, all ranks but the first leave new heads empty.
     sees = modeling_utils.is_fsdp_enabled
     setattr(PreTrainedModel, _METHOD, staticmethod(load))
-    modeling_utils.is_fsdp_enabled = _sees_no_fsdp
+    modeling_utils.is_fsdp_enabled = lambda: False
     try:
         with _adapters_with_values():
             yield
     finally:
         setattr(PreTrainedModel, _METHOD, stock)
         modeling_utils.is_fsdp_enabled = sees
-
-
-def _sees_no_fsdp() -> bool:
-    return False
 
 
 def _stock_method() -> Any:
