@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, get_args
+from typing import Any
 
 from msgspec import Struct, field
 from msgspec.structs import replace
@@ -24,7 +24,7 @@ from ckptkit.conversion.source.open import open_checkpoint
 from ckptkit.conversion.source.side_folders import SideChoice, SideFolders
 from ckptkit.conversion.verify import Verification, run_verification
 from ckptkit.conversion.write import SingleProcess, write_output
-from ckptkit.core.errors import InputError, OutputError, RefusedError, UsageError, VerificationError
+from ckptkit.core.errors import InputError, OutputError, RefusedError, VerificationError
 from ckptkit.core.manifest import Manifest
 from ckptkit.engine.outcome import Event, Listener, Planned
 from ckptkit.lora.changes import MergeRequest
@@ -43,16 +43,6 @@ class PushChoice(Struct, frozen=True):
     best: str | None = None  # a step that is better by this metric than all, pushed ones included
     best_mode: BestMode = "min"
     last_only: bool = False  # if several wait, the one that was saved last
-
-    def __post_init__(self) -> None:
-        if self.every is not None and self.every < 1:
-            raise UsageError(
-                f"is {self.every}, where a whole number of at least 1 was expected",
-                where="--every",
-                hint="leave it out to push every step",
-            )
-        if self.best_mode not in get_args(BestMode):
-            raise UsageError(f"{self.best_mode!r} is not among min, max", where="--best-mode")
 
 
 def choose_steps(
