@@ -189,12 +189,8 @@ class DeferredWeights(Struct, frozen=True):
                 )
 
 
-_DEFERRED: weakref.WeakKeyDictionary[nn.Module, DeferredWeights] = weakref.WeakKeyDictionary()
-
-
-def keep_deferred(model: nn.Module, weights: DeferredWeights) -> None:
-    """Remembers where the weights of a model on the meta device are."""
-    _DEFERRED[model] = weights
+DEFERRED: weakref.WeakKeyDictionary[nn.Module, DeferredWeights] = weakref.WeakKeyDictionary()
+"""Where the weights of models on the meta device are."""
 
 
 def fill_when_prepared(accelerator: Any, *, reads: bool) -> AbstractContextManager[None]:
@@ -241,7 +237,7 @@ class _Filling:
         self._model = model
         self._is_fsdp2 = getattr(accelerator.state.fsdp_plugin, "fsdp_version", 1) != 1
         self._optimizers = [unwrap_optimizer(optimizer) for optimizer in optimizers]
-        found = (_DEFERRED[module] for module in model.modules() if module in _DEFERRED)
+        found = (DEFERRED[module] for module in model.modules() if module in DEFERRED)
         self._weights = next(found, None)
         tensors = model.state_dict(keep_vars=True)
         self._valued: Mapping[str, torch.Tensor] = {

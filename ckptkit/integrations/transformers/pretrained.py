@@ -27,10 +27,10 @@ from ckptkit.core.errors import CkptkitError, UnsupportedError
 from ckptkit.core.index import Fqn
 from ckptkit.core.text import list_first
 from ckptkit.integrations.accelerate.deferred_weights import (
+    DEFERRED,
     DeferredWeights,
     find_changed,
     is_watched,
-    keep_deferred,
     watch,
 )
 from ckptkit.integrations.patches import replaced
@@ -222,7 +222,7 @@ def _load_headers(
         initialised = {*info.missing_keys, *(name for name, *_ in info.mismatched_keys)}
         why = _doubt(model, weights, info, initialised)
         if not why:
-            keep_deferred(model, weights)
+            DEFERRED[model] = weights
             # Transformers gives memory and values to the others next.
             watch(value for name, value in model.named_parameters() if name not in initialised)
             return loaded
