@@ -365,7 +365,7 @@ def place_facts(named: str | os.PathLike[str]) -> dict[str, Any]:
         inode = [status.st_dev, status.st_ino, *real.relative_to(above).parts]
     except OSError:
         inode = []
-    return {"named": text, "machine": _machine(), "path": str(real), "inode": inode}
+    return {"named": text, "machine": identify_machine(), "path": str(real), "inode": inode}
 
 
 def check_same_place(of_ranks: Sequence[Facts], where: str) -> None:
@@ -398,7 +398,7 @@ def _shown(facts: Facts) -> str:
 
 
 @lru_cache(1)
-def _machine() -> str:
+def identify_machine() -> str:
     try:
         return _BOOT.read_text(encoding="ascii").strip()
     except OSError:
