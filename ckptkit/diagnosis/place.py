@@ -135,22 +135,15 @@ def _try_writing(
 
 def _has_locks(descriptor: int) -> bool | None:
     """Tries whether a lock of one descriptor refuses it to another one of the same file."""
+    path = Path(f"/proc/self/fd/{descriptor}")
     try:
-        import fcntl  # not there on Windows
-
-        other = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR)
-    except (ImportError, OSError):
-        return None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError as error:
+        with (
+            closing(LOCAL_DISK.open(path, os.O_RDWR)) as first,
+            closing(LOCAL_DISK.open(path, os.O_RDWR)) as other,
+        ):
+            return first.lock() and not other.lock()
+    except OSError as error:  # also where there is no /proc
         return False if is_refused(error) else None
-    finally:
-        os.close(other)
-    return False
 
 
 def _shares_blocks(descriptor: int, folder: Path) -> bool | None:

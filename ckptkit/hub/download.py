@@ -56,11 +56,7 @@ class PullFolder:
         self._named = out
         self._out = out.resolve()
         self._work = work
-
-    @property
-    def files(self) -> Path:
-        """Where the files are put."""
-        return self._work.files
+        self.files = work.files
 
     def prepare(self, sizes: Mapping[str, int]) -> None:
         """Removes files that an earlier pull of another revision left.
@@ -95,17 +91,15 @@ class PullFolder:
             for path in files:
                 sync_file(path)
             sync_folders(self.files, LOCAL_DISK)
-            if files and not self._publish(files):
-                raise _exists(self._named)
+            if files:
+                # After a kill in between, the last one is downloaded again.
+                last = min(files, key=lambda p: (p.name != MANIFEST_NAME, p.stat().st_size))
+                name = last.relative_to(self.files).as_posix()
+                if not publish(self._work, self._out, LOCAL_DISK, last=name):
+                    raise _exists(self._named)
             self._out.mkdir(exist_ok=True)  # a repository may have no files
             LOCAL_DISK.sync_directory(self._out.parent)
         self._work.remove()
-
-    def _publish(self, files: Sequence[Path]) -> bool:
-        # After a kill in between, the last one is downloaded again.
-        last = min(files, key=lambda path: (path.name != MANIFEST_NAME, path.stat().st_size))
-        name = last.relative_to(self.files).as_posix()
-        return publish(self._work, self._out, LOCAL_DISK, last=name)
 
     def leave(self) -> None:
         """Releases the folder; downloaded files stay for the next pull."""

@@ -428,7 +428,9 @@ def prepare_package(
     if adapter is None:
         tensors |= _list_tensors(folder, manifest)
     compared = _compare_names(where, config, adapter, manifest, tensors, names, consumer)
-    compared += _find_untruths(small, tensors, consumer)
+    if consumer.owns_config:
+        telling = parse_texts({path: data for path, data in small.items() if path in TELLING})
+        compared += tell_truth(telling, None, tensors, writes=False).notes
     streamed = [path for path in step_files if path not in texts]
     texts = clean_contents(texts, streamed, base_model, whole)
     check_contents(contents | words | texts, folder.location, secrets, [*large_paths, *streamed])
@@ -526,16 +528,6 @@ def _list_tensors(folder: Source, manifest: Manifest | None) -> Mapping[str, tup
     index = read_pretrained_index(folder)
     entries = () if index is None else index.of_part("model")
     return {str(entry.name): (entry.dtype, entry.shape) for entry in entries}
-
-
-def _find_untruths(
-    small: Mapping[str, bytes], tensors: Iterable[str], consumer: Consumer
-) -> tuple[str, ...]:
-    """Returns notes where the files of a folder say something else than its model is."""
-    if not consumer.owns_config:
-        return ()
-    texts = parse_texts({path: data for path, data in small.items() if path in TELLING})
-    return tell_truth(texts, None, tensors, writes=False).notes
 
 
 def _read_texts(folder: Source, files: Iterable[FileRef]) -> dict[str, bytes]:

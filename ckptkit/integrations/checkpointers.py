@@ -90,14 +90,10 @@ class OpenRun:
     """
 
     def __init__(self) -> None:
-        self._checkpointer: WholeCheckpointer | None = None
+        self.checkpointer: WholeCheckpointer | None = None
         self._run = Path()
         self._options: Mapping[str, Any] = {}
         self._failed: list[CkptkitError] = []
-
-    @property
-    def checkpointer(self) -> WholeCheckpointer | None:
-        return self._checkpointer
 
     def of(self, run: Path, options: Options, *, prefix: str | None = None) -> WholeCheckpointer:
         """Returns a Checkpointer for a run; the open one if it fits."""
@@ -106,17 +102,17 @@ class OpenRun:
             wanted["prefix"] = prefix
         elif "prefix" in self._options:
             wanted["prefix"] = self._options["prefix"]
-        if self._checkpointer is None or (self._run, self._options) != (run, wanted):
+        if self.checkpointer is None or (self._run, self._options) != (run, wanted):
             self.end()
-            self._checkpointer = WholeCheckpointer(run, **wanted)
-            register(self._checkpointer)
+            self.checkpointer = WholeCheckpointer(run, **wanted)
+            register(self.checkpointer)
             self._run, self._options = run, wanted
-        return self._checkpointer
+        return self.checkpointer
 
     def end(self) -> None:
         """Closes the Checkpointer; an error is kept for `close`."""
-        if self._checkpointer is not None:
-            checkpointer, self._checkpointer = self._checkpointer, None
+        if self.checkpointer is not None:
+            checkpointer, self.checkpointer = self.checkpointer, None
             try:
                 checkpointer.close()
             except CkptkitError as error:

@@ -23,9 +23,8 @@ from torch.optim import Optimizer
 
 from ckptkit.core.errors import CkptkitError, ResumeError, UsageError
 from ckptkit.core.manifest import MANIFEST_NAME
-from ckptkit.formats.discovery import parse_step
 from ckptkit.integrations.checkpointers import OpenRun, naming_options
-from ckptkit.runs.marks import STEP_PREFIXES, is_step_folder
+from ckptkit.runs.marks import STEP_FOLDER
 from ckptkit.runs.retention import RETENTION_OPTIONS
 from ckptkit.storage.local.durable import remove_folder
 from ckptkit.storage.local.source import LocalSource
@@ -90,10 +89,8 @@ class StrategySaves:
             self._count += 1
             self._numbers[path] = self._count
             self._unwanted = [entry for entry in self._unwanted if entry[1] != path]
-        number = prefix = None
-        if is_step_folder(path.name):
-            number = parse_step(path.name)
-            prefix = next(known for known in STEP_PREFIXES if path.name.startswith(known))
+        match = STEP_FOLDER.fullmatch(path.name)
+        number, prefix = (int(match[2]), match[1]) if match else (None, None)
         checkpointer = self._run.of(path.parent, self._options, prefix=prefix)
         if number is not None:
             handle = checkpointer.save(number, state, files=files)

@@ -11,7 +11,8 @@ import importlib.abc
 import logging
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -136,6 +137,22 @@ def replace_methods(owner: type | ModuleType, **methods: Callable[..., Any]) -> 
         replacement = functools.update_wrapper(method, stock[name])
         setattr(replacement, STOCK, stock[name])
         setattr(owner, name, replacement)
+
+
+@contextmanager
+def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
+    """Replaces attributes until the block ends; what was inherited is inherited again."""
+    before = {name: value for name, value in vars(owner).items() if name in attributes}
+    for name, value in attributes.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name in attributes:
+            if name in before:
+                setattr(owner, name, before[name])
+            else:
+                delattr(owner, name)
 
 
 def saves_whole_models(trainer: Any) -> bool:

@@ -18,6 +18,7 @@ from typing import Any
 
 from ckptkit.core.errors import AdapterError, CannotPlanError
 from ckptkit.core.index import Fqn, Shape, TensorEntry
+from ckptkit.core.text import join_first
 from ckptkit.lora.config import (
     ALL_LINEAR,
     ALPHA,
@@ -198,11 +199,10 @@ def infer_config(
     }
     document |= {key: value for key, value in options.items() if value}
     targets = document["target_modules"]
-    more = f" and {len(targets) - _LISTED:,} more" if len(targets) > _LISTED else ""
     note = (
         "adapter_config.json was inferred from the tensors and from what was given: rank"
         f" {document['r']}{', DoRA' if 'use_dora' in document else ''}, target_modules"
-        f" {', '.join(targets[:_LISTED]) or 'none'}{more};"
+        f" {join_first(targets, len(targets), _LISTED) or 'none'};"
         f" {'one alpha is' if is_scaled else 'alpha = rank is'} assumed for all of them"
     )
     frozen_biases = (

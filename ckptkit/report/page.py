@@ -131,7 +131,8 @@ def plan_difference_report(difference: Difference) -> ReportDocument:
     rows = _difference_rows(difference)
     order = _choose_tensors([row.elements for row in rows])
     chosen = [rows[number] for number in order]
-    dtypes = _Numbered(row.dtypes for row in chosen)
+    gaps = [row.gaps for row in chosen]
+    dtypes = _Numbered(() if gap is None else tuple(dict.fromkeys(gap.dtypes)) for gap in gaps)
     notes = [difference.note] if difference.note else []
     if len(chosen) < len(rows):
         notes.append(f"Only {len(chosen):,} of {len(rows):,} tensors.")
@@ -159,7 +160,6 @@ class _Row(Struct, frozen=True):
     name: str
     state: int
     gaps: NumericDifference | None = None
-    dtypes: tuple[str, ...] = ()
     extents: tuple[str, str] | None = None
     found: tuple[int, float | None] | None = None
 
@@ -417,18 +417,11 @@ def _difference_rows(difference: Difference) -> list[_Row]:
         gap, change = gaps.get(name), changed.get(name)
         extents = difference.reshaped.get(name)
         state = _EQUAL if change is None else _CHANGED
-        rows.append(
-            _Row(
-                name,
-                state if extents is None else _RESHAPED,
-                gap,
-                () if gap is None else tuple(dict.fromkeys(gap.dtypes)),
-                extents,
-                None
-                if change is None or difference.tolerance
-                else (change.elements, change.largest),
-            )
-        )
+        state = state if extents is None else _RESHAPED
+        found = None
+        if change is not None and not difference.tolerance:
+            found = change.elements, change.largest
+        rows.append(_Row(name, state, gap, extents, found))
     rows += [_Row(name, _ONLY_A) for name in difference.only_in_a]
     rows += [_Row(name, _ONLY_B) for name in difference.only_in_b]
     return rows

@@ -40,7 +40,7 @@ _IDENTITY_BYTES = 8
 STEP_PREFIXES = ("checkpoint-", "checkpoint_")
 """The prefixes of step folders: those of the Trainer, and of accelerate's automatic naming."""
 
-_STEP_FOLDER = re.compile(r"(checkpoint[-_])(0|[1-9]\d{0,17})")
+STEP_FOLDER = re.compile(r"(checkpoint[-_])(0|[1-9]\d{0,17})")
 _MOST_BYTES = 4096
 _TRIES = 5
 _TRY_SECONDS = 0.1
@@ -156,14 +156,14 @@ def step_folders(run: Path, prefixes: Sequence[str] = STEP_PREFIXES) -> dict[int
     folders = {
         int(match[2]): path
         for path in run.iterdir()
-        if (match := _STEP_FOLDER.fullmatch(path.name)) and match[1] in prefixes and path.is_dir()
+        if (match := STEP_FOLDER.fullmatch(path.name)) and match[1] in prefixes and path.is_dir()
     }
     return dict(sorted(folders.items()))
 
 
 def is_step_folder(name: str) -> bool:
     """Returns whether a name is that of a step's folder; the number has no leading zero."""
-    return _STEP_FOLDER.fullmatch(name) is not None
+    return STEP_FOLDER.fullmatch(name) is not None
 
 
 def committed_steps(run: Path) -> dict[int, tuple[Path, int]]:

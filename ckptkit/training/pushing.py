@@ -36,7 +36,7 @@ from msgspec.structs import replace
 
 from ckptkit.core.display import plain_fields
 from ckptkit.core.errors import CkptkitError, HubError, UsageError, error_from_json
-from ckptkit.core.text import a_kind
+from ckptkit.core.text import a_kind, join_first
 from ckptkit.core.threads import weak_callback
 from ckptkit.runs.marks import is_step_folder
 from ckptkit.runs.push_journal import WATCH_FOLDER, WatchStatus, read_status, write_status
@@ -219,9 +219,8 @@ class PushState(Struct, frozen=True):
 
 
 def _listed(steps: Sequence[int]) -> str:
-    more = f" and {len(steps) - _LISTED:,} more" if len(steps) > _LISTED else ""
-    names = ", ".join(str(step) for step in sorted(steps)[-_LISTED:])
-    return f"{'step' if len(steps) == 1 else 'steps'} {names}{more}"
+    names = join_first(map(str, sorted(steps)[-_LISTED:]), len(steps), _LISTED)
+    return f"{'step' if len(steps) == 1 else 'steps'} {names}"
 
 
 def _command_for_rest(settings: HubSettings, place: Path | Place, state: Path) -> str:

@@ -287,6 +287,7 @@ JSON_LINES = replace(
 )
 QUIET = Option("--quiet", OUTPUT, "Print nothing but errors.", short="-q")
 EVENTS = Option("--events", OUTPUT, "Report progress as JSON lines on stderr, and nothing else.")
+SHOWN = (JSON, QUIET, EVENTS)
 ALL = Option(
     "--all",
     OUTPUT,
@@ -413,9 +414,7 @@ CONVERSION = (
     ),
     SRC_OPTION,
     DST_OPTION,
-    JSON,
-    QUIET,
-    EVENTS,
+    *SHOWN,
 )
 
 

@@ -14,7 +14,7 @@ import unicodedata
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, TextIO, cast
+from typing import TYPE_CHECKING, Any, Literal, TextIO, cast
 
 from ckptkit.core.errors import (
     CkptkitError,
@@ -474,20 +474,16 @@ def exit_on_errors(output: Output) -> Iterator[None]:
     except CkptkitError as error:
         raise SystemExit(_show_error(output, error)) from error
     except Stopped as stop:
-        raise SystemExit(show_stop(output, stop)) from stop
+        raise SystemExit(_show_stop(output, stop)) from stop
     except OSError as error:
-        raise SystemExit(show_system_error(output, error)) from error
+        raise SystemExit(_show_system_error(output, error)) from error
     except Exception as error:
-        raise SystemExit(show_bug(output, error)) from error
+        raise SystemExit(_show_bug(output, error)) from error
 
 
 def exit_unless(passed: bool, kind: type[CkptkitError] = VerificationError) -> None:
     if not passed:
-        exit_with(kind.exit_status)
-
-
-def exit_with(status: int) -> NoReturn:
-    raise SystemExit(status)
+        raise SystemExit(kind.exit_status)
 
 
 def show_usage(words: Sequence[str], failure: Any) -> int:
@@ -503,7 +499,7 @@ def show_usage(words: Sequence[str], failure: Any) -> int:
     return int(failure.exit_code)
 
 
-def show_stop(output: Output, stop: Stopped) -> int:
+def _show_stop(output: Output, stop: Stopped) -> int:
     """Reports that a signal ended the command; returns the exit status."""
     code = "interrupted" if stop.signal.name == "SIGINT" else "terminated"
     message = f"stopped by {stop.signal.name}"
@@ -512,11 +508,11 @@ def show_stop(output: Output, stop: Stopped) -> int:
     return stop.exit_status
 
 
-def show_bug(output: Output, error: Exception) -> int:
+def _show_bug(output: Output, error: Exception) -> int:
     """Shows the traceback of a bug; returns the exit status."""
     stop = find_stop(error)
     if stop is not None:
-        return show_stop(output, stop)
+        return _show_stop(output, stop)
     import traceback
 
     lines = "".join(traceback.format_exception(error)).splitlines()
@@ -541,7 +537,7 @@ def _show_error(output: Output, error: CkptkitError) -> int:
     return error.exit_status
 
 
-def show_system_error(output: Output, error: OSError) -> int:
+def _show_system_error(output: Output, error: OSError) -> int:
     """Reports a stdout that cannot be written; any other system error here is a bug."""
     try:
         if isinstance(error, _StreamError):  # a text larger than the buffer is not kept for `flush`
@@ -551,7 +547,7 @@ def show_system_error(output: Output, error: OSError) -> int:
         discard(sys.stdout)
         reason = failure.strerror or str(failure)
         return _show_error(output, OutputError(reason, where="standard output"))
-    return show_bug(output, error)
+    return _show_bug(output, error)
 
 
 def _show_document(

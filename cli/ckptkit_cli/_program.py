@@ -27,16 +27,12 @@ import ckptkit_cli
 from ckptkit.version import __version__
 from ckptkit_cli._output import (
     Output,
-    Stopped,
     escaped,
     exit_on_errors,
     flush_streams,
     painted,
     prepare_streams,
     raise_on_signals,
-    show_bug,
-    show_stop,
-    show_system_error,
     show_usage,
     takes_colour,
 )
@@ -527,14 +523,11 @@ def run_application(words: Sequence[str]) -> int:
     prepare_streams()
     raise_on_signals()
     try:
-        status = _run(words)
-        flush_streams()
-    except Stopped as stop:
-        status = show_stop(Output(), stop)
-    except OSError as error:
-        status = show_system_error(Output(), error)
-    except Exception as error:  # noqa: BLE001  whatever arrives here is a bug
-        status = show_bug(Output(), error)
+        with exit_on_errors(Output()):
+            status = _run(words)
+            flush_streams()
+    except SystemExit as end:
+        status = int(end.code or 0)
     flush_streams()
     return status
 

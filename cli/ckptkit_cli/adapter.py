@@ -42,24 +42,29 @@ def _base(use: str) -> Option:
     return Option("--base", READ, f"{text} {use}", "MODEL")
 
 
+def _of_one_adapter(use_of_base: str) -> tuple[Option, ...]:
+    """Returns the options of commands that take an adapter and write one."""
+    return (
+        options.SELECT,
+        options.ALSO,
+        options.ADAPTER,
+        options.ADAPTER_CONFIG,
+        _base(use_of_base),
+        options.ALLOW_UNTRAINED,
+        *options.ADAPTER_HINTS,
+        options.DRY_RUN,
+        options.OVERWRITE,
+        options.SRC_OPTION,
+        options.DST_OPTION,
+    )
+
+
 @command(
     options.SRC,
     options.OUT,
-    options.SELECT,
-    options.ALSO,
-    options.ADAPTER,
-    options.ADAPTER_CONFIG,
-    _base("Its configuration converts the names of another framework."),
-    options.ALLOW_UNTRAINED,
-    *options.ADAPTER_HINTS,
-    options.DRY_RUN,
-    options.OVERWRITE,
-    options.SRC_OPTION,
-    options.DST_OPTION,
+    *_of_one_adapter("Its configuration converts the names of another framework."),
     _REPORT,
-    options.JSON,
-    options.QUIET,
-    options.EVENTS,
+    *options.SHOWN,
     of=ADAPTER,
 )
 def extract(output: Output, **values: Any) -> None:
@@ -113,12 +118,8 @@ def _extraction_page(
     from ckptkit_cli._pages import proof_lines
 
     ranks = sorted({row.rank for row in found.rows if row.rank is not None})
-    yield output.styled(escaped(out), "bold")
-    yield (
-        f"  wrote      {counted(len(manifest.tensors), 'tensor')} of adapter"
-        f" {escaped(repr(found.adapter.name))}, {size_text(manifest.size_bytes)},"
-        f" in {seconds:.2f} s"
-    )
+    name = f" of adapter {escaped(repr(found.adapter.name))}"
+    yield from _written_lines(output, manifest, out, seconds, name)
     trained = sum(row.kind != "frozen" for row in found.rows)
     yield f"  layers     {counted(trained, 'module')}, rank {', '.join(map(str, ranks)) or 'none'}"
     yield f"  config     {escaped(found.config_path) or 'inferred from the tensors'}"
@@ -179,20 +180,8 @@ def _adapter_table(
         choices=get_args(AdapterLayout),
         required=True,
     ),
-    options.SELECT,
-    options.ALSO,
-    options.ADAPTER,
-    options.ADAPTER_CONFIG,
-    _base("Its configuration says how it has its experts."),
-    options.ALLOW_UNTRAINED,
-    *options.ADAPTER_HINTS,
-    options.DRY_RUN,
-    options.OVERWRITE,
-    options.SRC_OPTION,
-    options.DST_OPTION,
-    options.JSON,
-    options.QUIET,
-    options.EVENTS,
+    *_of_one_adapter("Its configuration says how it has its experts."),
+    *options.SHOWN,
     of=ADAPTER,
 )
 def convert(output: Output, **values: Any) -> None:
@@ -206,7 +195,7 @@ def convert(output: Output, **values: Any) -> None:
     from ckptkit.adapters.convert import prepare_conversion, run_conversion
     from ckptkit.adapters.sources import AdapterRequest
     from ckptkit.conversion.write import check_destination
-    from ckptkit_cli._pages import plan_json, plan_page, show_output
+    from ckptkit_cli._pages import plan_json, plan_page, proof_lines, show_output
     from ckptkit_cli._progress import Progress
 
     values = values_with_places(values)
@@ -224,18 +213,21 @@ def convert(output: Output, **values: Any) -> None:
         )
     facts = {"adapter": found.adapter.name, "unverified": manifest.unverified}
     show_output(output, progress, out, manifest, facts, found.notes)
-    output.lines(_conversion_page(output, manifest, out, progress.seconds))
+    output.lines(_written_lines(output, manifest, out, progress.seconds))
+    output.lines(proof_lines(output, manifest))
     if values["to"] == "peft":
         output.lines(_loading_line(output, manifest, out))
 
 
-def _conversion_page(output: Output, manifest: Manifest, out: str, seconds: float) -> Iterator[str]:
-    from ckptkit_cli._pages import proof_lines
-
+def _written_lines(
+    output: Output, manifest: Manifest, out: str, seconds: float, name: str = ""
+) -> list[str]:
+    tensors = counted(len(manifest.tensors), "tensor") + name
     size = size_text(manifest.size_bytes)
-    yield output.styled(escaped(out), "bold")
-    yield f"  wrote      {counted(len(manifest.tensors), 'tensor')}, {size}, in {seconds:.2f} s"
-    yield from proof_lines(output, manifest)
+    return [
+        output.styled(escaped(out), "bold"),
+        f"  wrote      {tensors}, {size}, in {seconds:.2f} s",
+    ]
 
 
 @command(
@@ -297,9 +289,7 @@ def _conversion_page(output: Output, manifest: Manifest, out: str, seconds: floa
         "Show a table of what is done to each weight, and how much it changes; reads these"
         " weights once more.",
     ),
-    options.JSON,
-    options.QUIET,
-    options.EVENTS,
+    *options.SHOWN,
     of=ADAPTER,
 )
 def merge(output: Output, **values: Any) -> None:
@@ -446,9 +436,7 @@ def _merge_table(output: Output, layers: Sequence[MergedLayer]) -> list[str]:
     options.SRC_OPTION,
     options.DST_OPTION,
     _REPORT,
-    options.JSON,
-    options.QUIET,
-    options.EVENTS,
+    *options.SHOWN,
     of=ADAPTER,
 )
 def from_diff(
@@ -498,9 +486,7 @@ _DIFFERENCE_HEADER = (
 
 def _difference_page(output: Output, manifest: Manifest, out: str, seconds: float) -> Iterator[str]:
     difference, rank = manifest.source["difference"], manifest.options["rank"]
-    size = size_text(manifest.size_bytes)
-    yield output.styled(escaped(out), "bold")
-    yield f"  wrote      {counted(len(manifest.tensors), 'tensor')}, {size}, in {seconds:.2f} s"
+    yield from _written_lines(output, manifest, out, seconds)
     yield f"  layers     {counted(len(difference['layers']), 'module')}, rank {rank}"
     yield (
         f"  quality    {difference['energy']:.2%} of the energy of their changes is kept, relative"

@@ -64,9 +64,7 @@ _SIDE = (
     _OF_CONVERSION["bandwidth"],
     options.SRC_OPTION,
     options.DST_OPTION,
-    options.JSON,
-    options.QUIET,
-    options.EVENTS,
+    *options.SHOWN,
 )
 
 

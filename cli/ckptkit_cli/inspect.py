@@ -135,7 +135,12 @@ def inspect(
     if is_delta(sources.first):
         if html is not None:
             raise RefusedError("there is no page of a delta", where="--html", hint="leave it out")
-        _show_delta(output, sources.first, tensors)
+        from ckptkit.deltas.checks import inspect_delta
+
+        delta = inspect_delta(sources.first)
+        delta = replace(delta, tensors=_choose(delta.tensors, tensors))
+        output.document(delta.to_json())
+        output.lines(_delta_page(output, delta))
         return
     inspection = run_inspection(
         sources.first,
@@ -215,17 +220,6 @@ def _find_run_of(inspection: Inspection, source: Place) -> RunListing | None:
         return list_run(source.beside(folder or "."))
     except InputError:
         return None
-
-
-def _show_delta(output: Output, place: Place, pattern: str | None) -> None:
-    """Shows a delta, and the tensors that match a pattern if there is one."""
-    from ckptkit.deltas.checks import inspect_delta
-
-    delta = inspect_delta(place)
-    delta = replace(delta, tensors=_choose(delta.tensors, pattern))
-    output.document(delta.to_json())
-    if not output.as_json:
-        output.lines(_delta_page(output, delta))
 
 
 _LISTED_CHANGES = 20
@@ -314,7 +308,7 @@ def next_step(inspection: Inspection, typed: InspectArguments) -> NextStep:
     elif (
         inspection.problems
         and typed.model_config is None
-        and all(map(_lacks_names, inspection.problems))
+        and all("--model-config DIR" in str(problem) for problem in inspection.problems)
     ):
         command = _command("consolidate", path, "OUT", "--model-config", "DIR", typed=typed)
         remark = _WITHOUT_NAMES
@@ -340,11 +334,6 @@ def next_step(inspection: Inspection, typed: InspectArguments) -> NextStep:
     else:
         return _of_model(inspection, path, typed)
     return NextStep(command, remark)
-
-
-def _lacks_names(problem: Problem) -> bool:
-    """Returns whether the configuration of the model mends a problem."""
-    return "--model-config DIR" in str(problem)
 
 
 _WITHOUT_NAMES = (

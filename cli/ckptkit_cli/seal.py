@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptkit.core.text import size_text
 from ckptkit_cli._options import JSON, QUIET, SRC_OPTION
-from ckptkit_cli._output import Output, counted, escaped, exit_with, table
+from ckptkit_cli._output import Output, counted, escaped, table
 from ckptkit_cli._program import Argument, command
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def seal(output: Output, path: str, src_option: Mapping[str, Any]) -> None:
         output.warn(f"{one.step.path} was not sealed: {one.why}")
     for one in result.failed:
         if one.error is not None:
-            exit_with(one.error.exit_status)
+            raise SystemExit(one.error.exit_status)
 
 
 def _sealing_page(output: Output, result: Sealing) -> Iterator[str]:

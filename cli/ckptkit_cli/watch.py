@@ -6,7 +6,6 @@ import dataclasses
 import json
 import os
 import re
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -23,7 +22,7 @@ from ckptkit.options import ConsolidateRequest, PushKind, Resources, parse_durat
 from ckptkit.storage.locations import Place, is_url, local_path, place_of
 from ckptkit_cli import _options as options
 from ckptkit_cli._options import HUB, WRITTEN
-from ckptkit_cli._output import Output, Stopped, escaped, exit_with, find_stop, first_of, stamped
+from ckptkit_cli._output import Output, Stopped, escaped, find_stop, first_of, stamped
 from ckptkit_cli._program import Option, command, parse_values
 
 if TYPE_CHECKING:
@@ -234,19 +233,19 @@ def watch(output: Output, json_lines: bool, **typed: Any) -> None:
     loses nor repeats a step. With --exec, a command runs for each step, beside all else. With
     --keep-last and the like, steps of RUN that no rule keeps are removed afterwards.
     """
-    from ckptkit.hub.watch.watch import run_watch
+    from ckptkit.hub.watch.watch import Pauses, run_watch
 
     output.quiet = output.quiet or json_lines
     page = WatchPage(output, as_json=json_lines)
     with _report_end(page) as end:
         values = parse_values(_OPTIONS, typed)
         request = _find_run(_make_request(values), page, values)
-        pauses = WatchPauses(ending=values["once"], reads_input=values["until_eof"])
+        pauses = Pauses(ending=values["once"], reads_input=values["until_eof"])
         failures = run_watch(request, pauses, page.listen, page.progress)
         if failures:
             end["failed"] = list(failures)
     for error in failures.values():
-        exit_with(error.exit_status)
+        raise SystemExit(error.exit_status)
 
 
 def _make_request(values: Mapping[str, Any]) -> WatchRequest:
@@ -305,12 +304,15 @@ def _parse_command(values: Mapping[str, Any]) -> StepCommand | None:
     if values["command"] is None:
         for name in ("jobs", "exec_timeout"):
             if values[name] is not None:
-                flag = f"--{name.replace('_', '-')}"
-                raise UsageError("needs --exec", where=flag, hint="leave it out")
+                raise _misplaced(name, "needs --exec")
         return None
     return StepCommand.parse(
         values["command"], jobs=values["jobs"] or 1, timeout_seconds=values["exec_timeout"]
     )
+
+
+def _misplaced(option: str, fault: str) -> UsageError:
+    return UsageError(fault, where=f"--{option.replace('_', '-')}", hint="leave it out")
 
 
 def _is_of_training(values: Mapping[str, Any]) -> bool:
@@ -327,10 +329,7 @@ def _place_of_versions(values: Mapping[str, Any]) -> Place | None:
     if not given and (values["seal"] or values["command"] is not None):
         other = next((name for name in (*_OF_COMMITS, "delta") if values[name] is not None), None)
         if other is not None:
-            needed = "--into" if other == "delta" else "--push"
-            raise UsageError(
-                f"needs {needed}", where=f"--{other.replace('_', '-')}", hint="leave it out"
-            )
+            raise _misplaced(other, f"needs {'--into' if other == 'delta' else '--push'}")
         return None
     if not given or ("into" in given and len(given) > 1):
         raise UsageError(
@@ -356,11 +355,7 @@ def _place_of_versions(values: Mapping[str, Any]) -> Place | None:
     if other is None and values["make"] == "adapter":
         other = "as"
     if other is not None:
-        raise UsageError(
-            "cannot be combined with --into, which publishes models",
-            where=f"--{other.replace('_', '-')}",
-            hint="leave it out",
-        )
+        raise _misplaced(other, "cannot be combined with --into, which publishes models")
     folder = place_of(values["into"], values["dst_option"])
     return folder if is_url(folder) else folder.beside(str(local_path(folder).absolute()))
 
@@ -377,7 +372,7 @@ def _folder_of_steps(values: Mapping[str, Any]) -> Path | None:
         )
     other = next((name for name in _OF_COMMITS if values[name] is not None), None)
     if other is not None and values["push"] is None:
-        raise UsageError("needs --push", where=f"--{other.replace('_', '-')}", hint="leave it out")
+        raise _misplaced(other, "needs --push")
     return local_path(values["to_dir"]).absolute()
 
 
@@ -403,11 +398,7 @@ def _make_output(values: Mapping[str, Any]) -> BuildSettings:
     for name in _NOT_OF_MERGES if is_merged else _OF_MERGES:
         if values[name] not in _UNSET:
             fault = "cannot be combined with" if is_merged else "needs"
-            raise UsageError(
-                f"{fault} --as merged",
-                where=f"--{name.replace('_', '-')}",
-                hint="leave it out",
-            )
+            raise _misplaced(name, f"{fault} --as merged")
     return BuildSettings(
         kind=values["make"],
         request=ConsolidateRequest.from_options({name: values[name] for name in _OF_REQUEST}),
@@ -480,40 +471,6 @@ def _report_end(page: WatchPage) -> Iterator[dict[str, Any]]:
         raise
     finally:
         page.listen(WatchEvent("stopped", None, facts))
-
-
-_READ_BYTES = 4096
-
-
-class WatchPauses:
-    """Waits for time, for news on standard input, or for the end of standard input."""
-
-    def __init__(self, *, ending: bool, reads_input: bool) -> None:
-        """Starts to read standard input, if `reads_input`."""
-        self.ending = ending
-        self._news = threading.Event()
-        if reads_input:
-            threading.Thread(target=self._read, name="ckptkit-input", daemon=True).start()
-
-    def wait(self, seconds: float) -> None:
-        """Waits for news, at most this long."""
-        self._news.wait(seconds)
-        self._news.clear()
-
-    def notify(self) -> None:
-        """Ends a wait, or the next one."""
-        self._news.set()
-
-    def _read(self) -> None:
-        # Not through sys.stdin, whose lock a thread must not hold when the interpreter ends.
-        try:
-            descriptor = sys.stdin.fileno()
-            while os.read(descriptor, _READ_BYTES):
-                self._news.set()
-        except (AttributeError, OSError, ValueError):
-            pass  # closed from the beginning: it has ended
-        self.ending = True
-        self._news.set()
 
 
 _LISTED_STEPS = 20

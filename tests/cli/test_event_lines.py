@@ -16,61 +16,65 @@ from ckptkit.engine.outcome import (
     Waiting,
 )
 from ckptkit_cli._output import Output
-from ckptkit_cli._progress import EventLines, Progress
+from ckptkit_cli._progress import Progress
 from ckptkit_cli.ls import age_text
 
 
-class Heard:
-    def __init__(self) -> None:
-        self.now = 0.0
-        self.lines: list[tuple[str, dict[str, Any]]] = []
-        self.events = EventLines(self.emit, lambda: self.now)
+class Clock:
+    now = 0.0
 
-    def emit(self, name: str, /, **facts: Any) -> None:
-        self.lines.append((name, facts))
-
-    def progress(self) -> list[int]:
-        return [facts["done_bytes"] for name, facts in self.lines if name == "progress"]
+    def __call__(self) -> float:
+        return self.now
 
 
-def test_progress_is_told_once_a_second_and_when_a_stage_ends() -> None:
-    heard = Heard()
-    heard.events.listen(Planned(("a note",)))
-    heard.events.listen(Started(1000))
-    for _ in range(100):
-        heard.now += 0.0625
-        heard.events.listen(BytesWritten(10))
-    assert heard.progress() == [160, 320, 480, 640, 800, 960]
-    heard.events.listen(Waiting("it is compared"))
-    assert heard.progress()[-1] == 1000
-    assert heard.lines[-1] == ("waiting", {"message": "it is compared"})
-    heard.events.listen(OutputCommitted("out"))
-    assert heard.lines[0] == ("planned", {"notes": ["a note"]})
-    assert heard.lines[-1] == ("committed", {"path": "out"})
+def told(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
+    """Returns the events of stderr without their times."""
+    events = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    return [{key: value for key, value in event.items() if key != "time"} for event in events]
+
+
+def test_progress_is_told_once_a_second_and_when_a_stage_ends(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    clock = Clock()
+    with Progress(Output(events=True), "label", clock) as progress:
+        progress.listen(Planned(("a note",)))
+        progress.listen(Started(1000))
+        for _ in range(100):
+            clock.now += 0.0625
+            progress.listen(BytesWritten(10))
+        progress.listen(Waiting("it is compared"))
+        progress.listen(OutputCommitted("out"))
+    planned, started, *counts, waiting, committed = told(capsys)
+    assert planned == {"event": "planned", "notes": ["a note"]}
+    assert started == {"event": "started", "total_bytes": 1000}
+    assert [event["done_bytes"] for event in counts] == [160, 320, 480, 640, 800, 960, 1000]
+    assert waiting == {"event": "waiting", "message": "it is compared"}
+    assert committed == {"event": "committed", "path": "out"}
 
 
 @pytest.mark.parametrize(
-    ("events", "told"),
+    ("events", "lines"),
     [(True, ["planned", "warning"]), (False, ["warning: a note", "warning: another"])],
 )
 def test_a_note_is_told_once(
-    capsys: pytest.CaptureFixture[str], *, events: bool, told: list[str]
+    capsys: pytest.CaptureFixture[str], *, events: bool, lines: list[str]
 ) -> None:
     with Progress(Output(events=events), "label") as progress:
         progress.listen(Planned(("a note",)))
     progress.warn(["a note", "another"])
-    lines = capsys.readouterr().err.splitlines()
-    assert [json.loads(line)["event"] if events else line for line in lines] == told
+    written = capsys.readouterr().err.splitlines()
+    assert [json.loads(line)["event"] if events else line for line in written] == lines
 
 
-def test_stages_are_counted_apart() -> None:
-    heard = Heard()
-    for total in (7, 9):
-        heard.events.listen(Started(total))
-        heard.events.listen(BytesWritten(total))
-    heard.events.listen(OutputKept("out"))
-    told = [(name, facts.get("done_bytes")) for name, facts in heard.lines]
-    assert told == [
+def test_stages_are_counted_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    with Progress(Output(events=True), "label") as progress:
+        for total in (7, 9):
+            progress.listen(Started(total))
+            progress.listen(BytesWritten(total))
+        progress.listen(OutputKept("out"))
+    assert progress.kept
+    assert [(event["event"], event.get("done_bytes")) for event in told(capsys)] == [
         *[("started", None), ("progress", 7)],
         *[("started", None), ("progress", 9)],
         ("kept", None),

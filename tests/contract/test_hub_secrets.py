@@ -15,7 +15,7 @@ from ckptkit.core.errors import CkptkitError, RefusedError
 from ckptkit.hub import push
 from ckptkit.hub.secrets import secrets_in
 from ckptkit.hub.watch.build import BuildSettings
-from ckptkit.hub.watch.watch import WatchEvent, WatchRequest, run_watch
+from ckptkit.hub.watch.watch import Pauses, WatchEvent, WatchRequest, run_watch
 from tests.hub_models import write_model
 from tests.hub_server import TOKEN, HubServer
 from tests.planted_secrets import FILES, SECRETS
@@ -76,12 +76,7 @@ def run(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def watch(hub: HubServer, run: Path) -> Callable[..., tuple[list[WatchEvent], dict[int, Any]]]:
-    class AtOnce:
-        ending = True
-
-        def notify(self) -> None:
-            """Does nothing: a test does not wait."""
-
+    class AtOnce(Pauses):
         def wait(self, seconds: float) -> None:
             raise AssertionError(seconds)
 
@@ -97,7 +92,9 @@ def watch(hub: HubServer, run: Path) -> Callable[..., tuple[list[WatchEvent], di
             token=TOKEN,
             endpoint=hub.url,
         )
-        failures = run_watch(request, AtOnce(), events.append, lambda _: None)
+        failures = run_watch(
+            request, AtOnce(ending=True, reads_input=False), events.append, lambda _: None
+        )
         return events, dict(failures)
 
     return watched

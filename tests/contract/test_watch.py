@@ -17,7 +17,7 @@ from ckptkit.core.errors import CkptkitError, HubError, HubUnavailableError, Ref
 from ckptkit.hub import client as retrying
 from ckptkit.hub import pull
 from ckptkit.hub.watch.build import BuildSettings, PushChoice
-from ckptkit.hub.watch.watch import WatchEvent, WatchRequest, run_watch
+from ckptkit.hub.watch.watch import Pauses, WatchEvent, WatchRequest, run_watch
 from ckptkit.runs.push_journal import WATCH_FOLDER, read_journals
 from ckptkit.runs.retention import Retention
 from ckptkit.storage.places import PathLike, Place
@@ -49,22 +49,18 @@ def add(run: Path, step: int, source: Path = ADAPTER, **facts: object) -> Path:
     return add_step(run, step, source, **facts)
 
 
-class Pauses:
+class Moments(Pauses):
     """Does something at each pause of a watch, and has it end when there is nothing left to do."""
 
     def __init__(self, *moments: Callable[[], object]) -> None:
+        super().__init__(ending=not moments, reads_input=False)
         self._moments = list(moments)
-
-    @property
-    def ending(self) -> bool:
-        return not self._moments
-
-    def notify(self) -> None:
-        """Does nothing: a test does not wait."""
 
     def wait(self, seconds: float) -> None:  # noqa: ARG002  whatever is asked, time is short
         if self._moments:
-            self._moments.pop(0)()
+            moment = self._moments.pop(0)
+            self.ending = not self._moments
+            moment()
 
 
 class Watched:
@@ -84,7 +80,7 @@ def watch(hub: HubServer, run: Path) -> Callable[..., Watched]:
         found = Watched()
         known: dict[str, Any] = {"token": TOKEN, "endpoint": hub.url, "retries": SOON} | options
         request = WatchRequest(run=place, repo_id=REPO, **known)
-        found.failures = run_watch(request, Pauses(*moments), found.events.append, lambda _: None)
+        found.failures = run_watch(request, Moments(*moments), found.events.append, lambda _: None)
         return found
 
     return watched
@@ -169,7 +165,7 @@ def test_a_step_that_vanishes_while_it_is_read_is_passed_over(hub: HubServer, ru
         found.events.append(event)
         vanish(event)
 
-    failures = run_watch(request, Pauses(lambda: add(run, 2)), listen, lambda _: None)
+    failures = run_watch(request, Moments(lambda: add(run, 2)), listen, lambda _: None)
     assert found.of("passed") == [1]
     assert found.of("pushed") == [2]
     assert not failures

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, get_args
+from typing import Any
 
 from msgspec import Struct, field
 from msgspec.structs import replace
@@ -24,7 +24,7 @@ from ckptkit.conversion.source.open import open_checkpoint
 from ckptkit.conversion.source.side_folders import SideChoice, SideFolders
 from ckptkit.conversion.verify import Verification, run_verification
 from ckptkit.conversion.write import SingleProcess, write_output
-from ckptkit.core.errors import InputError, OutputError, RefusedError, UsageError, VerificationError
+from ckptkit.core.errors import InputError, OutputError, RefusedError, VerificationError
 from ckptkit.core.manifest import Manifest
 from ckptkit.engine.outcome import Event, Listener, Planned
 from ckptkit.lora.changes import MergeRequest
@@ -43,16 +43,6 @@ class PushChoice(Struct, frozen=True):
     best: str | None = None  # a step that is better by this metric than all, pushed ones included
     best_mode: BestMode = "min"
     last_only: bool = False  # if several wait, the one that was saved last
-
-    def __post_init__(self) -> None:
-        if self.every is not None and self.every < 1:
-            raise UsageError(
-                f"is {self.every}, where a whole number of at least 1 was expected",
-                where="--every",
-                hint="leave it out to push every step",
-            )
-        if self.best_mode not in get_args(BestMode):
-            raise UsageError(f"{self.best_mode!r} is not among min, max", where="--best-mode")
 
 
 def choose_steps(
@@ -190,14 +180,21 @@ def write_model(
     settings: BuildSettings,
     listener: Listener,
     facts: Mapping[str, Any] = MappingProxyType({}),
-) -> Manifest:
-    """Writes what a job makes of a step, whole or not at all.
+) -> tuple[Manifest, tuple[str, ...]]:
+    """Writes what a job makes of a step, whole or not at all; returns notes for the user too.
 
     `facts` go into the `source` of its manifest.
     """
+    notes: dict[str, None] = {}
+
+    def listen(event: Event) -> None:
+        if isinstance(event, Planned):
+            notes.update(dict.fromkeys(event.notes))
+        listener(event)
+
     job.check_places()
     target = open_target(job.destination, overwrite=job.overwrite)
-    with SingleProcess(target, listener) as strategy, job.plan_output() as planned:
+    with SingleProcess(target, listen) as strategy, job.plan_output() as planned:
         has_config = CONFIG in {file.path for file in planned.plan.files}
         if settings.needs_config and planned.kind == "model" and not has_config:
             raise RefusedError(
@@ -207,27 +204,20 @@ def write_model(
                 hint="pass --base DIR_OR_REPO of the model that was trained, or --weights-only",
             )
         own = {**planned.facts, **facts}
-        return write_output(replace(planned, facts=own), strategy, listener)
+        return write_output(replace(planned, facts=own), strategy, listen), tuple(notes)
 
 
 def build_folder(
     src: PathLike, out: Path, step: int, settings: BuildSettings, listener: Listener
 ) -> tuple[str, ...]:
     """Builds the folder that is pushed from a step, and verifies it; returns notes for the user."""
-    notes: list[str] = []
-
-    def listen(event: Event) -> None:
-        if isinstance(event, Planned):
-            notes.extend(event.notes)
-        listener(event)
-
     shutil.rmtree(out, ignore_errors=True)
-    write_model(settings.make_any_job(src, out), settings, listen)
+    _, notes = write_model(settings.make_any_job(src, out), settings, listener)
     _check(run_verification(out, listener=listener), VerificationError)
     if settings.state_folder:
         _check(run_verification(src, listener=listener), InputError)
         _put_state(src, out / settings.whole_folder(step))
-    return tuple(dict.fromkeys(notes))
+    return notes
 
 
 def _check(result: Verification, kind: type[VerificationError | InputError]) -> None:
@@ -243,7 +233,9 @@ def _put_state(src: PathLike, out: Path) -> None:
         if is_url(src):
             _download(src, out)
             return
-        for path in _files_below(folder):
+        for path in sorted(folder.rglob("*")):
+            if path.is_symlink() or not path.is_file():
+                continue
             name = out / path.relative_to(folder)
             name.parent.mkdir(parents=True, exist_ok=True)
             try:
@@ -268,7 +260,3 @@ def _download(src: PathLike, out: Path) -> None:
             with name.open("wb") as file:
                 for start in range(0, size_bytes, _READ_BYTES):
                     file.write(source.read(path, start, min(start + _READ_BYTES, size_bytes)))
-
-
-def _files_below(folder: Path) -> Sequence[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())

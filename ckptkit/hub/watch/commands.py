@@ -6,7 +6,6 @@ status once it has. So after a kill it runs again, and one that has ended does n
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import shutil
@@ -21,13 +20,13 @@ from pathlib import Path
 from msgspec import Struct
 from msgspec.structs import replace
 
+from ckptkit.conversion.source.paths import make_absolute
 from ckptkit.core.errors import CkptkitError, OutputError, UsageError
 from ckptkit.hub.watch import command_guard
 from ckptkit.hub.watch.build import PushChoice, choose_steps
 from ckptkit.hub.watch.watched_steps import WatchedRun
 from ckptkit.runs.push_journal import CommandJournal, CommandRun, StepPush
 from ckptkit.runs.steps import TIME_FORMAT, RunStep
-from ckptkit.storage.places import is_url, local_path
 
 _GRACE_SECONDS = 5.0
 _TIMED_OUT = 124  # as timeout(1) reports it
@@ -158,9 +157,7 @@ class StepCommands:
         """Starts the command for a step, which is kept from pruning until it has ended."""
         if self._errors:
             raise self._errors.pop()
-        place = self._run.place_of(step)
-        where = os.fspath(place) if is_url(place) else str(local_path(place).absolute())
-        words = self._command.fill(step.step, where)
+        words = self._command.fill(step.step, make_absolute(self._run.place_of(step)))
         log = self._journal.log_of(step.step)
         entry = CommandRun(
             step=step.step,

@@ -14,7 +14,7 @@ from typing import Any
 from ckptkit.conversion.write import find_written_output, read_output_manifest
 from ckptkit.core.errors import FormatError, OutputExistsError
 from ckptkit.core.manifest import Manifest
-from ckptkit.engine.outcome import Event, Listener, Planned
+from ckptkit.engine.outcome import Listener
 from ckptkit.formats.discovery import parse_step
 from ckptkit.hub.watch.build import BuildSettings, write_model
 from ckptkit.hub.watch.versions import sweep
@@ -73,23 +73,15 @@ class StepFolders:
         path, source = self._folder / step.name, self._run.place_of(step)
         if self._is_written(path, source):
             return StepCommit(step.name, os.fspath(path), is_new=False)
-        notes: list[str] = []
-
-        def listen(event: Event) -> None:
-            if isinstance(event, Planned):
-                notes.extend(event.notes)
-            self._listener(event)
-
         is_own = self._read_published(path).get("run") == self._identity
         job = self._build.make_any_job(source, path, overwrite=is_own)
         try:
             facts = describe_published(self._identity, step)
-            manifest = write_model(job, self._build, listen, facts)
+            manifest, notes = write_model(job, self._build, self._listener, facts)
         except OutputExistsError as error:
             hint = "it is not of this run: move it away, or pass another --to-dir"
             raise error.hinted(hint) from error
-        size, unique = manifest.size_bytes, tuple(dict.fromkeys(notes))
-        return StepCommit(step.name, os.fspath(path), size, notes=unique)
+        return StepCommit(step.name, os.fspath(path), manifest.size_bytes, notes=notes)
 
     def _is_written(self, path: Path, source: PathLike) -> bool:
         """Returns whether a folder is the one that would be made of a step."""

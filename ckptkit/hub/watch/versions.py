@@ -143,7 +143,8 @@ class PublishedVersions:
                 text = f"published as a whole model, since no delta is possible: {error}"
                 notes = (text,)
         facts[DELTA] = {"version": number}
-        return write_model(job, self._build, self._listener, facts), notes
+        manifest, _ = write_model(job, self._build, self._listener, facts)
+        return manifest, notes
 
     def _is_unfinished(self, number: int) -> bool:
         """Returns whether a watch was killed while a store made the files of a version visible."""

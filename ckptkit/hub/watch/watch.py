@@ -12,11 +12,13 @@ import dataclasses
 import hashlib
 import os
 import shutil
+import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from msgspec import Struct, field
 from msgspec.structs import replace
@@ -83,6 +85,7 @@ WATCH_RETRIES = RetryPolicy(
 """A watch retries without limit; `attempts` limits the retries once it is to end."""
 _LOCK_POLL_SECONDS = 1.0
 _LISTED = 5
+_READ_BYTES = 4096
 _MOST_MARKS = 32  # each takes a descriptor or two
 
 EventName = Literal[
@@ -122,21 +125,35 @@ class WatchEvent(Struct, frozen=True):
 WatchListener = Callable[[WatchEvent], None]
 
 
-class Pauses(Protocol):
-    """Lets a watch wait for time to pass, or for its end."""
+class Pauses:
+    """Lets a watch wait for time, for news on standard input, or for the end of standard input."""
 
-    @property
-    def ending(self) -> bool:
-        """Whether the watch ends as soon as no step waits to be pushed."""
-        ...
+    def __init__(self, *, ending: bool, reads_input: bool) -> None:
+        """Starts to read standard input, if `reads_input`; once `ending`, nothing is waited for."""
+        self.ending = ending
+        self._news = threading.Event()
+        if reads_input:
+            threading.Thread(target=self._read, name="ckptkit-input", daemon=True).start()
 
     def wait(self, seconds: float) -> None:
-        """Waits for at most so many seconds; less if the run may have changed."""
-        ...
+        """Waits at most this long; less if the run may have changed."""
+        self._news.wait(seconds)
+        self._news.clear()
 
     def notify(self) -> None:
         """Ends a wait, or the next one; called by any thread."""
-        ...
+        self._news.set()
+
+    def _read(self) -> None:
+        # Not through sys.stdin, whose lock a thread must not hold when the interpreter ends.
+        try:
+            descriptor = sys.stdin.fileno()
+            while os.read(descriptor, _READ_BYTES):
+                self._news.set()
+        except (AttributeError, OSError, ValueError):
+            pass  # closed from the beginning: it has ended
+        self.ending = True
+        self._news.set()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ from ckptkit.core.errors import (
     StorageError,
 )
 from ckptkit.core.manifest import MANIFEST_NAME
+from ckptkit.core.text import join_first
 from ckptkit.engine.outcome import Listener
 from ckptkit.formats.discovery import parse_step
 from ckptkit.hub.client import MAIN, NOT_FOUND, Hub, status_of, tag_commit
@@ -222,9 +223,8 @@ class PushedSteps:
         left = [path for path in left if PurePosixPath(path).name != NEVER]
         notes = []
         if left:
-            names = redact_secrets(", ".join(left[:_LISTED]))
-            more = f" and {len(left) - _LISTED:,} more" if len(left) > _LISTED else ""
-            text = f"not pushed with the step: {names}{more}"
+            names = redact_secrets(join_first(left, len(left), _LISTED))
+            text = f"not pushed with the step: {names}"
             notes.append(f"{text}; --include GLOB adds files without secrets")
         return StepCommit(pushed.commit, pushed.url, pushed.bytes_uploaded, notes=tuple(notes))
 

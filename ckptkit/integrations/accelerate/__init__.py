@@ -25,6 +25,7 @@ from ckptkit.core.arguments import check_names
 from ckptkit.core.errors import CkptkitError, UsageError
 from ckptkit.integrations.accelerate.accelerator_state import (
     check_layout,
+    kind_of,
     prepared_model,
     stock_method,
 )
@@ -228,8 +229,7 @@ def get_state_like_stock(
     As with the stock method, other ranks than the first get an empty dictionary. It issues no
     collective.
     """
-    kind = getattr(accelerator.distributed_type, "value", accelerator.distributed_type)
-    if kind == "FSDP" and is_sharded(model):
+    if kind_of(accelerator) == "FSDP" and is_sharded(model):
         state = _saves(accelerator).whole_state(prepared_model(accelerator, model))
         if state is not None:
             return state

@@ -9,7 +9,6 @@ Source: `accelerate.Accelerator.save_state` and `load_state`, `accelerate.checkp
 from __future__ import annotations
 
 import os
-import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -26,6 +25,7 @@ from ckptkit.formats.dcp.reader import METADATA
 from ckptkit.formats.discovery import parse_step
 from ckptkit.integrations.accelerate.whole_files import WholeFiles, capturing
 from ckptkit.integrations.checkpointers import is_sharded
+from ckptkit.runs.marks import STEP_FOLDER
 from ckptkit.storage.manifests import read_local_manifest
 from ckptkit.training import step_names
 from ckptkit.training.run_folders import saved_steps
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 AUTOMATIC_PREFIX = "checkpoint_"
 _USUAL_PREFIX = "checkpoint-"
 _UNKNOWN = frozenset({"MEGATRON_LM", "XLA"})  # distributed types that write otherwise
-_STEP_FOLDER = re.compile(r"(checkpoint[-_])(0|[1-9]\d{0,17})")
 _READ = (  # the attributes of an accelerator that are read here
     "_models",
     "_optimizers",
@@ -136,7 +135,7 @@ def source_of(accelerator: Accelerator, input_dir: str | os.PathLike[str] | None
 
 
 def _target_at(folder: Path, count: int) -> SaveTarget:
-    match = _STEP_FOLDER.fullmatch(folder.name)
+    match = STEP_FOLDER.fullmatch(folder.name)
     if match:
         return SaveTarget(folder.parent, int(match[2]), match[1])
     number = parse_step(folder.name)

@@ -17,7 +17,7 @@ import hashlib
 import logging
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ from ckptkit.core.errors import (
 )
 from ckptkit.core.index import Fqn
 from ckptkit.core.text import list_first
+from ckptkit.integrations.patches import replaced
 from ckptkit.training.load.load_into import ModelLoad
 from ckptkit.training.load.materialise import find_unsaved, is_wide_float
 from ckptkit.training.state.dtensors import DTensor
@@ -151,7 +152,6 @@ def _alias(owner: nn.Parameter, found: object) -> object:
     return alias
 
 
-_SETTINGS = ("cpu_ram_efficient_loading", "sync_module_states", "param_init_fn")
 _NO_MODEL = "has no model on the meta device"
 _HINT = (
     "add adapters in the block with defer_weights too, and pass dtype to from_pretrained instead of"
@@ -189,27 +189,14 @@ class DeferredWeights(Struct, frozen=True):
                 )
 
 
-_DEFERRED: weakref.WeakKeyDictionary[nn.Module, DeferredWeights] = weakref.WeakKeyDictionary()
+DEFERRED: weakref.WeakKeyDictionary[nn.Module, DeferredWeights] = weakref.WeakKeyDictionary()
+"""Where the weights of models on the meta device are."""
 
 
-def keep_deferred(model: nn.Module, weights: DeferredWeights) -> None:
-    """Remembers where the weights of a model on the meta device are."""
-    _DEFERRED[model] = weights
-
-
-@contextmanager
-def fill_when_prepared(accelerator: Any, *, reads: bool) -> Iterator[None]:
+def fill_when_prepared(accelerator: Any, *, reads: bool) -> AbstractContextManager[None]:
     """Makes `accelerator.prepare` fill models, until the block ends."""
-    before = vars(accelerator).get("prepare")
     stock = accelerator.prepare
-    accelerator.prepare = partial(prepare_and_fill, accelerator, stock, reads=reads)
-    try:
-        yield
-    finally:
-        if before is None:
-            del accelerator.prepare
-        else:
-            accelerator.prepare = before
+    return replaced(accelerator, prepare=partial(prepare_and_fill, accelerator, stock, reads=reads))
 
 
 def prepare_and_fill(
@@ -250,7 +237,7 @@ class _Filling:
         self._model = model
         self._is_fsdp2 = getattr(accelerator.state.fsdp_plugin, "fsdp_version", 1) != 1
         self._optimizers = [unwrap_optimizer(optimizer) for optimizer in optimizers]
-        found = (_DEFERRED[module] for module in model.modules() if module in _DEFERRED)
+        found = (DEFERRED[module] for module in model.modules() if module in DEFERRED)
         self._weights = next(found, None)
         tensors = model.state_dict(keep_vars=True)
         self._valued: Mapping[str, torch.Tensor] = {
@@ -398,20 +385,15 @@ def _refuse_unfilled(model: nn.Module, names: Collection[str]) -> None:
         )
 
 
-@contextmanager
-def _kept_on_meta(accelerator: Any) -> Iterator[None]:
+def _kept_on_meta(accelerator: Any) -> AbstractContextManager[None]:
     """Makes accelerate shard a model without values, instead of sending those of rank 0."""
-    plugin = accelerator.state.fsdp_plugin
-    before = {name: getattr(plugin, name) for name in _SETTINGS}
     memory: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
-    plugin.cpu_ram_efficient_loading = False
-    plugin.sync_module_states = False
-    plugin.param_init_fn = partial(_give_memory, accelerator.device, memory)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(plugin, name, value)
+    return replaced(
+        accelerator.state.fsdp_plugin,
+        cpu_ram_efficient_loading=False,
+        sync_module_states=False,
+        param_init_fn=partial(_give_memory, accelerator.device, memory),
+    )
 
 
 def _give_memory(

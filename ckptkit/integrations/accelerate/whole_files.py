@@ -14,7 +14,7 @@ import io
 import os
 import pickle
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from torch.serialization import location_tag
 
 from ckptkit.core.dtypes import dtype_named
 from ckptkit.core.index import Fqn, Key
+from ckptkit.integrations.patches import replaced
 from ckptkit.plan.layouts.hf import layout_adapter
 from ckptkit.plan.layouts.torch import ZipParts
 from ckptkit.plan.plan import Copy, Literal, OutputFile, Product, TensorSpec, lay_out_file
@@ -70,6 +71,8 @@ def capturing(folder: Path) -> Iterator[WholeFiles]:
 
     The folder has to exist until the files are copied.
     """
+    from accelerate.utils import other
+
     found, thread = WholeFiles(), threading.get_ident()
 
     def path_of(target: Any) -> str:
@@ -102,7 +105,8 @@ def capturing(folder: Path) -> Iterator[WholeFiles]:
             return
         found.files[path] = _weights_of(tensors, path, metadata or {})
 
-    with _replaced(save, save_file) as (stock_save, stock_save_file):
+    stock_save, stock_save_file = torch.save, getattr(other, "safe_save_file", save_file)
+    with replaced(torch, save=save), replaced(other, safe_save_file=save_file):
         yield found
     for path in sorted(folder.rglob("*")):
         size = path.stat().st_size if path.is_file() else 0
@@ -111,21 +115,6 @@ def capturing(folder: Path) -> Iterator[WholeFiles]:
             _add_bytes(found, path.relative_to(folder).as_posix(), data)
         elif path.is_file():
             found.small[path.relative_to(folder).as_posix()] = b""
-
-
-@contextmanager
-def _replaced(
-    save: Callable[..., None], save_file: Callable[..., None]
-) -> Iterator[tuple[Callable[..., None], Callable[..., None]]]:
-    """Replaces torch's and accelerate's functions, and yields the ones before."""
-    from accelerate.utils import other
-
-    stock = torch.save, getattr(other, "safe_save_file", save_file)
-    torch.save, other.safe_save_file = save, save_file
-    try:
-        yield stock
-    finally:
-        torch.save, other.safe_save_file = stock
 
 
 def _add_bytes(found: WholeFiles, path: str, data: torch.Tensor) -> None:

@@ -18,7 +18,6 @@ import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ from ckptkit.core.errors import CkptkitError, NoSpaceError, SaveError
 from ckptkit.core.geometry import slices_of
 from ckptkit.core.index import Box, Shape
 from ckptkit.core.wrapper_names import COMPILED
-from ckptkit.training.agree.peers import Peers
+from ckptkit.training.agree.peers import Peers, identify_machine
 from ckptkit.training.save.staging import SharedBuffer
 from ckptkit.training.state.dtensors import Copies
 from ckptkit.training.state.models import ModelWalk
@@ -39,7 +38,6 @@ from ckptkit.training.step_names import TensorPlaces, clean_fqn, parallel_prefix
 _TOPIC = "the whole state of a model"
 _ALIGNMENT = 64
 _TOKEN_BYTES = 16
-_BOOT = Path("/proc/sys/kernel/random/boot_id")  # identifies the machine and its last boot
 
 
 class _SharedTensor(Struct, frozen=True):
@@ -83,7 +81,7 @@ def whole_state(
     size = parts[-1].stop if parts else 0
     rows = [[part.names, part.shape, str(part.dtype), part.start] for part in parts]
     digest = hashlib.sha256(json.dumps(rows).encode()).hexdigest()
-    own = {"reason": reason, "machine": _machine(), "digest": digest}
+    own = {"reason": reason, "machine": identify_machine(), "digest": digest}
     buffer, is_kept = SharedBuffer(), False
     view: memoryview | str | None = None
     try:
@@ -159,7 +157,7 @@ def _allocate(
     """Allocates the memory, on rank 0, if all ranks can use it."""
     reason = next(filter(None, (answer["reason"] for answer in answers)), "")
     machines = {answer["machine"] for answer in answers}
-    if len(machines) > 1 or "" in machines:
+    if len(machines) > 1:
         reason = reason or "the ranks are on several machines, or in separate containers"
     if len({answer["digest"] for answer in answers}) > 1:
         reason = reason or "the ranks hold different tensors"
@@ -193,11 +191,3 @@ def _map(answer: Mapping[str, Any], start: int) -> memoryview | str:
     if view[start : start + _TOKEN_BYTES] != bytes.fromhex(answer["token"]):
         return "sees another process with the number of rank 0"
     return view
-
-
-def _machine() -> str:
-    """Identifies this machine; empty outside Linux, where ranks cannot share memory."""
-    try:
-        return _BOOT.read_text().strip()
-    except OSError:
-        return ""

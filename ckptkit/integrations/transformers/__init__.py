@@ -43,7 +43,7 @@ from ckptkit.core.text import a_kind
 from ckptkit.hub.secrets import MAX_SMALL_BYTES, redact_secrets, secrets_in
 from ckptkit.integrations.accelerate.deferred_weights import fill_when_prepared, refuse_empty
 from ckptkit.integrations.checkpointers import export_into, is_sharded
-from ckptkit.integrations.patches import saves_whole_models
+from ckptkit.integrations.patches import replaced, saves_whole_models
 from ckptkit.integrations.transformers.checkpoints import (
     TrainerCheckpoints,
     agree_on_newest,
@@ -217,11 +217,8 @@ class _Saving(Trainer):  # type: ignore[misc]  # its module is not followed
         checkpoints, strategy = self._ckptkit, self.args.hub_strategy
         folder = checkpoints.folder(handle.step)
         if replaces_save_model(self) and handle.done() and folder.is_dir():
-            checkpoints.is_adding = True
-            try:
+            with replaced(checkpoints, is_adding=True):
                 self.save_model(str(folder), _internal_call=True)
-            finally:
-                checkpoints.is_adding = False
         if not self.args.push_to_hub or strategy == HubStrategy.END:
             return
         if hub_options(self):  # a process of the Checkpointer pushes each step
@@ -434,8 +431,5 @@ def filter_uploads() -> Iterator[None]:
         run = getattr(uploader, "run_as_future", run_as_future)
         return run(_upload, upload, options)
 
-    uploader.upload_folder = upload_folder
-    try:
+    with replaced(uploader, upload_folder=upload_folder):
         yield
-    finally:
-        uploader.upload_folder = upload

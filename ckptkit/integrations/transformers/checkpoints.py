@@ -338,6 +338,8 @@ class TrainerCheckpoints:
     Attributes:
         callback: The callback for the Trainer: it allocates memory when training begins, saves
             when a signal, Slurm or `ckptkit save-now` requests it, and reports saves.
+        checkpointer: The Checkpointer while the Trainer trains; None before and after.
+        handles: Those of saves, by step; finished ones may be missing.
         is_due: Whether such a requested save has not begun yet.
         is_adding: Whether a subclass's `save_model` adds files to a complete step.
     """
@@ -348,10 +350,10 @@ class TrainerCheckpoints:
         self._trainer: Any = trainer
         self._wait = wait
         self._options = check_user_options(trainer, options)
-        self._checkpointer: Checkpointer | None = None
+        self.checkpointer: Checkpointer | None = None
         self._run = Path()
         self._loaded: tuple[Path, bool] | None = None  # the folder, and whether all was loaded
-        self._handles: dict[int, SaveHandle] = {}  # by step; finished ones may be missing
+        self.handles: dict[int, SaveHandle] = {}
         self._best: dict[int, int | None] = {}  # by step under way: the best step when it was saved
         self._spared: list[int | None] = []  # the best step, if others waited for their push
         self._rotating = threading.Lock()
@@ -371,20 +373,11 @@ class TrainerCheckpoints:
         is_native = getattr(trainer, "is_distributed_loading_by_transformers", False)
         return bool(trainer.is_fsdp_enabled or is_native)
 
-    @property
-    def checkpointer(self) -> Checkpointer | None:
-        """The Checkpointer while the Trainer trains; None before and after."""
-        return self._checkpointer
-
-    @property
-    def handles(self) -> Mapping[int, SaveHandle]:
-        return self._handles
-
     def change(self, *, wait: bool | None, options: Options) -> None:
         """Changes the options; those that are not passed stay."""
         if wait is not None:
             self._wait = wait
-        if options and self._checkpointer is not None:
+        if options and self.checkpointer is not None:
             raise UsageError("options cannot be changed while the Trainer trains", where="install")
         self._options = check_user_options(self._trainer, {**self._options, **options})
 
@@ -407,7 +400,7 @@ class TrainerCheckpoints:
     @contextmanager
     def open(self) -> Iterator[Checkpointer]:
         """Yields the Checkpointer; outside of training it is open for this block only."""
-        is_training = self._checkpointer is not None
+        is_training = self.checkpointer is not None
         try:
             run = self._run if is_training else Path(self._trainer.args.output_dir)
             yield self._open(run, pushes=is_training)
@@ -418,19 +411,19 @@ class TrainerCheckpoints:
     def prepare(self) -> None:
         """Prepares the first save, if saves are expected, so that it is as fast as later ones."""
         expected = self._trainer.args.save_strategy != SaveStrategy.NO or self._options.get("every")
-        if self._checkpointer is not None and expected:
-            self._checkpointer.prepare(self._saved_state())
+        if self.checkpointer is not None and expected:
+            self.checkpointer.prepare(self._saved_state())
 
     def is_asked(self, step: int) -> bool:
         """Returns whether a save was requested that has not begun yet."""
-        if self._checkpointer is not None and self._checkpointer.should_save(step):
+        if self.checkpointer is not None and self.checkpointer.should_save(step):
             self.is_due = True
         return self.is_due
 
     @property
     def should_stop(self) -> bool:
         """Whether training should end after the requested save."""
-        return self._checkpointer is not None and self._checkpointer.stop_requested
+        return self.checkpointer is not None and self.checkpointer.stop_requested
 
     def save(self, run: Path) -> SaveHandle:
         """Saves a step as the Trainer's own `_save_checkpoint` does, in the background.
@@ -443,11 +436,11 @@ class TrainerCheckpoints:
         # The best model may be in a step whose save is under way.
         if best and trainer.args.save_strategy != SaveStrategy.NO:
             folder = self.folder(best)
-            if best == step or best in self._handles or folder.exists():
+            if best == step or best in self.handles or folder.exists():
                 state.best_model_checkpoint = str(folder)
         is_last = step >= state.max_steps or trainer.control.should_training_stop
         if self._options.get("in_flight") == "skip" and (is_last or step == best or self.is_due):
-            for earlier in self._handles.values():
+            for earlier in self.handles.values():
                 earlier.wait()  # so that this one is not skipped
         self.is_due = False
         if trainer.is_world_process_zero():
@@ -456,8 +449,8 @@ class TrainerCheckpoints:
         handle = checkpointer.save(
             step, self._saved_state(), metrics=metrics_of(trainer), files=own_state(trainer)
         )
-        self._handles = {s: h for s, h in self._handles.items() if not h.done() or h.unheard_error}
-        self._handles[step] = handle
+        self.handles = {s: h for s, h in self.handles.items() if not h.done() or h.unheard_error}
+        self.handles[step] = handle
         if not handle.skipped and self._is_waited_for():
             handle.result()
         return handle
@@ -503,16 +496,16 @@ class TrainerCheckpoints:
         return True
 
     def finish(self) -> None:
-        ended = {step: handle.exception() for step, handle in self._handles.items()}
+        ended = {step: handle.exception() for step, handle in self.handles.items()}
         failed = {
             step: error
             for step, error in ended.items()
-            if error is not None and not self._handles[step].skipped
+            if error is not None and not self.handles[step].skipped
         }
         self.write_reports()
         for step in sorted(self._best.keys() - failed.keys()):
             self._rotate(step)  # or waits for the thread that does
-        state, last = self._trainer.state, max(self._handles, default=0)
+        state, last = self._trainer.state, max(self.handles, default=0)
         lost = failed.get(state.best_global_step)
         if lost is not None:
             state.best_model_checkpoint = None
@@ -555,7 +548,7 @@ class TrainerCheckpoints:
         rng.restore(states)
 
     def _open(self, run: Path, *, pushes: bool = True) -> Checkpointer:
-        if self._checkpointer is None or run != self._run:
+        if self.checkpointer is None or run != self._run:
             self._close()
             is_first = self._trainer.is_world_process_zero()
             listener = self._options.get("listener")
@@ -566,14 +559,14 @@ class TrainerCheckpoints:
                 "sidecar": sidecar_of(self._trainer) | dict(self._options.get("sidecar") or {}),
                 "listener": self._on_saved if is_first else listener,
             }
-            self._checkpointer = Checkpointer(run, **options)
-            register(self._checkpointer)
+            self.checkpointer = Checkpointer(run, **options)
+            register(self.checkpointer)
             self._run = run
-        return self._checkpointer
+        return self.checkpointer
 
     def _close(self) -> None:
-        checkpointer, self._checkpointer = self._checkpointer, None
-        self._handles, self._best, self.is_due = {}, {}, False
+        checkpointer, self.checkpointer = self.checkpointer, None
+        self.handles, self._best, self.is_due = {}, {}, False
         if checkpointer is not None:
             checkpointer.close()
         if checkpointer is not None and self._spared:  # some of them may be on the Hub now
@@ -597,7 +590,7 @@ class TrainerCheckpoints:
     @property
     def unpushed(self) -> Collection[int]:
         """The steps that wait for their push, on rank 0; whatever limits say, they stay."""
-        return () if self._checkpointer is None else self._checkpointer.unpushed
+        return () if self.checkpointer is None else self.checkpointer.unpushed
 
     def _remove_beyond(self, best: int | None, waiting: Collection[int]) -> None:
         """Removes steps beyond `save_total_limit`, except those that wait for their push.

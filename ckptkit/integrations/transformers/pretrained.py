@@ -11,7 +11,7 @@ import inspect
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -27,12 +27,13 @@ from ckptkit.core.errors import CkptkitError, UnsupportedError
 from ckptkit.core.index import Fqn
 from ckptkit.core.text import list_first
 from ckptkit.integrations.accelerate.deferred_weights import (
+    DEFERRED,
     DeferredWeights,
     find_changed,
     is_watched,
-    keep_deferred,
     watch,
 )
+from ckptkit.integrations.patches import replaced
 from ckptkit.training.load.load_into import ModelLoad
 
 logger = logging.getLogger(__name__)
@@ -80,20 +81,13 @@ def defer_weights() -> Iterator[None]:
         arguments = (model, state_dict, checkpoint_files, load_config, *rest)
         return _load_headers(stock.__func__, *arguments, **more)
 
-    # Where Transformers sees that FSDP is used, all ranks but the first leave new heads empty.
-    sees = modeling_utils.is_fsdp_enabled
-    setattr(PreTrainedModel, _METHOD, staticmethod(load))
-    modeling_utils.is_fsdp_enabled = _sees_no_fsdp
-    try:
-        with _adapters_with_values():
-            yield
-    finally:
-        setattr(PreTrainedModel, _METHOD, stock)
-        modeling_utils.is_fsdp_enabled = sees
-
-
-def _sees_no_fsdp() -> bool:
-    return False
+    with (
+        replaced(PreTrainedModel, **{_METHOD: staticmethod(load)}),
+        # Where Transformers sees that FSDP is used, all ranks but the first leave new heads empty.
+        replaced(modeling_utils, is_fsdp_enabled=lambda: False),
+        _adapters_with_values(),
+    ):
+        yield
 
 
 def _stock_method() -> Any:
@@ -123,25 +117,22 @@ def _adapters_with_values() -> Iterator[None]:
     `PeftModel`.
     """
     with ExitStack() as undo:
-        undo.enter_context(_replaced(nn.Module, "to", _without_meta))
+        undo.enter_context(_wrapped(nn.Module, "to", _without_meta))
         if find_spec("peft") is not None:
             from peft import PeftModel
             from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 
-            undo.enter_context(_replaced(BaseTunerLayer, _MOVE, _to_the_cpu))
-            undo.enter_context(_replaced(BaseTuner, "inject_adapter", _checked))
-            undo.enter_context(_replaced(PeftModel, "__init__", _checked))
+            undo.enter_context(_wrapped(BaseTunerLayer, _MOVE, _to_the_cpu))
+            undo.enter_context(_wrapped(BaseTuner, "inject_adapter", _checked))
+            undo.enter_context(_wrapped(PeftModel, "__init__", _checked))
         yield
 
 
-@contextmanager
-def _replaced(owner: type, name: str, replace: Callable[[_Method], _Method]) -> Iterator[None]:
+def _wrapped(
+    owner: type, name: str, wrap: Callable[[_Method], _Method]
+) -> AbstractContextManager[None]:
     stock = getattr(owner, name)
-    setattr(owner, name, functools.wraps(stock)(replace(stock)))
-    try:
-        yield
-    finally:
-        setattr(owner, name, stock)
+    return replaced(owner, **{name: functools.wraps(stock)(wrap(stock))})
 
 
 def _without_meta(stock: _Method) -> _Method:
@@ -231,7 +222,7 @@ def _load_headers(
         initialised = {*info.missing_keys, *(name for name, *_ in info.mismatched_keys)}
         why = _doubt(model, weights, info, initialised)
         if not why:
-            keep_deferred(model, weights)
+            DEFERRED[model] = weights
             # Transformers gives memory and values to the others next.
             watch(value for name, value in model.named_parameters() if name not in initialised)
             return loaded

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch import distributed
 
 from ckptkit.core.errors import CkptkitError, PeerError, UsageError, error_from_json
+from ckptkit.core.text import join_first
 from ckptkit.storage.places import is_url, local_path
 from ckptkit.training.agree.key_values import (
     MAX_VALUE_BYTES,
@@ -343,9 +344,8 @@ def _error_json(what: str, error: Exception) -> dict[str, Any]:
 
 def name_ranks(ranks: Sequence[int]) -> str:
     """Returns, for example, `ranks 3, 7`; only the first ones if there are many."""
-    named = ", ".join(map(str, ranks[:_NAMED_RANKS]))
-    further = f" and {len(ranks) - _NAMED_RANKS:,} more" if len(ranks) > _NAMED_RANKS else ""
-    return f"rank{'s' if len(ranks) != 1 else ''} {named}{further}"
+    named = join_first(map(str, ranks), len(ranks), _NAMED_RANKS)
+    return f"rank{'s' if len(ranks) != 1 else ''} {named}"
 
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")  # unlike a host name, it is unique
@@ -365,7 +365,7 @@ def place_facts(named: str | os.PathLike[str]) -> dict[str, Any]:
         inode = [status.st_dev, status.st_ino, *real.relative_to(above).parts]
     except OSError:
         inode = []
-    return {"named": text, "machine": _machine(), "path": str(real), "inode": inode}
+    return {"named": text, "machine": identify_machine(), "path": str(real), "inode": inode}
 
 
 def check_same_place(of_ranks: Sequence[Facts], where: str) -> None:
@@ -398,7 +398,7 @@ def _shown(facts: Facts) -> str:
 
 
 @lru_cache(1)
-def _machine() -> str:
+def identify_machine() -> str:
     try:
         return _BOOT.read_text(encoding="ascii").strip()
     except OSError:

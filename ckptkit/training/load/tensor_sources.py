@@ -27,7 +27,7 @@ from ckptkit.core.errors import LoadError, UnsupportedError, UsageError
 from ckptkit.core.geometry import Tile, find_tile
 from ckptkit.core.index import Fqn, Shape, TensorEntry, TensorIndex
 from ckptkit.core.model_configs import parse_model_config
-from ckptkit.core.text import a_kind
+from ckptkit.core.text import a_kind, join_first
 from ckptkit.formats.trees import EXTRA_STATE
 from ckptkit.hub_names.disk_tensors import HubNames, HubTensor
 from ckptkit.hub_names.known_models import is_counted_beyond_layers
@@ -461,9 +461,7 @@ def _is_castable(stored: DType, live: DType) -> bool:
 
 
 def _quoted(names: Sequence[Fqn]) -> str:
-    more = len(names) - _LISTED
-    listed = ", ".join(f'"{name}"' for name in names[:_LISTED])
-    return listed + (f" and {more:,} more" if more > 0 else "")
+    return join_first((f'"{name}"' for name in names), len(names), _LISTED)
 
 
 def best_entry(index: TensorIndex, entry: TensorEntry, dtype: DType) -> TensorEntry:

@@ -42,7 +42,7 @@ ALLOWED = {
     ("ckptkit/integrations/transformers/__init__", "_with_secrets", "glob.escape"): EXACT,
     ("ckptkit/hub/package", "_reason", "fnmatchcase"): GIVEN,
     ("ckptkit/hub/download", "PullFolder._files", "files.rglob"): CONSTANT,
-    ("ckptkit/hub/watch/build", "_files_below", "folder.rglob"): CONSTANT,
+    ("ckptkit/hub/watch/build", "_put_state", "folder.rglob"): CONSTANT,
     ("ckptkit/integrations/accelerate/accelerator_state", "obstacle", "folder.rglob"): CONSTANT,
     (
         "ckptkit/integrations/accelerate/accelerator_state",

@@ -82,7 +82,7 @@ def test_all_ranks_hear_why_only_stock_can_gather(
         return whole_state(Net(width), peers, timeout_seconds=PATIENCE)
 
     if kind == "machines":
-        monkeypatch.setattr(module, "_machine", lambda: "b" if is_second() else "a")
+        monkeypatch.setattr(module, "identify_machine", lambda: "b" if is_second() else "a")
     if kind == "memory":
 
         def refuse(_buffer: SharedBuffer, _size: int) -> bool:
