@@ -10,7 +10,8 @@
 # dictionaries of tensors that comparison ends in "Boolean value of Tensor with more than one value
 # is ambiguous", for full, sharded and local state dicts alike, at the first save after training.
 # Two layers on two ranks are saved, since each is whole on its rank; three are not, as the second
-# is cut. On one rank all is saved.
+# is cut. On one rank all is saved. With `use_orig_params=False`, three layers are saved, with the
+# dictionary of one rank for each, and `optim_state_dict_to_load` ends in "unhashable type: 'dict'".
 set -eu
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
@@ -53,6 +54,20 @@ for (layers, kind), end in ends.items():
         print(f"{distributed.get_world_size()} ranks, {layers} layers, {kind}: {end}", flush=True)
     assert (end == "saved") == (alone or layers == 2), end
     assert end == "saved" or "Boolean value of Tensor" in end
+model = torch.nn.Sequential(*[torch.nn.Linear(64, 64, bias=False) for _ in range(3)])
+model = FullyShardedDataParallel(model, use_orig_params=False, device_id=torch.device("cpu"))
+optimizer = AdamW8bit(model.parameters(), min_8bit_size=64)
+model(torch.ones(2, 64)).sum().backward()
+optimizer.step()
+saved = FullyShardedDataParallel.optim_state_dict(model, optimizer)
+try:
+    FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, saved)
+    end = "loaded"
+except TypeError as error:
+    end = str(error)
+if distributed.get_rank() == 0:
+    print(f"{distributed.get_world_size()} ranks, use_orig_params=False: saved, and then {end}", flush=True)
+assert "unhashable type" in end
 distributed.barrier()
 os._exit(0)  # the end of the interpreter may abort threads of gloo
 PY
