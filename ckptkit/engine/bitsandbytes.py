@@ -276,6 +276,15 @@ def unpack_by_companions(
                 " weight",
                 where=location,
             )
+        if kind == "absmax" and len(entry.shape) > 1:
+            # bitsandbytes 0.50 puts the codes back into their order to save them, not the scales.
+            raise FormatError(
+                f"{entry.name!r} has shape {entry.shape}, expected ({elements},): it was saved"
+                f" after a forward on a CPU, in another order than {weight.name!r}",
+                where=location,
+                hint="take a copy that was saved before the model computed anything, or load the"
+                " original, pack it again and save it at once",
+            )
         return StoredOperand(origin, entry.key, entry.dtype)
 
     def check_type(entry: TensorEntry, *, are_bytes: bool = False) -> None:

@@ -54,3 +54,21 @@ def test_tensors_of_torchao_are_refused_as_what_they_are(tmp_path: Path) -> None
         ckptkit.consolidate(tmp_path / "model.pt", tmp_path / "out")
     (problem,) = ckptkit.inspect(tmp_path).problems
     assert (problem.code, problem.where) == ("unsupported", "0.weight")
+
+
+def test_the_hint_for_four_bits_of_torchao_gives_the_weight(tmp_path: Path) -> None:
+    """These classes have no `dequantize`, and their order is that of a kernel."""
+    four_bits = pytest.importorskip("torchao.prototype.quantization.int4")
+    model = torch.nn.Sequential(torch.nn.Linear(128, 64, bias=False))
+    original = model[0].weight.detach().clone()
+    config = four_bits.PrototypeInt4WeightOnlyConfig(group_size=32)
+    pytest.importorskip("torchao.quantization").quantize_(model, config)
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    with pytest.raises(UnsupportedError, match="tensors that torchao quantized") as caught:
+        ckptkit.consolidate(tmp_path / "model.pt", tmp_path / "out")
+    proposed = str(caught.value.hint).split("`")[1]
+    tensor = model.state_dict()["0.weight"]
+    unpacked = eval(proposed, {"torch": torch, "tensor": tensor})  # noqa: S307 - as the hint says
+    assert type(unpacked) is torch.Tensor
+    assert unpacked.shape == original.shape
+    assert (unpacked - original).norm() < 0.1 * original.norm()

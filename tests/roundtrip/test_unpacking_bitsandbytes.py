@@ -180,6 +180,7 @@ BYTES = torch.zeros(72, dtype=torch.uint8)
         ("nf4", "weight", None, f"'{UP}.absmax' belongs to a packed weight"),
         ("nf4", "weight", torch.zeros(72, 128, dtype=torch.uint8), "has 9,216 bytes, but its"),
         ("nf4", "weight.absmax", torch.ones(71), "71 elements, expected 72"),
+        ("nf4", "weight.absmax", torch.ones(1, 72), "saved after a forward on a CPU"),
         ("nf4", "weight.absmax", torch.full((72,), torch.nan), "has the scale nan in block 0"),
         ("nf4", "weight.absmax", torch.full((72,), torch.inf), "has the scale inf in block 0"),
         ("nf4", "weight.absmax", BYTES, "uint8, expected scales as floating numbers"),

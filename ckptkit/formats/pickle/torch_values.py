@@ -152,6 +152,12 @@ _DEQUANTIZE = (  # classes of packed numbers say how; a plain DTensor would only
     " type(tensor).dequantize is not torch.Tensor.dequantize else tensor for name, tensor in"
     " model.state_dict().items()}`"
 )
+# torchao's 4-bit classes say nothing, and the order of their numbers is that of a kernel.
+_MULTIPLY = (
+    "load it on a processor of the kind that packed it, and save `torch.nn.functional.linear("
+    "torch.eye(tensor.shape[1], dtype=tensor.dtype, device=tensor.device), tensor).T.contiguous()`"
+    " of each such tensor"
+)
 # Tensors of a package's own classes: what they are, and what to do about them.
 _PACKAGES = {
     "torchao": (
@@ -186,7 +192,10 @@ _OTHER_TENSORS = {
 
 
 def tensor_of_class(cls: Global, dtype: DType | None = None, shape: Shape = ()) -> UnreadTensor:
-    what, hint = _PACKAGES.get(cls.module.partition(".")[0], _OTHERS)
+    package = cls.module.partition(".")[0]
+    what, hint = _PACKAGES.get(package, _OTHERS)
+    if package == "torchao" and cls.name.startswith("Int4"):
+        hint = _MULTIPLY
     return UnreadTensor(f"a {quote(str(cls))}, {what}", hint, dtype, shape)
 
 
