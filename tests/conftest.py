@@ -153,6 +153,14 @@ def closed_files() -> Iterator[None]:
     check_left_open()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def closed_checkpointers() -> Iterator[None]:
+    """No file of tests may leave a Checkpointer, or a session, open during those of another."""
+    yield
+    threads = {thread.name for thread in threading.enumerate()}
+    assert not threads & {"ckptkit-saver", "ckptkit-requests"}, "these tests left one open"
+
+
 @pytest.fixture(scope="session", autouse=True)
 def command_host() -> Iterator[None]:
     yield

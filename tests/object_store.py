@@ -7,10 +7,13 @@ that. Started as a program, this module is the server.
 
 from __future__ import annotations
 
+import itertools
+import json
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -64,6 +67,25 @@ class Bucket:
         pages = self.store.client.get_paginator("list_objects_v2")
         found = pages.paginate(Bucket=self.name, Prefix=prefix)
         return [item["Key"] for page in found for item in page.get("Contents", ())]
+
+    @contextmanager
+    def renewed(self, key: str, claim: dict[str, Any]) -> Iterator[None]:
+        """Renews a claim, as a run on another machine does while it commits."""
+        ended = threading.Event()
+
+        def renew() -> None:
+            for beat in itertools.count():
+                self.put(key, json.dumps({**claim, "beat": beat}).encode())
+                if ended.wait(0.5):
+                    return
+
+        with ThreadPoolExecutor(1) as pool:
+            renewing = pool.submit(renew)
+            try:
+                yield
+            finally:
+                ended.set()
+        renewing.result()
 
     def delete(self, key: str) -> None:
         self.store.client.delete_object(Bucket=self.name, Key=key)

@@ -109,7 +109,7 @@ from ckptkit.storage.local.target import (
     translate_errors,
 )
 from ckptkit.storage.local.workdir import is_free
-from ckptkit.storage.locations import S3_PROTOCOLS, current_directory
+from ckptkit.storage.locations import S3_PROTOCOLS, is_run_in
 from ckptkit.storage.manifests import read_manifest, refuse_unnamed_in
 from ckptkit.storage.place_identity import PlaceRelation, find_mount, find_overlap, read_mounts
 from ckptkit.storage.places import PathLike, Place, is_url, local_path, open_source, place_of
@@ -554,8 +554,7 @@ def check_destination(
         return
     if not overwrite:
         raise output_exists_error(local_path(out))
-    here = current_directory()
-    if here is not None and (target == here or target in here.parents):
+    if is_run_in(target):
         raise RefusedError(
             "the output would replace the directory that this command runs in",
             where=os.fspath(out),

@@ -169,6 +169,12 @@ def current_directory() -> Path | None:
     return None
 
 
+def is_run_in(folder: Path) -> bool:
+    """Returns whether this process runs in a directory, or below it."""
+    here = current_directory()
+    return here is not None and here.is_relative_to(folder.resolve())
+
+
 def store_kind(protocol: str) -> str:
     return _ALIASES.get(protocol, protocol)
 

@@ -33,7 +33,7 @@ from ckptkit.core.text import a_kind
 from ckptkit.runs.marks import FileLocks
 from ckptkit.runs.retention import Retention
 from ckptkit.storage.local.disk import Closable
-from ckptkit.storage.locations import MARKS_FOLDER
+from ckptkit.storage.locations import MARKS_FOLDER, is_run_in
 from ckptkit.storage.places import Place, is_url, local_path, place_of
 from ckptkit.training.agree.barrier import SharedAnswers
 from ckptkit.training.agree.peers import Peers, open_peers
@@ -523,6 +523,9 @@ class Checkpointer:
         """Names a save, the same on all ranks, even if one has missed a step.
 
         `name` is that of its directory, if that is not named by the step.
+
+        Raises:
+            UsageError: If it would replace the directory that this program runs in.
         """
         self._count += 1
         count = _check_step(step)
@@ -530,6 +533,12 @@ class Checkpointer:
         number = self._tries[count]
         attempt = f"{self._peers.nonce}-{count}-{number}"
         final = self._run.step_folder(count) if name is None else self._run.named_folder(name)
+        if isinstance(final, Path) and is_run_in(final):
+            raise UsageError(
+                "the save would replace the directory that this program runs in",
+                where=str(final),
+                hint="save to another directory, such as one below it",
+            )
         manifest = Manifest(
             kind="training",
             source={

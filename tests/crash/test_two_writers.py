@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import signal
 import threading
@@ -347,6 +348,31 @@ def test_a_kill_in_the_commit_blocks_nothing_and_is_seen(
     assert time.monotonic() - began < 30
     assert found(bucket) == known["second"]
     assert bucket.unfinished_uploads() == []
+
+
+ELSEWHERE = {"writer": "a", "machine": "other", "process": "1 1", "names": ["config.json"]}
+
+
+def test_a_run_that_died_on_another_machine_is_waited_for_once_and_not_refused(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(store_module, "_LEASE_SECONDS", 3.0)
+    bucket.put(f"{OUT}/{CLAIM_NAME}", json.dumps(ELSEWHERE).encode())
+    bucket.put(f"{OUT}/config.json", b"of a commit that was killed")
+    began = time.monotonic()
+    assert write(by_way_of(bucket), {}) == ""
+    assert time.monotonic() - began > 3
+    assert caplog.text.count("waiting up to 3 s to see whether it is alive") == 1
+    assert ckptkit.verify(by_way_of(bucket)).ok
+    assert f"{OUT}/{CLAIM_NAME}" not in set(bucket.keys())
+
+
+def test_a_run_that_renews_its_claim_on_another_machine_is_not_disturbed(bucket: Bucket) -> None:
+    with bucket.renewed(f"{OUT}/{CLAIM_NAME}", ELSEWHERE):
+        told = write(by_way_of(bucket), {})
+    assert told.startswith("4 ")
+    assert "another run is putting its output there" in told
+    assert {key.removeprefix(f"{OUT}/") for key in set(bucket.keys())} == {CLAIM_NAME}
 
 
 def run_and_die(

@@ -7,6 +7,7 @@ was compared.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
 import time
@@ -25,6 +26,7 @@ import ckptkit
 from ckptkit.core.errors import UsageError
 from ckptkit.integrations.accelerate import close, install, load_state, save_state
 from ckptkit.training.state.objects import is_same
+from ckptkit.writer.record import RECORDS_FOLDER
 from tests.distributed.accelerate_run import WIDTH, Counter, Net, Odd
 
 WIDE = 300  # so that the files of tensors are too large for a message
@@ -232,6 +234,49 @@ def by_accelerate(training: Training, folder: Path) -> None:
     say("accelerate itself saved where files would have to be cut")
 
 
+def two_tiers(training: Training, folder: Path) -> None:
+    """Each rank is a node; a step that was not drained before the job ended is on their disks."""
+    accelerator, node = training.accelerator, folder / f"node{rank()}"
+    config = accelerator.project_configuration
+    install(accelerator, local=node)
+    for automatic in (False, True):
+        config.automatic_checkpoint_naming, config.iteration = automatic, 7
+        place = None if automatic else str(folder / "shared/mine")
+        training.train(1)
+        truth = training.state()
+        step = accelerator.save_state(place)
+        close(accelerator)
+        assert contents(step)
+        meet()
+        if rank() == 0:  # as a kill would leave it
+            shutil.rmtree(step)
+        (node / step.name / RECORDS_FOLDER / "drained").unlink()
+        meet()
+        training.train(2)
+        accelerator.load_state(place)
+        assert is_same(training.state(), truth)
+    config.automatic_checkpoint_naming = False
+    install(accelerator)
+    say("steps were loaded that only the nodes' own disks had")
+
+
+def in_the_current_directory(training: Training, folder: Path) -> None:
+    here = folder / "here"
+    here.mkdir(exist_ok=True)
+    before = Path.cwd()
+    os.chdir(here)
+    assert training.accelerator.save_state(".") == here
+    training.train(1)
+    truth = training.state()
+    assert training.accelerator.save_state(".") == here
+    training.train(1)
+    training.accelerator.load_state(".")
+    assert is_same(training.state(), truth)
+    assert Path.cwd() == here
+    os.chdir(before)
+    say("accelerate itself saved to the directory that the program runs in")
+
+
 def dies(training: Training, folder: Path) -> None:
     """Ends in the middle of the second save, which the last rank has not begun."""
     training.train(1)
@@ -262,6 +307,8 @@ def main() -> None:
         hooks_and_objects(training, folder)
         failing(training, folder)
         by_accelerate(training, folder)
+        in_the_current_directory(training, folder)
+        two_tiers(training, folder)
     training.accelerator.end_training()
     sys.stdout.flush()
     os._exit(0)

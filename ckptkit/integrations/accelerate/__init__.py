@@ -56,7 +56,8 @@ def save_state(
     reads it.
 
     Accelerate itself saves, without background, if only it can (such as FSDP with state dicts that
-    are not sharded), or if the folder holds other files. The log says so.
+    are not sharded), or if the folder holds other files or is the one that the program runs in. The
+    log says so.
 
     Args:
         accelerator: The accelerator, after all objects were prepared.

@@ -26,6 +26,7 @@ from ckptkit.formats.discovery import parse_step
 from ckptkit.integrations.accelerate.whole_files import WholeFiles, capturing
 from ckptkit.integrations.checkpointers import is_sharded
 from ckptkit.runs.marks import STEP_FOLDER
+from ckptkit.storage.locations import is_run_in
 from ckptkit.storage.manifests import read_local_manifest
 from ckptkit.training import step_names
 from ckptkit.training.run_folders import saved_steps
@@ -163,6 +164,8 @@ def obstacle(target: SaveTarget) -> str:
         return f"{folder} has a name that no step can have"
     if folder.is_symlink() or folder.is_mount():
         return f"{folder} is a link or a mount point"
+    if is_run_in(folder):
+        return f"{folder} is the directory that this program runs in, which cannot be replaced"
     if not folder.exists():
         return ""
     try:

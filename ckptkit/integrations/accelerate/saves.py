@@ -15,7 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ckptkit.core.errors import OutputExistsError, SaveError, UnsupportedError, UsageError
+from ckptkit.core.errors import (
+    CkptkitError,
+    OutputExistsError,
+    SaveError,
+    UnsupportedError,
+    UsageError,
+)
 from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.integrations.accelerate import accelerator_state as states
 from ckptkit.integrations.accelerate.accelerator_state import (
@@ -37,10 +43,11 @@ from ckptkit.training.agree.barrier import SharedAnswers
 from ckptkit.training.agree.peers import Peers, open_peers
 from ckptkit.training.export.export import ExportOptions
 from ckptkit.training.handle import SaveHandle, SaveReport
+from ckptkit.training.resume.loaders import describe_restored
 from ckptkit.training.resume.resume import resume, resume_from
 from ckptkit.training.resume.stored_step import StoredStep
 from ckptkit.training.settings import Options, Settings, check_options
-from ckptkit.training.state.collect import BoundState, WholeState, bind
+from ckptkit.training.state.collect import BoundState, WholeState, bind, split_batches_of
 from ckptkit.training.state.objects import flatten, serialise
 
 if TYPE_CHECKING:
@@ -174,12 +181,15 @@ class AcceleratorSaves:
             return
         if states.saves_whole(accelerator):
             states.stock_method("load_state")(accelerator, chosen["folder"], **stock)
+            self._note_loaders(Path(chosen["folder"]))
             return
         call = "install(accelerator" if options is self.options else "load_state(accelerator, ..."
         with naming_options(f"{call}, {{name}}={{value}})"):
             folder = self._fill(chosen, settings)
         rank = int(accelerator.process_index)
         _put_back(accelerator, folder, rank, loaders=not chosen["ours"])
+        if not chosen["ours"]:
+            self._note_loaders(folder)
         states.call_load_hooks(accelerator, folder)
 
     def close(self) -> None:
@@ -328,6 +338,19 @@ class AcceleratorSaves:
         run = folder.parent
         step = resume(bound, run, peers, timeout_seconds=timeout, prefix=AUTOMATIC_PREFIX)
         return run / f"{AUTOMATIC_PREFIX}{step}"
+
+    def _note_loaders(self, folder: Path) -> None:
+        """Says what ranks repeat or skip that have the state of the first of other ranks."""
+        before, now = len([*folder.glob("random_states_*.pkl")]), self._meet()[0].world_size
+        if not before or before == now or not self.accelerator.is_main_process:
+            return
+        with suppress(CkptkitError), StoredStep(folder) as stored:
+            for file, loader in states.stateful_loaders(self.accelerator):
+                note = ""
+                if stored.has_file(file) and not split_batches_of(loader, now):
+                    note = describe_restored(stored.file(file), before, now)
+                if note:
+                    logger.warning("%s: %s", file, note)
 
     def _log(self, text: str) -> None:
         if self.accelerator.is_main_process and text not in self._logged:

@@ -84,6 +84,7 @@ def whole_state(
     own = {"reason": reason, "machine": identify_machine(), "digest": digest}
     buffer, is_kept = SharedBuffer(), False
     view: memoryview | str | None = None
+    tensors: dict[str, torch.Tensor] = {}
     try:
         answer = agree(own, lambda answers: _allocate(answers, buffer, size))
         if "reason" in answer:
@@ -111,6 +112,7 @@ def whole_state(
     finally:
         view = None
         if not is_kept:
+            tensors.clear()  # an error that is kept keeps what this function has
             buffer.close()
     # Stock accelerate gathers tied weights once for each name.
     state = tensors | {n: tensors[p.names[0]].clone() for p in parts for n in p.names[1:]}

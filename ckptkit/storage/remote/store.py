@@ -471,6 +471,10 @@ class _Claim(Struct, frozen=True):
         return not is_number or _identify_process(int(number)) != self.process
 
 
+_first_seen: dict[str, tuple[_Claim, float]] = {}
+"""By the path of a claim: what this process has read last, and when it did so first."""
+
+
 class _FoundClaim(Struct, frozen=True):
     """A claim as it was read."""
 
@@ -511,10 +515,11 @@ class OutputClaim:
         return self._ended is not None
 
     def refuse_taken(self) -> frozenset[str]:
-        """Refuses a place where another run commits; returns files that dead runs may have left."""
-        claim = self._read()
-        if claim is not None and not claim.is_over:
-            raise self._taken_error()
+        """Refuses a place where another run commits; returns files that dead runs may have left.
+
+        Waits for the next renewal where it cannot see whether the other run is alive.
+        """
+        claim = self._wait_for_end(0)
         return frozenset() if claim is None else claim.claim.names
 
     def take(self) -> None:
@@ -523,24 +528,30 @@ class OutputClaim:
         After a signal, the claim may be held.
         """
         for _ in range(_TRIES):
-            claim = self._wait_for_end()
+            claim = self._wait_for_end(_WAIT_SECONDS)
             if call_to_end(partial(self._try_to_claim, claim)):
                 return
         raise self._taken_error()
 
-    def _wait_for_end(self) -> _FoundClaim | None:
-        """Returns the claim that this run may take over, None if there is none."""
+    def _wait_for_end(self, seconds: float) -> _FoundClaim | None:
+        """Returns the claim that this run may take over, None if there is none.
+
+        A run that is alive is waited for so long only.
+        """
         began, first = time.monotonic(), self._read()
-        claim = first
-        while first is not None and claim is not None and not claim.is_over:
-            waited = time.monotonic() - began
-            machine = _identify_machine()
-            is_here = bool(machine) and claim.claim.machine == machine
-            is_alive = claim.etag != first.etag or (is_here and not claim.claim.is_dead)
-            if is_alive and waited > _WAIT_SECONDS:
+        claim, has_told = first, False
+        while claim is not None and not claim.is_over:
+            is_here = bool(_identify_machine()) and claim.claim.machine == _identify_machine()
+            is_alive = is_here or claim != first
+            if is_alive and time.monotonic() - began >= seconds:
                 raise self._taken_error()
-            if waited > _LEASE_SECONDS:
-                break
+            if not is_alive and not has_told:
+                logger.warning(
+                    "%s: a run on another machine holds %s; waiting up to %.0f s to see whether it"
+                    " is alive",
+                    *(self._location, CLAIM_NAME, _LEASE_SECONDS),
+                )
+                has_told = True
             time.sleep(_POLL_SECONDS)
             claim = self._read()
         return claim
@@ -631,8 +642,13 @@ class OutputClaim:
             claim = msgspec.json.decode(data, type=_Claim)
         except (ValueError, RecursionError):
             claim = _Claim()
+        now = time.monotonic()
+        before, since = _first_seen.get(self._path, (None, now))
+        since = since if before == claim else now
+        _first_seen[self._path] = claim, since
+        # What a store says of times is trusted only where no clock can be that wrong.
         is_old = bool(entry.modified) and entry.modified + 30 * _LEASE_SECONDS < time.time()
-        is_over = not claim.writer or is_old or claim.is_dead
+        is_over = not claim.writer or is_old or claim.is_dead or now - since > _LEASE_SECONDS
         return _FoundClaim(entry.etag or entry.identity, claim, is_over)
 
     def _write(self, data: bytes, expected: str) -> str | None:
@@ -654,8 +670,8 @@ class OutputClaim:
         return OutputBusyError(
             "another run is putting its output there",
             where=self._location,
-            hint="run one command at a time for an output; if that run was killed, run again in"
-            f" {_LEASE_SECONDS:.0f} s",
+            hint="run one command at a time for an output; if that run was killed, run again: a"
+            f" claim that is not renewed is taken over after {_LEASE_SECONDS:.0f} s",
         )
 
 

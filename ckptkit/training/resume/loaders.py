@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from torch.utils.data import DistributedSampler, IterableDataset
 
 from ckptkit.core.text import counted
+from ckptkit.training.state.collect import split_batches_of
 
 logger = logging.getLogger(__name__)
 
@@ -31,16 +32,32 @@ class Mergeable(Protocol):
     def split_state(self, state: Any, rank: int, world_size: int) -> Any: ...
 
 
-def mergeable(loader: Any, world_size: int) -> Mergeable | None:
-    """Returns what merges and splits the states of a loader; None where nothing does."""
+def mergeable(loader: Any, world_size: int, *, was_split: bool | None) -> Mergeable | None:
+    """Returns what merges and splits the states of a loader; None where nothing does.
+
+    `was_split` is what `split_batches_of` was of the saved loader; False of one rank.
+    """
     if all(callable(getattr(loader, name, None)) for name in ("merge_states", "split_state")):
         found: Mergeable = loader
         return found
-    return SharedOrder() if _takes_turns(loader, world_size) else None
+    is_split = split_batches_of(loader, world_size)
+    if is_split is None and world_size == 1 and _is_of_accelerate(loader):
+        is_split = was_split  # of one rank, where it makes no difference
+    elif is_split is None and _has_distributed_sampler(loader, world_size):
+        is_split = False
+    if is_split is None or (is_split and was_split is None):
+        return None
+    return SharedOrder(is_split=is_split, was_split=bool(was_split))
 
 
 class SharedOrder:
-    """States of a loader of torchdata whose ranks take turns in one order of the data."""
+    """States of a loader of torchdata whose ranks share one order of the data.
+
+    Ranks take turns with batches; or, where batches are split, all have a part of each.
+    """
+
+    def __init__(self, *, is_split: bool, was_split: bool) -> None:
+        self._is_split, self._was_split = is_split, was_split
 
     def merge_states(self, states: Sequence[Any]) -> Any:
         """Returns one state; None where they are more than one count."""
@@ -51,11 +68,12 @@ class SharedOrder:
     def split_state(self, state: Any, rank: int, world_size: int) -> Any:
         """Returns the state of a rank that goes on where all of them were together."""
         old, ranks = state["state"], state["ranks"]
-        had, left = divmod(old[_BATCHES] * ranks, world_size)
+        total = old[_BATCHES] * (1 if self._was_split else ranks)
+        had, left = divmod(total, 1 if self._is_split else world_size)
         if left and rank == 0:
             logger.warning(
                 "dataloader: %s had taken %d batches in all, no multiple of %d: the last %s",
-                *(counted(ranks, "rank"), old[_BATCHES] * ranks, world_size),
+                *(counted(ranks, "rank"), total, world_size),
                 "batch is repeated" if left == 1 else f"{left} batches are repeated",
             )
         new = {**old, _BATCHES: had, _SAMPLER_BATCHES: had}
@@ -85,15 +103,21 @@ def _is_count(state: Any) -> bool:
     return samples == 0 if not batches else samples % batches == 0
 
 
-def _takes_turns(loader: Any, world_size: int) -> bool:
-    """Returns whether each of the ranks takes its turn in an order that is the same on all."""
+def _is_of_accelerate(loader: Any) -> bool:
+    """Returns whether accelerate has prepared a loader whose order is one of batches alone.
+
+    A sampler of torchdata has a state of its own, which is not known from a count.
+    """
     batches: Any = getattr(loader, "batch_sampler", None)
+    has_state = hasattr(batches, "state_dict") or type(batches).__module__.startswith("torchdata")
+    is_indexed = not isinstance(getattr(loader, "dataset", None), IterableDataset)
+    return type(loader).__name__ == "DataLoaderShard" and is_indexed and not has_state
+
+
+def _has_distributed_sampler(loader: Any, world_size: int) -> bool:
     if isinstance(getattr(loader, "dataset", None), IterableDataset):
         return False
-    if type(batches).__name__ == "BatchSamplerShard":  # of accelerate, which needs no import
-        # Of one rank it makes none, so that what `split_batches` was is not known there.
-        return not batches.split_batches and batches.num_processes == world_size
-    sampler = getattr(batches, "sampler", None)
+    sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
     return isinstance(sampler, DistributedSampler) and sampler.num_replicas == world_size
 
 

@@ -28,7 +28,12 @@ from ckptkit.formats.dcp.reader import BlobRef
 from ckptkit.formats.trees import EXTRA_STATE
 from ckptkit.training import step_names
 from ckptkit.training.load.load_pieces import load_pieces
-from ckptkit.training.resume.loaders import describe_afresh, describe_restored, mergeable
+from ckptkit.training.resume.loaders import (
+    Mergeable,
+    describe_afresh,
+    describe_restored,
+    mergeable,
+)
 from ckptkit.training.resume.stored_step import StoredStep
 from ckptkit.training.state import objects as rng
 from ckptkit.training.state.collect import (
@@ -162,7 +167,7 @@ def merge_loaders(stored: StoredStep, bound: BoundState) -> dict[str, str]:
     merged: dict[str, str] = {}
     world = stored.world_size or bound.world_size
     for other in bound.others if world != bound.world_size else ():
-        offered = mergeable(other.target, bound.world_size) if other.kind == "dataloader" else None
+        offered = _mergeable(stored, bound, other) if other.kind == "dataloader" else None
         if offered is None:
             continue
         with of_the_object(other.where, "merge_states()", ResumeError):
@@ -170,6 +175,13 @@ def merge_loaders(stored: StoredStep, bound: BoundState) -> dict[str, str]:
         if state is not None:
             merged[_name(other)] = base64.b64encode(serialise(state, _name(other))).decode()
     return merged
+
+
+def _mergeable(stored: StoredStep, bound: BoundState, other: BoundObject) -> Mergeable | None:
+    entry = stored.entry(other.key, other.position)
+    was_split = entry.split_batches if entry is not None else None
+    was_split = False if stored.world_size == 1 else was_split
+    return mergeable(other.target, bound.world_size, was_split=was_split)
 
 
 def _states(stored: StoredStep, other: BoundObject, world: int) -> list[Any]:
@@ -228,7 +240,7 @@ def object_changes(
             yield partial(other.set_state, _state_of(stored, other, pieces))
         elif isinstance(merged := alike.get(_name(other)), str):
             state = object_from_bytes(base64.b64decode(merged), where=_name(other))
-            offered = mergeable(other.target, bound.world_size)
+            offered = _mergeable(stored, bound, other)
             assert offered is not None  # noqa: S101  it has merged them
             with of_the_object(other.where, "split_state()", ResumeError):
                 state = offered.split_state(state, bound.rank, bound.world_size)

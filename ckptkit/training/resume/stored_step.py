@@ -77,6 +77,7 @@ class SavedEntry(Struct, frozen=True):
     # of a model whose adapter was saved apart, the directory of all other tensors
     base_unit: str | None = None
     stages: bool = False  # whether it is all stages of a pipeline together, which a list held
+    split_batches: bool | None = None  # of a dataloader; see `split_batches_of`
 
     @property
     def name(self) -> str:

@@ -146,6 +146,17 @@ def kind_of(key: str, value: object) -> Kind:
     return "dataloader" if _has(value, "__iter__") else "stateful"
 
 
+def split_batches_of(loader: Any, world_size: int) -> bool | None:
+    """Returns `split_batches` of a loader of accelerate that shares one order among all ranks.
+
+    None of others, and of one rank, for which accelerate keeps nothing of it.
+    """
+    batches: Any = getattr(loader, "batch_sampler", None)
+    if type(batches).__name__ != "BatchSamplerShard" or batches.num_processes != world_size:
+        return None
+    return bool(batches.split_batches)
+
+
 def kind_of_state_dict(value: object) -> Literal["model", "optimizer"] | None:
     """Returns the kind of object whose state dict, or list of such, a plain value is.
 
@@ -469,6 +480,8 @@ class BoundState(Struct, frozen=True):
                 "file": bound.file if isinstance(bound, BoundObject) else "",
                 "stages": bound.stage,
             }
+            if isinstance(bound, BoundObject) and kind == "dataloader":
+                entry["split_batches"] = split_batches_of(bound.target, self.world_size)
             first = entries.setdefault(bound.saved_as, entry)
             if first["class"] != entry["class"]:
                 first["class"] = ""

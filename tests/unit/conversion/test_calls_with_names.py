@@ -49,6 +49,11 @@ ALLOWED = {
         "call_save_hooks",
         "folder.rglob",
     ): CONSTANT,
+    (
+        "ckptkit/integrations/accelerate/saves",
+        "AcceleratorSaves._note_loaders",
+        "folder.glob",
+    ): CONSTANT,
     ("ckptkit/integrations/checkpointers", "_move_into", "hidden.rglob"): CONSTANT,
     ("ckptkit/integrations/checkpointers", "_move_into", "out.glob"): CONSTANT,
     ("ckptkit/conversion/naming_program", "_library", ".glob"): CONSTANT,

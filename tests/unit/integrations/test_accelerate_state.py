@@ -128,7 +128,9 @@ def manifest(*files: str) -> bytes:
     return Manifest("training", {}, {}, {"ckptkit": "0"}, {}, files=records).to_json()
 
 
-def test_only_a_folder_with_nothing_of_the_users_may_be_replaced(tmp_path: Path) -> None:
+def test_only_a_folder_with_nothing_of_the_users_may_be_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target = SaveTarget(tmp_path, 3, "checkpoint-", "latest")
     assert not obstacle(target)
     target.folder.mkdir()
@@ -145,6 +147,11 @@ def test_only_a_folder_with_nothing_of_the_users_may_be_replaced(tmp_path: Path)
     assert "a link" in obstacle(SaveTarget(tmp_path, 3, "checkpoint-", "link"))
     assert not obstacle(SaveTarget(tmp_path, 3, "checkpoint-", "checkpoint-003"))
     assert "no step can have" in obstacle(SaveTarget(tmp_path, 3, "checkpoint-", ".hidden"))
+    target = SaveTarget(tmp_path, 3, "checkpoint-", "used")
+    (target.folder / "below").mkdir(parents=True)
+    for folder in (target.folder, target.folder / "below"):
+        monkeypatch.chdir(folder)
+        assert "the directory that this program runs in" in obstacle(target)
 
 
 def put_stock(folder: Path, *, whole: bool = True) -> Path:

@@ -111,9 +111,14 @@ def test_a_rank_that_fails_half_way_fails_the_others_at_once(
     def whole(peers: Peers) -> Any:
         return whole_state(Net(), peers, timeout_seconds=PATIENCE)
 
+    def mapped() -> int:
+        return Path("/proc/self/maps").read_text(encoding="utf-8").count("memfd:ckptkit")
+
     monkeypatch.setattr(module, "slices_of", failing)  # rank 0 writes what all hold
+    before = mapped()
     first, second = on_both(whole)
     assert isinstance(first, MemoryError)
+    assert mapped() == before  # while the errors are kept
     assert isinstance(second, SaveError)
     assert "no more" in str(second)
 

@@ -523,6 +523,22 @@ def test_a_name_is_that_of_a_folder_in_the_run(tmp_path: Path, name: str) -> Non
         checkpointer.save(1, trained(), name=name)
 
 
+def test_a_save_does_not_replace_the_directory_that_the_program_runs_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = trained()
+    with Checkpointer(tmp_path) as checkpointer:
+        for name, below in ((None, "."), ("mine", "."), ("mine", "logs")):
+            step = checkpointer.save(1, state, name=name).result()
+            (step / below).mkdir(exist_ok=True)
+            monkeypatch.chdir(step / below)
+            with pytest.raises(UsageError, match="that this program runs in"):
+                checkpointer.save(1, state, name=name)
+            assert Path.cwd() == step / below
+            monkeypatch.chdir(tmp_path)
+        assert checkpointer.save(1, state).result() == tmp_path / "checkpoint-1"
+
+
 def test_steps_may_be_called_as_accelerate_calls_them(tmp_path: Path) -> None:
     state, other = trained(), trained(1)
     with Checkpointer(tmp_path, prefix="checkpoint_", keep_last=2) as checkpointer:

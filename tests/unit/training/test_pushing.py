@@ -163,6 +163,7 @@ def test_steps_that_can_never_be_pushed_are_retired_as_others_are(
         for step in (1, 2, 3):
             with pytest.raises(HubError, match="token is wrong or expired"):
                 saver.save(step, state()).pushed(WAIT)
+    assert not wait_for_end(saver)  # all were heard
     assert [path.name for path in run.glob("checkpoint-*")] == ["checkpoint-3"]
     assert not hub.has(REPO)
 
@@ -498,6 +499,7 @@ def test_no_secret_that_lies_in_a_step_is_pushed(
     with checkpointer(tmp_path / "run", hub_strategy=strategy, **more) as saver:
         handle = saver.save(1, state(), files=files)
     assert handle.pushed(WAIT)
+    assert not wait_for_end(saver)
     there = {path: hub.read(REPO, path) for path in hub.repo(REPO).files()}
     assert not [path for path, data in there.items() if secrets_in([data], [TOKEN])]
     folder = {"checkpoint": "last-checkpoint/", "all_checkpoints": "checkpoint-1/"}.get(strategy)

@@ -478,10 +478,18 @@ class Shared(Loader):
 
 
 def resume_loaders(
-    folder: Path, states: Sequence[Any], loaders: Sequence[Any]
+    folder: Path, states: Sequence[Any], loaders: Sequence[Any], *, old: Any = None
 ) -> list[CkptkitError | None]:
-    """Resumes loaders, one for each rank, from what as many ranks as states had."""
+    """Resumes loaders, one for each rank, from what as many ranks as states had.
+
+    `old` is the loader of the first of these; without it, the step is one of an older version.
+    """
     save(folder, trained(), world_size=len(states))
+    if old is not None:
+        saved = bind(
+            state_of() | {"loader": old}, layout="accelerate", rank=0, world_size=len(states)
+        )
+        (folder / "ckptkit/run.json").write_text(json.dumps(saved.facts()))
     for rank, state in enumerate(states):
         (folder / f"ckptkit/dataloader_0_rank_{rank}.bin").write_bytes(serialised(state))
     finish(folder, len(states))
@@ -523,13 +531,18 @@ def torchdata_loader(rank: int, world_size: int, sampler: Any, **options: Any) -
     return StatefulDataLoader(ROWS, batch_size=2, sampler=own, **options)
 
 
-def accelerate_loader(rank: int, world_size: int, _sampler: None) -> Any:
+def accelerate_loader(
+    rank: int, world_size: int, _sampler: None = None, *, size: int = 2, splits: bool = False
+) -> Any:
     return prepare_data_loader(
-        torch.utils.data.DataLoader(ROWS, batch_size=2),  # type: ignore[arg-type]
+        torch.utils.data.DataLoader(ROWS, batch_size=size, shuffle=True),  # type: ignore[arg-type]
         num_processes=world_size,
         process_index=rank,
         use_stateful_dataloader=True,
         put_on_device=False,
+        split_batches=splits,
+        use_seedable_sampler=True,
+        data_seed=5,
     )
 
 
@@ -567,6 +580,34 @@ def test_loaders_whose_ranks_take_turns_go_on_where_all_were_together(
     assert len(set(had) & set(rest)) == 2 * left
     assert set(had) | set(rest) == set(ROWS)
     assert ("repeated" in caplog.text) == bool(left), caplog.text
+
+
+@pytest.mark.filterwarnings("ignore:.*set_vital")
+@pytest.mark.parametrize(("before", "now"), [(4, 1), (3, 2), (2, 4), (1, 4)])
+@pytest.mark.parametrize("did_split", [False, True])
+@pytest.mark.parametrize("splits", [False, True])
+def test_loaders_of_accelerate_go_on_whether_ranks_take_turns_or_split_batches(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    before: int,
+    now: int,
+    *,
+    did_split: bool,
+    splits: bool,
+) -> None:
+    old = [accelerate_loader(rank, before, size=12, splits=did_split) for rank in range(before)]
+    had = [row for its in map(iter, old) for row in next(its).tolist()]
+    states = [loader.state_dict() for loader in old]
+    new = [accelerate_loader(rank, now, size=12, splits=splits) for rank in range(now)]
+    done = resume_loaders(tmp_path / "checkpoint-3", states, new, old=old[0])
+    assert done == [None] * now
+    rest = [row for loader in new for batch in loader for row in batch.tolist()]
+    batches = 1 if did_split else before
+    left = 0 if splits else batches % now
+    assert sorted(rest) == sorted(set(rest))
+    assert len(set(had) & set(rest)) == 12 * left
+    assert set(had) | set(rest) == set(ROWS)
+    assert ("repeated" in caplog.text or "skipped" in caplog.text) == bool(left), caplog.text
 
 
 @pytest.mark.filterwarnings("ignore:.*set_vital")
