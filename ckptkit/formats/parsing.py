@@ -273,10 +273,18 @@ def find_data_files(
     ]
     if missing:
         names = (repr(posixpath.basename(path)) for path in missing)
+        hint = "copy the missing files as well"
+        whole = indices[0].removesuffix(INDEX_ENDING)
+        if len(missing) == len(paths) and stat_or_missing(source, whole).size_bytes >= 0:
+            # `save_pretrained` of Transformers deletes older shards, and leaves their index.
+            hint = (
+                f"if {posixpath.basename(whole)!r} was saved over the shards, remove the index"
+                f" {posixpath.basename(indices[0])!r}; else {hint}"
+            )
         raise MissingFileError(
             f"index names {len(paths):,} files; missing are"
             f" {join_first(names, len(missing), _LISTED_NAMES)}",
-            hint="copy the missing files as well",
+            hint=hint,
         )
     unnamed = []
     for path in list_unnamed(paths):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import struct
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import safetensors
 import safetensors.torch
 import torch
 
+import ckptkit
 from ckptkit.core.dtypes import BY_SAFETENSORS
 from ckptkit.core.errors import (
     CkptkitError,
@@ -164,6 +166,19 @@ def test_a_missing_file_of_a_set_is_named() -> None:
         with pytest.raises(MissingFileError) as caught:
             read_files(files)
         assert str(caught.value) == f"memory/m: {message}"
+
+
+def test_an_index_of_older_shards_beside_a_whole_model_may_be_removed(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "vocab_size": 16, "num_attention_heads": 2}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+    model.save_pretrained(tmp_path, max_shard_size="1KB")
+    model.save_pretrained(tmp_path)
+    with pytest.raises(MissingFileError) as caught:
+        ckptkit.inspect(tmp_path)
+    assert "remove the index 'model.safetensors.index.json'" in caught.value.hint
+    (tmp_path / "model.safetensors.index.json").unlink()
+    assert not ckptkit.inspect(tmp_path).problems
 
 
 def test_an_index_that_contradicts_its_files_is_refused() -> None:
