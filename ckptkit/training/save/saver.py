@@ -198,7 +198,7 @@ class SaveCommitter:
                 earlier=earlier,
             )
             size_bytes = sum(answer.size_bytes for answer in save.answers)
-            stage = Stage(f"{verb} step {save.step}, rank 0", size_bytes)
+            stage = Stage(f"{verb} {save}, rank 0", size_bytes)
             process.request(request, stage if self.rank == 0 else None)
         except CkptkitError as error:
             save.error = error
@@ -586,7 +586,7 @@ class SaveSlot:
                 plain = WaveFiles(files.images)
                 save.rewrite = partial(self._persist, save, plain, staged, samples, inline, record)
             size_bytes = sum(image.size_bytes for image in files.images)
-            stage = Stage(f"writing step {save.step}, rank 0", size_bytes)
+            stage = Stage(f"writing {save}, rank 0", size_bytes)
             answer = self._writer.request(
                 Persist(
                     attempt=save.name,
