@@ -240,11 +240,12 @@ class Plan(Struct, frozen=True):
             yield from cut_into_tasks(number, file)
 
 
-def cut_into_tasks(number: int, file: OutputFile, most: int = TASK_BYTES) -> Iterator[Task]:
-    """Cuts one file, number `number` of the plan, into byte ranges of at most `most`, in order.
+def cut_into_tasks(number: int, file: OutputFile, most_bytes: int | None = None) -> Iterator[Task]:
+    """Cuts one file, number `number` of the plan, into byte ranges of at most `most_bytes`.
 
-    `most` is a multiple of `TASK_BYTES`.
+    They come in order. `most_bytes` is a multiple of `TASK_BYTES`, which is the default.
     """
+    most = most_bytes or TASK_BYTES
     parts: list[SegmentRange] = []
     start = size = 0
     for part in _parts_of(file):

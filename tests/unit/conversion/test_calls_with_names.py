@@ -67,6 +67,7 @@ ALLOWED = {
     ("ckptkit/storage/remote/store", "pin_revision", "filesystem.endpoint"): NAMELESS,
     ("ckptkit/storage/remote/store", "pin_revision", "filesystem.resolve_path"): EXACT,
     ("ckptkit/storage/remote/store", "pin_revision", "filesystem.token"): NAMELESS,
+    ("ckptkit/training/dcp", "_place_of", "filesystem.storage_options"): NAMELESS,
     ("ckptkit/storage/place_identity", "_find_s3_endpoint", "filesystem.connect"): NAMELESS,
     ("ckptkit/storage/place_identity", "_find_s3_endpoint", "filesystem.s3"): NAMELESS,
     ("ckptkit/storage/local/workdir", "_place_all", "files.rglob"): CONSTANT,
