@@ -31,9 +31,10 @@ with open(sys.argv[1], "a") as file:
 print("told", *sys.argv[2:], flush=True)
 if os.path.exists(sys.argv[1] + ".slow"):
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    with open(sys.argv[1] + ".pid", "w") as file:
+    own = f"{sys.argv[1]}.{child.pid}"  # two jobs run at once
+    with open(own, "w") as file:
         file.write(str(child.pid))
-    os.rename(sys.argv[1] + ".pid", sys.argv[1] + ".child")
+    os.rename(own, sys.argv[1] + ".child")
     time.sleep(600)
 sys.exit(int(os.environ.get("ENDS_WITH", "0")))
 """
