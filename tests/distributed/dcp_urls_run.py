@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -148,7 +149,8 @@ def faults(folder: Path, _: str) -> None:
     assert ".metadata" not in names, names
     assert "ckptkit.json" not in names, names
     assert ckptkit.verify(at.place("step-1")).ok
-    tempfile.tempdir = str(folder.parent / "disk") if rank else None
+    usual = tempfile.tempdir
+    tempfile.tempdir = str(folder.parent / "disk") if rank else usual
     dcp.close_all()  # so that the next save takes a folder there
     dist.barrier()
     big = {"w": torch.ones(2_000_000), "own": {f"of_{rank}": torch.ones(2_000_000)}}
@@ -157,7 +159,7 @@ def faults(folder: Path, _: str) -> None:
     assert "TMPDIR" in caught.value.hint
     dcp.save(state, storage_writer=at.writer("step-3"))
     assert ckptkit.verify(at.place("step-3")).ok
-    tempfile.tempdir = None
+    tempfile.tempdir = usual
     lines = Lines()
     logging.getLogger("ckptkit").addHandler(lines)
     dcp.save({"w": torch.ones(2)}, checkpoint_id=f"memory://{folder.name}", no_dist=True)
@@ -221,7 +223,7 @@ def places(folder: Path, _: str) -> None:
     assert all((path / ".lock").exists() for path in staged())
     dist.barrier()
     if dist.get_rank() == 0:
-        shutil.rmtree(tempfile.gettempdir())
+        shutil.rmtree(folder.parent / "tmp")
     dist.barrier()
     dcp.save(state, storage_writer=at.writer("step-3"))
     assert ckptkit.verify(at.place("step-3")).ok
@@ -251,4 +253,6 @@ CASES: dict[str, Callable[[Path, str], None]] = {
 
 
 if __name__ == "__main__":
+    # Ranks that were forked have found the folder of all programs already.
+    tempfile.tempdir = str(Path(sys.argv[1]) / "tmp")
     run_cases(CASES)
