@@ -108,7 +108,7 @@ def describe_kept_types(
     note = (
         f"--keep-dtype keeps {counted(len(kept), 'tensor')} in {kept[0].dtype.name}, such as"
         f" {kept[0].name!r}: the FP8 layers of transformers 5.23.0 compute in {UNPACKED}, and fail"
-        f" beside them; write the model with --dtype {UNPACKED} first, and pack that output"
+        f" on other types; write the model with --dtype {UNPACKED}, then pack that output"
     )
     return [note]
 

@@ -313,15 +313,15 @@ def read_chunks(
     it read. Processes that together read all of a record can prove it from these.
     """
     whole: list[NumberedRecord] = []
+    limits = _DISTANT if origin.source.is_remote else _NEAR
 
     def read_group(reader: TensorReader, group: Sequence[_RecordRead]) -> None:
-        whole.extend(list(_read_group(origin, reader, group)))
+        whole.extend(list(_read_group(origin, reader, group, limits)))
         if done is not None:
             for _, memory in itertools.chain.from_iterable(read.targets for read, _ in group):
                 done(memory)
 
     pending = [(read, origin.index.records[read.record]) for read in reads]
-    limits = _DISTANT if origin.source.is_remote else _NEAR
     bytes_read = _run_readers(origin, list(_groups(pending, limits)), read_group, threads)
     return bytes_read, (*whole, *origin.checksums.still_open().items())
 
@@ -398,7 +398,7 @@ def _is_small(read: ChunkRead, record: Record, limits: _Limits) -> bool:
 
 
 def _read_group(
-    origin: Origin, reader: TensorReader, group: Sequence[_RecordRead]
+    origin: Origin, reader: TensorReader, group: Sequence[_RecordRead], limits: _Limits
 ) -> Iterator[NumberedRecord]:
     """Reads chunks of one file; several are neighbours, and small enough for one read.
 
@@ -409,7 +409,6 @@ def _read_group(
     path = origin.index.files[first.file].path
     reader.clear()
     is_archive = first.container == "torch_zip"  # whose header has to be read as well
-    limits = _DISTANT if reader.cache.is_remote else _NEAR
     if len(group) > 1 or (is_archive and _is_small(*group[0], limits)):
         reader.cache.fetch([FileRange(path, first.start, last.stop)])
     elif reader.cache.is_remote and is_archive:

@@ -396,7 +396,7 @@ class UnpackedOperand(Struct, frozen=True):
         tile: tuple[Span, Span],
         order: NDArray[np.int64] | None,
     ) -> NDArray[Any]:
-        """Returns the elements of a tile, of which a block can have sixteen different ones."""
+        """Returns the elements of a tile. A block has at most sixteen different ones."""
         possible = make_table("uint4")[:_POSSIBLE, 0] - np.float32(self.offset)
         made = np.tile(possible, (scale.size, 1))
         if zero is not None:

@@ -32,7 +32,7 @@ _NAMES: Mapping[type[Event], str] = {
 class Progress(Closing):
     """Shows the progress of a command on stderr; its events come from several threads.
 
-    As lines for programs, bytes are told at most once a second, and once more at the end.
+    Lines for programs give the bytes at most once a second, and once more at the end.
 
     Attributes:
         notes: The notes of the plan, once there is one.

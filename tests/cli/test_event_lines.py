@@ -27,7 +27,7 @@ class Clock:
         return self.now
 
 
-def told(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
+def events_of(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
     """Returns the events of stderr without their times."""
     events = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
     return [{key: value for key, value in event.items() if key != "time"} for event in events]
@@ -45,7 +45,7 @@ def test_progress_is_told_once_a_second_and_when_a_stage_ends(
             progress.listen(BytesWritten(10))
         progress.listen(Waiting("it is compared"))
         progress.listen(OutputCommitted("out"))
-    planned, started, *counts, waiting, committed = told(capsys)
+    planned, started, *counts, waiting, committed = events_of(capsys)
     assert planned == {"event": "planned", "notes": ["a note"]}
     assert started == {"event": "started", "total_bytes": 1000}
     assert [event["done_bytes"] for event in counts] == [160, 320, 480, 640, 800, 960, 1000]
@@ -74,7 +74,7 @@ def test_stages_are_counted_apart(capsys: pytest.CaptureFixture[str]) -> None:
             progress.listen(BytesWritten(total))
         progress.listen(OutputKept("out"))
     assert progress.kept
-    assert [(event["event"], event.get("done_bytes")) for event in told(capsys)] == [
+    assert [(event["event"], event.get("done_bytes")) for event in events_of(capsys)] == [
         *[("started", None), ("progress", 7)],
         *[("started", None), ("progress", 9)],
         ("kept", None),

@@ -463,7 +463,7 @@ def test_a_note_names_what_is_kept_in_types_that_the_fp8_layers_of_transformers_
     notes = notes_of(ckptkit.consolidate, tmp_path / "wide", tmp_path / "out", **options)
     (note,) = [note for note in notes if "--keep-dtype keeps" in note]
     assert f"in {str(dtype).removeprefix('torch.')}, such as" in note
-    assert "with --dtype bfloat16 first, and pack that output" in note
+    assert "with --dtype bfloat16, then pack that output" in note
     with pytest.raises(RuntimeError, match="same dtype"):
         run(tmp_path / "out")
     ckptkit.consolidate(tmp_path / "wide", tmp_path / "first", dtype="bfloat16")
