@@ -71,7 +71,7 @@ class Place(str):
     @property
     def protocol(self) -> str:
         match = _URL.fullmatch(self)
-        return match[1].lower() if match else ""
+        return match[1] if match else ""
 
     @property
     def inner_path(self) -> str:
@@ -196,7 +196,10 @@ def _check_usable(location: str) -> None:
 
 
 def _normalize(location: str) -> str:
-    """Returns a path for a `file://` URL, and other locations without slashes at the end."""
+    """Returns a path for a `file://` URL, and other URLs as stores and fsspec expect them.
+
+    fsspec knows its protocols in small letters only.
+    """
     _check_usable(location)
     local = _FILE.match(location)
     if local is not None:
@@ -217,7 +220,7 @@ def _normalize(location: str) -> str:
             hint="name the folder or the file without a query, or download it first; an object of"
             " a bucket is named as s3://bucket/key, with its keys in --src-option",
         )
-    return f"{match[1]}://{match[2].rstrip('/')}"
+    return f"{match[1].lower()}://{match[2].rstrip('/')}"
 
 
 _SECRETS = ("key", "secret", "token", "password", "sas", "credential", "credentials")

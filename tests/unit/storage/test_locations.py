@@ -24,6 +24,7 @@ def test_a_place_is_its_location_wherever_a_text_or_a_path_is_wanted() -> None:
     assert json.loads(json.dumps({"path": place})) == {"path": "s3://bucket/run"}
     assert place.protocol == "s3"
     assert Place("runs/a").protocol == ""
+    assert Place("S3://Bucket/Run//") == "s3://Bucket/Run"  # fsspec opens no `S3`
 
 
 def test_options_are_in_no_text_and_survive_a_pickle() -> None:
