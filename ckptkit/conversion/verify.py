@@ -584,7 +584,12 @@ def _refusals(
 ) -> list[Problem]:
     """Says of each file why no copy replaces it."""
     what, reason = "is missing or damaged", "no copy of --from has it undamaged"
-    if not others:
+    files = map(posixpath.split, list_files(damaged))
+    parts = [folder for folder, name in files if folder and name == MANIFEST_NAME]
+    if manifest is None and parts:
+        of = " or ".join(posixpath.join(damaged.location, part) for part in parts)
+        reason = f"its parts have manifests of their own: pass {of}, and with --from its copy"
+    elif not others:
         reason = "pass --from with another copy of the step"
     elif manifest is None:
         reason = f"without {MANIFEST_NAME} nothing shows that a copy is of the same save"

@@ -21,7 +21,7 @@ import ckptkit
 from ckptkit.conversion.verify import NOT_MENDED, run_repair
 from ckptkit.core.errors import CkptkitError, NoSpaceError, OutputError, RefusedError, UsageError
 from ckptkit.storage.local.disk import Disk
-from ckptkit.training import Checkpointer
+from ckptkit.training import Checkpointer, dcp
 from tests.campaigns.bit_rot.damage import classify
 from tests.command_line import run_command
 from tests.files import contents, flip_bit
@@ -243,6 +243,18 @@ def test_a_checkpoint_without_a_manifest_is_not_mended(tmp_path: Path) -> None:
     report = ckptkit.verify(folder, repair=True, copies=[source])
     assert any("without ckptkit.json nothing shows" in text for text in refusals(report))
     assert contents(folder) == broken
+
+
+def test_of_a_step_of_parts_the_damaged_part_is_mended(tmp_path: Path) -> None:
+    step, copy = tmp_path / "run" / "step-3", tmp_path / "copy" / "step-3"
+    for part in ("model", "optim"):
+        dcp.save({part: torch.randn(500)}, checkpoint_id=step / part, no_dist=True)
+    shutil.copytree(step, copy)
+    flip(step / "optim" / "__0_0.distcp")
+    (refused,) = refusals(ckptkit.verify(step, repair=True, copies=[copy]))
+    assert f"pass {step}/model or {step}/optim, and with --from its copy" in refused
+    assert ckptkit.verify(step / "optim", repair=True, copies=[copy / "optim"]).ok
+    assert contents(step) == contents(copy)
 
 
 def test_steps_that_share_a_file_are_mended_together(tiers: tuple[Path, Path]) -> None:
