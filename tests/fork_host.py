@@ -247,6 +247,7 @@ def _answer(request: Mapping[str, Any], streams: Sequence[int]) -> object:
     if request["environment"] is not None:
         os.environ.clear()
         os.environ |= request["environment"]
+        tempfile.tempdir = None  # this process may have found one by an environment of another test
     answer = _named(request["function"])(*request["arguments"])
     if not isinstance(answer, int | None):
         Path(request["answer"]).write_text(json.dumps(answer))

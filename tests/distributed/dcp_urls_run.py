@@ -10,7 +10,6 @@ import json
 import logging
 import os
 import shutil
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -255,6 +254,4 @@ CASES: dict[str, Callable[[Path, str], None]] = {
 
 
 if __name__ == "__main__":
-    # Ranks that were forked have found the folder of all programs already.
-    tempfile.tempdir = str(Path(sys.argv[1]) / "tmp")
     run_cases(CASES)
