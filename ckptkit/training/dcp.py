@@ -17,6 +17,7 @@ import atexit
 import hashlib
 import inspect
 import logging
+import multiprocessing
 import operator
 import os
 import posixpath
@@ -29,6 +30,7 @@ from contextlib import ExitStack, closing, suppress
 from dataclasses import fields, replace
 from functools import cached_property, partial
 from itertools import chain, takewhile
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +110,7 @@ BEGIN, _KEYS, _LOAD = f"{_TOPIC}.save", f"the keys of {_TOPIC}.save", f"{_TOPIC}
 _STAGERS = frozenset({"BlockingAsyncStager", "DefaultStager"})
 _FIELDS = frozenset(field.name for field in fields(Metadata))
 _HASH_BYTES = 6  # of a key among those of one entry
+_OVERLAPS = 1  # some elements of a tensor are one in memory, as those that `expand` makes
 _LOCK = threading.RLock()  # a state_dict() may save something itself
 _SESSIONS: dict[tuple[bool, int], tuple[_Session, Any]] = {}
 _LOGGED: set[str] = set()
@@ -351,6 +354,10 @@ class _CheckingReader(torch_dcp.FileSystemReader):
         with plain_torch():
             try:
                 _, self.partial = read_chunks(origin, reads)
+            except UnsupportedError as error:  # of an archive, which says more than the index
+                _log_stock(f"without checksums, since {error}")
+                self.close()
+                return super().read_data(replace(plan, items=tensors), planner)
             finally:
                 count_changes(target for target in targets if not target.is_inference())
             for item, target, (_, elements) in zip(tensors, targets, read, strict=True):
@@ -390,14 +397,16 @@ class _CheckingReader(torch_dcp.FileSystemReader):
 
 
 def _memory(index: TensorIndex, item: ReadItem, target: torch.Tensor) -> tuple[Box, torch.Tensor]:
-    """Returns a part of a stored tensor, and memory for it: the target if the types are equal."""
+    """Returns a part of a stored tensor, and memory for it: the target if that fits."""
     entry = index.tensors.get(Key(item.storage_index.fqn))
     if entry is None or target.shape != item.lengths:
         raise UnsupportedError("is read by torch only", where=item.storage_index.fqn)
     corner = item.storage_index.offset or (0,) * len(entry.shape)
     offsets = tuple(map(operator.add, corner, item.storage_offsets))
     dtype = getattr(torch, entry.dtype.name)
-    elements = target if target.dtype == dtype else torch.empty(item.lengths, dtype=dtype)
+    overlaps = torch._debug_has_internal_overlap(target) == _OVERLAPS  # noqa: SLF001
+    is_fit = target.dtype == dtype and not overlaps
+    elements = target if is_fit else torch.empty(item.lengths, dtype=dtype)
     return Box(offsets, tuple(item.lengths)), elements
 
 
@@ -813,9 +822,10 @@ def _decide(values: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     check_same_place([value["place"] for value in values], "the directory of the checkpoint")
     names = sorted({name for value in values for name in value["digests"]})
     digests = {name: [value["digests"].get(name, "") for value in values] for name in names}
+    reasons = (value["stock"] for value in values)
     return {
         "number": values[0]["number"],
-        "stock": next(filter(None, (value["stock"] for value in values)), ""),
+        "stock": next(filter(None, reasons), "" if names else "the state is empty"),
         "digests": {name: [] if len(set(of)) == 1 else of for name, of in digests.items()},
     }
 
@@ -935,6 +945,8 @@ def _session(*, alone: bool) -> _Session:
         if session is not None:
             session.close()
         session = _Session(alone=alone)
+        if multiprocessing.parent_process() is not None:  # one that was forked has no `atexit`
+            Finalize(None, close_all, exitpriority=0)
         _SESSIONS[key] = session, group
     return session
 

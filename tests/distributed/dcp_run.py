@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import json
 import logging
+import multiprocessing
 import os
 import threading
 import time
@@ -218,6 +219,9 @@ def meshes(folder: Path, _: str) -> None:
             loaded.append(full(target))
         assert torch.equal(loaded[0], weight.to(dtype))
         assert torch.equal(loaded[0], loaded[1])
+    for load in (dcp.load, stock.load):
+        with pytest.raises(stock.CheckpointException, match="single memory location"):
+            load({"model": {"w": torch.zeros(9).expand(7, 9)}}, checkpoint_id=folder / "a")
 
 
 def damage(folder: Path, _: str) -> None:
@@ -337,6 +341,18 @@ def delegates(folder: Path, _: str) -> None:
     assert (folder / "named" / "ckptkit.json").exists()
     dcp.save({"own": torch.ones(2)}, checkpoint_id=own / "plain", no_dist=True)
     assert (own / "plain" / "ckptkit.json").exists()
+    # An archive that says more than the index, and a state with nothing in it.
+    marked = torch.view_as_complex(torch.arange(8.0).view(4, 2)).conj()
+    stock.save({"marked": marked, "n": 3}, checkpoint_id=folder / "marked")
+    held: dict[str, Any] = {"marked": torch.zeros_like(marked), "n": 0}
+    dcp.load(held, checkpoint_id=folder / "marked")
+    assert torch.equal(held["marked"], marked)
+    assert held["n"] == state["n"]
+    dcp.save({}, checkpoint_id=folder / "nothing")
+    for load in (dcp.load, stock.load):
+        load({}, checkpoint_id=folder / "nothing")
+    told = [line for line in lines.lines if "conj" in line or "empty" in line]
+    assert len(told) == (0 if dist.get_rank() else 2), told
 
 
 def faults(folder: Path, _: str) -> None:
@@ -475,6 +491,20 @@ def dies_leaving(folder: Path, how: str) -> None:
     raise SystemExit
 
 
+def forked(folder: Path, _: str) -> None:
+    """A process that multiprocessing forked ends without `atexit`; its save is waited for."""
+    path = folder / f"step-{dist.get_rank()}"
+    process = multiprocessing.get_context("fork").Process(target=_save_alone, args=(path,))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+    assert ckptkit.verify(path).ok
+
+
+def _save_alone(path: Path) -> None:
+    dcp.async_save({"w": torch.ones(20_000_000)}, checkpoint_id=path, no_dist=True)
+
+
 CASES: dict[str, Callable[[Path, str], None]] = {
     "same": same_as_stock,
     "parallel": parallel,
@@ -485,6 +515,7 @@ CASES: dict[str, Callable[[Path, str], None]] = {
     "others_change": others_change,
     "folders": folders,
     "leaks": leaks,
+    "forked": forked,
     "dies_leaving": dies_leaving,
 }
 

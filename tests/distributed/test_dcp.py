@@ -64,7 +64,7 @@ def test_nothing_grows_over_thirty_saves(run_ranks: Callable[..., Any], tmp_path
 def test_a_program_that_ends_without_waiting_has_its_save(
     run_ranks: Callable[..., Any], tmp_path: Path
 ) -> None:
-    run_ranks(SCRIPT, 2, tmp_path, "dies_leaving", torchrun=True)
+    run_ranks(SCRIPT, 2, tmp_path, "forked", "dies_leaving", torchrun=True)
     assert ckptkit.verify(tmp_path / "dies_leaving" / "step-2").ok
 
 

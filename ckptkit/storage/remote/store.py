@@ -87,6 +87,8 @@ _CLIENTS = {
     "az": "adlfs",
     "abfs": "adlfs",
 }
+# paramiko hangs where threads share a client, and sshfs answers a range with the whole file.
+_UNSUITED = frozenset({"sftp", "ssh"})
 _MARKS = ("ETag", "etag", "md5", "generation", "mtime", "LastModified", "last_modified", "created")
 _HUB = "hf"
 _OTHER_IS_THERE = frozenset({409, 412})
@@ -395,6 +397,12 @@ def _is_marker(name: str) -> bool:
 def _open_filesystem(protocol: str, options: Mapping[str, Any], where: str) -> Any:
     import fsspec
 
+    if protocol in _UNSUITED:
+        raise UsageError(
+            f"no storage was opened: no client for {protocol}:// reads ranges in several threads",
+            where=where,
+            hint="mount it, as with sshfs, and give the path",
+        )
     arguments = dict(options)
     opened: Callable[..., Any] = partial(fsspec.filesystem, protocol, skip_instance_cache=True)
     if protocol in S3_PROTOCOLS:
@@ -403,8 +411,6 @@ def _open_filesystem(protocol: str, options: Mapping[str, Any], where: str) -> A
         from ckptkit.storage.remote.bucket import BucketFileSystem
 
         opened = BucketFileSystem
-    elif protocol != _HUB:  # whose class counts unknown options among its own
-        arguments.setdefault("use_listings_cache", False)
     try:
         filesystem = opened(**arguments)
     except CkptkitError:
@@ -424,6 +430,9 @@ def _open_filesystem(protocol: str, options: Mapping[str, Any], where: str) -> A
         ) from None
     if protocol in S3_PROTOCOLS:
         filesystem.retries = 1  # `RemoteStore.retry` repeats requests; both together would multiply
+    if protocol != _HUB and "use_listings_cache" not in options:
+        # Not as an option, which some classes hand to a client that does not know it.
+        filesystem.dircache.use_listings_cache = False
     return filesystem
 
 

@@ -97,6 +97,7 @@ ALLOWED = {
     ("ckptkit/storage/remote/store", "RemoteStore.put_small.ask", "filesystem.call_s3"): S3,
     ("ckptkit/storage/remote/store", "RemoteStore.put_small.ask", "filesystem.pipe_file"): EXACT,
     ("ckptkit/storage/remote/store", "RemoteStore.read_into.ask", "filesystem.cat_file"): EXACT,
+    ("ckptkit/storage/remote/store", "_open_filesystem", "filesystem.dircache"): NAMELESS,
     ("ckptkit/storage/remote/store", "_open_filesystem", "filesystem.retries"): NAMELESS,
     ("ckptkit/storage/remote/s3", "_read", "filesystem._call_s3"): S3,
     ("ckptkit/storage/remote/s3", "delete_s3_objects", "filesystem.call_s3"): S3,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
+import fsspec
 import pytest
 
 from ckptkit.core.errors import (
@@ -118,7 +120,22 @@ def test_no_secret_is_in_an_error_that_a_client_wrote() -> None:
     assert str(told) == "s3://b/k: cannot be read: no answer for *** from https://cdn.example/x?…"
 
 
-@pytest.mark.parametrize("url", ["zip://out", "tar://out", "dir://out", "foo://out"])
+@pytest.mark.parametrize(
+    "url", ["zip://out", "tar://out", "dir://out", "foo://out", "sftp://host/out", "ssh://host/out"]
+)
 def test_a_client_that_does_not_open_from_a_url_alone_is_an_error_of_usage(url: str) -> None:
     with pytest.raises(UsageError, match=f"^{url}: no storage was opened"):
         get_store(Place(url))
+
+
+def test_a_client_that_knows_its_own_options_alone_is_opened_without_listings_kept() -> None:
+    class Client(fsspec.AbstractFileSystem):  # type: ignore[misc]
+        """Hands all options to a library, as webdav4 does."""
+
+        def __init__(self, **options: Any) -> None:
+            assert options.keys() == {"base_url"}
+            super().__init__()
+
+    fsspec.register_implementation("strict", Client, clobber=True)
+    store = get_store(Place("strict://out", {"base_url": "http://127.0.0.1"}))
+    assert not store.filesystem.dircache.use_listings_cache
