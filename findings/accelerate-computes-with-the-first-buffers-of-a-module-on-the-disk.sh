@@ -3,15 +3,14 @@
 #
 # Versions: accelerate 1.15.0, safetensors 0.8.0, torch 2.13.0, Python 3.11.
 #
-# Guess: `offload_buffers=False`, the default of `load_checkpoint_and_dispatch`, keeps the buffers of
-# an offloaded module in memory, with the values of the checkpoint. The model computes the same with
-# any device map.
+# Guess: a model that `load_checkpoint_and_dispatch` keeps on the disk in part computes the same as
+# the model that was saved, with its buffers and tied weights, in float32, bfloat16 and float16.
 #
-# Seen: for a module with the device "disk", a buffer is neither offloaded nor set. It stays as the
-# constructor made it: the statistics of a batch norm are zeros and ones. The file has the right
-# values, parameters are loaded, and no log speaks of it. With the device "cpu", or with
-# `offload_buffers=True`, all is right. A folder of the same weights answers otherwise on a machine
-# with less memory, where "auto" picks the disk.
+# Seen: with `offload_buffers=False`, the default, that is not so. For a module with the device
+# "disk", a buffer is neither offloaded nor set. It stays as the constructor made it: the statistics
+# of a batch norm are zeros and ones. The file has the right values, parameters are loaded, and no
+# log speaks of it. With the device "cpu", or with `offload_buffers=True`, all is right. A folder of
+# the same weights answers otherwise on a machine with less memory, where "auto" picks the disk.
 set -eu
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

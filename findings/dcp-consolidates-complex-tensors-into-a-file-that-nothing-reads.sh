@@ -1,18 +1,20 @@
 #!/bin/sh
-# One complex tensor makes torch's consolidated safetensors file unreadable; an integer ends the save.
+# One complex tensor makes torch's consolidated safetensors file unreadable; an integer ends the
+# save.
 #
 # Versions: torch 2.13.0, safetensors 0.8.0, Python 3.11.
 #
-# Guess: `HuggingFaceStorageWriter(path, save_distributed=True, enable_consolidation=True)` makes one
-# file of whole tensors of all that it saves, scalars, empty tensors and FP8 as well.
+# Guess: the consolidation of `HuggingFaceStorageWriter(path, save_distributed=True,
+# enable_consolidation=True)` gives whole tensors: of scalars, empty tensors and FP8, too, and of
+# tensors cut along any dimension.
 #
 # Seen: the consolidation takes the size of an element from `torch.finfo`. That of complex64 is the
 # size of its real part, 4 bytes for 8, so the file has half of the tensor, and a header that
-# contradicts itself. The save ends without an error, and the load of any tensor in that file, also of
-# those in float32, ends in "invalid shape, data type, or offset". A model that registers its rotary
-# factors as a complex buffer is saved so. Integers and booleans, such as counters of batch norms or
-# position ids, have no `finfo`: the save ends in TypeError, after the shards were written. These
-# are whole in each case.
+# contradicts itself. The save ends without an error, and the load of any tensor in that file, also
+# of those in float32, ends in "invalid shape, data type, or offset". A model that registers its
+# rotary factors as a complex buffer is saved so. Integers and booleans, such as counters of batch
+# norms or position ids, have no `finfo`: the save ends in TypeError, after the shards were written.
+# These are whole in each case.
 set -eu
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

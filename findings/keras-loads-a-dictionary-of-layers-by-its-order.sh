@@ -1,15 +1,17 @@
 #!/bin/sh
-# Keras gives the weights of a dictionary of layers to other layers, if its keys come in another order.
+# Keras gives the weights of a dictionary of layers to other layers, if its keys come in another
+# order.
 #
 # Versions: keras 3.15.1 with jax 0.10.2 on a CPU, numpy 2.4.6, Python 3.11.
 #
-# Guess: a layer that keeps its sublayers in a dictionary has them in `.weights.h5` under the keys of
-# the dictionary, or under their names, so that weights find their layers in any order of insertion.
+# Guess: a dictionary of sublayers is stored by its keys, so that a model that inserts them in
+# another order loads the right weights.
 #
 # Seen: neither the keys nor the names are in the file. Sublayers are called by their class and
-# numbered by their place in the dictionary ("dense", "dense_1"). With the keys in another order each
-# gets the weights of another one of the same shapes, without an error or a warning: experts, heads and
-# branches for languages or tasks are exchanged. Sublayers that are attributes are found by name.
+# numbered by their place in the dictionary ("dense", "dense_1"). With the keys in another order
+# each gets the weights of another one of the same shapes, without an error or a warning: experts,
+# heads and branches for languages or tasks are exchanged. Sublayers that are attributes are found
+# by name.
 set -eu
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

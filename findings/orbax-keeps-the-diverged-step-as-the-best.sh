@@ -3,13 +3,13 @@
 #
 # Versions: orbax-checkpoint 0.12.8, jax 0.10.2, numpy 2.4.6, on a CPU, Python 3.11.
 #
-# Guess: with `best_fn`, `best_mode="min"` and `max_to_keep=2`, a step whose loss is NaN is never the
-# best one, and pushes out none that is better.
+# Guess: with a `best_fn`, a step whose metric is NaN is never the best one, and pushes out none
+# that is better.
 #
-# Seen: steps are sorted by the metric as it is, and Python's sort has no order for NaN. After the
-# losses 3, 2, 1, NaN the diverged step is `best_step()`, from which a run that diverged would be
-# rolled back, evaluated or exported. After 1, 2, NaN, 3 the steps with 1 and 2 are deleted, and that
-# with 3 is the best. `best_mode="max"` is alike. No error, no warning.
+# Seen, with `max_to_keep=2`: steps are sorted by the metric as it is, and Python's sort has no
+# order for NaN. After the losses 3, 2, 1, NaN the diverged step is `best_step()`, from which a run
+# that diverged would be rolled back, evaluated or exported. After 1, 2, NaN, 3 the steps with 1 and
+# 2 are deleted, and that with 3 is the best. `best_mode="max"` is alike. No error, no warning.
 set -eu
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

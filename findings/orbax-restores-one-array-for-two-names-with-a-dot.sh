@@ -3,14 +3,13 @@
 #
 # Versions: orbax-checkpoint 0.12.8, jax 0.10.2, numpy 2.4.6, on a CPU, Python 3.11.
 #
-# Guess: {"a.b": x, "a": {"b": y}} is saved and restored with x and y, since `jax.tree` keeps both
-# paths apart, or saving raises because the names collide. A "/" in a key does the same.
+# Guess: {"a.b": x, "a": {"b": y}} comes back with x and y in their places, or saving raises.
 #
 # Seen: the name of an array in the store is its path joined by dots, so both have the name "a.b",
 # and both are written there. The tree comes back whole, with one of the two arrays in both places,
-# with and without a target; which of them depends on the moment. No error, no warning. Keys with "/"
-# are kept apart. A flat state of torch or safetensors names ("decoder.bias") beside the same model
-# as a nested tree is such a checkpoint.
+# with and without a target; which of them depends on the moment. No error, no warning. Keys with
+# "/" are kept apart. A flat state of torch or safetensors names ("decoder.bias") beside the same
+# model as a nested tree is such a checkpoint.
 set -eu
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

@@ -3,14 +3,15 @@
 #
 # Versions: peft 0.21.2, transformers 5.23.0, torch 2.13.0, Python 3.11.
 #
-# Guess: `hotswap_adapter` of an adapter with another rank or alpha gives the logits of that adapter,
-# or raises, as it does for `use_rslora` and `use_dora`.
+# Guess: `hotswap_adapter` of an adapter with another alpha, rank or rsLoRA gives the logits of that
+# adapter, or raises.
 #
 # Seen: the weights are those of the new adapter. Its `rank_pattern` and `alpha_pattern` are matched
 # with the names of tensors, `...q_proj.lora_A.default.weight`, in place of modules, so that no
 # pattern ever matches, and the scale is `lora_alpha / r`. With rank 2 for q_proj in an adapter of
 # rank 4, its update is half of what was trained, by `alpha_pattern` of 32 for 8 a quarter. An
-# adapter that is swapped for itself becomes another one, too. No error, no warning.
+# adapter that is swapped for itself becomes another one, too. `use_rslora` and `use_dora` are
+# compared first, and raise where they differ. No error, no warning here.
 set -eu
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

@@ -3,14 +3,14 @@
 #
 # Versions: safetensors 0.8.0 and 0.7.0, numpy 2.4.6, Python 3.11.
 #
-# Guess: `safetensors.numpy.save_file` writes the values of a transposed array, or of one in Fortran
-# order, as they are read by index, or refuses it, as the torch front end refuses what is not
-# contiguous.
+# Guess: `safetensors.numpy` writes the values of arrays as they are read by index: of transposed
+# ones and of other byte orders, too.
 #
 # Seen: release 0.8.0 copies the memory that the array points to and takes the shape from the array.
 # `kernel.T`, by which a Dense kernel of JAX or Keras becomes a Linear weight of torch, loads with
 # the right shape and the values in another order. No error, no warning. `save` does the same. The
-# docstring asks for contiguous tensors, nothing checks it. Release 0.7.0 wrote the right values.
+# docstring asks for contiguous tensors; nothing checks it, as the torch front end does. Release
+# 0.7.0 wrote the right values.
 set -eu
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

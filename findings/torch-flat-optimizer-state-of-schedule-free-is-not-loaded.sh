@@ -3,12 +3,12 @@
 #
 # Versions: torch 2.13.0, schedulefree 1.4.1, Python 3.11.
 #
-# Guess: a state that `get_optimizer_state_dict` returned, nested or with
-# `flatten_optimizer_state_dict=True`, goes back through `set_optimizer_state_dict` of torch's
-# distributed checkpoints, and the resumed run takes the same steps as the one that went on.
+# Guess: a state of a schedule-free optimizer goes through `get_optimizer_state_dict` and
+# `set_optimizer_state_dict`, nested and flattened, and the resumed run takes the same steps as the
+# one that went on.
 #
-# Seen: that is so for the nested layout. From the flat one the settings of the groups are loaded, and
-# the states are not: `z` and `exp_avg_sq` are gone, and the next step begins both anew. Strict
+# Seen: that is so for the nested layout. From the flat one the settings of the groups are loaded,
+# and the states are not: `z` and `exp_avg_sq` are gone, and the next step begins both anew. Strict
 # loading finds nothing missing. The loader takes one step to learn which names a state has. A
 # schedule-free optimizer refuses that step before `train()`, and `train()` looks the states up,
 # which leaves an empty entry for each parameter. The loader takes these entries for the states of
