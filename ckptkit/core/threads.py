@@ -1,11 +1,12 @@
 """Threads of this process: one that calls functions in order, several that share an iterator.
 
-Also a limit on bytes per second that all threads keep together, and what the process uses of the
-machine.
+Also a limit on bytes per second that all threads keep together, what the process uses of the
+machine, and what it does at its end.
 """
 
 from __future__ import annotations
 
+import atexit
 import gc
 import logging
 import os
@@ -16,6 +17,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TypeVar
@@ -221,6 +223,19 @@ def memory_in_use_bytes() -> int:
             return 0
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * 1024
+
+
+def call_at_exit(call: Callable[[], object]) -> Callable[[], object]:
+    """Has a function called when this process ends; returns what takes that back.
+
+    A process that multiprocessing forked runs no `atexit`, only what multiprocessing was told.
+    """
+    import multiprocessing.util
+
+    if multiprocessing.parent_process() is not None:
+        return multiprocessing.util.Finalize(None, call, exitpriority=0).cancel
+    atexit.register(call)
+    return partial(atexit.unregister, call)
 
 
 @contextmanager

@@ -312,6 +312,16 @@ KNOWN_FAULTS = (
     KnownFault(
         "torch",
         "",
+        "2.14",
+        "with flatten_optimizer_state_dict, a schedule-free optimizer is loaded without its state",
+        "resume with Checkpointer, or save the nested state dict",
+        "tried with torch 2.13.0 and schedulefree 1.4.1",
+        is_mended=False,
+        requires="schedulefree",
+    ),
+    KnownFault(
+        "torch",
+        "",
         "2.1",
         "ckptkit.training needs torch 2.1 or later",
         "upgrade torch",
@@ -319,8 +329,8 @@ KNOWN_FAULTS = (
     ),
 )
 LOOKED_UP = (
-    *("accelerate", "bitsandbytes", "deepspeed", "fairscale", "lightning", "peft", "torch"),
-    *("torchao", "torchsnapshot", "transformers", "trl"),
+    *("accelerate", "bitsandbytes", "deepspeed", "fairscale", "lightning", "peft"),
+    *("schedulefree", "torch", "torchao", "torchsnapshot", "transformers", "trl"),
 )
 
 

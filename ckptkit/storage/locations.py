@@ -21,7 +21,7 @@ PathLike = str | os.PathLike[str]
 _MOST_NAME_BYTES = 255  # of Linux and macOS
 _MOST_PATH_BYTES = 4095
 _FILE = re.compile(r"(?:file|local)://(?:localhost(?=/|$))?", re.IGNORECASE)
-_ALIASES = {"s3a": "s3", "gcs": "gs", "abfs": "az", "abfss": "az", "sftp": "ssh"}
+_ALIASES = {"s3a": "s3", "gcs": "gs", "abfs": "az", "abfss": "az"}
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 _WEB = frozenset({"http", "https"})
 S3_PROTOCOLS = frozenset({"s3", "s3a"})

@@ -5,7 +5,6 @@ Its calls run one at a time, outside of the caller's modes of torch.
 
 from __future__ import annotations
 
-import atexit
 import inspect
 import logging
 import math
@@ -30,6 +29,7 @@ from ckptkit.core.arguments import check_names
 from ckptkit.core.errors import CkptkitError, SaveError, UsageError
 from ckptkit.core.manifest import Manifest
 from ckptkit.core.text import a_kind
+from ckptkit.core.threads import call_at_exit
 from ckptkit.runs.marks import FileLocks
 from ckptkit.runs.retention import Retention
 from ckptkit.storage.local.disk import Closable
@@ -216,7 +216,7 @@ class Checkpointer:
         self._pid = os.getpid()
         # Threads end with the interpreter, which would lose a save under way. It runs before the
         # handler that waits for pushes, which was registered with the first of them.
-        atexit.register(self._close_at_exit)
+        self._leave_exit = call_at_exit(self._close_at_exit)
 
     @check_names
     def prepare(self, state: Mapping[str, object]) -> None:
@@ -488,7 +488,7 @@ class Checkpointer:
                 del self._unclosed[0]
         finally:
             self._requests.close()
-        atexit.unregister(self._close_at_exit)
+        self._leave_exit()
         unheard = first_of([handle.unheard_error for handle in self._handles])
         failure = unheard or self._failed.error()
         for handle in self._handles:

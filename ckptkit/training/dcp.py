@@ -13,11 +13,9 @@ default_planner.py of torch 2.6 to 2.15.
 
 from __future__ import annotations
 
-import atexit
 import hashlib
 import inspect
 import logging
-import multiprocessing
 import operator
 import os
 import posixpath
@@ -30,7 +28,6 @@ from contextlib import ExitStack, closing, suppress
 from dataclasses import fields, replace
 from functools import cached_property, partial
 from itertools import chain, takewhile
-from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +55,7 @@ from ckptkit.core.errors import (
 from ckptkit.core.index import Box, Key, KeyPath, TensorIndex
 from ckptkit.core.manifest import MANIFEST_NAME, Manifest
 from ckptkit.core.text import a_kind
-from ckptkit.core.threads import WorkerThread, few_collections
+from ckptkit.core.threads import WorkerThread, call_at_exit, few_collections
 from ckptkit.engine.box_reads import plan_chunk_reads, read_chunks
 from ckptkit.engine.checksum_tracker import NumberedRecord
 from ckptkit.engine.reader import Origin
@@ -945,10 +942,7 @@ def _session(*, alone: bool) -> _Session:
         if session is not None:
             session.close()
         session = _Session(alone=alone)
-        if multiprocessing.parent_process() is not None:  # one that was forked has no `atexit`
-            Finalize(None, close_all, exitpriority=0)
+        if not any(pid == os.getpid() for _, pid in _SESSIONS):
+            call_at_exit(close_all)
         _SESSIONS[key] = session, group
     return session
-
-
-atexit.register(close_all)

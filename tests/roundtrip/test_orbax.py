@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import ckptkit
-from ckptkit.core.errors import ChecksumError, IncompleteCheckpointError, RefusedError
+from ckptkit.core.errors import ChecksumError, FormatError, IncompleteCheckpointError, RefusedError
 from tests.live_truth import FIXTURES, copied, refuse, truth_of, written
 from tests.tensor_images import image_of, images
 
@@ -130,6 +130,19 @@ def test_a_chunk_that_is_absent_is_no_zeros_where_orbax_writes_zeros(tmp_path: P
     tree = json.loads(path.read_text())
     path.write_text(json.dumps(tree | {"store_array_data_equal_to_fill_value": True}))
     refuse("'params.zeros'.*is not there", run, tmp_path / "out", IncompleteCheckpointError)
+
+
+def test_two_arrays_of_one_name_are_refused_as_orbax_stored_one(tmp_path: Path) -> None:
+    run = copied("orbax_folders", tmp_path / "run")
+    path = run / "10" / "default" / "_METADATA"
+    described = json.loads(path.read_text())
+    tree = described["tree_metadata"]
+    item = next(item for item in tree.values() if item["key_metadata"][0]["key"] == "params")
+    first, second, *others = item["key_metadata"]
+    joined = {**first, "key": f"{first['key']}.{second['key']}"}
+    tree["joined"] = {**item, "key_metadata": [joined, *others]}
+    path.write_text(json.dumps(described))
+    refuse("two arrays called 'params", run, tmp_path / "out", FormatError)
 
 
 def test_every_bit_of_nodes_and_manifests_is_proven(tmp_path: Path) -> None:

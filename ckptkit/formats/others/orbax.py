@@ -625,7 +625,14 @@ def _list_arrays(
         for item in described.values():
             keys = item["key_metadata"]
             path = tuple(int(k["key"]) if k["key_type"] == 1 else str(k["key"]) for k in keys)
-            paths[join_path(path)] = path
+            name = join_path(path)
+            if name in paths:
+                raise FormatError(
+                    f"{_TREE!r} lists two arrays called {name!r}, of which Orbax stores one only",
+                    where=where,
+                    hint="rename one of them in the training, and save again",
+                )
+            paths[name] = path
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise FormatError(f"{_TREE!r} describes no tree: {error!r}", where=where) from error
     expected = {

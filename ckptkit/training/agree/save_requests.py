@@ -13,7 +13,6 @@ learns later that it has passed the step.
 
 from __future__ import annotations
 
-import atexit
 import json
 import logging
 import threading
@@ -25,6 +24,7 @@ from typing import Any
 from msgspec import Struct
 
 from ckptkit.core.errors import CkptkitError
+from ckptkit.core.threads import call_at_exit
 from ckptkit.training.agree.peers import Peers, name_ranks
 from ckptkit.training.environment import slurm_end_time
 from ckptkit.training.run_folders import TrainingRun
@@ -86,7 +86,7 @@ class SaveRequestWatcher:
         self._thread = threading.Thread(target=self._watch, name="ckptkit-requests", daemon=True)
         self._thread.start()
         # A thread that returns from C++ while the interpreter shuts down aborts the process.
-        atexit.register(self.close)
+        self._leave_exit = call_at_exit(self.close)
 
     def should_save(self, step: int) -> bool:
         """Returns whether to save at this step; the same on all ranks.
@@ -118,7 +118,7 @@ class SaveRequestWatcher:
         if self._closed:
             return
         self._closed = True
-        atexit.unregister(self.close)
+        self._leave_exit()
         self._wake.set()
         self._thread.join(_CLOSE_SECONDS)
         self._signals.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import multiprocessing
 import os
 import random
 import shutil
@@ -670,3 +671,17 @@ def test_a_step_with_the_adapter_alone_leaves_the_base_as_it_is(tmp_path: Path) 
     assert torch.equal(after["base_model.model.0.base_layer.weight"], before)
     lora = "base_model.model.0.lora_A.default.weight"
     assert torch.equal(after[lora], saved[lora])
+
+
+def save_and_end(run: Path) -> None:
+    torch.set_num_threads(1)
+    Checkpointer(run).save(1, {"model": nn.Linear(2_000, 2_000)})
+
+
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_a_process_that_was_forked_ends_once_its_save_is_written(tmp_path: Path) -> None:
+    process = multiprocessing.get_context("fork").Process(target=save_and_end, args=(tmp_path,))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+    assert ckptkit.verify(tmp_path / "checkpoint-1").ok
