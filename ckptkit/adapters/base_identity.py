@@ -28,7 +28,7 @@ from ckptkit.core.errors import CkptkitError, InputError, RefusedError
 from ckptkit.core.index import Fqn, Span, TensorEntry
 from ckptkit.core.manifest import RUN_FACTS
 from ckptkit.core.model_configs import parse_json_object
-from ckptkit.core.text import quote
+from ckptkit.core.text import Aside, quote
 from ckptkit.engine.casts import Caster
 from ckptkit.engine.locate import Locator
 from ckptkit.engine.reader import RUN_BYTES, Origin
@@ -280,10 +280,8 @@ class BaseChecks:
         if not differing:
             self._unproven.pop(adapter.source.position, None)
             what = "the base" if is_whole else "what was not packed of the base"
-            self._notes.append(
-                f"{what} is the one that the adapter was trained on, proven by {len(actual):,} of"
-                " its weights"
-            )
+            note = f"{what} is the one that the adapter was trained on, proven by"
+            self._notes.append(Aside(f"{note} {len(actual):,} of its weights"))
             return
         what = (
             f"{len(differing):,} of {len(actual):,} weights have other checksums than those"

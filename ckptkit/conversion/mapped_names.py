@@ -86,7 +86,7 @@ class MappedModel(Struct, frozen=True):
     @property
     def notes(self) -> tuple[str, ...]:
         """What a user is to know of the conversion."""
-        notes = [f"names were converted by map {self.name_map.name!r}"]
+        notes: list[str] = [Aside(f"names were converted by map {self.name_map.name!r}")]
         if self.wrapper:
             notes.append(Aside(f"all names begin with {self.wrapper!r}: written without it"))
         for name, (first, count) in self.names.padding.items():

@@ -14,7 +14,7 @@ from ckptkit.conversion.unpacking import StoredForm
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import RefusedError
 from ckptkit.core.index import Fqn
-from ckptkit.core.text import counted
+from ckptkit.core.text import Aside, counted
 from ckptkit.engine.kernels import ConstantKernel, operand_of
 from ckptkit.engine.packing import PackingKernel, PackingLoss, Part
 from ckptkit.hub_names.disk_tensors import HubNames
@@ -88,7 +88,11 @@ def pack_products(
         most = max(rest, key=lambda spec: spec.size_bytes)
         others = counted(len(rest), "other tensor")
         note += f"; {others} of matrices left as they are, the largest {most.name!r}"
-    notes = [note, *_describe_short(packed, form), *describe_kept_types(specs, keep, form.scheme)]
+    notes = [
+        Aside(note),
+        *_describe_short(packed, form),
+        *describe_kept_types(specs, keep, form.scheme),
+    ]
     if form.of_experts and any(".experts." in spec.name for spec in packed):
         notes.append(f"experts are packed: {form.of_experts}")
     return Packed(made, {**config, "quantization_config": form.make_config(kept)}, notes)

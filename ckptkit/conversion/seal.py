@@ -25,6 +25,7 @@ from ckptkit.core.display import Displayed, Facts
 from ckptkit.core.errors import (
     ChecksumError,
     CkptkitError,
+    FormatError,
     IncompleteCheckpointError,
     NotACheckpointError,
     RefusedError,
@@ -168,7 +169,7 @@ def run_seal(path: PathLike, *, listener: Listener = ignore) -> Sealing:
 def _find_steps(place: Place) -> tuple[PathLike, str, RunListing]:
     """Returns the run, the name of the step that was passed, or none, and the steps."""
     path = Path() if is_url(place) else local_path(place)
-    if path.name in {"", ".."}:
+    if path.name in {"", ".."} or path.is_symlink():
         path = path.resolve()
     run, name = (
         run_and_step(place) if is_url(place) else (place.beside(str(path.parent)), path.name)
@@ -227,17 +228,20 @@ def seal_step(run: PathLike, store: RunStore, step: RunStep, *, listener: Listen
         raise error
     with store.hold(step.name, step.markers), open_source(run) as source:
         check_unchanged(store, step, "is still written to, and was not sealed")
-        report = run_verification(place_of(run).beside(step.path), listener=listener)
-        if report.problems:
-            more = len(report.problems) - 1
-            raise VerificationError(
-                f"is damaged, and was not sealed: {report.problems[0]}"
-                + (f", and {counted(more, 'further problem')}" if more else ""),
-                where=step.path,
-                hint=f"see all: {shlex.join(['ckptkit', 'verify', step.path])}",
-            )
-        files = [file.path for file in step.files]
-        records = _digest_files(source, files, listener)
+        try:
+            report = run_verification(place_of(run).beside(step.path), listener=listener)
+            if report.problems:
+                more = len(report.problems) - 1
+                raise VerificationError(
+                    f"is damaged, and was not sealed: {report.problems[0]}"
+                    + (f", and {counted(more, 'further problem')}" if more else ""),
+                    where=step.path,
+                    hint=f"see all: {shlex.join(['ckptkit', 'verify', step.path])}",
+                )
+            records = _digest_files(source, [file.path for file in step.files], listener)
+        except (ChecksumError, FormatError) as damage:
+            text = f"is damaged, and was not sealed: {damage}"
+            raise VerificationError(text, where=step.path, hint=damage.hint) from damage
         check_unchanged(store, step, "changed while it was read, and was not sealed")
         store.put(_manifest_path(step), _make_manifest(step, records).to_json())
     return len(report.unverified)

@@ -24,7 +24,7 @@ from ckptkit.core.arrays import numpy_dtype
 from ckptkit.core.dtypes import BY_NAME, DType
 from ckptkit.core.errors import InputError, RefusedError
 from ckptkit.core.index import ChunkTable, Fqn, Key, Shape, Span, TensorEntry
-from ckptkit.core.text import counted, join_first
+from ckptkit.core.text import Aside, counted, join_first
 from ckptkit.engine.kernels import StoredOperand
 from ckptkit.engine.packed_numbers import Grid, UnpackedOperand, make_table
 from ckptkit.engine.reader import Origin, TensorReader
@@ -126,7 +126,7 @@ def unpack_checkpoint(
     if not found:
         return Unpacked(checkpoint, config, asked)
     titles = dict.fromkeys(one.group.scheme.title for one in found.values())
-    notes = [f"{counted(len(found), 'weight')} unpacked: {', '.join(titles)}"]
+    notes: list[str] = [Aside(f"{counted(len(found), 'weight')} unpacked: {', '.join(titles)}")]
     if unused:
         listed = join_first([repr(str(entry.name)) for entry in unused], len(unused), _LISTED)
         notes.append(f"left out, as unpacked weights need none of them: {listed}")

@@ -338,8 +338,8 @@ _CALLS = {
     "accelerate": "accelerator.load_state({path!r})",
     "Lightning": "trainer.fit(model, ckpt_path={path!r})",
     "DeepSpeed": "engine.load_checkpoint({run!r}, tag={name!r})",
-    "ckptkit": "Checkpointer({run!r}).resume(state)",
-    "ckptkit, to a URL": "Checkpointer({run!r}, local=LOCAL).resume(state)",
+    "ckptkit": "Checkpointer({run!r}).resume(state{folder})",
+    "ckptkit, to a URL": "Checkpointer({run!r}, local=LOCAL).resume(state{folder})",
     "torch.distributed.checkpoint": "dcp.load(state, checkpoint_id={path!r})",
 }
 """By the framework that saved a step."""
@@ -364,18 +364,25 @@ def advise_on_resume(listing: RunListing) -> tuple[RunStep, str] | None:
     step = max(tracked or current, key=_resume_order, default=None)
     if step is None:
         return None
-    is_trainers = any(file.path == f"{step.name}/{TRAINER_STATE}" for file in step.files)
+    inside = {file.path.removeprefix(f"{step.name}/") for file in step.files}
     # accelerate's automatic names, under which its integration of ckptkit saves as well.
     is_accelerates = step.name.startswith(STEP_PREFIXES[1])
     writer = "accelerate" if is_accelerates else step.writer
-    if writer == "ckptkit" and not any(
-        file.path == f"{step.name}/{RUN_FACTS}" for file in step.files
-    ):
+    if TRAINER_STATE in inside:
+        writer = "Transformers Trainer"
+    elif writer == "ckptkit" and "meta.pt" in inside:
+        writer = "Lightning"
+    elif writer == "ckptkit" and RUN_FACTS not in inside:
         writer = "torch.distributed.checkpoint"  # through the functions of ckptkit.training.dcp
+    elif writer == "ckptkit" and not any(path.endswith(".metadata") for path in inside):
+        writer = "accelerate"  # whole, as without FSDP
     elif writer == "ckptkit" and is_url(listing.location):
         writer = "ckptkit, to a URL"
-    call = _CALLS.get("Transformers Trainer" if is_trainers else writer, "")
-    text = call.format(path=step.path, run=listing.location, name=step.name)
+    # Without its folder a Checkpointer finds steps of its own names only.
+    is_named = step.name != f"{STEP_PREFIXES[0]}{step.step}"
+    folder = f", folder={step.path!r}" if is_named else ""
+    call = _CALLS.get(writer, "")
+    text = call.format(path=step.path, run=listing.location, name=step.name, folder=folder)
     return step, text
 
 

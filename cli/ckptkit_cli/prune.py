@@ -114,11 +114,9 @@ def pruned_page(output: Output, pruned: Pruned, *, now: float) -> Iterator[str]:
         yield escaped(f"  {name}: the rest of an interrupted removal {verb}")
     for note in pruned.notes:
         yield from wrapped(escaped(note), width=output.width)
+    gone = [counted(len(pruned.removed), "step")] if pruned.removed or not pruned.thinned else []
     if pruned.thinned:
-        verb = "would lose their" if pruned.dry_run else "without their"
-        yield f"  {counted(len(pruned.thinned), 'step')} {verb} optimizer"
-    count, size = counted(len(pruned.removed), "step"), size_text(pruned.freed_bytes)
-    verb = "would be removed, which frees" if pruned.dry_run else "removed,"
-    if pruned.thinned and not pruned.removed:
-        count, verb = "thinning", "would free" if pruned.dry_run else "has"
-    yield f"  {count} {verb} {size}{'' if pruned.dry_run else ' freed'}"
+        gone.append(f"the optimizer of {counted(len(pruned.thinned), 'step')}")
+    size = size_text(pruned.freed_bytes)
+    end = f"would be removed, which frees {size}" if pruned.dry_run else f"removed, {size} freed"
+    yield f"  {' and '.join(gone)} {end}"

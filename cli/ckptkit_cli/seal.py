@@ -40,10 +40,9 @@ def seal(output: Output, path: str, src_option: Mapping[str, Any]) -> None:
     output.document(result.to_json())
     output.lines(_sealing_page(output, result))
     for one in result.failed:
-        output.warn(f"{one.step.path} was not sealed: {one.why}")
-    for one in result.failed:
-        if one.error is not None:
-            raise SystemExit(one.error.exit_status)
+        output.warn(f"{one.step.path} {one.why}")
+    if result.failed:
+        raise SystemExit(max(one.error.exit_status for one in result.failed if one.error))
 
 
 def _sealing_page(output: Output, result: Sealing) -> Iterator[str]:

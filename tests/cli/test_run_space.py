@@ -15,7 +15,7 @@ import pytest
 from msgspec.structs import replace
 
 import ckptkit
-from ckptkit.core.manifest import MANIFEST_NAME, RUN_FACTS
+from ckptkit.core.manifest import MANIFEST_NAME, RUN_FACTS, FileRecord
 from ckptkit.storage.local.disk import Disk
 from ckptkit.storage.manifests import read_local_manifest
 from tests.command_line import Result, run_command
@@ -232,6 +232,24 @@ def test_ls_says_which_step_to_resume_from_and_how(run: Path, tmp_path: Path) ->
     shutil.copytree(run / "checkpoint-300", automatic / "checkpoint_300")
     page = run_command("ls", automatic).stdout
     assert f"accelerator.load_state({str(automatic / 'checkpoint_300')!r})" in page
+    named = tmp_path / "named" / "epoch_300"  # which a Checkpointer finds by its folder only
+    shutil.copytree(run / "checkpoint-300", named)
+    page = run_command("ls", named.parent).stdout
+    assert f"Checkpointer({str(named.parent)!r}).resume(state, folder={str(named)!r})" in page
+    (named / "meta.pt").touch()
+    assert f"ckpt_path={str(named)!r}" in run_command("ls", named.parent).stdout
+    ddp = tmp_path / "ddp" / "step_300"  # what the integration of accelerate saves without FSDP
+    shutil.copytree(FIXTURES / "accelerate_ddp" / "checkpoint", ddp)
+    (ddp / RUN_FACTS).parent.mkdir()
+    (ddp / RUN_FACTS).write_text("{}")
+    sizes = {
+        path.relative_to(ddp).as_posix(): FileRecord(path.stat().st_size)
+        for path in ddp.rglob("*")
+        if path.is_file()
+    }
+    manifest = read_local_manifest(run / "checkpoint-300")
+    (ddp / MANIFEST_NAME).write_bytes(replace(manifest, files=sizes).to_json())
+    assert f"accelerator.load_state({str(ddp)!r})" in run_command("ls", ddp.parent).stdout
     for folder in run.iterdir():
         (folder / MANIFEST_NAME).unlink(missing_ok=True)
         spoil(folder)

@@ -136,7 +136,7 @@ def test_of_a_run_all_complete_steps_are_sealed_once(tmp_path: Path) -> None:
     again = run_command("seal", tmp_path)
     assert again.returncode == 6
     assert "checkpoint-10  as it was" in again.stdout
-    assert "checkpoint-20 was not sealed: is damaged" in again.stderr
+    assert "checkpoint-20 is damaged, and was not sealed: " in again.stderr
     assert (tmp_path / "checkpoint-10" / MANIFEST_NAME).read_bytes() == manifest
     shutil.rmtree(tmp_path / "checkpoint-20")
     assert run_command("seal", tmp_path).returncode == 0
@@ -144,6 +144,34 @@ def test_of_a_run_all_complete_steps_are_sealed_once(tmp_path: Path) -> None:
     assert listed(tmp_path)["checkpoint-30"].complete
     put(tmp_path, "trainer", 50)
     assert listed(tmp_path)["checkpoint-50"].complete
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_damage_beside_the_tensors_of_a_step_names_its_file(cut: bool, tmp_path: Path) -> None:
+    step = put(tmp_path, "trainer")
+    path = step / "rng_state_1.pth"
+    if cut:
+        path.write_bytes(path.read_bytes()[:1000])
+        age(step)
+    else:
+        flip_data(path)
+    for target in (step, tmp_path):
+        done = run_command("seal", target)
+        assert done.returncode == 6
+        assert "checkpoint-7" in done.stderr
+        assert " is damaged, and was not sealed: " in done.stderr
+        assert "rng_state_1.pth: " in done.stderr
+    assert not (step / MANIFEST_NAME).exists()
+
+
+def test_a_link_to_a_step_stands_for_the_step(tmp_path: Path) -> None:
+    step = put(tmp_path / "run", "trainer")
+    (tmp_path / "elsewhere").mkdir()
+    for link in (tmp_path / "elsewhere" / "checkpoint-7", tmp_path / "run" / "latest"):
+        link.symlink_to(step)
+        (one,) = ckptkit.seal(link).steps
+        assert (one.step.name, one.action) == ("checkpoint-7", "sealed")
+        (step / MANIFEST_NAME).unlink()
 
 
 def test_what_is_not_finished_is_refused(tmp_path: Path) -> None:

@@ -167,11 +167,13 @@ def test_a_step_that_is_read_keeps_its_optimizer(run: Path) -> None:
 
 
 def test_rules_and_thinning_go_together(run: Path) -> None:
+    alone = run_command("prune", run, "--drop-optimizer-older-than", "1", "--dry-run")
+    assert "\n  the optimizer of 2 steps would be removed, which frees " in alone.stdout
     done = run_command("prune", run, "--keep-last", "2", "--drop-optimizer-older-than", "1")
     assert done.returncode == 0, done.stderr
     assert sorted(listed(run)) == ["checkpoint-2", "checkpoint-3"]
     assert listed(run)["checkpoint-2"].thinned
-    assert "1 step without their optimizer" in done.stdout
+    assert "  1 step and the optimizer of 1 step removed, " in done.stdout
     assert run_command("prune", run, "--drop-optimizer-older-than", "0").returncode == 2
     with pytest.raises(ckptkit.UsageError):
         ckptkit.prune(run, drop_optimizer_older_than=0)

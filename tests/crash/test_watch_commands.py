@@ -18,6 +18,9 @@ import pytest
 
 import ckptkit
 from ckptkit.core.manifest import MANIFEST_NAME
+from ckptkit.hub.watch.commands import StepCommand
+from ckptkit.hub.watch.watch import Pauses, WatchEvent, WatchRequest, run_watch
+from ckptkit.runs.retention import Retention
 from tests.command_line import run_command
 from tests.crash.test_seal import flip_data, put
 from tests.hub_server import TOKEN, HubServer
@@ -172,6 +175,23 @@ def test_a_step_stays_until_its_command_has_ended(run: Path) -> None:
     assert [path.name for path in sorted(run.glob("checkpoint-*"))] == ["checkpoint-200"]
 
 
+def test_a_step_whose_turn_comes_while_others_are_pruned_has_its_command_too(run: Path) -> None:
+    save_step(run, 300, save_number=300)
+    events: list[WatchEvent] = []
+
+    def listen(event: WatchEvent) -> None:
+        events.append(event)
+        if event.name == "pruned":  # until the command that runs meanwhile has ended
+            seen = len(events)
+            wait_for(lambda: any(one.name == "executed" for one in events[seen:]))
+            time.sleep(0.1)
+
+    slow = StepCommand.parse("sleep 0.3", jobs=1, timeout_seconds=None)
+    request = WatchRequest(run, "", command=slow, retention=Retention(keep_last=1))
+    run_watch(request, Pauses(ending=True, reads_input=False), listen, lambda _: None)
+    assert [event.step for event in events if event.name == "executed"] == [100, 200, 300]
+
+
 @pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
 def test_a_push_does_not_wait_for_a_command(
     hub: HubServer, run: Path, told: Path, tmp_path: Path
@@ -267,3 +287,11 @@ def test_each_step_of_another_saver_is_sealed_before_its_command_runs(tmp_path: 
     assert [(event["step"], event["status"]) for event in done] == [(10, 0), (30, 0)]
     assert [event["event"] for event in events].index("executing") > 2
     assert of(watch(run, "--seal", status=6), "sealed") == []
+
+
+def test_a_run_is_pruned_after_its_steps_are_sealed(tmp_path: Path) -> None:
+    for step in (10, 20, 30):
+        put(tmp_path, "trainer", step)
+    events = watch(tmp_path, "--seal", "--keep-last", "1")
+    assert of(events, "sealed") == [10, 20, 30]
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-30"]

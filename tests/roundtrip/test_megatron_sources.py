@@ -182,6 +182,7 @@ def test_a_base_without_a_configuration_is_refused_with_the_option_to_pass(
     )
     assert result.returncode == 0, result.stderr
     assert "names were converted by map 'megatron-llama'" in json.loads(result.stdout)["notes"]
+    assert "note: names were converted by map 'megatron-llama'" in result.stderr
 
 
 def test_an_adapter_is_made_of_two_checkpoints_whatever_their_names(

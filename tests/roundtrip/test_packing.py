@@ -244,9 +244,9 @@ def test_weights_are_packed_as_compressed_tensors_does(tmp_path: Path, choice: s
 def test_commands_say_how_weights_were_packed(choice: str, tmp_path: Path) -> None:
     save_model(tmp_path / "plain")
     packed = run_command("consolidate", tmp_path / "plain", tmp_path / "out", "--dtype", choice)
-    assert "14 weights packed: " in packed.stderr
+    assert "note: 14 weights packed: " in packed.stderr
     plain = run_command("consolidate", tmp_path / "out", tmp_path / "again", "--dtype", "bfloat16")
-    assert "14 weights unpacked: " in plain.stderr
+    assert "note: 14 weights unpacked: " in plain.stderr
 
 
 @pytest.mark.parametrize("choice", CHOICES)

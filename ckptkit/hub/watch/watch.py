@@ -310,11 +310,12 @@ class _Watch:
         self._built_digest = ""  # the digest of the step whose folder is built
         self._passed_over: set[str] = set()  # digests of steps that a warning has named
         self._has_begun = False
+        self._has_run_commands = False  # in the last round, after which others may have room
         self._has_repeated = False
         self._settling_since = 0.0
         self._warned_of_metrics: set[str] = set()
         self._has_news = (
-            False  # a step was pushed, or its command has ended, since the last pruning
+            False  # a step was pushed or sealed, or its command has ended, since the last pruning
         )
         self._waiting_steps: tuple[int, ...] = ()
         self._problem = ""  # why they are not pushed now
@@ -333,7 +334,7 @@ class _Watch:
                 continue
             retries.failed = 0
             self._note_status("")
-            if is_idle and (not ending or (self.commands is not None and self.commands.is_running)):
+            if is_idle and (not ending or self._has_run_commands):
                 pauses.wait(self._request.poll_seconds)
             elif is_idle and not self._wait_for_unsettled(pauses):
                 # A run whose steps were all pushed and removed is no error.
@@ -405,16 +406,21 @@ class _Watch:
             seconds = round(time.monotonic() - began, 3)
             facts = {"read_bytes": step.size_bytes, "unverified": unverified}
             self._emit("sealed", step.step, **facts, seconds=seconds)
+            self._has_news = True
             return ready, True
         return ready, False
 
     def _start_commands(self, steps: Sequence[RunStep]) -> None:
         """Starts the command for steps that wait for it, as far as there is room."""
+        if self.commands is None:
+            return
+        self._has_run_commands = self.commands.is_running
         for step in self._find_waiting_for_commands(steps):
-            if self.commands is None or not self.commands.has_room:
+            if not self.commands.has_room:
                 return
             with suppress(InputError):  # it is gone, which the next listing shows
                 self.commands.start(step)
+                self._has_run_commands = True
 
     def _find_waiting_for_commands(self, steps: Sequence[RunStep]) -> list[RunStep]:
         if self.commands is None:
