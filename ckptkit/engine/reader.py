@@ -499,13 +499,16 @@ class TensorReader:
             self._origin.keep_located(chunk, located)
         if located.crc32 is not None and located.compressed is None:
             source, path = self._origin.source, located.path
+            where = posixpath.join(source.location, path)
+            if located.start:  # else it may be the whole file
+                where += f", tensor {entry.key!r}"
             self._origin.checksums.expect(
                 int(chunks.record[row]),
                 TrackedRecord(
                     start=located.start,
                     stop=located.stop,
                     expected=located.crc32,
-                    where=f"{posixpath.join(source.location, path)}, tensor {entry.key!r}",
+                    where=where,
                     read_into=partial(source.read_into, path),
                 ),
             )

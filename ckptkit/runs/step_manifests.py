@@ -7,10 +7,13 @@ are there, and are found by name.
 from __future__ import annotations
 
 import posixpath
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from copy import copy
 from types import MappingProxyType
 from typing import NamedTuple
 
+import numpy as np
 from msgspec.structs import replace
 
 from ckptkit.core.checksums import digest_like, leaf_ranges
@@ -21,8 +24,17 @@ from ckptkit.core.errors import (
     TruncatedFileError,
 )
 from ckptkit.core.frameworks import is_unit_folder
-from ckptkit.core.index import FileRange, Problem, RunFacts, TensorIndex
+from ckptkit.core.index import (
+    UNKNOWN,
+    FileRange,
+    Problem,
+    Record,
+    RecordTable,
+    RunFacts,
+    TensorIndex,
+)
 from ckptkit.core.manifest import (
+    CRC32_SCHEME,
     DIGESTS,
     MANIFEST_NAME,
     RUN_FACTS,
@@ -285,6 +297,7 @@ def prefetch_headers(source: Source, candidate: Candidate) -> None:
 # safetensors files have no checksums. Those of the manifest go into the index, so that what is read
 # of such a file is compared as records of torch's archives are, whatever reads it.
 
+_CRC32 = re.compile(rf"{CRC32_SCHEME}:([0-9a-f]{{8}})")
 _HINT = (
     "the file was damaged or changed after it was written; write it again, or remove"
     f" {MANIFEST_NAME} if the change is meant"
@@ -346,7 +359,9 @@ def prove_index(
     """Compares what was parsed with a manifest, and adds the checksums that the format lacks."""
     for path in candidate.files:
         check_file(source, path, manifest, relative_path(path, folder))
-    if index.format != SafetensorsReader.name or not manifest.tensors:
+    if not manifest.tensors:
+        return _with_whole_files(index, folder, with_data_digests(manifest))
+    if index.format != SafetensorsReader.name:
         return index
     records = index.records
     paths = [relative_path(file.path, folder) for file in index.files]
@@ -372,6 +387,31 @@ def prove_index(
     if left:
         raise _differs(source, folder, min(left), "is in no file")
     return replace(index, records=records.with_sums(crc32s, digests))
+
+
+def _with_whole_files(index: TensorIndex, folder: str, manifest: Manifest) -> TensorIndex:
+    """Returns an index where a file whose records have no checksum is one record, with its own."""
+    table, count = index.records, len(index.records)
+    is_bare = (table.container == 0) & (table.crc32 == UNKNOWN)
+    found: list[Record] = []
+    number_of_file = np.full(len(index.files), UNKNOWN, np.int64)
+    for at in np.setdiff1d(table.file[is_bare], table.file[~is_bare]).tolist():
+        known = manifest.files.get(relative_path(index.files[at].path, folder))
+        crc = None if known is None else _CRC32.fullmatch(known.digest)
+        if known is not None and crc is not None:
+            number_of_file[at] = count + len(found)
+            found.append(Record(at, 0, known.size_bytes, crc32=int(crc[1], 16)))
+    if not found:
+        return index
+    tensors = {}
+    for key, entry in index.tensors.items():
+        rows, chunks = entry.chunks.record, copy(entry.chunks)
+        numbers = number_of_file[table.file[rows]]
+        offsets = np.maximum(chunks.byte_offset, 0) + table.start[rows]
+        chunks.record = np.where(numbers == UNKNOWN, rows, numbers)
+        chunks.byte_offset = np.where(numbers == UNKNOWN, chunks.byte_offset, offsets)
+        tensors[key] = replace(entry, chunks=chunks)
+    return replace(index, tensors=tensors, records=RecordTable.of([*table, *found]))
 
 
 def _differs(source: Source, folder: str, name: str, message: str) -> ChecksumError:

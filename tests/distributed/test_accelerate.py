@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import ckptkit
+from ckptkit.core.errors import ChecksumError
 from tests.ranks import RankHost, RunRanks, make_runner
 
 SCRIPT = Path(__file__).with_name("accelerate_run.py")
@@ -88,6 +89,8 @@ def test_files_without_sharding_are_those_of_accelerate(
         data[len(data) // 2] ^= 1
         file.write_bytes(data)
         assert not ckptkit.verify(file.parent).ok, name
+    with pytest.raises(ChecksumError, match=r"ours_True/model\.safetensors"):
+        ckptkit.consolidate(tmp_path / "ours_True", tmp_path / "made")
 
 
 @pytest.mark.distributed
