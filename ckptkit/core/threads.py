@@ -228,7 +228,7 @@ def memory_in_use_bytes() -> int:
 def call_at_exit(call: Callable[[], object]) -> Callable[[], object]:
     """Has a function called when this process ends; returns what takes that back.
 
-    A process that multiprocessing forked runs no `atexit`, only what multiprocessing was told.
+    In a process that multiprocessing forked, `atexit` does not run; its own finalizers do.
     """
     import multiprocessing.util
 

@@ -207,20 +207,21 @@ def _normalize(location: str) -> str:
     match = _URL.fullmatch(location)
     if match is None:
         return location
-    if _USER.match(match[2]):
+    scheme, rest = match[1].lower(), match[2]
+    if _USER.match(rest):
         raise UsageError(
             "holds a password, which would end up in messages and manifests",
-            where=f"{match[1]}://…{match[2].rpartition('@')[2]}",
+            where=f"{scheme}://…{rest.rpartition('@')[2]}",
             hint="pass it with --src-option or --dst-option, or in the environment",
         )
-    if match[1].lower() in _WEB and "?" in match[2]:
+    if scheme in _WEB and "?" in rest:
         raise UsageError(
             "has a query, as signed URLs do, with which the server is asked for one file alone",
-            where=f"{match[1]}://{match[2].partition('?')[0]}?…",
+            where=f"{scheme}://{rest.partition('?')[0]}?…",
             hint="name the folder or the file without a query, or download it first; an object of"
             " a bucket is named as s3://bucket/key, with its keys in --src-option",
         )
-    return f"{match[1].lower()}://{match[2].rstrip('/')}"
+    return f"{scheme}://{rest.rstrip('/')}"
 
 
 _SECRETS = ("key", "secret", "token", "password", "sas", "credential", "credentials")

@@ -628,7 +628,7 @@ def _list_arrays(
             name = join_path(path)
             if name in paths:
                 raise FormatError(
-                    f"{_TREE!r} lists two arrays called {name!r}, of which Orbax stores one only",
+                    f"{_TREE!r} lists two arrays called {name!r}; Orbax stores one of them",
                     where=where,
                     hint="rename one of them in the training, and save again",
                 )
